@@ -1,4 +1,4 @@
-"""What a part of a layer made joins the stream behind a norm: for the rows of a step on a GPU in one launch."""
+"""Adds the normed output of a layer's part to the stream; for the rows of a step on a GPU in one launch."""
 
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from .norm import Norm
 from .tiles import MAX_TOKENS, planned
 
 ADD_NORMED = Kernel("add_normed", "h made made_weight beside beside_weight weight eps factor", "out")
-SIMDGROUPS = 8  # of a row: as many threads as any Apple GPU gives a kernel
+SIMDGROUPS = 8  # threads of a row: as many as any Apple GPU allows
 WIDEST = 1 << 13  # values of a row, of which a thread holds 64
 
 
 class Pair(NamedTuple):
-    """Two results that are added, each in a norm of its own."""
+    """Two results that are added, each with its own norm."""
 
     made: Any  # mx.array | np.ndarray
     made_norm: Norm
@@ -30,9 +30,8 @@ class Pair(NamedTuple):
 
 
 def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None = None) -> Array:
-    """(h + norm(made)) * factor, of h [..., D] and as much of what was made; the norms of a `Pair` have `norm`'s eps.
-
-    `factor` [1]: multiplies all of it; None: nothing does.
+    """(h + norm(made)) * factor, with h and made [..., D]; the norms of a `Pair` have `norm`'s eps. `factor` [1], or
+    None for 1.
     """
     if isinstance(h, mx.array):
         rows, width = h.size // h.shape[-1], h.shape[-1]
@@ -47,7 +46,7 @@ def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None
 
 
 def _inputs(made: Any, norm: Norm) -> tuple[Any, ...]:
-    """What was made with its weight, and what is beside it; a kernel wants an array in every place."""
+    """The kernel's inputs: the results with their weights; a kernel needs an array for every input."""
     if not isinstance(made, Pair):
         return made, norm.weight, made, norm.weight
     return made.made, made.made_norm.weight, made.beside, made.beside_norm.weight

@@ -1,12 +1,12 @@
 """Causal grouped-query attention (arXiv:2305.13245) over a cache of keys and values, with an optional output gate.
 
-A window bounds what a query sees (arXiv:2004.05150). A sink is a learned logit of each head that counts in the sum of
-the softmax and in nothing else (after arXiv:2309.17453).
+A window limits the positions that a query sees (arXiv:2004.05150). A sink is a learned logit per head that is added to
+the sum of the softmax only (after arXiv:2309.17453).
 
-On a GPU a token takes two launches, which write no key or value to the cache: a few of the newest are in an array of
-their own, which is copied with one more at each token. MLX's attention would take a dozen launches, and copies the
-whole cache if the previous token is still being computed. On the CPU a token takes one call, which writes its key and
-value into such an array: appending them with MLX takes as long as reading a tenth of the layer's weights.
+On a GPU a token takes two launches. They do not write to the cache: the newest keys and values are in a small array,
+which each token copies with its own row added. MLX's attention would take a dozen launches, and it copies the whole
+cache if the previous token is still being computed. On the CPU a token takes one call, which writes its key and value
+into such an array: appending them with MLX takes as long as reading a tenth of the layer's weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,12 +44,12 @@ ATTEND_STEP = Kernel(
     "parts next",
 )
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
-RECENT = 32  # positions whose keys and values are kept apart
-HEADS = 8  # of queries in a threadgroup: with 256 values each they take 9 KB of its memory
+RECENT = 32  # positions whose keys and values are in the small array
+HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 SEVERAL = Reason("there are several tokens")
-# That exist at once: where MLX has no fused attention it keeps all of a call's. With the widest heads they take an M1's
-# GPU 0.05 s at its full rate (gpu_time).
+# Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
+# M1's GPU 0.05 s at its full rate (gpu_time).
 SCORES = 1 << 27
 LEAST_ROWS = 256  # of a part of an attention with a window
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
@@ -61,8 +61,9 @@ def in_parts(
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
 
-    Yields the rows of a part, the positions that they see, and their mask. Only a causal one of many rows is cut. With
-    a window a part has at most as many rows as the window, or `LEAST_ROWS`: it sees few positions that are masked.
+    Yields the rows of a part, the positions that they see, and their mask. Only a causal attention of many rows is cut.
+    With a window, a part has at most as many rows as the window, or `LEAST_ROWS`, so that few of its positions are
+    masked.
     """
     size = max(SCORES // (heads * positions), 1)
     if window is not None:
@@ -82,13 +83,13 @@ def in_parts(
 
 
 def _band(rows: int, positions: int, window: int) -> mx.array:
-    """The mask [rows, positions] of the last positions' queries, each of which sees `window` of them."""
+    """The mask [rows, positions] of the last positions' queries, each of which sees `window` positions."""
     age = mx.arange(positions - rows, positions)[:, None] - mx.arange(positions)
     return (age >= 0) & (age < window)
 
 
 class Held(NamedTuple):
-    """What a cache has before a token, numpy arrays on the CPU.
+    """The contents of a cache before a token, as numpy arrays on the CPU.
 
     keys, values: [1, kv heads, capacity, .], values or rows of bytes (`kv_rows`), with a window position p in row
         p % capacity; or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
@@ -104,10 +105,10 @@ class Held(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """What a token's kernels take as one array in place of several.
+    """Arrays that a token's kernels take joined into one.
 
-    joined: q, k and v one after another. weights: where q_norm's weight, k_norm's and rope.periods lie, of those that
-    there are.
+    joined: q, k and v one after another. weights: the pieces of q_norm's weight, k_norm's and rope.periods, as far as
+        they exist.
     """
 
     joined: mx.array
@@ -115,8 +116,9 @@ class Whole(NamedTuple):
 
 
 class Positions(Protocol):
-    """A cache of two arrays [B, heads, capacity, width], full to `offset`; the next token is turned by `position`, or
-    the next L tokens by integers [3, L]."""
+    """A cache of two arrays [B, heads, capacity, width], full to `offset`; the next token has rotary position
+    `position`, or the next L tokens have integers [3, L].
+    """
 
     offset: Any
     position: Any
@@ -124,32 +126,34 @@ class Positions(Protocol):
     values: Any
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
-        """Appends [B, heads, L, width] to each; arrays whose first rows the new ones may see, and how many."""
+        """Appends [B, heads, L, width] to each array; returns the arrays and the number of their first rows that the
+        new ones may see.
+        """
         ...
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends [B, heads, L, width] to each and returns what `mask` is for."""
+        """Appends [B, heads, L, width] to each array and returns the arrays that `mask` belongs to."""
         ...
 
     def mask(self, length: int) -> mx.array | str | None:
-        """What of that the `length` newest positions see."""
+        """The mask of the `length` newest positions over these arrays."""
         ...
 
 
 class Steps(Positions, Protocol):
-    """One that also takes single tokens with the arrays of `Held`."""
+    """A cache that also takes single tokens with the arrays of `Held`."""
 
     def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
-        """What there is before a token, in entries of `dtype`; `here`: as numpy arrays."""
+        """The contents before a token, with entries of `dtype`; `here`: as numpy arrays."""
         ...
 
     def advance(self, recent: Any) -> None:
-        """`recent` with one token more takes its place."""
+        """Replaces `recent` by a copy with one more token."""
         ...
 
 
 class Terms(NamedTuple):
-    """How `attend` attends; see there. The norms are alike, or there are none."""
+    """The parameters of `attend`. Both norms have the same eps, or there are none."""
 
     q_norm: Norm | None
     k_norm: Norm | None
@@ -170,7 +174,7 @@ class Terms(NamedTuple):
 
     @property
     def limits(self) -> tuple[int | None, bool, bool]:
-        """What of it a kernel's text depends on."""
+        """The parameters on which a kernel's text depends."""
         return self.window, self.sinks is not None, self.value_norm is not None
 
 
@@ -189,18 +193,19 @@ def attend(
     value_norm: float | None = None,
     whole: Whole | None = None,
 ) -> Array:
-    """softmax(scale * q k) v over what `cache` has seen and the new positions up to each query's own.
+    """softmax(scale * q k) v over the positions in `cache` and the new positions up to each query's own.
 
     Args:
         q: [B, L, heads, D], or [B, L, heads, 2 D] with a gate behind each query; its sigmoid multiplies the result.
-        k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and turned, v normed.
+        k, v: [B, L, kv heads, D] and [B, L, kv heads, V], appended to `cache`, k normed and rotated, v normed.
         cache: of one text or a batch of them; or the caches of the L rows of a step.
-        q_norm, k_norm: of each head of q and k; None: there is none, or q and k are normed already.
-        rope: turns q and k by their rotary positions; None: nothing does.
-        window: how many positions a query sees, its own included; None: all. `cache` is then one of that window.
-        sinks: [heads], logits that take part in the softmax's sum only; None: there are none.
-        value_norm: epsilon of a norm without weight of each head of v, that of the other norms; None: there is none.
-        whole: the same as kernels take it.
+        q_norm, k_norm: norms of each head of q and k; None: no norm, or q and k are normed already.
+        rope: rotates q and k by their rotary positions; None: no rotation.
+        window: how many positions a query sees, its own included; None: all. With a window, `cache` must be one of that
+            window.
+        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
+        value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
+        whole: the same inputs joined, for kernels.
 
     Returns:
         [B, L, heads * V]
@@ -257,7 +262,7 @@ def _of_row(row: slice, q: Array, k: Array, v: Array, cache: Steps, terms: Terms
 
 
 def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> Array:
-    """Queries or keys [B, L, heads, D] normed and turned, as attention takes them: MLX's [B, heads, L, D]."""
+    """Queries or keys [B, L, heads, D] normed and rotated, in attention's layout: [B, heads, L, D] for MLX."""
     x = x if norm is None else norm(x)
     if isinstance(x, mx.array):
         x = x.transpose(0, 2, 1, 3)
@@ -266,7 +271,7 @@ def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> A
 
 @planned()
 def native_refusal(is_alone: bool) -> Reason | None:
-    """Why norms, rotation and attention are native calls of their own, not the one of a single token."""
+    """Why norms, rotation and attention are separate native calls instead of the joint one for a single token."""
     return None if is_alone else Reason("attend_step takes a single token")
 
 
@@ -299,7 +304,7 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
 
 
 def takes_step(width: int, value_width: int) -> bool:
-    """Whether single tokens with heads of these widths take the kernels here."""
+    """Whether the kernels here take single tokens with heads of these widths."""
     return not refusal(backend.name(), True, width, value_width)
 
 
@@ -334,7 +339,7 @@ def _step_kernel(
     types = q.dtype, norm_dtype, held.keys.dtype
     step, combine = plan(backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
-    # A kernel wants an array in every place; what it does not read is k.
+    # A kernel needs an array for every input; k stands for inputs that it does not read.
     norm_weights = [k if norm is None else norm.weight for norm in norms]
     weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
     numbers = terms.eps, rope.magnitude if rope else 1.0, terms.scale
@@ -384,12 +389,12 @@ def plan_rows(
     count: int,
     widths: tuple[int, int, int],
 ) -> tuple[Launch, Launch]:
-    """The launches of so many rows; `widths`: values from a row of q, k and v to the next."""
+    """The launches for `rows` rows; `widths`: values from one row of q, k and v to the next."""
     step, combine = plan(target, shapes, types, capacity, turn, limits)
     ((pieces, heads, values), _), (recent, _) = step.outputs
     ((out, _),) = combine.outputs
-    # A piece of every row, then the next piece: what rows have between them does not depend on `capacity`, because a
-    # text is compiled for each constant.
+    # The first piece of every row, then the second, and so on: then the distance between rows does not depend on
+    # `capacity`. Each constant would compile another text.
     sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), widths, strict=True)) | {"AT_OUT": out[-1]}
     sizes |= {"PIECE": count * heads, "AT_PARTS": heads * values}
     own = {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
@@ -414,13 +419,13 @@ def plan(
     window, has_sinks, norms_values = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
-    positions = (128 if width <= 128 else 64) // types[0].size  # of a piece: keys of up to 16 KB
+    positions = (128 if width <= 128 else 64) // types[0].size  # positions of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
     sizes["PIECE"] = heads
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
     template["VNORM"] = int(norms_values)
-    # A window of n positions lies in one piece more than it fills, or in all of a short text's.
+    # A window of n positions may span one piece more than it fills; a short text has fewer.
     pieces = ceildiv(capacity + RECENT, positions) if window is None else ceildiv(window - 1, positions) + 1
     most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1

@@ -1,4 +1,4 @@
-"""Who computes here: a GPU's kernels, plain MLX operations, or numpy arrays and native kernels on the CPU.
+"""Selects who computes: a GPU's kernels, plain MLX operations, or numpy arrays and native kernels on the CPU.
 
 `enter` chooses the last, once for each forward pass: from there on activations are float32 numpy arrays, and an
 operation that meets one computes at once instead of adding to an MLX graph. Weights and caches stay mx.arrays and are
@@ -19,16 +19,18 @@ from . import native
 from .launch import Reason
 from .stand_ins import stand_ins
 
-# Of activations: one kind through a whole pass. An operation looks at which it was given; nobody else does.
+# Activations have one of these types through a whole pass. Operations check which one; no other code does.
 Array = TypeVar("Array", mx.array, np.ndarray)
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
-FEW = 1 << 16  # values of zeros that are kept
-LANES = 16  # the native kernels want rows of whole vectors
+FEW = 1 << 16  # largest number of zeros that is kept
+LANES = 16  # the native kernels need rows of whole vectors
 
 
 def name() -> str:
-    """Who runs MLX's side: "metal" or "cuda" if the default device is such a GPU, else "ops" (plain operations)."""
+    """The name of MLX's backend: "metal" or "cuda" if the default device is such a GPU, else "ops" (plain
+    operations).
+    """
     viewed = stand_ins().backend
     if viewed is not None:
         return viewed
@@ -46,17 +48,17 @@ def has_kernels() -> bool:
 
 
 def takes_widths(widths: Iterable[int]) -> bool:
-    """Whether the native kernels take a model whose rows are so wide."""
+    """Whether the native kernels take a model with rows of these widths."""
     return all(width % LANES == 0 for width in widths)
 
 
 def computes_natively(dtype: mx.Dtype, widths: Iterable[int] = ()) -> bool:
-    """Whether the native kernels run here and compute activations of `dtype`, in rows of such widths."""
+    """Whether the native kernels run here and compute activations of `dtype`, in rows of these widths."""
     return native_refusal(dtype, widths) is None
 
 
 def native_refusal(dtype: mx.Dtype, widths: Iterable[int]) -> Reason | None:
-    """Why no native form runs here on activations in `dtype`, in rows of such widths."""
+    """Why no native form runs here on activations of `dtype`, in rows of these widths."""
     if has_kernels():
         return Reason("a GPU computes")
     if not native.available():
@@ -79,12 +81,12 @@ def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
 
 
 def leave(x: mx.array | np.ndarray) -> mx.array:
-    """Back in MLX's hands."""
+    """Converts back to an MLX array."""
     return mx.array(x) if isinstance(x, np.ndarray) else x
 
 
 def settle_weights(parameters: Any) -> None:
-    """Moves weights that will be read here into huge pages."""
+    """Moves weights that the native kernels will read into huge pages."""
     if mx.default_device() == mx.cpu and native.available():
         for named in tree_flatten(parameters):
             native.huge_pages(named[1])
@@ -96,28 +98,28 @@ def computes_at_once(x: Array) -> bool:
 
 
 def start(*arrays: Any) -> None:
-    """Begins to compute; None and what is computed already are passed over."""
+    """Begins to compute the arrays; skips None and computed ones."""
     if stand_ins().backend is None:
         mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
 
 
 def finish(x: Array) -> None:
-    """Waits until `x` is computed, so that what it is made of can go."""
+    """Waits until `x` is computed, so that its inputs can be freed."""
     if isinstance(x, mx.array):
         mx.eval(x)
 
 
 def after(x: Any) -> mx.array | None:
-    """A small array that is computed once `x` is, and does not hold on to it; None if it is computed already."""
+    """A small array that is computed after `x` and does not keep it alive; None if `x` is computed already."""
     if not isinstance(x, mx.array):
         return None
-    marker = x.reshape(-1)[:1] * 1  # an operation: a view would hold on to all of it
+    marker = x.reshape(-1)[:1] * 1  # an operation, because a view would keep all of it
     mx.async_eval(marker)
     return marker
 
 
 def give_back(x: Array) -> None:
-    """Returns to the system what the C library keeps of freed arrays, where those are numpy's.
+    """Returns freed numpy memory from the C library to the system.
 
     glibc keeps pieces of up to 32 MB each: in a long prompt about as much again as the prompt's temporaries.
     """
@@ -133,7 +135,7 @@ def _malloc_trim() -> Any:
 
 
 def join(parts: "list[tuple[Array, ...]]", axis: int) -> "list[Array]":
-    """Each of the tuples' arrays, joined with those of the other tuples along `axis`; empties `parts` on the way."""
+    """Joins the corresponding arrays of the tuples along `axis`; empties `parts` on the way."""
     if len(parts) == 1:
         return list(parts.pop())
     columns = [list(column) for column in zip(*parts, strict=True)]
@@ -164,7 +166,7 @@ def library_of(x: Any) -> Any:
 
 
 def zeros_like(x: Any) -> Any:
-    """An array of x's kind, shape and dtype; of a few rows one that is made once."""
+    """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
     if not isinstance(x, mx.array):
         return np.zeros_like(x)
     return _zeros(x.shape, x.dtype, str(mx.default_device())) if x.size <= FEW else mx.zeros_like(x)

@@ -1,9 +1,9 @@
 """Attention over the blocks of positions that an indexer chooses (transformers, `Qwen4ExpTextQSAIndexer` and
 `MiniMaxM3VLIndexer`).
 
-A token that sees no more blocks than are chosen attends to all positions, as in `attend`. For any other whole blocks
-are scored, and the keys and values of the best are gathered, with those of the positions behind the last whole block,
-or of the token's own block. Many tokens are handled a few at a time.
+A token that sees no more blocks than are chosen attends to all positions, as in `attend`. For any other token, whole
+blocks are scored, and the keys and values of the best ones are gathered, together with those of the positions behind
+the last whole block, or of the token's own block. Many tokens are processed a few at a time.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ Blocks = KeyBlocks | HeadBlocks
 
 
 class Terms(NamedTuple):
-    """How `attend_blocks` attends; as there."""
+    """The parameters of `attend_blocks`."""
 
     q_norm: Norm | None
     k_norm: Norm | None
@@ -38,8 +38,8 @@ def attend_blocks(q: Array, k: Array, v: Array, cache: Steps, index: Index, bloc
     Args:
         q, k, v: as in `attend`, q perhaps with a gate behind each query.
         cache: of one text or a batch of them, of all positions.
-        index: of these tokens, with the keys of all blocks that are whole with the last of them, and equal weights; or,
-            of `HeadBlocks`, with those of all positions.
+        index: the index of these tokens, with the keys of all blocks that are whole after the last token, and equal
+            weights; for `HeadBlocks`, with the keys of all positions.
     """
     L, first = k.shape[1], cache.offset
     whole, parts = blocks.seeing_all(first, L), []
@@ -61,8 +61,9 @@ def attend_blocks(q: Array, k: Array, v: Array, cache: Steps, index: Index, bloc
 
 
 def choose_by_head(index: Index, seen: Any, blocks: HeadBlocks) -> Any:
-    """For each head the blocks with the best keys among the first ones, of which each token sees so many: int32
-    [B, rows, heads, chosen], ascending; of equal ones the first come first."""
+    """For each head, the blocks with the best keys among those that each token sees: int32 [B, rows, heads, chosen],
+    ascending; ties go to the first.
+    """
     library = library_of(index.keys)
     (B, rows, heads, width), count = index.queries.shape, index.keys.shape[1] // blocks.ratio
     keys = float32(index.keys[:, : count * blocks.ratio]).swapaxes(-1, -2)

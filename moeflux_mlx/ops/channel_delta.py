@@ -1,8 +1,8 @@
 """The delta rule with a decay for each value of a key (Kimi Delta Attention, arXiv:2510.26692, section 3).
 
-A token is one step. Many are taken chunk by chunk: what each token of a chunk learns is the solution of a triangular
-system, which needs the state for its right side alone. These are the plain operations; kernels take the steps one by
-one (`delta`).
+A single token is one step. Many tokens are computed in chunks: the updates of a chunk's tokens solve a triangular
+system, of which only the right side needs the state. These are the plain operations; kernels take the steps one by one
+(`delta`).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .elementwise import float32, sigmoid
 # Tokens of a chunk. Decays within it are products of two factors, one to the chunk's middle and one from there: with
 # logarithms from LEAST_FLOOR on both are within exp(+-40), and their product is within float32 wherever they meet.
 CHUNK = 16
-DELTA_TOKENS = 512  # whose chunks are made at once
+DELTA_TOKENS = 512  # tokens whose chunks are made at once
 
 
 def log_decays(a: Array, A_log: mx.array, dt_bias: mx.array, rule: ChannelDecay) -> Array:
@@ -69,7 +69,7 @@ def _step(
 def _chunks(
     q: mx.array, k: mx.array, v: mx.array, decays: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Of several tokens. Those that fill up the last chunk change nothing: they learn nothing and decay nothing."""
+    """Several tokens. Tokens that pad the last chunk have no effect: no update and no decay."""
     B, L, heads, _ = k.shape
     size = min(CHUNK, 1 << (L - 1).bit_length())
     count = -(-L // size)

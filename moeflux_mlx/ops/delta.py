@@ -1,8 +1,8 @@
 """Gated DeltaNet between its projections (arXiv:2412.06464), as Qwen3-Next and Qwen3.5 use it.
 
-A short causal convolution, then for each value head a matrix that decays, forgets along the new key and learns the new
-value; then a gated norm. Two pieces of state: the convolution's last inputs, and the matrices. Where each channel of a
-key decays by itself, the plain operations are `channel_delta`'s.
+First a short causal convolution; then for each value head a matrix that decays, forgets along the new key and learns
+the new value; then a gated norm. The state is the convolution's last inputs and the matrices. If each channel of a key
+has its own decay, the plain operations are those of `channel_delta`.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ NORM_EPS = 1e-6  # of the query/key L2 norm, fixed in the published model code
 
 
 class State(Protocol):
-    """What the layer remembers of one text or a batch of them; None before the first token."""
+    """The layer's state of one text or a batch of them; None before the first token."""
 
     offset: Any
     conv: Any  # [B, taps - 1, channels], the convolution's last inputs
@@ -63,10 +63,9 @@ class State(Protocol):
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim]; where
-    channels decay, `dt_bias` [key width].
-
-    `pieces`: where A_log, dt_bias, the convolution and the norm lie in one array, if they do.
+    """Parameters: the convolution [channels, taps, 1], `A_log` and `dt_bias` [value heads], the norm [value dim]; if
+    channels decay, `dt_bias` is [key width]. `pieces`: the places of A_log, dt_bias, the convolution and the norm in
+    one array, if they are joined.
     """
 
     conv: mx.array
@@ -78,7 +77,7 @@ class DeltaWeights:
 
     @property
     def inputs(self) -> Sequence[Input]:
-        """What a kernel takes for A_log, dt_bias, the convolution and the norm."""
+        """A kernel's inputs for A_log, dt_bias, the convolution and the norm."""
         return (self.A_log, self.dt_bias, self.conv, self.norm) if self.pieces is None else self.pieces
 
 
@@ -96,10 +95,10 @@ def delta(
 
     Args:
         qkv: [B, L, channels], q and k of all key heads, then v of all value heads.
-        z: [B, L, value width], the gate of the norm; `sizes.gate` says what is made of it.
+        z: [B, L, value width], the gate of the norm; `sizes.gate` names its function.
         state: of one text or a batch of them; or the states of the L rows of a step.
-        b, a: [B, L, value heads]; beta = sigmoid(b), decay = exp(-exp(A_log) * softplus(a + dt_bias)). Where channels
-            decay, a is [B, L, key width], and `log_decays` says of what the decays are made.
+        b, a: [B, L, value heads]; beta = sigmoid(b), decay = exp(-exp(A_log) * softplus(a + dt_bias)). If channels
+            decay, a is [B, L, key width], and `log_decays` computes the decays.
         joined: [B, L, ...], for each position qkv, z, b and a one after another, if there is such an array.
 
     Returns:
@@ -130,7 +129,7 @@ def delta(
 
 @planned()
 def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
-    """Why the kernels do not take so many sequences, with heads of these sizes."""
+    """Why the kernels do not take this number of sequences with heads of these sizes."""
     if target == "ops":
         return NO_KERNELS
     if sizes.channel_decay is not None and sizes.key_heads != sizes.value_heads:
@@ -424,7 +423,7 @@ def gated_delta(
         a, b: [T, value heads]; decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b).
         A_log, dt_bias: [value heads] float32.
         state: [value heads, value dim, key dim] float32, key dim a multiple of 32.
-        rule: how channels decay by themselves, a [T, key width] and dt_bias [key width]; None: they do not.
+        rule: the decay per channel, with a [T, key width] and dt_bias [key width]; None: one decay per head.
 
     Returns (out [T, value heads, value dim] in qkv's dtype, the next state).
     """
@@ -456,7 +455,7 @@ def gated_delta_tokens(
 ) -> tuple[mx.array, mx.array]:
     """`gated_delta` for more than a few tokens, in two launches: the same values but for float32's rounding.
 
-    The steps are taken one by one, so the bits do not depend on how a text is cut into calls of this function.
+    The steps are computed one by one, so the bits do not depend on how a text is cut into calls.
     """
     T = qkv.shape[0]
     target = backend.name()
@@ -470,7 +469,7 @@ def gated_delta_tokens(
 def plan_tokens(
     target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None
 ) -> tuple[Launch, Launch]:
-    """The launch that prepares what the steps read, and that of the steps."""
+    """The launch that prepares the inputs of the steps, and that of the steps."""
     heads, v_dim, k_dim = state
     tile = tile_of(target, "gated_delta_tokens", f"{key_heads} keys, {heads}x{v_dim}x{k_dim}")
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim} | _decay(rule)

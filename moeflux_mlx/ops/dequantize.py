@@ -1,4 +1,4 @@
-"""Packed records taken apart, for products large enough to pay for it: into dense arrays of their fields, or floats."""
+"""Unpacks records for large products: into dense arrays of their fields, or floats."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ Dense = list[mx.array]  # the arrays of a projection's form, [n, rows, ...]; of 
 def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """The matrices of some records, computed in float32 with one rounding, and rounded once to `dtype`.
 
-    The same bits as `mx.dequantize` with scales and biases in float32 gives, rounded.
+    The bits are those of `mx.dequantize` with scales and biases in float32, rounded.
 
     Args:
         records: on MLX's side.
@@ -81,7 +81,7 @@ def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, 
 
 
 def linear_biases(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[mx.array, ...] | None:
-    """What the products with gate, up and down add, each [n, rows] in `dtype`; None: nothing."""
+    """The biases of the products with gate, up and down, each [n, rows] in `dtype`; None: no biases."""
     fields = [projection.bias for projection in records.record.projections if projection.bias is not None]
     return tuple(_taken(records, where, fields, dtype)) or None
 

@@ -1,4 +1,4 @@
-"""Small operations on values side by side: norms apart, everything that needs no kernel of its own."""
+"""Elementwise operations, and others that need no kernel of their own; norms are in `norm`."""
 
 import math
 
@@ -25,7 +25,7 @@ def split(x: Array, *ends: int) -> list[Array]:
 
 
 def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
-    """What `activation` makes of gate and up, of one shape, in gate's dtype."""
+    """Applies `activation` to gate and up, which have one shape; the result has gate's dtype."""
     if not isinstance(gate, mx.array):
         rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
         return native.activate(rows[0], rows[1], activation).reshape(gate.shape)
@@ -51,12 +51,12 @@ def plus(x: Array, bias: mx.array) -> Array:
 
 
 def scaled(x: Array, factor: mx.array) -> Array:
-    """x * factor, which is [1] or as long as x's last axis."""
+    """x * factor; factor is [1] or as long as x's last axis."""
     return x * (factor if isinstance(x, mx.array) else view(factor))
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """cap * tanh(x / cap); x itself, where there is no cap."""
+    """cap * tanh(x / cap), or x if there is no cap."""
     if cap is None:
         return x
     library = library_of(x)
@@ -75,12 +75,12 @@ def softplus(x: Array) -> Array:
     return mx.logaddexp(float32(x), 0.0) if isinstance(x, mx.array) else np.logaddexp(x, np.float32(0))
 
 
-# What a gate for each head multiplies its output by, under the names of `GroupedQuery.gate`.
+# The functions of a gate per head, by the names of `GroupedQuery.gate`.
 HEAD_GATES = {"sigmoid head": sigmoid, "softplus head": softplus}
 
 
 def gated_heads(x: Array, gates: Array, kind: str) -> Array:
-    """x [..., heads * width], each head times what HEAD_GATES[kind] makes of its one of `gates` [..., heads]."""
+    """x [..., heads * width], each head times HEAD_GATES[kind] of its value in `gates` [..., heads]."""
     factors = HEAD_GATES[kind](gates[..., None])  # a compiled step joins what comes after the axis is added
     return (x.reshape(*gates.shape, -1) * factors.astype(x.dtype)).reshape(x.shape)
 

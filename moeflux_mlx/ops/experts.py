@@ -1,8 +1,8 @@
-"""The experts of a few tokens, the routed ones read straight from their packed records by slot, and what sums them.
+"""The experts of a few tokens, read directly from packed records by slot, and their weighted sum.
 
-Two kernels: gate and up, and down with the weighted sum. The shared expert goes with the routed ones where it is stored
-as they are. Sums are float32, but for those of 64 columns that CUDA makes in integers. The result of a token does not
-depend on the slots its experts lie in, nor on what else the records hold.
+There are two kernels: gate and up, and down with the weighted sum. They also compute the shared expert if it is stored
+like the routed ones. Sums are float32, except that CUDA sums 64 columns in integers. The result of a token does not
+depend on the slots of its experts, nor on other contents of the memory.
 """
 
 from collections.abc import Callable
@@ -27,20 +27,20 @@ from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, rout
 from .tiles import down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
-PLANES_BYTES = 46 * 1024  # of CUDA's 48 KiB, for planes of x
-# Of a token, without the shared expert: a threadgroup of the down projection holds a sum for each of them and its rows.
+PLANES_BYTES = 46 * 1024  # bytes of CUDA's 48 KiB for planes of x
+# The most experts of a token, without the shared one: a threadgroup of the down projection has a sum for each expert
+# and row.
 MAX_SLOTS = 32
-MOST_SIMDGROUPS = 16  # of the second kernel: an H200 has not the registers for 32 with a clipped activation
-MAX_ARRAYS = 16  # of records that lie apart: Metal hands a kernel at most 31 arrays
+MOST_SIMDGROUPS = 16  # simdgroups of the second kernel: an H200 lacks the registers for 32 with a clipped activation
+MAX_ARRAYS = 16  # the most separate records: Metal gives a kernel at most 31 arrays
 
 
 @dataclass(frozen=True)
 class Records:
     """Records in memory, with the geometry `record`: [S, words] uint32, one in each row, or S arrays [words].
 
-    The memory is numpy where the CPU reads it in place, an mx.array on a GPU, and a tuple of them where each record has
-    one of its own. `lasting`: what refers to it may go on reading when the lease is over, because it is never written
-    to.
+    The memory is a numpy array if the CPU reads it in place, an mx.array on a GPU, and a tuple of arrays if each record
+        has its own. `lasting`: it is never overwritten, so it may be read after the lease has ended.
     """
 
     memory: Any  # mx.array | np.ndarray | tuple[mx.array, ...]
@@ -53,17 +53,19 @@ class Records:
         return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
 
     def inputs(self, tokens: int) -> tuple[tuple[Any, ...], Shape, int]:
-        """What a kernel takes of them for so many tokens, the shape of the blob, and how many arrays stand for it.
+        """A kernel's inputs for `tokens` tokens, the shape of the blob, and the number of arrays that form it.
 
-        Those that lie apart are not stacked for one token, which asks for as many each time: for each number of arrays
-        there is a kernel.
+        Separate records are not stacked for a single token, because it always has the same number of them; each number
+        of arrays has its own kernel.
         """
         if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
             return self.memory, (len(self.memory), self.memory[0].size), len(self.memory)
         return (self.blob,), self.blob.shape, 0
 
     def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
-        """Records that MLX's operations can index, and where in them those of `slots` are: copies, where need be."""
+        """Records that MLX's operations can index, and the places of `slots` in them; records are copied if
+        necessary.
+        """
         if not isinstance(self.memory, np.ndarray):
             return self, slots
         used, local = np.unique(slots, return_inverse=True)
@@ -75,11 +77,11 @@ class Shared:
     """The expert that every token uses.
 
     Args:
-        layer: computes it by products of its own: of x [T, H] and a scale [T, 1] or None its output [T, H].
-        gate_up: gate's rows and then up's, [2 I, H], where they are stored alike; else None.
+        layer: computes it with separate products: from x [T, H] and a scale [T, 1] or None the output [T, H].
+        gate_up: gate's rows and then up's, [2 I, H], if they are stored alike; else None.
         down: [H, I].
-        gates: [T, O] float32, the last column each token's scale before the sigmoid; None: nothing scales it.
-        activation: what joins gate and up.
+        gates: [T, O] float32, the last column is each token's scale before the sigmoid; None: no scale.
+        activation: the function that joins gate and up.
     """
 
     layer: Callable[[Any, Any], Any]
@@ -98,7 +100,7 @@ class Shared:
         return linear(act if scale is None else (act * scale).astype(act.dtype), self.down)
 
     def _act(self, x: mx.array) -> mx.array | None:
-        """What gate x and up x join to, [T, I], in one launch; None where MLX multiplies."""
+        """The activation of gate x and up x, [T, I], in one launch; None if MLX multiplies."""
         up, down = self.gate_up, self.down.quant
         if up is None or up.quant is None or down is None or not pays(x, up):
             return None
@@ -110,7 +112,7 @@ class Shared:
         return None if isinstance(launch, Reason) else launch(x, own[0], own[0], *own)[0].reshape(len(x), -1)
 
     def joins(self, record: Record, top_k: int) -> bool:
-        """Whether the kernels compute it beside `top_k` such records."""
+        """Whether the kernels compute it together with `top_k` such records."""
         if self.gate_up is None or not backend.has_kernels() or top_k > MAX_SLOTS or not is_read(record):
             return False
         if self.activation.form != record.activation.form or record.down.bias is not None or record.interleaved:
@@ -128,7 +130,7 @@ class Shared:
 def chosen_ffn(
     x: mx.array, choice: Choice, records: Records, residual: mx.array, shared: mx.array | Shared | None
 ) -> mx.array:
-    """`expert_ffn` with all experts of a layer, whose records lie in their order: the first kernel chooses."""
+    """`expert_ffn` with all experts of a layer, whose records are in order; the first kernel chooses."""
     if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
         shared = shared.rows(x)
     shapes = x.shape, records.blob.shape, choice.logits.shape
@@ -155,7 +157,7 @@ def expert_ffn(
         x: [T, H], as for `expert_gate_up`.
         slots: [T, K] integers, rows of the records.
         weights: [T, K] float32.
-        residual: [..., H], T rows; so is what is returned.
+        residual: [..., H], T rows; the result has the same shape.
         shared: the shared expert, or its output [T, H]; None: there is none.
     """
     if isinstance(x, mx.array) and isinstance(slots, np.ndarray):
@@ -167,19 +169,19 @@ def expert_ffn(
 
 
 def handed_over(records: Records, slots: np.ndarray) -> tuple[Records, mx.array]:
-    """Both as MLX's operations take them."""
+    """Converts both to MLX arrays."""
     records, slots = records.for_mlx(slots)
     return records, _as_array(slots.astype(np.uint32).tobytes(), slots.shape)
 
 
 @lru_cache(32)
 def _as_array(slots: bytes, shape: Shape) -> mx.array:
-    """uint32, handed over once: where records are copied, every token's slots are the same."""
+    """A uint32 array that is made once: if records are copied, every token has the same slots."""
     return mx.array(np.frombuffer(slots, np.uint32).reshape(shape))
 
 
 def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
-    """What `expert_ffn` with `top_k` such records adds last, [T, H]: the same bits."""
+    """The shared expert's output that `expert_ffn` with `top_k` such records adds last, [T, H], with the same bits."""
     if not shared.joins(record, top_k):
         return shared.rows(x)
     assert isinstance(x, mx.array)
@@ -197,34 +199,34 @@ def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
 
 
 def _own_launch(x: mx.array, record: Record, activation: Activation) -> Launch | Reason:
-    """Gate and up of a shared expert alone: without slots records are not read, but one says what its matrices are."""
+    """Gate and up of a shared expert alone. No record is read, but the kernel needs the description of one."""
     return plan_gate_up(backend.name(), x.shape, x.dtype, _words(record), (len(x), 0), record, activation)
 
 
 def _words(record: Record) -> Shape:
-    """A blob's shape that has room for the record."""
+    """The shape of a blob with room for the record."""
     return 1, ceildiv(record.size, 16) * 4
 
 
 def _joined(shared: Any) -> Activation | None:
-    """The activation of a shared expert that the kernels compute; None: they compute none."""
+    """The activation of the shared expert if the kernels compute it, else None."""
     return shared.activation if isinstance(shared, Shared) else None
 
 
 def _first_of(shared: Any, other: Any) -> list[Any]:
-    """What the first kernel takes of a shared expert that it computes; `other` where there is none."""
+    """The first kernel's inputs for the shared expert; `other` in their place if there is none."""
     return inputs_of(shared.gate_up) if isinstance(shared, Shared) and shared.gate_up is not None else [other] * 3
 
 
 def _last_of(shared: Any, other: mx.array) -> list[Any]:
-    """What the second kernel takes of a shared expert that it computes; `other` in place of what is missing."""
+    """The second kernel's inputs for the shared expert; `other` in place of missing ones."""
     if not isinstance(shared, Shared):
         return [other] * 4
     return [*inputs_of(shared.down), other if shared.gates is None else shared.gates]
 
 
 def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None, alone: bool = True) -> Array:
-    """What gate x and up x join to, for every slot of every token.
+    """The activation of gate x and up x, for every slot of every token.
 
     Args:
         x: [T, H] float32, bfloat16 or float16; on MLX's side up to 16 tokens, each at a multiple of 16 bytes.
@@ -299,9 +301,8 @@ def expert_down_combine(
 
 
 class Used(NamedTuple):
-    """The slots [T, K] = `shape` that tokens use and their weights, where the kernel finds them.
-
-    `row`: values from one token's to the next one's.
+    """The slots [T, K] = `shape` of the tokens and their weights, as kernel inputs. `row`: distance between two tokens
+    in values.
     """
 
     slots: Input
@@ -329,7 +330,7 @@ def _down_combine_kernel(
 
 @cache
 def is_read(record: Record) -> bool:
-    """Whether kernels and native forms read such records; the twins read all. One kernel reads gate and up."""
+    """Whether kernels and native forms read such records; the twins read all. One kernel reads both gate and up."""
     alike = form_of(record.gate) == form_of(record.up)
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
 
@@ -341,7 +342,7 @@ def native_refusal(record: Record) -> Reason | None:
 
 
 def unread_reason(record: Record) -> Reason:
-    """Why kernels do not take records that not `is_read`."""
+    """Why kernels do not take records for which `is_read` is false."""
     matrices = zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True)
     stored = (f"{name} has rows of {part.columns} columns in {part.quant}" for name, part in matrices)
     return Reason(f"no kernel reads the records: {'; '.join(stored)}")
@@ -361,7 +362,7 @@ def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: 
 
 
 def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
-    """Why no kernel computes so many experts of a token."""
+    """Why no kernel computes this number of experts per token."""
     if target == "ops":
         return NO_KERNELS
     if top_k > MAX_SLOTS:
@@ -370,17 +371,17 @@ def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
 
 
 def places_of(name: str, projection: Projection) -> dict[str, int]:
-    """Where a matrix lies in a record, as the text's constants say it: words to its codes, scales and biases, or global
-    scale.
-
-    Where it has neither, their place is that of the scales; they are not read.
+    """The place of a matrix in a record, as constants of the text: words to its codes, scales and biases, or global
+    scale. If it has neither of these two, the constant is that of the scales and is not used.
     """
     words = [field.words.start for field in projection.codes]
     return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
 
 
 def biases_of(**projections: Projection) -> dict[str, Any]:
-    """The text's constants about what products add: whether they do, its type, and words to it in a record."""
+    """The text's constants about biases of products: whether there are any, their type, and words to them in a
+    record.
+    """
     fields = {name: projection.bias for name, projection in projections.items()}
     kinds = {DTYPES[field.dtype] for field in fields.values() if field is not None}
     template = {"BIASED": len(kinds), "B": kinds.pop() if kinds else mx.float32}
@@ -473,8 +474,9 @@ def _spot(kernel: str, form: Form) -> str:
 
 
 def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
-    """Columns that `each` simdgroups lay out at once, as many as memory holds: which lane takes a chunk stays the same,
-    and with it the bits."""
+    """Columns that `each` simdgroups lay out at once, as many as fit in memory. The lane of a chunk, and so the bits,
+    do not depend on it.
+    """
     step, room = lanes * form.chunk, PLANES_BYTES // each
     return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
@@ -540,7 +542,7 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
 
 
 def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
-    """What the products [..., I] with the matrices in gate's and in up's place become."""
+    """Joins the products [..., I] with the matrices in the places of gate and up."""
     if record.interleaved:
         both = mx.concatenate([first, second], axis=-1)
         first, second = both[..., ::2], both[..., 1::2]

@@ -1,7 +1,7 @@
-"""How stored matrices are read: what a kernel's text is compiled for, and MLX's own operations with the same matrices.
+"""How stored matrices are read: the constants of a kernel's text, and MLX's own operations on the same matrices.
 
-A `Form` is a `Quant` with the dtype of its scales. Kernels take a row in chunks, each a few words of codes: a lane
-holds one at a time, so lanes side by side read side by side.
+A `Form` is a `Quant` with the dtype of its scales. Kernels read a row in chunks of a few words of codes. A lane holds
+one chunk at a time, so neighbouring lanes read neighbouring chunks.
 """
 
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ import mlx.core as mx
 from ..formats.record import Projection
 from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, Quant
 
-MULTIPLE = 64  # columns that the kernels take are a multiple of this, whatever the group
+MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
-# What the GPU kernels and the native ones read: codes and scales. Any other form is computed by MLX's own operations.
+# Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
 READ = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))
-# What the experts' kernels of a backend multiply as integers: codes and bits.
+# Codes and bits that a backend's kernels for experts multiply as integers.
 INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4))}
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
@@ -26,7 +26,7 @@ DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.fl
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix is stored, as far as kernels are compiled for it."""
+    """The stored form of a matrix, as far as a kernel's text depends on it."""
 
     quant: Quant
     scales: mx.Dtype
@@ -60,16 +60,16 @@ class Form:
 
     @cached_property
     def record_template(self) -> dict[str, Any]:
-        """The same where a matrix lies in a record: a global scale is one number there, and not one for each row."""
+        """The constants for a matrix in a record, where a global scale is one number instead of one per row."""
         return self.template | ({"G": "codes_whole"} if self.quant.has_global_scale else {})
 
     def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
-        """As the experts' kernels of a backend read it beside an x of this dtype."""
+        """The form as read by a backend's kernels for experts, with x of this dtype."""
         is_integer = (self.quant.codes, self.quant.bits) in INTEGERS.get(target, ())
         return replace(self, planes=PLANES[dtype]) if is_integer else self
 
     def room(self, columns: int) -> int:
-        """Bytes of a threadgroup's memory that so many columns of x take, `CODES_PLANES` of the text."""
+        """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""
         return columns // 64 * 16 * (4 * self.planes + 1) if self.planes else 0
 
     def chunks(self, columns: int) -> int:
@@ -77,13 +77,13 @@ class Form:
         return columns // self.chunk
 
     def ahead(self, pieces: int) -> int:
-        """Chunks that hold about as many bytes as `pieces` of 16: a power of two, which leaves no rest of a row."""
+        """Number of chunks with about as many bytes as `pieces` of 16: a power of two that divides a row."""
         near = max(1, round(pieces * 128 / (self.quant.bits * self.chunk)))
         return pieces if self.planes else 1 << (near.bit_length() - 1)
 
 
 def is_read(quant: Quant, columns: int) -> bool:
-    """Whether the GPU kernels and the native ones read matrices that are stored so, with rows of so many columns."""
+    """Whether the GPU kernels and the native ones read matrices of this form with rows of `columns` columns."""
     is_in_kernels = quant.is_known and (quant.codes, quant.scale) in READ
     return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.group_size == 0
 
@@ -108,12 +108,12 @@ def form_of(projection: Projection) -> Form:
 
 
 def settings(quant: Quant) -> dict[str, Any]:
-    """What MLX's operations want to know of the form."""
+    """The form's arguments for MLX's operations."""
     return {"group_size": quant.group_size, "bits": quant.bits, "mode": quant.mode}
 
 
 def unpacked(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
-    """The weights in the dtype of float scales, else in one that holds them, bfloat16 or with a global scale float32.
+    """The weights in the dtype of float scales; for 8-bit scales in bfloat16, or with a global scale in float32.
 
     `third`: biases, or a global scale, [..., rows or 1, 1].
     """

@@ -2,10 +2,11 @@
 
 macOS ends a command buffer that holds the GPU for about five seconds ("Caused GPU Timeout Error"), or keeps the screen
 waiting ("Impacting Interactivity", a limit that is not documented). MLX commits a command buffer after a number of
-operations, however long they take. So on Metal the floating-point operations that are committed together are counted,
-and stay below `SECONDS` at the GPU's full rate: kernels that reach a tenth of that rate are still in time. Memory
-traffic is not counted; most of it is the sum of the experts' outputs of a span: 19 GB for 32,768 tokens of DeepSeek-V3,
-0.3 s at an M1's 68 GB/s. Other backends have no limit. Nothing here has run on an Apple GPU.
+operations, regardless of their duration. So on Metal this module counts the floating-point operations that are
+committed together, and keeps them below `SECONDS` at the GPU's full rate: kernels that reach only a tenth of that rate
+are still in time. Memory traffic is not counted; most of it is the sum of the experts' outputs of a span: 19 GB for
+32,768 tokens of DeepSeek-V3, 0.3 s at an M1's 68 GB/s. Other backends have no limit. Nothing here has run on an Apple
+GPU.
 """
 
 import mlx.core as mx
@@ -26,26 +27,25 @@ TFLOPS = {
     **{"Apple M5": 4.6, "Apple M5 Pro": 9.2, "Apple M5 Max": 18.4},
 }
 SLOWEST = min(TFLOPS.values())
-# A command buffer holds at most a layer's work on one block, with one part of its attention and the latents that are
-# expanded for that, or one piece of a wave. A block is bounded by the chip, in the plan; the rest is cut alike on every
-# Apple GPU.
+# A command buffer holds at most a layer's work on one block, with one part of its attention and the latents expanded
+# for it, or one piece of a wave. The plan limits a block by the chip; the other pieces are equal on every Apple GPU.
 BLOCK_SHARE = 0.5
 AT_ONCE = 0.25 * SECONDS * SLOWEST * 1e12  # operations of one piece, or of one expansion
 DELTA_SHARE = 0.25  # of the rate, which the delta rule's steps one after another reach; 0.35 to 0.46 on an H200
 
 
 def rate(chip: str) -> float:
-    """Operations a second of a GPU by Metal's name of it; one that is not known counts as the slowest."""
+    """Operations per second of a GPU, by Metal's name; an unknown one counts as the slowest."""
     return TFLOPS.get(chip, SLOWEST) * 1e12
 
 
 def rows_at_once(inner: int, outer: int) -> int | None:
-    """Rows that are multiplied with matrices of `inner` * `outer` values together; None: as many as there are."""
+    """How many rows may be multiplied together with matrices of `inner` * `outer` values; None: any number."""
     return None if backend.name() != "metal" else max(int(AT_ONCE / product(1, inner, outer)), 1)
 
 
 def commit(*arrays: mx.array) -> None:
-    """On Metal, hands over what has gathered for `arrays`, so that what follows goes into another command buffer."""
+    """On Metal, submits the gathered work for `arrays`, so that later work goes into another command buffer."""
     if backend.name() == "metal":
         backend.start(*arrays)
 
@@ -56,7 +56,7 @@ def product(rows: int, inner: int, outer: int) -> float:
 
 
 def block_size(args: ModelArgs, longest: int, operations: float) -> int:
-    """`longest`, or that halved until a block is within its share of what one command buffer may hold."""
+    """`longest`, halved until a block fits its share of a command buffer."""
     while longest > 1 and max(block(args, mixer, longest) for mixer in args.mixer_counts) > BLOCK_SHARE * operations:
         longest //= 2
     return longest

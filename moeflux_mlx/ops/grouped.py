@@ -1,8 +1,9 @@
-"""Many rows through the experts they go to: rows are sorted by expert, and an expert meets all of its rows at once.
+"""Computes the experts of many rows: rows are sorted by expert, and each expert is multiplied with all of its rows at
+once.
 
-On MLX's side an expert with few rows is multiplied from its codes, in blocks of rows; one with many is taken apart into
-dense matrices, and experts with about as many rows go through one batched product. Which of the two depends on the
-number of an expert's rows and nothing else. On the CPU the native kernels read records in place.
+With MLX, an expert with few rows is multiplied from its codes, in blocks of rows. An expert with many rows is
+dequantised, and experts with similar row counts share one batched product. Only the number of an expert's rows decides
+between the two. On the CPU the native kernels read records in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,30 +26,30 @@ from .forms import factors, settings
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
 # rows; not measured.
 BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
-# Rows from which an expert is taken apart (results.tsv, "prompt"). Metal: not measured.
+# Number of rows from which an expert is dequantised (results.tsv, "prompt"). Metal: not measured.
 DENSE_FROM = {"cuda": 1, "metal": 32, "ops": 32}
-STEPS, LEAST_STEP = 4, 32  # rows are filled up to one of so many sizes for each doubling, so far apart at least
-PIECE_ROWS = 16384  # that one product takes, at most: bounds a wave's memory, however many rows meet in one expert
-NATIVE_ROWS = 1024  # the same for the native kernels, which lose nothing by it
-COMBINED = 8192  # tokens whose outputs are gathered at a time
+STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
+PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
+NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
+COMBINED = 8192  # tokens whose outputs are gathered at once
 NO_OWNERS = np.zeros(0, np.uint32)
 
-# A product's bits may depend on how many are made at once. So of several processes each makes as many as one alone
-# would: for a wave, the rows of all its experts, and which of these are the process's own.
+# The bits of a batched product may depend on its size, so each of several processes uses the sizes of a single one: for
+# each wave, the rows of all its experts, and which experts are the process's own.
 Among = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Experts of one wave that are multiplied alike.
+    """Experts of one wave that are multiplied in the same way.
 
     Args:
-        experts: which of the wave's they are, by their order there.
-        rows: places that each of them has; 0: as many as it needs, in blocks.
+        experts: their indices in the wave.
+        rows: number of places of each; 0: as many as needed, in blocks.
         start: the place of their first row among all places.
         owners: where `rows` is 0, each block's number among `experts`.
-        seats: where each of them is among those that one process multiplies together.
-        size: how many those are.
+        seats: the index of each among the experts that a single process would multiply together.
+        size: the number of these.
     """
 
     experts: slice
@@ -59,7 +60,7 @@ class Batch:
     size: int
 
     def parts(self, most: int) -> Iterator[tuple[slice, int]]:
-        """Those of its experts that are multiplied together, and as how many: at most `most`."""
+        """The groups of at most `most` experts that are multiplied together, with the size of their product."""
         for first in range(0, self.size, max(most, 1)):
             last = min(first + max(most, 1), self.size)
             begin, end = np.searchsorted(self.seats, [first, last]).tolist()
@@ -68,16 +69,16 @@ class Batch:
 
 
 class GroupedRows:
-    """The rows of a layer's tokens, sorted by the expert they go to, and what the experts make of them.
+    """The rows of a layer's tokens sorted by expert, and the experts' outputs.
 
     Args:
         x: [T, H].
         ids: [T, K], the experts of each token.
         counts: [E] rows of each expert.
         waves: the experts in use, in those groups, and in that order, in which they are multiplied.
-        record: how the experts are stored.
-        tokens: [T], where `ids` are those of some rows of x only: which rows.
-        among: what one process would multiply in each wave, where these are the experts of one of several.
+        record: the geometry of the experts.
+        tokens: [T], the rows of x that `ids` belong to, if not all.
+        among: what a single process would multiply in each wave, if this is one of several.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class GroupedRows:
     def multiply(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
     ) -> Any:
-        """Multiplies the rows of wave `index`, the next one, whose experts lie in the rows `slots` of the records.
+        """Multiplies the rows of the next wave, `index`, whose experts are in the rows `slots` of the records.
 
-        What is returned is computed once the wave is; where it is a numpy array, that is now.
+        The returned array is computed when the wave is; a numpy array is computed already.
         """
         if self._is_native:
             return self._multiply_native(index, slots, records, between)
@@ -133,7 +134,7 @@ class GroupedRows:
                     gpu_time.commit(*made)
                     gathered = len(piece)
                 made.append(piece)
-        backend.start(*made)  # all of them: what is left lazy would read the records when they are others
+        backend.start(*made)  # all of them, because a lazy result would read the records after they are overwritten
         self._outputs += made
         return made[-1]
 
@@ -152,15 +153,12 @@ class GroupedRows:
         return self._outputs[0]
 
     def outputs(self) -> Any:
-        """What the experts made of the rows, in the order of the ids: [T * K, H].
-
-        Every wave must have been multiplied.
-        """
+        """The experts' outputs in the order of the ids: [T * K, H]. Every wave must have been multiplied."""
         out, places = self._outputs[0] if self._is_native else mx.concatenate(self._outputs), self._places.reshape(-1)
         return out[places if isinstance(out, np.ndarray) else mx.array(places)]
 
     def combined(self, weights: Array, residual: Array, shared: Array | None) -> Array:
-        """residual + sum_k weights[:, k] * (what expert ids[:, k] made of x) + shared, all [T, H].
+        """residual + sum_k weights[:, k] * (output of expert ids[:, k]) + shared, all [T, H].
 
         Every wave must have been multiplied.
         """
@@ -198,16 +196,16 @@ def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool 
 def arrange(
     waves: Sequence[np.ndarray], target: str, among: Sequence[Among] | None = None
 ) -> tuple[list[list[Batch]], np.ndarray, np.ndarray]:
-    """Gives each row, sorted by wave and expert, its place among the rows of the products.
+    """Assigns to each row, sorted by wave and expert, its place among the rows of the products.
 
     Args:
-        waves: for each wave the rows of its experts; best in such an order that about equal ones are neighbours.
+        waves: for each wave the row counts of its experts, preferably with similar counts next to each other.
         target: the backend.
         among: as `GroupedRows` has it.
 
     Returns:
-        The batches of each wave; each row's place, int32 [N]; the row at each place, int32 [P]: where an expert has
-        more places than rows, they repeat its first.
+        The batches of each wave; each row's place, int32 [N]; the row at each place, int32 [P]: surplus places of an
+        expert repeat its first row.
     """
     counts, block = np.concatenate(waves), BLOCK_ROWS[target]
     sizes = sizes_of(counts, target)
@@ -231,7 +229,7 @@ def arrange(
 def _batches(
     sizes: np.ndarray, taken: np.ndarray, start: int, block: int, runs: np.ndarray, own: np.ndarray
 ) -> Iterator[Batch]:
-    """One for each of the `runs` of one process's experts that some of these, `own`, are in."""
+    """One batch for each of the `runs` of a single process that contains some of the experts `own`."""
     cuts = [0, *(np.flatnonzero(np.diff(runs[own])) + 1).tolist(), len(sizes)]
     for one, end in pairwise(cuts):
         rows, (begin, stop) = int(sizes[one]), np.searchsorted(runs, [runs[own[one]], runs[own[one]] + 1]).tolist()
@@ -241,12 +239,12 @@ def _batches(
 
 
 def sizes_of(counts: np.ndarray, target: str) -> np.ndarray:
-    """The places that experts with so many rows have in a batched product; 0: they go in blocks."""
+    """The number of places in a batched product for experts with these row counts; 0: they are multiplied in blocks."""
     return np.where(counts < DENSE_FROM[target], 0, filled(counts))
 
 
 def filled(counts: np.ndarray) -> np.ndarray:
-    """The sizes of batched products that so many rows go through."""
+    """The sizes of batched products for these row counts."""
     power = 1 << np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64)
     step = np.maximum(power // (2 * STEPS), LEAST_STEP)
     return -(-counts // step) * step
@@ -290,7 +288,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
 
 
 def piece_rows(record: Record) -> int:
-    """Rows that one product takes, at most, and on Metal one command buffer."""
+    """The most rows of one product, and on Metal of one command buffer."""
     most = gpu_time.rows_at_once(record.hidden_size, 3 * record.moe_intermediate_size)
     return PIECE_ROWS if most is None else min(PIECE_ROWS, most)
 

@@ -1,8 +1,9 @@
 """Latent attention over the positions that an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556, 2.1).
 
-A token that sees at most as many positions as the budget attends to all of them, as in `latent`. For any other its
-scores are made over all keys of the indexer, and the latents of the best are gathered: the projections of keys and
-values are folded into queries and results, so that nothing else is read. Many tokens are handled a few at a time.
+A token that sees at most as many positions as the budget attends to all of them, as in `latent`. For any other token,
+the indexer scores all positions with its own keys, and the latents of the best positions are gathered. The projections
+of keys and values are folded into queries and results, so nothing else is read. Many tokens are processed a few at a
+time.
 """
 
 from collections.abc import Iterator
@@ -37,10 +38,10 @@ from .rope import Rope
 
 
 class Index(NamedTuple):
-    """What an indexer makes of tokens.
+    """An indexer's outputs for tokens.
 
-    queries: [B, L, heads, D], rotated. keys: [B, L, D], normed and rotated. weights: float32 [B, L, heads], by which
-    the scores of heads are summed.
+    queries: [B, L, heads, D], rotated. keys: [B, L, D], normed and rotated. weights: float32 [B, L, heads], the weights
+        in the sum over heads.
     """
 
     queries: Any
@@ -50,10 +51,10 @@ class Index(NamedTuple):
 
 @dataclass
 class Chosen:
-    """What the last layer with an indexer chose for a block of tokens, for the layers that reuse it.
+    """The choice of the last layer with an indexer for a block of tokens, for layers that reuse it.
 
-    positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all that it sees.
-    rows: the same of each row of a step, by its number.
+    positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all positions that it
+        sees. rows: the same for each row of a step, by its number.
     """
 
     positions: Any = None
@@ -64,10 +65,10 @@ class Chosen:
 
 
 class Indexed(Positions, Protocol):
-    """A cache of latents, and of rotated keys with the indexer's keys behind them."""
+    """A cache of latents, and of rotated keys followed by the indexer's keys."""
 
     def whole(self, length: int) -> int:
-        """How many of the next `length` tokens attend to all that they see."""
+        """How many of the next `length` tokens attend to all positions that they see."""
         ...
 
 
@@ -86,10 +87,10 @@ def attend_indexed(
     rope: Rope | None,
     scale: float,
 ) -> Array:
-    """`attend_latent` over the positions that `index` chooses, or, without one, over what `chosen` says.
+    """`attend_latent` over the positions that `index` chooses, or without one, over those in `chosen`.
 
     Args:
-        index: of these tokens; its keys are appended to `cache`, and what it chooses is noted in `chosen`.
+        index: the index of these tokens; its keys are appended to `cache`, and its choice is stored in `chosen`.
         indexer: how many positions are chosen.
 
     Returns:
@@ -173,7 +174,7 @@ class Held(NamedTuple):
 
 
 def _append(cache: Positions, latent: Any, k_pe: Any, index: Index | None) -> tuple[Any, Any, Mask]:
-    """Latents [B, P, N] and entries [B, P, R + D] of all positions, the tokens' own among them, and a token's mask."""
+    """Appends the tokens; returns latents [B, P, N] and entries [B, P, R + D] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
     entry = k_pe.reshape(B, L, k_pe.shape[-1])
     if isinstance(latent, mx.array):
@@ -190,7 +191,7 @@ def _append(cache: Positions, latent: Any, k_pe: Any, index: Index | None) -> tu
 
 
 def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
-    """The positions with the best scores among those that tokens see: int32 [B, rows, top], ascending.
+    """The positions with the best scores among those that each token sees: int32 [B, rows, top], ascending.
 
     Args:
         index: queries and weights of the tokens, and keys of all positions.
@@ -221,9 +222,8 @@ def _scores(queries: Array, keys: Array, weights: Array, library: Any) -> Array:
 
 
 def best(scores: Array, top: int, library: Any) -> Array:
-    """The places of the `top` largest of float32 scores [..., P], ascending; of equal ones the first come first.
-
-    By integers that are all different: a score's bits in the order of floats, and behind them the place.
+    """The places of the `top` largest float32 scores [..., P], ascending; ties go to the first. It compares distinct
+    integers: a score's bits in float order, followed by the place.
     """
     bits = (scores + 0.0).view(library.int32)  # -0.0 becomes 0.0
     ordered = library.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(library.int64)
@@ -235,7 +235,7 @@ def best(scores: Array, top: int, library: Any) -> Array:
 
 # ---- attention
 
-Matrices = tuple[HeadMatrices, HeadMatrices, float]  # of keys and of values; what multiplies scores
+Matrices = tuple[HeadMatrices, HeadMatrices, float]  # matrices of keys and of values; the factor of scores
 
 
 def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: Matrices) -> mx.array:

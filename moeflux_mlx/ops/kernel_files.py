@@ -1,11 +1,11 @@
-"""Compiled CUDA kernels, kept between processes where MLX looks for them.
+"""Keeps compiled CUDA kernels between processes, in the files where MLX looks for them.
 
-MLX compiles the text of a custom kernel when it is first evaluated, one after the other, and keeps none. But before
-it compiles it looks into its directory of compiled kernels (mlx/backend/cuda/jit_module.cpp, version 0.32), which
-`MLX_PTX_CACHE_DIR` names. So the same compiler is called here, on all cores, and its output written there in the form
-of MLX's own entries: `NAME.ptx` holds the machine code, `NAME.txt` the kernel's name in C++ and in the machine code.
-NAME ends with `std::hash` of the text that MLX makes of the kernel. A version of MLX that makes another text, or
-hashes otherwise, finds nothing and compiles as it would without this file.
+MLX compiles a custom kernel when it is first evaluated, one after the other, and keeps none. But before compiling it
+looks into its directory of compiled kernels (mlx/backend/cuda/jit_module.cpp, version 0.32), which `MLX_PTX_CACHE_DIR`
+names. So the same compiler is called here, on all cores, and its output written there in the form of MLX's own entries:
+`NAME.ptx` holds the machine code, `NAME.txt` the kernel's name in C++ and in the machine code. NAME ends with
+`std::hash` of the text that MLX makes of the kernel. A version of MLX that makes another text or uses another hash
+finds no entry and compiles as usual.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ TYPES = {
     **{mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"},
     **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t", mx.bool_: "bool"},
 }
-# In place of headers of MLX and CUDA whose other contents no kernel of ours uses: they take most of a compilation.
+# Replaces headers of MLX and CUDA that take most of a compilation; our kernels use nothing else of them.
 HEADERS = {
     "mlx/backend/cuda/device/utils.cuh": """#pragma once
 #include <cuda_bf16.h>
@@ -111,7 +111,7 @@ class Compiler:
         return f"{major.value}.{minor.value}"
 
     def compile(self, program: Program) -> Compiled | None:
-        """Its name in the machine code, and the code; None if it does not compile, which MLX will report."""
+        """The kernel's name in the machine code, and the code; None if it does not compile, which MLX will report."""
         nvrtc, handle = self._nvrtc, ctypes.c_void_p()
         headers = len(HEADERS), _strings(HEADERS.values()), _strings(HEADERS)
         text, file = program.text.encode(), f"{program.function}.cu".encode()
@@ -139,7 +139,7 @@ def _strings(texts: Iterable[str]) -> Any:
 
 
 def keep(compiler: Compiler, programs: Iterable[Program], folder: Path) -> None:
-    """Compiles those that `folder` lacks, on all cores, and writes them there; what cannot be written is not kept."""
+    """Compiles the programs that `folder` lacks, on all cores, and writes them there; write errors are ignored."""
 
     def add(program: Program) -> None:
         target = folder / program.file

@@ -2,8 +2,8 @@
 
 A row of `width` values is `width` codes, a byte each, and behind them a float32 scale for each group of
 `group_of(width)` values. A value is (code - 128) * scale, where the scale is a 127th of the group's largest magnitude:
-symmetric quantisation to the nearest code (arXiv:2004.09602, section 3). A row is rounded once, when it comes to the
-cache, and read as it is from then on: so no bit depends on when a prompt was cut, saved, or taken back.
+symmetric quantisation to the nearest code (arXiv:2004.09602, section 3). A row is rounded only once, when it enters the
+cache, so no bit depends on where a prompt was cut, saved or taken back.
 
 Here are the plain operations. The kernels' texts are in `metal/kv_rows.h.metal`, the native ones in `native/kernels.h`.
 """
@@ -25,7 +25,7 @@ def group_of(width: int) -> int:
 
 
 def row_bytes(width: int) -> int:
-    """Of a row of so many values."""
+    """Bytes of a row of `width` values."""
     return width + SCALE_BYTES * (width // group_of(width))
 
 
@@ -41,7 +41,7 @@ def encode(x: mx.array) -> mx.array:
 
 
 def decode(rows: mx.array, width: int, dtype: mx.Dtype) -> mx.array:
-    """What `encode` has kept of rows of `width` values: [..., width] of `dtype`."""
+    """The inverse of `encode` for rows of `width` values: [..., width] of `dtype`."""
     lead = rows.shape[:-1]
     codes = rows[..., :width].astype(mx.float32).reshape(*lead, -1, group_of(width))
     scales = mx.contiguous(rows[..., width:]).view(mx.float32)

@@ -1,8 +1,8 @@
 """Multi-head latent attention between its projections (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-Only a latent vector and one rotated key, shared by all heads, are cached for each position. A short query folds the key
-projection into itself and attends over the latents; a long one expands the latents to keys and values first, because
-that is less arithmetic. On a GPU a token takes three launches, which write nothing to the cache (`attend`).
+Each position caches only a latent vector and one rotated key, shared by all heads. For few queries the key projection
+is folded into the queries, which then attend over the latents; for many queries the latents are first expanded to keys
+and values, which is less arithmetic. On a GPU a token takes three launches, which do not write to the cache (`attend`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ COMBINE = Kernel("latent_combine", "parts stats positions w scales biases", "out
 SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
 WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query has eight
 PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
-HEADS = 8  # that a threadgroup attends for, where its memory holds so many
+HEADS = 8  # heads of a threadgroup, if its memory is large enough
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
 StoredForm = tuple[int, int, int, mx.Dtype | str]  # of metal/stored.h.metal: BITS, GROUP, KIND and the type of scales
@@ -43,9 +43,8 @@ StoredForm = tuple[int, int, int, mx.Dtype | str]  # of metal/stored.h.metal: BI
 
 @dataclass(frozen=True)
 class HeadMatrices:
-    """A matrix for each head, in `weights` [heads, rows, columns], or in the `rows` of each head of a flat matrix.
-
-    `transposed`: the matrix of a head is the transpose of what is stored.
+    """One matrix per head, in `weights` [heads, rows, columns], or in the `rows` of each head of a flat matrix.
+    `transposed`: the stored matrices are transposed.
     """
 
     weights: Weights
@@ -70,7 +69,7 @@ class HeadMatrices:
         return HeadMatrices(part, part.weight.shape[0], transposed=self.transposed)
 
     def stored(self) -> "StoredMatrices":
-        """What kernels take of them."""
+        """The kernels' inputs."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
         if part.quant is not None and part.quant.has_global_scale:  # which the kernels do not take
             part = Part(None, dequantized(part, mx.float32))
@@ -85,13 +84,13 @@ class HeadMatrices:
         return StoredMatrices(arrays, (bits, group, kind, scale), transposed)
 
     def each(self) -> Iterator[np.ndarray]:
-        """In turn, in float32; the memory may be used again for the next."""
+        """Yields the matrices in float32; the memory may be reused for the next one."""
         matrices = by_head(self.weights, self.heads, self.rows or slice(None))
         return (matrix.T for matrix in matrices) if self.transposed else matrices
 
 
 class StoredMatrices(NamedTuple):
-    """Matrices for metal/stored.h.metal: codes, scales and biases, or values in place of all three."""
+    """Matrices for metal/stored.h.metal: codes, scales and biases, or values instead of all three."""
 
     arrays: list[mx.array]
     form: StoredForm
@@ -112,12 +111,11 @@ class Up(NamedTuple):
 
 @dataclass(frozen=True)
 class Queries:
-    """What makes queries of x [..., columns].
+    """Makes queries from x [..., columns].
 
     Args:
-        heads: of queries.
-        up: what makes them of a latent; None: x is all heads' queries already.
-        scale: multiplies them by their positions; None: nothing does.
+        heads: number of heads. up: makes queries from a latent; None: x already has all heads' queries. scale: scales
+            them by position; None: no scale.
     """
 
     heads: int
@@ -131,7 +129,7 @@ class Queries:
 
     @property
     def form(self) -> Form | None:
-        """How W is stored, if kernels read it."""
+        """The form of W, if kernels read it."""
         quant = self.up and self.up.weights.quant
         if self.up is None or quant is None or not is_read(quant, self.up.weights.shape[1]):
             return None
@@ -147,7 +145,7 @@ class Queries:
 
 
 def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
-    """What multiplies the queries at integer positions (`QueryScale`), by operations of numpy or MLX: float32."""
+    """The float32 factors of queries at integer positions (`QueryScale`), with operations of numpy or MLX."""
     stretches = positions // scale.original_max_position_embeddings
     return 1.0 + scale.beta * library.log1p(stretches.astype(library.float32))
 
@@ -164,15 +162,16 @@ def attend_latent(
     rope: Rope | None,
     scale: float,
 ) -> Array:
-    """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all that `cache` has seen.
+    """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all positions in `cache` and the
+    new ones.
 
     Args:
         q: [B, L, columns], of which `queries` make q_nope and q_pe of each head.
-        kv: [B, L, N + R], latent and k_pe. Both are appended to `cache`, the latent normed, k_pe turned.
+        kv: [B, L, N + R], latent and k_pe. Both are appended to `cache`, the latent normed, k_pe rotated.
         cache: of one text or a batch of them; or the caches of the L rows of a step.
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
-        rope: turns q_pe and k_pe by their rotary positions; None: there are none.
+        rope: rotates q_pe and k_pe by their rotary positions; None: there are no such parts.
 
     Returns:
         [B, L, heads * v]
@@ -210,7 +209,7 @@ def attend_latent(
 
 @planned()
 def native_refusal(tokens: int) -> Reason | None:
-    """Why heads do not attend over latents as they are on the CPU."""
+    """Why the native kernels do not attend over these latents."""
     expanded = f"for more than {ABSORB_AT_MOST} tokens keys and values are made of the latents"
     return Reason(expanded) if tokens > ABSORB_AT_MOST else None
 
@@ -254,7 +253,7 @@ def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | 
 
 
 def _abreast(heads: int, row: int) -> int:
-    """Heads of a threadgroup: their queries and weights lie in its memory."""
+    """Heads of a threadgroup, limited by the memory for their queries and weights."""
     room = SHARED_BYTES // (4 * (row + PIECE))
     return max((n for n in range(1, min(HEADS, room) + 1) if heads % n == 0), default=0)
 
@@ -300,7 +299,7 @@ def _step_kernel(
 
 
 def _scale_of(positions: Sequence[mx.array], scale: float, by: QueryScale | None) -> Input:
-    """What multiplies the scores of a token: a number, or an array of one for each row."""
+    """The factor of a token's scores: a number, or an array with one per row."""
     return scale if by is None else _scaling(scale, by)(*(own[3:] for own in positions))
 
 
@@ -312,7 +311,7 @@ def _scaling(scale: float, by: QueryScale) -> Any:
 
 @cache
 def _nothing() -> mx.array:
-    """In place of codes that nobody reads: an input cannot be left out."""
+    """A placeholder for codes that are not read: a kernel needs every input."""
     return mx.array([0] * LEAST_ELEMENTS, mx.uint32)
 
 
@@ -402,7 +401,7 @@ def expanded_ops(
     value: HeadMatrices,
     scale: float,
 ) -> mx.array:
-    """On Metal a few heads at a time: one product would expand all latents to the keys of all heads."""
+    """On Metal, a few heads at a time, because one product would expand all latents to the keys of all heads."""
     heads, positions = q_nope.shape[1], latent.shape[2]
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
     if most is None or most >= heads:

@@ -1,9 +1,10 @@
-"""The launcher of GPU kernels: text from `metal/`, built by MLX, called with what depends on shapes alone.
+"""Launches GPU kernels: reads their text from `metal/`, has MLX build it, and calls it with constants that depend on
+shapes alone.
 
 Kernels are written once, in Metal Shading Language: `mx.fast.metal_kernel` builds them on Apple GPUs,
 `mx.fast.cuda_kernel` builds the same text behind `metal/cuda_shim.h` on NVIDIA GPUs. A kernel that does not build
-raises when it is evaluated; nothing falls back in silence. Which kernel and tile runs depends on the backend and the
-shapes alone, so the bits of a result do not depend on slot numbers or on what else memory holds.
+raises an error when it is evaluated; there is no silent fallback. The kernel and tile depend only on the backend and
+the shapes, so the bits of a result do not depend on slot numbers or other contents of memory.
 """
 
 import hashlib
@@ -22,16 +23,16 @@ from ..errors import RequestError
 from ..files import directory
 from .stand_ins import stand_ins
 
-SHARED_BYTES = 32768  # of a threadgroup's memory, on every GPU
-LEAST_ELEMENTS = 8  # MLX hands Metal an input of fewer as `constant`, which the text does not take
+SHARED_BYTES = 32768  # bytes of a threadgroup's memory on every GPU
+LEAST_ELEMENTS = 8  # MLX passes smaller inputs to Metal as `constant`, which the text does not accept
 NEEDS = "// needs: "  # begins the first line of a text that uses headers
 ALIGNED = 256  # bytes: where each of several arrays in one begins
 # Of a threadgroup. A kernel that needs many registers has fewer than 1,024 on Apple's GPUs before the M3: 384 at least.
 MOST_THREADS = {"metal": 256, "cuda": 1024}
-# Rows of a step that share a launch where each has arrays of its own: Metal hands a kernel at most 31 arrays.
+# Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
 TOGETHER = {"metal": 4, "cuda": 8}
 ROW = "threadgroup_position_in_grid.z"
-ARRAYS = ("*", "@")  # signs of a name that stands for several (`Kernel`)
+ARRAYS = ("*", "@")  # signs in a name that stands for several arrays (`Kernel`)
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
     **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
@@ -41,20 +42,20 @@ Shape = tuple[int, ...]
 
 
 class ArrayPiece(NamedTuple):
-    """Values of `dtype` that lie one after another in `whole`, from byte `start` on."""
+    """Consecutive values of `dtype` in `whole`, from byte `start` on."""
 
     whole: mx.array
     start: int
     dtype: mx.Dtype
 
     def array(self, *shape: int) -> mx.array:
-        """A view of so many values."""
+        """A view of `size` values."""
         first, size = self.start // self.whole.itemsize, prod(shape) * self.dtype.size // self.whole.itemsize
         return self.whole.reshape(-1)[first : first + size].view(self.dtype).reshape(shape)
 
 
 def pack(arrays: Sequence[mx.array]) -> list[ArrayPiece]:
-    """Copies arrays into one, so that a kernel takes them as one input: where each lies in it."""
+    """Copies arrays into one, so that a kernel takes them as one input; returns the piece of each."""
     starts, parts = [0], []
     for array in arrays:
         codes = array.reshape(-1).view(mx.uint8)
@@ -66,22 +67,21 @@ def pack(arrays: Sequence[mx.array]) -> list[ArrayPiece]:
 
 
 def in_turn(joined: mx.array, *parts: mx.array) -> list[ArrayPiece]:
-    """Where `parts` lie in `joined`, which holds them one after another."""
+    """The pieces of `parts` in `joined`, which holds them one after another."""
     starts = accumulate((part.nbytes for part in parts), initial=0)
     return [ArrayPiece(joined, start, joined.dtype) for start, _ in zip(starts, parts, strict=False)]
 
 
-# What a kernel is given under a name: an array, a part of one, or a number, which becomes a constant of the text.
+# The value of a kernel's input: an array, a part of one, or a number, which becomes a constant of the text.
 Input = mx.array | ArrayPiece | float
-# Of an input: its array among those that are handed over, and the byte and type that it begins with; or its value.
+# An input's array index, first byte and type; or its value.
 Place = tuple[int, int, mx.Dtype | None] | float
 
 
 def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.array], tuple[Place, ...]]:
-    """The arrays that inputs lie in, each once, and where each input lies in them.
-
-    What MLX does for a launch on the host grows with the arrays that it takes. `apart`: inputs that are handed over for
-    themselves: a text must not depend on whether two sequences happen to have the same array.
+    """The arrays that contain the inputs, each once, and the place of each input. MLX's work on the host grows with the
+    number of arrays. `apart`: inputs that always get their own array, because a text must not depend on whether two
+    sequences happen to share one.
     """
     arrays: list[mx.array] = []
     places: list[Place] = []
@@ -266,7 +266,7 @@ def built(
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything of a kernel call but its inputs. Depends on shapes and dtypes only, so it is made once for each.
+    """A kernel call without its inputs. It depends only on shapes and dtypes, so it is made once for each.
 
     Args:
         target: "metal" or "cuda".
@@ -302,7 +302,7 @@ class Launch:
         }
 
     def of_rows(self, own: Mapping[str, str], count: int, sizes: Mapping[str, int], outputs: Sequence[Any]) -> "Launch":
-        """The launch of so many rows of a step in place of one, each with the text that it has alone.
+        """The launch for several rows of a step; each row runs the text that it has alone.
 
         Args:
             own: of the kernel's names those of what rows have of their own, as `Kernel` then has them.
@@ -323,7 +323,7 @@ class Launch:
 
 
 class Reason(str):
-    """Why a chooser takes no kernel, in a few words."""
+    """Why a chooser chooses no kernel, in a few words."""
 
 
 NO_KERNELS = Reason("the default device has no kernels")
@@ -331,8 +331,7 @@ NO_KERNELS = Reason("the default device has no kernels")
 
 @cache
 def count(n: int) -> mx.array:
-    """The number of steps or rows as an array: not a template argument, or each length would be compiled.
-
-    Made from values, not by an operation: what is not evaluated yet belongs to the thread that made it.
+    """The number of steps or rows as an array: as a template argument each length would be compiled. It is made from
+    values, not by an operation, because an unevaluated array belongs to the thread that made it.
     """
     return mx.array([n] * LEAST_ELEMENTS, mx.int32)

@@ -1,6 +1,6 @@
-"""What MLX and the system raise where memory or the GPU's time is at an end, as one error with a remedy.
+"""Turns the errors of MLX and the system for exhausted memory or a GPU timeout into one error with a remedy.
 
-MLX raises RuntimeError and tells the causes apart in its text alone (0.32.4: device.cpp and allocator.cpp of
+MLX raises RuntimeError and distinguishes the causes only in its text (0.32.4: device.cpp and allocator.cpp of
 backend/metal, allocator.cpp and utils.cpp of backend/cuda, scheduler.cpp). Its CPU backend does not notice that an
 allocation failed, and the process ends by a signal: a plan must leave room for that (`engine.machine`).
 """
@@ -30,7 +30,7 @@ REMEDIES = {
 
 
 class within_limits(ContextDecorator):  # noqa: N801 - used as a function is
-    """What is computed or allocated inside raises DeviceError where memory or the GPU's time is at an end."""
+    """A context manager that raises DeviceError if memory is exhausted or the GPU times out."""
 
     def __enter__(self) -> None:
         """Nothing is to be prepared."""

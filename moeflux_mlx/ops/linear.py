@@ -1,7 +1,7 @@
-"""Products with a stored matrix: dense or quantised, a few rows or many, on a GPU or on the CPU.
+"""Products with a stored matrix, dense or quantised, for few rows or many, on a GPU or on the CPU.
 
-The GPU kernels take up to `MAX_TOKENS` rows of x and sum in float32. They, like the native kernels, read every form of
-`forms`. Up to that number each row has the bits that it has alone, whoever multiplies.
+The GPU kernels take up to `MAX_TOKENS` rows of x and sum in float32. Like the native kernels they read every form of
+`forms`. Up to that number of rows each row has the bits that it has alone, in every implementation.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ from .launch import (
 from .norm import Norm
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
-# Rows of x from which CUDA's dense product beats its quantised one, though the matrix is taken apart first
-# (results.tsv, "prompt"). Metal: not measured, MLX's quantised product is left alone.
+# Rows of x from which CUDA's dense product is faster than its quantised one, including the dequantisation (results.tsv,
+# "prompt"). Metal: not measured, MLX's quantised product is left alone.
 DENSE_ROWS = 256
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
@@ -43,7 +43,7 @@ ROWS_AT_ONCE = 8  # of x, even, for which a thread of the kernel for several row
 class Weights(Protocol):
     """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside the other `quant.parts`.
 
-    `third` are biases or a global scale, which is not looked at where the form has neither.
+    `third` are biases or a global scale; it is ignored if the form has neither.
     """
 
     @property
@@ -60,7 +60,7 @@ class Weights(Protocol):
 
     @property
     def pieces(self) -> list[ArrayPiece] | None:
-        """The same arrays where they lie in a single one, if they do."""
+        """The pieces of the same arrays in a single one, if they are joined."""
         ...
 
     @property
@@ -86,7 +86,7 @@ class Part:
 
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
-    """norm(x) [..., I] @ W.T + residual [..., O], for the rows of a step on a GPU in one launch where `qmv` pays."""
+    """norm(x) [..., I] @ W.T + residual [..., O]; for the rows of a step on a GPU in one launch, if `qmv` is faster."""
     if isinstance(x, np.ndarray):
         return _linear_native(x, w, norm, residual)
     y = _linear_kernel(x, w, norm, residual)
@@ -108,7 +108,7 @@ def _by_mlx(product: Callable[..., mx.array], x: mx.array) -> mx.array:
 def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
     """`operation` on each row of the `arrays`, if they are as many as a step has, else on all at once.
 
-    For MLX's own products, which choose by the number of rows how they sum.
+    For MLX's own products, whose order of summation depends on the number of rows.
     """
     count = len(arrays[0])
     if not 1 < count <= MAX_TOKENS:
@@ -117,12 +117,12 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
 
 
 def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
-    """`linear` by the kernels for a few rows; None where they do not take it or do not pay."""
+    """`linear` by the kernels for few rows; None if they cannot compute it or are not faster."""
     return _qmv(x, w, norm, residual) if pays(x, w) else None
 
 
 def pays(x: mx.array, w: Weights) -> bool:
-    """Whether the kernels for a few rows multiply x with the matrix."""
+    """Whether the kernels for few rows multiply x with the matrix."""
     count = x.size // x.shape[-1]
     return not refusal(backend.name(), min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM)
 
@@ -154,8 +154,9 @@ def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
 
 
 def _pays_dense(x: mx.array, w: Weights) -> bool:
-    """Whether a quantised matrix is taken apart first: for many rows, and where a row is a single group, because MLX
-    0.32.4's CUDA product leaves its output unwritten there."""
+    """Whether to dequantise a matrix first: for many rows, and if a row is a single group, for which MLX 0.32.4's CUDA
+    product does not write its output.
+    """
     return backend.name() == "cuda" and (x.shape[-2] >= DENSE_ROWS or w.scales.shape[-1] == 1)
 
 
@@ -222,7 +223,7 @@ def _is_native(w: Weights) -> bool:
 
 @planned()
 def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
-    """Why the native kernels do not read a matrix that is stored so."""
+    """Why the native kernels do not read a matrix of this form."""
     return None if quant is None or is_read(quant, columns) else _unread(quant, columns)
 
 
@@ -232,14 +233,14 @@ def _dense(w: Weights) -> np.ndarray:
 
 
 def parts_of(w: Weights) -> list[Any]:
-    """The arrays that hold it: values, or those of its form."""
+    """The arrays of the matrix: its values, or those of its form."""
     if w.quant is None:
         return [w.weight]
     return [w.weight, w.scales, w.third][: len(w.quant.parts)]
 
 
 def inputs_of(w: Weights) -> list[Input]:
-    """What a kernel takes of it: none can be left out, so scales stand for what its form lacks."""
+    """A kernel's inputs: none may be missing, so scales stand for those that the form lacks."""
     parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
@@ -248,7 +249,7 @@ def inputs_of(w: Weights) -> list[Input]:
 
 
 class Around(NamedTuple):
-    """What the kernels do beside their product, as far as their text depends on it."""
+    """What the kernels do besides the product, as far as their text depends on it."""
 
     norm: mx.Dtype | None = None  # of its weight
     adds: bool = False
@@ -308,7 +309,9 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
 
 @planned()
 def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: int) -> Reason | None:
-    """Why `qmv` does not multiply so many rows with a matrix of this shape, or of fewer than `least` weights."""
+    """Why `qmv` does not multiply this number of rows with a matrix of this shape, or with one of fewer than `least`
+    weights.
+    """
     if target == "ops":
         return NO_KERNELS
     if quant is None or len(shape) > 2:

@@ -17,8 +17,8 @@ unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat1
 or scales alone are uint8 (E8M0, or E4M3 in groups of 16).
 `out` receives the result if given; it must be writable and overlap no input.
 
-Does not know: models, files, MLX streams. Where no compiler was at hand at install time the extension
-is missing: `available()` is False and the MLX twins in the other modules do the work.
+Does not know: models, files, MLX streams. If there was no compiler at installation, the extension is missing:
+`available()` is False, and the MLX twins in the other modules compute.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def warn_once() -> None:
 
 
 def reinstall_command() -> str:
-    """How to install the package once more, from where it came: it is on no index."""
+    """The command that installs the package again from its source; it is on no index."""
     here = Path(__file__).resolve().parents[1]
     installed = [one for one in metadata.distributions(name="moeflux-mlx") if one.read_text("direct_url.json")]
     origin = json.loads(installed[0].read_text("direct_url.json") or "") if installed else {}
@@ -121,7 +121,7 @@ def reinstall_command() -> str:
 
 
 def extension() -> Any:
-    """What has the kernels: the extension, or what stands in for it.
+    """The extension with the kernels, or its stand-in.
 
     Raises:
         MoefluxError: it was not built.

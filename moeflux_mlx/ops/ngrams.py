@@ -1,7 +1,8 @@
-"""N-grams: which rows of a table a token takes, and what is made of them (transformers, `Qwen4ExpTextPLELayer`).
+"""N-grams: the rows of a table that a token uses, and the computations with them (transformers,
+`Qwen4ExpTextPLELayer`).
 
-Rows are numbered on the host, in numpy's int64: their numbers are known as soon as the token is, and there are more
-rows than 32 bits count. All else has one form for MLX's arrays and numpy's.
+Row numbers are computed on the host, in numpy's int64: they are known as soon as the token is, and 32 bits cannot count
+the rows. Everything else has one form for MLX's and numpy's arrays.
 """
 
 import math
@@ -20,7 +21,7 @@ def row_numbers(tokens: np.ndarray, part: NGrams) -> np.ndarray:
     """The rows int64 [B, L, heads] of the last L of tokens [B, longest - 1 + L].
 
     A token's hash is the exclusive or of products of it and of those before it with odd numbers; a head's row is the
-    hash modulo the head's rows. In place of what lies beyond the end of an earlier text stands that text's end.
+    hash modulo the head's rows. Tokens before the end of an earlier text are replaced by that end token.
     """
     tokens, before = tokens.astype(np.int64), part.longest - 1
     count = tokens.shape[1] - before

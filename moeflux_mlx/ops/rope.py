@@ -17,8 +17,8 @@ from .backend import Array, stack
 class Rope:
     """Rotates the first `rotation.dims` values of each head.
 
-    `stride`: of the positions that it is given, by number; -1 rotates back.
-    DeepSeek pairs neighbours (2i, 2i+1), the others pair (i, i + dims/2): `rotation.interleaved` chooses.
+    `stride`: multiplies the positions; -1 rotates back. DeepSeek pairs neighbours (2i, 2i+1), the others pair (i, i +
+    dims/2): `rotation.interleaved` chooses.
     """
 
     def __init__(self, rotation: Rotation, stride: int = 1):
@@ -44,8 +44,8 @@ class Rope:
         self.axes = rotation.axes or (0,) * (self.dims // 2)
 
     def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
-        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]. It is laid out as attention wants
-        it of each kind: numpy arrays [B, L, heads, head_dim], MLX's [B, heads, L, head_dim].
+        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]. The layout is that of attention:
+        numpy arrays [B, L, heads, head_dim], MLX arrays [B, heads, L, head_dim].
         """
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]

@@ -1,4 +1,4 @@
-"""Which experts each token uses, and with which weights. Always in float32.
+"""Chooses each token's experts and their weights, always in float32.
 
 Ties are broken by the lowest index, so that a result never depends on the backend.
 """
@@ -21,11 +21,11 @@ from .linear import Weights, inputs_of, linear
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned, tile_of
 
-# Where the host had better look into arrays of 8 bytes: on CUDA MLX keeps these with the host, and moves any other that
-# the host looks into to memory whose pages wander between the two from then on.
+# Backends on which the host should read arrays of 8 bytes: on CUDA, MLX keeps these on the host, but moves any other
+# array that the host reads to managed memory, whose pages then migrate.
 HOST_COPY = {"cuda"}
 UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias, or another score")
-# What logits become, by the names of `Router.score`.
+# The functions of logits, by the names of `Router.score`.
 SCORES: dict[str, Any] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
@@ -35,13 +35,12 @@ SCORES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What a router has to choose from, and its rule.
+    """The input of a router's choice.
 
     Args:
         logits: [T, O] float32, of which the first columns are the experts'.
         rule: the router.
-        bias: [E] float32, where the rule has a correction bias.
-        scales: [E] float32, where it has `expert_scales`.
+        bias: [E] float32, if the rule has a correction bias. scales: [E] float32, if it has `expert_scales`.
     """
 
     logits: Any  # mx.array | np.ndarray
@@ -53,7 +52,7 @@ class Choice:
 def route(
     logits: Array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
 ) -> tuple[Array, Array]:
-    """The experts of each token, by its logits, and their weights.
+    """Chooses each token's experts by its logits, and computes their weights.
 
     Scores are the softmax over all experts (Qwen3MoeTopKRouter in Hugging Face transformers), sigmoids (DeepSeek-V3,
     arXiv:2412.19437, section 2.1.2) or roots of softplus (DeepSeek-V4's model code in transformers). The correction
@@ -83,7 +82,7 @@ def route(
 
 
 def _scaled(weights: Array, ids: Array, scales: mx.array | None) -> Array:
-    """weights [T, k], each times its expert's of `scales` [E], if there are any."""
+    """weights [T, k], each times its expert's scale in `scales` [E], if there are any."""
     if scales is None:
         return weights
     of_chosen: Any = scales[ids] if isinstance(ids, mx.array) else view(scales)[ids]
@@ -91,7 +90,7 @@ def _scaled(weights: Array, ids: Array, scales: mx.array | None) -> Array:
 
 
 def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) -> tuple[Array, Array]:
-    """As `route`, of experts that stand in a table.
+    """As `route`, but a table gives the experts.
 
     Args:
         logits: [T, O] float32, of which the first columns are the experts'.
@@ -111,7 +110,7 @@ def table_rows(table: mx.array, tokens: Array) -> Array:
 
 
 def _weights(weights: Array, rule: Router) -> Array:
-    """Of the chosen experts, by their scores."""
+    """The weights of the chosen experts, from their scores."""
     if rule.normalise:
         total = weights.sum(axis=-1, keepdims=True)
         weights = weights / (total if rule.score == "softmax" else total + 1e-20)
@@ -153,9 +152,8 @@ def route_kernel(
 def route_with_host_copy(
     logits: Array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
 ) -> tuple[Array, Array, Sequence[mx.array]]:
-    """`route` for who waits for it, with the choice once more as `read_host_copy` reads it.
-
-    Nothing where that is no faster.
+    """`route` with a copy of the choice for `read_host_copy`, for a host that waits. The copy is empty if it would not
+    be faster.
     """
     target = backend.name()
     if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
@@ -173,13 +171,13 @@ def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarra
 
 
 def beside(choice: Choice) -> tuple[Input, Input]:
-    """What the text reads beside the logits; an input cannot be left out."""
+    """The text's inputs besides the logits; none may be missing."""
     scale: Input = choice.rule.scale if choice.scales is None else choice.scales
     return choice.logits if choice.bias is None else choice.bias, scale
 
 
 def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
-    """Constants of the text, for logits of so many columns."""
+    """Constants of the text, for logits of `columns` columns."""
     template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SIGMOID": int(rule.score != "softmax")}
     template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
     template["SCALED"] = int(rule.expert_scales)

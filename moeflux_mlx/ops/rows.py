@@ -1,4 +1,6 @@
-"""The rows of a step, each with the cache that absorbs it: operations with a state take them one after the other."""
+"""The rows of a step, each with the cache that absorbs it. Operations with a state take the rows one after the
+other.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,10 +11,10 @@ from .backend import Array, library_of
 
 @dataclass(frozen=True)
 class RowCaches:
-    """Takes the place of one layer's cache where rows [1, R, ...] are of several sequences, or several of one.
+    """Replaces one layer's cache if the rows [1, R, ...] belong to several sequences, or several to one.
 
     Args:
-        caches: of each row, in order; rows of one sequence have the same one, one behind the other.
+        caches: the cache of each row, in order; the rows of one sequence are consecutive and have the same cache.
         begin: called with the number of a row before its cache absorbs it.
     """
 
@@ -25,9 +27,8 @@ class RowCaches:
         together: Callable[[slice, Sequence[Any]], Array] | None = None,
         most: int = 1,
     ) -> Array:
-        """What `compute` makes of each row [1, 1, ...], given its place and its cache, joined to [1, R, ...].
-
-        `together` does the same for up to `most` rows of different sequences, given their place and their caches.
+        """Calls `compute` with each row [1, 1, ...], its place and its cache, and joins the results to [1, R, ...].
+        `together` does the same for up to `most` rows of different sequences, with their places and caches.
         """
         parts = []
         for rows in self._runs(1 if together is None else most):
@@ -44,9 +45,8 @@ class RowCaches:
         return library.concatenate(parts, axis=1)
 
     def _runs(self, most: int) -> Iterator[slice]:
-        """At most so many rows with different caches, one behind the other; 1, 2, 4, ... of them.
-
-        A kernel is compiled for each number of rows, and a number must not be the first when a sequence joins.
+        """Runs of 1, 2, 4, ... consecutive rows with different caches, at most `most`. Each number of rows needs its
+        own compiled kernel, and a new number should not appear whenever a sequence joins.
         """
         start, count = 0, len(self.caches)
         while start < count:

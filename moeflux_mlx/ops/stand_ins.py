@@ -1,6 +1,5 @@
-"""What a thread's operations use in place of this machine's backend, kernels and native extension.
-
-So it can be seen what a model runs, also on a backend that this machine lacks, while nothing is computed.
+"""Replacements of this machine's backend, kernels and native extension for one thread. They show what a model would
+run, also on a backend that this machine lacks, without computing.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +31,9 @@ stand_ins = _used.get
 
 @contextmanager
 def standing_in(**given: Any) -> Iterator[None]:
-    """Operations inside, of this thread, use what is given by the names of `StandIns`, besides what they used."""
+    """A context manager in which this thread's operations use the given stand-ins, in addition to those already in
+    use.
+    """
     token = _used.set(replace(_used.get(), **given))
     try:
         yield

@@ -1,8 +1,9 @@
 """Several residual streams side by side: manifold-constrained hyper-connections (arXiv:2512.24880; the order of
-operations is that of DeepSeek-V4's model code in transformers), whose weights are all made in float32, and gated ones
+operations is that of DeepSeek-V4's model code in transformers), whose weights are computed in float32, and gated ones
 (transformers, `Qwen4ExpTextGatedResidual`).
 
-Of a token alone a GPU makes the weights of hyper-connections in two launches, and the streams behind a part in one.
+For a single token, a GPU computes the weights of hyper-connections in two launches, and the streams behind a part in
+one.
 """
 
 from typing import Any, NamedTuple
@@ -25,9 +26,8 @@ THREADS = 256  # of a threadgroup
 
 
 class Mapping(NamedTuple):
-    """What makes weights of the streams: matrix [O, n * D], biases [O], and scales.
-
-    `pieces`: where biases and scales lie in one array, if they do.
+    """Makes the weights of the streams: matrix [O, n * D], biases [O], and scales. `pieces`: the places of biases and
+    scales in one array, if they are joined.
     """
 
     fn: mx.array
@@ -42,10 +42,9 @@ def spread(x: Array, streams: int) -> Any:
 
 
 def gathered(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
-    """The input [B, L, D] of a part, of the streams h [B, L, n * D], and how its output is to be added.
-
-    That is float32 [B, L, n + n * n]: weights of it for each stream, and behind them of the streams j for each stream
-    k, those of one j side by side.
+    """Computes a part's input [B, L, D] from the streams h [B, L, n * D], and the weights for adding its output. These
+    are float32 [B, L, n + n * n]: the output's weight in each stream, then the weight of stream j in stream k, with
+    those of one j next to each other.
     """
     if isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule):
         return _gather_kernel(h, by, rule, eps)
@@ -60,7 +59,7 @@ def gathered(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> tuple
 
 @planned()
 def refusal(target: str, tokens: int, rule: HyperConnections) -> Reason | None:
-    """Why the kernels do not take so many tokens, or so many streams."""
+    """Why the kernels do not take this number of tokens or of streams."""
     if target == "ops":
         return NO_KERNELS
     if tokens != 1:

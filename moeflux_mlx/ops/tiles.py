@@ -1,6 +1,6 @@
-"""The tiles of the kernels: how each cuts its matrix. The constants that were tuned, and which of them are used.
+"""The tiles of the kernels, which say how each kernel cuts its matrix: the tuned constants, and the choice among them.
 
-A model is computed under one choice of tiles, `using`; what a launch is made of asks `tile_of`.
+A model is computed with one choice of tiles (`using`); the makers of launches call `tile_of`.
 """
 
 import functools
@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_TOKENS = 16  # rows of a step: each has the bits that it has alone; a call of the model with more is a prompt
-LEASED_TOKENS = 8  # tokens whose experts the smallest pool has room for; those of more perhaps come in parts
+MAX_TOKENS = 16  # most rows of a step, each with the bits that it has alone; a call of the model with more is a prompt
+LEASED_TOKENS = 8  # tokens whose experts fit in the smallest pool; the experts of more tokens may be requested in parts
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ TILES = {
 }
 
 
-# What of a kernel's tile makes a difference, in the order in which it is tried, and the sizes that are.
+# The fields of a kernel's tile that make a difference, in the order of trying, and their possible sizes.
 TUNED = {
     "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_down_combine": ("rows", "lanes", "ahead", "narrow"),
@@ -94,7 +94,9 @@ LIMITS = {
 
 
 def neighbours(target: str, kernel: str, tile: Tile) -> Iterator[Tile]:
-    """Tiles that differ from `tile` in one field: half of it, or twice; where it is 0, the least there is."""
+    """Tiles that differ from `tile` in one field, which is halved or doubled, or set to its smallest value if it is
+    0.
+    """
     for name in TUNED[kernel]:
         value, (least, most) = getattr(tile, name), LIMITS[name]
         if name == "ahead" and kernel not in UNROLLED[target]:
@@ -105,7 +107,7 @@ def neighbours(target: str, kernel: str, tile: Tile) -> Iterator[Tile]:
 
 
 def is_usable(kernel: str, tile: Tile) -> bool:
-    """Whether `tile` is one that `neighbours` can lead to."""
+    """Whether `tile` can be reached by `neighbours`."""
     values = {name: getattr(tile, name) for name in LIMITS}
     powers = all(type(value) is int and value & (value - 1) == 0 for value in values.values())
     within = (value == 0 or LIMITS[name][0] <= value <= LIMITS[name][1] for name, value in values.items())
@@ -113,18 +115,19 @@ def is_usable(kernel: str, tile: Tile) -> bool:
 
 
 class Tiles:
-    """A choice: the code's tiles, but for some kernels on some shapes others, in `found` by `spot_of`."""
+    """A choice of tiles: the built-in ones, except for the spots (`spot_of`) in `found`."""
 
     def __init__(self, found: Mapping[str, Tile] | None = None):
         self.found = found or {}
 
     def tile(self, target: str, kernel: str, shape: str) -> Tile:
-        """Of a kernel on matrices that `shape` describes. It must hold nothing that differs between two ways to one
-        result: neither slots nor tokens."""
+        """The tile of a kernel on matrices that `shape` describes. `shape` must not contain slots or tokens, which
+        differ between two ways to the same result.
+        """
         return self.found.get(spot_of(kernel, shape)) or TILES[target][kernel]
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        """What a function that is `planned` makes under this choice."""
+        """The result of a `planned` function with this choice."""
         return make(*given)
 
 
@@ -139,7 +142,7 @@ def spot_of(kernel: str, shape: str) -> str:
 
 @contextmanager
 def using(tiles: Tiles) -> Iterator[None]:
-    """What is launched inside, by this thread, has these tiles."""
+    """A context manager in which this thread's launches use these tiles."""
     token = _used.set(tiles)
     try:
         yield
@@ -153,7 +156,7 @@ def tile_of(target: str, kernel: str, shape: str) -> Tile:
 
 
 def planned(most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """`functools.lru_cache` for a function that asks `tile_of`: each choice of tiles has results of its own."""
+    """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results."""
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
         kept = functools.lru_cache(most)(lambda tiles, *given: tiles.plan(make, given))
