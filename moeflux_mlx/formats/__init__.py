@@ -1,1 +1,1 @@
-"""Files as they lie on disk: packed experts, checkpoints, the Hub."""
+"""File formats: packed experts, checkpoints, the Hub."""

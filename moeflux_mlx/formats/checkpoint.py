@@ -2,8 +2,8 @@
 
 Two containers are understood: safetensors (one file, or shards with or without an index), and the
 `model_weights.bin` + `model_weights.json` of moeflux and flash-moe with `packed_experts/` beside it.
-Headers are checked before anything is read, so a damaged or hostile file is an error and never a read
-out of place. Nothing here knows what a tensor is for.
+Headers are checked before anything else is read, so a damaged or hostile file leads to an error and never to a read at
+a wrong place. Nothing here knows what a tensor is for.
 """
 
 import json
@@ -22,7 +22,7 @@ from .packed import FOLDER, LAYOUT
 
 INDEX = "model.safetensors.index.json"
 QUANT_CONFIG = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
-# What a model takes along besides its tensors and config.json.
+# Files that a model needs besides its tensors and config.json.
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -87,7 +87,7 @@ def read_bytes(file: Path, offset: int, size: int) -> bytearray:
 
 
 def _read_into(file: Path, offset: int, target: Any) -> None:
-    """Plain reads and no mapping: what is held in memory is what was asked for."""
+    """Plain reads instead of a mapping, so that only the requested bytes are in memory."""
     done = 0
     try:
         with open(file, "rb", buffering=0) as opened:
@@ -117,13 +117,13 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
-    """Finds out what `path` holds, and reads headers and config.json but no tensor.
+    """Opens a checkpoint: reads headers and config.json, but no tensor.
 
     Args:
         shards_in: other directories in which safetensors files may lie.
 
     Raises:
-        ModelFileError: nothing that can be converted is there, or a header contradicts its file.
+        ModelFileError: the directory has nothing that can be converted, or a header contradicts its file.
     """
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory; give a checkpoint directory or a repo id org/name")
@@ -140,7 +140,7 @@ def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with what ModelOpt's file beside it says of the quantisation where it says nothing itself.
+    """config.json; if it does not describe the quantisation, that of ModelOpt's separate file is added.
 
     Raises:
         ModelFileError: a file is missing or is not a JSON object.
@@ -155,7 +155,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def has_weights(path: Path) -> bool:
-    """Whether the directory holds weights of a checkpoint, whatever they are."""
+    """Whether the directory holds any weights of a checkpoint."""
     moeflux = (_find(path, f"model_weights.{kind}", "artifacts") for kind in ("json", "bin"))
     return any(path.glob("*.safetensors")) or any(file is not None for file in moeflux)
 
@@ -210,7 +210,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def read_head(file: Path) -> bytes:
-    """The text of a safetensors header, unchecked but for its length."""
+    """The text of a safetensors header; only its length is checked."""
     size = _size(file)
     first = bytes(read_bytes(file, 0, 8)) if size >= 8 else b""
     return bytes(read_bytes(file, 8, head_length(file, size, first)))

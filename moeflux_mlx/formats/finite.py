@@ -1,4 +1,4 @@
-"""Scales and biases of experts that are no numbers: one of them would spoil every answer without a word.
+"""Finds scales and biases of experts that are NaN or infinite: a single one would silently spoil every answer.
 
 It looks at records in memory and knows nothing of files.
 """

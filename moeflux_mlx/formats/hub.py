@@ -1,4 +1,4 @@
-"""What is the Hugging Face Hub's: repositories, their files and how they come here, and the errors of its library."""
+"""Access to the Hugging Face Hub: repositories, downloads of their files, and the errors of its library."""
 
 import contextlib
 import fnmatch
@@ -26,11 +26,11 @@ def looks_like_repo(name: str) -> bool:
 
 @contextlib.contextmanager
 def hub_errors(what: str, unreached: str | None = None) -> Iterator[None]:
-    """Whatever the Hub's library raises becomes a ModelFileError of one line that begins with `what`, or with
-    `unreached` if the Hub has not answered.
+    """A context manager that turns errors of the Hub's library into a ModelFileError of one line, which begins with
+    `what`, or with `unreached` if the Hub did not answer.
 
-    It raises errors of its own, of its HTTP client (which one depends on its version), and of the system. What it logs
-    of its retries, two lines each, becomes one MoefluxWarning.
+    The library raises its own errors, those of its HTTP client (which depends on its version), and the system's. Its
+    log lines about retries become one MoefluxWarning.
     """
     logs = [logging.getLogger(f"huggingface_hub.{name}") for name in ("utils._http", "file_download")]
     retries = _Retries()
@@ -84,7 +84,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Where the Hub's cache lies, or will."""
+    """The directory of the Hub's cache, which may not exist yet."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -124,7 +124,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Repository:
-    """The files of a repository at one commit; nothing of them is here until it is asked for."""
+    """The files of a repository at one commit; nothing is downloaded until it is requested."""
 
     name: str
     revision: str | None
@@ -153,7 +153,7 @@ class Repository:
         return [file for name, file in self.files.items() if any(fnmatch.fnmatch(name, one) for one in wanted)]
 
     def snapshot(self, patterns: list[str] | None = None, shown: bool = False) -> Path:
-        """Brings files into the Hub's cache, where they are not yet, and gives their folder; bars only if `shown`.
+        """Downloads missing files into the Hub's cache and returns their directory; shows progress bars if `shown`.
 
         Raises:
             ModelFileError: the Hub cannot be reached, or the disk is full.
@@ -204,7 +204,7 @@ class Repository:
         """One file into `folder`, outside the Hub's cache, checked; one that lies there is used if it is right.
 
         Raises:
-            ModelFileError: the Hub cannot be reached, the disk is full, or what comes is twice another file.
+            ModelFileError: the Hub cannot be reached, the disk is full, or the file is wrong twice in a row.
         """
         file, wrong = folder / name, ""
         for _ in range(2):
@@ -222,7 +222,7 @@ class Repository:
         from huggingface_hub.utils import tqdm
 
         class Heard(tqdm):
-            """A bar that nobody sees and that tells how it grows."""
+            """An invisible progress bar that reports its growth."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **{**kwargs, "disable": True})

@@ -1,7 +1,6 @@
-"""Experts as they lie in a checkpoint's safetensors files: an expert is pieces of several tensors, at any offset.
-
-It knows which bytes of which file go to which field of a record. How tensors are found in a checkpoint is `packing`'s,
-how they are read the expert source's.
+"""Experts in place in a checkpoint's safetensors files: an expert is pieces of several tensors, at any offset. This
+module knows which bytes of which file belong to which field of a record. Finding tensors in a checkpoint is the task of
+`packing`, reading them that of the source of experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ class InPlaceExperts:
         return tuple([spread.piece(expert) for spread in self._fields[layer]])
 
     def check_scales(self, layer: int, first: int, rows: np.ndarray) -> None:
-        """Looks at the records of an expert `first` and those after it, [experts, words]: no conversion has seen them.
+        """Checks the records [experts, words] from expert `first` on, because no conversion has checked them.
 
         Raises:
             ModelFileError: a scale or bias is NaN or infinite.

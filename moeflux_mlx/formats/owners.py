@@ -1,4 +1,4 @@
-"""Which of several processes owns an expert, and what a directory holds that was made for one of them."""
+"""Which process owns an expert, and which experts a directory made for one rank holds."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank owns.
+    """The experts of one rank.
 
     Args:
         owners: who owns what.

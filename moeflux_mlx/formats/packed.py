@@ -1,6 +1,7 @@
 """Opens `packed_experts/`: finds the layer files and checks every length before anything runs.
 
-It knows files and sizes; what a record means is `record`'s, when to read it is the expert source's.
+It knows files and sizes. The contents of records are defined in `record`; the source of experts decides when to read
+them.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from .pieces import FilePiece
 from .record import ExpertLayout
 
 FOLDER = "packed_experts"
-LAYOUT = "layout.json"  # in it; what has one is a finished model
+LAYOUT = "layout.json"  # the file name in it; a directory that has it is a finished model
 STATE = "convert_state.json"  # of a conversion that is not finished
 
 

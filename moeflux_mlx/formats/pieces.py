@@ -1,7 +1,7 @@
-"""Where the bytes of an expert's record lie: pieces of files, joined into few reads.
+"""The places of the bytes of an expert's record: pieces of files, joined into few reads.
 
-It promises that the runs it makes cover every piece once. It reads nothing. What happens for every expert that is read
-is kept cheap.
+The runs cover every piece exactly once. This module reads nothing. Work that is done for every read of an expert is
+kept small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class FilePiece(NamedTuple):
     place: int
 
     def cut(self, start: int, stop: int) -> "FilePiece":
-        """What of it lies in bytes [start, stop) of the file."""
+        """The part of the piece in bytes [start, stop) of the file."""
         first, last = max(start, self.offset), min(stop, self.offset + self.length)
         return FilePiece(self.path, first, last - first, self.place + first - self.offset)
 

@@ -1,4 +1,4 @@
-"""Where everything lies inside an expert's record, and where records lie in a layer's file. The only owner of offsets.
+"""The offsets of the fields in an expert's record, and of records in a layer's file. No other module knows offsets.
 
 A record is an expert's matrices, gate, up and down or up and down alone. Each has these fields, in this order:
 

@@ -1,1 +1,1 @@
-"""Makes packed models of checkpoints."""
+"""Makes packed models from checkpoints."""

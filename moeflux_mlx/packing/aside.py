@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the text model, kept as it is in a file of its own: image encoders, heads that draft.
+"""Keeps a checkpoint's image encoders and draft heads unchanged in a separate file.
 
 Nothing here knows what a tensor is for; `families/names.py` does. `vision` reads image encoders from it.
 """
@@ -37,6 +37,6 @@ class Copied:
 
 
 def aside_files(tensors: Iterable[Tensor], layers: int) -> list[TensorFile]:
-    """The file of those `tensors` of a checkpoint that are kept; none if there are none. `layers`: of the model."""
+    """The file of those `tensors` of a checkpoint that are kept, or no file. `layers`: number of the model's layers."""
     kept = sorted((one for one in tensors if is_aside(one.name, layers)), key=lambda one: one.name)
     return [TensorFile(NAME, tuple(map(Copied, kept)))] if kept else []

@@ -1,8 +1,8 @@
-"""Makes a packed model directory of a checkpoint.
+"""Makes a packed model directory from a checkpoint.
 
 Reads Hugging Face safetensors (bf16, fp16, fp32, block fp8, int4 of compressed-tensors and AWQ), MLX
-conversions of every geometry, whose codes are copied, and the directories of moeflux and flash-moe. Works expert by
-expert and tensor by tensor, so memory grows with the largest of these only. An interrupted conversion is resumed by
+conversions of every geometry, whose codes are copied, and the directories of moeflux and flash-moe. It works expert by
+expert and tensor by tensor, so its memory depends only on the largest of these. An interrupted conversion is resumed by
 running it again; `layout.json` is written last, so an unfinished directory is never taken for a model.
 """
 
@@ -41,11 +41,11 @@ class ConversionReport:
 
     Attributes:
         path: the packed model directory.
-        lossy: checkpoint tensors that were quantised already and had to be quantised again.
+        lossy: checkpoint tensors that were already quantised and had to be quantised again.
         kept: files that an earlier run had finished.
-        repaired: files that an earlier run had finished and that had other bytes now; they were written again.
-        quantized: how many resident matrices came as floats and are in the wanted form now.
-        made_experts: whether routed experts came as floats, or were quantised again.
+        repaired: finished files of an earlier run whose bytes had changed; they were written again.
+        quantized: number of resident matrices that came as floats and were quantised.
+        made_experts: whether routed experts were quantised, from floats or again.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
     """
@@ -80,27 +80,28 @@ def convert(
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
 
-    A repository is downloaded shard by shard, and each shard deleted when it is packed, so that the disk holds the
-    packed model and at most two shards.
+    A repository is downloaded shard by shard. Each shard is deleted when it is packed, so the disk holds the packed
+    model and at most two shards.
 
     Args:
         hf_path: checkpoint directory, or Hugging Face repo id org/name.
         mlx_path: the directory to write.
-        q_bits: 1 to 6 or 8, of linear layers and routed experts that come as floats; None: the mode's, 4.
-        q_group_size: 32, 64 or 128; None: the mode's, 64, or where there is one, that.
+        q_bits: bits of linear layers and routed experts that come as floats: 1 to 6 or 8; None: the mode's own number,
+            or 4.
+        q_group_size: 32, 64 or 128; None: the mode's only size, or 64.
         q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
-        expert_bits: of routed experts, if it is another than `q_bits`.
-        down_bits: of their down projections, if it is another than `expert_bits`.
-        requantize: quantise again routed experts of a layer that differ in form, and, with `expert_bits` or
-            `down_bits`, those that are stored in another; loses precision.
+        expert_bits: bits of routed experts, if different from `q_bits`. down_bits: bits of their down projections, if
+            different from `expert_bits`.
+        requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits` or
+            `down_bits` if they are stored in another form; loses precision.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
             are links, or have another name, are refused.
-        ranks, rank: write no more of the experts than that rank of so many owns; the others' places stay empty.
-        also: directories on other drives, new or empty: these and `mlx_path` have the experts of each layer by turns,
-            so that all drives are read together.
-        progress: called with bytes done, bytes in all, and the name of the file.
+        ranks, rank: write only the experts that rank `rank` of `ranks` owns; the places of the others stay empty.
+        also: new or empty directories on other drives. The experts of each layer are distributed over these and
+            `mlx_path`, so that all drives are read in parallel.
+        progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
@@ -111,7 +112,7 @@ def convert(
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
     _check_also(path, folders, share, is_here)
-    with reserved(path):  # before anything is read that another conversion could change
+    with reserved(path):  # before reading anything that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
@@ -189,7 +190,7 @@ def _left_out(output: Output, plan: ConversionPlan) -> int:
 def _at_once(
     output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool
 ) -> tuple[list[str], list[str]]:
-    """File after file, of a checkpoint that is all here; returns as `_write`."""
+    """File by file, from a complete checkpoint; returns as `_write`."""
     kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
     _finish(output, plan, checkpoint)
     if verify:
@@ -200,7 +201,7 @@ def _at_once(
 def _by_shards(
     output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool, supply: Supply
 ) -> tuple[list[str], list[str]]:
-    """Shard after shard, each gone once it is packed and was read back; returns as `_write`."""
+    """Shard by shard; each is deleted once it is packed and read back. Returns as `_write`."""
     supply.listing.write(output)
     scattering = Scattering(output, plan.units, supply, report, verify)
     scattering.run()

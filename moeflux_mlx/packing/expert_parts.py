@@ -1,4 +1,4 @@
-"""Each expert's matrices, as a checkpoint keeps them: one by one, stacked, or with gate and up fused."""
+"""Finds each expert's matrices in a checkpoint: one by one, stacked, or with gate and up fused."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +21,7 @@ SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
 @dataclass(frozen=True)
 class Part:
-    """Every `step`-th of the rows `start` to `stop` of a matrix, and what their products add: one projection of one
-    expert."""
+    """One projection of one expert: every `step`-th row from `start` to `stop` of a matrix, and its bias."""
 
     matrix: Matrix
     start: int
@@ -39,7 +38,7 @@ class Part:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it is made of."""
+        """All tensors that it is made from."""
         return self.matrix.tensors if self.bias is None else (*self.matrix.tensors, self.bias)
 
     @property
@@ -87,8 +86,8 @@ class Experts(Protocol):
 class FusedExperts:
     """`experts.gate_up_proj` [E, 2I, H], and `experts.down_proj` [E, H, I]; what they add ends with `_bias`.
 
-    Gate's rows lie before up's, or in a family with `interleaved_experts` they alternate. Floats may be transposed,
-    [E, H, 2I] and [E, I, H]: as Qwen3-VL and gpt-oss were published. Both shapes together tell it.
+    Gate's rows come before up's, or alternate with them in a family with `interleaved_experts`. Floats may be
+    transposed, [E, H, 2I] and [E, I, H]: as Qwen3-VL and gpt-oss were published. Both shapes together tell it.
     """
 
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
@@ -204,7 +203,7 @@ def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape:
 
 
 def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, form: SourceFormat) -> Experts:
-    """The experts of `layer`, in whichever of the three forms the checkpoint has them.
+    """Finds the experts of `layer` in any of the three forms.
 
     Raises:
         ModelFileError: a stacked tensor is missing or misshapen; for single ones `matrices` raises it. Or a stack is in

@@ -1,4 +1,4 @@
-"""Matrices in the forms of other tools that are MLX's with another spelling: the same codes, brought to its order.
+"""Converts matrices of other tools whose codes are the same as MLX's in another order.
 
 - compressed-tensors "pack-quantized": `weight_packed` int32, eight codes each, first in the lowest bits, 8 added to
   every code; `weight_scale`. A weight is scale * (code - 8), which is exactly affine with the bias -8 * scale.

@@ -1,7 +1,7 @@
-"""A draft head as a checkpoint has it: found, checked, and made ready to be loaded.
+"""Finds and checks a draft head in a checkpoint, and prepares it for loading.
 
-A head is read as a model of one layer, in whichever form its checkpoint keeps it. Floats are quantised while they are
-loaded: experts as the model's are, all else to `RESIDENT`.
+A head is read as a model of one layer, in any form that checkpoints have. Floats are quantised during loading: experts
+like the model's, everything else to `RESIDENT`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ RESIDENT = Quant(8, 64)  # of matrices that come as floats: a head is small, and
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """What a draft head is made of.
+    """The tensors of a draft head.
 
     Args:
         args: of a model of one layer, the head's.
@@ -44,7 +44,7 @@ class HeadWeights:
     experts: LayerFile
 
     def nbytes(self, dtype: mx.Dtype) -> int:
-        """That it takes in memory where activations have `dtype`."""
+        """Bytes in memory with activations of `dtype`."""
         return resident_bytes(self.shapes(), dtype) + self.experts.size
 
     def shapes(self) -> dict[str, mx.array]:
@@ -102,7 +102,9 @@ def find_head(
 
 
 def _form(config: Mapping[str, Any]) -> SourceFormat:
-    """How the head is stored. What MLX says of matrices is the model's: the head's are told by their shapes."""
+    """How the head is stored. MLX's config describes the model's matrices; those of the head follow from their
+    shapes.
+    """
     hub = config.get("quantization_config")
     is_method = isinstance(hub, Mapping) and "quant_method" in hub
     return SourceFormat({"quantization_config": hub} if is_method else {})

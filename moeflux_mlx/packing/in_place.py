@@ -1,7 +1,8 @@
-"""A checkpoint as a model, left as it lies: what a conversion would write, found and checked, and where it can be read.
+"""Opens a checkpoint as a model without converting it: finds and checks what a conversion would write, and the places
+to read it from.
 
-Resident tensors are those of the packed model, bit by bit; experts are pieces of the checkpoint's files. Only what MLX
-has quantised can be used so; whatever must be made anew needs a conversion.
+Resident tensors are those of the packed model, bit by bit; experts are pieces of the checkpoint's files. Only weights
+that MLX has quantised can be used in place; others need a conversion.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ AS_PUBLISHED = (MXFP4, MXFP8)  # whose bytes are MLX's, whoever wrote them
 
 @dataclass(frozen=True)
 class InPlace:
-    """What a checkpoint is as a model."""
+    """A checkpoint opened as a model."""
 
     path: Path
     args: ModelArgs
@@ -80,7 +81,7 @@ def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
 
 
 def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
-    """Whether what lies in `path` looks like a checkpoint that MLX quantised.
+    """Whether `path` looks like a checkpoint that MLX quantised.
 
     Args:
         shards_in: other directories of its safetensors files.
@@ -94,7 +95,7 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
 
 
 def states_mlx(config: Mapping[str, Any]) -> bool:
-    """Whether config.json says that MLX quantised everything, or somebody in MLX's mxfp4 or mxfp8.
+    """Whether config.json says that everything is quantised by MLX, or in MLX's mxfp4 or mxfp8.
 
     Raises:
         ConfigError: it is of a model that does not run.
@@ -109,7 +110,7 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
 
     Raises:
         ConfigError, ModelFileError: the checkpoint is damaged.
-    NotPackedError: it does not run as it lies; the message has the command.
+    NotPackedError: it cannot be used in place; the message has the command.
     """
     checkpoint = open_checkpoint(path, shards_in)
     args = read_args(checkpoint)

@@ -1,8 +1,8 @@
-"""What a conversion that goes shard by shard has done, so that it goes on there after it was killed.
+"""Records what a conversion shard by shard has done, so that it can continue after it was killed.
 
 Two files beside the state file hold it until the directory is finished: the headers of all shards, which must outlive
-the shards, written once; and the journal, replaced after each shard. A shard stands in the journal once every byte that
-is made of it is on the disk and was read back from there, and never before.
+the shards, written once; and the journal, replaced after each shard. A shard is entered in the journal only after every
+byte made from it is on the disk and has been read back.
 """
 
 import json
@@ -54,7 +54,7 @@ class Listing:
 
     @classmethod
     def read(cls, path: Path, alone: bool) -> "Listing | None":
-        """What an earlier run noted in the directory `path`; None if it noted nothing. `alone` as for `begin_again`.
+        """The listing that an earlier run stored in the directory `path`, or None. `alone` as for `begin_again`.
 
         Raises:
             ModelFileError: the file is damaged.
@@ -75,7 +75,7 @@ class Listing:
 
 
 class Journal:
-    """The shards of which everything is packed: name -> bytes that were made of it."""
+    """The completely packed shards: name -> bytes made from it."""
 
     def __init__(self, output: Output):
         """Raises ModelFileError: the file is damaged."""
@@ -91,16 +91,15 @@ class Journal:
         self._write()
 
     def forget(self, names: Iterable[str]) -> None:
-        """What was made of these is no longer there."""
+        """Removes shards whose output no longer exists."""
         known = self.done.keys() & set(names)
         if known:
             self.done = {name: nbytes for name, nbytes in self.done.items() if name not in known}
             self._write()
 
     def close(self) -> None:
-        """The directory is finished: nobody needs either file any more.
-
-        The journal goes last: without it the listed shards would count as not packed.
+        """Deletes both files, because the directory is finished. The journal goes last: without it the listed shards
+        would count as not packed.
         """
         for name in (SHARDS, JOURNAL):
             (self.output.path / name).unlink(missing_ok=True)

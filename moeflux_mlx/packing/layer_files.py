@@ -1,6 +1,6 @@
-"""The layer files of packed experts, which lay each expert's matrices out as a record.
+"""The layer files of packed experts, in which each expert's matrices form a record.
 
-An expert is made when its turn comes, from its own rows of the checkpoint only.
+Each expert is made when it is written, only from its own rows of the checkpoint.
 """
 
 import json
@@ -29,7 +29,7 @@ from .wanted import Wanted
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """What becomes of one layer's experts.
+    """How one layer's experts are packed.
 
     Args:
         quants: of the experts' matrices in the packed model.
@@ -47,9 +47,10 @@ class StoredExperts:
 
 
 def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
-    """How a layer's experts are packed: codes that can be computed with as they are stored, else as is `wanted`.
+    """Decides how a layer's experts are packed: stored codes that can be computed with are kept, others take the form
+    `wanted`.
 
-    Where tensors have scales in several dtypes, all become float32, which is exact.
+    If scales have several dtypes, all become float32, which is exact.
 
     Raises:
         ModelFileError: a tensor is missing or misshapen, or its codes would have to be quantised again.

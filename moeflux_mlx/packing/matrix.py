@@ -1,7 +1,7 @@
 """One weight matrix of a checkpoint, however it is stored: floats, block fp8, or quantised groups.
 
-A matrix gives its stored codes unchanged, its values as floats, or freshly quantised codes. It reads
-no more than it is asked for, and long matrices are quantised a few rows at a time.
+A matrix can return its stored codes unchanged, its values as floats, or new codes. It reads only the requested rows,
+and long matrices are quantised a few rows at a time.
 """
 
 import math
@@ -15,7 +15,7 @@ from ..formats.checkpoint import Tensor
 from ..ops.forms import unpacked_float32
 from ..quant import E4M3, FLOAT, NAN, Quant
 
-CHUNK_VALUES = 1 << 24  # quantised at a time: 64 MiB as float32
+CHUNK_VALUES = 1 << 24  # values quantised at a time: 64 MiB as float32
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""What a conversion would write: every file with its tensors, found and checked before a byte is written.
-
-Opening a checkpoint in place and planning a download ask here too, so nothing in this file writes.
+"""Plans a conversion: finds and checks every file and its tensors before a byte is written. Opening a checkpoint in
+place and planning a download use this too, so nothing in this module writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ def make_plan(
     share: RankShare | None = None,
     also: Sequence[Path] = (),
 ) -> ConversionPlan:
-    """Finds and checks every tensor before a byte is written. `also`: directories that get experts by turns.
+    """Finds and checks every tensor. `also`: directories among which experts are distributed.
 
     Raises:
         ConfigError, ModelFileError: as `convert`.

@@ -1,4 +1,4 @@
-"""The resident tensors of a packed model: what each is made of, and the safetensors files they fill.
+"""The resident tensors of a packed model: the sources of each, and the safetensors files that contain them.
 
 Everything is planned from shapes first; tensors are then read, converted and passed on one by one.
 """
@@ -74,8 +74,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class PlainSource:
-    """A tensor that is never quantised: norm, convolution, decay rate, router bias; of one that is stored with others
-    its own `rows`."""
+    """A tensor that is never quantised: norm, convolution, decay rate, router bias; `rows` are its own if it is stored
+    with others.
+    """
 
     name: str
     tensor: Tensor
@@ -107,7 +108,7 @@ class PlainSource:
 
 @dataclass(frozen=True)
 class TableSource:
-    """A table of ids, in whatever integers it comes."""
+    """A table of ids, in any integer dtype."""
 
     name: str
     tensor: Tensor
@@ -201,7 +202,7 @@ class ResidentPlan:
         return entry
 
     def quantized(self, quant: Quant) -> int:
-        """How many matrices come as floats and become `quant`."""
+        """The number of matrices that come as floats and become `quant`."""
         matrices = (source for source in self.sources if isinstance(source, MatrixSource))
         return sum(source.made == quant and source.matrix.quant is None for source in matrices)
 
@@ -217,7 +218,7 @@ def plan_resident(
     wanted: Wanted,
     kind: type[Model] | type[DraftHead] = Model,
 ) -> ResidentPlan:
-    """Finds every resident tensor that the model needs and decides how it is stored.
+    """Finds every resident tensor that the model needs and decides its stored form.
 
     Args:
         tensors: by canonical name.
@@ -255,7 +256,7 @@ def plan_resident(
 
 
 def override(quant: Quant | None) -> dict[str, Any] | bool:
-    """What says in `config.json` that a module differs from the rest."""
+    """The entry of `config.json` for a module whose form differs from the rest."""
     if quant is None:
         return False
     entry = quant.entry()

@@ -1,6 +1,5 @@
-"""Bytes of the files that a conversion would write, without writing them: samples that tell one model from another.
-
-What the checkpoint holds as it would be written is read where it lies; only what a conversion changes is made.
+"""Computes samples of the files that a conversion would write, without writing them, to distinguish models. Unchanged
+bytes are read from the checkpoint; only changed ones are made.
 """
 
 from bisect import bisect_right
@@ -27,7 +26,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that is written as it lies."""
+    """A tensor that is written unchanged."""
 
     tensor: Tensor
 

@@ -1,7 +1,7 @@
 """Brings the tensors of every known checkpoint to one form, under the model's module paths.
 
-In this form norms multiply as they are, convolutions are [channels, taps, 1], and matrices that a checkpoint stores as
-one are apart. Of a few families one norm is read, to tell a convention.
+In this form norms need no added 1, convolutions are [channels, taps, 1], and fused matrices are separate. For a few
+families one norm is read to determine the convention.
 """
 
 import math
@@ -40,7 +40,7 @@ def canonical_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, T
 
 
 def head_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, Tensor]:
-    """{module path: tensor} of a draft head, as of a model of one layer; without the parts of the model.
+    """{module path: tensor} of a draft head, as a model of one layer, without the parts that it shares with the model.
 
     A file of nothing but a head may leave out the beginnings of names.
 

@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """Bytes of one file that are made together of tensors in the shards `needs`."""
+    """Bytes of one file that are made together from tensors in the shards `needs`."""
 
     unit: Unit
     needs: frozenset[str]
@@ -38,7 +38,7 @@ class Job:
 
 
 def jobs_of(unit: Unit) -> Iterator[Job]:
-    """Everything that a file consists of, but for zeros."""
+    """The jobs that make a file, without zeros."""
     if isinstance(unit, TensorFile):
         return _tensor_jobs(unit)
     assert isinstance(unit, LayerFile), "what is packed already has no shards"
@@ -81,14 +81,14 @@ def _in_records(unit: LayerFile, where: Sequence[tuple[int, int]]) -> Iterator[t
 
 
 class Scattering:
-    """A conversion that goes shard by shard.
+    """A conversion shard by shard.
 
     Args:
         output: the directory, opened.
         units: its files.
         supply: brings shards.
         progress: called with bytes done, bytes in all, and what is done.
-        verify: make everything a second time and compare.
+        verify: whether to make everything a second time and compare.
 
     Attributes:
         kept: files that an earlier run had finished.
@@ -114,10 +114,10 @@ class Scattering:
         self._advance = Advance(progress, done, total)
 
     def run(self) -> None:
-        """Packs what is missing, and lets go of every shard that is no longer needed.
+        """Packs what is missing, and releases every shard that is no longer needed.
 
         Raises:
-            ModelFileError: a shard cannot be had, the disk is full, or what was written does not read back.
+            ModelFileError: a shard is not available, the disk is full, or reading back gives other bytes.
         """
         self._begin()
         for name in self.journal.done:
@@ -181,7 +181,7 @@ class Scattering:
         check_space(self.output.path, holes + shards)
 
     def _pack(self, jobs: Sequence[Job], name: str) -> int:
-        """Writes what comes of `jobs`, makes it durable, reads it back; how many bytes that are."""
+        """Writes the results of `jobs`, syncs them and reads them back; returns the number of bytes."""
         self._advance.say(f"pack {name}")
         with contextlib.ExitStack() as stack:
             files: dict[str, BinaryIO] = {}
@@ -244,7 +244,7 @@ class Written:
 
 
 def most_at_once(sizes: Mapping[str, int], jobs: Sequence[Job]) -> int:
-    """The most bytes of shards that lie on the disk at once while they come in their order."""
+    """The most bytes of shards that are on the disk at once."""
     order = {name: i for i, name in enumerate(sizes)}
     last: dict[str, int] = {}  # of each shard, the one with which the last of its jobs can be done
     for job in jobs:
@@ -279,7 +279,7 @@ def _spans(file: BinaryIO, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
 
 
 def _drop_cached(descriptor: int) -> None:
-    """What is read next comes from the disk, as far as the system can be told."""
+    """Drops the file's pages from the cache, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     elif hasattr(fcntl, "F_NOCACHE"):

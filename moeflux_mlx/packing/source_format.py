@@ -1,6 +1,6 @@
 """What a checkpoint's config.json states about quantisation: MLX's own, or a method of Hugging Face's.
 
-A method that cannot be read is refused before any tensor is looked at, in one line that names it.
+An unknown method is refused in one line that names it, before any tensor is read.
 """
 
 import reprlib
@@ -68,7 +68,7 @@ class SourceFormat:
         return None if self.stated is None else self.stated.of(path)
 
     def check(self, path: str, quant: Quant, tensor: Tensor) -> None:
-        """Raises ModelFileError: shapes and config.json tell different stories about a matrix that it names."""
+        """Raises ModelFileError if shapes and config.json contradict each other about a matrix."""
         if self.stated is not None and self.stated.names(path) and self.of(path) != quant:
             raise ModelFileError(
                 f"{tensor.file}: tensor {tensor.name} is stored with {quant}; config.json says {self.of(path)}"

@@ -1,4 +1,6 @@
-"""What to say of a checkpoint, or of an unfinished conversion, that was given as a model: the command to run."""
+"""Messages for a checkpoint, or an unfinished conversion, that was given as a model; they contain the command to
+run.
+"""
 
 import shlex
 from pathlib import Path
@@ -18,7 +20,7 @@ def convert_command(hf_path: str, mlx_path: str, *options: str) -> str:
 
 
 def packing_command(path: Path) -> str:
-    """That for a checkpoint here on the disk: the target gets its name."""
+    """The command for a local checkpoint; the target gets its name."""
     return convert_command(str(path), f"{path.resolve().name}-moeflux")
 
 
@@ -73,5 +75,5 @@ def unfinished_error(path: Path) -> NotPackedError:
 
 
 def _line(value: object) -> str:
-    """The text, if it is one that a terminal can be shown: the file may be anybody's."""
+    """The text, if it is safe to print on a terminal; the file is not trusted."""
     return value if isinstance(value, str) and value.isprintable() else ""

@@ -1,7 +1,7 @@
-"""Where the shards of a conversion come from, one after the other, and where they go once they are packed.
+"""Provides the shards of a conversion one after the other, and disposes of them once they are packed.
 
-From a repository: downloaded into a folder of the output, checked, and deleted. From a directory: as they lie there,
-and deleted if that was asked for, but nothing that another name or another program may still need.
+From a repository: downloaded into a folder of the output, checked, and deleted. From a directory: read in place, and
+deleted if requested, but never a file that another name or another program may still need.
 """
 
 import os

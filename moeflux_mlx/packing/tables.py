@@ -1,4 +1,4 @@
-"""The tables of n-grams in a checkpoint: found and checked, packed row by row, or used as they lie."""
+"""Finds and checks the tables of n-grams in a checkpoint; they are packed row by row or used in place."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

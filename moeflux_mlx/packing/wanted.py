@@ -1,4 +1,4 @@
-"""In which form a conversion stores what comes as floats: what its options say, checked."""
+"""The forms that a conversion's options request for floats, checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,8 +12,7 @@ from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
 @dataclass(frozen=True)
 class Wanted:
     """Args:
-    resident: of matrices that are not of routed experts.
-    experts: of the experts' gate, up and down.
+    resident: form of matrices other than routed experts. experts: forms of the experts' gate, up and down.
     requantize: whether codes are quantised again where a layer's experts are stored in several forms.
     named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.

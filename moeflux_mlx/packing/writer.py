@@ -1,8 +1,7 @@
 """Writes the files of a model directory so that an interruption never leaves half a file under its name.
 
 A file is written as `.partial`, synced and renamed; then its length and SHA-256 go into a small state
-file, so that the next run can tell what is finished and intact. Which bytes go into a file is not known
-here.
+file, so that the next run knows which files are finished and intact. This module does not know the contents of files.
 """
 
 import contextlib
@@ -49,7 +48,8 @@ def begin_again(path: Path, alone: bool) -> str:
 
 @contextlib.contextmanager
 def reserved(path: Path) -> Iterator[None]:
-    """Makes the directory and keeps every other conversion out of it. It goes again if nothing is written into it.
+    """A context manager that makes the directory and excludes other conversions. An empty directory is removed at the
+    end.
 
     Raises:
         ModelFileError: another process is converting into it, or it cannot be made.
@@ -77,7 +77,7 @@ class Output:
 
     Args:
         path: `reserved` for as long as this is used.
-        identity: what the bytes follow from; a directory begun with another one is refused.
+        identity: everything that determines the bytes; a directory begun with another one is refused.
         origin: stored with the output, for messages about an unfinished conversion.
     """
 
@@ -113,7 +113,7 @@ class Output:
         return files
 
     def missing_bytes(self, units: Iterable[Unit]) -> int:
-        """Disk that is still needed, going by lengths only; what an interrupted file holds is used again."""
+        """Bytes of disk still needed, by file lengths; the bytes of an interrupted file count as present."""
         missing = [unit for unit in units if not self._has_length(unit) and not self._can_link(unit)]
         begun = sum(file.stat().st_size for file in self.path.rglob(f"*{PARTIAL}"))
         return max(0, sum(unit.size for unit in missing) - begun)
@@ -155,9 +155,8 @@ class Output:
         return self.path / f"{unit.name}{PARTIAL}"
 
     def adopt(self, unit: Unit) -> None:
-        """Takes the partial file, which others have filled and synced, for finished.
-
-        It is noted first: what bears its name and is noted nowhere would be made anew, and what it is made of is gone.
+        """Declares a partial file that others have filled and synced as finished. The state file is written first: a
+        file that is not listed there would be made again, but its sources are gone.
         """
         file, partial = self.path / unit.name, self.partial(unit)
         self.files[unit.name] = {"bytes": unit.size, "sha256": _sha256(partial)}
@@ -177,7 +176,7 @@ class Output:
             _rename(partial, file)
 
     def compare(self, unit: Unit, advance: Advance) -> None:
-        """Reads a file again beside freshly made bytes.
+        """Reads a file again and compares it with freshly made bytes.
 
         Raises:
             ModelFileError: they differ.
@@ -289,7 +288,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _rename(partial: Path, file: Path) -> None:
-    """Both the name and what is behind it survive a power cut."""
+    """Renames so that both the name and the contents survive a power failure."""
     os.replace(partial, file)
     sync_folder(file.parent)
 

@@ -1,6 +1,5 @@
-"""Where in the tokens of a chat later prompts will part from this one: the places to keep states at.
-
-Found by rendering the chat in other ways and comparing, so any template will do. Nothing here knows a model.
+"""Finds the positions in a chat's tokens where later prompts will diverge, which are the positions of states to keep.
+It renders variants of the chat and compares them, so it works with any template. Nothing here knows a model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +13,11 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Rendering:
-    """A chat template with its variables, and how its text becomes tokens.
+    """A chat template with its variables, and the encoding of its text.
 
     Args:
-        tokenizer: renders.
-        variables: of the template.
-        encode: by default the tokenizer's, without adding special tokens.
+        tokenizer: has the template. variables: the template's. encode: by default the tokenizer's, without adding
+            special tokens.
     """
 
     def __init__(
@@ -45,12 +43,12 @@ class Rendering:
         return shared_length(self.tokens(messages, add_generation_prompt=False), prompt)
 
     def before_question(self, messages: Messages, prompt: Sequence[int]) -> int:
-        """The length of what `prompt` shares with any other last message: the system prompt, most of all."""
+        """The length of the beginning of `prompt` that does not depend on the last message."""
         others = [[*messages[:-1], {**messages[-1], "content": other}] for other in ("a", "b")]
         return min(shared_length(self.tokens(other), prompt) for other in others)
 
     def after_answer(self, messages: Messages, absorbed: Sequence[int]) -> int:
-        """How many of the `absorbed` tokens the next prompt will begin with, whatever is asked."""
+        """How many of the `absorbed` tokens any next prompt will begin with."""
         nexts = [[*messages, {"role": "user", "content": other}] for other in ("a", "b")]
         return min(shared_length(self.tokens(one), absorbed) for one in nexts)
 

@@ -23,7 +23,7 @@ IN_CHARACTERS = [
     {"type": "Fuse"},
 ]
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-LONG_TEXT = 1 << 14  # characters from which encoding takes milliseconds, in which other threads are to run
+LONG_TEXT = 1 << 14  # for longer texts encoding takes milliseconds, in which other threads should run
 
 
 class BytePairVocabulary:
@@ -51,7 +51,7 @@ class BytePairVocabulary:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) < LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # `encode` keeps all other threads from running until it is done, the encoding of batches does not.
+        # `encode` holds the GIL until it is done; encoding a batch does not.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
@@ -135,7 +135,7 @@ def byte_alphabet() -> dict[str, int]:
 def listed_tokens(config: Mapping[str, Any]) -> dict[int, "AddedToken"]:
     """tokenizer_config.json's `added_tokens_decoder`, {"id": {"content": string, "special": bool, ...}}, by id.
 
-    As in transformers, those that a vocabulary lacks are added in order, and what is said of the others counts.
+    As in transformers, missing tokens are added in order, and the flags of the others apply.
 
     Raises:
         TokenizerError: it has another form.

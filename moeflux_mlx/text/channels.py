@@ -11,9 +11,9 @@ class Channels:
 
     Attributes:
         start, end: the tags.
-        header: what begins a message, where an answer is several of them; a prompt ends with it.
+        header: what begins a message if an answer consists of several; a prompt ends with it.
         lead: what a model writes before an answer that follows no reasoning.
-        ends: what ends an answer, whatever the files say.
+        ends: the tokens that end an answer, in addition to those of the files.
         markers: all tags that these are made of; none: they are the tags.
         gap: what stands between reasoning and an answer.
     """
@@ -28,12 +28,12 @@ class Channels:
 
     @property
     def tags(self) -> frozenset[str]:
-        """What the model writes for its reasoning, and nobody else may."""
+        """The tags of reasoning, which only the model may write."""
         return self.markers or frozenset({self.start, self.end})
 
     @property
     def opening(self) -> str:
-        """What a prompt is continued with so that reasoning follows, which it has not opened."""
+        """The text to append to a prompt that has not opened reasoning, so that reasoning follows."""
         return f"{self.start}\n"
 
     @property
@@ -60,7 +60,7 @@ class Channels:
         return len(before.removesuffix(self.start).rstrip()) if before.endswith(self.start) else at
 
     def visible(self, opened: str, raw: str) -> str | None:
-        """What a model wrote after its reasoning; None if that never ended.
+        """The text that a model wrote after its reasoning; None if the reasoning never ended.
 
         Args:
             opened: what the prompt ended with, as `opened_by` says.
@@ -74,7 +74,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Messages(Channels):
-    """An answer is a few messages, whose first tags say which of them are reasoning."""
+    """Reasoning in messages: an answer is a few messages, whose first tags say which are reasoning."""
 
     @property
     def opening(self) -> str:
@@ -137,7 +137,7 @@ THINK = Channels()
 def channels_of(markers: Set[str]) -> Channels:
     """Those of a model whose vocabulary has `markers`; without any for reasoning, text may still have `<think>`.
 
-    Of several tags the plain one counts least.
+    A plain tag has the lowest priority.
     """
     for messages in (HARMONY, SOLAR, GEMMA):
         if messages.markers <= markers:

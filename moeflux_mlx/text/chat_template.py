@@ -1,9 +1,9 @@
-"""Turning chat messages into a prompt with the model's own Jinja template.
+"""Turns chat messages into a prompt with the model's own Jinja template.
 
-A template comes with the checkpoint, so it is a stranger's program: it runs in Jinja's immutable sandbox,
-sees plain JSON data only, and whatever it raises becomes one TokenizerError. Within those limits it renders
-what Hugging Face transformers would, byte for byte. The sandbox bounds `range()` and we bound the length of
-the prompt, but a template made to burn time can still do so. Nothing here knows about token ids.
+A template comes with the checkpoint, so it is an untrusted program: it runs in Jinja's immutable sandbox, sees only
+plain JSON data, and any error in it becomes one TokenizerError. Within those limits it renders what Hugging Face
+transformers would, byte for byte. The sandbox bounds `range()` and we bound the length of the prompt, but a template
+made to burn time can still do so. Nothing here knows about token ids.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-# Far above any context window, far below what would hurt the machine.
+# Longer than any context window, and small enough for any machine.
 MAX_PROMPT_CHARS = 1 << 26
 TEMPLATES = Path(__file__).parent / "templates"
 SHIPPED = ("deepseek_v32",)  # of models whose checkpoints have a program in place of a template
@@ -94,12 +94,12 @@ class ChatTemplate:
 
 
 def with_places(text: str, images: int) -> str | list[dict[str, str]]:
-    """The content of a message with places for so many images before the text, as templates take it."""
+    """The content of a message with places for `images` images before the text, in the form that templates take."""
     return [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}] if images else text
 
 
 def find_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> Jinja source of a model directory's templates; empty when it has none.
+    """Returns the templates of a model directory, name -> Jinja source; empty if it has none.
 
     `chat_template.jinja` is the default template and wins over `chat_template` of tokenizer_config.json,
     which is a string or a list of {"name", "template"}. Where there is none, `chat_template_type`, as mlx-lm writes it,
@@ -158,7 +158,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of JSON data in exactly JSON's types: no method of a caller's object reaches the template."""
+    """A copy of JSON data in exactly JSON's types, so that the template cannot call methods of the caller's objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a stream of a model's text is made of: reasoning, text and calls of tools, in the order in which they come."""
+"""The events of a model's text in order: reasoning, text and tool calls."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """The call is whole: `arguments` is a JSON object as text, `raw` what the model wrote, tags included."""
+    """A call is complete: `arguments` is a JSON object as text, `raw` is the model's text including tags."""
 
     index: int
     name: str

@@ -1,7 +1,7 @@
-"""Grammars of what an answer may be, in llguidance's form of Lark.
+"""Grammars of answers, in llguidance's form of Lark.
 
 An answer is JSON under a schema, or free text with calls whose arguments follow the schemas of their tools, or either.
-Text is free until a call opens. Nothing here knows tokens, or whether llguidance can enforce a schema.
+Text is free until a call opens. This module knows neither tokens nor whether llguidance can enforce a schema.
 """
 
 import json
@@ -27,7 +27,7 @@ SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # of a string t
 class Grammar:
     """Attributes:
     text: in Lark.
-    schemas: those that it holds, as JSON text, to be checked one by one.
+    schemas: its schemas as JSON text, to be checked one by one.
     """
 
     text: str
@@ -51,9 +51,9 @@ def calls_grammar(
     """Free text with calls of `tools`, the arguments of strict ones under their schemas.
 
     Args:
-        required: the answer is a call, without text before it.
+        required: the answer must be a call, without text before it.
         schema: the answer is a call, or else JSON that conforms to this.
-        lead: what stands before such JSON, behind free text; then that may stand before a call, too.
+        lead: text between free text and such JSON; with it, free text may also precede a call.
     """
     schemas: list[str] = []
     calls = [_call(function, dialect, schemas) for function in _functions(tools)]

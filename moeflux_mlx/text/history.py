@@ -1,9 +1,9 @@
-"""Makes a prompt from a chat with tools, for templates that want the messages in different forms.
+"""Makes a prompt from a chat with tools, in the form that the template accepts.
 
-Small test chats show once what a template accepts: whether a call's arguments are an object or text, whether a call may
-come with both reasoning and text, and whether a system message may come later than first. Texts and names of users,
-systems and tools never become control tokens; of an assistant's text only the tags of reasoning and calls do. Answers
-with calls are shown as the model wrote them.
+Small test chats determine once what a template accepts: whether a call's arguments are an object or text, whether a
+call may come with both reasoning and text, and whether a system message may come later than first. Texts and names from
+users, systems and tools never become control tokens; in an assistant's text only the tags of reasoning and calls do.
+Answers with calls appear exactly as the model wrote them.
 """
 
 import json
@@ -27,7 +27,7 @@ ASKED = {"role": "user", "content": "probed question"}
 class History:
     """Args:
     tokenizer: has the template.
-    store: the answers to be shown as they were written.
+    store: the answers to repeat exactly.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, store: AnswerStore | None = None):
@@ -70,7 +70,7 @@ class History:
 
     @cached_property
     def image(self) -> str:
-        """What the template writes for an image before a text; "" if it has no place for one."""
+        """The template's text for an image; "" if it does not support images."""
         asked = {"type": "text", "text": ASKED["content"]}
         try:
             with_image, without = (
@@ -92,7 +92,7 @@ class History:
     def marked(
         self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str:
-        """The prompt with every marker broken that neither the template nor the model wrote."""
+        """The prompt in which every marker is broken that neither the template nor the model wrote."""
         normal = self.normalised(messages)
         known = {n: answer for n, one in enumerate(normal) if (answer := self._store.find(one))}
         answers = {n: replace(answer, raw=self._guard.protect(answer.raw, own=True)) for n, answer in known.items()}
@@ -103,7 +103,8 @@ class History:
         )
 
     def begun(self, marked: str, message: Mapping[str, Any]) -> tuple[str, bool]:
-        """The prompt `marked` with what `message` has of the answer, and whether that ends inside the reasoning.
+        """The prompt `marked` followed by the beginning of the answer in `message`, and whether that ends inside the
+        reasoning.
 
         Text ends the reasoning that the template has opened; without text, the reasoning goes on.
         """
@@ -119,7 +120,7 @@ class History:
         return marked + thought + (self.channels.closing + lead + text if text else ""), not text
 
     def _replayed(self, messages: Messages, answers: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
-        """The prompt with the `answers` as they were written, but for those that the template hides."""
+        """The prompt with the `answers` exactly as written, except for those that the template hides."""
         if self.dialect is None:
             return render(messages)
         arguments: Any = {} if self._takes_objects else "{}"
@@ -137,7 +138,9 @@ class History:
         return self._replayed(messages, {n: answer for n, answer in answers.items() if n not in hidden}, render)
 
     def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message that holds no marker but what the model may have written: of a call, its arguments alone."""
+        """A message without markers, except those that the model may have written; in a call only the arguments are
+        changed.
+        """
         own = message["role"] == "assistant" and not self.channels.header  # messages have no tags in their texts
         done = {key: value if key == "role" else self._guard.protect(value, own) for key, value in message.items()}
         for call in done.get("tool_calls", ()):
@@ -248,7 +251,7 @@ def _joined(content: Any) -> str:
 
 
 def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools' results with the id and the name of their call; those that have none take them in order."""
+    """Tool results with the id and the name of their call; missing ones are assigned in order."""
     named: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     waiting: list[str] = []
@@ -266,7 +269,7 @@ def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:
-    """Arguments as an object; text that is none is kept under a name, because some model once wrote it."""
+    """Arguments as an object; other text is kept under a key, because a model may have written it."""
     value = arguments
     if isinstance(arguments, str):
         try:

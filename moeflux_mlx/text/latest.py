@@ -1,4 +1,4 @@
-"""Keeps what was used last, within bounds."""
+"""A bounded store of the values used last."""
 
 import threading
 from collections import OrderedDict
@@ -12,8 +12,7 @@ class Latest(Generic[K, V]):
     """The values that were kept or found last, by key. Any thread may use it.
 
     Args:
-        max_count: of values.
-        max_chars: of all values together; the oldest go first.
+        max_count: the most values. max_chars: the most characters of all values; the oldest values are dropped first.
     """
 
     def __init__(self, max_count: int = 4096, max_chars: int = 1 << 25):
@@ -23,7 +22,7 @@ class Latest(Generic[K, V]):
         self._lock = threading.Lock()
 
     def keep(self, key: K, value: V, chars: int) -> None:
-        """Keeps `value`, which has so many characters, in place of what the key stood for."""
+        """Stores `value`, which has `chars` characters, under the key."""
         with self._lock:
             self._drop(key)
             self._values[key] = value, chars

@@ -84,7 +84,7 @@ class SentencePieceVocabulary:
         return {name: self._pieces.id_to_piece(i) for name, i in ids.items() if i >= 0}
 
     def _measure_trim(self) -> float:
-        # The Python package does not show the normalizer's settings, but decoding gives them away.
+        # The Python package does not show the normalizer's settings, but decoding reveals them.
         probe = self._vocab.get(SPACE) or next((i for t, i in self._vocab.items() if t.startswith(SPACE)), None)
         if probe is None:
             return 0

@@ -1,8 +1,8 @@
-"""Keeps what a model wrote when it called tools, so that the history shows it again to the letter.
+"""Keeps the exact text of answers with tool calls, so that later prompts repeat it.
 
-A template would write the same calls otherwise, in spaces and in the order of keys, and a client may leave out the
-reasoning; both make the next prompt part from the state that is in memory. An answer is put back where the template
-writes its message, reasoning included if the template still shows it there.
+A template would write the same calls with other spaces and another order of keys, and a client may leave out the
+reasoning. Either would make the next prompt diverge from the state in memory. The exact answer replaces the template's
+form of its message, including the reasoning if the template still shows it there.
 """
 
 import json
@@ -24,10 +24,10 @@ class Answer:
     """An answer with calls.
 
     Attributes:
-        ids: of the calls, as the client was given them.
+        ids: the client's ids of the calls.
         calls: (name, arguments as JSON text) of each.
-        text: what the client was given as text.
-        raw: all that the model wrote, after what began it for the model.
+        text: the text that the client got.
+        raw: everything that the model wrote, after the beginning given by the prompt.
         opened: what the prompt ended with, as `Channels.opened_by` says.
     """
 
@@ -38,7 +38,7 @@ class Answer:
     opened: str = ""
 
     def is_of(self, message: Message) -> bool:
-        """Whether a message of the history says the same, as far as a client can tell."""
+        """Whether a message of the history has the same content for a client."""
         calls = [call.get("function") or {} for call in message["tool_calls"]]
         said = [(call.get("name"), _loaded(call.get("arguments"))) for call in calls]
         same = [(name, _loaded(arguments)) for name, arguments in self.calls]
@@ -49,7 +49,7 @@ class AnswerStore:
     """The latest answers with calls. Any thread may use it.
 
     Args:
-        max_answers, max_chars: the oldest go first.
+        max_answers, max_chars: limits; the oldest answers are dropped first.
     """
 
     def __init__(self, max_answers: int = 4096, max_chars: int = 1 << 25):
@@ -59,13 +59,13 @@ class AnswerStore:
         self._answers.keep(answer.ids, answer, len(answer.raw))
 
     def find(self, message: Message) -> Answer | None:
-        """The answer that this message of a history was made from, None if it is not here or was changed."""
+        """The answer behind this message of a history; None if it is not stored or the message was changed."""
         answer = self._answers.find(tuple(call.get("id") for call in message.get("tool_calls") or ()))
         return answer if answer is not None and answer.is_of(message) else None
 
 
 class StandIn:
-    """Stands for one answer in the messages, and finds its place in the rendered prompt.
+    """A placeholder for one answer in the messages, which finds its place in the rendered prompt.
 
     Args:
         arguments: of its call, in the form that the template takes.
@@ -91,7 +91,7 @@ class StandIn:
         }
 
     def put_back(self, prompt: str) -> str | None:
-        """The prompt with what the model wrote; None if the template shows the message in no way that we know."""
+        """The prompt with the model's exact text; None if the template renders the message in an unknown way."""
         name, reasoned = prompt.find(self._name), prompt.find(self._reasoning)
         said = prompt.find(self._content) if self._answer.text else -1
         is_behind = said > name  # as Gemma's template has it

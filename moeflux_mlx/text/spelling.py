@@ -1,7 +1,8 @@
-"""A text that was made token by token, told again in the same tokens.
+"""Encodes a text that was generated token by token with the same tokens again.
 
-A model may write a text in other tokens than the tokenizer does; encoded anew, it would be computed anew. Where a new
-text parts from the old one, tokens are known up to the last special one before: no other depends on what follows.
+A model may generate other tokens for a text than the tokenizer would; encoding the text again would then mean computing
+it again. Where a new text diverges from the old one, the tokens up to the last special token before are reused: no
+token before it depends on what follows.
 """
 
 import bisect
@@ -12,7 +13,7 @@ from .tokenizer import TokenizerWrapper
 
 
 class Spelling:
-    """What `tokens` spell, and where a new text may part from it.
+    """The text of `tokens`, and the positions where a new text may diverge.
 
     Args:
         tokenizer: made or read the tokens.

@@ -1,10 +1,10 @@
-"""Texts that end an answer: found while it streams by, and never given out, not even in part."""
+"""Finds texts that end an answer while it streams; no part of them is output."""
 
 from collections.abc import Sequence
 
 
 class StopTexts:
-    """What could still become one of `texts` is held back.
+    """Holds back text that could still become one of `texts`.
 
     Attributes:
         found: the one that ended the text; None so far.
@@ -16,7 +16,7 @@ class StopTexts:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What is certain by now to come before any of them; nothing more once one is found."""
+        """The text that certainly comes before any of them; nothing once one is found."""
         if self.found is not None:
             return ""
         self._held += text

@@ -1,7 +1,7 @@
-"""Which tokens may come next, so that an answer follows a grammar; llguidance says so.
+"""Determines with llguidance which tokens may come next, so that an answer follows a grammar.
 
-Any tokenizer of ours will do: llguidance is given the bytes that each token stands for. While the model reasons, every
-token may come but the end of an answer that is still owed. llguidance is loaded when it is first needed.
+It works with any of our tokenizers: llguidance gets the bytes of each token. While the model reasons, every token is
+allowed except the end of an incomplete answer. llguidance is loaded at its first use.
 """
 
 import json
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Constrainer:
-    """Makes masks for one tokenizer; making one of these takes about as long as loading the tokenizer.
+    """Makes masks for one tokenizer. Constructing it takes about as long as loading the tokenizer.
 
     Args:
         tokenizer: of the model.
-        markers: special tokens that stand in grammars.
+        markers: special tokens that occur in grammars.
 
     Raises:
         RequestError: llguidance is not installed, or the tokenizer has no token that ends an answer.
@@ -50,7 +50,7 @@ class Constrainer:
         dialect: Dialect | None = None,
         required: bool = False,
     ) -> Grammar | None:
-        """What enforces the schema of the answer and those of strict tools; None if there is nothing to enforce.
+        """The grammar of the answer's schema and those of strict tools; None if there is nothing to enforce.
 
         Args:
             tools: those that may be called; others cannot be.
@@ -136,13 +136,13 @@ class Mask:
         return allowed
 
     def redirected(self) -> tuple[frozenset[int], int] | None:
-        """Ends of an answer that is still owed, and the end of the reasoning, which comes in their place."""
+        """Tokens that would end an incomplete answer, and the end of reasoning, which replaces them."""
         forbidden, end = self._forbidden_ends, self._tokenizer.think_end_id
         return (forbidden, end) if forbidden and end is not None else None
 
     @property
     def _forbidden_ends(self) -> frozenset[int]:
-        """Tokens that would end an answer of which the grammar wants more, while the model reasons."""
+        """Tokens that would end an incomplete answer while the model reasons."""
         owed = self._inside and not self._matcher.is_accepting()
         return frozenset(self._tokenizer.eos_token_ids if owed else ())
 
@@ -161,7 +161,7 @@ class Mask:
         self._begun = True
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may come in a row: reasoning up to its end, or the grammar's."""
+        """How many of these tokens are allowed in a row: up to the end of reasoning, or as the grammar says."""
         if not self._inside:
             return self._matcher.validate_tokens(list(tokens)) if self._begun else 0
         end, data, forbidden = self._tokenizer.channels.end.encode(), self._tail, self._forbidden_ends
@@ -189,7 +189,7 @@ class Mask:
 
 
 class _Words:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer in llguidance's form."""
 
     def __init__(self, tokenizer: TokenizerWrapper, markers: Set[str]):
         names = {token_id: token for token, token_id in tokenizer.get_vocab().items()}

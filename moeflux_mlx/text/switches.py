@@ -1,14 +1,14 @@
-"""Whether and how much a model is to reason, in the words of its chat template."""
+"""Template variables that say whether and how much a model should reason."""
 
 from typing import Any
 
 OFF = ("none", "no_think")
 LADDER = (*OFF, "minimal", "low", "medium", "high", "xhigh", "max")
-SPOKEN = ("low", "medium", "high")  # what gpt-oss knows, whose template prints any word
+SPOKEN = ("low", "medium", "high")  # the words that gpt-oss knows; its template prints any word
 
 
 def switches(template: str, thinking: bool | None, effort: str | None) -> dict[str, Any]:
-    """Variables for `template` that say what a request wants; none where it says nothing.
+    """The variables for `template` that express the request; none if it has no wish.
 
     `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Kimi) take the wish as it is. `reasoning_effort` takes that
     of the words in the template's quotes which is nearest to `effort`; where it is the only switch, it also says
@@ -30,7 +30,7 @@ def switches(template: str, thinking: bool | None, effort: str | None) -> dict[s
 
 
 def _nearest(effort: str, words: list[str]) -> str:
-    """Of two words that are as near the one that means more."""
+    """The nearest word; of two equally near ones the one that means more."""
     if effort in words or effort not in LADDER:
         return effort
     off = [word for word in words if word in OFF]

@@ -1,9 +1,9 @@
 """Text to token ids and back, from a model directory's own files.
 
 `tokenizer.json`, `tiktoken.model` and `tekken.json` (byte-level BPE) are read by `tokenizers`, `tokenizer.model` by
-`sentencepiece`. Each becomes a TokenizerWrapper with the words mlx-lm uses. Text is decoded here: every token
-stands for some bytes, so a stream and a whole decode are the same concatenation and a character is shown once all
-its bytes are there. Special tokens, stop tokens and thinking tags come from the files. Nothing here knows about models.
+`sentencepiece`. Each becomes a TokenizerWrapper with the words mlx-lm uses. Text is decoded here: each token stands for
+some bytes, so streaming and decoding at once give the same text, and a character is shown when all its bytes have
+arrived. Special tokens, stop tokens and thinking tags come from the files. Nothing here knows about models.
 """
 
 import json
@@ -35,7 +35,7 @@ def load_tokenizer(path: str | Path) -> "TokenizerWrapper":
 
     The first of VOCABULARY_FILES is opened. tokenizer_config.json, special_tokens_map.json, generation_config.json,
     config.json and chat_template.jinja are used where present; the template is read only when it is needed, so a broken
-    one does no harm to raw prompts.
+    one does not affect raw prompts.
 
     Raises:
         TokenizerError: no tokenizer file, or a file that cannot be read or has a form not implemented.

@@ -1,10 +1,8 @@
-"""Text that must not become control tokens: a "<|im_end|>" that a user wrote must not end the user's turn.
+"""Protects text from becoming control tokens: a "<|im_end|>" written by a user must not end the user's turn.
 
-Nor must one that a model spelt out: of its own text only the tags of reasoning and calls count.
-
-Each marker in such text is broken by a mark of random letters after its first character. The template copies the mark
-like any text, and the rendered prompt is cut there before it is encoded, piece by piece: no piece has the marker whole.
-All other text is encoded as ever.
+The same holds for a model's own text, except for the tags of reasoning and calls. A mark of random letters is inserted
+after the first character of each marker. The template copies it like any text. The rendered prompt is split at the
+marks and encoded piece by piece, so no piece contains a whole marker. All other text is encoded as usual.
 """
 
 import bisect
@@ -77,9 +75,8 @@ class Guard:
 
 
 def _start_of(markers: Set[str]) -> "re.Pattern[str] | None":
-    """Where any of the markers begins: a look ahead, because markers can overlap and each must be broken.
-
-    Their first characters are looked for first: some tokenizers have hundreds of markers.
+    """A pattern that finds where any marker begins: a lookahead, because markers can overlap and each must be broken.
+    It tests the first character first, because some tokenizers have hundreds of markers.
     """
     if not markers:
         return None

@@ -1,10 +1,10 @@
-"""What a tokenizer file offers, whichever format it has."""
+"""The interface of a tokenizer file in any format."""
 
 from typing import Protocol
 
 
 class Vocabulary(Protocol):
-    """What a tokenizer file offers; the wrapper adds everything that other files say."""
+    """The interface of a tokenizer file; the wrapper adds what other files say."""
 
     trim: float  # how many leading spaces a decoded text loses: 0, 1 or inf
     special_tokens: dict[str, str]  # e.g. {"bos_token": "<s>"}, where the file names them itself

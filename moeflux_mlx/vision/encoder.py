@@ -1,7 +1,6 @@
-"""Image encoders: mlx-vlm's modules, filled from a checkpoint's tensors.
-
-Of mlx-vlm only the files of one encoder are executed, under a name of their own: importing the package itself would
-take seconds and hundreds of megabytes of other packages.
+"""Image encoders: mlx-vlm's modules, filled with a checkpoint's tensors. Only the files of one encoder of mlx-vlm are
+executed, under another module name: importing the whole package would take seconds and hundreds of megabytes of other
+packages.
 """
 
 import importlib
@@ -76,8 +75,9 @@ def _kimi(files: Any, config: Any, vision: Mapping[str, Any]) -> nn.Module:
 def bicubic(table: mx.array, places: mx.array) -> mx.array:
     """Values of `table` [1, H, W, C] at `places` [1, N, 1, 2], (x, y) from -1 to 1 across its cells: [1, N, 1, C].
 
-    By Keys' cubic convolution with a = -0.75; beyond its edge the table goes on as it ends. torch's `grid_sample` is
-    so with "bicubic" and "border". It takes the place of mlx-vlm's, which is bilinear and takes zeros there.
+    It uses Keys' cubic convolution with a = -0.75; beyond its edges the table is extended by its border values, as in
+    torch's `grid_sample` with "bicubic" and "border". It replaces mlx-vlm's function, which is bilinear and uses zeros
+    there.
     """
     _, height, width, colours = table.shape
     ends = mx.array([width, height])
@@ -136,9 +136,9 @@ class Encoder:
     Args:
         kind: of the family.
         vision: the config's `vision_config`.
-        tensors: of the encoder, by their names without what stands before them.
+        tensors: the encoder's tensors, by names without prefix.
         quantization: as config.json has it, for matrices that MLX quantised.
-        dtype: that it computes in.
+        dtype: the dtype of computation.
 
     Raises:
         ConfigError: a value is not usable. ModelFileError: a tensor is missing or has another shape.
@@ -206,7 +206,7 @@ def is_installed() -> bool:
 
 
 def plain_name(name: str) -> str | None:
-    """A checkpoint's name of an encoder's tensor without what stands before it; None for any other tensor."""
+    """The name of an encoder's tensor in a checkpoint without its prefix; None for any other tensor."""
     name = name.removeprefix("model.")
     prefix = next((one for one in PREFIXES if name.startswith(one)), None)
     return None if prefix is None else name.removeprefix(prefix)

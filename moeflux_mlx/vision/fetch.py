@@ -1,9 +1,9 @@
 """Fetches image files from other machines by http and https, from public addresses only.
 
-A stranger may have written the URL of an image, in a page that an agent reads, so it must not lead to anything that
-only this machine or its network can reach. A name is looked up once, each of its addresses is checked, and the
-connection goes to one of these. So a name server that gives another answer the next time (DNS rebinding) is not asked
-again. Proxies are not used, because they would look up the name themselves.
+The URL of an image may come from a stranger, for example from a page that an agent reads. So it must not lead to
+anything that only this machine or its network can reach. A name is looked up once, each of its addresses is checked,
+and the connection goes to one of these, so a name server cannot give another answer later (DNS rebinding). Proxies are
+not used, because they would look up the name themselves.
 """
 
 import socket
@@ -48,11 +48,11 @@ def fetch(url: str, until: float, may_connect: Callable[[str], bool] = is_public
     """The file at a URL, of at most `FILE_BYTES`.
 
     Args:
-        until: when to give up, as `time.monotonic` counts; only the look-up of a name may last longer.
+        until: deadline on the clock `time.monotonic`; only the look-up of a name may last longer.
         may_connect: whether an IP address may be connected to; asked anew for each redirect.
 
     Raises:
-        RequestError: it cannot be had, is too large, or lies at an address that may not be connected to.
+        RequestError: the file cannot be fetched, is too large, or is at an address that may not be connected to.
     """
     try:
         for _ in range(1 + REDIRECTS):
@@ -112,8 +112,9 @@ def _connected(host: str, port: int, until: float, may_connect: Callable[[str], 
 
 @contextmanager
 def _ended(connected: socket.socket, until: float) -> Iterator[socket.socket]:
-    """Closes a connection behind it, and ends it at `until`, whoever waits for it: a socket's own timeout begins anew
-    with each byte."""
+    """A context manager that closes a connection at its end, and breaks it at `until`: a socket's own timeout starts
+    again with each byte.
+    """
     with connected, connected.dup() as same:  # the one that TLS takes over cannot be ended from outside
 
         def end() -> None:

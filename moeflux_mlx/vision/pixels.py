@@ -1,7 +1,7 @@
 """Image files become patches of pixels as a model's encoder takes them.
 
-What comes is not trusted: a file says how large its picture is before anything is decoded, and what is decoded is small
-enough. How pictures are resized follows transformers' image processors, whose formulas are cited where they stand.
+Files are not trusted: the size of a picture is checked before anything is decoded. How pictures are resized follows
+transformers' image processors, whose formulas are cited where they stand.
 """
 
 import io
@@ -17,9 +17,9 @@ from ..families.fields import Fields
 
 FILE_BYTES = 32 << 20  # of an image file
 PIXELS = 1 << 25  # of a picture as it is decoded: 7680 by 4320 fits
-LONGEST = 200  # times as long as wide, at most, as in transformers
+LONGEST = 200  # largest ratio of the sides, as in transformers
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-IMAGE_ROWS = 1024  # of embeddings for one image, unless somebody asks for another number
+IMAGE_ROWS = 1024  # default number of embeddings of one image
 
 
 class Size(NamedTuple):
@@ -63,12 +63,12 @@ class Processor:
         return self.patch * self.merge
 
     def limited(self, rows: int) -> int:
-        """The bound `most` where an image is to have at most so many rows of embeddings."""
+        """The processor with the bound `most` for images of at most `rows` rows of embeddings."""
         area = rows * (self.merge**2 if self.kind == "padded" else self.factor**2)
         return min(self.most, area * (2 if self.kind == "area of two" else 1))
 
     def resized(self, size: Size, rows: int) -> tuple[Size, Size]:
-        """To which size a picture is brought, and to which it is then padded.
+        """The size to which a picture is resized, and the size to which it is then padded.
 
         Raises:
             RequestError: it is too long for its width.
@@ -123,7 +123,8 @@ class Processor:
 
 
 def processor_of(kind: str, config: Mapping[str, Any], vision: Mapping[str, Any]) -> Processor:
-    """What preprocessor_config.json says, or, where it says nothing, the encoder's own config or the family's habit.
+    """The processor of preprocessor_config.json, with missing values from the encoder's config or the family's
+    defaults.
 
     Raises:
         ConfigError: a value is out of range.
@@ -150,7 +151,7 @@ def _colours(read: Fields, name: str) -> tuple[float, ...]:
 
 
 def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
-    """The picture of an image file as the encoder wants it in size, RGB levels uint8 [height, width, 3].
+    """Reads an image file in the encoder's size, as RGB levels uint8 [height, width, 3].
 
     Transparency becomes white; a picture is turned as its camera says; of several pictures the first is read.
 

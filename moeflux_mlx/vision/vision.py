@@ -1,4 +1,4 @@
-"""What a model reads images with: `Vision`, and the images that it has read."""
+"""Reads a model's images: `Vision`, and encoded images."""
 
 import base64
 import binascii
@@ -24,19 +24,19 @@ from .encoder import EXTRA, KINDS, SCORES_COPIES, Encoder, Kind, is_installed, p
 from .pixels import IMAGE_ROWS, Processor, processor_of, read_levels
 
 PREPROCESSOR = "preprocessor_config.json"
-MOST_ROWS = 1 << 16  # that anybody may ask for
+MOST_ROWS = 1 << 16  # the most rows that may be requested
 
 
 @dataclass(frozen=True)
 class VisionFiles:
-    """A model's image encoder, as it lies on disk.
+    """A model's image encoder on disk.
 
     Args:
         kind: of the family.
         config: the model's config.json.
         tensors: of the encoder, by their names without what stands before them.
         processor: how pictures become patches.
-        token: that stands for an image's rows.
+        token: the id that stands for an image's rows.
         by_axes: whether rotary positions follow an image's rows and columns.
     """
 
@@ -48,11 +48,11 @@ class VisionFiles:
     by_axes: bool
 
     def nbytes(self, dtype: mx.Dtype) -> int:
-        """Of the encoder in memory."""
+        """Bytes of the encoder in memory."""
         return sum(int(np.prod(tensor.shape)) for tensor in self.tensors.values()) * dtype.size
 
     def work_bytes(self, dtype: mx.Dtype, rows: int) -> int:
-        """What encoding an image of so many rows takes at once, with the rows that come of it."""
+        """Temporary bytes of encoding an image of `rows` rows, with the resulting rows."""
         patches = rows * self.processor.merge**2
         vision = self.config["vision_config"]
         width, inner = (_size(vision, names) for names in (("hidden_size", "vt_hidden_size"), ("intermediate_size",)))
@@ -61,7 +61,7 @@ class VisionFiles:
         return dtype.size * patches * (SCORES_COPIES * heads * patches + 8 * width + 2 * inner + 2 * pixels)
 
     def load(self, dtype: mx.Dtype, rows: int = IMAGE_ROWS) -> "Vision | NoVision":
-        """Reads the encoder; `rows` of an image, at most. Where it is not whole, the text part runs without it.
+        """Reads the encoder; `rows` of an image, at most. If it is incomplete, the text part runs without it.
 
         Raises:
             ConfigError: as `Encoder`.
@@ -121,12 +121,12 @@ def _size(vision: Mapping[str, Any], names: Sequence[str]) -> int:
 
 
 class Vision:
-    """Reads images for one model; any number of threads may ask.
+    """Reads images for one model; any number of threads may use it.
 
     Args:
         encoder: makes embeddings of patches.
         processor: makes patches of pictures.
-        token: stands for an image's rows in prompts, once for each image where a template has written it.
+        token: the id of an image's rows in prompts; a template writes it once per image.
         by_axes: whether rotary positions follow rows and columns.
         rows: that an image has at most.
     """
@@ -158,7 +158,7 @@ class Vision:
 
 
 class EncodedImage:
-    """An image of a text, which is encoded when its rows are first asked for.
+    """An image of a text, which is encoded when its rows are first requested.
 
     Attributes:
         digest: of its pixels and how they are cut.
@@ -181,12 +181,12 @@ class EncodedImage:
         return self._rows
 
     def forget(self) -> None:
-        """Gives its rows back, which are made again when they are asked for."""
+        """Frees its rows; they are computed again when requested."""
         self._rows = None
 
 
 class NoVision:
-    """In place of `Vision` where a model's images cannot be read: asking for one says why."""
+    """Replaces `Vision` if a model's images cannot be read; using it raises an error with the reason."""
 
     token = -1  # no prompt has it
 
@@ -230,7 +230,7 @@ def bytes_of(source: Any) -> bytes:
 
 
 def image_bytes(url: str, fetch: Callable[[str], bytes] | None) -> bytes:
-    """What a URL that came from elsewhere stands for.
+    """The bytes behind an untrusted URL.
 
     Args:
         fetch: fetches from http and https; None: nothing is fetched. Other schemes but `data:` never are.
@@ -261,7 +261,7 @@ def from_data_url(url: str) -> bytes:
 def open_vision(
     path: Path, args: ModelArgs, shards_in: Sequence[Path] = (), wanted: bool = True
 ) -> "VisionFiles | NoVision":
-    """What a model's images are read with, or why they cannot be.
+    """The `Vision` of a model, or a `NoVision` with the reason.
 
     Raises:
         ConfigError, ModelFileError: as `find_vision`.
@@ -270,7 +270,7 @@ def open_vision(
 
 
 def usable(files: VisionFiles | None, args: ModelArgs, wanted: bool = True) -> "VisionFiles | NoVision":
-    """What was found, or why it cannot be used here."""
+    """The encoder, or the reason why it cannot be used here."""
     if not wanted:
         return NoVision("images are off (--no-vision); start without it")
     if files is None:

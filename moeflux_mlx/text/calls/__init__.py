@@ -1,1 +1,1 @@
-"""Calls of tools as models write them: dialects, their parsers, and the reader of an answer."""
+"""Tool calls as models write them: dialects, their parsers, and the reader of an answer."""

@@ -1,4 +1,4 @@
-"""One call while it is being read: what is known of it, and the events that say so."""
+"""One call while it is read: its known parts, and their events."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ class Call:
         return name in self._schemas
 
     def start(self, name: str) -> None:
-        """The name is known; what came of the arguments before it follows at once.
+        """Sets the name; arguments that came before it are emitted at once.
 
         Raises:
             Malformed: no such tool is declared, or the call has a name.
@@ -41,7 +41,7 @@ class Call:
             self._emit(CallDelta(self.index, piece))
 
     def write(self, piece: str) -> None:
-        """The arguments go on with `piece`."""
+        """Appends `piece` to the arguments."""
         self._arguments.append(piece)
         if self.name:
             self._emit(CallDelta(self.index, piece))

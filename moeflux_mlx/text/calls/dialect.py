@@ -1,4 +1,4 @@
-"""One form in which models call tools: how a call opens, who reads the rest, and how it is written."""
+"""One form of tool calls: how a call opens, its parser, and how it is written."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,22 +19,22 @@ class Dialect:
 
     Attributes:
         name: such as "qwen_json".
-        openings: tag -> the parser of what follows.
+        openings: tag -> parser of the text after it.
         begin: how a call is opened.
-        opening: the part of `begin` and `named` that every call of an answer has; free text ends with it.
-        named: what `begin` goes on with where the tool is known, its name in place of NAME, its id in place of ID.
+        opening: the part of `begin` and `named` that every call has; free text ends with it.
+        named: what follows `begin` if the tool is known, with its name in place of NAME and its id in place of ID.
         close: what ends a call.
-        between: what the model says itself between `named` and the arguments, in Lark.
-        tags: how parameters are written; None: the arguments are JSON, or what `arguments` says.
+        between: what the model itself writes between `named` and the arguments, in Lark.
+        tags: how parameters are written; None: the arguments are JSON, or as `arguments` says.
         arguments: of arguments that are no JSON, the rule "arguments" in Lark with those that it needs, and what
             makes of a tool's schema an expression of theirs.
-        section: how the calls of an answer begin, and how they end where the last one has no arguments. The end may be
-            what ends the answer, too.
+        section: how the calls of an answer begin, and how they end if the last one has no arguments. The end may also
+            end the answer.
         bare: like `openings`, for tags that only count outside reasoning, because a model that drops the first tag
             writes them.
-        markers: every tag that the model writes for calls, and nobody else may.
+        markers: all tags that only the model may write, for calls.
         id: the form of a call's id in the prompt, {name} and {index} in place of the tool and the number of the call
-            in the chat; None: any id will do.
+            in the chat; None: any id.
         id_form: finds the ids in what a model wrote.
         id_rule: what an id is that the model chooses, in Lark, where `named` has one.
     """
@@ -56,7 +56,7 @@ class Dialect:
     arguments: tuple[str, Callable[[Mapping[str, Any]], str]] | None = None
 
     def prefix(self, tool: str | None = None, inside_reasoning: bool = False, channels: Channels = THINK) -> str:
-        """What a prompt is continued with so that a call of `tool`, or of any, follows.
+        """The text to append to a prompt so that a call of `tool`, or of any tool, follows.
 
         The reader of the answer must be fed it as well. `inside_reasoning` also closes what the prompt has opened.
         """

@@ -1,4 +1,6 @@
-"""Grammars of the arguments in Gemma's calls, in llguidance's form of Lark: any, and those that a schema allows."""
+"""Grammars of the arguments in Gemma's calls, in llguidance's form of Lark: any arguments, or those that a schema
+allows.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +39,7 @@ def arguments_of(schema: Schema) -> str:
     """The arguments of a tool whose parameters have this schema: its properties in order, and no others.
 
     Raises:
-        RequestError: the schema says what cannot be enforced.
+        RequestError: the schema has a condition that cannot be enforced.
     """
     return _object(schema, schema, MAX_DEPTH)
 

@@ -1,7 +1,7 @@
-"""Reads a model's answer as it comes: reasoning, text, and calls of the declared tools.
+"""Reads a model's answer while it is generated: reasoning, text, and calls of the declared tools.
 
-Every character is read by itself, so the events put together do not depend on how the text was cut. A call that turns
-out to be none is given back as the text it is; if its start had been announced, there will be no `CallEnd` for it.
+It reads one character at a time, so the joined events do not depend on how the text was cut. An invalid call is
+returned as text; if its start had been announced, it gets no `CallEnd`.
 """
 
 import re
@@ -30,8 +30,7 @@ class AnswerReader:
     channels: how the model marks its reasoning.
 
     Attributes:
-        done: nothing more will be read, so generation can end.
-        calls: how many calls were whole.
+        done: nothing more will be read, so generation can end. calls: number of complete calls.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class AnswerReader:
         return self._body is not None
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain by now, pieces of the same kind put together."""
+        """Reads `text`; returns the events that are certain, with pieces of the same kind joined."""
         self._read(text)
         return self._taken()
 
     def finish(self, cut: bool = False) -> list[Event]:
-        """The rest. `cut`: a limit ended the answer, so a call that is not whole but announced is dropped."""
+        """Returns the remaining events. `cut`: a limit ended the answer, so an incomplete call is dropped."""
         while self._body is not None:
             announced = bool(self._call.name)
             try:
@@ -145,7 +144,7 @@ class AnswerReader:
         return (first.start() if first else len(text)) - at
 
     def _say(self, text: str) -> None:
-        """Reasoning or text; spaces wait, because those before a call and at the end of reasoning are layout."""
+        """Emits reasoning or text. Spaces wait, because before a call and at the end of reasoning they are layout."""
         core = text.strip()
         before, after = (text[: text.index(core)], text[text.index(core) + len(core) :]) if core else (text, "")
         self._spaces += before.replace("\n", "") if self._leading else before
@@ -194,7 +193,7 @@ class AnswerReader:
         return rest
 
     def _at_end(self, body: Steps[str]) -> str | None:
-        """What a call that the end of the text makes whole has read too far; None if it is not whole."""
+        """The characters that a call read too far, if the end of the text completes it; None if it is incomplete."""
         try:
             body.send("")
         except StopIteration as end:

@@ -1,7 +1,7 @@
-"""What the text of a parameter means, as the JSON schema of its tool says.
+"""Converts the text of a parameter to JSON, according to the schema of its tool.
 
-A string stays as it is written. Of a union, null and one other type mean that type; a string beside objects or arrays
-is only taken for one of those if it is one. Without a type, or with a reference that leads nowhere, it is a string.
+A string stays as it is. A union of null and one type means that type. In a union of string with object or array, the
+text becomes an object or array only if it is one. Without a type, or with a broken reference, it is a string.
 """
 
 import ast
@@ -15,9 +15,9 @@ Schema = Mapping[str, Any]
 STRING = frozenset({"string"})
 CONTAINERS = {"object": dict, "array": list}
 PYTHON_TYPES = {"object": dict, "array": list, "boolean": bool, "integer": int, "number": (int, float)}
-JSON_TYPES = frozenset({*PYTHON_TYPES, "null"})  # of a value that is no string
-MAX_DEPTH = 16  # of references: a schema may refer to itself
-MAX_VISITS = 2048  # of parts: unions that refer to themselves would double with every level
+JSON_TYPES = frozenset({*PYTHON_TYPES, "null"})  # types other than string
+MAX_DEPTH = 16  # the most references to follow: a schema may refer to itself
+MAX_VISITS = 2048  # the most parts: recursive unions would double with every level
 
 
 def parameter_types(name: str, schema: Schema) -> frozenset[str]:
@@ -28,12 +28,12 @@ def parameter_types(name: str, schema: Schema) -> frozenset[str]:
 
 
 def variants(schema: Any, root: Schema) -> list[Schema]:
-    """What a value may be, one schema each: references followed, unions taken apart, `allOf` put together."""
+    """The alternatives of a value, one schema each: references are resolved, unions split, `allOf` merged."""
     return _variants(schema, root, MAX_DEPTH, iter(range(MAX_VISITS)))
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Whether a value of one of `types` is its text, whatever that is."""
+    """Whether a value of one of `types` is simply its text."""
     return "string" in types and not types & CONTAINERS.keys()
 
 
@@ -102,7 +102,7 @@ def _json(text: str, types: frozenset[str]) -> str | None:
 
 
 def _python(text: str, types: frozenset[str]) -> str | None:
-    """Models write Python's True, None and quotes, too; such a value must be of a declared type."""
+    """Reads Python's True, None and quotes, which models write too; the value must have a declared type."""
     try:
         value = ast.literal_eval(text)
         declared = value is None or isinstance(value, tuple(_python_types(types)))

@@ -1,7 +1,7 @@
-"""Parsers that take one character at a time, so that no cut of the text can change what they find.
+"""Parsers that take one character at a time, so that their result does not depend on how the text was cut.
 
-A parser is a generator: every `yield` waits for the next character, and "" says that the text has ended. It returns
-the characters that it read too far, and raises `Malformed` where the text is not what it must be.
+A parser is a generator: every `yield` waits for the next character, and "" says that the text has ended. It returns the
+characters that it read too far, and raises `Malformed` if the text is invalid.
 """
 
 import json
@@ -12,7 +12,7 @@ T = TypeVar("T")
 Steps = Generator[None, str, T]
 Write = Callable[[str], object]
 
-MAX_NAME = 256  # far above any name of a tool, far below what would hold back an answer
+MAX_NAME = 256  # longer than any tool name, and short enough not to hold back an answer
 OPENING, CLOSING = frozenset("{["), frozenset("}]")
 SCALAR = frozenset("0123456789+-.eEtrufalsn")
 BETWEEN = SCALAR | frozenset(" \t\r\n,:")
@@ -43,7 +43,7 @@ def skip_space() -> Steps[str]:
 
 
 def literal(options: Sequence[str], held: str = "") -> Steps[str]:
-    """Whichever of `options` comes; `held` has been read of it."""
+    """Reads one of `options`; `held` is the part already read."""
     while held not in options:
         char = (yield) if any(option.startswith(held) for option in options) else ""
         if not char:
