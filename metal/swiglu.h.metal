@@ -10,6 +10,9 @@ inline float swiglu_joined(float g, float u, float limit) {
   if (ACTIVATION == 1) {  // (1 + tanh z) / 2 = sigmoid(2 z), and 2 sqrt(2 / pi) = 1.5957691
     return g / (1.0f + metal::exp(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
   }
+  if (ACTIVATION == 5) {
+    return (g < 0.0f ? 0.0f : g) * u;
+  }
   u = u > limit ? limit : u < -limit ? -limit : u;
   if (ACTIVATION == 3) {
     const float silu = g / (1.0f + metal::exp(-g));

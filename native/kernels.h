@@ -151,6 +151,7 @@ INLINE vf FN(below)(vf x, vf limit) { return FN(pick)((vi)(x > limit), limit, x)
 INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
     if (form == SILU) return FN(vsilu)(g) * u;
     if (form == GELU) return g / (1.0f + FN(vexp)(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
+    if (form == RELU) return FN(pick)((vi)(g < 0.0f), FN(splat)(0), g) * u;
     u = -FN(below)(-FN(below)(u, limit), limit);
     if (form == SILU_THEN_CLIP) return FN(below)(FN(vsilu)(g), limit) * u;
     g = FN(below)(g, limit);
@@ -181,6 +182,7 @@ static TARGET void FN(activate)(Activation form, float limit, const float *gate,
     case CLIP_THEN_SILU: FN(activate_by)(CLIP_THEN_SILU, limit, gate, up, out, n); break;
     case SILU_THEN_CLIP: FN(activate_by)(SILU_THEN_CLIP, limit, gate, up, out, n); break;
     case CLIP_THEN_SWISH: FN(activate_by)(CLIP_THEN_SWISH, limit, gate, up, out, n); break;
+    case RELU: FN(activate_by)(RELU, 0, gate, up, out, n); break;
     }
 }
 

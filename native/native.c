@@ -645,13 +645,15 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
     float other[TOGETHER][MAX_CHUNK_ROWS];
+    const int one = c->place[0][0] == c->place[1][0]; /* up takes gate's place too */
+    Matrix *last = one ? &gate : &up;
     const Way way = way_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
-    follow(&gate, &up, r0);
-    if (r1 < c->inner) follow(&up, &gate, r1);
+    if (!one) follow(&gate, &up, r0);
+    if (r1 < c->inner) follow(last, &gate, r1);
     else if (g + 1 < c->groups) {
         Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
-        follow(&up, &then, 0);
+        follow(last, &then, 0);
     }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
         float *y[TOGETHER], *u[TOGETHER];
@@ -660,11 +662,11 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
             gate_up_in_turns(c, way, slot, r0, r1, p, n, room);
             continue;
         }
-        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = other[i];
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = one ? y[i] : other[i];
         multiply(c->path, way, c->planes, &gate, r0, r1, n, c->x + p, room, y);
-        multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
+        if (!one) multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
         add_bias(c, slot, 0, r0, r1, n, y);
-        add_bias(c, slot, 1, r0, r1, n, u);
+        if (!one) add_bias(c, slot, 1, r0, r1, n, u);
         for (ptrdiff_t i = 0; i < n; i++) c->path->activate(c->activation, c->limit, y[i], u[i], y[i], r1 - r0);
     }
 }
@@ -702,12 +704,12 @@ static int take_activation(PyObject *form, PyObject *limit, Activation *activati
     Py_ssize_t number = PyNumber_AsSsize_t(form, PyExc_ValueError);
     *most = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(limit);
     if (PyErr_Occurred()) return 0;
-    if (number < SILU || number > CLIP_THEN_SWISH) return PyErr_Format(PyExc_ValueError, "activation %zd", number), 0;
+    if (number < SILU || number > RELU) return PyErr_Format(PyExc_ValueError, "activation %zd", number), 0;
     *activation = (Activation)number;
     return 1;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, bits of activations, alone, what joins
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, which may be one matrix, bits of activations, alone, what joins
  * gate and up, its limit, whether their rows alternate, out[T, K, I]) */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};

@@ -49,7 +49,7 @@ typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* of scales and biases 
 typedef enum { INTEGER, E2M1, E4M3 } Codes;
 
 /* What joins gate and up, as kinds.Activation says them. */
-typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH } Activation;
+typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU } Activation;
 
 static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind >= E8M0 ? 1 : 2; }
 

@@ -157,9 +157,8 @@ class Record:
 
     @cached_property
     def gate(self) -> Projection:
-        """Of a record of three matrices."""
-        gate, _, _ = self.projections
-        return gate
+        """The first: of a record of two matrices up, which takes gate's place too (`Activation`)."""
+        return self.projections[0]
 
     @cached_property
     def up(self) -> Projection:
@@ -170,6 +169,11 @@ class Record:
     def down(self) -> Projection:
         """The last."""
         return self.projections[-1]
+
+    @property
+    def firsts(self) -> tuple[Projection, ...]:
+        """All but the last: gate and up, or up alone."""
+        return self.projections[:-1]
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:

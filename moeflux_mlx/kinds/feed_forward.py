@@ -32,13 +32,15 @@ class Router:
     expert_scales: bool = False
 
 
-ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish"]
+ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu"]
 FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
 
 
 @dataclass(frozen=True)
 class Activation:
-    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the last three forms need.
+    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the three forms that clip need.
+
+    An MLP without a gate has u in place of g too: "relu" makes relu(u)^2 of it (arXiv:2109.08668, section 3).
 
     Attributes:
         form: one of
@@ -47,13 +49,14 @@ class Activation:
             "clip then silu": silu(min(g, L)) * clip(u, -L, L)
             "silu then clip": min(silu(g), L) * clip(u, -L, L)
             "clip then swish": g' * sigmoid(1.702 g') * (u' + 1), where g' = min(g, L) and u' = clip(u, -L, L)
+            "relu": relu(g) * u
     """
 
     form: ActivationForm = "silu"
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        assert (self.limit is None) == (self.form in ("silu", "gelu")), f"{self.form!r} with limit {self.limit}"
+        assert (self.limit is None) == (self.form in ("silu", "gelu", "relu")), f"{self.form!r} with limit {self.limit}"
 
 
 SILU = Activation()
@@ -77,13 +80,14 @@ class SharedExpert:
     """An MLP beside the routed experts that every token uses; `gated`: times the sigmoid of a gate of its own.
 
     `normed`: it takes the stream in a norm of its own, and what it makes and what the routed experts make are each
-    normed before they are added.
+    normed before they are added. `matrices`: three with a gate, two without.
     """
 
     width: int
     gated: bool = False
     activation: Activation = SILU
     normed: bool = False
+    matrices: int = 3
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class Experts:
     """Routed experts, each a gated MLP of `width` chosen by `router`, and perhaps a shared one.
 
     `biases`: whether each of an expert's matrices adds one. `matrices`: three with a gate, two without.
+    `latent`: they take and make so many values, which one projection makes of the hidden state and another one turns
+    back, after the experts of a token are added; None: they take the hidden state itself.
     """
 
     router: Router
@@ -99,8 +105,9 @@ class Experts:
     activation: Activation = SILU
     biases: bool = False
     matrices: int = 3
+    latent: int | None = None
 
     @property
     def row_width(self) -> int:
         """Of the rows that every token makes."""
-        return self.shared.width if self.shared else 0
+        return max(self.shared.width if self.shared else 0, self.latent or 0)

@@ -31,7 +31,7 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
         dtype: float32, bfloat16 or float16.
 
     Returns:
-        gate above up, [n, 2 * I, H], and down, [n, H, I].
+        gate above up, [n, 2 * I, H], or up alone, [n, I, H], and down, [n, H, I].
 
     Raises:
         RequestError: a shape or dtype the kernel does not take.
@@ -45,14 +45,15 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
 
 @planned()
 def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
-    """For gate and up (0), or down (1)."""
+    """For gate and up, or up alone (0), or down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
     require(dtype in FLOATS, f"dtype is {dtype}; the kernel writes float32, bfloat16 or float16")
     if target == "ops" or not is_read(record):
         return NO_KERNELS if target == "ops" else unread_reason(record)
-    first, last = (record.down, record.down) if which else (record.gate, record.up)
-    count, rows, columns = 2 - which, first.rows, first.columns
+    matrices = (record.down,) if which else record.firsts
+    first, last = matrices[0], matrices[-1]
+    count, rows, columns = len(matrices), first.rows, first.columns
     form = form_of(first)
     tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
     template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.record_template}
@@ -65,23 +66,22 @@ def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record
 
 def _dequantized_ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     record, parts = records.record, dense(records, np.array(slots), mx.float32)
-    gate, up, down = (
+    *firsts, down = (
         unpacked_float32(projection.quant, *part).astype(dtype)
         for part, projection in zip(parts, record.projections, strict=True)
     )
-    return mx.concatenate([gate, up], axis=1), down
+    return mx.concatenate(firsts, axis=1), down
 
 
-def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[Dense, Dense, Dense]:
-    """gate, up and down of the records in the rows `where`, each array dense; float scales and biases in `dtype`."""
+def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> list[Dense]:
+    """The matrices of the records in the rows `where`, each array dense; float scales and biases in `dtype`."""
     matrices = records.record.projections
     taken = iter(_taken(records, where, [field for matrix in matrices for field in matrix.codes], dtype))
-    gate, up, down = ([next(taken) for _ in matrix.codes] for matrix in matrices)
-    return gate, up, down
+    return [[next(taken) for _ in matrix.codes] for matrix in matrices]
 
 
 def linear_biases(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[mx.array, ...] | None:
-    """The biases of the products with gate, up and down, each [n, rows] in `dtype`; None: no biases."""
+    """The biases of the products with a record's matrices, each [n, rows] in `dtype`; None: no biases."""
     fields = [projection.bias for projection in records.record.projections if projection.bias is not None]
     return tuple(_taken(records, where, fields, dtype)) or None
 

@@ -43,6 +43,8 @@ def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
         case "clip then swish":
             gate = mx.minimum(gate, limit)
             return gate * mx.sigmoid(1.702 * gate) * (mx.clip(up, -limit, limit) + 1)
+        case "relu":
+            return mx.maximum(gate, 0) * up
 
 
 def plus(x: Array, bias: mx.array) -> Array:

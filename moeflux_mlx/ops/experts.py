@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import PROJECTIONS, Field, Projection, Record
+from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
 from . import backend, forms, native
 from .backend import Array, view
@@ -78,7 +78,7 @@ class Shared:
 
     Args:
         layer: computes it with separate products: from x [T, H] and a scale [T, 1] or None the output [T, H].
-        gate_up: gate's rows and then up's, [2 I, H], if they are stored alike; else None.
+        gate_up: gate's rows and then up's, [2 I, H], if there is a gate and they are stored alike; else None.
         down: [H, I].
         gates: [T, O] float32, the last column is each token's scale before the sigmoid; None: no scale.
         activation: the function that joins gate and up.
@@ -343,8 +343,7 @@ def native_refusal(record: Record) -> Reason | None:
 
 def unread_reason(record: Record) -> Reason:
     """Why kernels do not take records for which `is_read` is false."""
-    matrices = zip(PROJECTIONS, (record.gate, record.up, record.down), strict=True)
-    stored = (f"{name} has rows of {part.columns} columns in {part.quant}" for name, part in matrices)
+    stored = (f"{part.name} has rows of {part.columns} columns in {part.quant}" for part in record.projections)
     return Reason(f"no kernel reads the records: {'; '.join(stored)}")
 
 
@@ -552,8 +551,8 @@ def joined(first: mx.array, second: mx.array, record: Record) -> mx.array:
 def _gate_up_ops(x: mx.array, slots: mx.array, records: Records) -> mx.array:
     def run(x: mx.array, slots: mx.array) -> mx.array:
         each = mx.repeat(x, slots.shape[1], axis=0)
-        gate, up = (_multiply(each, slots, records, part) for part in (records.record.gate, records.record.up))
-        return joined(gate, up, records.record).astype(x.dtype).reshape(*slots.shape, -1)
+        made = [_multiply(each, slots, records, part) for part in records.record.firsts]
+        return joined(made[0], made[-1], records.record).astype(x.dtype).reshape(*slots.shape, -1)
 
     return row_by_row(run, x, slots)
 

@@ -289,7 +289,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
 
 def piece_rows(record: Record) -> int:
     """The most rows of one product, and on Metal of one command buffer."""
-    most = gpu_time.rows_at_once(record.hidden_size, 3 * record.moe_intermediate_size)
+    most = gpu_time.rows_at_once(record.hidden_size, len(record.projections) * record.moe_intermediate_size)
     return PIECE_ROWS if most is None else min(PIECE_ROWS, most)
 
 
@@ -306,21 +306,22 @@ def dense_ffn(
 
     Args:
         x: [n, rows, H].
-        gate_up: [n, 2 I, H], the rows of gate, then those of up.
+        gate_up: [n, 2 I, H], the rows of gate, then those of up; of records of two matrices [n, I, H].
         down: [n, H, I].
         record: says how gate and up are joined.
         biases: added to the products with gate and up [n, I] and down [n, H].
     """
-    gate, up = mx.split(x @ gate_up.swapaxes(-1, -2), 2, axis=-1)
+    made: list[mx.array] = list(mx.split(x @ gate_up.swapaxes(-1, -2), len(record.firsts), axis=-1))
     if biases is None:
-        return joined(gate, up, record) @ down.swapaxes(-1, -2)
-    of_gate, of_up, of_down = (bias[:, None] for bias in biases)
-    return joined(gate + of_gate, up + of_up, record) @ down.swapaxes(-1, -2) + of_down
+        return joined(made[0], made[-1], record) @ down.swapaxes(-1, -2)
+    *of_firsts, of_down = (bias[:, None] for bias in biases)
+    made = [product + bias for product, bias in zip(made, of_firsts, strict=True)]
+    return joined(made[0], made[-1], record) @ down.swapaxes(-1, -2) + of_down
 
 
 def grouped_ffn(
     x: mx.array,
-    parts: tuple[Dense, Dense, Dense],
+    parts: Sequence[Dense],
     record: Record,
     owners: mx.array,
     biases: tuple[mx.array, ...] | None = None,
@@ -329,17 +330,18 @@ def grouped_ffn(
 
     Args:
         x: [B, size, H], sorted by expert.
-        parts: gate, up and down, as `dense` gives them.
+        parts: the records' matrices, as `dense` gives them.
         record: how they are stored and joined.
         owners: [B] uint32 index into them, ascending.
-        biases: added to the products with gate, up and down, each [n, rows].
+        biases: added to the products with each of them [n, rows].
     """
 
     def product(x: mx.array, which: int) -> mx.array:
         made = _multiply(x, parts[which], record.projections[which], owners)
         return made if biases is None else made + biases[which][owners][:, None]
 
-    return product(joined(product(x, 0), product(x, 1), record), 2)
+    firsts = [product(x, i) for i in range(len(record.firsts))]
+    return product(joined(firsts[0], firsts[-1], record), -1)
 
 
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:

@@ -1,6 +1,6 @@
 """Finds each expert's matrices in a checkpoint: one by one, stacked, or with gate and up fused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, Tensor
-from ..formats.record import BIAS, PROJECTIONS
+from ..formats.record import BIAS, PROJECTIONS, projections_of
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix, find_transposed
@@ -74,12 +74,12 @@ class Experts(Protocol):
     @property
     def biases(self) -> list[Tensor]: ...
 
-    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
-        """Everything that is stored for gate, up and down: a stack of all experts, or one of each."""
+    def matrices(self) -> Sequence[list[Matrix]]:
+        """Everything that is stored for gate, if there is one, up and down: a stack of all experts, or one of each."""
         ...
 
     def parts(self, expert: int) -> list[Part]:
-        """Gate, up and down of one expert."""
+        """Gate, if there is one, up and down of one expert."""
         ...
 
 
@@ -109,7 +109,7 @@ class FusedExperts:
     def biases(self) -> list[Tensor]:
         return [bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None]
 
-    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+    def matrices(self) -> Sequence[list[Matrix]]:
         return [self.gate_up], [self.gate_up], [self.down]
 
     def parts(self, expert: int) -> list[Part]:
@@ -139,9 +139,8 @@ class StackedExperts:
     def biases(self) -> list[Tensor]:
         return [bias for bias in self.stacked_biases if bias is not None]
 
-    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
-        gate, up, down = self.stacks
-        return [gate], [up], [down]
+    def matrices(self) -> Sequence[list[Matrix]]:
+        return [[stack] for stack in self.stacks]
 
     def parts(self, expert: int) -> list[Part]:
         pairs = zip(self.stacks, self.stacked_biases, strict=True)
@@ -154,10 +153,9 @@ class SingleExperts:
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         self.args, self.tensors, self.stem, self.form = args, tensors, stem, form
 
-    def matrices(self) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+    def matrices(self) -> Sequence[list[Matrix]]:
         experts = [[part.matrix for part in self.parts(expert)] for expert in range(self.args.num_experts)]
-        gate, up, down = ([parts[i] for parts in experts] for i in range(3))
-        return gate, up, down
+        return [list(of_all) for of_all in zip(*experts, strict=True)]
 
     @property
     def biases(self) -> list[Tensor]:
@@ -177,7 +175,8 @@ class SingleExperts:
 
 def _shapes(args: ModelArgs) -> Iterator[tuple[str, tuple[int, int]]]:
     H, I = args.hidden_size, args.moe_intermediate_size
-    yield from zip(PROJECTIONS, ((I, H), (I, H), (H, I)), strict=True)
+    for name in projections_of(args.experts.matrices):
+        yield name, (H, I) if name == PROJECTIONS[-1] else (I, H)
 
 
 def _whole(matrix: Matrix, bias: Tensor | None) -> Part:
@@ -218,6 +217,6 @@ def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, for
     if any(f"{stem}experts.gate_up_proj{end}" in tensors for end in ("", "_blocks")):
         return FusedExperts(args, tensors, stem, form)
     for stack in ("switch_mlp", "experts"):
-        if f"{stem}{stack}.{PROJECTIONS[0]}.weight" in tensors:
+        if f"{stem}{stack}.{PROJECTIONS[-1]}.weight" in tensors:
             return StackedExperts(args, tensors, f"{stem}{stack}", form)
     return SingleExperts(args, tensors, stem, form)

@@ -63,7 +63,8 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
         used.add(bias.name)
         dtypes.add(bias.dtype)
     kept = 0
-    for matrices, form in zip(experts.matrices(), wanted.experts, strict=True):
+    of_experts = experts.matrices()
+    for matrices, form in zip(of_experts, wanted.experts[-len(of_experts) :], strict=True):
         used.update(tensor.name for matrix in matrices for tensor in matrix.tensors)
         stored = {matrix.quant for matrix in matrices}
         first = matrices[0].quant
@@ -80,7 +81,9 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
             )
         lossy += [matrix.weight.name for matrix in again]
         quants.append(form)
-    return StoredExperts(tuple(quants), _common(dtypes), frozenset(used), tuple(dict.fromkeys(lossy)), kept < 3)
+    return StoredExperts(
+        tuple(quants), _common(dtypes), frozenset(used), tuple(dict.fromkeys(lossy)), kept < len(quants)
+    )
 
 
 def _common(dtypes: set[str]) -> str:

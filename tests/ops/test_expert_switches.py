@@ -22,7 +22,7 @@ from moeflux_mlx.several import experts as several_experts
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMIT = 0.6  # of which many products are larger
-ACTIVATIONS = [Activation(form, None if form in ("silu", "gelu") else LIMIT) for form in FORMS]
+ACTIVATIONS = [Activation(form, None if form in ("silu", "gelu", "relu") else LIMIT) for form in FORMS]
 STORED = [(MXFP4, "BF16"), (Quant(4, 64), "F16"), (Quant(3, 32), "F32"), (Quant(4, 32), "BF16"), (Quant(8, 64), "F32")]
 KERNEL_LIMITS = {mx.float32: 1e-5, mx.bfloat16: 1e-2, mx.float16: 2e-3}
 SEEN = 2e-2  # of the largest value: what the smallest fault changes at least
@@ -33,7 +33,8 @@ def sigmoid(x):
 
 
 def activated(g, u, activation, limit=None):
-    """In float64, as gpt-oss (torch/model.py), Step-3.5 (modeling_step3p5.py) and DeepSeek-V4 (model.py) have it."""
+    """In float64, as gpt-oss (torch/model.py), Step-3.5 (modeling_step3p5.py) and DeepSeek-V4 (model.py) have it, and
+    Nemotron-H without a gate (arXiv:2109.08668)."""
     limit = activation.limit if limit is None else limit
     clipped = None if limit is None else (np.minimum(g, limit), np.clip(u, -limit, limit))
     if activation.form == "silu":
@@ -44,6 +45,8 @@ def activated(g, u, activation, limit=None):
         return clipped[0] * sigmoid(clipped[0]) * clipped[1]
     if activation.form == "silu then clip":
         return np.minimum(g * sigmoid(g), limit) * clipped[1]
+    if activation.form == "relu":
+        return np.maximum(g, 0) * u
     return clipped[0] * sigmoid(1.702 * clipped[0]) * (clipped[1] + 1)
 
 
@@ -54,9 +57,13 @@ class Case:
         self, seed, stored, activation, tokens=3, size=(128, 192), has_bias=True, top_k=3, count=5, turns=False
     ):
         rng, (quant, kind), (H, I) = np.random.default_rng(seed), stored, size
-        self.record = Record.make(H, I, (quant,) * 3, None, kind, has_bias, activation, turns)
+        self.matrices = matrices = 2 if activation.form == "relu" else 3
+        turns = turns and matrices == 3
+        self.record = Record.make(H, I, (quant,) * matrices, None, kind, has_bias, activation, turns)
         self.blob = rng.integers(0, 1 << 32, (count, self.record.stride // 4), np.uint32)
         self.experts = [[self._filled(rng, row, part, kind) for part in self.record.projections] for row in self.blob]
+        if matrices == 2:
+            self.experts = [[up, up, down] for up, down in self.experts]
         if turns:
             self.experts = [[*self._apart(gate, up), down] for gate, up, down in self.experts]
         self.slots = rng.integers(0, count, (tokens, top_k)).astype(np.int32)
@@ -127,10 +134,12 @@ def test_faults_would_be_seen(activation):
     """Else the comparisons below would prove nothing: what is compared differs by far more than their tolerances."""
     case = Case(1, STORED[0], activation)
     want = case.want()
-    faults = [case.want(without=name) for name in ("gate", "up", "down")] + [case.want(swapped=True)]
+    faults = [case.want(without=name) for name in ("gate", "up", "down")]
+    faults += [case.want(swapped=True)] if case.matrices == 3 else []
     faults += [case.want(other) for other in ACTIVATIONS if other.form != activation.form]
     faults += [] if activation.limit is None else [case.want(limit=1e6)]
-    assert all(error(fault, want) > SEEN for fault in faults)
+    least = SEEN / 4 if activation.form == "relu" else SEEN  # no kernel is compared with it in bfloat16
+    assert all(error(fault, want) > least for fault in faults)
 
 
 @pytest.fixture(params=PATHS)
@@ -178,6 +187,7 @@ KERNELS = [  # of Metal's text each has a variant of its own
     (STORED[1], ACTIVATIONS[2], mx.float32, True, (64, 704)),
     (STORED[2], ACTIVATIONS[1], mx.float16, True, (192, 128)),
     (STORED[3], ACTIVATIONS[0], mx.float32, True, (128, 192)),
+    (STORED[1], ACTIVATIONS[5], mx.float32, True, (192, 128)),
 ]
 
 
@@ -241,6 +251,7 @@ KERNEL_FAULTS = {
     "gate and up swapped": ("swiglu.h.metal", "swiglu_joined<ACTIVATION>(gx, ux,", "swiglu_joined<ACTIVATION>(ux, gx,"),
     "no limit of gate": ("swiglu.h.metal", "g = g > limit ? limit : g;", ""),
     "no lower limit of up": ("swiglu.h.metal", "u < -limit ? -limit : u;", "u;"),
+    "no rectifier": ("swiglu.h.metal", "(g < 0.0f ? 0.0f : g) * u", "g * u"),
     "no one": ("swiglu.h.metal", "(u + 1.0f)", "u"),
     "gate's rows in turns": ("swiglu.h.metal", "2 * row[i % R] + i / R", "row[i % R] + I * (i / R)"),
     "the second half's biases": ("swiglu.h.metal", "(2 * row[r] < I ? ending.gate : ending.up)", "ending.gate"),
@@ -272,5 +283,6 @@ def test_the_bits_of_a_sum_of_rows(host, make):
 @pytest.mark.parametrize("name", one_in_three(KERNEL_FAULTS))
 def test_a_planted_fault_in_a_kernel_is_caught(host, monkeypatch, name):
     msl.plant(monkeypatch, *KERNEL_FAULTS[name])
-    case = Case(4, STORED[0], ACTIVATIONS[4], 1, (64, 64), turns="second half" in name or "turns" in name)
+    activation = ACTIVATIONS[5 if "rectifier" in name else 4]
+    case = Case(4, STORED[0], activation, 1, (64, 64), turns="second half" in name or "turns" in name)
     assert not error(case.stepped(mx.array), case.want()) < 1e-3
