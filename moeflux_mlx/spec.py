@@ -30,6 +30,7 @@ from .kinds import (
     KeyBlocks,
     Latent,
     LayerSpec,
+    Mamba2,
     Mixer,
     NGrams,
     unsupported,
@@ -113,6 +114,11 @@ class ModelArgs:
         return self.experts.router.top_k
 
     @property
+    def expert_size(self) -> int:
+        """Values that a routed expert takes and makes."""
+        return self.experts.latent or self.hidden_size
+
+    @property
     def moe_intermediate_size(self) -> int:
         return self.experts.width
 
@@ -174,7 +180,7 @@ class ModelArgs:
     @cached_property
     def widths(self) -> frozenset[int]:
         """Of the rows that operations meet."""
-        rows = {self.hidden_size, *(layer.feed_forward.row_width for layer in self.layers)}
+        rows = {self.hidden_size, *(layer.row_width for layer in self.layers)}
         return frozenset(rows.union(*(mixer.widths for mixer in self.mixers)))
 
     @classmethod
@@ -306,6 +312,11 @@ def _check_mixer(mixer: Mixer) -> None:
                 raise ConfigError(f"index_kpool is {mixer.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
         case Compressed():
             _check_compressed(mixer)
+        case Mamba2():
+            if mixer.heads % mixer.groups:
+                raise _not_multiple("mamba_num_heads", mixer.heads, "n_groups", mixer.groups)
+            _check_width("Mamba's projection", mixer.projected)
+            _check_width("Mamba's convolution", mixer.channels * mixer.taps)
 
 
 def _check_indexer(mixer: Latent, indexer: Indexer) -> None:

@@ -64,6 +64,10 @@ MLX_NAMES = {
     ),
     "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_latent"),
+        ((".switch_mlp.up_proj.", ".switch_mlp.fc1."), (".switch_mlp.down_proj.", ".switch_mlp.fc2.")),
+    ),
     "minimax_m2": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
 }
 EXTRA_VARIANTS = {
@@ -222,6 +226,7 @@ def _kind(family, name):
     """How a tensor of `KIN` is drawn."""
     centred = "centred_norm" if family in ZERO_CENTRED else "norm"
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
+    kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
     kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
     kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv"} | dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
@@ -311,7 +316,7 @@ def _block(tensors, stem, expert):
 
 def quantised_bits(family, name):
     """4 or 8 for a hub tensor that an MLX conversion quantises, 0 for one that it leaves alone."""
-    if name.endswith(("norm.weight", "conv1d.weight", "A_log", "dt_bias", "bias")):
+    if name.endswith(("norm.weight", "norm_f.weight", "conv1d.weight", "A_log", "dt_bias", "bias", ".D")):
         return 0
     if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):
         return 0

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
-from ..kinds import Compressed, Connections, Delta, Dense, GatedConnections, GroupedQuery, Latent, Mixer, NGrams
+from ..kinds import Compressed, Connections, Delta, Dense, GatedConnections, GroupedQuery, Latent, Mamba2, Mixer, NGrams
 from ..model.layer import feed_forward_of, mixer_of
 from ..model.layers import Linear, RMSNorm, Weight
 from ..model.ngrams import NGramLayer
@@ -44,6 +44,7 @@ TITLES: dict[type, str] = {
     Latent: "latent attention",
     Compressed: "compressed attention",
     Delta: "delta rule",
+    Mamba2: "state space model",
 }
 TOKENS = (1, 4, 512)  # one, a few, and many
 Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
@@ -203,6 +204,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
         yield "n-grams", [layer], _of_ngrams(shapes, layer, part)
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
     for (part, record, *_), layers in _kinds(parts):
+        if part is None:
+            continue
         for title, experts in _experts(part, record, args.num_experts_per_tok):
             module = feed_forward_of(args, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)

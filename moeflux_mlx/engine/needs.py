@@ -75,7 +75,8 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
     count = args.connections.streams if args.connections else 1
-    zeros = any(layer.residual.output_norms for layer in args.layers)  # to which experts add before a norm
+    # Experts add to zeros before a norm or a projection.
+    zeros = args.experts.latent is not None or any(layer.residual.output_norms for layer in args.layers)
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     streams += span * (max(map(_chosen_bytes, args.mixer_counts)) + sum(map(_row_bytes, args.ngrams.values())))
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
@@ -103,7 +104,7 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
         scores = 0 if demand.native else SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
         return mixer.temporaries(tokens, context) + scores
 
-    mlp = 3 * tokens * max(layer.feed_forward.row_width for layer in args.layers)
+    mlp = 3 * tokens * max(layer.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU gets the next block before this one is done
     return blocks * (
         demand.itemsize * max(mlp, *map(values, args.mixer_counts)) + FLOAT_BYTES * tokens * args.hidden_size
@@ -112,7 +113,7 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
 
 def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens: int) -> int:
     """Bytes of the routing, the outputs of all experts, and the waves in flight."""
-    D, inner, K = args.hidden_size, args.moe_intermediate_size, args.num_experts_per_tok
+    D, inner, K = args.expert_size, args.moe_intermediate_size, args.num_experts_per_tok
     rows = tokens * K
     routing = rows * ROUTING_BYTES + 4 * min(tokens, BLOCK) * args.num_experts
     if demand.native:

@@ -320,6 +320,7 @@ class Family:
         read: the config's text part -> fields of `ModelArgs`, by name.
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
         renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
+        numbered: layers -> renames that are made before these, where checkpoints count layers otherwise.
         fused_rows: (layer, its number, shards) -> matrices that a checkpoint may store as one, which is made of so many
             parts of equal length; {} if it cannot be. Convolutions may be stored so too.
         grouped: matrices that a checkpoint may store in groups of their rows, [groups, rows, columns], by the end of
@@ -337,6 +338,11 @@ class Family:
     interleaved_experts: bool = False
     head: HeadNames | None = None
     either_centred: bool = False
+    numbered: Callable[[Sequence[LayerSpec]], Sequence[tuple[str, str]]] = lambda layers: ()
+
+    def renames_of(self, layers: Sequence[LayerSpec]) -> Sequence[tuple[str, str]]:
+        """All renames for a model of these layers."""
+        return *self.numbered(layers), *self.renames
 
 
 def grouped_rows(groups: int, widths: Sequence[int]) -> list[np.ndarray]:

@@ -141,7 +141,7 @@ def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
     part = spec.feed_forward
     if isinstance(part, Dense):
         joined["mlp.gate_up_proj"] = {"gate_proj": part.width, "up_proj": part.width}
-    elif part.shared is not None:
+    elif part is not None and part.shared is not None:
         joined["mlp.shared_expert.gate_up_proj"] = {"gate_proj": part.shared.width, "up_proj": part.shared.width}
     return {f"{stem}{path}": _parts(f"{stem}{path}", widths) for path, widths in joined.items()}
 

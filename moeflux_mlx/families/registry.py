@@ -14,6 +14,7 @@ from . import (
     mimo,
     minimax,
     mistral,
+    nemotron,
     qwen3,
     qwen4,
     step,
@@ -37,4 +38,5 @@ FAMILIES: dict[str, Family] = {
     **step.FAMILIES,
     **exaone.FAMILIES,
     **gemma4.FAMILIES,
+    **nemotron.FAMILIES,
 }

@@ -292,7 +292,7 @@ class ExpertLayout:
         Raises:
             ConfigError: a width is no multiple of a group.
         """
-        H, I, has_bias, records = args.hidden_size, args.moe_intermediate_size, args.experts.biases, {}
+        H, I, has_bias, records = args.expert_size, args.moe_intermediate_size, args.experts.biases, {}
         for layer in args.moe_layers:
             stored = UNIFORM[-args.experts.matrices :] if quants is None else quants[layer]
             dtype = dtypes if isinstance(dtypes, str) else dtypes[layer]

@@ -18,13 +18,14 @@ from .layer import (
     Residual,
     unsupported,
 )
-from .recurrent import LEAST_FLOOR, ChannelDecay, Delta, NGrams
+from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2, NGrams, Recurrent
 from .rotation import Llama3, Rotation, Yarn
 
 __all__ = [
     "Activation",
     "ActivationForm",
     "Attention",
+    "CHUNK",
     "COMPUTED",
     "ChannelDecay",
     "Compressed",
@@ -45,9 +46,11 @@ __all__ = [
     "Latent",
     "LayerSpec",
     "Llama3",
+    "Mamba2",
     "Mixer",
     "NGrams",
     "QueryScale",
+    "Recurrent",
     "Residual",
     "Rotation",
     "Router",

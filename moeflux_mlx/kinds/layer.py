@@ -6,9 +6,9 @@ from typing import Any
 
 from .attention import Attention
 from .feed_forward import Dense, Experts
-from .recurrent import Delta
+from .recurrent import Recurrent
 
-Mixer = Attention | Delta
+Mixer = Attention | Recurrent
 FeedForward = Dense | Experts
 
 
@@ -59,16 +59,20 @@ class Residual:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a decoder."""
+    """One layer of a decoder; without a `feed_forward` part it ends behind its mixer."""
 
     mixer: Mixer
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     residual: Residual = Residual()
+
+    @property
+    def row_width(self) -> int:
+        """Of the rows that every token makes in its feed-forward part."""
+        return self.feed_forward.row_width if self.feed_forward else 0
 
 
 # Switches that not every value of is computed, and the values that are.
 COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
-    Experts: {"matrices": (3,)},
     Residual: {"scale": (1.0,)},
 }
 

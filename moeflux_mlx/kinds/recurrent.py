@@ -1,7 +1,10 @@
 """Mixers that keep a state of fixed size."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+CHUNK = 64  # tokens that Mamba2 takes together
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,16 @@ class Delta:
         return 2 * self.key_width + self.value_width
 
     @property
+    def conv_shape(self) -> tuple[int, int]:
+        """Of one text's last inputs of the convolution."""
+        return self.taps - 1, self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of one text's matrices."""
+        return self.value_heads, self.value_dim, self.key_dim
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Of the rows that its operations take."""
         grams = (self.ngrams.width,) if self.ngrams else ()
@@ -107,3 +120,66 @@ class Delta:
     def scores(self, tokens: int, positions: int) -> int:
         """It has none."""
         return 0
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A state space model behind a causal convolution of `taps` inputs (Mamba-2, arXiv:2405.21060, section 7).
+
+    Each of `heads` has a state [head_dim, state_dim]. Of `groups` of heads each has its own B and C, and its own mean
+    square in the norm of the result.
+
+    Attributes:
+        least_step, most_step: between which the step sizes of time are clipped; None: there is no largest.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    taps: int
+    least_step: float = 0.0
+    most_step: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Of the result and of its gate."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B and C side by side."""
+        return self.width + 2 * self.groups * self.state_dim
+
+    @property
+    def projected(self) -> int:
+        """Of what is made of a hidden state: the gate, the convolution's inputs and the step sizes, side by side."""
+        return self.width + self.channels + self.heads
+
+    @property
+    def conv_shape(self) -> tuple[int, int]:
+        """Of one text's last inputs of the convolution."""
+        return self.taps - 1, self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of one text's state."""
+        return self.heads, self.head_dim, self.state_dim
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that its operations take."""
+        return (self.width,)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Values that exist at once: the projections and the convolution's results, these in float32 too; a chunk's
+        decays between its tokens; the state."""
+        chunk = min(tokens, CHUNK)
+        return 5 * self.projected * tokens + 3 * self.heads * chunk * chunk + 2 * math.prod(self.state_shape)
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """It has none."""
+        return 0
+
+
+Recurrent = Delta | Mamba2

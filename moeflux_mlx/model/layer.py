@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mixer
+from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mamba2, Mixer
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.indexed import Chosen
@@ -23,7 +23,8 @@ from .delta import GatedDeltaNet, KimiDelta
 from .indexed import IndexedMLA, PooledMLA
 from .latent import MLA
 from .layers import MixerModule, Output, RMSNorm
-from .moe import DenseMLP, MoE
+from .mamba import Mamba
+from .moe import DenseMLP, MoE, NoMLP
 from .span import MIXER_SHARE, Span
 from .streams import StreamsLayer
 
@@ -42,9 +43,11 @@ def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn
             return "self_attn", KimiDelta(mixer, args.hidden_size, args.rms_norm_eps)
         case Delta():
             return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
+        case Mamba2():
+            return "mamba", Mamba(mixer, args.hidden_size, args.rms_norm_eps)
 
 
-def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP:
+def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:
     """The module of a layer's feed-forward part."""
     part, around = args.layers[layer].feed_forward, (args.layers[layer].residual, args.rms_norm_eps)
     match part:
@@ -52,6 +55,8 @@ def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | No
             return MoE(part, args.hidden_size, layer, experts, *around)
         case Dense():
             return DenseMLP(part, args.hidden_size, *around)
+        case None:
+            return NoMLP()
 
 
 def layer_of(
@@ -69,7 +74,8 @@ def layer_of(
 class DecoderLayer(nn.Module):
     """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do.
 
-    With `Residual.output_norms` norms stand between: h = x + norm(mixer(norm(x))), and the MLP has its own (`Output`).
+    A layer without a feed-forward part is h. With `Residual.output_norms` norms stand between:
+    h = x + norm(mixer(norm(x))), and the MLP has its own (`Output`).
     """
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
@@ -82,7 +88,8 @@ class DecoderLayer(nn.Module):
         if spec.residual.output_norms:
             self.mixer_output = Output(args.hidden_size, args.rms_norm_eps)
         self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+        if spec.feed_forward is not None:
+            self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         self._step: Callable[[bool], DecodeStep] | None = None
 
     def compile(self, experts: ExpertLoader) -> None:
@@ -98,16 +105,21 @@ class DecoderLayer(nn.Module):
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [[cache]]):
             step = self._step(self.mlp.should_predict(1))
             return self.mlp.run_experts(step(x, [[cache]]))
-        return self.mlp.forward(self._mixed(x, cache, chosen), self.post_attention_layernorm)
+        return self.mlp.forward(self._mixed(x, cache, chosen), self._second_norm)
 
     def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
         """What is compiled."""
-        return self.mlp.choose(self._mixed(x, caches[0], None), self.post_attention_layernorm, predict)
+        return self.mlp.choose(self._mixed(x, caches[0], None), self._second_norm, predict)
 
     def _mixed(self, x: Array, cache: Any, chosen: Chosen | None) -> Array:
         if "mixer_output" not in self:
             return self.mixer(x, self.input_layernorm, cache, chosen)
         return self.mixer_output(x, self.mixer.mixed(x, self.input_layernorm, cache, chosen))
+
+    @property
+    def _second_norm(self) -> Any:
+        """Before the feed-forward part; None: there is none."""
+        return self.get("post_attention_layernorm")
 
     @property
     def mixer(self) -> MixerModule:
@@ -123,7 +135,7 @@ class DecoderLayer(nn.Module):
             h = self.mixer_output(x, self.mixer.end(mixed, parts, None))
         else:
             h = self.mixer.end(mixed, parts, x)
-        return self.mlp.forward(h, self.post_attention_layernorm)
+        return self.mlp.forward(h, self._second_norm)
 
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
@@ -136,7 +148,7 @@ class DecoderLayer(nn.Module):
             self._relieve()
             h = self._mixed(backend.contiguous(x[:, start:end]), cache, span.chosen[start])
             self._relieve()
-            part = self.mlp.prepare(h, self.post_attention_layernorm)  # up to where rows of different tokens meet
+            part = self.mlp.prepare(h, self._second_norm)  # up to where rows of different tokens meet
             backend.start(*part, *cache.state[:-1])
             span.passed(span.layer, end, cache)
             if parts:

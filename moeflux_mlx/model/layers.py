@@ -215,31 +215,32 @@ class Output(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(gate x, up x))."""
+    """down(activation(gate x, up x)); of two `matrices`, down(activation(up x, up x))."""
 
-    def __init__(self, dims: int, hidden_dims: int, activation: Activation = SILU):
+    def __init__(self, dims: int, hidden_dims: int, activation: Activation = SILU, matrices: int = 3):
         super().__init__()
         self.activation = activation
-        self.gate_proj = Linear(dims, hidden_dims)
+        if matrices == 3:
+            self.gate_proj = Linear(dims, hidden_dims)
         self.up_proj = Linear(dims, hidden_dims)
         self.down_proj = Linear(hidden_dims, dims)
         self.arrange()
 
     def arrange(self) -> None:
         """Joins the layers that read x; called again once they have their tensors."""
-        self._inputs = Stack(self.gate_proj, self.up_proj)
+        self._inputs = Stack(self.gate_proj, self.up_proj) if "gate_proj" in self else Stack(self.up_proj)
         self.down_proj.pack()
 
     @property
     def gate_up(self) -> Linear | None:
-        """Gate's rows and then up's, if they are stored alike."""
-        return self._inputs.stacked
+        """Gate's rows and then up's, if there is a gate and they are stored alike."""
+        return self._inputs.stacked if "gate_proj" in self else None
 
     def __call__(
         self, x: Array, scale: Array | None = None, norm: Norm | None = None, residual: Array | None = None
     ) -> Array:
         """Of norm(x), plus `residual`. `scale` [..., 1] multiplies the result: before the last product, where MLX fuses
         it with the activation."""
-        _, (gate, up) = self._inputs(x, norm)
-        act = activate(gate, up, self.activation)
+        _, made = self._inputs(x, norm)
+        act = activate(made[0], made[-1], self.activation)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)

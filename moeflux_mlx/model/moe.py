@@ -45,7 +45,7 @@ class MoE(nn.Module):
         if self.rule.correction_bias:
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
-            self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation)
+            self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation, part.shared.matrices)
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
             if part.shared.normed:
@@ -55,6 +55,11 @@ class MoE(nn.Module):
             self.gate_norm = RMSNorm(hidden_size, eps)
         if self.rule.expert_scales:
             self.expert_scales = mx.ones((self.rule.experts,))
+        if part.latent is not None:
+            self.fc1_latent_proj, self.fc2_latent_proj = (
+                Linear(hidden_size, part.latent),
+                Linear(part.latent, hidden_size),
+            )
         if residual.output_norms:
             self.output = Output(hidden_size, eps, residual.layer_scale)
         self.arrange()
@@ -81,7 +86,7 @@ class MoE(nn.Module):
             return self.finish(self.prepare(residual, norm, tokens))
         return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
-    def choose(self, residual: Array, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> list[Any]:
+    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> list[Any]:
         """What `run_experts` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
 
         `predict`: with the experts of the next MoE block. `tokens`: ids [B, L], where the rule has a table. Nothing
@@ -90,7 +95,7 @@ class MoE(nn.Module):
         x, logits, gates = self._routed(residual, norm)
         routed = self.route_with_host_copy(logits, tokens)
         predicted = self._predict_next(residual, tokens) if predict else None
-        return [residual, x, logits, gates, routed, predicted, *self._beside(residual)]
+        return [residual, self._latent(x), logits, gates, routed, predicted, *self._beside(residual, x, gates)]
 
     def run_experts(self, parts: Sequence[Any]) -> Any:
         """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
@@ -98,7 +103,7 @@ class MoE(nn.Module):
         assert self.experts is not None
         choice = Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, host_copy)
-        made: Any = self.experts(routing, x, self._added_to(residual), self._shared(gates))
+        made: Any = self.experts(routing, x, self._added_to(residual, x), None if beside else self._shared(gates))
         return self._joined(residual, made, *beside)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
@@ -110,16 +115,17 @@ class MoE(nn.Module):
             tokens: ids [B, L], where the rule has a table.
 
         Returns:
-            `residual`, the normed input [B, L, D], ids and weights [B, L, K], and the shared expert's output [B, L, D]
-            if there is one.
+            `residual`, the routed experts' input [B, L, D] or [B, L, latent], ids and weights [B, L, K], and the shared
+            expert's output [B, L, D] if there is one.
         """
         B, L, _ = residual.shape
         x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits, tokens)
-        parts: list[Any] = [residual, x, ids, weights, *self._beside(residual)]
-        shared = self._shared(gates)
+        beside: list[Any] = self._beside(residual, x, gates)
+        shared = None if beside else self._shared(gates)
         if shared is not None:
-            parts.append(shared.rows(x))
+            beside = [shared.rows(x)]
+        parts: list[Any] = [residual, self._latent(x), ids, weights, *beside]
         return tuple(part.reshape(B, L, -1) for part in parts)
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
@@ -131,25 +137,45 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        has_norms, shared = "shared_output_norm" in self, rows[4] if len(rows) > 4 else None
+        is_apart, shared = self._is_apart, rows[4] if len(rows) > 4 else None
         predicted = self._predict_next(residual) if self.should_predict(B * L) else None
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
-        made = self.experts(routing, x, self._added_to(residual), None if has_norms else shared, report)
-        return self._joined(residual, made, shared if has_norms else None).reshape(B, L, -1)
+        made = self.experts(routing, x, self._added_to(residual, x), None if is_apart else shared, report)
+        return self._joined(residual, made, shared if is_apart else None).reshape(B, L, -1)
 
-    def _beside(self, residual: Array) -> list[Array]:
-        """What the shared expert makes of the stream where it has norms of its own, the last of them left out."""
-        if "shared_output_norm" not in self:
+    def _latent(self, x: Any) -> Any:
+        """What the routed experts take of the normed rows."""
+        return self.fc1_latent_proj(x) if "fc1_latent_proj" in self else x
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the shared expert is no business of the routed experts' kernels: a norm or a projection stands
+        between."""
+        return "shared_expert" in self and ("shared_output_norm" in self or "fc2_latent_proj" in self)
+
+    def _beside(self, residual: Any, x: Any, gates: Any) -> list[Any]:
+        """What the shared expert makes where it `_is_apart`: of the stream in a norm of its own, the last of its norms
+        left out, or of the normed rows x."""
+        if not self._is_apart:
             return []
-        return [self.shared_expert(residual, norm=self.shared_input_norm)]
+        if "shared_output_norm" in self:
+            return [self.shared_expert(residual, norm=self.shared_input_norm)]
+        shared = self._shared(gates)
+        assert shared is not None
+        return [shared.rows(x).reshape(residual.shape)]
 
-    def _added_to(self, residual: Array) -> Array:
-        """What the routed experts' kernels add to what they make: the stream, where no norm stands between."""
+    def _added_to(self, residual: Any, x: Any) -> Any:
+        """What the routed experts' kernels add to what they make of x: the stream, where nothing stands between."""
+        if "fc2_latent_proj" in self:
+            return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
         is_plain = "output" not in self and "routed_output_norm" not in self
         return residual if is_plain else backend.zeros_like(residual)
 
     def _joined(self, residual: Array, made: Array, beside: Array | None = None) -> Array:
         """The stream behind the block, of what the routed experts made on top of `_added_to` of it."""
+        if "fc2_latent_proj" in self:
+            h = self.fc2_latent_proj(made, residual=residual)
+            return h if beside is None else h + beside
         if beside is None:
             return self.output(residual, made) if "output" in self else made
         pair = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)
@@ -177,7 +203,7 @@ class MoE(nn.Module):
         ids, weights, host_copy = predicted
         return Routing(self._following()[0].layer, ids, weights, host_copy=host_copy)
 
-    def _routed(self, residual: Array, norm: RMSNorm | None) -> tuple[Array, Array, Array]:
+    def _routed(self, residual: Any, norm: RMSNorm | None) -> tuple[Any, Any, Any]:
         """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
         expert's gate last."""
         gates = self._gates.stacked
@@ -223,6 +249,19 @@ class MoE(nn.Module):
         mlp = self.shared_expert
         own = gates if "shared_expert_gate" in self else None
         return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)
+
+
+class NoMLP(nn.Module):
+    """In a layer that ends behind its mixer: the stream goes on as it is."""
+
+    def forward(self, residual: Array, norm: None) -> Array:
+        return residual
+
+    def prepare(self, residual: Array, norm: None) -> tuple[Array, ...]:
+        return (residual,)
+
+    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
+        return parts[0]
 
 
 class DenseMLP(MLP):

@@ -17,7 +17,7 @@ from .head import DraftHead
 from .layers import Weight
 
 KEPT_FLOAT32 = (
-    *("A_log", "dt_bias", "e_score_correction_bias", "expert_scales", "ape", "fn", "base", "scale", GLOBAL_SCALE),
+    *("A_log", "dt_bias", "D", "e_score_correction_bias", "expert_scales", "ape", "fn", "base", "scale", GLOBAL_SCALE),
 )
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")

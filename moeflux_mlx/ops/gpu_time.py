@@ -11,7 +11,7 @@ GPU.
 
 import mlx.core as mx
 
-from ..kinds import Compressed, Delta, GroupedQuery, Latent, Mixer
+from ..kinds import CHUNK, Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
 from ..spec import ModelArgs
 from . import backend
 
@@ -64,7 +64,7 @@ def block_size(args: ModelArgs, longest: int, operations: float) -> int:
 
 def block(args: ModelArgs, mixer: Mixer, tokens: int) -> float:
     """A layer over a block of a span: its mixer but for scores, router and shared expert, or a dense MLP."""
-    width = max(layer.feed_forward.row_width for layer in args.layers)
+    width = max(layer.row_width for layer in args.layers)
     mlp = product(tokens, args.hidden_size, 3 * width + args.num_experts)
     return mlp + product(tokens, args.hidden_size, _projected(mixer)) + _own(mixer, tokens)
 
@@ -85,6 +85,8 @@ def _projected(mixer: Mixer) -> int:
             return mixer.q_latent + mixer.row + index + mixer.groups * mixer.group_latent
         case Delta():
             return mixer.channels + 2 * mixer.value_width + 2 * mixer.value_heads
+        case Mamba2():
+            return mixer.projected + mixer.width
 
 
 def _own(mixer: Mixer, tokens: int) -> float:
@@ -102,3 +104,6 @@ def _own(mixer: Mixer, tokens: int) -> float:
             return product(tokens, mixer.q_latent, width + index) + product(tokens, width, mixer.group_latent)
         case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464)
             return 7.0 * tokens * mixer.value_width * mixer.key_dim / DELTA_SHARE
+        case Mamba2():  # of each head between a chunk's tokens, and with the state
+            chunk = min(tokens, CHUNK)
+            return product(tokens, chunk, mixer.width) + 2 * product(tokens, mixer.width, mixer.state_dim)

@@ -174,7 +174,7 @@ class SingleExperts:
 
 
 def _shapes(args: ModelArgs) -> Iterator[tuple[str, tuple[int, int]]]:
-    H, I = args.hidden_size, args.moe_intermediate_size
+    H, I = args.expert_size, args.moe_intermediate_size
     for name in projections_of(args.experts.matrices):
         yield name, (H, I) if name == PROJECTIONS[-1] else (I, H)
 

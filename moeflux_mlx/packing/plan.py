@@ -63,7 +63,7 @@ def make_plan(
     Raises:
         ConfigError, ModelFileError: as `convert`.
     """
-    form = SourceFormat(checkpoint.config, checkpoint.tensors, FAMILIES[args.model_type].renames)
+    form = SourceFormat(checkpoint.config, checkpoint.tensors, FAMILIES[args.model_type].renames_of(args.layers))
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
     resident = plan_resident(args, tensors, form, wanted)
     used = {tensor.name for source in resident.sources for tensor in source.tensors}

@@ -28,7 +28,8 @@ def canonical_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, T
         ModelFileError: two tensors are for the same place.
     """
     canonical: dict[str, Tensor] = {}
-    renames, grouped = FAMILIES[args.model_type].renames, FAMILIES[args.model_type].grouped
+    family = FAMILIES[args.model_type]
+    renames, grouped = family.renames_of(args.layers), family.grouped
     for tensor in tensors:
         name = canonical_name(tensor.name, args.num_hidden_layers, renames)
         if name is None or (args.is_tied and name.startswith("lm_head.")):  # the embedding once more

@@ -12,8 +12,8 @@ from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
 @dataclass(frozen=True)
 class Wanted:
     """Args:
-    resident: form of matrices other than routed experts. experts: forms of the experts' gate, up and down, of which
-        experts without a gate have the last two.
+    resident: form of matrices other than routed experts.
+    experts: forms of the experts' gate, up and down; experts without a gate have the last two.
     requantize: whether codes are quantised again where a layer's experts are stored in several forms.
     named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.

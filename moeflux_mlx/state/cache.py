@@ -9,7 +9,7 @@ what is beside it.
 
 from collections.abc import Mapping
 
-from ..kinds import Compressed, Delta, GroupedQuery, HeadBlocks, KeyBlocks, Latent, Mixer
+from ..kinds import Compressed, Delta, GroupedQuery, HeadBlocks, KeyBlocks, Latent, Mamba2, Mixer, NGrams
 from .compressed import CompressedCache
 from .growing import KVCache, LatentCache
 from .indexed import IndexedCache
@@ -34,8 +34,10 @@ def make_cache(mixer: Mixer) -> Cache:
             return LatentCache(mixer) if mixer.indexer is None else IndexedCache(mixer)
         case Compressed():
             return CompressedCache(mixer)
-        case Delta():
-            return RecurrentCache(mixer) if mixer.ngrams is None else NGramsCache(mixer)
+        case Delta(ngrams=NGrams()):
+            return NGramsCache(mixer)
+        case Delta() | Mamba2():
+            return RecurrentCache(mixer)
 
 
 def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:

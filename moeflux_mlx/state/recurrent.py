@@ -6,19 +6,19 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Delta
+from ..kinds import Recurrent
 from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
 from .traced import FixedState
 
 
-class RecurrentCache(LayerCache[Delta]):
-    """Gated DeltaNet: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
-    `recurrent`, float32 [B, value_heads, value_dim, key_dim]."""
+class RecurrentCache(LayerCache[Recurrent]):
+    """Of the delta rule or Mamba2: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
+    `recurrent`, float32 [B, *state_shape]."""
 
     counts: ClassVar[bool] = False
     traced: Any = FixedState
 
-    def __init__(self, part: Delta):
+    def __init__(self, part: Recurrent):
         super().__init__(part)
         self.conv: mx.array | None = None
         self.recurrent: mx.array | None = None
@@ -31,8 +31,7 @@ class RecurrentCache(LayerCache[Delta]):
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
         """Of the two float32 arrays that a snapshot holds."""
-        part = self.part
-        return (part.taps - 1, part.channels), (part.value_heads, part.value_dim, part.key_dim)
+        return self.part.conv_shape, self.part.state_shape
 
     def stored(self) -> Arrays:
         """What a snapshot holds of a single text; None: zeros."""

@@ -52,7 +52,7 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..kinds import Attention, Delta, GroupedQuery, Latent, Mixer
+from ..kinds import Attention, GroupedQuery, Latent, Mixer, Recurrent
 from ..spec import ModelArgs
 from .cache import Cache, make_cache
 from .layer_cache import FLOAT_BYTES, State
@@ -231,10 +231,10 @@ def _is_plain(mixer: Mixer) -> bool:
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
     """Of the two states of a layer with linear attention; 0 where there is none."""
-    delta = next((mixer for mixer in args.mixers if isinstance(mixer, Delta)), None)
-    if delta is None:
+    mixer = next((mixer for mixer in args.mixers if isinstance(mixer, Recurrent)), None)
+    if mixer is None:
         return 0, 0
-    conv, recurrent = (FLOAT_BYTES * math.prod(shape) for shape in make_cache(delta).stored_shapes(0))
+    conv, recurrent = (FLOAT_BYTES * math.prod(shape) for shape in make_cache(mixer).stored_shapes(0))
     return conv, recurrent
 
 

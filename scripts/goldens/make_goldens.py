@@ -49,6 +49,7 @@ OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "
 FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 # Of texts that are longer than others.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
+LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
 
 

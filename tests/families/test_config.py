@@ -60,6 +60,8 @@ SIZES = {
     "kimi-k2.6": (24772608, 9512681472, 60, 531.56),
     "minimax-m2-230b-a10b": (7962624, 2038431744, 62, 117.70),
     "mistral-small-4-119b": (14155776, 1811939328, 36, 60.75),
+    "nemotron-3-nano-30b-a3b": (5615616, 718798848, 23, 15.40),
+    "nemotron-3-super-120b-a12b": (3096576, 1585446912, 40, 59.06),
     "gemma-4-26b-a4b": (3358720, 429916160, 30, 12.01),
     "qwen3-vl-30b-a3b": (2654208, 339738624, 48, 15.19),
     "gpt-oss-20b": (14016512, 448528384, 24, 10.03),
@@ -329,6 +331,8 @@ def small(config):
     for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
+    if "hybrid_override_pattern" in body:
+        body["hybrid_override_pattern"] = body["hybrid_override_pattern"][:4]
     sparse = body.get("sparse_attention_config", {})
     for name in ("sparse_attention_freq", "sparse_disable_index_value"):
         if isinstance(sparse.get(name), list):

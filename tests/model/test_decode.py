@@ -139,12 +139,13 @@ def pretended_norm(x, weight, eps):
 
 
 # Views of other arrays, which launch nothing.
-VIEWS = ("Reshape", "Slice", "Split", "Broadcast", "ExpandDims")
+VIEWS = ("Reshape", "Slice", "Split", "Broadcast", "ExpandDims", "Squeeze", "Transpose")
 # Moonlight's shared expert is as wide as two routed ones; one of Step's layers has a limit in routed experts alone.
 MOST = {"moonlight": 10, "step3p5": 8, ("step3p5", 3): 10, "laguna": 9}
 # MLX's own operations: 45 of a layer that reuses a choice, 20 more of one that norms and turns an indexer's keys.
 MOST |= {"deepseek_v32": 64, "glm_moe_dsa": 45, ("glm_moe_dsa", 2): 65}
 MOST |= {"gemma4": 12}
+MOST |= {"nemotron_h": 20, ("nemotron_h", 2): 10, "nemotron_h_latent": 24, ("nemotron_h_latent", 2): 13}  # Mamba
 MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "solar_open", "g9v3"), 8)
 
 

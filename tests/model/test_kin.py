@@ -11,7 +11,7 @@ from grids import drawn
 from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.ops import backend, latent
+from moeflux_mlx.ops import backend, latent, mamba
 from moeflux_mlx.ops.experts import MAX_SLOTS
 
 TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
@@ -131,6 +131,11 @@ IGNORED = [
     ("gemma4", {"rms_norm_eps": 1e-6}),
     ("gemma4", {"rope_parameters": {**GEMMAS, "full_attention": {**GEMMAS["full_attention"], "rope_type": "default"}}}),
     ("gemma4", {"rope_parameters": {**GEMMAS, "sliding_attention": GEMMAS["full_attention"]}}),
+    ("nemotron_h", {"time_step_limit": None}),
+    ("nemotron_h", {"time_step_limit": [0.5, 0.8]}),
+    ("nemotron_h", {"layer_norm_epsilon": 1e-5}),
+    ("nemotron_h", {"routed_scaling_factor": 1.0}),
+    ("nemotron_h_latent", {"norm_topk_prob": False}),
     ("glm_moe_dsa", {"index_topk": 64}),
     ("glm_moe_dsa", {"indexer_rope_interleave": False}),
     ("glm_moe_dsa", {"rope_parameters": {"rope_theta": 1e4}}),
@@ -155,7 +160,10 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
     assert error(load_model(path, dtype=mx.float32), "mistral4", chunk) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe"])
+BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
+
+
+@pytest.mark.parametrize("family", BIASED)
 def test_a_correction_bias_that_is_left_out(family):
     biases = [t for n, (_, t) in goldens.hub_tensors(family).items() if n.endswith(("correction_bias", "expert_bias"))]
     assert all(bias.min() < 0 < bias.max() for bias in biases)
@@ -171,6 +179,39 @@ def test_a_bias_that_is_left_out(family):
     for layer in model.layers:
         layer.self_attn._inputs.stacked.bias *= 0
     assert error(model, family) > 10 * TOLERANCE
+
+
+def without(name, part=""):
+    """Of a Mamba, or of a part of it."""
+
+    def leave_out(layer, _):
+        owner = layer.mamba[part] if part else layer.mamba
+        owner[name] = owner[name] * 0
+
+    return leave_out
+
+
+def with_one_norm(layer, patch):
+    """The groups' results are normed together."""
+    right = mamba.rms_norm
+    patch.setattr(mamba, "rms_norm", lambda y, *rest: right(y.reshape(*y.shape[:2], 1, -1), *rest))
+
+
+MAMBA = {
+    "no D": without("D"),
+    "no bias of step sizes": without("dt_bias"),
+    "no bias of the convolution": without("bias", "conv1d"),
+    "a norm of all groups": with_one_norm,
+}
+
+
+@pytest.mark.parametrize("mistake", MAMBA)
+def test_what_may_be_wrong_in_mamba(monkeypatch, mistake):
+    model = load_model(tiny_directory("nemotron_h", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        if "mamba" in layer:
+            MAMBA[mistake](layer, monkeypatch)
+    assert error(model, "nemotron_h") > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])

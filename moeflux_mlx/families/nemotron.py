@@ -1,0 +1,124 @@
+"""Nemotron-H: Mamba-2 and attention without rotations, each alone or with experts of two matrices behind it.
+
+The published layers have a mixer or experts; a layer of ours is a mixer with the experts that follow it, if any do.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError
+from ..kinds import Activation, Experts, GroupedQuery, LayerSpec, Mamba2, Mixer, SharedExpert
+from .fields import MOST_LAYERS, Family, Fields, experts, out_of_range, scale, sizes
+
+MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
+BLOCK_TYPES = {
+    **{"linear_attention": MAMBA, "mamba": MAMBA},
+    **{"full_attention": ATTENTION, "attention": ATTENTION},
+    "moe": EXPERTS,
+}
+RELU = Activation("relu")
+
+
+def _nemotron_h(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        *((name, False) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
+        *(("use_conv_bias", True), ("tie_word_embeddings", False), ("sliding_window", None), ("n_shared_experts", 1)),
+        *(("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2"), ("residual_in_fp32", False)),
+    ):
+        read.must_equal(name, wanted)
+    parts: dict[str, Mixer] = {MAMBA: _mamba(read), ATTENTION: _attention(read)}
+    eps = read.number("layer_norm_epsilon", 1e-5, least=1e-30, most=1.0)
+    return {**sizes(read), "rms_norm_eps": eps, "layers": _layers(_pattern(read), parts, _experts(read))}
+
+
+def _pattern(read: Fields) -> Sequence[str]:
+    """A letter for each published layer."""
+    types = read.optional("layers_block_type|layer_types", list, None)
+    pattern = read.config.get("hybrid_override_pattern")
+    if types is not None:
+        pattern = [BLOCK_TYPES.get(kind) if isinstance(kind, str) else None for kind in types]
+    if not isinstance(pattern, str | list) or any(kind not in (MAMBA, ATTENTION, EXPERTS) for kind in pattern):
+        name, value = ("hybrid_override_pattern", pattern) if types is None else ("layers_block_type", types)
+        raise out_of_range(name, value, "layers of Mamba, attention and experts, the kinds that are implemented")
+    count = read.count("num_hidden_layers", len(pattern), most=MOST_LAYERS)
+    if len(pattern) != count or count > MOST_LAYERS:
+        raise ConfigError(f"there are kinds of {len(pattern)} layers for num_hidden_layers {count}")
+    return pattern
+
+
+def _layers(pattern: Sequence[str], parts: Mapping[str, Mixer], moe: Experts) -> tuple[LayerSpec, ...]:
+    layers: list[LayerSpec] = []
+    for i, kind in enumerate(pattern):
+        if kind != EXPERTS:
+            layers.append(LayerSpec(parts[kind], None))
+        elif layers and layers[-1].feed_forward is None:
+            layers[-1] = LayerSpec(layers[-1].mixer, moe)
+        else:
+            raise ConfigError(f"layer {i} has experts, and no mixer stands before it, which is not implemented")
+    return tuple(layers)
+
+
+def _mamba(read: Fields) -> Mamba2:
+    return Mamba2(
+        heads=read.count("mamba_num_heads"),
+        head_dim=read.count("mamba_head_dim"),
+        state_dim=read.count("ssm_state_size"),
+        groups=read.count("n_groups"),
+        taps=read.count("conv_kernel", least=2),
+        **_step_limits(read),
+    )
+
+
+def _step_limits(read: Fields) -> dict[str, float]:
+    """`time_step_limit`, whose second number is usually infinite. JSON has no such number: some writers of it have
+    "Infinity" all the same, others {"__float__": "Infinity"}."""
+    name, infinite = "time_step_limit", (math.inf, "Infinity", {"__float__": "Infinity"})
+    limits = read.optional(name, list, [0.0, math.inf])
+    if len(limits) != 2:
+        raise out_of_range(name, limits, "two numbers")
+    least = Fields({name: limits[0]}).number(name, 0.0, least=0.0, most=1e6)
+    if limits[1] in infinite:
+        return {"least_step": least}
+    return {"least_step": least, "most_step": Fields({name: limits[1]}).number(name, least=least, most=1e6)}
+
+
+def _attention(read: Fields) -> GroupedQuery:
+    heads = read.count("num_attention_heads")
+    width = read.count("head_dim", None) or read.count("hidden_size") // heads
+    return GroupedQuery(heads, read.count("num_key_value_heads"), width, rotation=None, norm=None)
+
+
+def _experts(read: Fields) -> Experts:
+    shared = SharedExpert(read.count("moe_shared_expert_intermediate_size"), activation=RELU, matrices=2)
+    rule = {
+        "groups": read.count("n_group", 1),
+        "kept_groups": read.count("topk_group", 1),
+        "normalise": read.optional("norm_topk_prob", bool, True),
+        "scale": scale(read, "routed_scaling_factor"),
+    }
+    of_three = experts(read, shared, score="sigmoid", correction_bias=True, **rule)
+    latent = read.count("moe_latent_size", None)
+    return Experts(of_three.router, of_three.width, shared, RELU, matrices=2, latent=latent)
+
+
+def _numbered(layers: Sequence[LayerSpec]) -> list[tuple[str, str]]:
+    """Beginnings of the names in each published layer, and ours."""
+    names, number = list[tuple[str, str]](), 0
+    for i, layer in enumerate(layers):
+        mixer = "mamba" if isinstance(layer.mixer, Mamba2) else "self_attn"
+        parts = [(mixer, "input_layernorm")] + ([("mlp", "post_attention_layernorm")] if layer.feed_forward else [])
+        for part, norm in parts:
+            theirs, ours = f"^backbone.layers.{number}.", f"model.layers.{i}."
+            names += [(f"{theirs}mixer.", f"{ours}{part}."), (f"{theirs}norm.", f"{ours}{norm}.")]
+            number += 1
+    return names
+
+
+RENAMES = (
+    *(("^backbone.embeddings.", "model.embed_tokens."), ("^backbone.norm_f.", "model.norm.")),
+    *((".switch_mlp.fc1.", ".switch_mlp.up_proj."), (".switch_mlp.fc2.", ".switch_mlp.down_proj.")),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
+    (".mlp.shared_experts.", ".mlp.shared_expert."),
+)
+FAMILIES = {"nemotron_h": Family(_nemotron_h, renames=RENAMES, numbered=_numbered)}

@@ -1,0 +1,48 @@
+"""Mamba-2 (arXiv:2405.21060), a state space model as a token mixer: the projections round its core."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..kinds import Mamba2
+from ..ops.backend import Array
+from ..ops.delta import State
+from ..ops.mamba import MambaWeights, mamba
+from ..ops.rows import RowCaches
+from .layers import Linear, MixerModule, RMSNorm
+
+
+class Mamba(MixerModule):
+    """One projection makes the gate, x, B, C and the step sizes, side by side."""
+
+    def __init__(self, mixer: Mamba2, hidden_size: int, eps: float):
+        super().__init__()
+        self.mixer = mixer
+        self.in_proj = Linear(hidden_size, mixer.projected)
+        self.conv1d = nn.Module()
+        self.conv1d.weight = mx.zeros((mixer.channels, mixer.taps, 1))
+        self.conv1d.bias = mx.zeros((mixer.channels,))
+        self.A_log = mx.zeros((mixer.heads,))
+        self.dt_bias = mx.zeros((mixer.heads,))
+        self.D = mx.ones((mixer.heads,))
+        self.norm = RMSNorm(mixer.width, eps)
+        self.out_proj = Linear(mixer.width, hidden_size)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Packs what a GPU's kernels take at once; called again once all layers have their tensors."""
+        self.in_proj.pack()
+        self.out_proj.pack()
+
+    def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
+        return [self.in_proj(x, norm)]
+
+    def mix(self, parts: Sequence[Array], cache: State | RowCaches, *more: Any) -> Array:
+        convolution = self.conv1d.weight, self.conv1d.bias
+        weights = MambaWeights(*convolution, self.A_log, self.dt_bias, self.D, self.norm.weight, self.norm.eps)
+        return mamba(parts[0], cache, weights, self.mixer)
+
+    def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
+        return self.out_proj(out, residual=x)
