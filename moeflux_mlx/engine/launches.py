@@ -27,6 +27,7 @@ from ..ops import backend
 from ..ops.experts import Records, chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
+from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
 from ..ops.launch import NO_KERNELS, Kernel, Place, Reason
 from ..ops.rows import RowCaches
@@ -227,10 +228,18 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     """
     made = caches(mixer)
     if args.connections is None:
-        return module(x, norm, made)
+        return module(x, norm, made, *_chosen(mixer, x))
     if isinstance(made, RowCaches):
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(len(made.caches))]
     return module.mixed(x, norm, made.own if isinstance(made, NGramsCache) else made)
+
+
+def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
+    """What the layer before would have chosen for x [B, L, D], if the mixer takes that."""
+    if not isinstance(mixer, Latent) or mixer.indexer is None:
+        return []
+    B, late, top = x.shape[0], max(x.shape[1] - mixer.indexer.top, 0), mixer.indexer.top
+    return [Chosen(backend.library_of(x).zeros((B, late, top), np.int32 if isinstance(x, np.ndarray) else mx.int32))]
 
 
 def _between(shapes: Shapes, rule: Connections) -> Run:

@@ -1,5 +1,5 @@
-"""A token of one or several sequences through the model, or through a layer up to its choice of experts, as one
-compiled graph on a GPU.
+"""A token of each of several sequences, or a few tokens of one, through the model, or a token through a layer up to its
+choice of experts, as one compiled graph on a GPU.
 
 Building the graph of a token in Python takes milliseconds. `mx.compile` traces it once for each capacity of the caches
 and replays it: the whole model if the GPU holds every expert, otherwise the part of each layer before the host must
@@ -19,9 +19,9 @@ from ..ops.rows import RowCaches
 from ..state.cache import Cache
 from ..state.traced import Traced, up_to
 
-# Of a token each of some sequences, what takes the place of each layer's cache, and whatever else a call gives.
-Run = Callable[..., list[mx.array]]
+Run = Callable[..., list[mx.array]]  # of the tokens, what takes the place of each layer's cache, and other arrays
 MOST_TRACES = 64  # of a step: each capacity of each of several sequences makes another
+Begin = Callable[[int, int], None]  # called with the numbers of a row and of a layer before its cache absorbs the row
 
 
 @lru_cache(64)
@@ -54,7 +54,7 @@ class Compiled:
 
 
 class DecodeStep:
-    """Runs a model, or a part of it, for one token of each of some sequences.
+    """Runs a model, or a part of it, for rows: one token of each of some sequences, or the next tokens of one.
 
     What is traced holds on to the model's arrays until `forget`.
     """
@@ -72,55 +72,100 @@ class DecodeStep:
 
     @staticmethod
     def takes(tokens: mx.array, sequences: Sequence[Sequence[Cache]]) -> bool:
-        """tokens [1, R], or [1, R, hidden_size] of R tokens, one of each sequence, after at least one that every cache
-        has seen."""
-        layers = (layer for cache in sequences for layer in cache)
-        return tokens.shape[:2] == (1, len(sequences)) and not any(one.empty() or not one.can_trace for one in layers)
+        """Whether there is a graph for rows: their tokens [1, R] or hidden states [1, R, hidden_size], and for each row
+        the caches of its sequence, which must have absorbed a token."""
+        if tokens.shape[:2] != (1, len(sequences)):
+            return False
+        runs = _runs(sequences)
+        layers = (layer for cache, _ in runs for layer in cache)
+        return len(runs) in (1, len(sequences)) and not any(one.empty() or not one.can_trace for one in layers)
 
-    def __call__(self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array) -> list[mx.array]:
-        """The arrays that `run` makes of what `takes` takes, and of `more`; advances the caches of all sequences."""
-        state: list[Any] = []
-        for cache in sequences:
-            state += _scalar(cache[0].offset), _scalar(cache[0].position)
+    def __call__(
+        self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
+    ) -> list[mx.array]:
+        """The arrays that `run` makes of what `takes` takes, and of `more`; advances the caches of all sequences, after
+        `begin` has been called."""
+        state, runs = list[Any](), _runs(sequences)
+        for cache, count in runs:
+            for row in range(count):
+                state += _scalar(cache[0].offset + row), _scalar(cache[0].position + row)
             for layer in cache:
-                layer.reserve(1)
-                state += layer.step_arrays()
-        kinds = tuple(tuple(layer.traced for layer in cache) for cache in sequences)
+                layer.reserve(count)
+                state += layer.step_arrays(count)
+        kinds = tuple((count, tuple(layer.traced for layer in cache)) for cache, count in runs)
         if self._traces > MOST_TRACES:
             self.forget()
         key = threading.get_ident(), kinds
         if key not in self._compiled:
             self._compiled[key] = mx.compile(self._trace(kinds))
         outputs = self._compiled[key](tokens, *state, *more)
-        count = len(outputs) - sum(kind.num_outputs for own in kinds for kind in own)
+        of_rows = [own for count, own in kinds for _ in range(count)]
+        count = len(outputs) - sum(kind.num_outputs for own in of_rows for kind in own)
         left = islice(outputs, count, None)
-        for cache, own in zip(sequences, kinds, strict=True):
-            for layer, kind in zip(cache, own, strict=True):
+        for row, (cache, own) in enumerate(zip(sequences, of_rows, strict=True)):
+            for i, (layer, kind) in enumerate(zip(cache, own, strict=True)):
+                if begin is not None:
+                    begin(row, i)
                 layer.take_step(list(islice(left, kind.num_outputs)))
         return outputs[:count]
 
-    def _trace(self, kinds: Sequence[Sequence[Any]]) -> Callable[..., list[mx.array]]:
+    def _trace(self, kinds: Sequence[tuple[int, Sequence[Any]]]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
             self._traces += 1
             left = iter(arrays)
-            sequences = [_traced(own, left) for own in kinds]
-            rows = [RowCaches(layers, _nothing) for layers in zip(*sequences, strict=True)]
-            out = list(self._run(tokens, sequences[0] if len(sequences) == 1 else rows, *left))
-            return out + [array for caches in sequences for cache in caches for array in cache.arrays]
+            rows = [(one, row) for count, own in kinds for one in [_Standing(own, count, left)] for row in range(count)]
+            layers = [_caches(rows, i) for i in range(len(kinds[0][1]))]
+            out = list(self._run(tokens, rows[0][0].layers if len(rows) == 1 else layers, *left))
+            return out + [array for one, row in rows for array in one.arrays(row)]
 
         return run
 
 
-def _traced(kinds: Sequence[Any], arrays: Iterator[mx.array]) -> list[Traced]:
-    """The stand-ins of a sequence's caches, of what `arrays` goes on with: offset, position and each one's own."""
+class _Standing:
+    """The stand-ins of one sequence's caches while the next `count` tokens pass them."""
+
+    def __init__(self, kinds: Sequence[Any], count: int, arrays: Iterator[mx.array]):
+        self._places = [_place(arrays) for _ in range(count)]
+        self.layers: list[Traced] = []
+        self._later: list[list[mx.array]] = []  # of each layer, for the rows after the first
+        for kind in kinds:
+            self.layers.append(kind(*islice(arrays, kind.num_inputs), *self._places[0]))
+            self._later.append(list(islice(arrays, kind.num_later * (count - 1))))
+        self._before: dict[tuple[int, int], list[mx.array]] = {}  # by layer and row, after that row
+
+    def begin(self, layer: int, row: int) -> None:
+        """The layer's cache has absorbed the rows before this one."""
+        if row:
+            cache = self.layers[layer]
+            self._before[layer, row - 1] = cache.arrays
+            later = self._later[layer][(row - 1) * cache.num_later : row * cache.num_later]
+            cache.go_on(*later, *self._places[row])
+
+    def arrays(self, row: int) -> list[mx.array]:
+        """Of all caches, after the row."""
+        return [array for i, cache in enumerate(self.layers) for array in self._before.get((i, row), cache.arrays)]
+
+
+def _caches(rows: Sequence[tuple[_Standing, int]], layer: int) -> RowCaches:
+    def begin(i: int) -> None:
+        standing, row = rows[i]
+        standing.begin(layer, row)
+
+    return RowCaches([standing.layers[layer] for standing, _ in rows], begin)
+
+
+def _place(arrays: Iterator[mx.array]) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
+    """Of a token: its place, its rotary position, and what it sees of so many positions."""
     offset, position = islice(arrays, 2)
-
-    @lru_cache
-    def seen(capacity: int) -> mx.array:
-        return up_to(offset, capacity)
-
-    return [kind(*islice(arrays, kind.num_inputs), offset, position, seen) for kind in kinds]
+    return offset, position, lru_cache(lambda capacity: up_to(offset, capacity))
 
 
-def _nothing(row: int) -> None:
-    """Nobody takes back a traced cache: the caches themselves are not changed before the step is whole."""
+def _runs(sequences: Sequence[Sequence[Any]]) -> list[tuple[Sequence[Any], int]]:
+    """The caches of each sequence, and how many rows it has, one behind the other."""
+    runs = list[tuple[Sequence[Any], int]]()
+    for cache in sequences:
+        if runs and runs[-1][0] is cache:
+            runs[-1] = cache, runs[-1][1] + 1
+        else:
+            runs.append((cache, 1))
+    return runs

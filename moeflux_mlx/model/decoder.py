@@ -271,9 +271,9 @@ class Model(nn.Module):
 
     def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
         """`_outputs` of the rows of a step."""
-        sequences = [rows.cache for rows in step.sequences]
+        sequences = [rows.cache for rows in step.sequences for _ in range(rows.count)]
         if self.decode_step is not None and self.decode_step.takes(tokens, sequences):
-            return self.decode_step(tokens, sequences)
+            return self.decode_step(tokens, sequences, begin=step.begin)
         caches = step.caches
         if self.args.connections:  # whose layers are not compiled
             return self._step(tokens, caches)

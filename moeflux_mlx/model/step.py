@@ -71,6 +71,7 @@ class Step:
     def __init__(self, sequences: list[SequenceRows]):
         self.sequences = sequences
         self._absorbing = [_Absorbing(rows) for rows in sequences]
+        self._places = [(one, row) for one in self._absorbing for row in range(len(one.ways))]
         self._mark = object()  # not the step: a cache that held that would be held by what it holds
         for rows in sequences:
             rows.cache[0].last_step = self._mark
@@ -90,16 +91,16 @@ class Step:
     @property
     def caches(self) -> list[RowCaches]:
         """For each layer the caches that absorb the rows; they tell the step when they begin with one."""
-        places = [(one, row) for one in self._absorbing for row in range(len(one.ways))]
-        return [self._of_layer(layer, places) for layer in range(len(self.sequences[0].cache))]
+        return [self._of_layer(layer) for layer in range(len(self.sequences[0].cache))]
 
-    def _of_layer(self, layer: int, places: Sequence[tuple[_Absorbing, int]]) -> RowCaches:
-        def begin(i: int) -> None:
-            absorbing, row = places[i]
-            if row:
-                absorbing.begin(row, layer)
+    def _of_layer(self, layer: int) -> RowCaches:
+        return RowCaches([one.cache[layer] for one, _ in self._places], lambda row: self.begin(row, layer))
 
-        return RowCaches([absorbing.cache[layer] for absorbing, _ in places], begin)
+    def begin(self, row: int, layer: int) -> None:
+        """The cache of the layer has absorbed the rows of the same sequence before this one."""
+        absorbing, own = self._places[row]
+        if own:
+            absorbing.begin(own, layer)
 
     def start(self, sequence: int) -> int:
         """The position where a sequence's rows begin."""

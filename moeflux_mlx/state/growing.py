@@ -91,8 +91,8 @@ class Growing(LayerCache[Part]):
     def _settle(self) -> None:
         """Brings all entries into the two arrays."""
 
-    def step_arrays(self) -> list[mx.array | None]:
-        """The traced stand-in of the cache; there is room for its token."""
+    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
+        """The arrays of the traced stand-in for the next n tokens; there is room for them."""
         return [self.keys, self.values]
 
     def take_step(self, arrays: list[mx.array]) -> None:
@@ -213,9 +213,9 @@ class Stepping(Growing[Part]):
         """Of its first positions, [1, heads, length, .] for each array."""
         raise NotImplementedError
 
-    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
-        """What there is before a token, in entries of `dtype`; `here`: as numpy arrays."""
-        if self._recent is None or self.offset - self._begun == RECENT:
+    def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
+        """What there is before a token, in entries of `dtype`, with room for n; `here`: as numpy arrays."""
+        if self._recent is None or self.offset - self._begun + n > RECENT:
             self._settle()
             if self.keys is None:
                 empty_rows = (mx.zeros((1, heads, 0, width), dtype) for heads, width in self.rows)
@@ -243,11 +243,13 @@ class Stepping(Growing[Part]):
         if not self.takes_steps():
             super().reserve(n)
 
-    def step_arrays(self) -> list[mx.array | None]:
+    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
         if not self.takes_steps():
-            return super().step_arrays()
+            return super().step_arrays(n)
         assert self.keys is not None
-        return list(self.held(self.keys.dtype))
+        held = self.held(self.keys.dtype, n=n)
+        later = (_positions(self.offset + i, self._begun, held.keys.shape[2], self.position + i) for i in range(1, n))
+        return [*held, *later]
 
     def take_step(self, arrays: list[mx.array]) -> None:
         if len(arrays) == FixedKeys.num_outputs:

@@ -70,9 +70,9 @@ class QuantizedKVCache(KVCache):
         """The state that `stored` was taken of."""
         return super().restored(first, second, length, CODES)
 
-    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
-        """What there is before a token, as bytes; `here`: as numpy arrays."""
-        return super().held(CODES, here)
+    def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
+        """What there is before a token, as bytes, with room for n; `here`: as numpy arrays."""
+        return super().held(CODES, here, n)
 
 
 class QuantizedWindowCache(QuantizedKVCache, WindowCache):

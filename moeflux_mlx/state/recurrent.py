@@ -61,8 +61,8 @@ class RecurrentCache(LayerCache[Recurrent]):
     def empty(self) -> bool:
         return self.recurrent is None
 
-    def step_arrays(self) -> list[mx.array | None]:
-        """The traced stand-in of the cache."""
+    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
+        """The arrays of the traced stand-in for the next n tokens."""
         return [self.conv, self.recurrent]
 
     def take_step(self, arrays: list[mx.array]) -> None:

@@ -16,11 +16,16 @@ class Traced(Protocol):
     """The traced stand-in of a cache: arrays of fixed shape, and positions that are arrays."""
 
     num_inputs: ClassVar[int]  # arrays
+    num_later: ClassVar[int]  # arrays besides for each later token of the same step
     num_outputs: ClassVar[int]
 
     @property
     def arrays(self) -> list[mx.array]:
-        """As they are after the step."""
+        """As they are after the token."""
+        ...
+
+    def go_on(self, *later: Any) -> None:
+        """The next token of the same step: its `num_later` arrays, place, rotary position and mask."""
         ...
 
 
@@ -31,6 +36,7 @@ class FixedCache:
     """
 
     num_inputs: ClassVar[int] = 2
+    num_later: ClassVar[int] = 0
     num_outputs: ClassVar[int] = 2
 
     def __init__(
@@ -41,8 +47,12 @@ class FixedCache:
         position: mx.array,
         seen: Callable[[int], mx.array],
     ):
-        self.keys, self.values, self._seen = keys, values, seen
-        self.offset, self.position = offset, position
+        self.keys, self.values = keys, values
+        self.go_on(offset, position, seen)
+
+    def go_on(self, offset: mx.array, position: mx.array, seen: Callable[[int], mx.array]) -> None:
+        """The place, rotary position and mask of the next token."""
+        self.offset, self.position, self._seen = offset, position, seen
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -78,6 +88,7 @@ class FixedKeys:
     """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
     num_inputs: ClassVar[int] = 4
+    num_later: ClassVar[int] = 1
     num_outputs: ClassVar[int] = 1
 
     def __init__(
@@ -105,15 +116,23 @@ class FixedKeys:
     def advance(self, recent: mx.array) -> None:
         self._held = self._held._replace(recent=recent)
 
+    def go_on(self, positions: mx.array, *_: Any) -> None:
+        """The place of the next token among what is held."""
+        self._held = self._held._replace(positions=positions)
+
 
 class FixedState:
     """A recurrent cache's two arrays; what it computes depends on no position."""
 
     num_inputs: ClassVar[int] = 2
+    num_later: ClassVar[int] = 0
     num_outputs: ClassVar[int] = 2
 
     def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
         self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads
+
+    def go_on(self, *_: Any) -> None:
+        """No position matters."""
 
     @property
     def arrays(self) -> list[mx.array]:

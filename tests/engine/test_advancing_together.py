@@ -193,10 +193,11 @@ def test_one_who_was_a_token_ahead_joins_others(monkeypatch):
 def test_answers_share_steps_and_fail_alone():
     model = tiny_model("qwen3_next", mx.float32)
     texts = [Text(0, None, None, False), Text(1, None, ("raises", 3), False), Text(2, None, ("nan", 2), False)]
-    answers = [
-        session_of(model).answer(PROMPTS[text.prompt], max_tokens=LONGEST, logits_processors=[text.process])
-        for text in texts
-    ]
+
+    def answer_of(text):
+        return session_of(model).answer(PROMPTS[text.prompt], max_tokens=LONGEST, logits_processors=[text.process])
+
+    answers = [answer_of(text) for text in texts]
     told, kinds = [[answer.advance()] for answer in answers], {}
     running = list(range(len(texts)))
     while running:
@@ -208,8 +209,11 @@ def test_answers_share_steps_and_fail_alone():
         running = [i for i in running if i not in kinds and not told[i][-1].finish_reason]
     assert kinds == {1: OSError, 2: ModelFileError} and told[0][-1].finish_reason == "length"
     for answer, text, responses in zip(answers, texts, told, strict=True):
-        assert same([(one.token, one.logprobs) for one in responses], Alone(model)(text)[0])
-        answer.close()
+        alone = answer_of(text)
+        wanted = [alone.advance() for _ in responses]
+        assert same(*([(one.token, one.logprobs) for one in told] for told in (responses, wanted)))
+        for one in (alone, answer):
+            one.close()
         whole = PROMPTS[text.prompt] + [one.token for one in responses[:-1]]
         reached = len(answer.session.tokens)  # who failed goes back to the last state that was kept
         assert answer.session.tokens == whole[:reached] and (reached == len(whole) or text.fault)

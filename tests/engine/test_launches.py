@@ -48,6 +48,11 @@ def said(family, target, tokens):
     return total, steps
 
 
+def test_layers_that_reuse_what_another_chose_are_listed():
+    """Of a prompt that is longer than the budget."""
+    assert "latent attention" in {step.part for step in said("glm_moe_dsa", "cuda", 512)[1]}
+
+
 @pytest.mark.skipif(not native.available(), reason="the extension is not built")
 @pytest.mark.parametrize("family", goldens.families())
 @pytest.mark.parametrize("tokens", [1, 4])

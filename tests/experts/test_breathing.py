@@ -163,6 +163,7 @@ def test_the_least_recently_used_go_and_the_others_stay(packed):
     loader.close()
 
 
+@on_host
 def test_what_is_leased_stays(packed):
     loader, stride = breathing(packed, ALL)
     leases = [read(loader, layer, [0, 3, 5]) for layer in (0, 1)]
@@ -258,7 +259,7 @@ def test_what_was_read_in_vain_is_counted(packed):
     loader.close()
 
 
-@pytest.mark.parametrize("copied", [None, True])
+@pytest.mark.parametrize("copied", [pytest.param(None, marks=on_host), True])
 def test_several_pools_get_equal_shares(packed, copied):
     """A request may ask for more records than the pool is sure to have, if it has room; of copies, for no more."""
     stride = packed.layout.expert_stride
@@ -325,6 +326,7 @@ def test_memory_that_metal_has_adopted_is_replaced_while_nobody_reads_it(packed,
         loader.close()
 
 
+@on_host
 def test_memory_is_given_back_in_the_middle_of_a_call_and_comes_with_the_next(packed):
     allowed, stride = [ALL], packed.layout.expert_stride
     loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
@@ -346,6 +348,7 @@ def test_memory_is_given_back_in_the_middle_of_a_call_and_comes_with_the_next(pa
     loader.close()
 
 
+@on_host
 def test_memory_is_given_back_between_two_parts_of_a_wave(packed):
     """What is leased stays, and has the same bytes."""
     allowed, stride = [ALL], packed.layout.expert_stride
@@ -363,6 +366,7 @@ def test_memory_is_given_back_between_two_parts_of_a_wave(packed):
     loader.close()
 
 
+@on_host
 def test_memory_is_given_back_while_nothing_is_computed(packed, monkeypatch):
     monkeypatch.setattr(moeflux_mlx.experts.streamed, "WATCH_SECONDS", 0.01)
     allowed, stride, others = [ALL], packed.layout.expert_stride, threading.enumerate()

@@ -334,7 +334,7 @@ def test_what_was_read_for_rows_that_are_taken_back_gives_way_first(packed):
 
 def test_several_buffers_hold_whole_layers(packed):
     stride = packed.layout.expert_stride
-    loader = StreamedExperts(packed, cache_bytes=8 * stride, least_slots=2, buffer_bytes=5 * stride)
+    loader = StreamedExperts(packed, cache_bytes=8 * stride, least_slots=4, buffer_bytes=5 * stride)
     assert [pool.slots for pool in loader.pools] == [4, 4]
     for layer in (0, 1):
         assert np.array_equal(blocks(loader.request(layer, np.arange(4))), records(packed, layer)[:4])
@@ -615,7 +615,7 @@ def test_a_picture_of_where_experts_are(packed):
 
 @pytest.mark.parametrize("mode", [IoMode.PREAD, IoMode.MMAP])
 def test_who_asked_for_an_expert_last(packed, mode):
-    options = {"cache_bytes": 4 * packed.layout.expert_stride, "least_slots": 2} if mode is IoMode.PREAD else {}
+    options = {"cache_bytes": 4 * packed.layout.expert_stride, "least_slots": 4} if mode is IoMode.PREAD else {}
     loader, layer = opened(packed, mode, **options), packed.layout.moe_layers[0]
     row = loader.layout.moe_layers.index(layer)
 

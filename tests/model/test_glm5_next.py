@@ -93,6 +93,7 @@ def test_positions_behind_the_last_pool_that_are_left_out(monkeypatch):
     assert broken(monkeypatch, operations, "with_tail", wrong)
 
 
+@pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("lengths", [(64,), (56,) + (1,) * 8])
 def test_a_decay_for_each_head(monkeypatch, lengths):
     right = delta.log_decays
@@ -104,6 +105,7 @@ def test_a_decay_for_each_head(monkeypatch, lengths):
     assert broken(monkeypatch, delta, "log_decays", wrong, lengths)
 
 
+@pytest.mark.usefixtures("cpu_device")
 def test_decays_without_their_bias(monkeypatch):
     right = delta.log_decays
     assert broken(monkeypatch, delta, "log_decays", lambda a, rates, bias, rule: right(a, rates, bias * 0, rule))

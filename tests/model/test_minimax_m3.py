@@ -12,6 +12,7 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.ops import blocks
+from moeflux_mlx.ops.backend import library_of
 from moeflux_mlx.spec import ModelArgs
 
 FAMILY = "minimax_m3_vl"
@@ -52,11 +53,14 @@ def with_choice(monkeypatch, change):
 
 
 def test_one_choice_for_all_heads(monkeypatch):
-    assert with_choice(monkeypatch, lambda chosen, *_: np.repeat(chosen[:, :, :1], chosen.shape[2], axis=2))
+    assert with_choice(
+        monkeypatch, lambda chosen, *_: library_of(chosen).repeat(chosen[:, :, :1], chosen.shape[2], axis=2)
+    )
 
 
 def test_the_first_blocks_instead_of_the_best(monkeypatch):
-    assert with_choice(monkeypatch, lambda chosen, *_: np.broadcast_to(np.arange(2, dtype=np.int32), chosen.shape))
+    first = lambda chosen, *_: chosen * 0 + library_of(chosen).arange(2)  # noqa: E731
+    assert with_choice(monkeypatch, first)
 
 
 def test_blocks_by_the_mean_of_their_keys(monkeypatch):
@@ -66,7 +70,7 @@ def test_blocks_by_the_mean_of_their_keys(monkeypatch):
         B, positions, width = index.keys.shape
         count = positions // rule.ratio
         means = index.keys[:, : count * rule.ratio].reshape(B, count, rule.ratio, width).mean(axis=2)
-        return right(index._replace(keys=means.repeat(rule.ratio, axis=1)), seen, rule)
+        return right(index._replace(keys=library_of(means).repeat(means, rule.ratio, axis=1)), seen, rule)
 
     model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
     monkeypatch.setattr(blocks, "choose_by_head", wrong)

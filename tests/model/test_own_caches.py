@@ -76,7 +76,7 @@ def test_what_is_cut_kept_or_saved_goes_on_alike(family, lengths, back, way):
     if position:
         logits(model, tokens, (position,), fresh)
     rest, ones = tokens[position : position + 6], (1,) * 6
-    assert np.abs(logits(model, rest, ones, cache) - logits(model, rest, ones, fresh)).max() < 2e-5
+    assert np.abs(logits(model, rest, ones, cache) - logits(model, rest, ones, fresh)).max() < 1e-4
 
 
 @pytest.mark.usefixtures("computing")
