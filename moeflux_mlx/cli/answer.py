@@ -128,8 +128,8 @@ def print_statistics(last: GenerationResponse | None, session: Session, verbose:
         note(f"prompt cache: {reuse.disk} of {last.prompt_tokens} tokens")
     if reuse.out_of_reach >= WORTH_SAYING:
         note(
-            f"prompt cache: {reuse.out_of_reach} more tokens are those of a saved prompt, but this model's "
-            "state can be taken up only where it was kept: at a prompt's end, and after --system-prompt; "
+            f"prompt cache: {reuse.out_of_reach} more tokens begin a saved prompt, but this model's "
+            "state can be reused only where it was kept: at the end of a prompt and of --system-prompt; "
             "put there what prompts share"
         )
     if reuse.computed < reuse.prompt:

@@ -72,7 +72,7 @@ def look(host: str, options: argparse.Namespace) -> HostReport:
     try:
         done = subprocess.run([*SSH, host, remote], capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise RequestError(f"{host} cannot be asked by ssh: {error}") from None
+        raise RequestError(f"{host} cannot be reached by ssh: {error}") from None
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RequestError(f"{host}: {why}; it must let you in by ssh without a password and have {options.python}")
@@ -80,7 +80,7 @@ def look(host: str, options: argparse.Namespace) -> HostReport:
         facts = json.loads(done.stdout.strip().splitlines()[-1])
         files = {str(name): int(size) for name, size in facts.pop("files").items()}
     except (ValueError, IndexError, KeyError, AttributeError, TypeError):
-        raise RequestError(f"{host} answered something else than was asked: {done.stdout[-80:]!r}") from None
+        raise RequestError(f"{host} gave an unexpected answer: {done.stdout[-80:]!r}") from None
     return HostReport(host, facts, files)
 
 

@@ -20,7 +20,7 @@ def check_numbers(numbers: Sequence[int], engine: Engine) -> None:
     if min(numbers) < 1 or max(numbers) > MAX_ROWS:
         raise RequestError(f"--parallel {max(numbers)}: 1 to {MAX_ROWS} sequences decode together")
     if engine.lead is not None:
-        raise RequestError("several ranks decode one sequence at a time; leave --parallel away")
+        raise RequestError("several ranks decode one sequence at a time; leave --parallel out")
 
 
 def parallel_rates(engine: Engine, numbers: Sequence[int], prompt_tokens: int, max_tokens: int, rounds: int) -> Rates:

@@ -82,7 +82,7 @@ def _check_for_ranks(options: argparse.Namespace) -> None:
         )
     if options.parallel is not None and options.parallel > 1:
         raise RequestError(
-            f"--parallel is {options.parallel}; several ranks answer one request at a time: leave --parallel away"
+            f"--parallel is {options.parallel}; several ranks answer one request at a time: leave --parallel out"
         )
 
 
@@ -130,7 +130,7 @@ def serve_with(
     served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
     listener = kind(make_app(served, Rules(hosts, options.cors_origin, key)), switch.begin_stop)
-    note(f"loading; {where}/health tells when it is done")
+    note(f"loading; {where}/health shows when it is done")
     return serve(switch, listener, listening)
 
 
@@ -159,7 +159,7 @@ def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket)
 
     asyncio.run(main())
     if not switch.stop(STOP_SECONDS):
-        note("the model's thread is still at work; leaving it")
+        note("the model's thread has not ended in time; exiting without it")
         os._exit(listener.exit_code)
     if switch.error is None or switch.contexts or len(switch.choices) > 1:
         return listener.exit_code

@@ -33,7 +33,7 @@ def agree(what: str, yes: bool) -> None:
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise RequestError(f"{what}; nobody can be asked here: add --yes to do it")
+        raise RequestError(f"{what}; there is no terminal to ask on: add --yes to agree")
     print(f"{what}\ngo on? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise RequestError("nothing was done: the answer was not y")

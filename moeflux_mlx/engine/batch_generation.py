@@ -160,7 +160,9 @@ class BatchGenerator:
             [self.logits_processors] * count if logits_processors is None else logits_processors,
         ]
         if any(len(column) != count for column in columns):
-            raise RequestError(f"{count} prompts with lists of other lengths; each list has an entry for each prompt")
+            raise RequestError(
+                f"{count} prompts, but an argument's list has another length; give each list one entry per prompt"
+            )
         texts = [self._text(i, *row) for i, row in enumerate(zip(prompts, *columns, strict=True))]
         self._count += count
         self._waiting.extend(texts)

@@ -79,7 +79,7 @@ def demand_of(
     asked = {"context": context, "span": span, "prefill_step_size": prefill_step_size}
     for name, value in (*asked.items(), ("expert_cache_bytes", expert_cache_bytes)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise RequestError(f"{name} is {value!r}; it must be a positive integer, or None for what is best")
+            raise RequestError(f"{name} is {value!r}; it must be a positive integer, or None for the best value")
     limit = args.max_position_embeddings
     if context is not None and context > limit:
         raise RequestError(f"context is {context} and the model takes {limit} tokens; give at most {limit}")

@@ -78,7 +78,7 @@ def choose_drafts(
     """
     is_folder = str(draft) not in DRAFTS
     if is_folder and not user_path(draft).is_dir():
-        raise RequestError(f"draft {str(draft)!r} is not one of {', '.join(DRAFTS)}, and no directory")
+        raise RequestError(f"draft {str(draft)!r} is neither one of {', '.join(DRAFTS)} nor a directory")
     if draft == "off":
         return Drafts(args, planned(args, demand), "off", None, "")
     looking = replace(demand, drafts=MOST_DRAFTS)

@@ -41,7 +41,7 @@ def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Mod
         RequestError: the model reads no images, one cannot be read, or their number differs from the number of places.
     """
     if model.vision is None:
-        raise RequestError(f"this {model.model_type} model was loaded without what reads images; use load()")
+        raise RequestError(f"this {model.model_type} model was loaded without an image encoder; use load()")
     sources = images if isinstance(images, (list, tuple)) else [images]
     read = [one if isinstance(one, EncodedImage) else model.vision.image(one) for one in sources]
     return with_images(np.array(tokens).tolist(), read, model.vision.token)
@@ -55,7 +55,10 @@ def with_images(tokens: Sequence[int], images: Sequence[Image], token: int) -> P
     """
     places = [i for i, one in enumerate(tokens) if one == token]
     if len(places) != len(images):
-        raise RequestError(f"the prompt has {len(places)} places for images, and there are {len(images)}")
+        raise RequestError(
+            f"the prompt has {len(places)} places for images, but {len(images)} images were given; "
+            "give one image per place"
+        )
     whole: list[int] = []
     placed, done = [], 0
     for place, image in zip(places, images, strict=True):

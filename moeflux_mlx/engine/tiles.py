@@ -91,7 +91,7 @@ def choose(option: str | Path) -> Tiles:
         return _usable(file)
     if named == "auto":
         return CODE
-    raise RequestError(f"the tiles {file} do not exist; give a file that moeflux tune wrote, auto or code")
+    raise RequestError(f"the file of tiles {file} does not exist; give a file that moeflux tune wrote, auto or code")
 
 
 def _usable(file: Path) -> Tiles:
@@ -129,7 +129,7 @@ def read_entries(file: Path) -> list[Entry]:
 def _entry(row: Any) -> Entry:
     names = {name: row[name] for name in ("gpu", "mlx", "kernels")}
     if not all(isinstance(name, str) for name in names.values()):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not a string")
     return Entry(**names, tiles=parse_tiles(row["tiles"]))
 
 

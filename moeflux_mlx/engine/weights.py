@@ -79,12 +79,12 @@ class Weights:
         """Raises RequestError if the experts cannot be used in this mode."""
         if isinstance(self.experts, StripedExperts) and expert_io == "mmap":
             raise RequestError(
-                f"expert_io mmap needs each layer in one file, and the experts of {self.path} lie in several "
+                f"expert_io mmap needs each layer in one file, and the experts of {self.path} are in several "
                 "directories; leave it at auto"
             )
         if self.in_place and expert_io == "mmap":
             raise RequestError(
-                f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, read as it lies; "
+                f"expert_io mmap needs packed experts, and {self.path} is a checkpoint, which is used in place; "
                 f"leave it at auto, or run: {self.convert_command}"
             )
 

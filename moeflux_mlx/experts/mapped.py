@@ -85,7 +85,7 @@ def map_file(path: Path, experts: int, size: int) -> tuple[np.ndarray | mx.array
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size != size:
-                raise ExpertIOError(f"{path} has no longer the {size} bytes that the layout needs")
+                raise ExpertIOError(f"{path} no longer has the {size} bytes that the layout needs")
             mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
     except OSError as error:
         raise error if isinstance(error, ExpertIOError) else ExpertIOError(f"cannot map {path}: {error}") from error

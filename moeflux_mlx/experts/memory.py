@@ -47,7 +47,7 @@ def adopt(rows: np.ndarray, what: str) -> mx.array:
         return mx.from_dlpack(rows, copy=False)
     except (ValueError, RuntimeError) as error:
         raise ExpertIOError(
-            f"Metal does not take {what}, {rows.nbytes / 1e9:.2f} GB ({error}); "
+            f"Metal refuses {what}, {rows.nbytes / 1e9:.2f} GB ({error}); "
             "give --expert-io pread or a smaller --expert-cache-gb"
         ) from None
 

@@ -400,7 +400,7 @@ class StreamedExperts(ExpertLoader):
         most = min(pool.slots - held, self._least) if pool.copied else pool.slots - held
         if len(keys) > most:
             raise TooManyExpertsError(
-                f"{len(keys)} experts were asked for at once; the pool has {pool.slots} slots, {held} in use"
+                f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
             )
         missing = []
         for i, slot in enumerate(slots):

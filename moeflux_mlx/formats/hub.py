@@ -215,7 +215,7 @@ class Repository:
             if not wrong:
                 return file
             file.unlink()
-        raise ModelFileError(f"{self.name}/{name} came damaged, twice: {wrong}; try again later")
+        raise ModelFileError(f"{self.name}/{name} was damaged twice: {wrong}; try again later")
 
     def _download(self, name: str, folder: Path, advance: Callable[[int], None]) -> None:
         import huggingface_hub as hub

@@ -245,7 +245,7 @@ def _read_varied(content: Mapping[str, Any], args: ModelArgs, where: object) -> 
 def _objects(parent: Mapping[str, Any], key: str, where: object) -> list[Mapping[str, Any]]:
     objects = parent.get(key)
     if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
-        raise ModelFileError(f"{where}: {key} is no list of objects")
+        raise ModelFileError(f"{where}: {key} is not a list of objects")
     return objects
 
 

@@ -97,7 +97,7 @@ def open_packed(model_path: str | Path, args: ModelArgs) -> PackedExperts | Stri
     for other in map(Path, also):
         if not other.is_dir():
             raise ModelFileError(
-                f"{other}, which has some of the experts, does not exist: connect its drive, or, if it lies elsewhere "
+                f"{other}, which has some of the experts, does not exist: connect its drive, or, if it is elsewhere "
                 f"now, change its path in {layout_file}"
             )
     experts = StripedExperts(layout, [folder, *map(Path, also)])

@@ -390,4 +390,4 @@ def _check_groups(layer: int, record: Record) -> None:
     for one in record.projections:
         if one.columns % one.quant.group_size:
             path = expert_path(layer, one.name)
-            raise ConfigError(f"{path} has {one.quant}; its {one.columns} columns are no multiple of the group")
+            raise ConfigError(f"{path} has {one.quant}; its {one.columns} columns are not a multiple of the group")

@@ -122,7 +122,7 @@ class Step:
         if first.last_step is not self._mark or first.offset != absorbing.start + count:
             raise RequestError(f"the caches of sequence {sequence} went on; only their last step can be taken back")
         if not 0 <= rows <= count:
-            raise RequestError(f"a cache cannot keep {rows} rows of its last step; 0 to {count} of them are there")
+            raise RequestError(f"a cache cannot keep {rows} rows of its last step; it can keep 0 to {count}")
         if rows < count:
             absorbing.go_back(rows)
             first.last_step = self._mark

@@ -127,7 +127,7 @@ def headers_of(name: str, form: str) -> list[str]:
     ordered: list[str] = []
     for header in (one.format(form=form) for one in needs_of(name)):
         if not (directory("metal") / header).is_file():
-            raise FileNotFoundError(f"metal/{name} needs {header}, which is not there")
+            raise FileNotFoundError(f"metal/{name} needs {header}, which does not exist")
         ordered += [one for one in (*headers_of(header, form), header) if one not in ordered]
     return ordered
 

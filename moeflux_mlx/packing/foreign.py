@@ -134,7 +134,9 @@ def _grouped(form: SourceFormat, path: str, method: str) -> Quant:
     """Raises ModelFileError: config.json is of another method."""
     quant = form.of(path)
     if form.method != method or quant is None:
-        raise ModelFileError(f"{method}: tensors of {path} are stored so; config.json's quant_method does not say it")
+        raise ModelFileError(
+            f"{method}: tensors of {path} are stored in this form, but config.json's quant_method does not say so"
+        )
     return quant
 
 

@@ -95,7 +95,7 @@ def find_head(
     used = stored.used | {tensor.name for source in resident.sources for tensor in source.tensors}
     left = sorted(tensor.name for tensor in own.values() if tensor.name not in used)
     if left:
-        raise ModelFileError(f"tensor {left[0]} is no part of a draft head of one layer like the model's")
+        raise ModelFileError(f"tensor {left[0]} does not belong to a draft head of one layer like the model's")
     head = replace(head, quantization=of_packed({"quantization": resident.quantization()}))
     layers = ExpertLayout.from_args(head, {0: stored.quants}, {0: stored.dtype})
     return HeadWeights(head, resident, LayerFile(layers, 0, found))

@@ -171,7 +171,7 @@ def _tensors(file: LayerFile, expert: int) -> list[Tensor]:
             weight, dtypes = matrix.weight, [tensor.dtype for tensor in part.tensors]
             raise NotPackedError(
                 f"{weight.file}: tensor {weight.name} has {matrix.quant or 'floats'}, {', '.join(dtypes)}; "
-                f"to be used as it lies it needs {projection.quant}, {', '.join(wanted)}; "
+                f"to be used in place it needs {projection.quant}, {', '.join(wanted)}; "
                 f"run: {packing_command(weight.file.parent)}"
             )
         bias = None if part.bias is None else part.bias.rows(part.start, part.stop)

@@ -76,8 +76,8 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
         again = [matrix for matrix in matrices if matrix.quant is not None]
         if again and not wanted.requantize:
             raise ModelFileError(
-                f"tensor {again[0].weight.name} is stored with {again[0].quant}; other experts of the layer are stored "
-                "otherwise: add --requantize (lossy) to convert it"
+                f"tensor {again[0].weight.name} is stored with {again[0].quant}; other experts of the layer are "
+                "stored in another form: add --requantize (lossy) to convert it"
             )
         lossy += [matrix.weight.name for matrix in again]
         quants.append(form)

@@ -106,7 +106,9 @@ def lack_their_one(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bool:
     norms = [tensor for name, tensor in tensors.items() if is_zero_centred(args, name)]
     absent = next((norm for norm in norms if not norm.file.exists()), None)
     if absent is not None:
-        raise ModelFileError(f"the values of {absent.name} tell how norms are stored: download the repository first")
+        raise ModelFileError(
+            f"the values of {absent.name} are needed to know how norms are stored: download the repository first"
+        )
     means = [cast(float, tensor.read().astype(mx.float32).mean().item()) for tensor in norms]
     return bool(means) and min(means) < LEAST_MEAN
 

@@ -203,8 +203,8 @@ class Scattering:
                 digest = _digest(_spans(files[job.unit.name], one.spans))
                 if {digest, *again} != {one.digest}:
                     raise ModelFileError(
-                        f"{self.output.path / job.unit.name} does not hold what was made of {name}, read back from the "
-                        f"disk; {name} was not deleted: check the disk, then "
+                        f"{self.output.path / job.unit.name} has other bytes than those made from {name}, "
+                        f"read back from the disk; {name} was not deleted: check the disk, then "
                         + begin_again(self.output.path, deletes_source(self.output.origin))
                     )
         return sum(length for one in written for _, length in one.spans)

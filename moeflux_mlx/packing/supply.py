@@ -98,7 +98,7 @@ def _own_files(folder: Path, output: Path) -> "OwnFiles":
     if listing is None and not folder.is_dir():
         raise ModelFileError(f"{folder} does not exist")
     if listing is None and (folder / FOLDER / LAYOUT).exists():
-        raise ModelFileError(f"{folder} is packed already, and has no shards to delete: leave --delete-source out")
+        raise ModelFileError(f"{folder} is already packed and has no shards to delete: leave --delete-source out")
     if listing is None and not any(folder.glob("*.safetensors")):
         if (output / FOLDER / LAYOUT).exists():
             raise ModelFileError(f"{output} is finished, and {folder} has no shards any more: there is nothing to do")
@@ -191,7 +191,7 @@ class OwnFiles:
     def bring(self, name: str, advance: Callable[[int], None]) -> None:
         if name not in self.present():
             raise ModelFileError(
-                f"{self.folder / name} was packed and deleted, but what was made of it is gone; "
+                f"{self.folder / name} was packed and deleted, but its converted form is gone; "
                 "download the checkpoint again, and convert it into an empty directory"
             )
 

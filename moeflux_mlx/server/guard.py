@@ -176,13 +176,13 @@ class _Body:
         try:
             message = await asyncio.wait_for(self._receive(), self._until - loop.time())
         except asyncio.TimeoutError:
-            raise BodyError(408, f"the body did not come within {seconds:g} s") from None
+            raise BodyError(408, f"the body did not arrive within {seconds:g} s") from None
         nbytes = len(message.get("body", b""))
         self.size += nbytes
         self._whole = not message.get("more_body", False)
         self._guard.hold(nbytes)
         if self.size > most:
-            raise BodyError(413, f"the body may have {most} bytes")
+            raise BodyError(413, f"the body is too large; at most {most} bytes")
         return message
 
 

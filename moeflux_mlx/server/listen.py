@@ -131,7 +131,7 @@ def bind(host: str, port: int) -> socket.socket:
         RequestError: the port is taken, or the address is not one of this machine.
     """
     if not 0 <= port <= LAST_PORT:
-        raise RequestError(f"--port {port} is no port; give one from 1 to {LAST_PORT}, or 0 for any that is free")
+        raise RequestError(f"--port {port} is not a port; give one from 1 to {LAST_PORT}, or 0 for any that is free")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

@@ -254,7 +254,9 @@ class Preparer:
     def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
         """The text that makes the model call any tool, or the named one."""
         if self.dialect is None:
-            raise BadRequestError(f"tool_choice is {request.tool_choice!r}; this model calls no tools", "tool_choice")
+            raise BadRequestError(
+                f"tool_choice is {request.tool_choice!r}; this model cannot call tools", "tool_choice"
+            )
         named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
         return self.dialect.prefix(named, inside_reasoning, self.tokenizer.channels)
 
@@ -298,9 +300,9 @@ def _check_end(messages: Messages) -> None:
     if not messages or messages[-1]["role"] != "assistant":
         return
     if messages[-1].get("tool_calls"):
-        raise BadRequestError("the messages end with a call of a tool; send its result as well")
+        raise BadRequestError("the messages end with a tool call; send its result as well")
     if len(messages) == 1:
-        raise BadRequestError("the only message is the beginning of an answer; send what it answers as well")
+        raise BadRequestError("the only message is the beginning of an answer; send the message before it as well")
 
 
 def _is_begun(messages: Messages) -> bool:

@@ -76,7 +76,7 @@ class FollowSession(Session):
             self._settled = bool(received.values[0])
             raise RankStopped("rank 0 stopped")
         if received.order not in orders:
-            raise RankError(f"rank 0 ordered {received.order.name} in the midst of an answer; start all ranks again")
+            raise RankError(f"rank 0 ordered {received.order.name} during an answer; start all ranks again")
         return received
 
     @property
@@ -157,7 +157,7 @@ class Follower:
 
     def _session(self, number: int) -> FollowSession:
         if number not in self.sessions:
-            raise RankError(f"rank 0 goes on with session {number}, which this rank does not have; start all again")
+            raise RankError(f"rank 0 continues session {number}, which this rank does not have; start all again")
         return self.sessions[number]
 
     def _new(self, received: ReceivedOrder) -> FollowSession:

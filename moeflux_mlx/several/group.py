@@ -64,7 +64,7 @@ class MlxGroup:
         except RuntimeError as error:
             others = [str(i) for i in range(self.size) if i != self.rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
-            raise RankError(f"{who} is gone ({error}); see what it said last, then start all ranks again") from None
+            raise RankError(f"{who} is gone ({error}); read its last message, then start all ranks again") from None
         if isinstance(own, np.ndarray):
             gathered = np.array(gathered)
         return cast(Array, gathered)
@@ -117,7 +117,7 @@ class Exchange:
             RankError: a process is gone, or out of step.
         """
         if self.is_broken:
-            raise RankError("the ranks have lost each other; start all of them again")
+            raise RankError("the connection between the ranks is lost; start all of them again")
         self.count += 1
         checksum = 0 if agreed is None else zlib.crc32(np.ascontiguousarray(agreed).tobytes())
         header = np.array([MAGIC, self.count & 0xFFFFFFFF, kind, flag, checksum], np.uint32)
@@ -146,6 +146,6 @@ class Exchange:
             )
         if theirs[2] != own[2] or (theirs[4] != own[4] and FINE == theirs[3] == own[3]):
             raise RankError(
-                f"rank {rank} computed something else than rank {self.group.rank} (exchange {self.count}, "
+                f"rank {rank} computed other values than rank {self.group.rank} (exchange {self.count}, "
                 f"kinds {theirs[2]} and {own[2]}): the machines differ; give --share-routing"
             )

@@ -168,7 +168,7 @@ def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
     text += b" " * (-len(text) % 4)
     length = int(exchange(TILES_LENGTH, np.array([len(text) // 4], np.uint32)).words[0, 0])
     if length > MOST_TILES:
-        raise RankError(f"rank 0 tells {4 * length} bytes of tiles; {REMEDIES['package']}")
+        raise RankError(f"rank 0 announces {4 * length} bytes of tiles; {REMEDIES['package']}")
     words = np.frombuffer(text, np.uint32)
     gathered = exchange(TILES_TEXT, np.resize(words, length)).words[0].tobytes()
     if gathered == text:

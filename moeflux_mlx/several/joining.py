@@ -51,8 +51,10 @@ def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | No
     needs = ", ".join(f"{name} ({backend})" for backend, name in VARIABLES.items())
     if not backends or asked is not None:
         wanted = f"--backend {asked} needs {VARIABLES.get(asked, 'an MPI launcher')}" if asked else f"one of {needs}"
-        raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but what it is the rank of is not set: {wanted}")
-    raise RequestError(f"the environment arranges {' and '.join(backends)}; choose one with --backend")
+        raise RequestError(f"MLX_RANK is {environ['MLX_RANK']!r}, but no transport's variables are set: {wanted}")
+    raise RequestError(
+        f"the environment selects several transports, {' and '.join(backends)}; choose one with --backend"
+    )
 
 
 def join(environ: Mapping[str, str], asked: str | None = None, limit: float = JOIN_SECONDS) -> "Watched | None":

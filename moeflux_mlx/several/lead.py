@@ -81,7 +81,7 @@ class Lead:
         while not self._over.wait(nap):
             if self.exchange.is_broken:
                 if not self._over.wait(PARTING_SECONDS):
-                    self._end("the ranks have lost each other; start all of them again")
+                    self._end("the connection between the ranks is lost; start all of them again")
                 return
             with self.lock:
                 if self._over.is_set() or self.exchange.is_broken or self.is_shared:
@@ -198,7 +198,9 @@ class LeadSession(Session):
     def load(self, path: Path, fingerprint: Fingerprint) -> PromptHeader:
         """As `Session.load`. Raises PromptCacheError: also, the text has images."""
         if read_prompt_header(path).shifts:  # which a snapshot does not contain
-            raise PromptCacheError(f"{path} is of a text with images, which are off on several ranks; start one")
+            raise PromptCacheError(
+                f"{path} has a text with images, which several ranks do not support; start a single process"
+            )
         self.rewind(len(self.tokens))
         with self.lead.lock:
             header = super().load(path, fingerprint)

@@ -86,7 +86,9 @@ def receive_order(exchange: Exchange) -> ReceivedOrder:
         fields = np.ascontiguousarray(exchange(ORDER, empty).words[0]).view(np.uint64)
         number, nbytes, values = int(fields[0]), int(fields[1]), tuple(fields[2:].tolist())
         if number not in set(Order) or nbytes > MOST_BYTES:
-            raise RankError(f"rank 0 ordered {number} with {nbytes} bytes, which nobody knows; start all ranks again")
+            raise RankError(
+                f"rank 0 ordered {number} with {nbytes} bytes, which is not a known order; start all ranks again"
+            )
         if number != Order.IDLE:
             return ReceivedOrder(Order(number), values, _payload(exchange, nbytes))
         time.sleep(min(values[0], 1000) / 1000 * NAP_SHARE)

@@ -166,7 +166,7 @@ def _ids(engine: Engine, text: str, window: int, most: int | None) -> list[int]:
     if len(ids) % window == 1:  # a single token predicts nothing
         ids.pop()
     if len(ids) < 2:
-        raise RequestError(f"the text has {len(ids)} tokens of use; give one with at least 2")
+        raise RequestError(f"the text has {len(ids)} tokens; give one with at least 2")
     return ids
 
 

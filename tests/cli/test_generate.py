@@ -649,7 +649,7 @@ def test_a_saved_state_that_is_out_of_reach_is_said(capfd, family, said, tmp_pat
     common = "x" * 60
     assert "more tokens are those" not in command(capfd, *base, common + "a" * 20)[2]
     err = command(capfd, *base, common + "b" * 20)[2]
-    match = re.search(r"prompt cache: (\d+) more tokens are those of a saved prompt.*--system-prompt", err)
+    match = re.search(r"prompt cache: (\d+) more tokens begin a saved prompt.*--system-prompt", err)
     assert (match is not None) == said and (not said or 60 <= int(match[1]) < 90)
 
 

@@ -67,7 +67,7 @@ def test_a_host_file_and_a_command(tmp_path, hosts, capsys):
         (["--hosts", "a,b"], {"a": {}, "b": {"exit": "Permission denied"}}, "b: Permission denied"),
         (["--hosts", "a,b"], {"a": {}, "b": {"moeflux-mlx": "2.0"}}, "b has moeflux-mlx 2.0, a 1.0"),
         (["--hosts", "a,b"], {"a": {}, "b": {"moeflux-mlx": None}}, "b has moeflux-mlx none"),
-        (["--hosts", "a,b"], {"a": {}, "b": {"text": "hello"}}, "b answered something else"),
+        (["--hosts", "a,b"], {"a": {}, "b": {"text": "hello"}}, "b gave an unexpected answer"),
         (["--hosts", "a,b", "--model", "/m"], {"a": {"files": {"x": 1}}, "b": {}}, "b has no files in /m"),
         (
             ["--hosts", "a,b", "--model", "/m"],

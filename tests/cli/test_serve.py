@@ -113,7 +113,7 @@ def test_a_port_that_is_taken(capsys):
 
 def test_wrong_starts(capsys, tmp_path):
     assert "--host 0.0.0.0 lets other machines in" in line(capsys, "--host", "0.0.0.0", "--port", "0")
-    assert "--port 70000 is no port" in line(capsys, "--port", "70000")
+    assert "--port 70000 is not a port" in line(capsys, "--port", "70000")
     assert "--host nowhere.invalid cannot be used" in line(capsys, "--host", "nowhere.invalid", "--no-key")
     assert "--sessions is 0; it must be at least 1" in line(capsys, "--sessions", "0")
     assert "--idle-minutes is 0.0; it must be positive" in line(capsys, "--idle-minutes", "0", "--port", "0")

@@ -124,7 +124,7 @@ def test_it_ends_after_any_of_its_stops(model):
         ({"completion_batch_size": 17}, {}, "1 to 16"),
         ({"max_tokens": 0}, {}, "max_tokens is 0"),
         ({}, {"prompts": [[]]}, "prompt is empty"),
-        ({}, {"prompts": [[1]], "max_tokens": [1, 2]}, "lists of other lengths"),
+        ({}, {"prompts": [[1]], "max_tokens": [1, 2]}, "list has another length"),
         ({}, {"prompts": [[1]], "caches": [[]]}, "0 caches"),
     ],
 )

@@ -355,5 +355,5 @@ def test_states_to_go_back_to_are_planned():
 
 
 def test_a_source_of_drafts_that_is_not_known_is_refused():
-    with pytest.raises(RequestError, match="draft 'luck' is not one of auto, off, lookup, head, and no directory"):
+    with pytest.raises(RequestError, match="draft 'luck' is neither one of auto, off, lookup, head nor a directory"):
         load_model(tiny_directory("qwen3_moe"), draft="luck")

@@ -494,7 +494,7 @@ def test_a_head_that_is_not_whole_is_refused_where_it_was_asked_for(tmp_path):
         headed("qwen3_next", draft=str(tmp_path))
     with pytest.raises(ModelFileError, match="holds no draft head for this model; leave draft at auto"):
         load_model(tiny_directory("qwen3_moe"), draft="head")
-    with pytest.raises(RequestError, match="and no directory"):
+    with pytest.raises(RequestError, match="nor a directory"):
         load_model(tiny_directory("qwen3_moe"), draft=str(tmp_path / "none"))
     engine = open_engine(tiny_directory("qwen3_next", "hub"), draft="auto")  # whose head is a few tensors
     assert engine.model.head is None and "the draft head cannot be used: tensor " in engine.drafts

@@ -741,9 +741,9 @@ def test_what_metal_does_not_adopt_is_said(replaceable, monkeypatch):
     monkeypatch.setattr(mx, "from_dlpack", refuse)
     packed = PackedExperts.open(path, ModelArgs.from_file(path))
     monkeypatch.setattr(backend, "name", lambda: "metal")
-    with pytest.raises(ExpertIOError, match=f"Metal does not take {path}.*layer_00.bin.*without a copy.*--expert-io"):
+    with pytest.raises(ExpertIOError, match=f"Metal refuses {path}.*layer_00.bin.*without a copy.*--expert-io"):
         MappedExperts(packed)
-    with pytest.raises(ExpertIOError, match="Metal does not take the expert pool.*--expert-cache-gb"):
+    with pytest.raises(ExpertIOError, match="Metal refuses the expert pool.*--expert-cache-gb"):
         StreamedExperts(packed)
 
 
@@ -772,5 +772,5 @@ def test_a_file_cut_between_check_and_open(replaceable):
     packed = PackedExperts.open(path, ModelArgs.from_file(path))
     file.write_bytes(data[:-16384])
     for source in (MappedExperts, StreamedExperts, ResidentExperts):
-        with pytest.raises(ExpertIOError, match="layer_01.bin has"):
+        with pytest.raises(ExpertIOError, match="layer_01.bin (no longer )?has"):
             source(packed)

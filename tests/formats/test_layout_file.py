@@ -102,7 +102,7 @@ def test_a_stride_of_more_blocks_is_taken_as_it_is():
 
 
 def test_a_group_that_does_not_divide():
-    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are no multiple"):
+    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are not a multiple"):
         varied(dict.fromkeys(range(LAYERS), (Quant(4, 128),) * 3))
 
 

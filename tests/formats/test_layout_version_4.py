@@ -127,7 +127,7 @@ def test_version_1_cannot_say_biases():
 
 
 def test_a_group_that_does_not_divide():
-    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are no multiple"):
+    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*its 64 columns are not a multiple"):
         ExpertLayout.from_args(having({0: (MXFP4, MXFP4)}), dict.fromkeys(range(LAYERS), (MXFP4, Quant(4, 128))))
 
 

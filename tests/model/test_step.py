@@ -211,7 +211,7 @@ def test_what_makes_no_step_is_refused_before_anything_changes():
         with pytest.raises(RequestError, match=message):
             made.rewind(sequence, rows)
     made.rewind(0, 1)
-    with pytest.raises(RequestError, match="cannot keep 2 rows of its last step; 0 to 1 of them are there"):
+    with pytest.raises(RequestError, match="cannot keep 2 rows of its last step; it can keep 0 to 1"):
         made.rewind(0, 2)
 
 

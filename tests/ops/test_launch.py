@@ -190,5 +190,5 @@ def test_headers_stand_behind_those_that_they_need():
 
 
 def test_a_header_that_is_not_there_is_named():
-    with pytest.raises(FileNotFoundError, match=r"metal/qmv\.metal needs affine7\.h\.metal, which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"metal/qmv\.metal needs affine7\.h\.metal, which does not exist"):
         Kernel("qmv", "x w scales biases norm eps residual", "y", "affine7").build("metal", "", 64, (0.0,) * 7)

@@ -576,7 +576,7 @@ def test_options_and_directories_that_are_refused(tmp_path):
     for options in ({"q_bits": 7}, {"q_bits": 0}, {"q_group_size": 16}, {"down_bits": 7}, {"q_mode": "nvfp5"}):
         with pytest.raises(ConfigError, match="is not computed; supported: affine"):
             convert(source, tmp_path / "out", **options)
-    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*64 columns are no multiple"):
+    with pytest.raises(ConfigError, match="down_proj has 4 bits, group_size 128.*64 columns are not a multiple"):
         convert(source, tmp_path / "out", q_group_size=128)
     with pytest.raises(ModelFileError, match="is the checkpoint itself"):
         convert(source, source)

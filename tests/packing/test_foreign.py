@@ -263,8 +263,8 @@ def test_a_refusal_names_method_tensor_and_what_was_found(tmp_path, hub, words):
         ({"m.weight_scale": ("BF16", np.zeros((16, 2), np.uint16))}, PACKED, r"m.weight_scale has shape \[16, 2\]"),
         ({"m.weight_packed": ("I32", np.zeros((16, 11), np.uint32))}, PACKED, r"m.weight_packed has shape \[16, 11\]"),
         ({"m.weight_packed": ("F32", np.zeros((16, 12), np.float32))}, PACKED, "m.weight_packed is F32"),
-        ({}, AWQ, "compressed-tensors: tensors of m are stored so"),
-        ({}, MXFP4, "compressed-tensors: tensors of m are stored so"),
+        ({}, AWQ, "compressed-tensors: tensors of m are stored in this form"),
+        ({}, MXFP4, "compressed-tensors: tensors of m are stored in this form"),
     ],
 )
 def test_tensors_that_do_not_fit_their_form(tmp_path, change, hub, message):

@@ -141,7 +141,7 @@ def test_cut_connections_are_taken_up_again(hub, source, whole, tmp_path):
 
 def test_a_wrong_shard_is_downloaded_again_and_refused_the_second_time(hub, whole, tmp_path):
     hub.wrong = {NAMES[1]: 1, NAMES[2]: 2}
-    with pytest.raises(ModelFileError, match=f"{NAMES[2]} came damaged, twice: SHA-256 is [0-9a-f]+, not [0-9a-f]+;"):
+    with pytest.raises(ModelFileError, match=f"{NAMES[2]} was damaged twice: SHA-256 is [0-9a-f]+, not [0-9a-f]+;"):
         convert("org/model", tmp_path / "out")
     assert not list((tmp_path / "out" / INCOMING).glob("*.safetensors"))
     assert hub.fetched() == [NAMES[0], NAMES[1], NAMES[1], NAMES[2], NAMES[2]]
@@ -254,7 +254,9 @@ def test_what_does_not_read_back_is_not_deleted(hub, whole, tmp_path, monkeypatc
         return len(data) if lost[0] == 0 else real(descriptor, data, offset)
 
     monkeypatch.setattr(shards.os, "pwrite", pwrite)
-    with pytest.raises(ModelFileError, match=f"does not hold what was made of {NAMES[0]}, read back from the disk"):
+    with pytest.raises(
+        ModelFileError, match=f"has other bytes than those made from {NAMES[0]}, read back from the disk"
+    ):
         convert("org/model", tmp_path / "out")
     assert not (tmp_path / "out" / JOURNAL).exists()
 
@@ -370,7 +372,7 @@ def test_a_shard_that_changed_is_refused(own, tmp_path):
 def test_what_was_deleted_and_lost_is_said(own, tmp_path):
     stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
     (tmp_path / "out" / f"resident.safetensors{PARTIAL}").unlink()
-    with pytest.raises(ModelFileError, match=f"{NAMES[0]} was packed and deleted, but what was made of it is gone"):
+    with pytest.raises(ModelFileError, match=f"{NAMES[0]} was packed and deleted, but its converted form is gone"):
         convert(own, tmp_path / "out", delete_source=True)
 
 
@@ -494,7 +496,7 @@ def test_deleting_is_for_directories(hub, own, tmp_path):
     with pytest.raises(ModelFileError, match="nowhere does not exist"):
         convert(tmp_path / "nowhere", tmp_path / "out", delete_source=True)
     convert(own, tmp_path / "packed")
-    with pytest.raises(ModelFileError, match="packed is packed already, and has no shards to delete"):
+    with pytest.raises(ModelFileError, match="packed is already packed and has no shards to delete"):
         convert(tmp_path / "packed", tmp_path / "out", delete_source=True)
     with pytest.raises(RequestError, match="org/model is a repository, whose shards are never kept"):
         convert("org/model", tmp_path / "out", delete_source=True)
@@ -503,7 +505,7 @@ def test_deleting_is_for_directories(hub, own, tmp_path):
 def test_nobody_is_there_to_be_asked(own, tmp_path, capsys):
     before = tree(own)
     assert main(["--hf-path", str(own), "--mlx-path", str(tmp_path / "out"), "--delete-source"]) == 1
-    assert re.search(r"deleted one by one.*nobody can be asked here: add --yes", capsys.readouterr().err)
+    assert re.search(r"deleted one by one.*there is no terminal to ask on: add --yes", capsys.readouterr().err)
     assert tree(own) == before and not (tmp_path / "out").exists()
 
 

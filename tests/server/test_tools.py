@@ -200,12 +200,12 @@ def test_what_no_answer_can_follow(chat, claude):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     block = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
     item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
-    with pytest.raises(openai.BadRequestError, match="end with a call of a tool; send its result"):
+    with pytest.raises(openai.BadRequestError, match="end with a tool call; send its result"):
         chat.chat.completions.create(model="m", messages=[*QUESTION, {"role": "assistant", "tool_calls": [call]}])
-    with pytest.raises(openai.BadRequestError, match="end with a call of a tool; send its result"):
+    with pytest.raises(openai.BadRequestError, match="end with a tool call; send its result"):
         chat.responses.create(model="m", input=[*QUESTION, item])
     called = [*QUESTION, {"role": "assistant", "content": [block]}]
-    with pytest.raises(anthropic.BadRequestError, match="end with a call of a tool; send its result"):
+    with pytest.raises(anthropic.BadRequestError, match="end with a tool call; send its result"):
         claude.messages.create(model="m", messages=called, max_tokens=9)
     assert claude.messages.count_tokens(model="m", messages=called).input_tokens > 20
     with pytest.raises(openai.BadRequestError, match="only message is the beginning of an answer"):

@@ -37,7 +37,7 @@ def test_the_environment_decides(environ, asked, backend):
 @pytest.mark.parametrize(
     "environ, asked, message",
     [
-        (RANK, None, "is not set: one of MLX_HOSTFILE"),
+        (RANK, None, "variables are set: one of MLX_HOSTFILE"),
         ({}, "ring", "--backend ring needs MLX_RANK"),
         (RANK | {"MLX_HOSTFILE": "hosts"}, "nccl", "--backend nccl needs NCCL_HOST_IP"),
         (

@@ -99,7 +99,7 @@ def test_a_window_longer_than_the_plan_s_span_goes_through_in_several():
         ({"window": 1}, "window 1, tokens None: both must be at least 2"),
         ({"most": 1}, "tokens 1: both must be at least 2"),
         ({"window": 1 << 30}, "exceeds the .* tokens that the model takes"),
-        ({"text": "a"}, "the text has 0 tokens of use; give one with at least 2"),
+        ({"text": "a"}, "the text has 0 tokens; give one with at least 2"),
     ],
 )
 def test_what_cannot_be_measured(given, message):

@@ -58,7 +58,7 @@ def test_the_library_takes_images_as_mlx_vlm_does(engine, files):
     assert all(np.array_equal(one, said["path"]) for one in said.values())
     assert np.abs(other - said["path"]).max() > 1e-2
     assert isinstance(generate(engine.model, engine.tokenizer, prompt, image=files[0], max_tokens=3), str)
-    with pytest.raises(RequestError, match="1 places for images, and there are 2"):
+    with pytest.raises(RequestError, match="1 places for images, but 2 images were given"):
         next(stream_generate(engine.model, engine.tokenizer, prompt, image=files))
     with pytest.raises(RequestError, match="No such file"):
         next(stream_generate(engine.model, engine.tokenizer, prompt, image="nowhere.png"))

@@ -108,7 +108,7 @@ def test_keys_are_of_the_image_alone_and_beyond_any_vocabulary():
 
 
 def test_as_many_images_as_places():
-    with pytest.raises(RequestError, match="2 places for images, and there are 1"):
+    with pytest.raises(RequestError, match="2 places for images, but 1 images were given"):
         with_images([1, ROW, ROW], [random_image(FAMILY)], ROW)
 
 

@@ -76,7 +76,7 @@ def wrong(name: str, value: Any, wanted: str) -> BadRequestError:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _line(error: Exception) -> str:
