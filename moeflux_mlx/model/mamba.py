@@ -32,16 +32,19 @@ class Mamba(MixerModule):
         self.arrange()
 
     def arrange(self) -> None:
-        """Packs what a GPU's kernels take at once; called again once all layers have their tensors."""
+        """Packs what a GPU's kernels take at once, and turns the taps into floats of 32 bits; called again once all
+        layers have their tensors."""
         self.in_proj.pack()
         self.out_proj.pack()
+        self._taps = self.conv1d.weight.astype(mx.float32)
+        mx.eval(self._taps)
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]
 
     def mix(self, parts: Sequence[Array], cache: State | RowCaches, *more: Any) -> Array:
-        convolution = self.conv1d.weight, self.conv1d.bias
-        weights = MambaWeights(*convolution, self.A_log, self.dt_bias, self.D, self.norm.weight, self.norm.eps)
+        convolution, norm = (self._taps, self.conv1d.bias), (self.norm.weight, self.norm.eps)
+        weights = MambaWeights(*convolution, self.A_log, self.dt_bias, self.D, *norm)
         return mamba(parts[0], cache, weights, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
