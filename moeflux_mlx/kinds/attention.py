@@ -62,6 +62,10 @@ class GroupedQuery:
         keys = (self.blocks.indexer.dim,) if self.blocks else ()
         return (self.head_dim, self.value_width, *flat, *keys)
 
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        return self.blocks.seeing_all(first, count) if self.blocks else count
+
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results,
         and keys and values that lie in no cache because a window has passed them."""
@@ -129,6 +133,11 @@ class Latent:
         indexer = self.blocks.indexer if self.blocks else self.indexer
         keys = () if indexer is None else (indexer.dim,)
         return (*queries, *keys, self.latent, self.nope, self.rotated, self.value)
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        rule = self.blocks or self.indexer
+        return rule.seeing_all(first, count) if rule else count
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once, but for scores: the latents expanded to keys and values of every head, queries,
@@ -221,6 +230,17 @@ class Compressed:
     def ratio(self) -> int:
         """Positions of an entry; 0: there are no entries."""
         return self.compressor.ratio if self.compressor else 0
+
+    @property
+    def overlap(self) -> int:
+        """Positions before an entry's own of which it is made too, if it is not the first."""
+        return self.compressor.remembered - self.compressor.ratio if self.compressor else 0
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all entries that they see."""
+        if self.compressor is None or self.compressor.indexer is None:
+            return count
+        return min(max((self.compressor.indexer.top + 1) * self.ratio - 1 - first, 0), count)
 
     @property
     def row(self) -> int:

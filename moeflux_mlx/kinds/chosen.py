@@ -24,6 +24,10 @@ class Indexer:
     interleaved: bool = False
     reuses: bool = False
 
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        return min(max(self.top - first, 0), count)
+
     def rotation(self, of: Rotation) -> Rotation:
         """Of queries and keys: the attention's, but for which values are paired."""
         return replace(of, interleaved=self.interleaved)
@@ -52,6 +56,11 @@ class KeyBlocks:
     def remembered(self) -> int:
         """Positions up to a token's own of which a block's key may yet be made."""
         return self.ratio
+
+    @property
+    def overlap(self) -> int:
+        """Positions before a block's own of which its key is made too."""
+        return 0
 
     @property
     def row(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
 from ..ops.attend import Whole, attend
-from ..ops.backend import Array, library_of
+from ..ops.backend import Array, library_of, view
 from ..ops.blocks import Terms, attend_blocks, block_keys
 from ..ops.elementwise import HEAD_GATES, gated_heads, split
 from ..ops.indexed import Index
@@ -44,11 +44,9 @@ class BlockIndexer(nn.Module):
         weights = (mx.ones if is_mlx else np.ones)((B, L, indexer.heads)) * indexer.dim**-0.5
         return Index(q.swapaxes(1, 2) if is_mlx else q, keys, weights.astype((mx if is_mlx else np).float32))
 
-    def _keys(self, rows: Any, begin: int, numbers: slice) -> Any:
-        """Keys of some blocks, of index keys from place `begin` on."""
-        ratio = self.blocks.ratio
-        rows = rows[:, numbers.start * ratio - begin : numbers.stop * ratio - begin]
-        return block_keys(rows, self.k_layernorm, self.block_rope, numbers.start, ratio)
+    def _keys(self, rows: Any, first: Any, count: int) -> Any:
+        """Keys of so many blocks from number `first` on, of their positions' index keys."""
+        return block_keys(rows, self.k_layernorm, self.block_rope, first, self.blocks.ratio)
 
 
 class HeadIndexer(nn.Module):
@@ -77,7 +75,9 @@ class HeadIndexer(nn.Module):
             q, k = (self.rope(part.swapaxes(1, 2), position).swapaxes(1, 2) for part in (q, k))
         else:
             q, k = self.rope(q, position), self.rope(k, position)
-        return Index(q, cache.absorb(k[:, :, 0]), q[..., 0])  # whose weights nobody reads
+        rows = mx.array(k.swapaxes(1, 2))
+        keys, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
+        return Index(q, (keys if is_mlx else view(keys))[:, 0], q[..., 0])  # whose weights nobody reads
 
 
 class Attention(MixerModule):

@@ -9,12 +9,13 @@ place (in the cache or in an array of the newest entries), and attention ignores
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, cast
 
 import mlx.core as mx
 
+from ..experts.source import ExpertLoader
 from ..ops.rows import RowCaches
 from ..state.cache import Cache
 from ..state.traced import Traced, up_to
@@ -73,12 +74,13 @@ class DecodeStep:
     @staticmethod
     def takes(tokens: mx.array, sequences: Sequence[Sequence[Cache]]) -> bool:
         """Whether there is a graph for rows: their tokens [1, R] or hidden states [1, R, hidden_size], and for each row
-        the caches of its sequence, which must have absorbed a token."""
+        the caches of its sequence, which must have absorbed a token and have a stand-in for all of its rows."""
         if tokens.shape[:2] != (1, len(sequences)):
             return False
         runs = _runs(sequences)
-        layers = (layer for cache, _ in runs for layer in cache)
-        return len(runs) in (1, len(sequences)) and not any(one.empty() or not one.can_trace for one in layers)
+        layers = ((layer, count) for cache, count in runs for layer in cache)
+        refused = any(layer.empty() or layer.traced(count) is None for layer, count in layers)
+        return len(runs) in (1, len(sequences)) and not refused
 
     def __call__(
         self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
@@ -92,7 +94,7 @@ class DecodeStep:
             for layer in cache:
                 layer.reserve(count)
                 state += layer.step_arrays(count)
-        kinds = tuple((count, tuple(layer.traced for layer in cache)) for cache, count in runs)
+        kinds = tuple((count, tuple(layer.traced(count) for layer in cache)) for cache, count in runs)
         if self._traces > MOST_TRACES:
             self.forget()
         key = threading.get_ident(), kinds
@@ -119,6 +121,15 @@ class DecodeStep:
             return out + [array for one, row in rows for array in one.arrays(row)]
 
         return run
+
+
+def by_prediction(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[[bool], DecodeStep]:
+    """A step for each value of the first argument of `run`: whether it predicts the experts of the next layer. They
+    hold what they trace until `experts` close."""
+    steps = [DecodeStep(partial(run, predict)) for predict in (False, True)]
+    for step in steps:
+        experts.at_close(step.forget)
+    return lambda predict: steps[predict]
 
 
 class _Standing:

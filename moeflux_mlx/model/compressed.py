@@ -33,9 +33,9 @@ class Pooling(nn.Module):
         """Values and gates of each position."""
         return [self.wkv(x), self.wgate(x)]
 
-    def __call__(self, values: Array, gates: Array, first: int) -> Array:
-        """Entries [B, n, width] from number `first` on, of values and gates [B, n, ratio, .] (`pooled`)."""
-        entries = self.norm(pooled(values, gates, self.ape, self.overlaps, first == 0))
+    def __call__(self, values: Array, gates: Array, first: Any, count: int) -> Array:
+        """So many entries [B, count, width] from number `first` on, of values and gates [B, n, ratio, .] (`pooled`)."""
+        entries = self.norm(pooled(values, gates, self.ape, self.overlaps, values.shape[1] == count))
         return turned(entries[:, :, None], self.rope, first)[:, :, 0]
 
 
@@ -75,15 +75,15 @@ class CompressedAttention(nn.Module):
 
     def mixed(self, x: Array, norm: RMSNorm, cache: CompressedCache) -> Any:
         """What is mixed of norm(x) [B, L, D], without x."""
-        (B, L, _), first, position = x.shape, cache.offset, cache.position
+        (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         x = norm(x)
         latent = self.wq_a(x)
         q = rms_norm(self.wq_b(latent, self.q_norm).reshape(B, L, self.mixer.heads, -1), None, self.eps)
         key = turned(self.kv_norm(self.wkv(x))[:, :, None], self.rope, position)[:, :, 0]
         seen = self._remember(x, key, cache)
-        if "indexer" in self and seen.entries is not None:
+        if whole < L:
             index = self._index(x, latent, seen.entries[..., self.mixer.head_dim :], position)
-            seen = seen._replace(chosen=choose_entries(index, first, self.mixer))
+            seen = seen._replace(chosen=choose_entries(index, seen.first, whole, self.mixer))
         if seen.entries is not None:
             seen = seen._replace(entries=seen.entries[..., : self.mixer.head_dim])
         out = attend_compressed(turned(q, self.rope, position), seen, self.attn_sink, self.mixer)
@@ -93,27 +93,26 @@ class CompressedAttention(nn.Module):
     def _remember(self, x: Array, key: Array, cache: CompressedCache) -> Seen:
         """The newest keys, these tokens' among them, and all entries, of which those that they end are made."""
         inputs: list[Any] = [part for pool in self._pools() for part in pool.inputs(x)]
-        library = library_of(x)
-        rows, begin, made = cache.absorb(library.concatenate([key, *inputs], axis=-1), self._entries)
-        return Seen(rows[..., : self.mixer.head_dim], begin, made)
+        first, library = cache.offset, library_of(x)
+        rows, places, made = cache.absorb(library.concatenate([key, *inputs], axis=-1), self._entries)
+        return Seen(first, rows[..., : self.mixer.head_dim], places, made)
 
     def _pools(self) -> list[Any]:
         own = [self.compressor] if "compressor" in self else []
         return [*own, self.indexer.compressor] if "indexer" in self else own
 
-    def _entries(self, rows: Any, begin: int, numbers: slice) -> Any:
-        """Those of some numbers, of what the cache has of positions from `begin` on."""
+    def _entries(self, rows: Any, first: Any, count: int) -> Any:
+        """So many from number `first` on, of what the cache has of their positions."""
         compressor = self.mixer.compressor
         assert compressor is not None
-        ratio, before = compressor.ratio, int(compressor.overlaps and numbers.start > 0)
-        rows = rows[:, (numbers.start - before) * ratio - begin : numbers.stop * ratio - begin, self.mixer.head_dim :]
-        rows = rows.reshape(rows.shape[0], -1, ratio, rows.shape[-1])
+        rows = rows[..., self.mixer.head_dim :]
+        rows = rows.reshape(rows.shape[0], -1, compressor.ratio, rows.shape[-1])
         widths = np.cumsum(compressor.inputs(self.mixer.head_dim)).tolist()
         parts = split(rows, *widths[:-1])
-        made = [pool(*parts[2 * i : 2 * i + 2], numbers.start) for i, pool in enumerate(self._pools())]
+        made = [pool(*parts[2 * i : 2 * i + 2], first, count) for i, pool in enumerate(self._pools())]
         return library_of(rows).concatenate(made, axis=-1)
 
-    def _index(self, x: Array, latent: Array, keys: Any, position: int) -> Index:
+    def _index(self, x: Array, latent: Array, keys: Any, position: Any) -> Index:
         own = self.indexer
         queries = own.wq_b(latent, self.q_norm).reshape(*x.shape[:2], own.heads, -1)
         return Index(turned(queries, self.rope, position), keys, own.weights_proj(float32(x)) * own.scale)

@@ -244,12 +244,12 @@ class Model(nn.Module):
     def _outputs(self, tokens: mx.array, cache: list[Cache]) -> list[Any]:
         """Logits [B, L, vocab_size], and for a head that drafts the hidden states [B, L, hidden_size] that it takes."""
         if self.decode_step is not None and self.decode_step.takes(tokens, [cache]):
-            return self.decode_step(tokens, [cache])
+            return self.decode_step(tokens, [cache], *self._inputs(tokens, cache).arrays(self._tabled))
         return self._step(tokens, cache)
 
-    def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced | RowCaches]) -> list[Any]:
-        """Also what is compiled."""
-        return self._out_of(self._last(tokens, cache))
+    def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced | RowCaches], *arrays: mx.array) -> list[Any]:
+        """Also what is compiled; `arrays`: of the tokens, where they have been read."""
+        return self._out_of(self._last(tokens, cache, *arrays))
 
     def _out_of(self, last: Any) -> list[Any]:
         """`_outputs` of what the last layer gave."""
@@ -273,9 +273,10 @@ class Model(nn.Module):
         """`_outputs` of the rows of a step."""
         sequences = [rows.cache for rows in step.sequences for _ in range(rows.count)]
         if self.decode_step is not None and self.decode_step.takes(tokens, sequences):
-            return self.decode_step(tokens, sequences, begin=step.begin)
+            inputs = self._inputs(tokens, step.caches).arrays(self._tabled)
+            return self.decode_step(tokens, sequences, *inputs, begin=step.begin)
         caches = step.caches
-        if self.args.connections:  # whose layers are not compiled
+        if self.args.connections:  # whose rows meet in the experts alone
             return self._step(tokens, caches)
         arrays: list[Any] = [tokens]
         chosen = Chosen()
@@ -302,7 +303,7 @@ class Model(nn.Module):
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
         return self.model.normed(self._last(tokens, cache))
 
-    def _last(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
+    def _last(self, tokens: mx.array, cache: Sequence[Any], *arrays: mx.array) -> Any:
         """What the last layer gives."""
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
@@ -312,7 +313,8 @@ class Model(nn.Module):
                 span.drop(cache)  # else layers would have seen tokens that others have not
                 raise
             return span.hidden
-        inputs, h, chosen = self._inputs(tokens, cache), self._embedded(tokens), Chosen()
+        inputs = Tokens.of(self._tabled, *arrays) if arrays else self._inputs(tokens, cache)
+        h, chosen = self._embedded(tokens), Chosen()
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache, chosen, inputs)
         return h
@@ -369,6 +371,11 @@ class Model(nn.Module):
     def _inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """What layers want of the tokens; the rows of tables begin to be read."""
         return Tokens(tokens, self._tables.begin(np.array(tokens), cache) if self._tables else {})
+
+    @property
+    def _tabled(self) -> tuple[int, ...]:
+        """The layers that have n-grams, in order."""
+        return tuple(self.args.ngrams)
 
     def _expect(self, span: Span) -> None:
         """Lets the experts of the first layer that has any be read while what is before them is computed."""

@@ -127,9 +127,8 @@ class PoolScoring(nn.Module):
         _, _, joined = cache.absorb(rows, self._keys)
         return Index(queries, joined, self.weights_proj(float32(x)) * self.scale)
 
-    def _keys(self, rows: Any, begin: int, numbers: slice) -> Any:
-        """Keys of some blocks, of what the cache has of positions from place `begin` on."""
-        rows = rows[:, numbers.start * self.ratio - begin : numbers.stop * self.ratio - begin]
+    def _keys(self, rows: Any, first: Any, count: int) -> Any:
+        """Keys of so many blocks, of what the cache has of their positions."""
         keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
         return pooled(keys, gates, self.ape, False, False)
 

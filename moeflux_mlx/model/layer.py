@@ -1,7 +1,6 @@
 """A layer: its mixer and its feed-forward part, over a few tokens, the rows of a step, or a span."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,7 @@ from ..spec import ModelArgs
 from ..state.cache import Cache
 from ..state.traced import Traced
 from .attention import Attention
-from .compiled import DecodeStep
+from .compiled import DecodeStep, by_prediction
 from .compressed import CompressedAttention
 from .delta import GatedDeltaNet, KimiDelta
 from .indexed import IndexedMLA, PooledMLA
@@ -83,7 +82,6 @@ class DecoderLayer(nn.Module):
         spec = args.layers[layer]
         self._mixer_name, mixer = mixer_of(spec.mixer, args, split_latent)
         setattr(self, self._mixer_name, mixer)
-        self._takes_chosen = isinstance(mixer, IndexedMLA)
         self.mlp = feed_forward_of(args, layer, experts)
         if spec.residual.output_norms:
             self.mixer_output = Output(args.hidden_size, args.rms_norm_eps)
@@ -94,22 +92,22 @@ class DecoderLayer(nn.Module):
 
     def compile(self, experts: ExpertLoader) -> None:
         """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
-        if isinstance(self.mlp, MoE) and not self._takes_chosen:
-            steps = [DecodeStep(partial(self._choose, predict)) for predict in (False, True)]
-            for step in steps:
-                experts.at_close(step.forget)
-            self._step = lambda predict: steps[predict]
+        if isinstance(self.mlp, MoE):
+            self._step = by_prediction(self._choose, experts)
 
     def __call__(self, x: Array, cache: Any, chosen: Chosen | None = None, tokens: Any = None) -> Array:
         """`chosen`: what the last layer with an indexer chose for these tokens; None: no layer has been passed."""
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [[cache]]):
-            step = self._step(self.mlp.should_predict(1))
-            return self.mlp.run_experts(step(x, [[cache]]))
+            step, chosen = self._step(self.mlp.should_predict(1)), chosen or Chosen()
+            chosen.positions, *parts = step(x, [[cache]], *([] if chosen.positions is None else [chosen.positions]))
+            return self.mlp.run_experts(parts)
         return self.mlp.forward(self._mixed(x, cache, chosen), self._second_norm)
 
-    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced]) -> list[mx.array]:
-        """What is compiled."""
-        return self.mlp.choose(self._mixed(x, caches[0], None), self._second_norm, predict)
+    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced], *positions: mx.array) -> list[Any]:
+        """What is compiled; `positions`: those of the last layer with an indexer, if it chose some."""
+        chosen = Chosen(positions[0] if positions else None)
+        h = self._mixed(x, caches[0], chosen)
+        return [chosen.positions, *self.mlp.choose(h, self._second_norm, predict)]
 
     def _mixed(self, x: Array, cache: Any, chosen: Chosen | None) -> Array:
         if "mixer_output" not in self:

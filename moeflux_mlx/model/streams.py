@@ -1,6 +1,6 @@
 """A layer between several residual streams, and the module that joins the streams after the last layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +17,10 @@ from ..ops.rows import RowCaches
 from ..ops.streams import Mapping, gated_mean, gathered, injected, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 from ..state.cache import Cache
-from ..state.joined import NGramsCache
+from ..state.traced import Traced
+from .compiled import DecodeStep, by_prediction
 from .layers import Linear, RMSNorm, packed
-from .moe import DenseMLP
+from .moe import DenseMLP, MoE
 from .ngrams import NGramLayer
 from .span import MIXER_SHARE, Span
 from .tokens import Tokens
@@ -127,8 +128,12 @@ class StreamsLayer(nn.Module):
         if ngrams is not None:
             self.ple = NGramLayer(ngrams, hidden_size, eps, layer)
 
+        self._step: Callable[[bool], DecodeStep] | None = None
+
     def compile(self, experts: ExpertLoader) -> None:
-        """Its cache has no traced stand-in."""
+        """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
+        if isinstance(self.mlp, MoE):
+            self._step = by_prediction(self._choose, experts)
 
     @property
     def mixer(self) -> Any:
@@ -138,8 +143,25 @@ class StreamsLayer(nn.Module):
         """The rows of a step meet in the experts alone."""
         if isinstance(cache, RowCaches):
             return self._of_rows(h, cache, tokens)
-        streams, x, *mixing = self._to_experts(h, cache, tokens)
-        return self.ffn_hc.scatter(streams, self._experts(x, tokens), *mixing)
+        if self._step is not None and tokens is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
+            step = self._step(self.mlp.should_predict(1))
+            streams, mixing, *parts = step(h, [[cache]], *tokens.arrays(self._tables))
+            out = self.mlp.run_experts(parts)
+        else:
+            streams, x, *mixing = self._to_experts(h, cache, tokens)
+            out = self._experts(x, tokens)
+        return self.ffn_hc.scatter(streams, out, *mixing)
+
+    def _choose(self, predict: bool, h: mx.array, caches: Sequence[Traced], *arrays: mx.array) -> list[Any]:
+        """What is compiled; `arrays`: of the tokens."""
+        tokens = Tokens.of(self._tables, *arrays)
+        streams, x, *mixing = self._to_experts(h, caches[0], tokens)
+        return [streams, mixing, *self._chosen(x, tokens, predict)]
+
+    @property
+    def _tables(self) -> list[int]:
+        """The layers whose tables it reads."""
+        return [self.ple.layer] if "ple" in self else []
 
     def _of_rows(self, h: Array, cache: RowCaches, tokens: Tokens | None) -> Any:
         """As for each row [B, 1, streams * D] alone."""
@@ -161,15 +183,17 @@ class StreamsLayer(nn.Module):
             parts = list(self.mlp.prepare(x, norm, ids))
             parts[0] = backend.zeros_like(x)  # what the experts make is added to several streams
             return self.mlp.finish(parts)
-        predict = self.mlp.should_predict(x.shape[0] * x.shape[1])
-        parts = self.mlp.choose(x, norm, predict, ids)
-        parts[0] = backend.zeros_like(x)
-        return self.mlp.run_experts(parts)
+        return self.mlp.run_experts(self._chosen(x, tokens, self.mlp.should_predict(x.shape[0] * x.shape[1])))
+
+    def _chosen(self, x: Any, tokens: Tokens | None, predict: bool) -> list[Any]:
+        """What `MoE.run_experts` takes: their output is added to several streams, and so to zeros here."""
+        parts: list[Any] = self.mlp.choose(x, self.get("post_attention_layernorm"), predict, _ids(tokens, x))
+        return [backend.zeros_like(x), *parts[1:]]
 
     def _to_experts(self, h: Any, cache: Any, tokens: Tokens | None) -> tuple[Any, ...]:
         """The streams behind the mixer, the input of the experts, and how their output is to be added."""
         own = cache
-        if isinstance(cache, NGramsCache):
+        if "ple" in self:
             h, own = self.ple(h, tokens, cache.beside), cache.own
         x, *mixing = self.attn_hc.gather(h)
         streams = self.attn_hc.scatter(h, self.mixer.mixed(x, self.get("input_layernorm"), own), *mixing)

@@ -22,6 +22,21 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
+class ReadRows:
+    """Rows [B, L, values] that have been read."""
+
+    rows: mx.array
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def take(self, start: int, end: int) -> mx.array:
+        """[B, end - start, values] of these tokens."""
+        return self.rows[:, start:end]
+
+
+@dataclass(frozen=True)
 class Tokens:
     """What layers want of tokens besides hidden states.
 
@@ -34,6 +49,16 @@ class Tokens:
     ids: mx.array
     tables: Mapping[int, Rows] = field(default_factory=dict)
     start: int = 0
+
+    @classmethod
+    def of(cls, layers: Sequence[int], ids: mx.array, *rows: mx.array) -> "Tokens":
+        """Tokens with the rows that `arrays` gave for these layers."""
+        return cls(ids, {layer: ReadRows(some) for layer, some in zip(layers, rows, strict=False)})
+
+    def arrays(self, layers: Sequence[int]) -> list[mx.array]:
+        """The ids, and the rows [B, L, values] of the tables of these layers, if there are tables."""
+        L = self.ids.shape[1]
+        return [self.ids, *(self.tables[i].take(self.start, self.start + L) for i in layers if i in self.tables)]
 
     def at(self, start: int, end: int) -> "Tokens":
         """Some of them."""

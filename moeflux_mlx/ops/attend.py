@@ -139,6 +139,10 @@ class Positions(Protocol):
         """The mask of the `length` newest positions over these arrays."""
         ...
 
+    def whole(self, length: int) -> int:
+        """How many of the next `length` tokens attend to all that they see."""
+        ...
+
 
 class Steps(Positions, Protocol):
     """A cache that also takes single tokens with the arrays of `Held`."""
@@ -250,7 +254,7 @@ def attend(
         )
         parts.append(part.transpose(0, 2, 1, 3))
         if part.shape[2] < L:  # one of several
-            gpu_time.commit(parts[-1])
+            gpu_time.commit(L, parts[-1])
     out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 

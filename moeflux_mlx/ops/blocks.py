@@ -41,15 +41,14 @@ def attend_blocks(q: Array, k: Array, v: Array, cache: Steps, index: Index, bloc
         index: the index of these tokens, with the keys of all blocks that are whole after the last token, and equal
             weights; for `HeadBlocks`, with the keys of all positions.
     """
-    L, first = k.shape[1], cache.offset
-    whole, parts = blocks.seeing_all(first, L), []
+    L, whole, parts = k.shape[1], cache.whole(k.shape[1]), []
     if whole:
         some = q[:, :whole], k[:, :whole], v[:, :whole]
         parts.append(attend(*some, cache, **terms._asdict()))
     if whole < L:
         late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
         library = library_of(q)
-        seen = blocks.whole(first + whole + library.arange(L - whole))
+        seen = blocks.whole(cache.offset + library.arange(L - whole))
         if isinstance(blocks, HeadBlocks):
             chosen = choose_by_head(late, seen, blocks)
         else:
@@ -74,7 +73,7 @@ def choose_by_head(index: Index, seen: Any, blocks: HeadBlocks) -> Any:
         scores = library.where(numbers < seen[some, None, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, blocks.chosen, library))
         if library is mx:
-            gpu_time.commit(parts[-1])
+            gpu_time.commit(rows, parts[-1])
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
@@ -134,7 +133,7 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: flo
         near = [mx.stack([part[head][one] for head, one in _heads(places, part)], axis=1) for part in (keys, values)]
         out = mx.fast.scaled_dot_product_attention(q[some][:, :, None], *near, scale=scale, mask=seen)
         parts.append(out[:, :, 0])
-        gpu_time.commit(parts[-1])
+        gpu_time.commit(len(q), parts[-1])
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 

@@ -51,7 +51,7 @@ def channel_delta(
         some = [part[:, start : start + DELTA_TOKENS] for part in (q, k, v, decays, beta[..., None])]
         out, state = compute(*some, state)
         parts.append(out)
-        gpu_time.commit(out)
+        gpu_time.commit(count, out)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1), state
 
 

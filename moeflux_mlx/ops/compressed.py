@@ -7,6 +7,7 @@ Tokens are handled a few at a time. One form serves MLX's arrays and numpy's.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,26 +25,29 @@ from .rope import Rope
 class Seen(NamedTuple):
     """What tokens attend over.
 
-    keys: [B, n, D] of the newest positions up to the last token. begin: the place of the first of these. entries:
-    [B, T, D]; None: there are none. chosen: entries int32 [B, rows, top] that the last tokens attend to; None: all see
-    all.
+    first: the place of the first of the tokens. keys: [B, n, D] of the newest positions, in order up to the last of
+    several tokens. places: [n], theirs; a negative one stands for no position. entries: [B, T, D], perhaps with more
+    behind those that there are; None: there are none. chosen: entries int32 [B, rows, top] that the last tokens attend
+    to; None: all see all.
     """
 
+    first: Any
     keys: Any
-    begin: int
+    places: Any
     entries: Any = None
     chosen: Any = None
 
 
 class Part(NamedTuple):
-    """Some of the tokens: the place of the first, and what was chosen for each; None: they see all entries."""
+    """Some of the tokens, the keys and entries that they may see, and what was chosen for each; None: all entries."""
 
     rows: slice
-    first: int
+    keys: slice
+    entries: slice
     chosen: Any
 
 
-def turned(x: Array, rope: Rope, position: int) -> Array:
+def turned(x: Array, rope: Rope, position: int | mx.array) -> Array:
     """x [B, L, heads, D] of tokens from a rotary position on, the last values of each head rotated."""
     start = x.shape[-1] - rope.dims
     if isinstance(x, mx.array):
@@ -74,27 +78,16 @@ def pooled(values: Array, gates: Array, bias: mx.array, overlaps: bool, is_first
     return (values.swapaxes(2, 3) * weights.astype(values.dtype)).sum(axis=-1)
 
 
-def choose_entries(index: Index, first: int, mixer: Compressed) -> Any:
-    """What the tokens attend to that see more entries than are chosen: int32 [B, rows, top]; None: there are none.
+def choose_entries(index: Index, first: Any, whole: int, mixer: Compressed) -> Any:
+    """What the tokens attend to behind the first `whole`, which see all entries: int32 [B, rows, top].
 
     `index` is of all tokens from place `first` on, with the keys of all entries.
     """
     compressor, count = mixer.compressor, index.queries.shape[1]
     assert compressor is not None and compressor.indexer is not None
-    whole = seeing_all(mixer, first, count)
-    if whole == count:
-        return None
     library = library_of(index.keys)
     late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
     return choose(late, (first + 1 + library.arange(whole, count)) // compressor.ratio, compressor.indexer)
-
-
-def seeing_all(mixer: Compressed, first: int, count: int) -> int:
-    """How many of the tokens from a place on attend to all entries that they see."""
-    compressor = mixer.compressor
-    if compressor is None or compressor.indexer is None:
-        return count
-    return min(max((compressor.indexer.top + 1) * compressor.ratio - 1 - first, 0), count)
 
 
 def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:
@@ -104,38 +97,40 @@ def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) 
     for part in _parts(q.shape[1], seen, mixer):
         results.append(_of_part(q[:, part.rows], part, seen, logits, mixer))
         if library is mx:
-            gpu_time.commit(results[-1])
+            gpu_time.commit(q.shape[1], results[-1])
     return results[0] if len(results) == 1 else library.concatenate(results, axis=1)
 
 
 def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
-    first = seen.begin + seen.keys.shape[1] - count
-    whole = count - (0 if seen.chosen is None else seen.chosen.shape[1])
-    size = mixer.rows_at_once(count, first + count)
-    for start in range(0, whole, size):
-        yield Part(slice(start, min(start + size, whole)), first + start, None)
-    for start in range(whole, count, size):
-        end = min(start + size, count)
-        yield Part(slice(start, end), first + start, seen.chosen[:, start - whole : end - whole])
+    everything, whole = slice(None), count - (0 if seen.chosen is None else seen.chosen.shape[1])
+    if count == 1:
+        yield Part(everything, everything, everything, seen.chosen)
+        return
+    size, before = mixer.rows_at_once(count, seen.first + count), seen.keys.shape[1] - count
+    starts = *range(0, whole, size), *range(whole, count, size)
+    for start, end in pairwise((*starts, count)):
+        keys = slice(max(before + start - mixer.window + 1, 0), before + end)
+        entries = slice((seen.first + end) // mixer.ratio if mixer.ratio else 0)
+        chosen = None if start < whole else seen.chosen[:, start - whole : end - whole]
+        yield Part(slice(start, end), keys, entries, chosen)
 
 
 def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
-    own = part.first + library.arange(rows)
-    start, stop = max(part.first - mixer.window + 1 - seen.begin, 0), part.first + rows - seen.begin
-    age = own[:, None] - (seen.begin + library.arange(start, stop))
-    keys = seen.keys[:, None, start:stop]
-    near = library.where(((age >= 0) & (age < mixer.window))[:, None], _products(q, keys), least)
-    scores, entries, count = [near * width**-0.5], None, stop - start
+    own = seen.first + library.arange(part.rows.start or 0, part.rows.stop or 1)
+    keys, places = seen.keys[:, None, part.keys], seen.places[part.keys]
+    age = own[:, None] - places
+    is_near = (age >= 0) & (age < mixer.window) & (places >= 0)
+    near = library.where(is_near[:, None], _products(q, keys), least)
+    scores, entries, count = [near * width**-0.5], None, keys.shape[2]
     if part.chosen is not None:
         gathered = [texts[places] for texts, places in zip(seen.entries, part.chosen, strict=True)]
         entries = library.stack(gathered)  # [B, rows, top, D]
         scores.append(_products(q, entries) * width**-0.5)
-    elif seen.entries is not None and mixer.compressor is not None:
-        ratio = mixer.compressor.ratio
-        entries = seen.entries[:, None, : (part.first + rows) // ratio]
-        ended = library.arange(entries.shape[2]) < ((own + 1) // ratio)[:, None]
+    elif seen.entries is not None:
+        entries = seen.entries[:, None, part.entries]
+        ended = library.arange(entries.shape[2]) < ((own + 1) // mixer.ratio)[:, None]
         scores.append(library.where(ended[:, None], _products(q, entries), least) * width**-0.5)
     scores.append(library.broadcast_to(sinks.astype(q.dtype)[:, None], (B, rows, heads, 1)))
     weights = softmax(library.concatenate(scores, axis=-1))

@@ -44,9 +44,10 @@ def rows_at_once(inner: int, outer: int) -> int | None:
     return None if backend.name() != "metal" else max(int(AT_ONCE / product(1, inner, outer)), 1)
 
 
-def commit(*arrays: mx.array) -> None:
-    """On Metal, submits the gathered work for `arrays`, so that later work goes into another command buffer."""
-    if backend.name() == "metal":
+def commit(tokens: int, *arrays: mx.array) -> None:
+    """On Metal, submits the gathered work for `arrays`, so that later work goes into another command buffer. It does
+    nothing for a single token, which is little work and may be in the middle of a trace."""
+    if tokens > 1 and backend.name() == "metal":
         backend.start(*arrays)
 
 

@@ -131,7 +131,7 @@ class GroupedRows:
             for piece in _products(self._x, self._source, batch, slots[batch.experts], records):
                 gathered += len(piece)
                 if gathered > most:
-                    gpu_time.commit(*made)
+                    gpu_time.commit(gathered, *made)
                     gathered = len(piece)
                 made.append(piece)
         backend.start(*made)  # all of them, because a lazy result would read the records after they are overwritten

@@ -8,7 +8,7 @@ time.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -64,18 +64,10 @@ class Chosen:
         return self.rows.setdefault(row, Chosen())
 
 
-class Indexed(Positions, Protocol):
-    """A cache of latents, and of rotated keys followed by the indexer's keys."""
-
-    def whole(self, length: int) -> int:
-        """How many of the next `length` tokens attend to all positions that they see."""
-        ...
-
-
 def attend_indexed(
     q: Array,
     kv: Array,
-    cache: Indexed,
+    cache: Positions,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -90,6 +82,7 @@ def attend_indexed(
     """`attend_latent` over the positions that `index` chooses, or without one, over those in `chosen`.
 
     Args:
+        cache: a cache of latents, and of rotated keys followed by the indexer's keys.
         index: the index of these tokens; its keys are appended to `cache`, and its choice is stored in `chosen`.
         indexer: how many positions are chosen.
 
@@ -135,7 +128,7 @@ def attend_pools(
         [B, L, heads * v]
     """
     L, first, position = q.shape[1], cache.offset, cache.position
-    whole, chosen = blocks.seeing_all(first, L), None
+    whole, chosen = cache.whole(L), None
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
     latents, keys, mask = _append(cache, *parts[2:], None)
     if whole < L:
@@ -206,7 +199,7 @@ def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
         scores = library.where(positions < seen[some, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, indexer.top, library))
         if library is mx:
-            gpu_time.commit(parts[-1])
+            gpu_time.commit(count, parts[-1])
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
@@ -275,7 +268,7 @@ def _gathered_ops(
         if has_gaps:
             scores = mx.where(chosen[some][:, None] < 0, mx.array(-mx.inf, scores.dtype), scores)
         parts.append(mx.softmax(scores, axis=-1, precise=True) @ near)
-        gpu_time.commit(parts[-1])
+        gpu_time.commit(len(q), parts[-1])
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).swapaxes(0, 1)
 
 

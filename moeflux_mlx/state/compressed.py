@@ -1,15 +1,17 @@
 """The cache of attention over a window and over entries that stand for many positions each."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops.attend import Rows
-from ..ops.backend import view
-from .growing import grown
+from ..ops.backend import library_of, view
+from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
+from .traced import EntriesKind
 from .window import WindowCache
 
 
@@ -21,7 +23,6 @@ class CompressedCache(WindowCache):
     """
 
     part: Any  # a `Compressed`, or `KeyBlocks`
-    can_trace: ClassVar[bool] = False
 
     def __init__(self, part: Any):
         super().__init__(part, part.remembered)
@@ -60,26 +61,66 @@ class CompressedCache(WindowCache):
         ring = self._placed(None, rows, length - rows.shape[2], length)
         return ring, entries if entries.size else None, length
 
-    def absorb(self, rows: Any, make: Callable[[Any, int, slice], Any]) -> tuple[Any, int, Any]:
+    def absorb(self, rows: Any, make: Callable[[Any, Any, int], Any]) -> tuple[Any, Any, Any]:
         """Appends rows [B, L, row] of positions, and the entries that end with them.
 
         Args:
-            make: (the newest rows [B, n, row], the place of the first of them, numbers of entries) -> these entries
-                [B, ., entry].
+            make: (the rows [B, n, row] that entries are made of, the number of the first entry, how many) -> these
+                entries [B, ., entry]. The rows begin with those of the `overlap`, if the entry is not the first.
 
         Returns:
-            The newest rows, the place of the first of them, and all entries [B, T, entry]; None: there are none.
+            The newest rows [B, n, row], their places [n], and all entries [B, T, entry]; None: there are none. Places
+            below 0 and entries behind those that the positions make stand for nothing.
         """
         first, count, here = self.offset, rows.shape[1], isinstance(rows, np.ndarray)
+        if sees_capacity(count) and not self.empty():  # as in the compiled step
+            self.reserve(1)
+            stand_in = self.traced(1)(*self.step_arrays(), mx.array(first), None, None)
+            found = stand_in.absorb(rows, make)
+            self.take_step(stand_in.arrays)
+            return found
         appended = self.append_rows(mx.array(rows[:, None]) if here else rows[:, None])
         newest = (view(appended) if here else appended)[:, 0]
-        begin = first + count - newest.shape[1]
-        ended = slice(self.entries_of(first), self.entries_of(first + count))
-        if ended.start < ended.stop:
-            entries = make(newest, begin, ended)
-            self.put_entries((mx.array(entries) if here else entries)[:, None], ended.start)
-        made: Any = view(self.values) if here and ended.stop else self.values
-        return newest, begin, made[:, 0, : ended.stop] if ended.stop else None
+        begin, ratio = first + count - newest.shape[1], self.part.ratio
+        start, stop = self.entries_of(first), self.entries_of(first + count)
+        if start < stop:
+            before = self.part.overlap if start else 0
+            entries = make(newest[:, start * ratio - before - begin : stop * ratio - begin], start, stop - start)
+            self.put_entries((mx.array(entries) if here else entries)[:, None], start)
+        made: Any = view(self.values) if here and stop else self.values
+        places = library_of(rows).arange(begin, first + count)
+        return newest, places, made[:, 0, :stop] if stop else None
+
+    def whole(self, length: int) -> int:
+        """How many of the next `length` tokens attend to all entries that they see."""
+        return int(self.part.seeing_all(self.offset, length))
+
+    def reserve(self, n: int) -> None:
+        """Makes room for the entries of n more positions."""
+        if self.part.ratio:
+            assert self.keys is not None
+            made, wanted = self.entries_of(self.offset), max(self.entries_of(self.offset + n), 1)
+            shape = self.keys.shape[0], 1, wanted - made, self.part.entry
+            self.values = grown(self.values, shape, self.keys.dtype, made, wanted, self.step)
+
+    def traced(self, n: int) -> Any:
+        """What makes the traced stand-in for the next n tokens; None: only some of them see all entries, or several
+        make the first entry."""
+        made, whole = [self.entries_of(self.offset + i) for i in range(n + 1)], self.whole(n)
+        is_first = made[0] == 0 < made[n]
+        if 0 < whole < n or (is_first and n > 1):
+            return None
+        return EntriesKind(self.part, tuple(one < after for one, after in pairwise(made)), is_first, whole > 0)
+
+    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
+        """The arrays of the traced stand-in for the next n tokens."""
+        return [self.keys, self.values] if self.part.ratio else [self.keys]
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """What the step has made of them."""
+        self.offset += 1
+        self.keys, *entries = arrays
+        self.values = entries[0] if entries else None
 
     def append_rows(self, rows: mx.array) -> mx.array:
         """Appends [B, 1, L, row]; those of the newest positions before, and these."""

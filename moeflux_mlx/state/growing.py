@@ -11,7 +11,7 @@ from ..ops import attend, backend, latent
 from ..ops.attend import RECENT, Held, Rows
 from ..ops.backend import view
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
-from .traced import FixedCache, FixedKeys, up_to
+from .traced import FixedCache, FixedChosen, FixedKeys, up_to
 
 
 class Growing(LayerCache[Part]):
@@ -19,6 +19,7 @@ class Growing(LayerCache[Part]):
 
     step = 256
     counts: ClassVar[bool] = True  # a snapshot says how many positions there are
+    traced_whole: Any = FixedCache  # the stand-in for a token that attends to all positions
 
     def __init__(self, part: Part):
         super().__init__(part)
@@ -91,6 +92,16 @@ class Growing(LayerCache[Part]):
     def _settle(self) -> None:
         """Brings all entries into the two arrays."""
 
+    def whole(self, length: int) -> int:
+        """How many of the next `length` tokens attend to all that they see."""
+        part: Any = self.part
+        return int(part.seeing_all(self.offset, length))
+
+    def traced(self, n: int) -> Any:
+        """What makes the traced stand-in for the next n tokens; None: only some of them attend to all positions."""
+        whole = self.whole(n)
+        return None if 0 < whole < n else self.traced_whole if whole else FixedChosen
+
     def step_arrays(self, n: int = 1) -> list[mx.array | None]:
         """The arrays of the traced stand-in for the next n tokens; there is room for them."""
         return [self.keys, self.values]
@@ -106,6 +117,7 @@ class Growing(LayerCache[Part]):
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
+        self._settle()
         assert self.keys is not None and self.values is not None
         for name, array in (("keys", self.keys), ("values", self.values)):
             B, heads, _, width = array.shape
@@ -194,15 +206,13 @@ class Stepping(Growing[Part]):
     """One that adds single tokens to `recent`, an array of their own, until it is full or somebody asks for the others:
     on a GPU to a copy of it, on the CPU to a numpy array that nobody else has."""
 
-    traced_whole: Any = FixedCache  # the stand-in of one that does not take single tokens
-
     def __init__(self, part: Part):
         super().__init__(part)
         self._recent: Any = None  # mx.array | np.ndarray | None
         self._begun = 0  # the first position of `recent`
 
     def takes_steps(self) -> bool:
-        """Whether there are kernels for a single token of this part."""
+        """Whether there are kernels for the next token alone."""
         raise NotImplementedError
 
     @property
@@ -234,9 +244,9 @@ class Stepping(Growing[Part]):
         self._recent = recent
         self.offset += 1
 
-    @property
-    def traced(self) -> Any:
-        return FixedKeys if self.takes_steps() else self.traced_whole
+    def traced(self, n: int) -> Any:
+        kind = super().traced(n)
+        return FixedKeys if kind is not None and self.takes_steps() else kind
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -278,7 +288,7 @@ class KVCache(Stepping[GroupedQuery]):
         return (self.part.kv_heads, self.part.head_dim), (self.part.kv_heads, self.part.value_width)
 
     def takes_steps(self) -> bool:
-        return attend.takes_step(self.part.head_dim, self.part.value_width)
+        return self.whole(1) == 1 and attend.takes_step(self.part.head_dim, self.part.value_width)
 
     @property
     def recent_shape(self) -> Shape:
@@ -302,7 +312,7 @@ class LatentCache(Stepping[Latent]):
         return (1, self.part.latent), (1, self.part.rotated)
 
     def takes_steps(self) -> bool:
-        return latent.takes_step(self.part.latent, self.part.rotated)
+        return self.part.blocks is None and latent.takes_step(self.part.latent, self.part.rotated)
 
     @property
     def recent_shape(self) -> Shape:

@@ -1,23 +1,21 @@
 """Caches of layers that remember more than their mixer does: of what is beside it there is another cache."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..kinds import Delta, GroupedQuery, HeadBlocks, Latent
 from ..ops.attend import Rows
-from ..ops.backend import view
 from .compressed import CompressedCache
 from .growing import Growing, KVCache, LatentCache
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
 from .recurrent import RecurrentCache
+from .traced import JoinedKind
 
 
 class JoinedCache(LayerCache[Any]):
     """Two caches that absorb the same tokens: `own`, the mixer's, and `beside`. Its arrays are those of both."""
-
-    can_trace: ClassVar[bool] = False
 
     def __init__(self, part: Any, own: Any, beside: Any):
         self.own, self.beside = own, beside
@@ -108,6 +106,27 @@ class JoinedCache(LayerCache[Any]):
             one.expect(n)
         self.last_step = None
 
+    def reserve(self, n: int) -> None:
+        """Makes room for n more positions; there must be some already."""
+        for one in self._both:
+            one.reserve(n)
+
+    def traced(self, n: int) -> JoinedKind | None:
+        """What makes the traced stand-in of both for the next n tokens; None: there is none of one of them."""
+        own, beside = (one.traced(n) for one in self._both)
+        return None if own is None or beside is None else JoinedKind(own, beside)
+
+    def step_arrays(self, n: int = 1) -> list[mx.array]:
+        """The arrays of the traced stand-in for the next n tokens."""
+        own, count = self.own.step_arrays(n), self.own.traced(n).num_inputs
+        return [*own[:count], *self.beside.step_arrays(n), *own[count:]]
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """What the step has made of them."""
+        count = self.own.traced(1).num_outputs
+        self.own.take_step(arrays[:count])
+        self.beside.take_step(arrays[count:])
+
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
         return sum(one.fetched_bytes(positions, itemsize) for one in self._both)
 
@@ -171,12 +190,6 @@ class KeyCache(Growing[HeadBlocks]):
     @property
     def rows(self) -> Rows:
         return (1, self.part.indexer.dim), (1, 0)
-
-    def absorb(self, keys: Any) -> Any:
-        """Appends keys [B, L, dim]; those of all positions [B, P, dim], as an array of the same kind."""
-        here, rows = isinstance(keys, np.ndarray), mx.array(keys[:, None])
-        held, _, count = self.append(rows, mx.zeros((*rows.shape[:3], 0), rows.dtype))
-        return (view(held) if here else held)[:, 0, :count]
 
 
 class BlocksCache(JoinedCache):

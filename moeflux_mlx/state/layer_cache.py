@@ -34,7 +34,6 @@ class LayerCache(Generic[Part]):
     stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<f4")
     state: State
     offset: int
-    can_trace: ClassVar[bool] = True  # whether there is a traced stand-in for a compiled step
 
     def __init__(self, part: Part):
         self.part = part

@@ -16,7 +16,6 @@ class RecurrentCache(LayerCache[Recurrent]):
     `recurrent`, float32 [B, *state_shape]."""
 
     counts: ClassVar[bool] = False
-    traced: Any = FixedState
 
     def __init__(self, part: Recurrent):
         super().__init__(part)
@@ -60,6 +59,10 @@ class RecurrentCache(LayerCache[Recurrent]):
 
     def empty(self) -> bool:
         return self.recurrent is None
+
+    def traced(self, n: int) -> type[FixedState]:
+        """What makes the traced stand-in for the next n tokens."""
+        return FixedState
 
     def step_arrays(self, n: int = 1) -> list[mx.array | None]:
         """The arrays of the traced stand-in for the next n tokens."""

@@ -1,6 +1,11 @@
-"""The traced stand-ins of caches in a compiled step: arrays of fixed shape, and positions that are arrays."""
+"""The traced stand-ins of caches in a compiled step: arrays of fixed shape, and positions that are arrays.
 
-from collections.abc import Callable
+What depends on the token's place in another way is known when a step is traced: a cache's `traced` says it, and a step
+is traced for each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import mlx.core as mx
@@ -15,9 +20,10 @@ SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that dr
 class Traced(Protocol):
     """The traced stand-in of a cache: arrays of fixed shape, and positions that are arrays."""
 
-    num_inputs: ClassVar[int]  # arrays
-    num_later: ClassVar[int]  # arrays besides for each later token of the same step
-    num_outputs: ClassVar[int]
+    @property
+    def num_later(self) -> int:
+        """Arrays besides, for each later token of the same step."""
+        ...
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -72,6 +78,19 @@ class FixedCache:
     def mask(self, length: int) -> mx.array:
         return self._seen(self.keys.shape[2])
 
+    def whole(self, length: int) -> int:
+        return length
+
+
+class FixedChosen(FixedCache):
+    """The same of a token that attends to some of the positions."""
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        return *self.update_and_fetch(keys, values), self.offset + 1
+
+    def whole(self, length: int) -> int:
+        return 0
+
 
 class FixedRing(FixedCache):
     """Two arrays [1, heads, window + spare, width] in which position p lies in slot p % (window + spare)."""
@@ -120,6 +139,9 @@ class FixedKeys:
         """The place of the next token among what is held."""
         self._held = self._held._replace(positions=positions)
 
+    def whole(self, length: int) -> int:
+        return length
+
 
 class FixedState:
     """A recurrent cache's two arrays; what it computes depends on no position."""
@@ -137,6 +159,117 @@ class FixedState:
     @property
     def arrays(self) -> list[mx.array]:
         return [self.conv, self.recurrent]
+
+
+@dataclass(frozen=True)
+class EntriesKind:
+    """Makes a `FixedEntries`.
+
+    Args:
+        part: a `Compressed`, or `KeyBlocks`.
+        ends: of each token, whether it ends an entry. is_first: that is the first one.
+        sees_all: the tokens attend to all entries.
+    """
+
+    part: Any
+    ends: tuple[bool, ...]
+    is_first: bool
+    sees_all: bool
+    num_later: ClassVar[int] = 0
+
+    @property
+    def num_inputs(self) -> int:
+        return 2 if self.part.ratio else 1
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_inputs
+
+    def __call__(self, *given: Any) -> "FixedEntries":
+        return FixedEntries(self, given[:-3], *given[-3:-1])
+
+
+class FixedEntries:
+    """A ring [B, 1, slots, row] of what is remembered of the newest positions, and if there are any all entries
+    [B, 1, capacity, entry]."""
+
+    num_later: ClassVar[int] = 0
+
+    def __init__(self, kind: EntriesKind, arrays: Sequence[mx.array], offset: mx.array, position: mx.array):
+        self._kind, self._ends, self.arrays = kind, iter(kind.ends), list(arrays)
+        self.go_on(offset, position)
+
+    def go_on(self, offset: mx.array, position: mx.array, *_: Any) -> None:
+        """The place and rotary position of the next token."""
+        self.offset, self.position = offset, position
+
+    def whole(self, length: int) -> int:
+        return length if self._kind.sees_all else 0
+
+    def absorb(self, rows: mx.array, make: Callable[..., mx.array]) -> tuple[mx.array, mx.array, mx.array | None]:
+        """As `CompressedCache.absorb`, of a token's rows [B, 1, row]; the positions come in the order of slots."""
+        kind, (ring, *entries), part = self._kind, self.arrays, self._kind.part
+        slots = ring.shape[2]
+        ring = mx.slice_update(ring, rows[:, None], (self.offset % slots)[None], axes=(2,))
+        if next(self._ends):
+            count, number = part.ratio + (0 if kind.is_first else part.overlap), self.offset // part.ratio
+            newest = ring[:, 0, (self.offset - count + 1 + mx.arange(count)) % slots]
+            entry = make(newest, number, 1)[:, None]
+            entries = [mx.slice_update(entries[0], entry, number[None], axes=(2,))]
+        self.arrays = [ring, *entries]
+        places = self.offset - (self.offset - mx.arange(slots)) % slots
+        return ring[:, 0], places, entries[0][:, 0] if entries else None
+
+
+@dataclass(frozen=True)
+class JoinedKind:
+    """Makes a `FixedJoined` of what makes the stand-ins of both caches."""
+
+    own: Any
+    beside: Any
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.own.num_inputs + self.beside.num_inputs)
+
+    @property
+    def num_later(self) -> int:
+        return int(self.own.num_later)
+
+    @property
+    def num_outputs(self) -> int:
+        return int(self.own.num_outputs + self.beside.num_outputs)
+
+    def __call__(self, *given: Any) -> "FixedJoined":
+        arrays, places = given[:-3], given[-3:]
+        count = self.own.num_inputs
+        return FixedJoined(self.own(*arrays[:count], *places), self.beside(*arrays[count:], *places))
+
+
+class FixedJoined:
+    """The stand-ins of a mixer's cache and of the one beside it, which has no arrays of later tokens."""
+
+    def __init__(self, own: Any, beside: Any):
+        self.own, self.beside = own, beside
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.own.arrays, *self.beside.arrays]
+
+    @property
+    def num_later(self) -> int:
+        return int(self.own.num_later)
+
+    def go_on(self, *later: Any) -> None:
+        """The next token of the same step."""
+        self.own.go_on(*later)
+        self.beside.go_on(*later[-3:])
+
+    @property
+    def position(self) -> mx.array:
+        """The rotary position of the next token, an int32 array of no axes."""
+        position: mx.array = self.own.position
+        return position
 
 
 def up_to(position: int | mx.array, capacity: int) -> mx.array:

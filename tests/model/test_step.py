@@ -6,7 +6,7 @@ import pytest
 from grids import drawn, examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_decode import FAMILIES, make_resident
+from test_decode import CHOOSING, FAMILIES, make_resident
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import msl
@@ -119,7 +119,8 @@ def test_every_row_has_the_bits_that_it_has_alone(family, kind):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", *map(full, ["qwen3_moe", "qwen3_next", "gemma4"])]
+    "family",
+    [*("qwen3_5_moe", "deepseek_v3", "gpt_oss"), *map(full, ["qwen3_moe", "qwen3_next", "gemma4", *CHOOSING])],
 )
 def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     model = make_resident(monkeypatch, family)
@@ -130,7 +131,7 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), *[([(1,), (2,)], [0, 1])] * 3]
     plan += [([tuple(range(count)), ()], [kept, 0]) for count, kept in [(3, 1), (8, 8), (2, 0), (8, 5), (8, 7), (8, 8)]]
     check(model, Alone(model), [tuple(PROMPT), ()], plan)
-    assert {1, 2, 3, 8} == set(together)
+    assert {1, 2, 8} <= set(together) <= {1, 2, 3, 8}, "three are refused where only some of them attend to all"
 
 
 @pytest.mark.usefixtures("plain_operations")

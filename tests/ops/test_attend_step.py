@@ -234,10 +234,10 @@ def check_stand_in(layer, draw, cache, other):
         parts = draw()
         cache.reserve(1)
         arrays = cache.step_arrays()
-        assert len(arrays) == cache.traced.num_inputs
-        stand_in = cache.traced(*arrays, mx.array(cache.offset, mx.int32), mx.array(cache.position, mx.int32), None)
+        assert len(arrays) == cache.traced(1).num_inputs
+        stand_in = cache.traced(1)(*arrays, mx.array(cache.offset, mx.int32), mx.array(cache.position, mx.int32), None)
         assert mx.array_equal(layer.run(parts, stand_in), layer.run(parts, other))
-        assert len(stand_in.arrays) == cache.traced.num_outputs
+        assert len(stand_in.arrays) == cache.traced(1).num_outputs
         cache.take_step(stand_in.arrays)
     assert cache.offset == other.offset == 74
     for a, b in zip(cache.state[:2], other.state[:2], strict=True):

@@ -188,7 +188,7 @@ def test_its_stand_in_in_a_compiled_step_gives_the_same(monkeypatch):
         got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.3, mask=mask)
         assert mx.array_equal(got[0], feed(other, 1))
         cache.take_step(stand_in.arrays)
-    assert cache.offset == other.offset == 32 and cache.traced is traced.FixedRing
+    assert cache.offset == other.offset == 32 and cache.traced(1) is traced.FixedRing
 
 
 def test_what_is_planned_for_its_text_is_what_it_takes():
