@@ -1,4 +1,4 @@
-"""Files: paths as users write them, JSON, what outlasts a power cut, and the data that ships with the package."""
+"""Files: paths as users write them, JSON, durable writes, and the data that ships with the package."""
 
 import contextlib
 import fcntl
@@ -40,7 +40,7 @@ def user_path(value: str | Path) -> Path:
 
 
 def sync(descriptor: int) -> None:
-    """`os.fsync`; on macOS that leaves the drive's own cache alone, so what empties it too is tried first."""
+    """`os.fsync`; on macOS it does not flush the drive's own cache, so F_FULLFSYNC is tried first."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         with contextlib.suppress(OSError):  # some file systems have no such thing
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -49,7 +49,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes new names in it last."""
+    """Makes new file names in the folder durable."""
     folder = os.open(path, os.O_RDONLY)
     try:
         sync(folder)
@@ -58,14 +58,14 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = "", mode: int = 0o666) -> None:
-    """Writes a file beside `path`, makes sure it is on the disk, and gives it the name: it appears whole or not at all.
+    """Writes a file next to `path`, syncs it and renames it, so that it appears complete or not at all.
 
     Args:
         ending: of the name that it has until then.
         mode: who may do what with it, less the process's mask.
 
     Raises:
-        OSError: the system says no; nothing is left behind. What `parts` raises goes through.
+        OSError: the system refuses; nothing is left behind. Errors of `parts` are raised too.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{ending}")
     try:

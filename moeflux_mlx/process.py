@@ -1,4 +1,4 @@
-"""Whether MLX is here, and which process computes: neither MLX's threads nor ours come along when it is forked."""
+"""Checks that MLX is installed, and which process computes: neither MLX's threads nor ours survive a fork."""
 
 import os
 
@@ -19,7 +19,7 @@ def check_mlx() -> None:
 
 
 def claim_process() -> int:
-    """This process's id, noted as the one that MLX computes in from now on.
+    """Records this process as the one that MLX computes in, and returns its id.
 
     Raises:
         ExpertIOError: MLX has computed for us in the process that this one was forked from.

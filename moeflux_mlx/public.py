@@ -1,4 +1,4 @@
-"""The public names, which `moeflux_mlx` has from here."""
+"""The public names of `moeflux_mlx`."""
 
 from .engine.batch_generation import BatchGenerator, BatchResponse, BatchStats, BatchToken, batch_generate
 from .engine.engine import load, load_model

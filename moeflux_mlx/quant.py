@@ -58,12 +58,12 @@ class Quant:
 
     @cached_property
     def codes(self) -> str:
-        """What a code is: INTEGER, or a small float, E2M1 or E4M3."""
+        """The type of codes: INTEGER, or a small float, E2M1 or E4M3."""
         return MODES[self.mode].codes
 
     @cached_property
     def scale(self) -> str:
-        """What a group's scale is: FLOAT, or 8 bits, E8M0 or E4M3."""
+        """The type of a group's scale: FLOAT, or 8 bits, E8M0 or E4M3."""
         return MODES[self.mode].scale
 
     @cached_property
@@ -73,7 +73,7 @@ class Quant:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether MLX stores matrices so; then they are computed, resident ones and those of experts."""
+        """Whether this is a form of MLX; all of these can be computed, for resident matrices and experts."""
         mode = MODES.get(self.mode)
         if mode is None or self.has_global_scale and mode.scale != E4M3:
             return False
@@ -150,7 +150,7 @@ class Quantization:
 
 
 def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | None) -> Quant:
-    """How the matrix of a module is stored, told by its shapes, once config.json says the same.
+    """The form of a module's matrix, determined from its shapes; config.json must agree.
 
     Args:
         path: of the module.
@@ -159,7 +159,7 @@ def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | 
         stated: by config.json; None: not quantised.
 
     Raises:
-        ModelFileError: they tell different stories.
+        ModelFileError: shapes and config.json contradict each other.
     """
     bits, group_size = 32 * words // max(columns, 1), columns // max(groups, 1)
     quant = replace(stated or DEFAULT, bits=bits, group_size=group_size)
@@ -216,7 +216,7 @@ def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, 
 
 
 def of_packed(config: Mapping[str, Any]) -> Quantization | None:
-    """What the config of a model says of its matrices; None: nothing.
+    """The quantisation that a model's config states; None if it states none.
 
     Raises:
         ConfigError: as `entries`, or two spellings of one path that differ.

@@ -1,8 +1,8 @@
-"""What a model is: `ModelArgs`, read from a Hugging Face `config.json` of any supported family.
+"""The description of a model: `ModelArgs`, read from a Hugging Face `config.json` of any supported family.
 
-A missing field, a wrong type, or a value that this engine does not implement is a `ConfigError` naming the field,
-before anything is made of it. Fields that describe training, vision or dropout are not read. Nothing here knows about
-tensors.
+A missing field, a wrong type, or a value that this engine does not implement raises a `ConfigError` that names the
+field, before anything else is done. Fields that describe training, vision or dropout are not read. Nothing here knows
+about tensors.
 """
 
 import reprlib
@@ -42,11 +42,11 @@ WIDEST_WINDOW = 1 << 20  # far beyond any model's
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """What one model is: a few sizes under their Hugging Face names, and its layers.
+    """The description of a model: a few sizes under their Hugging Face names, and its layers.
 
-    `draft_head` is the layer of the head that drafts, where one is loaded with the model. `embedding_scale` multiplies
-    embeddings. `is_tied`: logits are products with the embeddings' matrix. `logit_softcap`: no logit is further from
-    zero (`Router.softcap` says how); None: nothing limits them.
+    `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings. `is_tied`:
+    logits are products with the embeddings' matrix. `logit_softcap`: the limit of logits, applied like
+    `Router.softcap`; None: no limit.
 
     The properties that have names of Hugging Face's fields are read from the layers; those about attention are the
     first attention layer's.

@@ -1,4 +1,4 @@
-"""Which version this is: its number, and the commit that it was built from, where that is known."""
+"""The version: its number, and the commit that it was built from, if known."""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +9,7 @@ FILE = "commit.txt"  # in a built package, beside this module
 
 
 def commit() -> str | None:
-    """The commit that this was built from, or that a git tree is at, with "-dirty" behind it where files differ."""
+    """The commit of the build or of the git tree, followed by "-dirty" if files differ."""
     if (FOLDER / FILE).exists():
         return (FOLDER / FILE).read_text().strip()
     if not (FOLDER.parent / ".git").exists():
@@ -22,6 +22,6 @@ def commit() -> str | None:
 
 
 def described() -> str:
-    """The version, with its commit where that is known."""
+    """The version, with its commit if known."""
     built_from = commit()
     return VERSION if built_from is None else f"{VERSION} ({built_from})"

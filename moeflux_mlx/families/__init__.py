@@ -1,1 +1,1 @@
-"""Reads each family's config.json: what its fields are called, and what its checkpoints do otherwise."""
+"""Reads each family's config.json: the names of its fields, and the peculiarities of its checkpoints."""

@@ -1,5 +1,6 @@
-"""DeepSeek-V3, and what has its layers: Cogito-V2, Kimi K2, GLM-4.7-Flash, JoyAI-LLM-Flash; with indexers
-DeepSeek-V3.2 and GLM-5."""
+"""DeepSeek-V3 and families with its layers: Cogito-V2, Kimi K2, GLM-4.7-Flash, JoyAI-LLM-Flash; with indexers
+DeepSeek-V3.2 and GLM-5.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""K-EXAONE: layers with a window turn queries and keys, the others encode no positions; DeepSeek-V3's experts."""
+"""K-EXAONE: layers with a window rotate queries and keys, the others encode no positions; DeepSeek-V3's experts."""
 
 from dataclasses import replace
 from typing import Any

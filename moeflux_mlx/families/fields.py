@@ -1,4 +1,4 @@
-"""What families share of reading a `config.json`: typed access to its fields, and those that most models have.
+"""The common part of reading a `config.json`: typed access to its fields, and readers of the usual ones.
 
 Each field is read as required, optional, or must-equal, and within a range; every failure names the field. Two
 generations of spelling are accepted: `rope_theta` + `rope_scaling` or `rope_parameters`, `num_experts`,
@@ -79,7 +79,7 @@ class Fields:
 
 
 def common(read: Fields) -> dict[str, Any]:
-    """The fields of `ModelArgs` that every family so far has, all but `layers`; refuses what none of them computes."""
+    """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements."""
     for name, wanted in (
         ("hidden_act", "silu"),
         ("tie_word_embeddings", False),
@@ -186,7 +186,7 @@ def _yarn(read: Fields) -> Yarn:
 
 
 def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQuery:
-    """Attention with the usual names of its sizes; `share` as in `rotation`, `switches` as the family has them.
+    """Attention with the usual names of its sizes; `share` as in `rotation`, `switches` from the family.
 
     A family whose `attention_bias` can be true reads it, and passes `bias`.
     """
@@ -202,7 +202,7 @@ WIDTHS = "moe_intermediate_size|expert_hidden_dim"  # of a routed expert
 
 
 def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTHS, **rule: Any) -> Experts:
-    """Routed experts with the usual names of their sizes; `rule` is what the router has besides."""
+    """Routed experts with the usual names of their sizes; `rule` has further fields of the router."""
     count, top_k = read.count("num_experts|num_local_experts|n_routed_experts"), read.count("num_experts_per_tok")
     return Experts(Router(count, top_k, **rule), read.count(width), shared)
 
@@ -227,7 +227,7 @@ def grouped_experts(read: Fields, **rule: Any) -> Experts:
 
 
 def scale(read: Fields, name: str) -> float:
-    """What multiplies the routing weights."""
+    """The factor of the routing weights."""
     return read.number(name, least=1e-6, most=1e6)
 
 
@@ -289,7 +289,7 @@ FusedRows = dict[str, tuple[tuple[str, np.ndarray], ...]]
 
 @dataclass(frozen=True)
 class HeadNames:
-    """What a family's checkpoints call the tensors of a head that drafts, and what the head takes.
+    """The names of a draft head's tensors in a family's checkpoints, and the input of the head.
 
     Args:
         renames: beginnings of its tensors' names and the head's, as (theirs, ours); "{layers}" stands for the number of
@@ -314,13 +314,13 @@ NEXT_LAYER = HeadNames(
 
 @dataclass(frozen=True)
 class Family:
-    """One value of `model_type`: how its config.json is read, and what its checkpoints call and store otherwise.
+    """One value of `model_type`: how to read its config.json, and what its checkpoints name and store differently.
 
     Args:
         read: the config's text part -> fields of `ModelArgs`, by name.
         zero_centred: norms that Hugging Face's checkpoints store as weight - 1, by the end of their module path.
         renames: parts of tensor names that stand for others in the model, as (theirs, the model's).
-        numbered: layers -> renames that are made before these, where checkpoints count layers otherwise.
+        numbered: layers -> renames applied before these, if checkpoints count layers differently.
         fused_rows: (layer, its number, shards) -> matrices that a checkpoint may store as one, which is made of so many
             parts of equal length; {} if it cannot be. Convolutions may be stored so too.
         grouped: matrices that a checkpoint may store in groups of their rows, [groups, rows, columns], by the end of

@@ -1,6 +1,6 @@
 """Gemma 4's text models with experts: norms around every part, a dense MLP beside the experts, two widths of heads.
 
-Those without experts, whose layers have inputs of their own and share keys and values, are refused.
+Models without experts, whose layers have their own inputs and share keys and values, are refused.
 """
 
 import reprlib

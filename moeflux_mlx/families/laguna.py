@@ -1,4 +1,4 @@
-"""Laguna of poolside: windows, and a softplus gate for each head, of which layers have different numbers."""
+"""Laguna of poolside: windows, a softplus gate per head, and different numbers of heads by layer."""
 
 from typing import Any
 

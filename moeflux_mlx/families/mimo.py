@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash and V2.6: every layer but a few has a window, with sinks and key heads of its own."""
+"""MiMo-V2-Flash and V2.6: all layers but a few have a window, with sinks and another number of key heads."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Brings the names of tensors in every known checkpoint to one form: the model's module paths.
 
-This form is `model.layers.N....` and `lm_head....`. What differs in one family stands in that family's file.
+This form is `model.layers.N....` and `lm_head....`. Differences of a single family are in that family's file.
 """
 
 import re
@@ -24,7 +24,7 @@ Renames = Iterable[tuple[str, str]]  # parts of names that stand for others, as 
 
 
 def canonical_name(name: str, layers: int, renames: Renames = ()) -> str | None:
-    """The module path of a checkpoint tensor, or None for one that is no part of the text model.
+    """The module path of a checkpoint tensor, or None if it does not belong to the text model.
 
     Args:
         name: as the checkpoint has it.

@@ -1,5 +1,6 @@
 """Qwen3.8-Flash-Next (`qwen4_exp`): Qwen3.5's mixers between four streams, attention over blocks of positions that an
-indexer chooses, and n-grams of which rows of large tables are added."""
+indexer chooses, and n-grams, for which rows of large tables are added.
+"""
 
 from functools import lru_cache
 from typing import Any

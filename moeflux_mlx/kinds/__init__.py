@@ -1,4 +1,4 @@
-"""What a layer is made of, as plain data: a token mixer, a feed-forward part, and how the residual runs.
+"""The parts of a layer as plain data: a token mixer, a feed-forward part, and how the residual runs.
 
 Each part is a frozen dataclass whose fields are switches that the model's code reads; no code asks which family a model
 belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.

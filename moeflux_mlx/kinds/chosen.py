@@ -1,4 +1,4 @@
-"""Which positions a token attends to where it does not attend to all."""
+"""The choice of positions for a token that does not attend to all of them."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What follows the mixer in a layer: routed experts or a dense MLP."""
+"""The feed-forward part after the mixer in a layer: routed experts or a dense MLP."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,13 +8,13 @@ from typing import Literal, get_args
 class Router:
     """Which `top_k` of `experts` a token uses, and how they are weighed.
 
-    `score` is "softmax", "sigmoid" or "sqrtsoftplus" (the root of log(1 + exp)) of the logits. A `correction_bias`
-    takes part in the choice only. Of `groups` groups of experts the best `kept_groups` are looked at. Weights are made
+    `score` is "softmax", "sigmoid" or "sqrtsoftplus" (the root of log(1 + exp)) of the logits. A `correction_bias` is
+    used only for the choice. Only experts of the best `kept_groups` of `groups` groups are considered. Weights are made
     to sum to one if `normalise`, then multiplied by `scale`. `logit_bias`: the router adds a bias to its logits.
-    `softcap`: no logit is further from zero, since each becomes softcap * tanh(logit / softcap). `table`: which experts
-    a token uses stands in a table of so many token ids; the logits give the weights alone. `own_norm`: the logits are
-    made of the stream in a norm of the router's own, whose weight counts as hidden_size ** -0.5 times what it is.
-    `expert_scales`: the weight of each expert is multiplied by a learned number of its own, in place of `scale`.
+    `softcap`: each logit becomes softcap * tanh(logit / softcap). `table`: a table of this many token ids gives a
+    token's experts; the logits give only the weights. `own_norm`: the logits are made of the stream in a norm of the
+    router's own, whose weight counts as hidden_size ** -0.5 times what it is. `expert_scales`: the weight of each
+    expert is multiplied by its own learned number instead of `scale`.
     """
 
     experts: int

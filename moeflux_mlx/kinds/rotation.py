@@ -1,4 +1,4 @@
-"""How queries and keys are turned by their positions."""
+"""How queries and keys are rotated by their positions."""
 
 from dataclasses import dataclass
 

@@ -1,1 +1,1 @@
-"""The decoder: parameters and wiring."""
+"""The decoder: modules with parameters, and their wiring."""

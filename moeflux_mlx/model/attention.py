@@ -1,5 +1,6 @@
-"""Grouped-query attention: its projections with the mixer's norms, biases, sinks and gate, and those of an indexer that
-chooses blocks of positions."""
+"""Grouped-query attention: projections with norms, biases, sinks and gate, and those of an indexer that chooses blocks
+of positions.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
 
 class BlockIndexer(nn.Module):
-    """What scores blocks of positions: queries and keys of the input, normed and rotated."""
+    """Scores blocks of positions: makes queries and keys from the input, normed and rotated."""
 
     def __init__(self, blocks: KeyBlocks, rotation: Rotation, hidden_size: int, eps: float):
         super().__init__()
@@ -50,7 +51,7 @@ class BlockIndexer(nn.Module):
 
 
 class HeadIndexer(nn.Module):
-    """What scores blocks of positions for each head of keys: queries and keys of the input, normed and rotated."""
+    """Scores blocks of positions for each key head: makes queries and keys from the input, normed and rotated."""
 
     def __init__(self, blocks: HeadBlocks, rotation: Rotation, hidden_size: int, eps: float):
         super().__init__()
@@ -77,7 +78,7 @@ class HeadIndexer(nn.Module):
             q, k = self.rope(q, position), self.rope(k, position)
         rows = mx.array(k.swapaxes(1, 2))
         keys, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
-        return Index(q, (keys if is_mlx else view(keys))[:, 0], q[..., 0])  # whose weights nobody reads
+        return Index(q, (keys if is_mlx else view(keys))[:, 0], q[..., 0])  # the weights are not read
 
 
 class Attention(MixerModule):
@@ -107,7 +108,9 @@ class Attention(MixerModule):
         self.arrange()
 
     def arrange(self) -> None:
-        """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
+        """Joins the layers that read x, and the arrays that kernels take together; called when all tensors are
+        loaded.
+        """
         inputs = [self.q_proj, self.k_proj, *([] if self.mixer.value_is_key else [self.v_proj])]
         self._before_gates = len(inputs)
         has_gates = "g_proj" in self and self.g_proj.is_like(self.q_proj)

@@ -1,4 +1,4 @@
-"""Attention over a window and compressed entries: its projections, and those that make entries and choose them."""
+"""Attention over a window and compressed entries: projections, and the parts that make and choose entries."""
 
 from typing import Any
 
@@ -18,7 +18,9 @@ from .layers import Linear, RMSNorm
 
 
 class Pooling(nn.Module):
-    """Makes entries of `width` values: values and gates of each position, biases of gates by place, norm, rotation."""
+    """Makes entries of `width` values from values and gates of each position, with biases of gates by place, norm and
+    rotation.
+    """
 
     def __init__(self, compressor: Compressor, width: int, rotation: Rotation, hidden_size: int, eps: float):
         super().__init__()
@@ -40,7 +42,7 @@ class Pooling(nn.Module):
 
 
 class EntryIndexer(nn.Module):
-    """What scores entries: queries of the queries' latent, weights of heads, and keys that are entries themselves."""
+    """Scores entries with queries from the queries' latent and weights of heads; the keys are entries themselves."""
 
     def __init__(self, mixer: Compressed, compressor: Compressor, hidden_size: int, eps: float):
         super().__init__()
@@ -74,7 +76,7 @@ class CompressedAttention(nn.Module):
                 self.indexer = EntryIndexer(mixer, mixer.compressor, hidden_size, eps)
 
     def mixed(self, x: Array, norm: RMSNorm, cache: CompressedCache) -> Any:
-        """What is mixed of norm(x) [B, L, D], without x."""
+        """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         x = norm(x)
         latent = self.wq_a(x)
@@ -91,7 +93,7 @@ class CompressedAttention(nn.Module):
         return self.wo_b(grouped_projection(out, self.wo_a, self.mixer.groups))
 
     def _remember(self, x: Array, key: Array, cache: CompressedCache) -> Seen:
-        """The newest keys, these tokens' among them, and all entries, of which those that they end are made."""
+        """Appends the tokens; returns the newest keys and all entries, including those that these tokens complete."""
         inputs: list[Any] = [part for pool in self._pools() for part in pool.inputs(x)]
         first, library = cache.offset, library_of(x)
         rows, places, made = cache.absorb(library.concatenate([key, *inputs], axis=-1), self._entries)

@@ -54,13 +54,13 @@ class Decoder(nn.Module):
             layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
     def normed(self, h: Array) -> Array:
-        """The hidden states behind the last layer, of one stream, normed."""
+        """The normed hidden states of one stream after the last layer."""
         h = self.hc_head.last(h) if "hc_head" in self else h
         return self.norm(h) if "norm" in self else h
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the last norm."""
+        """The dtype of the last norm."""
         norm = self.norm if "norm" in self else self.hc_head.hc_norm
         return norm.weight.dtype
 
@@ -70,13 +70,13 @@ class Model(nn.Module):
 
     Args:
         args: the hyper-parameters.
-        experts: reads and computes routed experts; None: the model is made only for its shapes.
+        experts: reads and computes routed experts; None if only the model's shapes are needed.
         split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
         sizes: how prompts are cut.
-        tiles: of the kernels, in everything that the model computes.
+        tiles: the kernels' tiles in all computations of the model.
         cpu_activations: bits to which the native products round activations.
-        drafting: where drafts of tokens come from, and how many a step checks; None: there are none.
-        tables: what reads the rows of n-grams; None: there are none, or zeros take their place.
+        drafting: the source of drafts, and how many of them a step checks; None: no drafts.
+        tables: reads the rows of n-grams; None: there are none, or zeros replace them.
 
     Attributes:
         args: the hyper-parameters.
@@ -85,7 +85,7 @@ class Model(nn.Module):
         cpu_activations: as given.
         drafting: of all its texts.
         experts: the source of routed experts, an `ExpertLoader`.
-        head: that drafts for it; None: there is none.
+        head: its draft head, or None.
         vision: reads images; None: not set.
     """
 
@@ -110,10 +110,10 @@ class Model(nn.Module):
             self.lm_head = Linear(args.hidden_size, args.vocab_size)
         self.suits_cpu = backend.takes_widths(args.widths)
         self.experts = None if experts is None else experts.source
-        self._head: Callable[[], DraftHead | None] = lambda: None  # behind a function: it is no part of the model
+        self._head: Callable[[], DraftHead | None] = lambda: None  # in a function, so that it is not a submodule
         self.vision: ImageReader | None = None
         self.decode_step: DecodeStep | None = None
-        self._compiled_rows: list[Compiled] = []  # `_before` of each layer, on a GPU that holds every expert
+        self._compiled_rows: list[Compiled] = []  # compiled `_before` of each layer, on a GPU that holds every expert
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._step)
             self._compiled_rows = [Compiled(partial(self._before, i)) for i in range(len(self.layers) + 1)]
@@ -130,12 +130,13 @@ class Model(nn.Module):
         all of them. Without a cache the tokens stand alone.
 
         Args:
-            tokens: integers [B, L] of the vocabulary. On a GPU a single token is not checked: that would mean a wait.
+            tokens: integers [B, L] of the vocabulary. On a GPU a single token is not checked, because that would need a
+                wait.
 
         Raises:
-            RequestError: tokens of another shape or outside the vocabulary, or not one cache for each layer.
+            RequestError: tokens with a wrong shape or outside the vocabulary, or a wrong number of caches.
             ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
-            DeviceError: memory or the GPU's time is at an end; caches may hold anything.
+            DeviceError: memory is exhausted or the GPU timed out; the caches' contents are then undefined.
         """
         return self._in_turn(self._outputs, tokens, cache)[0]
 
@@ -144,30 +145,31 @@ class Model(nn.Module):
         return self._head()
 
     def attach(self, head: DraftHead) -> None:
-        """From now on `head` drafts for this model, and steps keep the hidden states that it takes. To be called before
-        anything is computed; its experts are closed with the model's."""
+        """Attaches a draft head, for which steps then keep hidden states. To be called before anything is computed; the
+        head's experts are closed with the model's.
+        """
         assert self.experts is not None
         head.bind(Shared(self._of_one_stream, self._logits_of, self._computing))
         self._head = lambda: head
         self.experts.at_close(head.close)
 
     def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
-        """As calling the model, but the normed hidden states [B, L, hidden_size] that `last_product` takes."""
+        """As calling the model, but returns the normed hidden states [B, L, hidden_size] that `last_product` takes."""
         return self._in_turn(lambda tokens, cache: [self.run(tokens, cache)], tokens, cache)[0]
 
     def step(self, sequences: Sequence[SequenceRows]) -> Step:
-        """Runs the next tokens of several sequences, at most `MAX_ROWS` together; the logits of each.
+        """Runs the next tokens of several sequences, at most `MAX_ROWS` in all, and returns the logits of each.
 
-        Each row has the bits that it has alone, whatever the other rows are: products, routers and experts take all of
-        them together, attention and recurrent mixers each with its own cache. Each expert is asked for once. If the
-        step cannot be computed, all caches are as they were before.
+        Each row has the bits that it has alone: products, routers and experts take all rows together, attention and
+            recurrent mixers each row with its own cache. Each expert is requested once. If the step fails, all caches
+            are unchanged.
 
         Args:
-            sequences: each with caches of its own, which may be empty, and with 1 to `MAX_OF_SEQUENCE` tokens in order.
+            sequences: each has its own caches, which may be empty, and 1 to `MAX_OF_SEQUENCE` tokens in order.
 
         Raises:
-            RequestError: too many rows, or too many of one sequence, none, a cache that is in two sequences, and
-                whatever calling the model refuses; no cache has changed.
+            RequestError: no rows, too many in all or of one sequence, a cache in two sequences, or anything that
+                calling the model refuses; no cache has changed.
             ExpertIOError, DeviceError: as calling the model does.
         """
         for rows in sequences:
@@ -213,14 +215,16 @@ class Model(nn.Module):
 
     @contextmanager
     def _turn(self, tokens: int) -> Iterator[bool]:
-        """One thread at a time where threads share the memory of experts; then tells that results must be evaluated."""
+        """A context manager that admits one thread at a time if threads share the memory of experts; yields whether
+        results must be evaluated.
+        """
         turn = nullcontext(False) if self.experts is None else self.experts.turn(tokens)
         with within_limits(), turn as shared, self._computing():
             yield shared
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """What kernels are told, however little is computed."""
+        """The settings of kernels for any computation of this model."""
         with native.activations(self.cpu_activations), using(self.tiles):
             yield
 
@@ -235,7 +239,7 @@ class Model(nn.Module):
             check_vocabulary(cast(Any, tokens.item()) if tokens.size == 1 else np.array(tokens), self.args.vocab_size)
 
     def check_cache(self, cache: object) -> None:
-        """Raises RequestError: it is not a list with a cache for each layer."""
+        """Raises RequestError: it is not a list with one cache per layer."""
         if isinstance(cache, Sequence) and len(cache) == len(self.layers):
             return
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
@@ -266,7 +270,7 @@ class Model(nn.Module):
 
     @property
     def last_product(self) -> LastProduct:
-        """What makes logits of normed hidden states; it holds no other part of the model."""
+        """Makes logits from normed hidden states; it holds no other part of the model."""
         return LastProduct(self.model.embed_tokens if self.args.is_tied else self.lm_head, self.args.logit_softcap)
 
     def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
@@ -287,9 +291,10 @@ class Model(nn.Module):
         return arrays
 
     def _before(self, layer: int, *arrays: Any) -> list[Any]:
-        """What rows need between the mixers of the last layer and of this one: the tokens, or what the mixer made,
-        what the last layer was given, and its parts, become what this layer is given, and its parts. Beyond the last
-        layer: `_outputs`."""
+        """Computes rows between the mixer of the last layer and that of this one. The input is the tokens, or the last
+        mixer's output with its layer's input and parts; the result is this layer's input and parts. After the last
+        layer: `_outputs`.
+        """
         if layer == 0:
             x = self._embedded(arrays[0])
         else:
@@ -310,7 +315,7 @@ class Model(nn.Module):
             try:
                 self._through_layers(span, cache, ignore_report)
             except BaseException:
-                span.drop(cache)  # else layers would have seen tokens that others have not
+                span.drop(cache)  # otherwise some layers would have seen tokens that others have not
                 raise
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._inputs(tokens, cache)
@@ -320,21 +325,20 @@ class Model(nn.Module):
         return h
 
     def draft_states(self, span: Span, start: int, end: int) -> Any:
-        """What a head takes of the tokens from `start` to `end` of a span that has passed all layers."""
+        """A draft head's input for the tokens from `start` to `end` of a span that has passed all layers."""
         assert self.head is not None
         with self._computing():
             last = backend.contiguous(span.hidden[:, start:end])
             return self.model.normed(last) if self.head.takes_normed else last
 
     def advance(self, span: Span, cache: list[Cache], report: Report = ignore_report) -> mx.array:
-        """Takes a span through the layers that it has not passed; the logits [B, vocab_size] of its last token.
+        """Takes a span through its remaining layers and returns the logits [B, vocab_size] of its last token.
 
         Args:
-            span: tokens after what `cache` has absorbed; it may have come from an earlier call that was stopped.
+            span: the tokens after those in `cache`; an earlier call may have been stopped in it.
             cache: from `make_cache`.
-            report: told the share of the span's work that is done, after each block and wave. What it raises, like
-                any other exception, leaves the span between two layers: `advance` goes on with it,
-                `span.drop` undoes it.
+            report: called with the share of the span's work that is done, after each block and wave. An exception from
+                it, like any other, leaves the span between two layers: `advance` continues it, `span.drop` undoes it.
 
         Raises:
             RequestError, ExpertIOError, DeviceError: as calling the model does.
@@ -369,7 +373,7 @@ class Model(nn.Module):
             backend.give_back(h)
 
     def _inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
-        """What layers want of the tokens; the rows of tables begin to be read."""
+        """The layers' inputs besides hidden states; begins to read the rows of tables."""
         return Tokens(tokens, self._tables.begin(np.array(tokens), cache) if self._tables else {})
 
     @property
@@ -378,7 +382,7 @@ class Model(nn.Module):
         return tuple(self.args.ngrams)
 
     def _expect(self, span: Span) -> None:
-        """Lets the experts of the first layer that has any be read while what is before them is computed."""
+        """Begins to read the experts of the first layer with experts while the layers before it are computed."""
         first = self.layers[self.args.moe_layers[0]].mlp if self.args.moe_layers else None
         if first is not None and first.experts is not None:
             first.experts.expect(first.layer, span.tokens.size)
@@ -390,7 +394,7 @@ class Model(nn.Module):
 
     def _of_one_stream(self, tokens: mx.array) -> Any:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
-        h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 says no dtype of its own
+        h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 has no dtype of its own
         return h if self.args.embedding_scale == 1.0 else h * self.args.embedding_scale
 
     @property

@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 
 from ..state.layer_cache import MOST_DRAFTS
 
-WINDOW = 32  # drafts, or steps of a depth, after which what was measured counts for a third
-EXPECTED = 0.5  # share of drafts that are taken, before anything is known
-WARM_UP = 1  # steps of a depth that do not count: kernels are compiled, temporaries allocated
+WINDOW = 32  # drafts, or steps of a depth, after which older measurements count for a third
+EXPECTED = 0.5  # assumed share of accepted drafts before any measurement
+WARM_UP = 1  # first steps of a depth, which do not count: kernels are compiled, temporaries allocated
 SAMPLES = 2  # steps of a depth before it is compared
 FIRST_PAUSE, LONGEST_PAUSE = 32, 256  # steps until a depth that did not pay is tried again
 NO_TIME = 1e-9  # seconds, for what has not been measured
-FAR_OFF = 3.0  # times the mean, at most, that one step counts for: a pause of the process is no property of a depth
+FAR_OFF = 3.0  # the most times the mean that a step counts for, so that a pause of the process does not count
 
 
 class _Mean:
-    """Of the newest values, older ones fading."""
+    """A mean in which older values fade."""
 
     def __init__(self, value: float = 0.0, weight: float = 0.0):
         self.value, self.weight = value, weight
@@ -29,7 +29,7 @@ class _Mean:
 
 
 class _Depth:
-    """Steps that check so many drafts.
+    """Measurements of steps that check a number of drafts.
 
     Attributes:
         count: how many there have been.
@@ -53,23 +53,22 @@ class _Depth:
             self.seconds.add(min(seconds, FAR_OFF * self.seconds.value) if known else seconds)
 
     def tried(self, at: int, pays: bool) -> None:
-        """It was tried; where it does not pay, longer and longer pauses follow."""
+        """Records a trial; while the depth does not pay, the pauses grow."""
         self.last, self.pause = at, FIRST_PAUSE if pays else min(2 * self.pause, LONGEST_PAUSE)
 
 
 class Drafting:
-    """Chooses the depth, from 0 to `most` drafts in a step, at which most tokens come in a second.
+    """Chooses the depth, from 0 to `most` drafts per step, with the most tokens per second.
 
-    It climbs: a depth is tried once the one below it is known, and goes on being tried now and then, less and less
-    often while it does not pay.
+    A depth is tried when the one below it is known, and again from time to time, less often while it does not pay.
 
     Args:
         kind: where drafts come from: "off", "lookup" or "head".
         most: drafts in a step, at most.
-        fixed: whether every step checks all drafts that there are, even if that is slower.
+        fixed: whether every step checks all available drafts, even if that is slower.
 
     Attributes:
-        checked, taken: drafts so far, and how many of them the sampler took.
+        checked, taken: number of checked drafts so far, and of accepted ones.
     """
 
     def __init__(self, kind: str = "off", most: int = MOST_DRAFTS, fixed: bool = False):
@@ -83,7 +82,7 @@ class Drafting:
 
     @property
     def depth(self) -> int:
-        """How many drafts the next step is to check, if there are so many."""
+        """How many drafts the next step should check."""
         if self.fixed or not self.most:
             return self.most
         return next(self._due(), self._best)
@@ -94,8 +93,7 @@ class Drafting:
         return [depth.count for depth in self._depths]
 
     def add(self, drafts: int, taken: int, seconds: float) -> None:
-        """A step that checked `drafts`, of which the first `taken` were taken, took so long with all that belongs to
-        it."""
+        """Records the seconds of a step that checked `drafts`, of which the first `taken` were accepted."""
         self._steps += 1
         self.checked += drafts
         self.taken += taken
@@ -110,7 +108,7 @@ class Drafting:
             depth.tried(self._steps, pays=drafts == self._best)
 
     def rate(self, depth: int) -> float:
-        """Tokens a second that are to be expected of a depth that is known."""
+        """The expected tokens per second of a known depth."""
         tokens = chance = 1.0
         for luck in self._luck[:depth]:
             chance *= luck.value
@@ -118,7 +116,9 @@ class Drafting:
         return tokens / max(self._depths[depth].seconds.value, NO_TIME)
 
     def _due(self) -> Iterator[int]:
-        """Depths to be tried now: the best of those that are known until it is, none drafts, those beside the best."""
+        """The depths that are due for a trial: the best one until it is known, no drafts, and the neighbours of the
+        best.
+        """
         for i in dict.fromkeys((self._best, 0, self._best + 1, self._best - 1)):
             if 0 <= i <= self.most:
                 depth = self._depths[i]

@@ -29,12 +29,12 @@ ROW_BY_ROW = 8  # rows at a time, at most, that go through compiled steps
 
 @dataclass(frozen=True)
 class Shared:
-    """What a head has in common with its model.
+    """The parts that a head shares with its model.
 
     Args:
         embed: ids [1, n] -> hidden states [1, n, hidden_size].
         logits: of normed hidden states [1, n, hidden_size].
-        computing: what the model's kernels are told while it computes.
+        computing: the settings of the model's kernels.
     """
 
     embed: Callable[[mx.array], Any]
@@ -56,8 +56,8 @@ class DraftHead(nn.Module):
     tokens after them, what the model's lm_head makes the tokens after those of (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
     Args:
-        args: of a model of one layer, the head's (`ModelArgs.head`).
-        experts: who computes its routed experts; None for a head that is made for its shapes only.
+        args: those of a model of one layer, the head's (`ModelArgs.head`).
+        experts: computes its routed experts; None if only the shapes are needed.
         split_latent: as for `Model`.
     """
 
@@ -77,16 +77,16 @@ class DraftHead(nn.Module):
 
     @property
     def takes_normed(self) -> bool:
-        """Whether h are hidden states behind the model's last norm, else those before it."""
+        """Whether h are the hidden states after the model's last norm; otherwise those before it."""
         names = FAMILIES[self.args.model_type].head
         return names is None or names.takes_normed
 
     def bind(self, shared: Shared) -> None:
-        """From now on it drafts for the model that has `shared`."""
+        """Connects the head with the model that has `shared`."""
         self._shared = shared
 
     def close(self) -> None:
-        """Gives its experts' memory back."""
+        """Frees its experts' memory."""
         if self._experts is not None:
             self._experts.source.close()
 
@@ -100,7 +100,7 @@ class DraftHead(nn.Module):
         """Takes hidden states, in parts [1, ., hidden_size], with the tokens after them.
 
         Returns:
-            What it makes of the last, [1, 1, hidden_size]; the token [1, 1] drafted of that, if `draft`.
+            The output for the last position, [1, 1, hidden_size], and the token [1, 1] drafted from it, if `draft`.
         """
         ids = mx.array(list(tokens), mx.uint32)[None]
         with self._computing() as shared:
@@ -121,13 +121,12 @@ class DraftHead(nn.Module):
         return out, token[0] if token else None
 
     def next(self, out: Any) -> mx.array:
-        """The token [1, 1] that is most likely after `out`, which `absorb` or `follow` gave."""
+        """The most likely token [1, 1] after `out`, a result of `absorb` or `follow`."""
         with self._computing() as shared:
             return mx.argmax(backend.leave(shared.logits(out)), axis=-1)
 
     def follow(self, out: Any, token: mx.array, cache: Cache) -> tuple[Any, mx.array]:
-        """Takes `out` for the hidden state before `token` [1, 1], which was drafted: what comes of that, and the next
-        token."""
+        """Uses `out` as the hidden state before the drafted `token` [1, 1]; returns the output and the next token."""
         with self._computing() as shared:
             if self._steps and self._steps[1].takes(token, [[cache]]):
                 out, token = self._steps[1](token, [[cache]], out)

@@ -1,7 +1,7 @@
 """Images in a text: their places, the embeddings at these places, and the rotary positions around them.
 
-A text is a row of places: one for each token, and one for each row that an encoder made of an image. This module knows
-no pixels.
+A text is a sequence of places: one for each token, and one for each row that an encoder made from an image. This module
+knows no pixels.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from ..state.cache import Cache
 
 
 class ImageRows(NamedTuple):
-    """What an encoder made of an image: embeddings [n, hidden_size], and as many to be added behind each of the first
-    layers (DeepStack, arXiv:2406.04334)."""
+    """An encoder's output for an image: embeddings [n, hidden_size], and equally many features to add after each of the
+    first layers (DeepStack, arXiv:2406.04334).
+    """
 
     embeddings: mx.array
     deep: Sequence[mx.array] = ()
 
 
 class Image(Protocol):
-    """An image as a text holds it.
+    """An image in a text.
 
     Attributes:
-        digest: tells it from any other.
-        length: places that it takes.
+        digest: identifies the image. length: number of its places.
         grid: rows and columns of the places, where rotary positions follow them; None: they follow the text.
     """
 
@@ -39,7 +39,7 @@ class Image(Protocol):
     def grid(self) -> tuple[int, int] | None: ...
 
     def rows(self) -> ImageRows:
-        """Computed when they are first asked for, and kept until `forget`."""
+        """The image's rows, computed when first requested and kept until `forget`."""
         ...
 
     def forget(self) -> None: ...
@@ -64,14 +64,14 @@ class Images:
 
     Args:
         placed: each with the first place that it takes, ascending.
-        by: how much further than its place the rotary position of the text's first token is.
+        by: difference between the rotary position of the text's first token and its place.
     """
 
     placed: Sequence[tuple[int, Image]] = ()
     by: int = 0
 
     def after(self, cache: Sequence[Cache]) -> "Images":
-        """The same where the text follows what `cache` has absorbed."""
+        """The same images if the text follows the contents of `cache`."""
         start = cache[0].offset
         return Images([(start + place, image) for place, image in self.placed], cache[0].position - start)
 
@@ -132,7 +132,7 @@ NO_IMAGES = Images()
 
 
 def _gain(image: Image) -> int:
-    """How much less than its places an image takes of rotary positions, as a negative number."""
+    """The number of an image's rotary positions minus the number of its places."""
     return max(image.grid) - image.length if image.grid else 0
 
 

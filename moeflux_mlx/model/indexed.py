@@ -1,5 +1,4 @@
-"""Latent attention over chosen positions, or blocks of them: the projections of the indexer, and of the attention round
-its core."""
+"""Latent attention over chosen positions or blocks: the projections of the indexer and of the attention."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +34,7 @@ class LayerNorm(nn.Module):
 
 
 class Scoring(nn.Module):
-    """What an indexer scores positions with: queries of the queries' latent, keys and weights of heads of the input."""
+    """Scores positions with queries from the queries' latent, and keys and weights of heads from the input."""
 
     def __init__(self, indexer: Indexer, mixer: Latent, hidden_size: int):
         super().__init__()
@@ -102,8 +101,9 @@ class IndexedMLA(MLA):
 
 
 class PoolScoring(nn.Module):
-    """What an indexer scores blocks with: as `Scoring`, but that keys are not rotated, and those of a block are joined
-    by the gates of its positions."""
+    """Scores blocks as `Scoring` does positions, but keys are not rotated, and the keys of a block are joined by its
+    positions' gates.
+    """
 
     def __init__(self, blocks: KeyBlocks, mixer: Latent, hidden_size: int):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the projections round its core."""
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the projections before and after its core
+operation.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +22,7 @@ class MLA(MixerModule):
     """The up-projection from the latent comes in one of two forms, as the checkpoint has it:
 
     `kv_b_proj` [heads, nope + v, latent] (rows of both kinds, quantised along the latent), or the pair
-    `embed_q` [heads, latent, nope] and `unembed_out` [heads, v, latent]. `split_latent` tells which.
+    `embed_q` [heads, latent, nope] and `unembed_out` [heads, v, latent]. `split_latent` says which.
     """
 
     def __init__(self, mixer: Latent, hidden_size: int, split_latent: bool = False):
@@ -85,7 +87,7 @@ class LatentProjection(Weight):
         self.heads, self._rows = heads, (slice(None, nope), slice(nope, None))
 
     def arrange(self) -> None:
-        """On a GPU, once it has its tensors: two arrays take their place, because CUDA's products want no gaps."""
+        """On a GPU, splits the loaded matrix into two arrays, because CUDA's products need arrays without gaps."""
         if not backend.has_kernels():
             return
         self.halves = [Weight(0), Weight(0)]

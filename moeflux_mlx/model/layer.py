@@ -29,7 +29,7 @@ from .streams import StreamsLayer
 
 
 def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
-    """The module that mixes tokens as `mixer` says, and its name in checkpoints."""
+    """The module for `mixer`, and its name in checkpoints."""
     match mixer:
         case GroupedQuery():
             return "self_attn", Attention(mixer, args.hidden_size, args.rms_norm_eps)
@@ -61,7 +61,7 @@ def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | No
 def layer_of(
     args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool
 ) -> "DecoderLayer | StreamsLayer":
-    """The module of a layer, by how its residual runs."""
+    """The module of a layer, chosen by its residual."""
     spec, sizes = args.layers[layer], (args.hidden_size, args.rms_norm_eps)
     if spec.residual.connections is None:
         return DecoderLayer(args, layer, experts, split_latent)
@@ -91,12 +91,14 @@ class DecoderLayer(nn.Module):
         self._step: Callable[[bool], DecodeStep] | None = None
 
     def compile(self, experts: ExpertLoader) -> None:
-        """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
+        """Compiles the part before the experts of a single token into one graph, which is kept until `experts`
+        close.
+        """
         if isinstance(self.mlp, MoE):
             self._step = by_prediction(self._choose, experts)
 
     def __call__(self, x: Array, cache: Any, chosen: Chosen | None = None, tokens: Any = None) -> Array:
-        """`chosen`: what the last layer with an indexer chose for these tokens; None: no layer has been passed."""
+        """`chosen`: the choice of the last layer with an indexer for these tokens; None before the first layer."""
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [[cache]]):
             step, chosen = self._step(self.mlp.should_predict(1)), chosen or Chosen()
             chosen.positions, *parts = step(x, [[cache]], *([] if chosen.positions is None else [chosen.positions]))
@@ -124,11 +126,11 @@ class DecoderLayer(nn.Module):
         return self[self._mixer_name]
 
     def begin(self, x: Array) -> list[Array]:
-        """What the mixer needs of rows, whatever their caches hold."""
+        """The mixer's inputs for rows, which do not depend on their caches."""
         return self.mixer.begin(x, self.input_layernorm)
 
     def end(self, mixed: Array, x: Array, parts: Sequence[Array]) -> Array:
-        """The rest of the layer for rows: of what the mixer made of `parts`, which `begin` gave for `x`."""
+        """The rest of the layer for rows: from the mixer's output for `parts`, the result of `begin` for `x`."""
         if "mixer_output" in self:
             h = self.mixer_output(x, self.mixer.end(mixed, parts, None))
         else:
@@ -138,7 +140,7 @@ class DecoderLayer(nn.Module):
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
 
-        At most two blocks are under way: what they are made of need not be in memory together with the others'.
+        At most two blocks are in flight, so that only their temporaries are in memory.
         """
         parts: list[tuple[Array, ...]] = []
         cache.expect(span.length)
@@ -157,6 +159,6 @@ class DecoderLayer(nn.Module):
         return self.mlp.finish(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
 
     def _relieve(self) -> None:
-        """Memory of experts that the machine is short of goes before more is taken."""
+        """Returns memory of experts that the machine is short of before more is taken."""
         if isinstance(self.mlp, MoE) and self.mlp.experts is not None:
             self.mlp.experts.source.relieve()

@@ -1,6 +1,6 @@
-"""The layers that mixers and experts are made of: parameters, and the operations that they are for.
+"""The layers that mixers and experts consist of: parameters with their operations.
 
-A matrix is declared with its sizes only; `weights` fills it and tells it how its tensor is stored.
+A matrix is declared only with its sizes; `weights` gives it its tensor and stored form.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from ..quant import Quant
 
 
 def packed(*arrays: mx.array) -> list[ArrayPiece] | None:
-    """Where arrays lie in one, made of them for a GPU's kernels; None where there are none."""
+    """The pieces of arrays joined into one for a GPU's kernels; None if there are no arrays."""
     return pack(arrays) if backend.has_kernels() else None
 
 
@@ -41,11 +41,11 @@ class Weight(nn.Module):
 
     @property
     def pieces(self) -> list[ArrayPiece] | None:
-        """Where its arrays lie in a single one, if they do; not once somebody has replaced the weight."""
+        """The pieces of its arrays in a single one, if they are joined and the weight has not been replaced."""
         return self._pieces if self.weight is self._packed else None
 
     def pack(self) -> None:
-        """Puts the arrays of its form into one, of which they become views, for a GPU's kernels."""
+        """Joins the arrays of its form into one for a GPU's kernels; they become views of it."""
         if self.quant is None or self.pieces is not None:
             return
         names = self.tensors()
@@ -74,7 +74,7 @@ class Weight(nn.Module):
 
 
 class Linear(Weight):
-    """y = x @ W.T + bias with W [out_features, in_features]; `bias` [out_features] only if it is asked for."""
+    """y = x @ W.T + bias with W [out_features, in_features]; `bias` [out_features] is optional."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__(out_features, in_features)
@@ -82,7 +82,7 @@ class Linear(Weight):
             self.bias = mx.zeros((out_features,))
 
     def is_like(self, other: "Linear") -> bool:
-        """Whether both are stored alike, so that their rows can be one matrix's."""
+        """Whether both have the same stored form, so that their rows can form one matrix."""
         ours, theirs = ((layer.quant, layer.weight.dtype, "bias" in layer) for layer in (self, other))
         return ours == theirs
 
@@ -122,49 +122,51 @@ class Stack:
         return joined
 
     def __call__(self, x: Array, norm: Norm | None = None) -> tuple[Array | None, list[Array]]:
-        """What each layer makes of norm(x), and before that all of it in one array, row by row, if they are stacked."""
+        """The output of each layer for norm(x); before these, if the layers are stacked, the joined output of all."""
         return self.parted(self.outputs(x, norm))
 
     def outputs(self, x: Array, norm: Norm | None = None) -> list[Array]:
-        """The arrays that are computed of norm(x): one if the layers are stacked, else one of each."""
+        """The outputs for norm(x): one array if the layers are stacked, else one per layer."""
         if self.stacked is not None:
             return [self.stacked(x, norm)]
         x = x if norm is None else norm(x)
         return [layer(x) for layer in self.layers]
 
     def parted(self, outputs: Sequence[Array]) -> tuple[Array | None, list[Array]]:
-        """What a call returns, of what `outputs` does and whatever is behind it."""
+        """Splits the results of `outputs` as a call returns them; further items stay behind them."""
         if self.stacked is None:
             return None, list(outputs[: len(self.layers)])
         return outputs[0], split(outputs[0], *self.ends[:-1])
 
 
 class MixerModule(nn.Module):
-    """A mixer in three parts: what its rows need before they meet their caches, the mixing, and what follows.
+    """A mixer in three parts: the work before the caches, the mixing, and the work after it.
 
-    `begin` and `end` look at each row alone, and at no cache: rows of several sequences go through them together.
+    `begin` and `end` treat each row by itself and use no cache, so rows of several sequences go through them together.
     """
 
     def __call__(self, x: Array, norm: "RMSNorm", cache: Any, *more: Any) -> Array:
-        """x plus what is mixed of norm(x)."""
+        """x plus the mixer's output for norm(x)."""
         parts = self.begin(x, norm)
         return self.end(self.mix(parts, cache, *more), parts, x)
 
     def mixed(self, x: Array, norm: "RMSNorm | None", cache: Any, *more: Any) -> Array:
-        """What is mixed of norm(x), or of x itself, without x."""
+        """The mixer's output for norm(x) or x, without the residual."""
         parts = self.begin(x, norm)
         return self.end(self.mix(parts, cache, *more), parts, None)
 
     def begin(self, x: Array, norm: "RMSNorm | None") -> list[Array]:
-        """What `mix` and `end` take of norm(x), or of x itself."""
+        """The inputs of `mix` and `end`, from norm(x) or x."""
         raise NotImplementedError
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        """[B, L, .] of what `begin` gave; `cache` absorbs it, or the caches of rows do (`RowCaches`)."""
+        """[B, L, .] from the results of `begin`; `cache`, or the caches of the rows (`RowCaches`), absorb the
+        tokens.
+        """
         raise NotImplementedError
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
-        """x, if it is given, plus the projection of what `mix` gave."""
+        """The projection of the result of `mix`, plus x if it is given."""
         raise NotImplementedError
 
 
@@ -202,7 +204,7 @@ class RMSNorm(nn.Module):
 
 
 class Output(nn.Module):
-    """How what a part of a layer makes joins the stream: (h + norm(made)) * layer_scalar, this if `has_scalar`."""
+    """Adds a part's output to the stream: (h + norm(made)) * layer_scalar, the factor only if `has_scalar`."""
 
     def __init__(self, dims: int, eps: float, has_scalar: bool = False):
         super().__init__()
@@ -239,8 +241,9 @@ class MLP(nn.Module):
     def __call__(
         self, x: Array, scale: Array | None = None, norm: Norm | None = None, residual: Array | None = None
     ) -> Array:
-        """Of norm(x), plus `residual`. `scale` [..., 1] multiplies the result: before the last product, where MLX fuses
-        it with the activation."""
+        """The MLP of norm(x), plus `residual`. `scale` [..., 1] multiplies the result; it is applied before the last
+        product, where MLX fuses it with the activation.
+        """
         _, made = self._inputs(x, norm)
         act = activate(made[0], made[-1], self.activation)
         return self.down_proj(act if scale is None else (act * scale).astype(act.dtype), residual=residual)

@@ -23,9 +23,8 @@ PLAIN = Residual()
 
 
 class MoE(nn.Module):
-    """Replaces the dense MLP. The loader of the model gives `experts`; None: only shapes are needed.
-
-    `residual` says how what the block makes joins the stream; `eps` is that of the norms which it has itself.
+    """Replaces the dense MLP. The loader of the model provides `experts`; None if only shapes are needed. `residual`
+    says how the output is added to the stream; `eps` is that of the block's own norms.
     """
 
     def __init__(
@@ -76,21 +75,20 @@ class MoE(nn.Module):
 
     def set_next(self, following: "MoE", norm: RMSNorm) -> None:
         """`following` is the next MoE block, and `norm` the norm before it."""
-        # Behind a function, so that the next layer does not become a part of this module.
+        # In a function, so that the next layer does not become a submodule.
         self._following = lambda: (following, norm)
 
     def forward(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> Array:
-        """`residual` [B, L, D] and what the block makes of it, normed; `tokens` as in `prepare`."""
+        """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
             return self.finish(self.prepare(residual, norm, tokens))
         return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
     def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> list[Any]:
-        """What `run_experts` takes: of up to `MAX_TOKENS` tokens, residual [B, L, D], all before their experts.
-
-        `predict`: with the experts of the next MoE block. `tokens`: ids [B, L], where the rule has a table. Nothing
-        here looks at a value.
+        """The input of `run_experts`: everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D].
+        `predict`: also predicts the experts of the next MoE block. `tokens`: ids [B, L], if the rule has a table. It
+        reads no value, so it can be traced.
         """
         x, logits, gates = self._routed(residual, norm)
         routed = self.route_with_host_copy(logits, tokens)
@@ -98,7 +96,7 @@ class MoE(nn.Module):
         return [residual, self._latent(x), logits, gates, routed, predicted, *self._beside(residual, x, gates)]
 
     def run_experts(self, parts: Sequence[Any]) -> Any:
-        """The stream [B, L, D] that `choose` was given, and what the experts that it chose make of it."""
+        """The stream [B, L, D] of `choose` plus the output of the chosen experts."""
         residual, x, logits, gates, (ids, weights, host_copy), predicted, *beside = parts
         assert self.experts is not None
         choice = Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
@@ -107,11 +105,12 @@ class MoE(nn.Module):
         return self._joined(residual, made, *beside)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
-        """What each token of many needs of itself alone; `finish` takes it, of one block of tokens or several joined.
+        """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
+        or of several joined.
 
         Args:
             residual: the stream [B, L, D].
-            norm: what the block's input is normed with; None: it is taken as it is.
+            norm: the norm of the block's input; None: no norm.
             tokens: ids [B, L], where the rule has a table.
 
         Returns:
@@ -131,7 +130,7 @@ class MoE(nn.Module):
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
 
-        `report` is told what share of them is done.
+        `report` is called with the share that is done.
         """
         B, L, _ = parts[0].shape
         rows = [part.reshape(B * L, -1) for part in parts]
@@ -172,7 +171,7 @@ class MoE(nn.Module):
         return residual if is_plain else backend.zeros_like(residual)
 
     def _joined(self, residual: Array, made: Array, beside: Array | None = None) -> Array:
-        """The stream behind the block, of what the routed experts made on top of `_added_to` of it."""
+        """The stream after the block, from the routed experts' output including `_added_to`."""
         if "fc2_latent_proj" in self:
             h = self.fc2_latent_proj(made, residual=residual)
             return h if beside is None else h + beside
@@ -188,8 +187,9 @@ class MoE(nn.Module):
         return self.experts.wants_guess(self._following()[0].layer, tokens)
 
     def _predict_next(self, rows: Array, tokens: Any = None) -> tuple[Array, Array, Sequence[mx.array]]:
-        """The next MoE layer's choice on this layer's hidden state, which its own norm rescales; where that layer has a
-        table, what stands there, each expert as likely as the others."""
+        """The next MoE layer's choice for this layer's hidden state, rescaled by that layer's norm. If that layer has a
+        table, its experts, all equally likely.
+        """
         assert self._following is not None
         following, norm = self._following()
         if following.rule.table is not None:
@@ -204,8 +204,9 @@ class MoE(nn.Module):
         return Routing(self._following()[0].layer, ids, weights, host_copy=host_copy)
 
     def _routed(self, residual: Any, norm: RMSNorm | None) -> tuple[Any, Any, Any]:
-        """Of the stream [..., D] the T normed rows [T, D]; logits [T, O], the experts' first; and what has the shared
-        expert's gate last."""
+        """From the stream [..., D]: the T normed rows [T, D]; logits [T, O], those of the experts first; and the array
+        whose last column is the shared expert's gate.
+        """
         gates = self._gates.stacked
         own = self._gate_norm if self.rule.own_norm else norm
         if gates is not None and norm is not None and own is not None:
@@ -229,7 +230,7 @@ class MoE(nn.Module):
         return route(logits, self.rule, self._bias, self._scales)
 
     def route_with_host_copy(self, logits: Array, tokens: Any = None) -> tuple[Array, Array, Sequence[mx.array]]:
-        """The same, for a wait."""
+        """The same with a copy for a host that waits."""
         if self.rule.table is not None:
             ids, weights = self.route(logits, tokens)
             return ids, weights, []
@@ -265,7 +266,9 @@ class NoMLP(nn.Module):
 
 
 class DenseMLP(MLP):
-    """The first layers of DeepSeek-V3: every token, one wide MLP. `residual` and `eps` as for `MoE`."""
+    """A dense layer, as the first ones of DeepSeek-V3: one wide MLP for every token. `residual` and `eps` as for
+    `MoE`.
+    """
 
     def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
         super().__init__(hidden_size, part.width, part.activation)
@@ -273,7 +276,7 @@ class DenseMLP(MLP):
             self.output = Output(hidden_size, eps, residual.layer_scale)
 
     def forward(self, residual: Array, norm: RMSNorm) -> Array:
-        """`residual` [B, L, D] and what the MLP makes of it, normed."""
+        """`residual` [B, L, D] plus the MLP's output for it, normed."""
         if "output" in self:
             return self.output(residual, self(residual, norm=norm))
         return self(residual, norm=norm, residual=residual)

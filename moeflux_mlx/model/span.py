@@ -17,12 +17,14 @@ from ..state.layer_cache import Arrays
 from .images import NO_IMAGES, Images
 from .tokens import Tokens
 
-MIXER_SHARE = 0.3  # of a layer's work, for progress reports: the experts take the rest
+MIXER_SHARE = 0.3  # share of a layer's work, for progress reports; the experts take the rest
 
 
 @dataclass(frozen=True)
 class PromptSizes:
-    """How prompts are cut: `span` tokens go through the model together, at most, `block` of them through a mixer."""
+    """How prompts are cut: at most `span` tokens go through the model together, at most `block` of them through a
+    mixer.
+    """
 
     span: int = 8192
     block: int = 4096
@@ -34,14 +36,14 @@ class Span:
 
     Args:
         tokens: as the model takes them.
-        start: what the caches had absorbed before them.
+        start: number of tokens in the caches before them.
         block: tokens that a mixer handles at once.
-        keep: numbers of the span's tokens after which states that cannot be cut are kept, ascending.
+        keep: ascending numbers of the span's tokens after which the states of layers that cannot be cut are kept.
         images: of the text, at places as the caches count them.
 
     Attributes:
-        reached: how many layers are done, and what came out of the last of them, [B, N, hidden_size]; None at first.
-        inputs: what layers want of the tokens besides hidden states; None until the span begins.
+        reached: number of finished layers, and the output of the last of them, [B, N, hidden_size]; None at first.
+        inputs: the layers' inputs besides hidden states; None until the span begins.
         chosen: for the start of each block, the positions that its tokens attend to, for layers that reuse them.
         kept: for each of `keep` the states of the layers that cannot be cut, by layer.
     """
@@ -72,7 +74,7 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a span holds on to between two layers."""
+        """Bytes that a span holds between two layers."""
         pairs = [*self._before.values(), *(pair for states in self.kept.values() for pair in states.values())]
         states = sum(array.nbytes for pair in pairs for array in pair or () if array is not None)
         chosen = sum(one.positions.nbytes for one in self.chosen.values() if one.positions is not None)
@@ -97,12 +99,12 @@ class Span:
             start = end
 
     def begin(self, layer: int, cache: Cache) -> None:
-        """A layer is about to absorb the span; if it had begun before and was interrupted, that is undone."""
+        """Begins a layer; if the layer was interrupted in an earlier attempt, that is undone."""
         self.undo(layer, cache)
         self._before[layer] = cache.kept()
 
     def passed(self, layer: int, end: int, cache: Cache) -> None:
-        """The mixer of `layer` has absorbed the first `end` tokens."""
+        """Records that the mixer of `layer` has absorbed the first `end` tokens."""
         kept = cache.kept() if end in self.keep else None
         if kept is not None:
             self.kept.setdefault(end, {})[layer] = kept
@@ -114,10 +116,10 @@ class Span:
             cache.go_back(self.start, self._before[layer])
             for states in self.kept.values():
                 states.pop(layer, None)
-            del self._before[layer]  # last: an interruption before leaves a way back
+            del self._before[layer]  # last, so that an interruption before leaves a way back
 
     def drop(self, caches: Sequence[Cache]) -> None:
-        """Takes all caches back to where the span starts; nothing of it is left."""
+        """Takes all caches back to the start of the span."""
         for layer in list(self._before):
             self.undo(layer, caches[layer])
         self.reached, self.kept = (0, None), {}

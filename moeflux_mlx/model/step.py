@@ -36,7 +36,7 @@ class SequenceRows:
 
 
 class _Absorbing:
-    """What one sequence absorbs in a step: the position where it begins, and the ways back to before each row."""
+    """What one sequence absorbs in a step: its first position, and the ways back to before each row."""
 
     def __init__(self, rows: SequenceRows):
         self.cache, self.start = rows.cache, rows.cache[0].offset
@@ -55,13 +55,13 @@ class _Absorbing:
 
 
 class Step:
-    """What `Model.step` has computed; the ways back go with it.
+    """The results of `Model.step`, with the ways back.
 
     Attributes:
         sequences: as they were given, the tokens as arrays [n].
         logits: [R, vocab_size], in the order of the sequences and of their tokens.
-        hidden: what a draft head takes of the rows, [1, R, hidden_size]; None: the model has none.
-        asked: what each row asked for, where that is counted (`ExpertLoader.counts_rows`).
+        hidden: a draft head's input for the rows, [1, R, hidden_size]; None if the model has no head.
+        asked: the requests of each row, if they are counted (`ExpertLoader.counts_rows`).
     """
 
     logits: mx.array
@@ -72,13 +72,13 @@ class Step:
         self.sequences = sequences
         self._absorbing = [_Absorbing(rows) for rows in sequences]
         self._places = [(one, row) for one in self._absorbing for row in range(len(one.ways))]
-        self._mark = object()  # not the step: a cache that held that would be held by what it holds
+        self._mark = object()  # not the step itself: that would be a reference cycle with the cache
         for rows in sequences:
             rows.cache[0].last_step = self._mark
 
     @property
     def nbytes(self) -> int:
-        """What the ways back take: bytes of states that the caches have not kept."""
+        """Bytes of the states for the ways back that the caches do not hold."""
         pairs = (way for one in self._absorbing for ways in one.ways for way in ways)
         return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
@@ -90,7 +90,7 @@ class Step:
 
     @property
     def caches(self) -> list[RowCaches]:
-        """For each layer the caches that absorb the rows; they tell the step when they begin with one."""
+        """The caches of each layer that absorb the rows; they notify the step when a row begins."""
         return [self._of_layer(layer) for layer in range(len(self.sequences[0].cache))]
 
     def _of_layer(self, layer: int) -> RowCaches:
@@ -109,11 +109,10 @@ class Step:
     def rewind(self, sequence: int, rows: int) -> None:
         """Takes the caches of a sequence, counted from 0, back to where they had absorbed the first `rows` of its rows.
 
-        Any number of rows can be kept that has not been taken back yet, until the caches absorb more or go back
-        by other means.
+        It can be called again for fewer rows, until the caches absorb more or go back in another way.
 
         Raises:
-            RequestError: there is no such sequence or row, or its caches have gone on to something else since.
+            RequestError: there is no such sequence or row, or its caches have changed since.
         """
         if not 0 <= sequence < len(self.sequences):
             raise RequestError(f"sequence {sequence} is not in a step of {len(self.sequences)}, counted from 0")
@@ -128,14 +127,15 @@ class Step:
             first.last_step = self._mark
 
     def undo(self) -> None:
-        """Takes all caches back to the beginning of the step, however much of it is done."""
+        """Takes all caches back to the beginning of the step, also if it is incomplete."""
         for absorbing in self._absorbing:
             absorbing.go_back(0)
 
 
 def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int, believed: bool) -> list[SequenceRows]:
-    """The same with their tokens as arrays [n]; an array of one is `believed`. Raises RequestError: they do not make a
-    step."""
+    """The same with their tokens as arrays [n]; an array of one is `believed`. Raises RequestError: they cannot form a
+    step.
+    """
     checked = [rows if believed and _is_lone(rows.tokens) else _as_array(rows, vocab_size) for rows in sequences]
     if len(checked) == 1 and checked[0].count == 1:
         return checked

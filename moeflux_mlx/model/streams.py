@@ -60,7 +60,7 @@ class Connection(nn.Module):
 
 
 class StreamsMean(nn.Module):
-    """What is behind the last layer where that is the mean of the streams."""
+    """The module after the last layer if the streams are averaged."""
 
     def __init__(self, streams: int):
         super().__init__()
@@ -175,7 +175,7 @@ class StreamsLayer(nn.Module):
         return library.concatenate(made, axis=1)
 
     def _experts(self, x: Any, tokens: Tokens | None) -> Any:
-        """What the experts make of x [B, L, D], normed."""
+        """The experts' output for x [B, L, D], normed."""
         ids, norm = _ids(tokens, x), self.get("post_attention_layernorm")
         if isinstance(self.mlp, DenseMLP):
             return self.mlp(x, norm=norm)
@@ -221,7 +221,7 @@ class StreamsLayer(nn.Module):
         return self.ffn_hc.scatter(streams, out, *joined[:count])
 
     def _prepared(self, x: Any, tokens: Tokens | None) -> Sequence[Any]:
-        """What each of many tokens needs of itself alone, for `_finished`."""
+        """Computes for many tokens what depends on each token alone, for `_finished`."""
         if isinstance(self.mlp, DenseMLP):
             return [self._experts(x, tokens)]
         return self.mlp.prepare(x, self.get("post_attention_layernorm"), _ids(tokens, x))[1:]

@@ -1,5 +1,5 @@
 """The plan of resident tensors, all that do not belong to a routed expert: what a model needs, how a conversion stores
-it, and its form in memory. Conversion, planning and loading use this plan.
+it, and its form in memory. Conversion, memory plans and loading use it.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ def is_of_matrix(name: str, matrices: Container[str]) -> bool:
 
 
 def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT) -> Quant | None:
-    """How a conversion stores a matrix that comes as floats, linear layers as `quant`; None: as floats."""
+    """The form in which a conversion stores a matrix that comes as floats: `quant` for linear layers; None: floats."""
     is_router = path.endswith(ROUTERS)
     wanted = Quant(ROUTER_BITS, DEFAULT.group_size) if is_router else quant
     has_bias = any(args.experts_of(i).router.correction_bias for i in args.moe_layers)
@@ -83,9 +83,8 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
 
 
 def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> int:
-    """`resident_bytes` of a model that is not here, as a conversion to `quant` would store it.
-
-    Layers that are alike are counted, not made one by one.
+    """`resident_bytes` of a model without files, as a conversion to `quant` would store it. Equal layers are counted,
+    not built one by one.
     """
     counts = Counter(args.layers)
     args = replace(args, layers=tuple(counts))

@@ -38,7 +38,7 @@ class ReadRows:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What layers want of tokens besides hidden states.
+    """The layers' inputs for tokens besides hidden states.
 
     Attributes:
         ids: [B, L].
@@ -84,7 +84,7 @@ def token_ids(tokens: Sequence[int] | np.ndarray | mx.array, vocab_size: int, na
     """`tokens` as uint32 [N]; messages call them `name`.
 
     Raises:
-        RequestError: there are none, they are no integers, or one is outside the vocabulary.
+        RequestError: the list is empty, or an id is not an integer or outside the vocabulary.
     """
     try:
         values = np.array(tokens)

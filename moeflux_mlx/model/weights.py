@@ -68,7 +68,7 @@ def fill(
 
 
 def arrange(model: Model | DraftHead) -> None:
-    """Lets every module that wants its tensors in another form make it, once all have theirs."""
+    """Lets modules convert their tensors to other forms after all are loaded."""
     for module in model.modules():
         if hasattr(module, "arrange"):
             module.arrange()

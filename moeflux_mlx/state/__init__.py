@@ -1,1 +1,1 @@
-"""What a model remembers between calls, in memory and in files."""
+"""The state of a model between calls, in memory and in files."""

@@ -1,10 +1,10 @@
-"""What a model remembers between calls, one cache for each layer, in mlx-lm's cache protocol.
+"""The state of a model between calls: one cache per layer, with mlx-lm's cache protocol.
 
 A cache is made for the part of a layer that it serves. `KVCache`, `LatentCache` and `IndexedCache` grow in steps and
 can be trimmed; `WindowCache` and `CompressedCache` hold the newest positions and go back a few; `RecurrentCache` holds
 a state that has absorbed every token and goes back to states that were kept. `QuantizedKVCache` and
-`QuantizedWindowCache` keep 8 bits of each value. `BlocksCache` and `NGramsCache` are two caches each, of a mixer and of
-what is beside it.
+`QuantizedWindowCache` keep 8 bits of each value. `BlocksCache` and `NGramsCache` each combine a mixer's cache with a
+second one.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,7 @@ def make_cache(mixer: Mixer) -> Cache:
 
 
 def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:
-    """What one text's states take in the layers whose caches cannot be cut, with entries of `itemsize` bytes.
-
-    `mixers`: how many layers have each kind.
+    """Bytes of one text's states in the layers whose caches cannot be cut, with entries of `itemsize` bytes. `mixers`:
+    number of layers of each kind.
     """
     return sum(count * make_cache(mixer).kept_bytes(itemsize) for mixer, count in mixers.items())

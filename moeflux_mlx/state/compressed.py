@@ -1,4 +1,4 @@
-"""The cache of attention over a window and over entries that stand for many positions each."""
+"""The cache of attention over a window and over entries that summarise many positions each."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,9 +17,8 @@ from .window import WindowCache
 
 class CompressedCache(WindowCache):
     """A ring of the newest positions [B, 1, slots, row]: their keys, and what entries are yet to be made of; and all
-    entries [B, 1, T, entry]. A position's entry is made with the last of its positions.
-
-    What the ring has lost cannot be gone back to, as with every window; entries that were made since are forgotten.
+    entries [B, 1, T, entry]. An entry is made when the last of its positions arrives. The cache can go back only to
+    positions that the ring still covers; later entries are then dropped.
     """
 
     part: Any  # a `Compressed`, or `KeyBlocks`

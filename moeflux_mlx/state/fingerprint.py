@@ -1,7 +1,8 @@
-"""Tells whether a saved state belongs to a model directory, by contents: a copied model keeps its caches.
+"""Determines whether a saved state belongs to a model directory, by its contents, so a copied model keeps its saved
+states.
 
-Weights are far too large to hash; sizes and evenly spaced samples of every file stand for them. Two models
-of one shape differ in nearly every sample, so a wrong match would take a change to a few tensors only.
+Weights are too large to hash, so sizes and evenly spaced samples of every file represent them. Two models of the same
+shape differ in nearly every sample; a wrong match is possible only if just a few tensors differ.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ TEKKEN = "tekken.json"
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What a saved state depends on besides its tokens; `model` and `tokenizer` are hexadecimal digests.
+    """Everything that a saved state depends on besides its tokens; `model` and `tokenizer` are hexadecimal digests.
 
-    `dtype` is that of caches; behind a slash follow the bits to which activations were rounded, if they were, and
-    behind another "kv8" where caches keep 8 bits of keys and values.
+    `dtype` is that of caches; after a slash follow the bits to which activations were rounded, if they were, and after
+    another one "kv8" if caches keep keys and values in 8 bits.
     """
 
     model: str
@@ -139,7 +140,7 @@ def packed_fingerprint(
 
 
 def _shape(args: ModelArgs) -> dict[str, Any]:
-    """What decides the arithmetic, however config.json spells it.
+    """What determines the arithmetic, independent of the spelling in config.json.
 
     Saved prompts hold a digest of this, so it never changes for a model: the families of the first release are
     described by its flat fields, all others by every switch that has not its default, but for the axes of rotations,

@@ -1,4 +1,4 @@
-"""Caches that hold every position: keys and values, or latents and turned keys. They grow in steps and can be cut."""
+"""Caches that hold every position: keys and values, or latents and rotated keys. They grow in steps and can be cut."""
 
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ class Growing(LayerCache[Part]):
         raise NotImplementedError
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text of that many positions takes, in entries of `itemsize` bytes."""
+        """Bytes of one text with that many positions, in entries of `itemsize` bytes."""
         return -(-positions // self.step) * self.step * itemsize * sum(heads * width for heads, width in self.rows)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
@@ -75,8 +75,9 @@ class Growing(LayerCache[Part]):
         return self.keys, self.values, self.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends [B, heads, L, width] to each array and returns what `mask` is for: all positions that the new ones
-        may see, or, for one token on a GPU, all there is room for."""
+        """Appends [B, heads, L, width] to each array and returns the arrays that `mask` belongs to: all positions that
+        the new ones may see, or, for one token on a GPU, the whole capacity.
+        """
         first, second, count = self._append(keys, values)
         if sees_capacity(keys.shape[2]):
             assert self.keys is not None and self.values is not None
@@ -112,7 +113,7 @@ class Growing(LayerCache[Part]):
         self.keys, self.values = arrays
 
     def expect(self, n: int) -> None:
-        """n more positions are to come, in several calls: room is made for all of them at once."""
+        """Makes room at once for n more positions that come in several calls."""
         self._expected, self.last_step = max(self.offset + n, self._expected), None
 
     def reserve(self, n: int) -> None:
@@ -149,20 +150,20 @@ class Growing(LayerCache[Part]):
         return self.offset == 0
 
     def reaches(self, position: int) -> bool:
-        """Whether it can go back to that position with nothing kept."""
+        """Whether it can go back to that position without a kept state."""
         return True
 
     def is_trimmable(self) -> bool:
         return True
 
     def go_back(self, position: int, kept: Arrays | None) -> None:
-        """To an earlier position; nothing need be kept for it."""
+        """Goes back to an earlier position; needs no kept state."""
         self._settle()
         self.offset, self._expected, self.last_step = position, 0, None
         self.shifts = self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
-        """Becomes what `other` was at `position`; neither sees what the other one absorbs later."""
+        """Copies the state that `other` had at `position`; later changes of one do not affect the other."""
         capacity = -(-position // self.step) * self.step
         self._settle()
         keys, values, _ = other.state
@@ -203,8 +204,9 @@ def _no_recent(shape: Shape, dtype: mx.Dtype) -> mx.array:
 
 
 class Stepping(Growing[Part]):
-    """One that adds single tokens to `recent`, an array of their own, until it is full or somebody asks for the others:
-    on a GPU to a copy of it, on the CPU to a numpy array that nobody else has."""
+    """A cache that appends single tokens to a separate array `recent`, until it is full or the other arrays are needed:
+    on a GPU to a copy of it, on the CPU to a numpy array that no other object uses.
+    """
 
     def __init__(self, part: Part):
         super().__init__(part)
@@ -224,7 +226,7 @@ class Stepping(Growing[Part]):
         raise NotImplementedError
 
     def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
-        """What there is before a token, in entries of `dtype`, with room for n; `here`: as numpy arrays."""
+        """The contents before a token, in entries of `dtype`, with room for n; `here`: as numpy arrays."""
         if self._recent is None or self.offset - self._begun + n > RECENT:
             self._settle()
             if self.keys is None:
@@ -277,7 +279,7 @@ class Stepping(Growing[Part]):
         ):
             new = mx.array(part) if isinstance(part, np.ndarray) else part
             kept.append(self._placed(array, new, self._begun, self.offset))
-        (self.keys, self.values), self._recent = kept, None  # at last: whoever is interrupted has lost nothing
+        (self.keys, self.values), self._recent = kept, None  # last, so that an interrupt loses nothing
 
 
 class KVCache(Stepping[GroupedQuery]):

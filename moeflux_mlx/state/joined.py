@@ -1,4 +1,4 @@
-"""Caches of layers that remember more than their mixer does: of what is beside it there is another cache."""
+"""Caches of layers with more state than their mixer's: a second cache holds the rest."""
 
 from typing import Any
 

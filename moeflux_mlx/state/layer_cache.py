@@ -1,7 +1,7 @@
-"""What all caches answer alike: one cache remembers one layer's part of a text.
+"""The common interface of all caches; a cache holds one layer's state of a text.
 
-A cache answers for itself: the bytes it takes for a text of any length, what a snapshot holds of it, how it gets back
-to an earlier position or to any row of the last step (`Model.step`), and its traced stand-in in a compiled step.
+Each cache knows its bytes for a text of any length, its part of a snapshot, how to go back to an earlier position or to
+any row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,13 +20,13 @@ State = tuple[Any, ...]  # a cache's arrays and, last, how many positions they h
 
 
 class LayerCache(Generic[Part]):
-    """What all kinds answer alike, from their `state`; `part` is what the cache serves.
+    """The interface of all kinds, based on their `state`; `part` is the part of the layer that the cache serves.
 
     Attributes:
         stored_dtype: of the arrays that a snapshot holds.
-        axes: the rotary positions [3, L] of the rows that come next, where some are an image's; None: they follow.
-        position: the next token's rotary position: its place `offset`, further by what `shift` has said; or `axes`.
-        shifts: from which place on rotary positions are further than places, and by how much, ascending.
+        axes: the rotary positions [3, L] of the next rows, if some belong to an image; else None.
+        position: the next token's rotary position: its place `offset` plus the shift; or `axes`.
+        shifts: ascending places, each with the difference between rotary positions and places from there on.
         last_step: marks the last step (`Model.step`) in the cache of a text's first layer, until the text goes another
             way than onwards; then None.
     """
@@ -49,12 +49,13 @@ class LayerCache(Generic[Part]):
 
     @property
     def is_shifted(self) -> bool:
-        """Whether a token has a rotary position that is not its place."""
+        """Whether any token's rotary position differs from its place."""
         return any(by for _, by in self.shifts)
 
     def shift(self, by: int, place: int | None = None) -> None:
         """From `place` on, or the next token, a rotary position is the place plus `by`, in all layers of a text alike.
-        What goes back to before that place forgets it."""
+        Going back to before that place removes the shift.
+        """
         self.shifts = *self.shifts, (self.offset if place is None else place, by)
 
     def _shifts_at(self, position: int) -> Shifts:
@@ -65,7 +66,7 @@ class LayerCache(Generic[Part]):
         return 0
 
     def kept(self) -> Arrays | None:
-        """What `go_back` needs to return here, whatever is absorbed meanwhile; None: nothing."""
+        """The state that `go_back` needs to return here later; None: no state."""
         return None if self.is_trimmable() else self.state[:-1]
 
     def kept_bytes(self, itemsize: int) -> int:
@@ -73,15 +74,15 @@ class LayerCache(Generic[Part]):
         return 0 if self.is_trimmable() else self.bytes_for(1, itemsize)
 
     def is_trimmable(self) -> bool:
-        """Whether it goes back to any position with nothing kept."""
+        """Whether it can go back to any position without a kept state."""
         raise NotImplementedError
 
     def reaches(self, position: int) -> bool:
-        """Whether it can go back to that position with nothing kept."""
+        """Whether it can go back to that position without a kept state."""
         raise NotImplementedError
 
     def trim(self, n: int) -> int:
-        """Forgets the last n positions if it can go back so far with nothing kept; returns how many it forgot."""
+        """Forgets the last n positions if it can go back that far without a kept state; returns how many it forgot."""
         position = max(self.offset - n, 0)
         if not self.reaches(position):
             return 0
@@ -90,7 +91,7 @@ class LayerCache(Generic[Part]):
         return n
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text of that many positions takes, with entries of `itemsize` bytes."""
+        """Bytes of one text with that many positions, with entries of `itemsize` bytes."""
         raise NotImplementedError
 
     def way_back(self) -> Arrays | None:
@@ -102,15 +103,15 @@ class LayerCache(Generic[Part]):
         return 0
 
     def go_back(self, position: int, kept: Arrays | None) -> None:
-        """To an earlier position, for which `kept` was kept."""
+        """Goes back to an earlier position with its kept state `kept`."""
         raise NotImplementedError
 
     def take_back(self, position: int, way: Arrays | None) -> None:
-        """To before a row of the last step, where `way_back` gave `way`."""
+        """Goes back to before a row of the last step; `way` is the result of `way_back` there."""
         self.go_back(position, way)
 
     def copy(self: Same) -> Same:
-        """Another cache in this one's state; they share arrays until one of the two writes to them."""
+        """A copy; the two share arrays until one of them writes."""
         other = type(self)(self.part)
         other.state, other.shifts = self.state, self.shifts
         return other

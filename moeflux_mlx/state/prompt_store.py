@@ -1,8 +1,8 @@
-"""Saved prompts on disk: find the longest that a new prompt begins with, and compute only the rest.
+"""Saved prompts on disk: finds the longest one that a new prompt begins with, so that only the rest is computed.
 
 `PromptDirectory` keeps many, by use and within a limit of bytes; `PromptFile` keeps one. Any number of
 processes may share either: files appear complete or not at all, a file in use survives its removal, and
-nothing else is shared. Entries of several models lie side by side and each model looks at its own.
+nothing else is shared. The entries of several models share a directory; each model looks only at its own.
 
 Attention caches can be cut, so a saved text can be used up to the point where the prompt differs; a recurrent state
 cannot be cut, so there a saved text can be used only as a whole.
@@ -43,7 +43,7 @@ ABANDONED = 600  # seconds without a write after which a temporary file's writer
 
 
 class Candidate(NamedTuple):
-    """A file, how many tokens its text shares with a prompt, and how many of these its state can stand for."""
+    """A file, how many tokens its text shares with a prompt, and how many of these its state can restore."""
 
     usable: int
     shared: int
@@ -51,8 +51,9 @@ class Candidate(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The tokens that were restored, the most that a saved text shares with a prompt, of use or not, and what a draft
-    head knew of the text."""
+    """The restored tokens, the most tokens that any saved text shares with the prompt, and the state of the draft
+    head.
+    """
 
     length: int
     shared: int
@@ -60,7 +61,7 @@ class Restored(NamedTuple):
 
 
 class PromptStore(Protocol):
-    """Where `restore_prefix` looks."""
+    """A store of prompts that `restore_prefix` searches."""
 
     fingerprint: Fingerprint
 
@@ -68,7 +69,7 @@ class PromptStore(Protocol):
         """Files that share a beginning with `tokens`, the most usable first."""
 
     def refuse(self, path: Path, error: PromptCacheError) -> None:
-        """Told that a candidate is damaged; raises `error` if it cannot be passed over."""
+        """Handles a damaged candidate; raises `error` if it cannot be skipped."""
 
     def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
         """Keeps the state of `cache`, which has absorbed exactly `tokens`, and `behind` it what a draft head knows."""
@@ -84,7 +85,7 @@ def reuse_prefix(
 ) -> int:
     """Restores into `cache` the longest saved prefix of `tokens` and returns its length.
 
-    At least the last token is always left to compute, because its logits were not saved. Go on with
+    At least the last token is always left to compute, because its logits were not saved. Continue with
     `stream_generate(model, tokenizer, tokens[n:], prompt_cache=cache)`.
 
     Args:
@@ -100,7 +101,7 @@ def reuse_prefix(
 def restore_prefix(
     model: Stateful, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
 ) -> Restored:
-    """`reuse_prefix`, and what else there is to know."""
+    """As `reuse_prefix`, with all details of the result."""
     points = RewindPoints(cache, 0)
     candidates = store.candidates(np.asarray(tokens[:-1], np.uint32), points.can_trim)
     shared = max((one.shared for one in candidates), default=0)
@@ -148,7 +149,7 @@ class PromptFile:
 
 
 class PromptDirectory:
-    """A store of many prompts; the least recently used go when `max_bytes` is passed.
+    """A store of many prompts; if it exceeds `max_bytes`, the least recently used ones are deleted.
 
     Raises:
         PromptCacheError: the directory cannot be made.

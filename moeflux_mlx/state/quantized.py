@@ -1,8 +1,8 @@
 """Caches of keys and values in 8 bits: the arrays hold rows of bytes (`ops/kv_rows.py`); all else is as in the caches
 that hold values.
 
-A row is rounded when it comes, and never again: whoever attends sees the rounded one, the token itself included. So any
-cut, way back, copy or file leads to the same bytes.
+A row is rounded once, on arrival, and every token attends to the rounded row, including the token itself. So cuts,
+rewinds, copies and files keep the same bytes.
 """
 
 from typing import Any, ClassVar

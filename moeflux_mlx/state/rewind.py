@@ -1,4 +1,4 @@
-"""Ways back to earlier positions of a model's caches.
+"""Rewinds a model's caches to earlier positions.
 
 Most attention caches can be cut at any position; the cache of a window can go back only a few positions. A recurrent
 state cannot go back, so its copies are kept at chosen positions, and the way back leads to the nearest of them. A kept
@@ -19,13 +19,13 @@ class RewindPoints:
 
     Args:
         cache: from `model.make_cache()`; its layers have absorbed equally many tokens at each call of `keep`.
-        max_bytes: of all kept states together; beyond it, those that lie closest to others go first.
+        max_bytes: of all kept states together; beyond it, the states closest to others are dropped first.
     """
 
     def __init__(self, cache: Sequence[Cache], max_bytes: int):
         self.cache = cache
         self.max_bytes = max_bytes
-        self.set_aside = 0  # of `max_bytes`, what something else takes for the moment
+        self.set_aside = 0  # the part of `max_bytes` that something else takes at the moment
         self._untrimmable = [i for i, layer in enumerate(cache) if not layer.is_trimmable()]
         self._kept: dict[int, dict[int, Arrays]] = {}
 
@@ -36,7 +36,7 @@ class RewindPoints:
 
     @property
     def positions(self) -> list[int]:
-        """Where states are kept, ascending; always empty when every position can be reached."""
+        """The ascending positions of kept states; empty if every position can be reached without them."""
         return sorted(self._kept)
 
     @property
@@ -76,7 +76,7 @@ class RewindPoints:
         self.set_apart(self.set_aside)
 
     def set_apart(self, nbytes: int) -> None:
-        """So much of `max_bytes` is taken by something else; states go until the rest suffices."""
+        """Reserves this part of `max_bytes` for something else; drops states until the rest suffices."""
         self.set_aside = nbytes
         while self._kept and self.nbytes + nbytes > self.max_bytes:
             del self._kept[self._most_crowded()]

@@ -13,8 +13,8 @@ import mlx.core as mx
 from ..ops.attend import Held
 from .layer_cache import MOST_DRAFTS
 
-REACH = 8  # positions that a ring goes back: as many rows as one step has of a sequence can be taken back
-SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that drafts that were taken back shorten no way
+REACH = 8  # positions that a ring can go back: the rows of one sequence in a step
+SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that rejected drafts do not limit the way back
 
 
 class Traced(Protocol):

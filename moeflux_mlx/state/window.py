@@ -14,8 +14,8 @@ from .traced import REACH, SPARE, FixedRing, seen_in_ring
 class WindowCache(KVCache):
     """Keys and values of the newest `part.window + SPARE` positions: position p lies in slot p % capacity.
 
-    It goes back only as far as it still holds all that the next token sees (`reaches`); further back leads a state that
-    was kept.
+    It can go back only as far as it still holds all positions that the next token sees (`reaches`); going further back
+    needs a kept state.
     """
 
     traced_whole = FixedRing
