@@ -303,6 +303,25 @@ def test_what_transformers_saves_reads_the_same(family):
     assert dataclasses.replace(saved, **different) == dataclasses.replace(published, **different)
 
 
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("MEM*EM-E", "hybrid_override_pattern' is 'MEM.EM-E'; expected layers of Mamba, attention and experts"),
+        ("MEEM*EME", "layer 2 has experts, and no mixer stands before it"),
+        ("MEM*E", "kinds of 5 layers for num_hidden_layers 8"),
+    ],
+)
+def test_layers_of_nemotron_that_are_not_computed(pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelArgs.from_dict({**goldens.config("nemotron_h"), "hybrid_override_pattern": pattern})
+
+
+@pytest.mark.parametrize("most", ["Infinity", {"__float__": "Infinity"}])
+def test_spellings_of_an_infinite_time_step(most):
+    config = goldens.config("nemotron_h")
+    assert ModelArgs.from_dict({**config, "time_step_limit": [0.5, most]}) == ModelArgs.from_dict(config)
+
+
 def test_the_text_part_decides_whose_family_it_is():
     config = config_of("kimi-k2.6")
     assert ModelArgs.from_dict(config).model_type == "kimi_k2"
