@@ -1,4 +1,4 @@
-"""Shared by all tests: they can import one another, and properties run without a deadline."""
+"""Settings of all tests: they can import one another, and properties run without a deadline."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Tiny MLX checkpoints in which every matrix is stored in a form of its own, and the weights that they stand for.
+"""Tiny MLX checkpoints in which every matrix has a different stored form, and the weights behind them.
 
 Promises: `write` makes what mlx-lm would save of the family's golden model in those forms, and returns every weight in
 float64 under the hub's names, for `oracle.forward`: scale * code + bias, or a small float times a scale,

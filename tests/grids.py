@@ -1,6 +1,6 @@
-"""Some cells of a grid and some examples of a property instead of all.
+"""Chooses some cells of a grid, and some examples of a property, instead of all.
 
-The cells together have every value of every axis. The others run with `--full`.
+The chosen cells have every value of every axis. The others run with `--full`.
 """
 
 import itertools

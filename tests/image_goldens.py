@@ -1,4 +1,4 @@
-"""Tiny random checkpoints that read images, images to read, and golden logits of texts in which they stand.
+"""Tiny random checkpoints that read images, images for them, and golden logits of texts with images.
 
 The text part is that of `goldens.py`, the encoder's weights are drawn like its tensors; names and shapes are stored as
 transformers has them. `scripts/goldens/make_image_goldens.py` made what is stored, with transformers in float32, eager:

@@ -1,4 +1,4 @@
-"""Writes safetensors files as mlx-lm and as Hugging Face's library do, split and shuffled as one likes.
+"""Writes safetensors files like mlx-lm or Hugging Face's library, split and shuffled as requested.
 
 MLX leaves a header as long as its JSON happens to be, so that tensors begin at any address; Hugging Face's library pads
 it to 8 bytes and puts tensors of wide types first. Format: https://github.com/huggingface/safetensors#format

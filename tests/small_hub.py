@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on the loopback address: what huggingface_hub asks for, and faults on demand."""
+"""A small Hugging Face Hub on the loopback address: what huggingface_hub requests, and faults on demand."""
 
 import contextlib
 import hashlib

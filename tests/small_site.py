@@ -1,4 +1,4 @@
-"""A small site on the loopback address, which answers each path with the bytes that it is told."""
+"""A small site on the loopback address, which answers each path with given bytes."""
 
 import socketserver
 import ssl

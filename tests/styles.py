@@ -1,4 +1,4 @@
-"""Each dialect of calls as its models write it, and the chat templates of fixtures with tokenizers that suit them."""
+"""Each dialect of tool calls as its models write it, and the fixtures' chat templates with matching tokenizers."""
 
 import json
 from pathlib import Path

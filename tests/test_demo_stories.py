@@ -1,4 +1,4 @@
-"""The demo's story grammar, its held-out split, and the scoring that the demo model is judged by."""
+"""The demo's story grammar, its held-out split, and the scoring of the demo model."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Generators that clean up when they are closed: whoever uses one closes it by name.
+"""Generators that clean up when they are closed: their users close them explicitly.
 
 A Python may end a closed generator without freeing its frame (CPython 3.12.3, Ubuntu 24.04's, does): what it was
 iterating over then stays suspended until the generator itself is dropped, its `finally` not run.

@@ -1,4 +1,6 @@
-"""Kernel sources, configurations and the demo model are found in a wheel made from the sdist, and when editable."""
+"""Kernel sources, configurations and the demo model are found in a wheel made from the sdist, and in an editable
+install.
+"""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The pictures of the texts: plots are those of the kept figures, a recording keeps what a terminal keeps, and when."""
+"""The pictures of the docs: plots match the stored figures, and a recording keeps a terminal's text and times."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""How matrices are stored: every spelling of a path finds its entry, and shapes are believed only if they agree."""
+"""How matrices are stored: every spelling of a path finds its entry, and shapes must agree with config.json."""
 
 import pytest
 from hypothesis import given

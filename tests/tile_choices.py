@@ -1,4 +1,4 @@
-"""Choices of tiles for tests. Each has plans of its own: none made before is used, and none is left behind."""
+"""Choices of tiles for tests. Each has its own plans: it neither uses earlier ones nor leaves any behind."""
 
 from moeflux_mlx.ops.tiles import TILES, Tile, Tiles
 

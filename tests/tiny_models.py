@@ -1,4 +1,4 @@
-"""Tiny packed models of every family that run, made once per run of the tests by `convert`, whatever the workers.
+"""Tiny packed models of every family that run, made by `convert` once per run of the tests, for all workers.
 
 `tiny_directory` has a tokenizer and a chat template beside the weights, so that commands can be tested on
 it as users run them; the weights are random, and so is what they write.

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Tokens a second of several sequences that decode together over one at a time, by turns in one run.
+"""Compares the tokens per second of several sequences that decode together with those of one, in alternating rounds.
 
     scripts/bench/bench_batch.py [--variant qwen3.6-35b-a3b] [--layers N] [--parallel 1 2 4 8] [--against mlx-lm]
     scripts/bench/bench_batch.py --model DIR [--expert-io pread] [--expert-cache-gb G] [--drive-mbps M] [--trace FILE]
 
-Of a variant the weights are random, drawn where MLX computes, all experts in memory; a directory is loaded. Each
-number of sequences has its own, with prompts of different lengths, which go on from round to round. Prints a line for
-each round, and ends with one JSON line: for each number the median of tokens a second of all together, and the median,
-lowest and highest of its ratio to one sequence of the same round.
+A variant gets random weights, drawn on MLX's device, with all experts in memory; a directory is loaded. Each number of
+sequences has its own prompts of different lengths, which continue from round to round. Prints a line for each round,
+and ends with one JSON line: for each number the median of tokens a second of all together, and the median, lowest and
+highest of its ratio to one sequence of the same round.
 
-Random weights route rows independently. With `--trace` (routing_trace.py synthesize --sequences) the rows of a step ask
-for the experts of the trace instead, nothing is read ahead, and as many steps as are timed go before them, so that the
-pool holds what these sequences left. Then the report has the experts that were read for a token, `read`, and how many
-a pool of that size in least-recently-used order misses in the trace, `missed`. `--drive-mbps` slows the drive down; it
-needs root and a version 1 control group.
+Random weights route rows independently. With `--trace` (routing_trace.py synthesize --sequences) the rows of a step
+request the experts of the trace instead. Nothing is read ahead, and the timed steps follow equally many untimed ones,
+which fill the pool. The report then has the experts read per token, `read`, and how many of the trace a
+least-recently-used pool of that size misses, `missed`. `--drive-mbps` slows the drive down; it needs root and a version
+1 control group.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Decode and prefill on the CPU beside mlx-lm and beside what memory bandwidth allows.
+"""Compares decode and prefill on the CPU with mlx-lm and with the bound of the memory bandwidth.
 
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
     python scripts/bench/bench_cpu.py MODEL
@@ -10,8 +10,8 @@ neighbours alike; ratios are taken within a round, and medians over the rounds a
 bandwidth over the weight bytes of a token. Prefill alternates in the same way; mlx-lm's takes a minute, so it runs
 once, before the rounds. The last line is JSON.
 
-On a machine with other work `--alone --threads 1 --cpu-time` is the steadiest. `--busy` keeps one core busy by a
-process of its own, which threads must bear.
+On a machine with other work `--alone --threads 1 --cpu-time` is the steadiest. `--busy` keeps one core busy with a
+separate process.
 """
 
 import argparse

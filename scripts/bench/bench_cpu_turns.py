@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Times CPU decode and prompts here and in llama.cpp by turns, each in a process of its own that keeps its model.
+"""Times CPU decode and prompts of ours and of llama.cpp in turns, each in its own process, which keeps its model.
 
     scripts/bench/bench_cpu_turns.py MODEL FILE.gguf [--llama-python VENV/bin/python] [--rounds 13] [--busy]
 
-MODEL and FILE.gguf as for bench_llama_cpp.py, which writes the file; llama.cpp's weights are repacked. In a round each
-decodes `--tokens` behind a prompt of 32 and takes in a prompt of 128, one after the other, in turned order; the first
-round does not count. `--busy`: another process wants all of one core. Prints medians and, of the paired ratios ours /
-llama.cpp, median and quartiles.
+MODEL and FILE.gguf as for bench_llama_cpp.py, which writes the file; llama.cpp's weights are repacked. In each round
+both decode `--tokens` after a prompt of 32 and compute a prompt of 128, in alternating order; the first round does not
+count. `--busy`: another process uses one core. Prints medians, and the median and quartiles of the paired ratios ours /
+llama.cpp.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whole-model prompts and decode on a GPU, ours beside mlx-lm's or mlx-vlm's model of the same shapes, by turns.
+"""Compares prompts and decode of whole models on a GPU with mlx-lm's or mlx-vlm's model of the same shapes, in turns.
 
     scripts/bench/bench_decode.py [--variant qwen3.6-35b-a3b] [--layers N] [--against mlx-lm|mlx-vlm|none]
         [--prompt 512 4096] [--rounds 9] [--seconds S] [--tiles FILE]

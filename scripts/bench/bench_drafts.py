@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Tokens a second with drafts and without, by turns, the same text each time.
+"""Compares tokens per second with and without drafts, in turns, with the same text each time.
 
     scripts/bench/bench_drafts.py [--variant qwen3.6-35b-a3b] [--layers N] [--draft lookup|head] [--right 0.8]
     scripts/bench/bench_drafts.py --model demo [--draft lookup|head] [--prompt TEXT ...] [--rounds 9] [--tokens 192]
 
-With `--variant` weights are random and every expert is resident, as in `bench_decode.py`; what is proposed is the
-model's own continuation, of which the share `--right` is right, evenly spread (0.8: every fifth is wrong); with
-`--draft head` a random head computes proposals of its own besides, at its full cost. With `--model` a model is loaded,
-and what is proposed is looked up in its text, or its head's; several prompts are answered one after the other. Depth
-"auto" is chosen by what is measured; a number is checked whatever it costs; 0 is no drafts. Each round runs every depth
-once, in an order that turns. Prints a table, and ends with one JSON line: medians, and the median ratio to no drafts of
-the same round.
+With `--variant` weights are random and every expert is resident, as in `bench_decode.py`; the proposals are the model's
+own continuation, of which the share `--right` is right, evenly spread (0.8: every fifth is wrong); with `--draft head`
+a random head also computes its own proposals, at full cost. With `--model` a model is loaded, and proposals come from
+its text or its head; several prompts are answered one after the other. Depth "auto" is chosen by measurement; a number
+is always checked; 0 is no drafts. Each round runs every depth once, in an order that turns. Prints a table, and ends
+with one JSON line: medians, and the median ratio to no drafts of the same round.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Check and time the kernels on this machine's GPU (Metal or CUDA), beside MLX's own operations.
+"""Checks and times the kernels on this machine's GPU (Metal or CUDA), and MLX's own operations for comparison.
 
     python scripts/bench/bench_kernels.py [--gib 1.5] [--layers 256] [--skip-check] [--sections delta dequantize ...]
                                     [--tiles 8x2x4x8 ...]

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Decode over a long text with keys and values in 16 and in 8 bits, by turns, random weights, every expert resident.
+"""Times decoding over a long text with keys and values in 16 and in 8 bits, in turns, with random weights and resident
+experts.
 
     scripts/bench/bench_kv.py [--variant minimax-m2-230b-a10b] [--layers 4] [--positions 32768] [--turns 7]
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What the experts' kernels take in every width on an NVIDIA GPU, by Nsight Compute: neither the host nor the pause
-between launches is in it.
+"""Times the experts' kernels in every width on an NVIDIA GPU with Nsight Compute, without the host and the pauses
+between launches.
 
     python scripts/bench/bench_launches.py [--shapes 397B-A17B ...] [--forms 4 2 3 mxfp4 ...] [--launches 20]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Weight bytes per second of the native CPU kernels beside the read bandwidth of the same threads.
+"""Compares the weight bytes per second of the native CPU kernels with the read bandwidth of the same threads.
 
 Shapes are those of Qwen3-30B-A3B (hidden 2048, expert width 768, 8 of 128 experts, vocabulary 151936)
 with random weights, larger together than any cache. Each round times the plain read and every kernel

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Takes memory from a running model and gives it back, and says whether the tokens stay the same.
+"""Takes memory from a running model and returns it, and checks that the tokens stay the same.
 
     scripts/bench/bench_pressure.py --model DIR                        # Linux, as root: a memory control group
     sudo scripts/bench/bench_pressure.py --model DIR --pool-gb 8       # macOS: its own `memory_pressure -S`
 
-An answer and a prompt are computed in calm, then while memory is short. On Linux the group's limit falls by steps to
-`--least-gb` and rises again; version 1 refuses a limit below what is used, and version 2's `memory.high` slows the
-group down until it holds less. On macOS the system says for some seconds that it is at its critical level.
+An answer and a prompt are computed without pressure, then while memory is short. On Linux the group's limit falls by
+steps to `--least-gb` and rises again; version 1 refuses a limit below what is used, and version 2's `memory.high` slows
+the group down until it holds less. On macOS the system says for some seconds that it is at its critical level.
 """
 
 import argparse

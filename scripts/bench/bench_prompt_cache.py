@@ -12,7 +12,7 @@ that were read, and then times one prompt of random tokens:
     second turn       the prompt, its answer and 64 new tokens in the session that gave the answer
     second, anew      the same text with nothing known
 
-The rounds alternate between these; reported are medians, and ratios to what is computed anew. The last line is
+The rounds alternate between these; reported are medians, and ratios to computing everything again. The last line is
 JSON. Bytes are counted where experts are read (pread), not where they are mapped.
 """
 

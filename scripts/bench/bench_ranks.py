@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures one model over several processes of this machine, each with a slowed drive of its own.
+"""Measures one model over several processes of this machine, each with its own slowed drive.
 
     scripts/bench/bench_ranks.py --model DIR --ranks 1 2 3 --share 0.25 --drive-gb-per-s 0.1
     scripts/bench/bench_ranks.py --model DIR --ranks 1 2 --gpus --backend nccl --drive-gb-per-s 2 --warm-up \\

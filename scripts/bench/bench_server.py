@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures what serving adds: to a token against the library, and what remembering saves a chat's second turn.
+"""Measures the cost of serving per token compared with the library, and the time that kept states save in a chat's
+second turn.
 
     scripts/bench/make_random_model.py --variant qwen3.6-35b-a3b --layers 4 OUT --checkpoint OUT-mlx
     scripts/bench/bench_server.py --model OUT [--tokens 4000 --rounds 9 --turns 3] [--beside OUT-mlx]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What waiting for rows of n-gram tables costs a token, on a drive that is held to so many reads and bytes a second.
+"""Measures how long a token waits for rows of n-gram tables, on a drive with limited reads and bytes per second.
 
     scripts/bench/bench_tables.py [--variant qwen3.8-flash-next-125b] [--reads 20000] [--gb-per-s 2] [--latency-us 100]
         [--tokens 200] [--ahead-ms 1] [--token-ms 50] [--folder /tmp]
 
 The table is a sparse file of the real size, in which the rows that the text uses are written. All reads go through a
-gate that lets so many pass in a second, counts a block of 4 KiB for each, and takes so long for one. A token's rows are
-asked for, `--ahead-ms` pass, which the layers before the one that wants them take, and then they are waited for. Prints
-the median wait for a packed table, one read a row, and for one in place, three, as a share of a token of `--token-ms`,
-and ends with one JSON line.
+gate that limits reads per second, counts a block of 4 KiB for each, and adds the latency. A token's rows are requested,
+`--ahead-ms` pass, as in the layers before the one that uses them, and then they are waited for. Prints the median wait
+for a packed table, one read a row, and for one in place, three, as a share of a token of `--token-ms`, and ends with
+one JSON line.
 """
 
 import argparse

@@ -9,8 +9,7 @@ not padded, so that tensors begin at odd addresses.
 
 Weights have the spread of a trained model's (standard deviation 1/sqrt(inputs)), so activations stay finite
 and routing is spread over all experts. Expert blocks are drawn from a small set of distinct ones; every
-resident matrix is drawn by itself. It has a byte-level tokenizer, so that every command runs on it; what
-it writes is noise.
+resident matrix is drawn by itself. It has a byte-level tokenizer, so every command runs on it; its text is noise.
 """
 
 import argparse

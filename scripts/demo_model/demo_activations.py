@@ -1,5 +1,5 @@
-"""What rounded activations, or keys and values, cost beside what 4-bit weights do, for the demo model and the tests'
-tiny ones.
+"""Measures the loss of rounded activations, or of rounded keys and values, relative to that of 4-bit weights, for the
+demo model and the tests' tiny models.
 
 Prints the table of docs/performance.md from which `engine.machine.AUTO_BITS` follows, or with --kv-bits that of keys
 and values in 8 bits: mean KL divergences over the tokens of a text. That of 4-bit weights is measured against 8-bit

@@ -1,4 +1,5 @@
-"""What a width costs: the demo model at every width, beside the shipped one, on held-out stories.
+"""Measures the loss of each bit width: the demo model at every width compared with the shipped one, on held-out
+stories.
 
 No float weights of the demo model are kept. The shipped 4-bit model is taken apart into a float32 checkpoint in a
 temporary directory, which `moeflux convert` makes a model of at each width, and `moeflux evaluate` compares each with

@@ -1,8 +1,9 @@
-"""Trains the demo model's draft head, on a CPU: of hidden states and the next tokens what the model says after those.
+"""Trains the demo model's draft head on a CPU: from hidden states and the next tokens it learns the model's tokens
+after those.
 
 `python scripts/demo_model/train_head.py --out FILE` writes `aside.safetensors` as MLX quantises: 4 bits, gates 8. The
-model stays as it is: its hidden states are computed once, by this package, and what it would say is learnt. In the
-second part of the run the head drafts twice, the second time of what it made itself, as it does when it drafts several
+model does not change: this package computes its hidden states once, and the head learns the model's choices. In the
+second part of the run the head drafts twice, the second time from its own output, as it does when it drafts several
 tokens, and its weights are used as they will be stored. Needs torch and sentencepiece.
 """
 

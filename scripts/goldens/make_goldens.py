@@ -1,4 +1,4 @@
-"""Make the golden logits of tests/fixtures/models with Hugging Face transformers.
+"""Makes the golden logits of tests/fixtures/models with Hugging Face transformers.
 
 Needs torch and transformers (not needed by the tests), and for g9v3, which transformers does not have, the packages
 rapid-mlx 0.16.10 and mlx-lm:

@@ -1,4 +1,5 @@
-"""Make what tests/fixtures/images holds with Hugging Face transformers: pixels, and golden logits of texts with images.
+"""Makes the contents of tests/fixtures/images with Hugging Face transformers: pixels, and golden logits of texts with
+images.
 
 Needs torch and transformers (not needed by the tests), and for the pixels of Kimi-K2.5, whose processor in
 transformers is not on PIL, mlx-vlm:

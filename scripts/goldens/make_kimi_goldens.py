@@ -1,4 +1,4 @@
-"""Train a small `tiktoken.model` and encode texts with tiktoken, into tests/fixtures/tokenizers/kimi.
+"""Trains a small `tiktoken.model` and encodes texts with tiktoken, into tests/fixtures/tokenizers/kimi.
 
 Needs tiktoken. Texts are cut as Kimi's tokenization_kimi.py cuts them, special tokens are those of its
 tokenizer_config.json in another order of ids:

@@ -1,4 +1,4 @@
-"""Make a small `tekken.json` and encode texts with mistral_common, into tests/fixtures/tokenizers/tekken.
+"""Makes a small `tekken.json` and encodes texts with mistral_common, into tests/fixtures/tokenizers/tekken.
 
 Needs mistral-common and regex. The tokens are the Kimi fixture's, a few of them beyond the vocabulary's size:
 

@@ -1,4 +1,4 @@
-"""Render every template and case under tests/fixtures/templates with transformers, into goldens.json there.
+"""Renders every template and case under tests/fixtures/templates with transformers, into goldens.json there.
 
 Needs transformers (no torch). Run it again after changing a template or a case:
 

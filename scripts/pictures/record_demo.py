@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Records what `scripts/demo` runs, in a terminal of its own, as an SVG that writes the text as fast as it came.
+"""Records `scripts/demo` in a separate terminal as an SVG that shows the text at its original speed.
 
     python scripts/pictures/record_demo.py [docs/pictures/demo.svg]
 

@@ -1,4 +1,4 @@
-"""The benchmark for users: a table, with --json a line of JSON with every round, refusals in one line."""
+"""`moeflux benchmark`: its table, the JSON line of --json with every round, and refusals in one line."""
 
 import json
 

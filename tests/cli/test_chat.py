@@ -1,4 +1,4 @@
-"""The chat command, through pipes and a real terminal, and the pieces it is made of."""
+"""The chat command through pipes and a real terminal, and its parts."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Commands on a checkpoint as mlx-lm wrote it: they run it as it lies, and say what a conversion would do for it."""
+"""Commands on a checkpoint of mlx-lm: they use it in place, and say when a conversion would help."""
 
 import json
 import re

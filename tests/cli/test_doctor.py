@@ -1,4 +1,4 @@
-"""The screen that says what a machine is and can run."""
+"""The screen that describes a machine and what it can run."""
 
 from itertools import takewhile
 

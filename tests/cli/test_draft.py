@@ -1,4 +1,4 @@
-"""`--draft`: the same text, and a line on what came of it."""
+"""`--draft`: the same text, and a line on how many drafts were accepted."""
 
 from test_generate import command
 from tiny_heads import headed_directory

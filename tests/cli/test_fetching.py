@@ -1,4 +1,4 @@
-"""Models of a small Hub: planned from headers, agreed on, downloaded, run; quietly where a library asks."""
+"""Models of a small Hub: planned from headers, confirmed, downloaded, run; without messages for the library."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""Preparing several machines, here one that plays them all behind a fake ssh."""
+"""Preparing several machines; a single one plays all of them behind a fake ssh."""
 
 import json
 import os

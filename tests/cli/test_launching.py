@@ -1,4 +1,4 @@
-"""A server and a program: each program is told of the server, both end together, and what is wrong is one line."""
+"""A server with a program: each program gets the server's address, both end together, and errors are one line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every command exists by both of its names, and importing one leaves the library's functions alone."""
+"""Every command exists under both of its names, and importing one does not hide the library's functions."""
 
 import json
 import os

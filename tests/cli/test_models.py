@@ -1,4 +1,4 @@
-"""The known models on a machine: which come first, what the figures are, and the commands."""
+"""The known models on a machine: their order, their figures, and the commands."""
 
 import json
 

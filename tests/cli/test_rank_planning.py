@@ -1,4 +1,4 @@
-"""What `plan` says of several machines."""
+"""What `plan` prints about several machines."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`serve` as users run it: the start, the end, one line for what is wrong, and what outlives a kill."""
+"""`serve` as users run it: start, end, one-line errors, and what survives a kill."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What a terminal shows while a prompt is computed, and of an answer."""
+"""What a terminal shows of an answer, and while a prompt is computed."""
 
 import io
 import re

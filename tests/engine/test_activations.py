@@ -1,4 +1,6 @@
-"""To how many bits the CPU's products round activations: who chooses, and what does not depend on it."""
+"""The number of bits to which the CPU's products round activations: how it is chosen, and what does not depend on
+it.
+"""
 
 import mlx.core as mx
 import numpy as np

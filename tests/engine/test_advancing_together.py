@@ -1,4 +1,4 @@
-"""Decodings that share steps, join, leave, wait and fail at random: each says what it says alone, bit by bit."""
+"""Decodings that share steps, join, leave, wait and fail at random: each gives what it gives alone, bit by bit."""
 
 import os
 from dataclasses import dataclass

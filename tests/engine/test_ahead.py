@@ -1,4 +1,4 @@
-"""Computing one token ahead: the same tokens, and caches that hold what was reported when one stops."""
+"""Computing one token ahead: the same tokens, and after a stop caches that hold what was reported."""
 
 import gc
 import inspect

@@ -1,4 +1,4 @@
-"""Texts that are generated together, put in and taken out meanwhile, are those that each prompt has alone."""
+"""Texts generated together, some inserted or removed meanwhile, equal those of each prompt alone."""
 
 import inspect
 

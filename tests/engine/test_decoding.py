@@ -1,4 +1,4 @@
-"""Decodings and answers that are advanced in turn, or together in one step, say what each says alone."""
+"""Decodings and answers advanced in turn, or together in one step, give what each gives alone."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""A model and all that belongs to it: what is public keeps its signature, and nothing is set afterwards."""
+"""A loaded model: public functions keep their signatures, and nothing is set after loading."""
 
 import dataclasses
 import inspect

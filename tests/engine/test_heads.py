@@ -1,4 +1,4 @@
-"""Draft heads: what they compute, what they know of a text, and that they change no bit of it."""
+"""Draft heads: what they compute, what they know about a text, and that they change no bit of it."""
 
 import contextlib
 import functools

@@ -1,4 +1,6 @@
-"""Keys and values in 8 bits: who chooses them, what they cost, and that no bit depends on when a row was rounded."""
+"""Keys and values in 8 bits: when they are chosen, what they cost, and that no bit depends on when a row was
+rounded.
+"""
 
 import goldens
 import mlx.core as mx

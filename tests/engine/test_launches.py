@@ -1,4 +1,4 @@
-"""What is said to run, beside what runs."""
+"""The list of launches, compared with the launches that run."""
 
 from argparse import Namespace
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Memory or the GPU's time at an end: one error with a remedy, and a session that computes all of its text again."""
+"""Exhausted memory and GPU timeouts: one error with a remedy, and a session that computes all of its text again."""
 
 import errno
 import resource

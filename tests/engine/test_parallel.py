@@ -1,4 +1,4 @@
-"""How many sequences a plan has room for: what their caches take is planned."""
+"""How many sequences a plan has room for, and that their caches are planned."""
 
 import contextlib
 

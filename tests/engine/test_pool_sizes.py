@@ -1,4 +1,4 @@
-"""The best size of a pool: how it is chosen, kept and used, and what is in the way of that."""
+"""The best size of a pool: how it is chosen, stored and used, and when it is ignored."""
 
 import importlib
 import json

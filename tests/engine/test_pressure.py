@@ -1,4 +1,4 @@
-"""What the machine says of memory, from files in a folder and stand-ins of a kernel, and what the pool makes of it."""
+"""The machine's signs of memory pressure, from files in a folder and stand-ins of a kernel, and the pool's reaction."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Sessions: whatever is reused, rewound or interrupted, the answer is that of a fresh computation."""
+"""Sessions: after any reuse, rewind or interruption, the answer is that of a fresh computation."""
 
 import goldens
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""A model in several threads, and in a process that was forked: right numbers or a typed error, and never a wait."""
+"""A model in several threads, and in a forked process: right numbers or a typed error, and never an endless wait."""
 
 import os
 import signal

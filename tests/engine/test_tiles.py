@@ -1,4 +1,4 @@
-"""The file of tiles: what is written is read, and nothing that is damaged, stale or another GPU's is used."""
+"""The file of tiles: what is written is read, and damaged or stale entries and those of other GPUs are not used."""
 
 import json
 import warnings

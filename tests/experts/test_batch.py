@@ -1,4 +1,4 @@
-"""Reads that are under way together: the same bytes as one after the other, and a careful read of what fails."""
+"""Several reads at once: the same bytes as one after the other, and a careful second read of what fails."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The pool grows and shrinks while the model runs: the same bytes and bits, and memory that really goes."""
+"""The pool grows and shrinks while the model runs: the same bytes and bits, and memory is really returned."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""An interrupt at any line or bytecode of what serves experts leaves a model that goes on with the same bits."""
+"""After an interrupt at any line or bytecode of a source of experts, the model continues with the same bits."""
 
 import contextlib
 import itertools

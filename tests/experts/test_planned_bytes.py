@@ -1,6 +1,5 @@
-"""What a streamed step reads is what `moeflux plan` says of it, at the sizes of real models with a few layers.
-
-The files are sparse, so that experts of many gigabytes take no room on a disk.
+"""A streamed step reads the bytes that `moeflux plan` states, at the sizes of real models with a few layers. The files
+are sparse, so experts of many gigabytes take no disk space.
 """
 
 import dataclasses

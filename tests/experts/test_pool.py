@@ -1,4 +1,4 @@
-"""Which block gives way: never one that somebody holds, and the least recently used one otherwise."""
+"""Which record is evicted: the least recently used one, but never one that is leased."""
 
 import numpy as np
 import pytest

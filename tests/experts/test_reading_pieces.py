@@ -1,4 +1,4 @@
-"""Records whose bytes lie in pieces of several files at odd offsets: read whole, whatever a read does, or an error."""
+"""Records in pieces of several files at odd offsets: read completely, for any behaviour of reads, or an error."""
 
 import itertools
 import mmap

@@ -1,4 +1,6 @@
-"""Records of several sizes in one pool: memory is divided fairly, nothing is charged too much, bytes stay right."""
+"""Records of several sizes in one pool: memory is divided fairly, no record counts for more than its size, and bytes
+stay right.
+"""
 
 import atexit
 import functools

@@ -1,4 +1,4 @@
-"""Rows of n-gram tables: the right ones in any order and form, read once, kept for a while, and what files lack."""
+"""Rows of n-gram tables: the right ones in any order and form, read once, kept for a while, and incomplete files."""
 
 import os
 

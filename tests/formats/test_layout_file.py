@@ -1,4 +1,4 @@
-"""layout.json: what is written is read again, version 1 where it can say it, and nothing in it is believed."""
+"""layout.json: what is written is read again, version 1 is used where it suffices, and every value is checked."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Nothing in a layout.json is believed: what it says wrongly is refused in one line that names the value."""
+"""Every value in a layout.json is checked: a wrong one is refused in one line that names it."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Packed expert files: offsets against the format's description, and every way a directory can lie."""
+"""Packed expert files: offsets compared with the format's description, and directories that are wrong in every way."""
 
 import json
 

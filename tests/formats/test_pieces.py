@@ -1,4 +1,4 @@
-"""Joining pieces into reads: every byte once, neighbours together, whole blocks only where nothing is spoilt."""
+"""Joining pieces into reads: every byte once, neighbours together, whole blocks only where nothing is overwritten."""
 
 from itertools import pairwise
 from pathlib import Path

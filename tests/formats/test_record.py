@@ -1,4 +1,4 @@
-"""Records: where each field lies, with biases, global scales and two matrices; and values that spoil an answer."""
+"""Records: the place of each field, with biases, global scales and two matrices; and values that spoil an answer."""
 
 import numpy as np
 import pytest

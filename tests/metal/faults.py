@@ -1,4 +1,4 @@
-"""A sample kernel and the ways to break it: each fault names who has to catch it.
+"""A sample kernel and the ways to break it: each fault names the check that must catch it.
 
 The kernel, in `sample/`, has every ingredient the harness must get right: threadgroup memory behind a barrier,
 simdgroup sums, vector loads, an input that may be `constant` or `device`, helpers in a header. It computes

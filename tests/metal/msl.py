@@ -1,7 +1,7 @@
 """Compiles and runs on the host the Metal source that MLX generates for a `mx.fast.metal_kernel`.
 
-Needs clang++ 14 or newer on Linux x86-64. `run` raises Failure for whatever the compiler or a check finds. What this
-proves and what it cannot is in README.md.
+Needs clang++ 14 or newer on Linux x86-64. `run` raises Failure for anything that the compiler or a check finds. What
+this proves and what it cannot is in README.md.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: where entries end, experts that a table names, and what mistakes do."""
+"""DeepSeek-V4: the ends of entries, experts from a table, and the effect of typical mistakes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The controller of drafts, with steps whose times and luck are made up."""
+"""The controller of drafts, with invented times and acceptance of steps."""
 
 import random
 

@@ -1,4 +1,6 @@
-"""Models whose matrices are stored in any form: logits against float64, and the same bits wherever experts are."""
+"""Models with matrices in any stored form: logits compared with float64, and the same bits for every source of
+experts.
+"""
 
 import geometries
 import goldens

@@ -1,4 +1,4 @@
-"""GLM-5.3-Flash: where pools end, and what mistakes do."""
+"""GLM-5.3-Flash: the ends of blocks, and the effect of typical mistakes."""
 
 from dataclasses import replace
 

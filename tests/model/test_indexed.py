@@ -1,4 +1,4 @@
-"""Attention over chosen positions: where it begins, and what mistakes do."""
+"""Attention over chosen positions: where it begins, and the effect of typical mistakes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Families that are made of the parts of others: their goldens in every chunking, and what mistakes do to them."""
+"""Families made of other families' parts: their goldens in every chunking, and the effect of typical mistakes."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""MiniMax-M3: blocks that each head of keys chooses, and what mistakes do."""
+"""MiniMax-M3: blocks that each key head chooses, and the effect of typical mistakes."""
 
 from dataclasses import replace
 

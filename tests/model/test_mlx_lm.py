@@ -1,4 +1,4 @@
-"""What mlx-lm quantises is packed as it is, and gives the tokens that mlx-lm gives."""
+"""Checkpoints that mlx-lm quantised are packed unchanged and give mlx-lm's tokens."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Families whose caches hold more than keys and values: their texts are cut, kept, saved, stepped and stopped alike."""
+"""Families whose caches hold more than keys and values: texts are cut, kept, saved, stepped and stopped like others."""
 
 import goldens
 import mlx.core as mx

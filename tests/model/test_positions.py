@@ -1,4 +1,4 @@
-"""A token's rotary position apart from its place in the cache."""
+"""Rotary positions that differ from places in the cache."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Qwen3.8-Flash-Next: where blocks and texts end, how rows of n-grams are read, and what mistakes do."""
+"""Qwen3.8-Flash-Next: the ends of blocks and texts, reading rows of n-grams, and the effect of typical mistakes."""
 
 from dataclasses import replace
 

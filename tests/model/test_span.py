@@ -1,6 +1,6 @@
-"""Prompts in spans and blocks: Hugging Face's logits at all of them, and the same bits wherever experts are.
+"""Prompts in spans and blocks: Hugging Face's logits for all sizes, and the same bits for every source of experts.
 
-A span that was stopped anywhere goes on as if it had not been.
+A span that was stopped anywhere continues as if it had not been.
 """
 
 import goldens

@@ -1,4 +1,4 @@
-"""Switches of the parts that a layer is made of, each against float64, natively, by plain operations and by kernels."""
+"""Every switch of a layer's parts, compared with float64: natively, by plain operations and by kernels."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What joins the stream behind a norm, by the kernel, natively and by plain operations, against float64."""
+"""Adding a normed output to the stream, by the kernel, natively and by plain operations, compared with float64."""
 
 import mlx.core as mx
 import numpy as np

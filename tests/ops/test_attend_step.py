@@ -1,4 +1,4 @@
-"""The kernels for one token's attention against float64, and the cache that they leave their keys and values to."""
+"""The kernels for one token's attention compared with float64, and the cache that gets its keys and values."""
 
 import contextlib
 

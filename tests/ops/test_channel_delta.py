@@ -1,4 +1,4 @@
-"""The delta rule with a decay for each channel, in chunks, against one step after the other in float64."""
+"""The delta rule with a decay per channel, in chunks, compared with single steps in float64."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The CPU path: numpy and native kernels against MLX's operations, and what it must leave alone."""
+"""The CPU path: numpy and native kernels compared with MLX's operations, and what they must not change."""
 
 import tracemalloc
 from dataclasses import replace

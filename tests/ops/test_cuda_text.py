@@ -1,4 +1,4 @@
-"""CUDA's compiler takes every kernel of some models, at their real shapes and in every stored form, without a GPU.
+"""CUDA's compiler accepts every kernel of some models, at real shapes and in every stored form, without a GPU.
 
 It needs NVIDIA's compiler: pip install '.[nvrtc]'.
 """

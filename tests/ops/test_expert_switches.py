@@ -1,4 +1,4 @@
-"""Experts with biases and other activations, of every width, by every way of computing: each against float64."""
+"""Experts with biases and other activations, in every width and implementation, compared with float64."""
 
 import mlx.core as mx
 import numpy as np

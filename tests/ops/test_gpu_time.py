@@ -1,4 +1,6 @@
-"""What a Mac's GPU is given at once, at the shapes of real models: counted as graphs are built, and never computed."""
+"""The work that a Mac's GPU gets at once, at the shapes of real models: counted while graphs are built, never
+computed.
+"""
 
 from math import prod
 

@@ -1,4 +1,4 @@
-"""Prefill on a GPU takes an expert's rows in blocks: each row keeps its expert, and nothing else changes."""
+"""Prompts on a GPU process an expert's rows in blocks: each row keeps its expert, and nothing else changes."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Compiled kernels that are kept where MLX looks for them."""
+"""Compiled kernels that are stored where MLX looks for them."""
 
 import os
 import subprocess

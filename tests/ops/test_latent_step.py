@@ -1,4 +1,4 @@
-"""The kernels for one token's latent attention against float64, and the cache that they leave their entries to."""
+"""The kernels for one token's latent attention compared with float64, and the cache that gets its entries."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What the launcher makes of a kernel's inputs: arrays that are handed over once, parts of arrays, constants."""
+"""How the launcher passes a kernel's inputs: each array once, parts of arrays, constants."""
 
 import re
 from types import SimpleNamespace

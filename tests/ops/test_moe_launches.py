@@ -1,5 +1,6 @@
-"""The few launches of an MoE layer: norm and router, choice, and the shared expert beside the routed ones. Each against
-float64 or its slow form, and bit by bit where modes must agree."""
+"""The few launches of an MoE layer: norm and router, choice, and the shared expert beside the routed ones. Each is
+compared with float64 or its slow form, and bit by bit where modes must agree.
+"""
 
 from dataclasses import replace
 

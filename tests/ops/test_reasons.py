@@ -1,4 +1,4 @@
-"""Choosers that take no kernel say why."""
+"""Choosers that choose no kernel give a reason."""
 
 import mlx.core as mx
 import pytest

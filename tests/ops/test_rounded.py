@@ -1,4 +1,6 @@
-"""Products with rounded activations: within what rounding allows of float64; the same bits however they are made."""
+"""Products with rounded activations: as close to float64 as rounding allows, and the same bits in every
+implementation.
+"""
 
 import importlib.util
 import shutil

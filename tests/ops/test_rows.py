@@ -1,7 +1,6 @@
-"""Rows of a step: every operation that up to 16 of them go through together gives each row the bits that it has alone.
-
-By a GPU's kernels (Metal's text, executed by the harness in `metal`), by plain MLX operations and by the native kernels
-on every instruction path, with exact and with rounded activations.
+"""Rows of a step: every operation that takes up to 16 rows together gives each row the bits that it has alone. This
+holds for a GPU's kernels (Metal's text, executed by the harness in `metal`), plain MLX operations and the native
+kernels on every instruction path, with exact and with rounded activations.
 """
 
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""What stands between several streams and a part of a layer, on kernels and in plain operations, against float64."""
+"""The connections between several streams and a part of a layer, by kernels and plain operations, against float64."""
 
 import mlx.core as mx
 import numpy as np

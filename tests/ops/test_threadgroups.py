@@ -1,4 +1,4 @@
-"""Threads of a threadgroup on Metal: no launch has more than any Apple GPU gives a kernel, whatever it computes."""
+"""Threads of a threadgroup on Metal: no launch has more than every Apple GPU allows for any kernel."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Experts with biases in every form of checkpoint: the same records, and the same logits wherever they are."""
+"""Experts with biases in every form of checkpoint: the same records, and the same logits from every source."""
 
 import json
 from dataclasses import replace

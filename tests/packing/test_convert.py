@@ -1,4 +1,4 @@
-"""Whole conversions: every kind of checkpoint gives the bytes that the oracle works out, or a clear error."""
+"""Whole conversions: every kind of checkpoint gives the bytes that the oracle calculates, or a clear error."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Matrices in the forms of other tools, against values worked out from the tools' own rules, and what is refused."""
+"""Matrices in the forms of other tools, compared with values calculated by the tools' rules, and refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Families that are made of the parts of others, in the forms in which publishers and mlx-lm write them."""
+"""Families made of other families' parts, in the forms that publishers and mlx-lm write."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Directories of one rank's experts: what it owns, nothing else, and nobody takes one for a whole model."""
+"""Directories of one rank's experts: they hold what it owns and nothing else, and are never taken for a whole model."""
 
 import goldens
 import numpy as np

@@ -1,4 +1,4 @@
-"""A checkpoint used as it lies: the same records, resident tensors, logits and fingerprint as when converted."""
+"""A checkpoint used in place: the same records, resident tensors, logits and fingerprint as when converted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Matrices of a checkpoint: dequantisation and quantisation against the oracle, whatever the storage."""
+"""Matrices of a checkpoint: dequantisation and quantisation compared with the oracle, in every stored form."""
 
 import goldens
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Conversions that go shard by shard: from a small Hub with faults, and of a directory that is deleted on the way."""
+"""Conversions shard by shard: from a small Hub with faults, and of a directory whose files are deleted meanwhile."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Small floats as publishers store them, against values worked out from the formats' own definitions."""
+"""Small floats as publishers store them, compared with values calculated from the formats' definitions."""
 
 import json
 

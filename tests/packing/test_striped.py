@@ -1,4 +1,4 @@
-"""A model whose experts lie in several directories by turns: the same bytes, and no drive waits for another."""
+"""A model whose experts are distributed over several directories: the same bytes, and no drive waits for another."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Conversions that are interrupted, damaged, short of disk or of memory: resumed, found out, or refused."""
+"""Conversions that are interrupted, damaged, or short of disk or memory: resumed, detected, or refused."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""The whole server on a port of this machine, in this process: a real model, or one that says what it is told to."""
+"""The whole server on a local port, in this process, with a real model or a scripted one."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A server that plays its part for the page: scripted answers, refusals and a feed of live figures, without a model."""
+"""A server without a model for tests of the page: scripted answers, refusals and a feed of live figures."""
 
 import base64
 import contextlib

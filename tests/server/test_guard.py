@@ -1,4 +1,4 @@
-"""Hostile requests: each gets a 4xx in the shape of the API that it came by, and the server goes on."""
+"""Hostile requests: each gets a 4xx in the form of its API, and the server continues."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Images through the APIs, by the official clients; and what is no image, which is a 400."""
+"""Images through the APIs with the official clients; anything that is not an image is a 400."""
 
 import base64
 import io

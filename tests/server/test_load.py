@@ -1,4 +1,4 @@
-"""Many clients, slow ones and those that vanish: everybody is served in turn, and nothing grows."""
+"""Many clients, slow ones and disconnected ones: all are served in turn, and memory does not grow."""
 
 import contextlib
 import json

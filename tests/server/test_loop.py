@@ -1,5 +1,4 @@
-"""The worker's loop: who begins, who goes first, how the time is shared, and what becomes of the others when one ends
-badly."""
+"""The worker's loop: which request begins, which goes first, how time is shared, and what happens when one fails."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""The page, in a browser, against a server that plays its part: what is sent, what is seen, what must not happen."""
+"""The page in a browser with a scripted server: what it sends, what it shows, and what must not happen."""
 
 import base64
 import colorsys

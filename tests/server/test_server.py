@@ -1,4 +1,4 @@
-"""A live server with the demo model, asked by the official clients and by hand."""
+"""A live server with the demo model, called by the official clients and by hand."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""A server whose model drafts: the same answers, and numbers on what came of it."""
+"""A server whose model has drafts: the same answers, and counts of drafts."""
 
 import threading
 from functools import partial

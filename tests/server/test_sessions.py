@@ -1,4 +1,4 @@
-"""Which session a prompt goes on with, and which ones go."""
+"""Which session a prompt continues, and which ones are dropped."""
 
 import types
 

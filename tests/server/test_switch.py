@@ -1,4 +1,4 @@
-"""Several models, of which one is loaded at a time: who waits, who goes first, and what is given back."""
+"""Several models, one loaded at a time: which requests wait, which go first, and that memory is freed."""
 
 import contextlib
 import random

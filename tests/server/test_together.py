@@ -1,4 +1,4 @@
-"""Requests that share steps of a real model: each is answered as if alone, whoever else comes, leaves or fails."""
+"""Requests that share steps of a real model: each is answered as if alone, while others come, leave or fail."""
 
 import json
 import os

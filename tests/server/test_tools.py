@@ -1,4 +1,4 @@
-"""Tools over HTTP: a model that says what it is told to, asked by the official clients."""
+"""Tools over HTTP: a scripted model, called by the official clients."""
 
 import json
 import socket

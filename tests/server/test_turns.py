@@ -1,4 +1,4 @@
-"""Requests that meet in one model: whoever goes first, the answers are those of a server of their own."""
+"""Requests that meet in one model: in any order, the answers are those of separate servers."""
 
 import base64
 import threading

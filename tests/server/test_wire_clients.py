@@ -1,4 +1,4 @@
-"""The official clients, fed through a transport of ours: they take every event, and gather what `whole` says."""
+"""The official clients with our own transport: they accept every event and collect what `whole` returns."""
 
 import anthropic
 import httpx2

@@ -1,4 +1,4 @@
-"""Whatever JSON a client sends, reading it gives a request or a RequestError that fits in a line."""
+"""Any JSON of a client becomes a request or a RequestError of one line."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Each API's body becomes the one request, and what cannot be served is a 400 that names it."""
+"""Each API's body becomes a `Request`, and anything that cannot be served is a 400 that names it."""
 
 import pytest
 from bodies import CHAT, COMPLETIONS, MESSAGES, READ_TOOL, RESPONSES

@@ -1,4 +1,4 @@
-"""What is neither read from a body nor streamed: metrics, health, tokens, errors, ids, and how an answer folds."""
+"""Metrics, health, tokens, errors, ids, and the folding of answers."""
 
 import pytest
 from wire_events import ENDS

@@ -1,4 +1,4 @@
-"""Rows of events as an engine sends them, and what makes streams of them exact."""
+"""Sequences of events as an engine sends them, and fixed ids and times for exact streams."""
 
 import json
 from itertools import count

@@ -1,4 +1,4 @@
-"""JSON Schemas of what each API sends, by hand from the APIs' own references: required fields, and no others' words."""
+"""JSON Schemas of each API's replies, written by hand from the APIs' references."""
 
 TEXT, INT, NUMBER, BOOL, ANY = {"type": "string"}, {"type": "integer"}, {"type": "number"}, {"type": "boolean"}, {}
 NULL = {"type": "null"}

@@ -1,4 +1,4 @@
-"""Processes on this machine that are ranks of one model, with deadlines and exit codes of their own."""
+"""Local processes that are ranks of one model, each with a deadline and an exit code."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Experts that are dealt out: evenly, to whoever has them, and with the bits of one process."""
+"""Assigned reads of experts: even, to the process that has the expert, and with the bits of one process."""
 
 import mlx.core as mx
 import numpy as np

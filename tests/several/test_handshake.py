@@ -1,4 +1,4 @@
-"""What ranks compare before they load a model: every difference that matters is the same error on all of them."""
+"""The comparison of ranks before they load a model: every relevant difference is the same error on all of them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which processes a process belongs to, and how long it waits for them."""
+"""Which group a process joins, and how long it waits for the others."""
 
 import json
 import os

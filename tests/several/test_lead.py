@@ -1,4 +1,4 @@
-"""Sessions of rank 0 and their twins, here in threads: the same caches after whatever happens to rank 0's."""
+"""Sessions of rank 0 and their twins, here in threads: equal caches after anything that happens on rank 0."""
 
 import threading
 

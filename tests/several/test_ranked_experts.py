@@ -1,4 +1,4 @@
-"""One model over several processes, here threads: the bits of one, and errors that reach everybody."""
+"""One model over several processes, here threads: the bits of one, and errors that reach all ranks."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

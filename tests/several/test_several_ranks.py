@@ -1,4 +1,4 @@
-"""One model over several processes on this machine: the bits of one, and one end for all of them."""
+"""One model over several processes on this machine: the bits of one, and all of them end together."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""What attention gets from the caches."""
+"""What caches give to attention."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Caches of keys and values in 8 bits: the same bytes however a text was cut, taken back, copied or saved."""
+"""Caches of keys and values in 8 bits: the same bytes after any cut, rewind, copy or save."""
 
 from dataclasses import replace
 

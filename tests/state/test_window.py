@@ -1,4 +1,4 @@
-"""The ring of a window: it goes back over its own end, to states that were kept, and nowhere else."""
+"""The ring of a window: it goes back as far as it reaches and to kept states, and nowhere else."""
 
 import mlx.core as mx
 import numpy as np

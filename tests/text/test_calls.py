@@ -1,4 +1,4 @@
-"""Answers with calls: every dialect, every way in which they go wrong, and any cut of the text."""
+"""Answers with tool calls: every dialect, every kind of error, and any cut of the text."""
 
 import json
 

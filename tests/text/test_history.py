@@ -1,4 +1,4 @@
-"""Prompts of chats with tools: what each template takes, answers shown as they were written, and harmless user text."""
+"""Prompts of chats with tools: what each template accepts, answers repeated exactly, and harmless user text."""
 
 import copy
 import json

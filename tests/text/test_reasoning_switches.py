@@ -1,4 +1,4 @@
-"""What a request says of reasoning, in each template's words."""
+"""A request's wishes about reasoning, in each template's variables."""
 
 from pathlib import Path
 

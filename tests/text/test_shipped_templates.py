@@ -1,4 +1,4 @@
-"""Templates that come with the package, beside the programs that they stand for, and where they are used."""
+"""Templates that come with the package, compared with the programs that they replace, and their use."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A text told again in the tokens that it was made of."""
+"""A text encoded again with the tokens that it was generated with."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Stop texts: however the text is cut, what comes out is all that stands before the first of them."""
+"""Stop texts: for any cut of the text, the output is everything before the first of them."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Masks of grammars: what they let pass and what not, for every kind of tokenizer, and what is asked for in vain."""
+"""Masks of grammars: what they allow and forbid, for every kind of tokenizer, and schemas that cannot be enforced."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The meter, against plain numpy on whole tables of logits."""
+"""`evaluate` compared with plain numpy on whole tables of logits."""
 
 import json
 import shutil

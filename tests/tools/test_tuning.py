@@ -1,4 +1,4 @@
-"""The search for tiles: where it goes under a made-up clock, what it refuses, what it notes of a model's launches."""
+"""The search for tiles: its path with an invented clock, what it refuses, and what it records of a model's launches."""
 
 from argparse import Namespace
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Models with images that are not here yet, and such that several processes run."""
+"""Models with images that are not downloaded yet, and models with images on several ranks."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

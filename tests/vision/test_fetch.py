@@ -1,4 +1,6 @@
-"""Images of other machines: what is fetched, and all that is not. The machines are this one, which is not public."""
+"""Images from other machines: what is fetched, and what is refused. The other machine is this one, which is not
+public.
+"""
 
 import socket
 import subprocess

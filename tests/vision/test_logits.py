@@ -1,4 +1,4 @@
-"""Texts with images, against transformers: pixels, every logit, in any cut, from every place that experts are read."""
+"""Texts with images compared with transformers: pixels and every logit, for any cut and every source of experts."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Images among the tokens of a text: places and positions, what is reused, saved, stopped. The rows are random."""
+"""Images among the tokens of a text: places and positions, reuse, saving, stopping. The rows are random."""
 
 import json
 
