@@ -179,6 +179,19 @@ def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
     return zeros
 
 
+def arange(count: int, library: Any) -> Any:
+    """int32 0 .. count - 1 in an array of numpy or MLX; MLX's is made once, because a compiled step would make it again
+    in every layer for every token."""
+    return np.arange(count, dtype=np.int32) if library is np else _arange(count, str(mx.default_device()))
+
+
+@lru_cache(64)
+def _arange(count: int, device: str) -> mx.array:
+    numbers = mx.arange(count)
+    mx.eval(numbers)
+    return numbers
+
+
 def stack(arrays: list[np.ndarray]) -> np.ndarray:
     """np.stack, without a copy of a single array."""
     return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

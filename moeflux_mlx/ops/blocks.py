@@ -14,7 +14,7 @@ import numpy as np
 from ..kinds import HeadBlocks, KeyBlocks
 from . import gpu_time, native
 from .attend import Steps, attend, prepared
-from .backend import Array, library_of, view
+from .backend import Array, arange, library_of, view
 from .elementwise import float32, sigmoid
 from .indexed import Index, best, choose, slices
 from .norm import Norm
@@ -48,7 +48,7 @@ def attend_blocks(q: Array, k: Array, v: Array, cache: Steps, index: Index, bloc
     if whole < L:
         late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
         library = library_of(q)
-        seen = blocks.whole(cache.offset + library.arange(L - whole))
+        seen = blocks.whole(cache.offset + arange(L - whole, library))
         if isinstance(blocks, HeadBlocks):
             chosen = choose_by_head(late, seen, blocks)
         else:
@@ -66,7 +66,7 @@ def choose_by_head(index: Index, seen: Any, blocks: HeadBlocks) -> Any:
     library = library_of(index.keys)
     (B, rows, heads, width), count = index.queries.shape, index.keys.shape[1] // blocks.ratio
     keys = float32(index.keys[:, : count * blocks.ratio]).swapaxes(-1, -2)
-    numbers, parts = library.arange(count), []
+    numbers, parts = arange(count, library), []
     for some in slices(rows, blocks.indexer.rows_at_once(count * blocks.ratio, 0)):
         queries = float32(index.queries[:, some]).reshape(B, -1, width)
         scores = (queries @ keys).reshape(B, -1, heads, count, blocks.ratio).max(axis=-1)
@@ -83,8 +83,7 @@ def _over_chosen(q: Any, k: Any, v: Any, cache: Any, chosen: Any, blocks: Blocks
     (B, n, _, D), first, position = k.shape, cache.offset, cache.position
     held: Any
     out: Any
-    gate = sigmoid(q[..., D:].reshape(B, n, -1)) if q.shape[-1] > D else 1.0
-    q = q[..., :D]
+    q, gates = q[..., :D], q[..., D:].reshape(B, n, -1)
     q, k = prepared(q, terms.q_norm, terms.rope, position), prepared(k, terms.k_norm, terms.rope, position)
     if isinstance(q, np.ndarray):
         keys, values, _ = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
@@ -94,7 +93,8 @@ def _over_chosen(q: Any, k: Any, v: Any, cache: Any, chosen: Any, blocks: Blocks
     else:
         held = q.swapaxes(1, 2), *cache.append(k, v.transpose(0, 2, 1, 3))[:2]
         out = mx.stack([_text_ops(text, first, blocks, terms.scale) for text in zip(*held, chosen, strict=True)])
-    return out.reshape(B, n, -1) * gate
+    out = out.reshape(B, n, -1)
+    return out * sigmoid(gates) if gates.size else out
 
 
 def _text_native(text: tuple[np.ndarray, ...], first: int, blocks: Blocks, scale: float) -> np.ndarray:
@@ -120,17 +120,19 @@ def _heads(places: Any, part: Any) -> Any:
 def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: float) -> mx.array:
     """As `_text_native`."""
     (q, keys, values, chosen), parts = text, []
-    width = keys.shape[0] * (keys.shape[-1] + values.shape[-1])
-    own = first + mx.arange(len(q))
-    tails = blocks.whole(own)[:, None] * blocks.ratio + mx.arange(blocks.ratio)
+    kv_heads, positions, _ = keys.shape
+    width = kv_heads * (keys.shape[-1] + values.shape[-1])
+    own, inside = (first + arange(len(q), mx))[:, None], arange(blocks.ratio, mx)
+    tails = blocks.whole(own) * blocks.ratio + inside
+    tails = mx.where(tails > own, -1, tails)  # -1: not there yet
+    starts = arange(kv_heads, mx)[:, None] * positions  # of the heads, all positions of which are gathered from
     for some in slices(len(q), blocks.indexer.rows_at_once(0, blocks.ratio * width)):
         count, heads, _ = chosen[some].shape
-        whole = (chosen[some][..., None] * blocks.ratio + mx.arange(blocks.ratio)).reshape(count, heads, -1)
-        ahead = tails[some] > own[some][:, None]
-        tail = mx.broadcast_to(mx.where(ahead, 0, tails[some])[:, None], (count, heads, blocks.ratio))
-        places = mx.concatenate([whole, tail], axis=-1).swapaxes(0, 1)  # [1 or kv heads, rows, positions]
-        seen = mx.concatenate([mx.ones((count, whole.shape[-1]), mx.bool_), ~ahead], axis=1)[:, None, None]
-        near = [mx.stack([part[head][one] for head, one in _heads(places, part)], axis=1) for part in (keys, values)]
+        whole = (chosen[some][..., None] * blocks.ratio + inside).reshape(count, heads, -1)
+        tail = mx.broadcast_to(tails[some][:, None], (count, heads, blocks.ratio))
+        places = mx.concatenate([whole, tail], axis=-1)  # [rows, 1 or kv heads, positions]
+        near = [part.reshape(-1, part.shape[-1])[mx.maximum(places, 0) + starts] for part in (keys, values)]
+        seen = places[:, :1, None] >= 0
         out = mx.fast.scaled_dot_product_attention(q[some][:, :, None], *near, scale=scale, mask=seen)
         parts.append(out[:, :, 0])
         gpu_time.commit(len(q), parts[-1])

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..kinds import Compressed
 from . import gpu_time
-from .backend import Array, library_of, view
+from .backend import Array, arange, library_of, view
 from .elementwise import softmax, split
 from .indexed import Index, choose
 from .linear import Weights, linear, rows_of
@@ -87,7 +87,7 @@ def choose_entries(index: Index, first: Any, whole: int, mixer: Compressed) -> A
     assert compressor is not None and compressor.indexer is not None
     library = library_of(index.keys)
     late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
-    return choose(late, (first + 1 + library.arange(whole, count)) // compressor.ratio, compressor.indexer)
+    return choose(late, (first + 1 + whole + arange(count - whole, library)) // compressor.ratio, compressor.indexer)
 
 
 def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:
@@ -118,7 +118,7 @@ def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
 def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
-    own = seen.first + library.arange(part.rows.start or 0, part.rows.stop or 1)
+    own = seen.first + (part.rows.start or 0) + arange(rows, library)
     keys, places = seen.keys[:, None, part.keys], seen.places[part.keys]
     age = own[:, None] - places
     is_near = (age >= 0) & (age < mixer.window) & (places >= 0)
@@ -130,7 +130,7 @@ def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> A
         scores.append(_products(q, entries) * width**-0.5)
     elif seen.entries is not None:
         entries = seen.entries[:, None, part.entries]
-        ended = library.arange(entries.shape[2]) < ((own + 1) // mixer.ratio)[:, None]
+        ended = arange(entries.shape[2], library) < ((own + 1) // mixer.ratio)[:, None]
         scores.append(library.where(ended[:, None], _products(q, entries), least) * width**-0.5)
     scores.append(library.broadcast_to(sinks.astype(q.dtype)[:, None], (B, rows, heads, 1)))
     weights = softmax(library.concatenate(scores, axis=-1))

@@ -16,7 +16,7 @@ import numpy as np
 from ..kinds import Indexer, KeyBlocks
 from . import gpu_time, native
 from .attend import Positions
-from .backend import Array, library_of, view
+from .backend import Array, arange, library_of, view
 from .elementwise import float32
 from .latent import (
     ABSORB_AT_MOST,
@@ -97,7 +97,7 @@ def attend_indexed(
     if index is not None:
         late = Index(index.queries[:, whole:], index_keys, index.weights[:, whole:])
         library = library_of(q)
-        seen = offset + 1 + library.arange(whole, L)
+        seen = offset + 1 + whole + arange(L - whole, library)
         chosen.positions = choose(late, seen, indexer) if whole < L else None
     held = Held(latents, keys, mask, offset, whole, chosen.positions)
     at_once = indexer.rows_at_once(0, kv.shape[-1])
@@ -134,7 +134,7 @@ def attend_pools(
     if whole < L:
         library = library_of(q)
         late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
-        places = first + library.arange(whole, L)
+        places = first + whole + arange(L - whole, library)
         chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
     held = Held(latents, keys, mask, first, whole, chosen, has_gaps=True)
     at_once = blocks.indexer.rows_at_once(0, blocks.ratio * kv.shape[-1])
@@ -145,7 +145,7 @@ def with_tail(chosen: Any, places: Any, blocks: KeyBlocks, library: Any) -> Any:
     """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
     `places` that no whole block has; -1 in place of some that there are not."""
     B, rows, _ = chosen.shape
-    inside = library.arange(blocks.ratio, dtype=library.int32)
+    inside = arange(blocks.ratio, library)
     positions = (chosen[..., None] * blocks.ratio + inside).reshape(B, rows, -1)
     tails = blocks.whole(places)[:, None] * blocks.ratio + inside[:-1]
     tails = library.where(tails <= places[:, None], tails, -1).astype(library.int32)
@@ -193,7 +193,7 @@ def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
     """
     library = library_of(index.keys)
     count, keys = index.queries.shape[1], float32(index.keys)
-    positions, parts = library.arange(keys.shape[1]), []
+    positions, parts = arange(keys.shape[1], library), []
     for some in slices(count, indexer.rows_at_once(keys.shape[1], 0)):
         scores = _scores(float32(index.queries[:, some]), keys, index.weights[:, some], library)
         scores = library.where(positions < seen[some, None], scores, library.array(-np.inf, library.float32))
@@ -221,7 +221,7 @@ def best(scores: Array, top: int, library: Any) -> Array:
     bits = (scores + 0.0).view(library.int32)  # -0.0 becomes 0.0
     ordered = library.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(library.int64)
     count = scores.shape[-1]
-    order = library.array(1 << 32, library.int64) * ordered - library.arange(count).astype(library.int64)
+    order = library.array(1 << 32, library.int64) * ordered - arange(count, library).astype(library.int64)
     best = library.argpartition(order, count - top, axis=-1)[..., count - top :]
     return library.sort(best, axis=-1).astype(library.int32)
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import mlx.core as mx
 
 from ..ops.attend import Held
+from ..ops.backend import arange
 from .layer_cache import MOST_DRAFTS
 
 REACH = 8  # positions that a ring can go back: the rows of one sequence in a step
@@ -213,11 +214,11 @@ class FixedEntries:
         ring = mx.slice_update(ring, rows[:, None], (self.offset % slots)[None], axes=(2,))
         if next(self._ends):
             count, number = part.ratio + (0 if kind.is_first else part.overlap), self.offset // part.ratio
-            newest = ring[:, 0, (self.offset - count + 1 + mx.arange(count)) % slots]
+            newest = ring[:, 0, (self.offset - count + 1 + arange(count, mx)) % slots]
             entry = make(newest, number, 1)[:, None]
             entries = [mx.slice_update(entries[0], entry, number[None], axes=(2,))]
         self.arrays = [ring, *entries]
-        places = self.offset - (self.offset - mx.arange(slots)) % slots
+        places = self.offset - (self.offset - arange(slots, mx)) % slots
         return ring[:, 0], places, entries[0][:, 0] if entries else None
 
 
@@ -274,11 +275,11 @@ class FixedJoined:
 
 def up_to(position: int | mx.array, capacity: int) -> mx.array:
     """The mask [1, 1, 1, capacity] of a token at `position`."""
-    return (mx.arange(capacity) <= position)[None, None, None]
+    return (arange(capacity, mx) <= position)[None, None, None]
 
 
 def seen_in_ring(position: int | mx.array, capacity: int) -> mx.array:
     """The mask [1, 1, 1, capacity] of a token at `position`, over the slots of a ring that has `SPARE` more positions
     than the token sees."""
-    age = (position - mx.arange(capacity)) % capacity  # of the last position up to `position` that has the slot
+    age = (position - arange(capacity, mx)) % capacity  # of the last position up to `position` that has the slot
     return ((age < capacity - SPARE) & (age <= position))[None, None, None]
