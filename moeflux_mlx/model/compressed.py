@@ -14,7 +14,7 @@ from ..ops.indexed import Index
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..state.compressed import CompressedCache
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, Stack
 
 
 class Pooling(nn.Module):
@@ -30,10 +30,6 @@ class Pooling(nn.Module):
         self.ape = mx.zeros((compressor.ratio, made))
         self.norm = RMSNorm(width, eps)
         self.rope = Rope(rotation, compressor.ratio)
-
-    def inputs(self, x: Array) -> list[Array]:
-        """Values and gates of each position."""
-        return [self.wkv(x), self.wgate(x)]
 
     def __call__(self, values: Array, gates: Array, first: Any, count: int) -> Array:
         """So many entries [B, count, width] from number `first` on, of values and gates [B, n, ratio, .] (`pooled`)."""
@@ -74,15 +70,21 @@ class CompressedAttention(nn.Module):
             self.compressor: Any = Pooling(mixer.compressor, mixer.head_dim, mixer.rotation, hidden_size, eps)
             if mixer.compressor.indexer is not None:
                 self.indexer = EntryIndexer(mixer, mixer.compressor, hidden_size, eps)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the layers that read x; called again once all have their tensors."""
+        inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
+        self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
     def mixed(self, x: Array, norm: RMSNorm, cache: CompressedCache) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         x = norm(x)
-        latent = self.wq_a(x)
+        _, (latent, key, *inputs) = self._inputs(x)
         q = rms_norm(self.wq_b(latent, self.q_norm).reshape(B, L, self.mixer.heads, -1), None, self.eps)
-        key = turned(self.kv_norm(self.wkv(x))[:, :, None], self.rope, position)[:, :, 0]
-        seen = self._remember(x, key, cache)
+        key = turned(self.kv_norm(key)[:, :, None], self.rope, position)[:, :, 0]
+        seen = self._remember([key, *inputs], cache)
         if whole < L:
             index = self._index(x, latent, seen.entries[..., self.mixer.head_dim :], position)
             seen = seen._replace(chosen=choose_entries(index, seen.first, whole, self.mixer))
@@ -92,11 +94,11 @@ class CompressedAttention(nn.Module):
         out = turned(out, self.back, position).reshape(B, L, -1)
         return self.wo_b(grouped_projection(out, self.wo_a, self.mixer.groups))
 
-    def _remember(self, x: Array, key: Array, cache: CompressedCache) -> Seen:
-        """Appends the tokens; returns the newest keys and all entries, including those that these tokens complete."""
-        inputs: list[Any] = [part for pool in self._pools() for part in pool.inputs(x)]
-        first, library = cache.offset, library_of(x)
-        rows, places, made = cache.absorb(library.concatenate([key, *inputs], axis=-1), self._entries)
+    def _remember(self, parts: list[Any], cache: CompressedCache) -> Seen:
+        """Appends the tokens, of each its key, and values and gates of entries; returns the newest keys and all
+        entries, including those that these tokens complete."""
+        first, library = cache.offset, library_of(parts[0])
+        rows, places, made = cache.absorb(library.concatenate(parts, axis=-1), self._entries)
         return Seen(first, rows[..., : self.mixer.head_dim], places, made)
 
     def _pools(self) -> list[Any]:

@@ -19,7 +19,7 @@ from ..ops.tiles import MAX_TOKENS
 from ..state.cache import Cache
 from ..state.traced import Traced
 from .compiled import DecodeStep, by_prediction
-from .layers import Linear, RMSNorm, packed
+from .layers import Linear, RMSNorm, Stack, packed
 from .moe import DenseMLP, MoE
 from .ngrams import NGramLayer
 from .span import MIXER_SHARE, Span
@@ -82,22 +82,28 @@ class GatedConnection(nn.Module):
         self.input_mix_weight_up = Linear(rule.rank, width)
         if not is_last:
             self.block_inject_weight = Linear(width, rule.streams)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the layers that read the normed streams; called again once they have their tensors."""
+        self._inputs = Stack(*(self[name] for name in ("input_mix_weight_down", "block_inject_weight") if name in self))
 
     def gather(self, h: Array) -> tuple[Any, ...]:
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
-        x, normed = self._mean(h)
-        return x, 2 * sigmoid(self.block_inject_weight(normed) / self.rule.streams)
+        x, (inject,) = self._mean(h)
+        return x, 2 * sigmoid(inject / self.rule.streams)
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer."""
         return self._mean(h)[0]
 
-    def _mean(self, h: Array) -> tuple[Any, Any]:
-        """The weighed mean of the normed streams, and these."""
+    def _mean(self, h: Array) -> tuple[Any, list[Any]]:
+        """The weighed mean of the normed streams, and of what the weights for an output are made."""
         normed = normed_streams(h, self.hc_norm.weight, self.eps, self.rule.streams)
-        low: Any = self.input_mix_weight_down(normed) / self.rule.streams
+        _, (down, *inject) = self._inputs(normed)
+        low: Any = down / self.rule.streams
         logits = self.input_mix_weight_up(low * sigmoid(low))
-        return gated_mean(normed, logits, self.rule.streams), normed
+        return gated_mean(normed, logits, self.rule.streams), inject
 
     def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
         """The streams behind the part (`injected`)."""
