@@ -1,7 +1,7 @@
 // needs: lane.h.metal
-// out[T, D] = (h + n(s) * weight) * factor[0], row by row, where n divides a row by its root mean square (+ eps[0]) and s
-// is made, or with PAIR n(made) * made_weight + n(beside) * beside_weight. FACTOR 0: nothing multiplies the sum. out X;
-// h, made, beside[T, D] and the weights[D] any floats. What each norm makes and the sums are rounded to X.
+// out[T, D] = (h + n(s) * weight) * factor[0], row by row. n divides a row by its root mean square (+ eps[0]); s is
+// made, or with PAIR n(made) * made_weight + n(beside) * beside_weight. FACTOR 0: there is no factor. out X; h, made,
+// beside[T, D] and the weights[D] any floats. The results of the norms and the sums are rounded to X.
 //
 // grid: (32 * SG, T, 1), threadgroup (32 * SG, 1, 1): a threadgroup for each row.
   constexpr uint THREADS = 32 * SG, EACH = (D + THREADS - 1) / THREADS;

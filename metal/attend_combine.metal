@@ -1,10 +1,11 @@
 // needs: lane.h.metal
-// out[H, V] X = the pieces of attend_step.metal, weighted by what each has of the whole sum of exponentials, in which
-// with SINKS exp(sinks[H]) counts too. GATE: times sigmoid(gate[H, 1]), where gate is [H, 2, D] X and D = V.
-// positions[0] is the token's own; a piece has P positions. The first piece is the one that WINDOW begins in.
+// out[H, V] X = the sum of the pieces of attend_step.metal, each weighted by its share of the whole sum of
+// exponentials. With SINKS, exp(sinks[H]) is part of that sum. GATE: times sigmoid(gate[H, 1]), where gate is [H, 2, D]
+// X and D = V. positions[0] is the token's own; a piece has P positions. The first piece is the one that WINDOW begins
+// in.
 //
-// grid: (4 * C * H, V / C, 1), threadgroup (4 * C, 1, 1). A threadgroup has C columns of a head. Four threads have an
-// output, each every fourth piece.
+// grid: (4 * C * H, V / C, 1), threadgroup (4 * C, 1, 1). A threadgroup computes C columns of a head. Four threads
+// share an output; each takes every fourth piece.
   constexpr uint SHARES = 4;
   threadgroup float sums[(SHARES - 1) * C];
   threadgroup float totals[(SHARES - 1) * C];

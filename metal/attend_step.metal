@@ -1,25 +1,26 @@
 // needs: codes.h.metal lane.h.metal kv_rows.h.metal
-// Attention of one token, up to the sum over pieces of the context (attend_combine.metal). Position p of H / KV query
-// heads' keys and values lies at keys[KV, capacity, D], values[KV, capacity, V] if p < begun, with WINDOW at
-// p % capacity; at recent, keys[KV, RECENT, D] and then values[KV, RECENT, V], p - begun, if it came later; the token's
-// own, at p = offset, come as k[KV, D], v[KV, V]. Rows there are of K, X or bytes (kv_rows.h.metal: then every row, the
-// token's own too, is seen as it is kept). positions = offset, begun, capacity, and the token's rotary position.
-// With WINDOW the token sees so many positions, its own among them; 0: all. V <= D.
+// Attention of one token, up to the sum over pieces of the context (attend_combine.metal). H / KV query heads share a
+// key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D], values[KV, capacity, V],
+// with WINDOW at place p % capacity. Those of later positions are at place p - begun of recent: keys[KV, RECENT, D],
+// then values[KV, RECENT, V]. The token's own, of position offset, are k[KV, D], v[KV, V]. Rows have dtype K, X or
+// bytes (kv_rows.h.metal: then every row, including the token's own, is read as it is stored). positions = offset,
+// begun, capacity, and the token's rotary position. WINDOW is the number of positions that the token sees, including
+// its own; 0: all. V <= D.
 //
-// q[H, STRIDE], of whose heads the first D values are taken, and k are with NORM divided by their root mean square
-// (+ eps[0]) and multiplied by q_weight or k_weight[D] W; their first DIMS values, perhaps none, are turned by angles
-// positions[3] / periods[DIMS / 2] and multiplied by magnitude[0]. INTERLEAVED: neighbours make a pair; else
-// i and i + DIMS / 2. With VNORM v is divided by its root mean square too.
+// q[H, STRIDE] (the first D values of each head) and k are with NORM divided by their root mean square (+ eps[0]) and
+// multiplied by q_weight or k_weight[D] W. Their first DIMS values (possibly 0) are rotated by angles positions[3] /
+// periods[DIMS / 2] and multiplied by magnitude[0]. INTERLEAVED: neighbours form a pair; else i and i + DIMS / 2. With
+// VNORM v is divided by its root mean square too.
 //
-// For each P positions that are seen and each head, parts[., PIECE, V + 2] float: the values, weighted by
-// exp(score - largest), where score = scale[0] q k; then the largest, and the sum of the weights. PIECE is H, or the
-// heads of all tokens of the launch. What is summed with what depends on positions alone. next: `recent` with the token's
-// key and value. All else X.
+// For each piece of P visible positions and each head, parts[., PIECE, V + 2] float: the values, weighted by exp(score
+// - largest), where score = scale[0] q k; then the largest score, and the sum of the weights. PIECE is H, or the heads
+// of all tokens of the launch. The order of sums depends only on positions. next: `recent` with the token's key and
+// value. All other arrays are X.
 //
 // grid: (SHARES * D * pieces, H / GH, 1), threadgroup (SHARES * D, 1, 1). A threadgroup has GH heads that share a key
 // head, and P positions: a thread first has pairs of a position and a head, then a column of the values and, where SHARES
 // is 2, half of the positions; where it is 1, all of them.
-// Few threadgroups run this once, so the time to fetch its instructions counts: loops stay loops.
+// Few threadgroups run this code once, so fetching its instructions takes time: loops are not unrolled.
   constexpr uint G = H / KV, THREADS = SHARES * D, SG = THREADS / 32;
   constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in other banks
   constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, KD = kv_elements<K>(D), VD = kv_elements<K>(V);

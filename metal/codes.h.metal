@@ -1,9 +1,9 @@
-// Matrices of codes, whatever their form. A row is one stream of codes of BITS bits, the first in the lowest bits, and
-// fills whole words; groups of GROUP columns share a scale and, if codes are integers, a bias. A lane reads a row in chunks of
-// CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
+// Matrices of codes in any form. A row is one stream of codes of BITS bits, the first in the lowest bits, and fills
+// whole words; groups of GROUP columns share a scale and, if codes are integers, a bias. A lane reads a row in chunks
+// of CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
 //
 // A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them. x is a
-// pointer, or whatever else codes_x8 takes (input.h.metal), or blocks (planes.h.metal).
+// pointer, another type that codes_x8 takes (input.h.metal), or blocks (planes.h.metal).
 
 #ifndef CODES_OVER
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))

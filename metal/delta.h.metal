@@ -1,5 +1,5 @@
-// What the L lanes that share a row do in gated_delta_tokens.metal. A lane has M pieces of four of the row's columns, L
-// pieces from one of its own to the next, so that the lanes read side by side.
+// The work of the L lanes that share a row in gated_delta_tokens.metal. A lane has M pieces of four of the row's
+// columns, L pieces from one of its own to the next, so that the lanes read side by side.
 
 // The lane's part of a product: two sums that do not wait for each other, and more rows whose sums do not either.
 template <int M>

@@ -1,4 +1,4 @@
-// Eight codes at a time to weights, and eight weights to memory.
+// Converts eight codes at a time to weights, and stores eight weights.
 
 // Codes [8 piece, 8 piece + 8) of a matrix of so many pieces: they begin at a whole byte, and lie in two words at most.
 template <int BITS>

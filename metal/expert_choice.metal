@@ -1,7 +1,7 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
-// As expert_gate_up, with the choice in front: chosen[T, 2, K] uint holds the ids that topk makes of logits[T, STRIDE],
-// bias and scale, and the bits of their weights; an id is the row of the blob. The first simdgroup of each threadgroup
-// chooses for it.
+// As expert_gate_up, after choosing the experts: chosen[T, 2, K] uint gets the ids that topk chooses from logits[T,
+// STRIDE], bias and scale, and the bits of their weights; an id is a row of the blob. In each threadgroup the first
+// simdgroup makes the choice.
 //
 // grid and threadgroup as there.
   const uint lane = thread_index_in_simdgroup % L;

@@ -4,8 +4,8 @@
 // [ROWS, COLS * BITS / 32] u32 begin FIRST_W words in, its scales and biases [ROWS, COLS / GROUP] S FIRST_S and FIRST_B
 // words; likewise the last's. KIND is as in dense.h.metal.
 //
-// grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R pieces of eight codes, as far apart as the
-// threadgroup has lanes, so that lanes side by side read and write side by side.
+// grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R pieces of eight codes, as far apart as
+// the threadgroup has lanes, so that neighbouring lanes read and write neighbouring pieces.
   constexpr uint EACH = ROWS * COLS / 8;  // pieces of a matrix
   const size_t place = threadgroup_position_in_grid.y;
   const device uint32_t* record = codes_record(blob, uint(slots[place]), WORDS);

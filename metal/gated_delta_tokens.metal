@@ -7,9 +7,9 @@
 // state, next[NV, DV, DK] float; out[T, NV, DV] X; length[0] = T.
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of a head's state, so a simdgroup
-// holds 32 / L rows abreast and R such sets of rows. A threadgroup takes B steps from threadgroup memory while it loads
-// what the next B read: loads of single steps, however early, were waited for together (results.tsv). A step
-// past the last keeps the state. B and L are powers of two.
+// holds 32 / L rows abreast and R such sets of rows. A threadgroup computes B steps from threadgroup memory while it
+// loads the inputs of the next B: single steps' loads, even early ones, were waited for together (results.tsv). A step
+// past the last does not change the state. B and L are powers of two.
   constexpr uint M = DK / 4 / L, ABREAST = 32 / L, ROWS = SG * R * ABREAST, THREADS = 32 * SG;
   constexpr uint VECTORS = EACH ? 3 : 2, PIECES = B * VECTORS * DK / 4, P = (PIECES + THREADS - 1) / THREADS;
   constexpr uint NOTES = B * ROWS, V = (NOTES + THREADS - 1) / THREADS;

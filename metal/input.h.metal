@@ -1,6 +1,6 @@
 // needs: codes.h.metal
-// A row of x that changes while it is read: with NORM it is multiplied by the norm's weight, and the squares of x are
-// summed beside, for the factor of the whole row.
+// A row of x that is normalised while it is read: with NORM it is multiplied by the norm's weight, and the squares of x
+// are summed for the factor of the whole row.
 template <int NORM, typename X, typename W>
 struct input_row {
   const device X* x;

@@ -1,12 +1,13 @@
 // needs: codes.h.metal dense.h.metal lane.h.metal
-// Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). Position p's
-// latent and turned key, shared by all H heads, lie at latents[capacity, N] and keys[capacity, R], p, if p < begun; at
-// recent[RECENT, N + R], p - begun, if it came later; the token's own, at p = offset, come as token[N + R].
-// positions = offset, begun, capacity, and what latent_query turns by. query[H, N + R] float is scaled already.
+// Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). The latent and
+// the rotated key of position p < begun, shared by all H heads, are at place p of latents[capacity, N] and
+// keys[capacity, R]; those of later positions at place p - begun of recent[RECENT, N + R]; the token's own, of position
+// offset, are token[N + R]. positions = offset, begun, capacity, and the rotary position. query[H, N + R] float is
+// already scaled.
 //
-// For each P positions: stats[., PIECE, 2] float, the largest score and the sum of exp(score - largest); parts[., PIECE,
-// N] float, the latents weighted so. PIECE is H, or the heads of all tokens of the launch. What is summed with what
-// depends on positions alone. next: `recent` with the token. All else X.
+// For each piece of P positions: stats[., PIECE, 2] float, the largest score and the sum of exp(score - largest);
+// parts[., PIECE, N] float, the latents with these weights. PIECE is H, or the heads of all tokens of the launch. The
+// order of sums depends only on positions. next: `recent` with the token. All other arrays are X.
 //
 // grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores ACROSS lanes share
 // EACH positions; then a simdgroup has a head; then a thread has eight columns of every second latent. A value from the
@@ -117,7 +118,7 @@
         acc[k] = metal::fma(weights[i * GH + k / 8], value[k % 8], acc[k]);
       }
     }
-    // The queries are done with: their memory brings both halves' sums together.
+    // The queries are no longer needed: their memory is used to add the sums of both halves.
     if (second && column < N) {
       MLX_MTL_PRAGMA_UNROLL
       for (uint k = 0; k < GH * 8; k++) {

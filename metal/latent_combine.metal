@@ -1,7 +1,7 @@
 // needs: lane.h.metal stored.h.metal
-// out[H, V] X = each head's matrix of values [V, N] times the pieces of latent_attend.metal, weighted by what each has of
-// the whole sum of exponentials. The matrix: codes w, scales and biases S (stored.h.metal). positions[0] is the token's
-// own.
+// out[H, V] X = each head's matrix of values [V, N] times the sum of the pieces of latent_attend.metal, each weighted
+// by its share of the whole sum of exponentials. The matrix: codes w, scales and biases S (stored.h.metal).
+// positions[0] is the token's own.
 //
 // grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread has a column of the latents, then a simdgroup EACH rows of the
 // matrix at a time.

@@ -1,10 +1,9 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal stored.h.metal
-// What one token's latent attention (MLA) compares. With q[H, NOPE + R] = w_q times x[COLS], which is divided by its root
-// mean square (+ eps[0]) and multiplied by q_norm[COLS] W, or PRECOMPUTED: q = x. query[H, N + R] float, of each head
-// of q the first NOPE values times its matrix of keys and the rest turned, both times scale[0]. token[N + R], of
-// kv[N + R] the first N divided and multiplied alike, by kv_norm[N] W, the rest turned. Turned: by angles
-// positions[3] / periods[R / 2], times magnitude[0]. INTERLEAVED: neighbours make a pair; else i and i + R / 2. x, kv,
-// token X.
+// The queries and the key of one token's latent attention (MLA). q[H, NOPE + R] = w_q times n(x[COLS]) * q_norm[COLS]
+// W, where n divides by the root mean square (+ eps[0]); or q = x with PRECOMPUTED. query[H, N + R] float: for each
+// head the first NOPE values of q times its matrix of keys, and the rotated rest of q, both times scale[0]. token[N +
+// R]: n of the first N values of kv[N + R] times kv_norm[N] W, and the rotated rest. Rotated: by angles positions[3] /
+// periods[R / 2], times magnitude[0]. INTERLEAVED: neighbours form a pair; else i and i + R / 2. x, kv, token X.
 //
 // w_q[H, NOPE + R, COLS]: codes.h.metal. A head's matrix of keys [NOPE, N], or TRANSPOSED [N, NOPE]: codes, scales and
 // biases (stored.h.metal).

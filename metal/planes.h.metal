@@ -2,10 +2,10 @@
 // Codes times integers, for GPUs that multiply four bytes by four and add the products in one instruction: 2 or 3 bits,
 // weight = scale * code + bias, and E2M1 codes, weight = scale * code / 2.
 //
-// Few bits bring many codes with each byte, so making floats of them takes longer than reading them. Here four codes
-// become the signed bytes of a word, and x of 64 columns integers times one float. Of the integers PLANES planes of
-// signed bytes are made, the lowest first, in threadgroup memory, where all rows of a threadgroup find them. Sums are
-// exact; only x is rounded, by 2^-23 of the largest of its 64 columns or less, with two planes by 2^-16.
+// With few bits each byte has many codes, so converting them to floats takes longer than reading them. Here four codes
+// become the signed bytes of a word, and x of 64 columns becomes integers times one float. The integers are stored as
+// PLANES planes of signed bytes, the lowest first, in threadgroup memory for all rows of a threadgroup. Sums are exact;
+// only x is rounded, by 2^-23 of the largest of its 64 columns or less, with two planes by 2^-16.
 //
 // A block of 64 columns is 4 PLANES uint4 of planes, in the order in which codes_quads meets columns, and one of
 // floats: the factor of the integers and the sums of x over either half.

@@ -1,8 +1,8 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal
 // y[1, O] = x[1, I] times dequantised w, transposed. x, y X; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
-// NORM: x is divided by sqrt(mean(x^2) + eps[0]) and multiplied by norm[I] W. The division is left to the
-// end, because it is one factor of the whole row: the sum of squares comes about beside the product.
-// ADD: residual[1, O] X is added. What an input is not needed for is not read.
+// NORM: x is divided by sqrt(mean(x^2) + eps[0]) and multiplied by norm[I] W. The division comes last, because it is
+// one factor for the whole row: the sum of squares is computed together with the product. ADD: residual[1, O] X is
+// added. Inputs that are not needed are not read.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, SPLIT simdgroups share its
 // columns; a simdgroup holds 32 / L rows at a time and R in turn.

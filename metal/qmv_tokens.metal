@@ -1,9 +1,9 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal
-// y[., O] = x[., I] times dequantised w, transposed, for count[0] rows of x, 2 to 16, with NORM and ADD as in qmv.metal: each row
-// has the bits that it has there, because its products are summed in the same lanes, in the same order, by the same
-// functions. What a lane holds of the matrix is read once for T rows; behind the last it is repeated. The number of rows
-// is no constant, so that one text serves several.
-// x, y, residual X; norm[I] W; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
+// y[., O] = x[., I] times dequantised w, transposed, for count[0] rows of x, 2 to 16, with NORM and ADD as in
+// qmv.metal: each row has the same bits as there, because its products are summed in the same lanes, in the same order,
+// by the same functions. A lane reads its part of the matrix once for T rows; missing rows repeat the last one. The
+// number of rows is not a constant, so one text serves several numbers. x, y, residual X; norm[I] W; w[O, I * BITS /
+// 32] u32; scales and biases[O, I / GROUP] S.
 //
 // grid: (32 * SG * blocks, count[0] / T rounded up, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of w, SPLIT simdgroups
 // its columns; a simdgroup holds 32 / L rows of w at a time and R in turn.

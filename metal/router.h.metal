@@ -1,5 +1,5 @@
 // needs: codes.h.metal
-// The RMS norm in front of a router, by all threads of a threadgroup, each with pieces of eight columns.
+// The RMS norm before a router, computed by all threads of a threadgroup in pieces of eight columns.
 
 // A thread's part of the sum of squares of x[H].
 template <int H, int THREADS, typename X>

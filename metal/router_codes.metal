@@ -4,8 +4,8 @@
 // where BIASED is 1, plus bias[O] float.
 // h[T, H] X; norm[H] and x_norm[H] floats; w[O, H * BITS / 32] u32; scales and biases[O, H / GROUP] S.
 //
-// grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup norms the row for itself and takes R
-// rows of w, whose columns its threads share.
+// grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup computes the norm of the row and takes
+// R rows of w, whose columns its threads share.
   constexpr uint THREADS = 32 * SG, WORDS = CHUNK * BITS / 32, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float squares[SG];
   threadgroup float part[SG * R];

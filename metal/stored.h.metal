@@ -1,6 +1,6 @@
 // needs: codes.h.metal dense.h.metal
-// Eight weights of a stored matrix, whatever its form: for products that are too small for a text of each form's own
-// (codes.h.metal). Loading stands apart from multiplying, so that a thread can load many before it waits for the first.
+// Eight weights of a matrix in any stored form: for products that are too small to have a text per form
+// (codes.h.metal). Loading is separate from multiplying, so that a thread can load many before it waits for the first.
 
 // Codes with their group's scale and bias, or BITS = 0: values.
 template <int BITS>

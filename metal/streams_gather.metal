@@ -1,12 +1,13 @@
-// What a part of a layer is given of N streams h[N, D] X of one token, and how its output is to be added (hyper-connections,
-// ops/streams.py). made[2 N + N N + 1] float is what streams_products.metal writes, base[2 N + N N] and scale[3] float.
-// x[D] X = sum of pre[i] * h[i]; mixing[N + N N] float: post, then comb[j, k] of stream j for stream k.
+// The input of a layer's part from N streams h[N, D] X of one token, and the weights for adding its output
+// (hyper-connections, ops/streams.py). made[2 N + N N + 1] float is the result of streams_products.metal; base[2 N + N
+// N] and scale[3] float. x[D] X = sum of pre[i] * h[i]; mixing[N + N N] float: post, then comb[j, k] of stream j for
+// stream k.
 //     v = made / sqrt(mean(h^2) + NORM_EPS);  pre = sigmoid(v[0..N] * scale[0] + base) + EPS
 //     post = 2 sigmoid(v[N..2N] * scale[1] + base);  comb = softmax of rows of (v[2N..] * scale[2] + base) + EPS, whose columns,
 //     and then ROUNDS - 1 times its rows and columns, are divided by their sums plus EPS
 //
-// grid: (D, 1, 1) rounded up to whole threadgroups of T. Every simdgroup makes all weights for itself, comb with a value to a
-// lane: N is 2 or 4, so that N N lanes hold it and the others hold it again.
+// grid: (D, 1, 1) rounded up to whole threadgroups of T. Every simdgroup computes all weights, with one value of comb
+// per lane: N is 2 or 4, so N N lanes hold comb and the other lanes repeat it.
   constexpr uint CELLS = N * N;
   const uint lane = thread_index_in_simdgroup;
   const uint column = threadgroup_position_in_grid.x * T + thread_index_in_threadgroup;

@@ -1,4 +1,4 @@
-"""`python -m moeflux_mlx.launch`: a coding agent or chat program with a server of its own."""
+"""`python -m moeflux_mlx.launch`: a coding agent or chat program with its own server."""
 
 import argparse
 import sys

@@ -93,8 +93,9 @@ class Quant:
         return (*PARTS[:2], GLOBAL_SCALE) if self.has_global_scale else PARTS[:2]
 
     def of_part(self, part: str, columns: int, floating: str) -> tuple[int, str]:
-        """How many values a row of so many columns has in a part, and their dtype as files name it, where float scales
-        are `floating`. A resident matrix repeats its global scale for each row."""
+        """The number of values in a part for a row of `columns` columns, and their dtype as files name it, with float
+        scales of dtype `floating`. A resident matrix repeats its global scale for each row.
+        """
         if part == PARTS[0]:
             return self.words(columns), "U32"
         return (1, "F32") if part == GLOBAL_SCALE else (self.groups(columns), self.of_groups(floating))
@@ -118,7 +119,7 @@ PARTS = ("weight", *OF_GROUPS)  # of a stored matrix: names of tensors
 GLOBAL_SCALE = "global_scale"  # what multiplies all scales of a matrix, times GLOBAL_UNIT
 GLOBAL_UNIT = 448 * 6  # the largest E4M3 times the largest E2M1: MLX's global scale is the largest weight
 DEFAULT = Quant(4, 64)  # MLX's own
-EXPERTS = Quant(4, 64)  # of routed experts that come as floats, unless somebody asks for another
+EXPERTS = Quant(4, 64)  # default form of routed experts that come as floats
 SUPPORTED = "affine 1, 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, mxfp4, mxfp8 and nvfp4"
 OUTER = ("language_model.", "model.")  # what stands before a module's path in some files, and not in others
 
@@ -196,7 +197,7 @@ def parse(path: str, entry: Mapping[str, Any]) -> Quant:
 
 
 def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, Quant | None]:
-    """By module path, what differs from the rest, which stands under ""; nothing if the field is missing or null.
+    """The forms by module path, with the default under ""; empty if the field is missing or null.
 
     Raises:
         ConfigError: the field is no object, or a value in it is unknown.

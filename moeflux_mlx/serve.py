@@ -1,4 +1,4 @@
-"""`python -m moeflux_mlx.serve`: a model behind HTTP, for agents and chat apps, with a page of its own."""
+"""`python -m moeflux_mlx.serve`: a model behind HTTP, for agents and chat apps, with a web page."""
 
 import argparse
 import sys

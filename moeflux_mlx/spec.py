@@ -141,7 +141,7 @@ class ModelArgs:
 
     @property
     def kv_bits(self) -> int | None:
-        """To which caches round keys and values; None: they keep them as they are, or there are none."""
+        """Bits to which caches round keys and values; None: unchanged, or there are none."""
         return next((mixer.kv_bits for mixer in self.mixers if isinstance(mixer, GroupedQuery)), None)
 
     @property
@@ -150,7 +150,7 @@ class ModelArgs:
         return any(map(_rounds_keys, self.mixers))
 
     def with_kv_bits(self, kv_bits: Literal[8] | None) -> "ModelArgs":
-        """The same model with keys and values kept in so many bits; None: as they are."""
+        """The same model with keys and values kept in `kv_bits` bits; None: unchanged."""
 
         def kept(mixer: Mixer) -> Mixer:
             if isinstance(mixer, GroupedQuery) and _rounds_keys(mixer):
@@ -179,7 +179,7 @@ class ModelArgs:
 
     @cached_property
     def widths(self) -> frozenset[int]:
-        """Of the rows that operations meet."""
+        """The widths of the rows that operations take."""
         rows = {self.hidden_size, *(layer.row_width for layer in self.layers)}
         return frozenset(rows.union(*(mixer.widths for mixer in self.mixers)))
 
@@ -400,7 +400,7 @@ def _check_experts(experts: Experts, hidden_size: int) -> None:
 
 
 def _check_width(name: str, value: int) -> None:
-    """Of what a projection makes: a product of fields, each of which is in range."""
+    """Checks the width of a projection's result: a product of fields that are each in range."""
     if not 0 < value <= LARGEST:
         raise ConfigError(f"{name} is {value}; expected a width from 1 to {LARGEST}")
 

@@ -160,7 +160,7 @@ def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bo
 
 
 def medians(rounds: Sequence[Measured]) -> Measured:
-    """Of each figure on its own."""
+    """The median of each figure."""
     columns: dict[str, list[Any]] = {name: [asdict(one)[name] for one in rounds] for name in asdict(rounds[0])}
     middle: dict[str, Any] = {
         name: None if None in column else statistics.median(column) for name, column in columns.items()

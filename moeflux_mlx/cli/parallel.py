@@ -16,7 +16,7 @@ Rates = dict[int, list[float]]  # by number of sequences: tokens a second of all
 
 
 def check_numbers(numbers: Sequence[int], engine: Engine) -> None:
-    """Raises RequestError: so many sequences cannot decode together."""
+    """Raises RequestError if this number of sequences cannot decode together."""
     if min(numbers) < 1 or max(numbers) > MAX_ROWS:
         raise RequestError(f"--parallel {max(numbers)}: 1 to {MAX_ROWS} sequences decode together")
     if engine.lead is not None:

@@ -1,4 +1,4 @@
-"""Programs that talk with a server, and how each is told of it: by its environment, its options, or a file.
+"""Programs that use a server, and how each gets its address: in its environment, its options, or a file.
 
 Nothing of a user's own configuration is changed.
 """

@@ -105,7 +105,7 @@ def _token_seconds(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, rank
 
 
 def _share(plan: MemoryPlan, layout: ExpertLayout, ranks: int = 1) -> float:
-    """Of all experts, what is in memory."""
+    """The share of all experts that is in memory."""
     return 1.0 if plan.stays else min(ranks * plan.pool / layout.total_bytes, 1.0)
 
 

@@ -168,7 +168,7 @@ class Chat:
             self.stats("")
 
     def _note_plan(self, tokens: int) -> None:
-        """Says once that the conversation has outgrown what memory was planned for."""
+        """Prints once that the conversation has become longer than planned."""
         warning = beyond_plan(self.engine, tokens)
         if warning and not self.has_outgrown_plan:
             self.has_outgrown_plan = True

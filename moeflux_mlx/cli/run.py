@@ -101,12 +101,12 @@ def _nowhere(mode: str) -> TextIO:
 
 
 def _give_up_stdout() -> None:
-    """Keeps the interpreter from flushing to nobody at exit."""
+    """Keeps the interpreter from flushing to a closed stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """As one line, without the place in the code that a MoefluxWarning is not about."""
+    """Prints a warning as one line, without the place in the code."""
     note(f"warning: {message}" if issubclass(category, MoefluxWarning) else f"{category.__name__}: {message}")
 
 

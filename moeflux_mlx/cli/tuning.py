@@ -82,7 +82,7 @@ def find_pool(path: Path, minutes: float) -> None:
 
 
 def speed_with(path: Path, pool: int, seconds: float) -> float:
-    """Tokens a second of an answer with a pool of so many bytes, after a first half that fills the pool.
+    """Tokens per second of an answer with a pool of `pool` bytes, after a first half that fills the pool.
 
     It has at most `ANSWER` tokens, and takes about `seconds` at most.
     """

@@ -40,7 +40,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """As the template takes them."""
+        """The messages in the form that the template takes."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *map(_for_template, self.turns)]
 

@@ -27,8 +27,8 @@ def pool_file() -> Path:
 
 
 def best_pool(model: Path, experts: int) -> int | None:
-    """Bytes of the fastest pool for the model in `directory`, with `experts` bytes of experts; None if it was not
-    measured on this machine or the file is damaged.
+    """Bytes of the fastest pool for the model in the directory `model`, with `experts` bytes of experts; None if it was
+    not measured on this machine or the file is damaged.
     """
     key = _key(model, experts)
     entry = next((one for one in read_pools(pool_file()) if one.items() >= key.items()), {})

@@ -49,7 +49,7 @@ class Slot:
 
 
 def whole_pages(rows: int, nbytes: int) -> int:
-    """`count` rows of `nbytes`, or a few more, so that they fill whole pages."""
+    """`rows` rows of `nbytes` bytes, or a few more, so that they fill whole pages."""
     step = STRIDE_ALIGNMENT // math.gcd(nbytes, STRIDE_ALIGNMENT)
     return rounded(rows, step)
 

@@ -46,7 +46,9 @@ def _indexed(read: Fields, interleaved: bool) -> dict[str, Any]:
 
 
 def _indexer_types(read: Fields) -> list[str]:
-    """For each layer, by a list, a pattern of names or letters, or a period behind the first layers."""
+    """The type of each layer's indexer, from a list, a pattern of names or letters, or a period after the first
+    layers.
+    """
     pattern = read.config.get("index_topk_pattern")
     kinds = layer_kinds(read, "indexer_types", (FULL, SHARED))
     if kinds is None and isinstance(pattern, str):

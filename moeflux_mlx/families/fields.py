@@ -107,11 +107,10 @@ ROPE_TYPES = ("default", "yarn", "llama3", "proportional")
 
 
 def rotation(read: Fields, width: int, share: float | None = 1.0, interleaved: bool = False) -> Rotation:
-    """Of heads of `width` values, of which `partial_rotary_factor` are turned, or `share` where there is no such field.
-
-    `share` None: all of them, whatever the field says. Of type "proportional" the part is one of the pairs, with the
-    frequencies of all. Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of earlier
-    releases.
+    """The rotation of heads of `width` values. The share `partial_rotary_factor` of them is rotated, or `share` if that
+    field is missing; if `share` is None, all of them are. For the type "proportional" it is a share of the pairs, which
+    have the frequencies of all. Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of
+    earlier releases.
     """
     new = read.optional("rope_parameters", Mapping, None)
     inner = Fields(new if new is not None else read.optional("rope_scaling", Mapping, {}))
@@ -208,7 +207,7 @@ def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTH
 
 
 def shared_expert(read: Fields) -> SharedExpert | None:
-    """As wide as so many routed ones, without a gate."""
+    """A shared expert without a gate, as wide as a number of routed ones."""
     width = read.count(WIDTHS) * read.count("n_shared_experts|num_shared_experts", least=0)
     return SharedExpert(width) if width else None
 

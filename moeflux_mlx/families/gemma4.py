@@ -51,7 +51,7 @@ def _gemma4(read: Fields) -> dict[str, Any]:
 
 
 def _kinds(read: Fields) -> list[str]:
-    """Of attention, by layer; the last one sees everything, whatever is written."""
+    """The kind of attention of each layer; the last layer always sees everything."""
     kinds = layer_kinds(read, "layer_types", (FULL, SLIDING))
     kinds = kinds or [SLIDING if (i + 1) % 6 else FULL for i in range(layer_count(read))]
     return [*kinds[:-1], FULL]

@@ -88,7 +88,7 @@ def _sparse_layers(read: Fields) -> Any:
 
 
 def _delta(read: Fields) -> Delta:
-    """By fields of its own, or by those of transformers."""
+    """The delta rule, from the publisher's fields or those of transformers."""
     own = Fields(read.optional("linear_attn_config", Mapping, {}))
     heads = own.count("num_heads", None) or read.count("linear_num_heads", 64)
     width = own.count("head_dim", None) or read.count("linear_head_dim", 128)
@@ -117,7 +117,7 @@ def _attention(read: Fields, eps: float) -> Latent:
 
 
 def _feed_forward(read: Fields) -> tuple[Dense, Experts]:
-    """That of the first layers, and that of the others."""
+    """The feed-forward parts of the first layers and of the others."""
     activation = Activation("clip then silu", read.number("swiglu_limit", 10.0, least=1e-6, most=1e6))
     moe = noaux_experts(read)
     shared = moe.shared and replace(moe.shared, activation=activation)
@@ -147,7 +147,7 @@ def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
 
 
 def _parts(path: str, widths: Mapping[str, int]) -> tuple[tuple[str, np.ndarray], ...]:
-    """Of a joined matrix: the paths of its parts, which lie one behind the other, and their rows."""
+    """The paths of a joined matrix's consecutive parts, and their rows."""
     parent = path.rpartition(".qkv_conv")[0] or path.rpartition(".")[0]
     rows = grouped_rows(1, list(widths.values()))
     return tuple((f"{parent}.{name}", own) for name, own in zip(widths, rows, strict=True))

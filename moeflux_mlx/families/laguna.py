@@ -41,7 +41,7 @@ def _laguna(read: Fields) -> dict[str, Any]:
 
 
 def _heads(read: Fields) -> list[int]:
-    """Of queries, by layer."""
+    """The number of query heads of each layer."""
     name, count = "num_attention_heads_per_layer", layer_count(read)
     by_layer = read.optional(name, list, [read.count("num_attention_heads")] * count)
     if len(by_layer) != count:

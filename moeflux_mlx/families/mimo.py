@@ -44,7 +44,7 @@ def _mimo_v2_flash(read: Fields) -> dict[str, Any]:
 
 
 def _kinds(read: Fields) -> list[str]:
-    """Of attention, by layer; transformers has a pattern where the hub's own list is missing."""
+    """The kind of attention of each layer; transformers has a pattern if the Hub's own list is missing."""
     hub = layer_kinds(read, "hybrid_layer_pattern", (0, 1))
     if hub is not None:
         return [SLIDING if one else FULL for one in hub]
@@ -53,7 +53,7 @@ def _kinds(read: Fields) -> list[str]:
 
 
 def _attention(read: Fields, is_sliding: bool) -> GroupedQuery:
-    """Of layers with a window, or of the others; what the hub's config has of the former is called `swa_`."""
+    """The attention of layers with a window, whose fields begin with `swa_` in the Hub's config, or of the others."""
     of = of_kind(read, SLIDING if is_sliding else FULL)
     if is_sliding and of is read and "swa_rope_theta" in read.config:
         of = Fields({**read.config, "rope_theta": read.config["swa_rope_theta"]})

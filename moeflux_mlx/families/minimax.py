@@ -40,7 +40,7 @@ def _minimax_m2(read: Fields) -> dict[str, Any]:
 
 
 def _turned_share(read: Fields) -> float:
-    """Of a head: earlier releases of transformers say how many values are turned."""
+    """The rotated share of a head; earlier releases of transformers have the number of rotated values."""
     width = read.count("head_dim")
     return read.count("rotary_dim", width, most=width) / width
 

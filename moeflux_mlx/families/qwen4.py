@@ -43,7 +43,7 @@ def _layer_types(read: Fields) -> list[str]:
 
 
 def _blocks(read: Fields) -> KeyBlocks:
-    """Of the positions that attention sees. `indexer_budget` counts positions."""
+    """The blocks of positions that attention sees. `indexer_budget` counts positions."""
     read.must_equal("indexer_kv_heads", 1)
     heads, dim, budget, ratio = (read.count(name) for name in INDEXER)
     if budget % ratio:
@@ -52,7 +52,7 @@ def _blocks(read: Fields) -> KeyBlocks:
 
 
 def _ngrams(read: Fields, kinds: list[str], channels: int) -> dict[int, NGrams]:
-    """By the number of their layer, which `ple_layer_ids` counts from one."""
+    """The n-grams by layer number; `ple_layer_ids` counts layers from one."""
     ids = read.optional("ple_layer_ids", list, [])
     if not all(type(i) is int and 1 <= i <= len(kinds) and kinds[i - 1] == LINEAR for i in ids):
         raise ConfigError(f"config field 'ple_layer_ids' is {ids}; expected layers with linear attention, from 1 on")
@@ -70,7 +70,7 @@ def _ngrams(read: Fields, kinds: list[str], channels: int) -> dict[int, NGrams]:
 
 
 def _of_layer(read: Fields, order: int, longest: int, heads: int, width: int, channels: int) -> NGrams:
-    """Of one layer, by its place among those that have n-grams."""
+    """The n-grams of one layer, given its place among the layers with n-grams."""
     base = read.count("ngram_vocab_size_base", 20_000_000, least=2, most=LARGEST_TABLE)
     sizes = _primes(base, heads * (order + 1))[heads * order :]
     unit = read.count("make_ngram_vocab_size_divisible_by", 128)
@@ -94,7 +94,7 @@ def _end(read: Fields) -> int:
 
 @lru_cache(64)
 def _primes(least: int, count: int) -> tuple[int, ...]:
-    """The first so many from `least` on."""
+    """The first `count` primes from `least` on."""
     found: list[int] = []
     number = least
     while len(found) < count:

@@ -217,7 +217,7 @@ def read_head(file: Path) -> bytes:
 
 
 def head_length(file: Path, size: int, first: bytes) -> int:
-    """Of the header's text, from the `first` 8 bytes of a file of `size`.
+    """The length of the header's text, from the `first` 8 bytes of a file of `size` bytes.
 
     Raises:
         ModelFileError: no such file is that long.

@@ -269,7 +269,7 @@ def _check_experts(geometry: Mapping[str, Any], args: ModelArgs, where: object) 
 
 
 def _check_keys(geometry: Mapping[str, Any], where: object) -> None:
-    """Raises ModelFileError: there are some of which nothing is known, so that they could mean anything."""
+    """Raises ModelFileError if there are unknown keys, which could mean anything."""
     for one, known in ((geometry, GEOMETRY_KEYS), *((field, FIELD_KEYS) for field in geometry["fields"])):
         unknown = next((key for key in one if key not in known), None)
         if unknown is not None:

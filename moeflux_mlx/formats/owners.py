@@ -11,7 +11,7 @@ MOST_RANKS, MOST_SHARE = 64, 64
 
 @dataclass(frozen=True)
 class Owners:
-    """Who owns which expert: (expert + layer) modulo the sum of the shares, so that layers differ.
+    """Which rank owns an expert: by (expert + layer) modulo the sum of the shares, so that layers differ.
 
     Args:
         shares: of each rank, small integers; equal ones for equal machines.
@@ -31,7 +31,7 @@ class Owners:
         return turns[(ids.astype(np.int64) + layer) % len(turns)]
 
     def experts(self, layer: int, rank: int, count: int) -> list[int]:
-        """Those of `count` experts that a rank owns."""
+        """The experts among `count` that a rank owns."""
         return np.flatnonzero(self.of(layer, np.arange(count)) == rank).tolist()
 
 

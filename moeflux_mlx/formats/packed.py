@@ -34,7 +34,7 @@ class PackedExperts:
         return {path: self.layout.layer_bytes(layer) for layer, path in self.paths.items()}
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
-        """The expert's record, which lies in one piece."""
+        """The expert's record, which is a single piece."""
         return (FilePiece(self.paths[layer], self.layout.start(layer, expert), self.layout.records[layer].size, 0),)
 
     @classmethod
@@ -76,7 +76,7 @@ class StripedExperts:
         return range(number, self.layout.num_experts, len(self.folders))
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
-        """The expert's record, which lies in one piece."""
+        """The expert's record, which is a single piece."""
         index, number = divmod(expert, len(self.folders))
         path = self.folders[number] / self.layout.file_name(layer)
         return (FilePiece(path, self.layout.start(layer, index), self.layout.records[layer].size, 0),)

@@ -114,7 +114,7 @@ def _parts(piece: FilePiece, most: int) -> list[FilePiece]:
 
 
 def _add(runs: list[Run], piece: FilePiece, most: int) -> None:
-    """To the last run, if that is near, else as a run of its own."""
+    """Adds a piece to the last run if it is near, else as a new run."""
     stop = piece.offset + piece.length
     last = runs[-1] if runs else None
     if (

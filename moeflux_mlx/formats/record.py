@@ -52,7 +52,7 @@ class Field:
 
     @property
     def part(self) -> str:
-        """Its name without that of its matrix."""
+        """The field's name without that of its matrix."""
         return self.name.rpartition(".")[2]
 
     @property
@@ -61,12 +61,12 @@ class Field:
 
     @property
     def beside(self) -> tuple[int, ...]:
-        """Its shape beside codes [rows, words]: a global scale is of all rows."""
+        """The field's shape if codes are [rows, words]; a global scale belongs to all rows."""
         return (1, 1) if self.part == GLOBAL_SCALE else self.shape
 
     @property
     def words(self) -> slice:
-        """Where it lies in a record of uint32 words."""
+        """The field's slice in a record of uint32 words."""
         return slice(self.offset // 4, self.end // 4)
 
 
@@ -186,7 +186,7 @@ class Record:
 
     @cached_property
     def dtype(self) -> str:
-        """Of floating scales and biases; that of bfloat16 where there are none."""
+        """The dtype of floating scales and biases; bfloat16 if there are none."""
         return floating_dtype((field.name, field.dtype) for field in self.fields)
 
     @property
@@ -221,7 +221,7 @@ class Record:
 
 
 def rounded(nbytes: int, alignment: int) -> int:
-    """Up to a multiple of `alignment`."""
+    """`nbytes` rounded up to a multiple of `alignment`."""
     return math.ceil(nbytes / alignment) * alignment
 
 
@@ -326,7 +326,7 @@ class ExpertLayout:
 
     @cached_property
     def held_bytes(self) -> int:
-        """Of memory, for a record of any layer."""
+        """Bytes of memory for a record of any layer."""
         return max(record.held_bytes for record in self.records.values())
 
     @cached_property
@@ -339,7 +339,7 @@ class ExpertLayout:
         return expert * self.records[layer].stride
 
     def layer_bytes(self, layer: int) -> int:
-        """Of a layer's file."""
+        """Bytes of a layer's file."""
         return self.num_experts * self.records[layer].stride
 
     @cached_property

@@ -78,7 +78,7 @@ class TableFiles:
         return self.rows * self.form.row_bytes
 
     def places(self, row: int) -> Iterator[Place]:
-        """Of one row."""
+        """The places of one row."""
         shard = bisect_right(self.starts, row) - 1
         for path, offset, nbytes in self.shards[shard]:
             yield Place(path, offset + (row - self.starts[shard]) * nbytes, nbytes)

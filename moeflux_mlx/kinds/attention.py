@@ -52,12 +52,12 @@ class GroupedQuery:
 
     @property
     def value_width(self) -> int:
-        """Of a head's value."""
+        """The width of a head's value."""
         return self.value_dim or self.head_dim
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the rows that its operations take."""
+        """The widths of the rows that its operations take."""
         flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
         keys = (self.blocks.indexer.dim,) if self.blocks else ()
         return (self.head_dim, self.value_width, *flat, *keys)
@@ -128,7 +128,7 @@ class Latent:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the rows that its operations take."""
+        """The widths of the rows that its operations take."""
         queries = () if self.q_latent is None else (self.q_latent,)
         indexer = self.blocks.indexer if self.blocks else self.indexer
         keys = () if indexer is None else (indexer.dim,)
@@ -181,7 +181,7 @@ class Compressor:
         return self.series * self.ratio
 
     def inputs(self, width: int) -> tuple[int, ...]:
-        """Of a position: values and gates of entries of `width`, and of the indexer's."""
+        """Values per position: values and gates of entries of `width`, and of the indexer's."""
         own = (self.series * width,) * 2
         return own if self.indexer is None else (*own, *((self.series * self.indexer.dim,) * 2))
 
@@ -215,7 +215,7 @@ class Compressed:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the rows that its operations take."""
+        """The widths of the rows that its operations take."""
         indexer = self.compressor.indexer if self.compressor else None
         index = () if indexer is None else (indexer.dim,)
         group = self.heads * self.head_dim // self.groups
@@ -269,7 +269,7 @@ class Compressed:
         return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
 
     def scores(self, tokens: int, positions: int) -> int:
-        """None beside those that `temporaries` counts."""
+        """None besides those that `temporaries` counts."""
         return 0
 
 

@@ -29,7 +29,7 @@ class Indexer:
         return min(max(self.top - first, 0), count)
 
     def rotation(self, of: Rotation) -> Rotation:
-        """Of queries and keys: the attention's, but for which values are paired."""
+        """The rotation of queries and keys: the attention's, but with its own pairing of values."""
         return replace(of, interleaved=self.interleaved)
 
     def rows_at_once(self, positions: int, width: int) -> int:

@@ -71,7 +71,7 @@ class Dense:
 
     @property
     def row_width(self) -> int:
-        """Of the rows that every token makes."""
+        """The width of the rows that every token makes."""
         return self.width
 
 
@@ -109,5 +109,5 @@ class Experts:
 
     @property
     def row_width(self) -> int:
-        """Of the rows that every token makes."""
+        """The width of the rows that every token makes."""
         return max(self.shared.width if self.shared else 0, self.latent or 0)

@@ -67,7 +67,7 @@ class LayerSpec:
 
     @property
     def row_width(self) -> int:
-        """Of the rows that every token makes in its feed-forward part."""
+        """The width of the rows that every token makes in its feed-forward part."""
         return self.feed_forward.row_width if self.feed_forward else 0
 
 

@@ -91,22 +91,22 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v side by side."""
+        """Channels of the convolution: q, k and v side by side."""
         return 2 * self.key_width + self.value_width
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Of one text's last inputs of the convolution."""
+        """The shape of one text's last inputs of the convolution."""
         return self.taps - 1, self.channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of one text's matrices."""
+        """The shape of one text's matrices."""
         return self.value_heads, self.value_dim, self.key_dim
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the rows that its operations take."""
+        """The widths of the rows that its operations take."""
         grams = (self.ngrams.width,) if self.ngrams else ()
         low = (self.channel_decay.rank,) if self.channel_decay else ()
         return (self.key_dim, self.value_dim, self.channels, *grams, *low)
@@ -143,32 +143,32 @@ class Mamba2:
 
     @property
     def width(self) -> int:
-        """Of the result and of its gate."""
+        """The width of the result and of its gate."""
         return self.heads * self.head_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: x, B and C side by side."""
+        """Channels of the convolution: x, B and C side by side."""
         return self.width + 2 * self.groups * self.state_dim
 
     @property
     def projected(self) -> int:
-        """Of what is made of a hidden state: the gate, the convolution's inputs and the step sizes, side by side."""
+        """Width of the projection of a hidden state: the gate, the convolution's inputs and the step sizes."""
         return self.width + self.channels + self.heads
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Of one text's last inputs of the convolution."""
+        """The shape of one text's last inputs of the convolution."""
         return self.taps - 1, self.channels
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of one text's state."""
+        """The shape of one text's state."""
         return self.heads, self.head_dim, self.state_dim
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the rows that its operations take."""
+        """The widths of the rows that its operations take."""
         return (self.width,)
 
     def temporaries(self, tokens: int, positions: int) -> int:

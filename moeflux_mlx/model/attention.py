@@ -32,11 +32,13 @@ class BlockIndexer(nn.Module):
         self.rope, self.block_rope = Rope(rotation), Rope(rotation, blocks.ratio)
 
     def projected(self, x: Array, norm: RMSNorm | None) -> Any:
-        """Of norm(x) what queries and keys are made of, side by side."""
+        """The projections of norm(x) from which queries and keys are made, side by side."""
         return self.index_qk_proj(x, norm)
 
     def __call__(self, projected: Array, cache: Any, position: Any) -> Index:
-        """Of tokens from a rotary position on, whose keys `cache` absorbs; the keys are those of all whole blocks."""
+        """The index of tokens from a rotary position on; `cache` absorbs their keys, and the result has the keys of all
+        whole blocks.
+        """
         (B, L, _), indexer = projected.shape, self.blocks.indexer
         q, k = split(projected, indexer.heads * indexer.dim)
         q, is_mlx = self.q_layernorm(q.reshape(B, L, indexer.heads, -1)), isinstance(projected, mx.array)
@@ -61,12 +63,14 @@ class HeadIndexer(nn.Module):
         self.rope = Rope(rotation)
 
     def projected(self, x: Array, norm: RMSNorm | None) -> Any:
-        """Of norm(x) what queries and keys are made of, side by side."""
+        """The projections of norm(x) from which queries and keys are made, side by side."""
         library = library_of(x)
         return library.concatenate([self.q_proj(x, norm), self.k_proj(x, norm)], axis=-1)
 
     def __call__(self, projected: Array, cache: Any, position: Any) -> Index:
-        """Of tokens from a rotary position on, whose keys `cache` absorbs; the keys are those of all positions."""
+        """The index of tokens from a rotary position on; `cache` absorbs their keys, and the result has the keys of all
+        positions.
+        """
         B, L, _ = projected.shape
         width = projected.shape[-1] // (self.heads + 1)
         q, k = (part.reshape(B, L, -1, width) for part in split(projected, self.heads * width))

@@ -261,7 +261,7 @@ class Model(nn.Module):
         return [self._logits_of(normed), *([] if self.head is None else [normed if self.head.takes_normed else last])]
 
     def _logits_of(self, hidden: Any) -> Any:
-        """Of normed hidden states [B, L, hidden_size]."""
+        """The logits of normed hidden states [B, L, hidden_size]."""
         product, count = self.last_product, hidden.shape[1]
         most = gpu_time.rows_at_once(*product.matrix.shape)
         if most is None or count <= most:

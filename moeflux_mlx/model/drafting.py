@@ -89,7 +89,7 @@ class Drafting:
 
     @property
     def steps(self) -> Sequence[int]:
-        """How many steps checked so many drafts, from 0 on."""
+        """The number of steps by number of checked drafts, from 0 on."""
         return [depth.count for depth in self._depths]
 
     def add(self, drafts: int, taken: int, seconds: float) -> None:

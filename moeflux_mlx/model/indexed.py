@@ -48,7 +48,9 @@ class Scoring(nn.Module):
         self.rope = Rope(indexer.rotation(mixer.rotation))
 
     def __call__(self, x: Array, latent: Array, norm: Norm, position: Any) -> Index:
-        """Of tokens from a rotary position on: x [B, L, D], and the queries' latent, of which `norm` is to be taken."""
+        """The index of tokens x [B, L, D] from a rotary position on, and of the queries' latent, which must be normed
+        by `norm`.
+        """
         queries = self.wq_b(latent, norm).reshape(*x.shape[:2], self.heads, -1)
         keys = self.k_norm(self.wk(x))[:, :, None]
         if isinstance(x, mx.array):
@@ -118,8 +120,9 @@ class PoolScoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
 
     def __call__(self, x: Array, latent: Array, norm: Norm, cache: CompressedCache) -> Index:
-        """Of tokens x [B, L, D] that `cache` absorbs, and the queries' latent, of which `norm` is to be taken; the keys
-        are those of all whole blocks."""
+        """The index of tokens x [B, L, D], which `cache` absorbs, and of the queries' latent, which must be normed by
+        `norm`; it has the keys of all whole blocks.
+        """
         queries = self.wq_b(latent, norm).reshape(*x.shape[:2], self.heads, -1)
         keys = self.k_norm(self.wk(x))
         library = library_of(x)

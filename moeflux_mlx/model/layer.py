@@ -118,7 +118,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def _second_norm(self) -> Any:
-        """Before the feed-forward part; None: there is none."""
+        """The norm before the feed-forward part, or None."""
         return self.get("post_attention_layernorm")
 
     @property

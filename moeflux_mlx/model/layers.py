@@ -59,7 +59,7 @@ class Weight(nn.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape, whatever the storage."""
+        """The logical shape, independent of the stored form."""
         return self._shape
 
     @property

@@ -253,7 +253,7 @@ class MoE(nn.Module):
 
 
 class NoMLP(nn.Module):
-    """In a layer that ends behind its mixer: the stream goes on as it is."""
+    """The feed-forward part of a layer without one: the stream does not change."""
 
     def forward(self, residual: Array, norm: None) -> Array:
         return residual

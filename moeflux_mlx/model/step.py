@@ -48,7 +48,7 @@ class _Absorbing:
         self.ways[row][layer] = self.cache[layer].way_back()
 
     def go_back(self, rows: int) -> None:
-        """Keeps the first so many rows."""
+        """Keeps the first `rows` rows."""
         for layer, way in zip(self.cache, self.ways[rows], strict=True):
             layer.take_back(self.start + rows, way)
         del self.ways[rows:]
@@ -84,7 +84,7 @@ class Step:
 
     @property
     def tokens(self) -> mx.array:
-        """Of all rows, [1, R]."""
+        """The tokens of all rows, [1, R]."""
         tokens = [cast(mx.array, rows.tokens) for rows in self.sequences]
         return (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[None]
 

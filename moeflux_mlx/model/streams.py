@@ -170,7 +170,7 @@ class StreamsLayer(nn.Module):
         return [self.ple.layer] if "ple" in self else []
 
     def _of_rows(self, h: Array, cache: RowCaches, tokens: Tokens | None) -> Any:
-        """As for each row [B, 1, streams * D] alone."""
+        """Computes each row [B, 1, streams * D] as if it were alone."""
         rows = []
         for i, one in enumerate(cache.caches):
             cache.begin(i)

@@ -20,7 +20,7 @@ class TableReader(Protocol):
 
 
 class Tables:
-    """Of all layers that have n-grams.
+    """The tables of all layers that have n-grams.
 
     Args:
         parts: by layer.
@@ -52,6 +52,6 @@ def _numbers(tokens: np.ndarray, cache: Any, part: NGrams) -> np.ndarray:
 
 
 def _before(cache: Any, count: int, part: NGrams) -> np.ndarray:
-    """The last tokens that a cache has absorbed, of so many texts."""
+    """The last tokens that a cache has absorbed, for a number of texts."""
     kept = cache.beside.recurrent
     return np.full((count, part.longest - 1), part.end) if kept is None else np.array(kept)

@@ -62,7 +62,7 @@ def split_latent(names: Mapping[str, object]) -> bool:
 
 
 def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
-    """Of a tensor in memory, of a model whose activations have `dtype`.
+    """The dtype of a tensor in memory in a model whose activations have `dtype`.
 
     Scales, biases, norms and dense matrices become `dtype`; the router, an indexer's weights of heads and the decay
     parameters float32.

@@ -168,12 +168,12 @@ class Terms(NamedTuple):
     value_norm: float | None
 
     def values(self, v: Array) -> Array:
-        """As they are kept."""
+        """The stored form of keys and values."""
         return v if self.value_norm is None else rms_norm(v, None, self.value_norm)
 
     @property
     def eps(self) -> float:
-        """Of all norms."""
+        """The epsilon of all norms."""
         return self.q_norm.eps if self.q_norm else self.value_norm or 0.0
 
     @property
@@ -393,7 +393,7 @@ def plan_rows(
     count: int,
     widths: tuple[int, int, int],
 ) -> tuple[Launch, Launch]:
-    """The launches for `rows` rows; `widths`: values from one row of q, k and v to the next."""
+    """The launches for `count` rows; `widths`: values from one row of q, k and v to the next."""
     step, combine = plan(target, shapes, types, capacity, turn, limits)
     ((pieces, heads, values), _), (recent, _) = step.outputs
     ((out, _),) = combine.outputs

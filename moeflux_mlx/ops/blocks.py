@@ -118,7 +118,7 @@ def _heads(places: Any, part: Any) -> Any:
 
 
 def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: float) -> mx.array:
-    """As `_text_native`."""
+    """As `_text_native`, with plain operations."""
     (q, keys, values, chosen), parts = text, []
     kv_heads, positions, _ = keys.shape
     width = kv_heads * (keys.shape[-1] + values.shape[-1])

@@ -58,7 +58,7 @@ def channel_delta(
 def _step(
     q: mx.array, k: mx.array, v: mx.array, decays: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Of one token."""
+    """One step for a single token."""
     q, k, v, decays, beta = (part.swapaxes(1, 2) for part in (q, k, v, decays, beta))  # [B, heads, 1, D]
     state = state * mx.exp(decays)
     learned = (v - k @ state.swapaxes(-1, -2)) * beta

@@ -45,7 +45,7 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
 
 @planned()
 def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
-    """For gate and up, or up alone (0), or down (1)."""
+    """The launch for gate and up, or up alone (0), or for down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
     require(dtype in FLOATS, f"dtype is {dtype}; the kernel writes float32, bfloat16 or float16")
@@ -93,7 +93,7 @@ def _taken(records: Records, where: np.ndarray, fields: Sequence[Field], dtype: 
     blob, first = records.blob, int(where[0])
     run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
     if not run and blob.size > LARGEST_INDEX:
-        # MLX's gather counts in 32 bits where the view is small, whatever lies between its rows.
+        # MLX's gather counts in 32 bits if the view is small, even if its rows are far apart.
         blob, first, run = mx.take(blob, mx.array(where), axis=0), 0, True
 
     made = []

@@ -388,7 +388,7 @@ def biases_of(**projections: Projection) -> dict[str, Any]:
 
 
 def _blob(apart: int) -> str:
-    """The name of the records, which are one array or so many."""
+    """The input names of the records: one array, or one per record."""
     return f"blob*{apart}" if apart else "blob"
 
 
@@ -442,7 +442,7 @@ def _first_launch(
     top_k: int,
     joined: Activation | None,
 ) -> Launch | Reason:
-    """Of gate and up of so many slots; `joined`: and of a shared expert with that activation."""
+    """The launch of gate and up for a number of slots; `joined`: also of a shared expert with that activation."""
     check_activations("x", x, dtype)
     (tokens, hidden), has_shared = x, joined is not None
     inner, each = record.moe_intermediate_size, top_k + has_shared

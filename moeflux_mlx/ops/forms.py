@@ -73,7 +73,7 @@ class Form:
         return columns // 64 * 16 * (4 * self.planes + 1) if self.planes else 0
 
     def chunks(self, columns: int) -> int:
-        """Of a row."""
+        """Number of chunks of a row."""
         return columns // self.chunk
 
     def ahead(self, pieces: int) -> int:
@@ -100,7 +100,7 @@ def code_number(quant: Quant | None) -> int:
 
 @cache
 def form_of(projection: Projection) -> Form:
-    """Of a matrix in a record."""
+    """The form of a matrix in a record."""
     return Form(projection.quant, DTYPES[projection.fields[1].dtype])
 
 
@@ -123,7 +123,7 @@ def unpacked(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | 
 
 
 def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
-    """The weights in float32, whatever the dtype of the scales."""
+    """The weights in float32, for scales of any dtype."""
     scales, biases = _wide(quant, scales, third)
     weights = mx.dequantize(codes, scales, biases, **settings(quant)).astype(mx.float32)
     return weights if third is None or not quant.has_global_scale else weights * factors(third)

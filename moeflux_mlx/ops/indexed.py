@@ -232,7 +232,7 @@ Matrices = tuple[HeadMatrices, HeadMatrices, float]  # matrices of keys and of v
 
 
 def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: Matrices) -> mx.array:
-    """[B, L, heads * v] of queries [B, heads, L, .]; of so many tokens at once latents are gathered."""
+    """[B, L, heads * v] of queries [B, heads, L, .]; latents are gathered for a few tokens at a time."""
     (B, _, L, _), whole, (key, value, scale), parts = q_nope.shape, held.whole, matrices, []
     if whole:
         seen = slice(None) if whole == L else slice(held.offset + whole)

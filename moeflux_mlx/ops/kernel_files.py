@@ -61,7 +61,7 @@ class Program:
 
     @cached_property
     def text(self) -> str:
-        """As `build_kernel` of mlx/backend/cuda/custom_kernel.cpp makes it."""
+        """The text as `build_kernel` of mlx/backend/cuda/custom_kernel.cpp makes it."""
         kernel = self.kernel
         taken = [f"    const {TYPES[one]}* {name}" for name, one in zip(kernel.input_names, self.inputs, strict=True)]
         made = [f"    {TYPES[one]}* {name}" for name, one in zip(kernel.output_names, self.outputs, strict=True)]

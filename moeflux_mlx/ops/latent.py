@@ -64,7 +64,7 @@ class HeadMatrices:
         return multiply(x, part, transpose != self.transposed)
 
     def of(self, some: slice) -> "HeadMatrices":
-        """Those of some heads."""
+        """The matrices of some heads."""
         part = part_of_heads(self.weights, self.heads, self.rows or slice(None), some)
         return HeadMatrices(part, part.weight.shape[0], transposed=self.transposed)
 
@@ -98,7 +98,7 @@ class StoredMatrices(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a matrix."""
+        """Number of rows of a matrix."""
         return self.arrays[0].shape[-2]
 
 
@@ -345,7 +345,7 @@ def plan(
 
 @lru_cache(512)
 def plan_rows(count: int, is_scaled: bool, target: str, sizes: tuple[int, ...], *more: Any) -> Any:
-    """The launches of so many rows; `is_scaled`: the scale is an array."""
+    """The launches for `count` rows; `is_scaled`: the scale is an array."""
     launches: Any = plan(target, sizes, *more)
     (heads, height, columns, row, _), form = sizes, more[1]
     ((_, _, width), _), ((_, _, both), _), _ = launches[1].outputs

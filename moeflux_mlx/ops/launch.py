@@ -49,7 +49,7 @@ class ArrayPiece(NamedTuple):
     dtype: mx.Dtype
 
     def array(self, *shape: int) -> mx.array:
-        """A view of `size` values."""
+        """A view of these values with the shape `shape`."""
         first, size = self.start // self.whole.itemsize, prod(shape) * self.dtype.size // self.whole.itemsize
         return self.whole.reshape(-1)[first : first + size].view(self.dtype).reshape(shape)
 
@@ -161,7 +161,7 @@ class Kernel:
 
     @cached_property
     def apart(self) -> Sequence[int]:
-        """Which of the inputs are those that each row of a step has of its own."""
+        """The inputs that each row of a step has for itself."""
         signs = [sign for _, sign, of in _parsed(self.inputs) for _ in range(int(of) if sign in ARRAYS else 1)]
         return [i for i, sign in enumerate(signs) if sign == "@"]
 
@@ -213,7 +213,7 @@ class Kernel:
 
 
 def threads_named(threads: int) -> str:
-    """The end of a header that lets Metal's compiler keep to registers of which there are enough for `threads`."""
+    """The end of a header that makes Metal's compiler use few enough registers for `threads` threads."""
     return f"[[max_total_threads_per_threadgroup({threads})]]\n"
 
 
@@ -222,7 +222,7 @@ def _include(name: str) -> str:
 
 
 def _parsed(names: str) -> list[tuple[str, str, str]]:
-    """Of each name the sign behind it, if there is one, and what follows the sign."""
+    """For each name the sign behind it, if there is one, and the text after the sign."""
     return re.findall(r"(\w+)([*@+]?)(\w*)", names)
 
 

@@ -228,7 +228,7 @@ def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
 
 
 def _dense(w: Weights) -> np.ndarray:
-    """A matrix in a form that the native kernels do not read, in float32 whatever its scales are."""
+    """A matrix in a form that the native kernels do not read, in float32."""
     return view(w.weight if w.quant is None else unpacked_float32(w.quant, *parts_of(w)))
 
 

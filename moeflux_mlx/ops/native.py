@@ -109,7 +109,7 @@ def reinstall_command() -> str:
     installed = [one for one in metadata.distributions(name="moeflux-mlx") if one.read_text("direct_url.json")]
     origin = json.loads(installed[0].read_text("direct_url.json") or "") if installed else {}
     url = str(origin.get("url", ""))
-    if (here.parent / "pyproject.toml").exists():  # the source tree, whatever is installed beside it
+    if (here.parent / "pyproject.toml").exists():  # the source tree, independent of other installations
         source = ["-e", str(here.parent)]
     elif "vcs_info" in origin:
         source = [f"{origin['vcs_info'].get('vcs', 'git')}+{url}"]
@@ -174,7 +174,7 @@ def instruction_paths() -> list[str]:
 
 
 def use_path(path: str) -> None:
-    """Computes with one of the `instruction_paths` from now on: the first is in use unless somebody asks.
+    """Computes with one of the `instruction_paths` from now on; the default is the first.
 
     Raises:
         ValueError: there is no such path here.

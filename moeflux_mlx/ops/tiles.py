@@ -24,8 +24,8 @@ class Tile:
     lanes: int  # lanes that share a row, at most; 32 / lanes rows lie abreast in a simdgroup
     simdgroups: int = 0  # per threadgroup
     ahead: int = 1  # 16-byte pieces per row that a lane has in flight (loop unrolling; CUDA only), or steps of a block
-    spread: int = 0  # a row's columns are split until so many simdgroups are busy
-    narrow: int = 0  # lanes are halved, down to 8, while so many threadgroups remain (0: never)
+    spread: int = 0  # a row's columns are split until this many simdgroups are busy
+    narrow: int = 0  # lanes are halved, down to 8, while this many threadgroups remain (0: never)
 
 
 # CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
@@ -181,7 +181,7 @@ def lanes_of(chunks: int, limit: int) -> int:
 
 
 def down_lanes(tile: Tile, rows: int, chunks: int) -> int:
-    """Lanes per row of the down projection, of so many rows of `chunks`."""
+    """Lanes per row of the down projection, for a number of rows of `chunks`."""
     lanes = lanes_of(chunks, tile.lanes)
     while tile.narrow and lanes > 8 and chunks < 4 * lanes and rows * lanes // (64 * tile.rows) >= tile.narrow:
         lanes //= 2

@@ -31,7 +31,7 @@ class Copied:
         return (Written(self.tensor.name, self.tensor.dtype, self.tensor.shape),)
 
     def arrays(self) -> Iterator[mx.array]:
-        """Its bytes."""
+        """Yields the tensor's bytes."""
         data = read_bytes(self.tensor.file, self.tensor.offset, self.tensor.nbytes)
         yield mx.array(np.frombuffer(data, np.uint8))
 

@@ -133,7 +133,7 @@ def convert(
 
 
 def _ignore_progress(done: int, total: int, name: str) -> None:
-    """Progress that nobody asked for."""
+    """A progress callback that does nothing."""
 
 
 def _whole(hf_path: str | Path) -> str:
@@ -262,7 +262,7 @@ def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int)
             kept.append(unit.name)
         else:
             repaired += [unit.name] if unit.name in output.files else []
-            (output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # nobody loads what is being repaired
+            (output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # so that a model under repair is not loaded
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size
         progress(done, total, unit.name)

@@ -48,10 +48,8 @@ class Part:
         return dict(zip((*self.matrix.quant.parts, BIAS), self.tensors, strict=False))
 
     def arrays(self, quant: Quant, dtype: str = "BF16") -> dict[str, mx.array]:
-        """By part: those of the form `quant`, as stored where that is it, else quantised from `dtype`, and what the
-        products add, if anything.
-
-        `dtype` is that of floating scales and biases.
+        """The arrays by part: in the form `quant`, unchanged if they are stored so, else quantised, with the biases of
+        products, if any. `dtype` is that of floating scales and biases.
         """
         kept = SCALES[dtype]
         if self.matrix.quant != quant:

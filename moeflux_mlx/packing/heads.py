@@ -48,7 +48,7 @@ class HeadWeights:
         return resident_bytes(self.shapes(), dtype) + self.experts.size
 
     def shapes(self) -> dict[str, mx.array]:
-        """Its resident tensors by name, for whoever looks at shapes and dtypes alone."""
+        """Its resident tensors by name, for callers that need only shapes and dtypes."""
         dtypes = {name: dtype for dtype, name in DTYPES.items()}
         written = (one for source in self.resident.sources for one in source.written)
         return {one.name: mx.zeros(one.shape, dtypes[one.dtype]) for one in written}  # lazy

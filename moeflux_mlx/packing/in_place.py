@@ -33,7 +33,7 @@ from .suggest import packing_command
 from .unit import Unit
 from .wanted import Wanted
 
-AS_PUBLISHED = (MXFP4, MXFP8)  # whose bytes are MLX's, whoever wrote them
+AS_PUBLISHED = (MXFP4, MXFP8)  # forms with MLX's bytes in files of any tool
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class InPlace:
         return [source for file in files for source in file.sources]
 
     def shapes(self) -> dict[str, mx.array]:
-        """The resident tensors by name, as `read` gives them, for whoever looks at shapes and dtypes alone."""
+        """The resident tensors by name, as from `read`, for callers that need only shapes and dtypes."""
         dtypes = {name: dtype for dtype, name in DTYPES.items()}
         written = (one for source in self._sources for one in source.written)
         return {one.name: mx.zeros(one.shape, dtypes[one.dtype]) for one in written}  # lazy
@@ -69,8 +69,9 @@ class InPlace:
         return tensors
 
     def fingerprint(self, dtype: mx.Dtype, bits: int = native.EXACT) -> Fingerprint:
-        """That of the packed model which a conversion makes, where it leaves rows in their order: the weights are the
-        same."""
+        """The fingerprint of the packed model that a conversion would make; the weights are the same unless it reorders
+        rows.
+        """
         resident = [ResidentSamples(unit) for unit in self.units if isinstance(unit, ResidentFile)]
         layers = [LayerSamples(one.name, self.experts, one.layer) for one in self.units if isinstance(one, LayerFile)]
         return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype, bits)
@@ -129,7 +130,7 @@ def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:
 
 
 def _record(file: LayerFile) -> tuple[int, Record]:
-    """A layer, and its records as they are made of what lies there."""
+    """A layer and the geometry of its records, as made from the files."""
     alternate = any(part.step > 1 for part in file.experts.parts(0))
     return file.layer, file.geometry.in_turns() if alternate else file.geometry
 

@@ -100,7 +100,7 @@ def _quantized_matrix(
 
 
 def _mode_of(scales: Tensor, bits: int, group_size: int) -> str:
-    """By what is stored: only affine has float scales, and each other mode one width and one group."""
+    """The mode by its stored parts: only affine has float scales; the others have one width and one group."""
     others = (name for name, mode in MODES.items() if mode.scale != FLOAT)
     is_small = typed(scales, (*FLOATS, "U8")).dtype == "U8"
     wanted = bits, group_size

@@ -41,7 +41,7 @@ class Matrix:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Of what `codes` gives."""
+        """The dtypes of the arrays of `codes`."""
         return tuple(t.dtype for t in (self.weight, self.scales, self.biases, self.global_scale) if t is not None)
 
     def __getitem__(self, index: int) -> "Matrix":

@@ -143,7 +143,7 @@ class MatrixSource:
 
     @property
     def quant(self) -> Quant | None:
-        """Of the output; None: floats."""
+        """The form of the output; None: floats."""
         return None if self.dense else self.made or self.matrix.quant
 
     @property
@@ -264,7 +264,7 @@ def override(quant: Quant | None) -> dict[str, Any] | bool:
 
 
 def _shards(args: ModelArgs, tensors: Mapping[str, Tensor], block: int) -> int:
-    """Of how many parts fused matrices are made: with scales for `block` rows, each part has blocks of its own.
+    """The number of parts of fused matrices: with scales per `block` rows, each part has its own blocks.
 
     Raises:
         ModelFileError: the shapes allow no number of parts, or several.

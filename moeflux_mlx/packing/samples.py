@@ -83,7 +83,7 @@ class ResidentSamples:
         return starts
 
     def read(self, offset: int, length: int) -> bytes:
-        """As many of the bytes from `offset` on as there are."""
+        """Reads up to `length` bytes from `offset` on."""
         data, stop = b"", min(offset + length, self.size)
         while offset < stop:
             index = bisect_right(self._starts, offset) - 1
@@ -100,7 +100,7 @@ def _parts(source: Source) -> Iterator[Part]:
 
 
 def _as_they_lie(source: Source) -> list[Tensor | None]:
-    """For each tensor that the source writes the one that it copies, if it copies one."""
+    """For each tensor that the source writes, the tensor that it copies, or None."""
     copied: list[Tensor | None] = [None] * len(source.written)
     if isinstance(source, MatrixSource) and _is_copied(source):
         copied[:] = source.matrix.tensors[: len(copied)]
@@ -127,7 +127,7 @@ class LayerSamples:
         self._experts, self._layer, self._stride = experts, layer, experts.layout.records[layer].stride
 
     def read(self, offset: int, length: int) -> bytes:
-        """As many of the bytes from `offset` on as there are."""
+        """Reads up to `length` bytes from `offset` on."""
         stop = min(offset + length, self.size)
         data = bytearray(max(stop - offset, 0))
         for expert in range(offset // self._stride, -(-stop // self._stride)):

@@ -66,7 +66,7 @@ def head_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, Tensor
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its rows without their groups."""
+    """The tensor with its rows not grouped."""
     return replace(tensor, shape=(math.prod(tensor.shape[:-1]), *tensor.shape[-1:]))
 
 

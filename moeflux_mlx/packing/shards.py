@@ -138,7 +138,7 @@ class Scattering:
         for unit in self.units:
             self._advance.say(f"check {unit.name}")
             self.output.adopt(unit)
-        self._advance.by(self._advance.total)  # zeros between records were written by nobody
+        self._advance.by(self._advance.total)  # the zeros between records, which are not written
 
     def _bring(self, name: str) -> None:
         counted = self.sizes[name] if self.supply.takes_disk else 0
@@ -156,7 +156,7 @@ class Scattering:
     def _begin(self) -> None:
         """Makes the files that are missing, full of holes; what the journal says of a lost one is forgotten."""
         if self.units:
-            (self.output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # nobody loads what is being made
+            (self.output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # so that an unfinished model is not loaded
         for unit in self.units:
             file = self.output.partial(unit)
             if file.exists() and file.stat().st_size == unit.size:
@@ -210,7 +210,7 @@ class Scattering:
         return sum(length for one in written for _, length in one.spans)
 
     def _let_go(self, ready: Sequence[Job], waiting: Sequence[Job], here: set[str], nbytes: int) -> None:
-        """Of the shards that `ready` used, those that nobody waits for; `nbytes` were made of them."""
+        """Releases the shards that `ready` used and no job needs; `nbytes` were made from them."""
         used = {need for job in ready for need in job.needs}
         for name in sorted(used - {need for job in waiting for need in job.needs}):
             self.journal.add(name, nbytes)
@@ -220,7 +220,7 @@ class Scattering:
 
 
 class Advance:
-    """Tells a progress callback of bytes done and of what is being done."""
+    """Calls a progress callback with the bytes done and the current file."""
 
     def __init__(self, progress: Progress, done: int, total: int):
         self._progress, self.done, self.total, self._what = progress, done, total, ""

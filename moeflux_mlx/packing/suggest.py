@@ -25,7 +25,8 @@ def packing_command(path: Path) -> str:
 
 
 def not_packed_error(source: str, folder: Path) -> NotPackedError:
-    """For the checkpoint `source`, a path or repo id, whose config.json lies in `folder`; says what disk it takes.
+    """The error for the checkpoint `source`, a path or repo id, whose config.json is in `folder`; it states the disk
+    space.
 
     Raises:
         ModelFileError: config.json cannot be read. ConfigError: it is of a model that cannot be converted either.
@@ -44,7 +45,7 @@ def not_packed_error(source: str, folder: Path) -> NotPackedError:
 
 
 def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
-    """Of the packed model, as far as it is stated how experts are stored."""
+    """The layout of the packed model, if the form of its experts is known."""
     quants: dict[int, Quants] = {}
     if form.stated is not None:
         for layer in args.moe_layers:
@@ -54,7 +55,7 @@ def _layout(args: ModelArgs, form: SourceFormat) -> ExpertLayout:
 
 
 def unfinished_error(path: Path) -> NotPackedError:
-    """For a directory that a conversion has begun to fill.
+    """The error for a directory with an unfinished conversion.
 
     Raises:
         ModelFileError: its state file cannot be read.

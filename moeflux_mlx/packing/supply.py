@@ -145,7 +145,7 @@ class Downloads:
         (self.folder / name).unlink(missing_ok=True)
 
     def present(self) -> set[str]:
-        """Those that an earlier run has left; they are checked when they are brought."""
+        """Shards that an earlier run has left; they are checked when they are needed."""
         return set()
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Shard:
 
     @property
     def form(self) -> RowForm:
-        """Of a packed row."""
+        """The form of a packed row."""
         if self.made is not None:
             return RowForm(self.matrix.shape[1], self.made, NARROW)
         dtypes = self.matrix.dtypes[1:] if self.matrix.quant else (self.matrix.weight.dtype,)
@@ -139,7 +139,7 @@ def _made(matrix: Matrix, wanted: Wanted) -> Quant | None:
 
 
 def _hashes(layer: int, part: NGrams, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Those that the checkpoint states, which must be what the configuration implies."""
+    """The hashes in the checkpoint, which must agree with the configuration."""
     offsets = [0, *accumulate(part.sizes)][:-1]
     for name, values in zip(HASHES, (part.multipliers, part.sizes, offsets), strict=True):
         tensor = tensors.get(f"model.layers.{layer}.ple.ple_embedding.{name}")

@@ -198,12 +198,12 @@ class Output:
                 raise ModelFileError(f"{file} is longer than {offset} bytes; delete it and convert again")
 
     def write_state(self) -> None:
-        """Says whose directory it is, and which files are finished."""
+        """Writes the state file: whose directory it is, and which files are finished."""
         self.put(STATE, json.dumps({**self.identity, "origin": self.origin, "files": self.files}, indent=1).encode())
 
 
 def _slices(chunks: Iterable[Bytes], size: int = READ_BYTES) -> Iterator[memoryview]:
-    """In the sizes that one read fills, whatever the system's limit."""
+    """Slices of sizes that one read fills on every system."""
     for chunk in chunks:
         view = memoryview(chunk)
         for start in range(0, len(view), size):
@@ -281,7 +281,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """Of these, each within the next, those that hold nothing."""
+    """Removes the empty ones of these nested directories."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

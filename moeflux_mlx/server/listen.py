@@ -181,7 +181,7 @@ class Listener(uvicorn.Server):
 
     @property
     def exit_code(self) -> int:
-        """Of the process once all has ended, as shells report it."""
+        """The exit code of the process, as shells report it."""
         return 128 + self.signal if self.signal == signal.SIGINT else 0
 
     def stop_soon(self) -> None:

@@ -31,7 +31,7 @@ class CompressedCache(WindowCache):
         return (1, self.part.row), (1, self.part.entry)
 
     def entries_of(self, positions: int) -> int:
-        """Entries that so many positions have made."""
+        """The number of entries of this many positions."""
         return positions // self.part.ratio if self.part.ratio else 0
 
     def takes_steps(self) -> bool:
@@ -43,7 +43,7 @@ class CompressedCache(WindowCache):
         return itemsize * (self.capacity * self.part.row + entries)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """Of the two float32 arrays that are saved."""
+        """The shapes of the two float32 arrays that are saved."""
         return (min(length, self.window - 1), 1, self.part.row), (self.entries_of(length), 1, self.part.entry)
 
     def stored(self) -> Arrays:

@@ -46,7 +46,7 @@ class Fingerprint:
         return _digest(json.dumps(dataclasses.astuple(self)).encode())[:16]
 
     def keeping(self, kv_bits: int | None) -> "Fingerprint":
-        """The same with caches that keep so many bits of keys and values; None: all."""
+        """The same for caches that keep keys and values in `kv_bits` bits; None: unchanged."""
         return self if kv_bits is None else dataclasses.replace(self, dtype=f"{self.dtype}/kv{kv_bits}")
 
     def difference(self, other: "Fingerprint") -> str | None:
@@ -75,7 +75,7 @@ class Sampled(Protocol):
     def size(self) -> int: ...
 
     def read(self, offset: int, length: int) -> bytes:
-        """As many of the bytes from `offset` on as there are."""
+        """Reads up to `length` bytes from `offset` on."""
         ...
 
 
@@ -132,7 +132,7 @@ def fingerprint_of(
 def packed_fingerprint(
     path: Path, args: ModelArgs, dtype: mx.Dtype, bits: int = native.EXACT, layers: Sequence[Sampled] | None = None
 ) -> Fingerprint:
-    """Of a packed model directory; as `fingerprint_of`. `layers`: its files of experts, if they are not all in it."""
+    """The fingerprint of a packed model; as `fingerprint_of`. `layers`: its files of experts, if some are elsewhere."""
     resident = map(SampledFile, sorted(path.glob("resident*.safetensors")))
     if layers is None:
         layers = [SampledFile(file) for file in sorted(path.glob(f"{FOLDER}/*.bin"))]
@@ -170,13 +170,13 @@ def _samples(file: Sampled, count: int) -> bytes:
 
 
 def offsets_of(size: int, count: int) -> list[int]:
-    """Where `count` samples of a file of so many bytes begin."""
+    """The offsets of `count` samples in a file of `size` bytes."""
     last = max(size - SAMPLE_BYTES, 0)
     return sorted({last * i // (count - 1) for i in range(count)})
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Of the files of a folder that a tokenizer is read from, in hexadecimal."""
+    """The digest of a folder's tokenizer files, in hexadecimal."""
     files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not any(file.name in TOKENIZER_FILES[:3] for file in files) and (path / TEKKEN).is_file():
         files.append(path / TEKKEN)  # which is not read beside another vocabulary

@@ -37,7 +37,7 @@ def of(args: ModelArgs) -> dict[str, Any]:
 
 
 def _mixer_fields(kind: type, mixer: Mixer | None) -> dict[str, Any]:
-    """Those of the first mixer of a kind; where there is none, what they were then."""
+    """The fields of the first mixer of a kind; if there is none, the defaults of that release."""
     rotation = getattr(mixer, "rotation", None)
     turning = {} if rotation is None else {
         "rope_theta": rotation.theta,

@@ -37,7 +37,7 @@ class Growing(LayerCache[Part]):
         return -(-positions // self.step) * self.step * itemsize * sum(heads * width for heads, width in self.rows)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """Of the two arrays that a snapshot holds."""
+        """The shapes of the two arrays that a snapshot holds."""
         first, second = self.rows
         return (length, *first), (length, *second)
 
@@ -191,13 +191,13 @@ def grown(array: mx.array | None, new: Shape, dtype: mx.Dtype, used: int, length
 
 @lru_cache(64)
 def _positions(offset: int, begun: int, capacity: int, position: int) -> mx.array:
-    """Of `Held`, one array for all layers."""
+    """`Held.positions`, one array for all layers."""
     return mx.array([offset, begun, capacity, position], mx.int32)
 
 
 @lru_cache(8)
 def _no_recent(shape: Shape, dtype: mx.Dtype) -> mx.array:
-    """Of `Held`, before the first token; evaluated, because what is not belongs to the thread that made it."""
+    """`Held.recent` before the first token; evaluated, because a lazy array belongs to its thread."""
     recent = mx.zeros(shape, dtype)
     mx.eval(recent)
     return recent
@@ -222,7 +222,7 @@ class Stepping(Growing[Part]):
         raise NotImplementedError
 
     def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
-        """Of its first positions, [1, heads, length, .] for each array."""
+        """The first positions of each array, [1, heads, length, .]."""
         raise NotImplementedError
 
     def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:

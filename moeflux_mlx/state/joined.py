@@ -61,7 +61,7 @@ class JoinedCache(LayerCache[Any]):
         return sum(one.bytes_for(positions, itemsize) for one in self._both)
 
     def stored_shapes(self, length: int) -> tuple[Shape, ...]:
-        """Of the arrays that are saved."""
+        """The shapes of the arrays that are saved."""
         return *self.own.stored_shapes(length), *self.beside.stored_shapes(length)
 
     def stored(self) -> Arrays:
@@ -76,7 +76,7 @@ class JoinedCache(LayerCache[Any]):
         return *own[:-1], *beside
 
     def _parted(self, arrays: Any) -> tuple[Any, Any]:
-        """Those of each cache, of the arrays of both."""
+        """Splits the arrays of both caches into those of each."""
         count = len(self.own.state) - 1
         return tuple(arrays[:count]), tuple(arrays[count:])
 
@@ -138,7 +138,7 @@ class JoinedCache(LayerCache[Any]):
         return all(one.reaches(position) for one in self._both)
 
     def kept(self) -> Arrays | None:
-        """That of both; a cache that can be cut has none."""
+        """The kept states of both; a cache that can be cut has none."""
         return _all(self.own.kept(), self.beside.kept())
 
     def kept_bytes(self, itemsize: int) -> int:
@@ -152,19 +152,19 @@ class JoinedCache(LayerCache[Any]):
         return sum(one.row_bytes(itemsize) for one in self._both)
 
     def go_back(self, position: int, kept: Arrays | None) -> None:
-        """To an earlier position, for which `kept` was kept."""
+        """Goes back to an earlier position with its kept state `kept`."""
         for one, some in zip(self._both, self._of_each(kept, "kept"), strict=True):
             one.go_back(position, some)
         self.last_step = None
 
     def take_back(self, position: int, way: Arrays | None) -> None:
-        """To before a row of the last step, where `way_back` gave `way`."""
+        """Goes back to before a row of the last step; `way` is the result of `way_back` there."""
         for one, some in zip(self._both, self._of_each(way, "way_back"), strict=True):
             one.take_back(position, some)
         self.last_step = None
 
     def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
-        """Becomes what `other` was at `position`, of which `kept` was kept; neither sees what the other one absorbs."""
+        """Copies the state of `other` at `position`, with its kept state `kept`; the two are then independent."""
         pairs = zip(self._both, other._both, other._of_each(kept, "kept"), strict=True)
         for one, its, some in pairs:
             one.take_from(its, position, some)
@@ -218,7 +218,7 @@ class NGramCache(RecurrentCache):
 
 
 class NGramsCache(JoinedCache):
-    """That of the delta rule, and that of the n-grams before it."""
+    """The cache of the delta rule and that of the n-grams before it."""
 
     def __init__(self, part: Delta):
         super().__init__(part, RecurrentCache(part), NGramCache(part.ngrams))  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class LayerCache(Generic[Part]):
         return tuple(one for one in self.shifts if one[0] <= position)
 
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
-        """What a prompt's block that sees so many positions takes to have them as values of `itemsize` bytes."""
+        """Bytes that a prompt's block needs to read `positions` positions as values of `itemsize` bytes."""
         return 0
 
     def kept(self) -> Arrays | None:

@@ -48,8 +48,9 @@ TEMPORARY = ".tmp"
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a file says about itself; `tokens` is uint32 [N], `extra` whatever its writer added, `shifts` as in
-    `LayerCache`, `behind` what follows the snapshot, if the body was read."""
+    """What a file says about itself; `tokens` is uint32 [N], `extra` what its writer added, `shifts` as in
+    `LayerCache`, `behind` what follows the snapshot, if the body was read.
+    """
 
     fingerprint: Fingerprint
     tokens: np.ndarray
@@ -61,7 +62,7 @@ class PromptHeader:
 
 
 def file_version(cache: Sequence[Cache]) -> int:
-    """Of a file that holds the state of `cache`."""
+    """The version of a file that holds the state of `cache`."""
     return SHIFTED if any(layer.is_shifted for layer in cache) else VERSION
 
 
@@ -173,7 +174,7 @@ def _metadata(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _shifts(path: Path, pairs: Any, length: int) -> Shifts:
-    """As they stand in metadata; ascending, within the text."""
+    """Reads the shifts of the metadata; they must be ascending and within the text."""
     known = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs
     )

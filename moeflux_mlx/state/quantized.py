@@ -29,7 +29,7 @@ class _FixedRows(FixedCache):
 
 
 class _FixedRingRows(_FixedRows, FixedRing):
-    """That of a cache of a window."""
+    """The traced stand-in of a window's cache."""
 
 
 class QuantizedKVCache(KVCache):
@@ -49,7 +49,7 @@ class QuantizedKVCache(KVCache):
         return super().bytes_for(positions, CODES.size)
 
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
-        """What a prompt's block that sees so many positions takes besides: all their values, made in float32."""
+        """Additional bytes of a prompt's block that sees `positions` positions: all their values in float32."""
         return positions * sum(heads * width for heads, width in super().rows) * (FLOAT_BYTES + itemsize)
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:

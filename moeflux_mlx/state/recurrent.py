@@ -12,8 +12,9 @@ from .traced import FixedState
 
 
 class RecurrentCache(LayerCache[Recurrent]):
-    """Of the delta rule or Mamba2: `conv`, the last raw inputs of the convolution [B, taps - 1, channels], and
-    `recurrent`, float32 [B, *state_shape]."""
+    """The cache of the delta rule or Mamba2: `conv`, the last raw inputs of the convolution [B, taps - 1, channels],
+    and `recurrent`, float32 [B, *state_shape].
+    """
 
     counts: ClassVar[bool] = False
 
@@ -29,7 +30,7 @@ class RecurrentCache(LayerCache[Recurrent]):
         return conv * itemsize + recurrent * FLOAT_BYTES
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """Of the two float32 arrays that a snapshot holds."""
+        """The shapes of the two float32 arrays that a snapshot holds."""
         return self.part.conv_shape, self.part.state_shape
 
     def stored(self) -> Arrays:
@@ -74,11 +75,11 @@ class RecurrentCache(LayerCache[Recurrent]):
         self.offset += 1
 
     def expect(self, n: int) -> None:
-        """Its size does not depend on positions."""
+        """Does nothing: the cache's size does not depend on positions."""
         self.last_step = None
 
     def reserve(self, n: int) -> None:
-        """Its size does not depend on positions."""
+        """Does nothing: the cache's size does not depend on positions."""
 
     def reaches(self, position: int) -> bool:
         """Whether it can go back to that position with nothing kept."""
@@ -91,11 +92,11 @@ class RecurrentCache(LayerCache[Recurrent]):
         return 0
 
     def go_back(self, position: int, kept: Arrays | None) -> None:
-        """To an earlier position, whose arrays were kept; None: to the beginning."""
+        """Goes back to an earlier position with its kept arrays; None: to the beginning."""
         self.conv, self.recurrent = kept or (None, None)
         self.offset, self.last_step, self.shifts = position, None, self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
-        """Becomes what `other` was at `position`, whose arrays are `kept`: nobody writes to them."""
+        """Takes the state of `other` at `position`, whose arrays are `kept`; they are never written to."""
         self.go_back(position, kept)
         self.shifts = other._shifts_at(position)

@@ -230,7 +230,7 @@ def _is_plain(mixer: Mixer) -> bool:
 
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
-    """Of the two states of a layer with linear attention; 0 where there is none."""
+    """Bytes of the two states of a layer with linear attention; 0 if there is none."""
     mixer = next((mixer for mixer in args.mixers if isinstance(mixer, Recurrent)), None)
     if mixer is None:
         return 0, 0
@@ -239,7 +239,7 @@ def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
 
 
 def _latent_widths(args: ModelArgs) -> tuple[int, int]:
-    """Of a layer with latent attention: kv_lora_rank and qk_rope_head_dim; 0 where there is none."""
+    """kv_lora_rank and qk_rope_head_dim of a layer with latent attention; 0 if there is none."""
     latent = args.attention
     return (latent.latent, latent.rotated) if isinstance(latent, Latent) else (0, 0)
 
@@ -295,7 +295,7 @@ def _checked(args: ModelArgs, view: memoryview) -> tuple[int, int]:
 
 
 def _check_header(args: ModelArgs, view: memoryview) -> int:
-    """Its length in bytes."""
+    """Checks the header and returns its length in bytes."""
     wanted = _header(args)
     versions = HEADER_WORDS[wanted[0]]
     if len(view) < 8:

@@ -28,7 +28,7 @@ class WindowCache(KVCache):
 
     @property
     def first(self) -> int:
-        """The first position that is still held, whatever drafts have been taken back."""
+        """The first position that is still held, also after drafts were taken back."""
         return max(self._lost, self.offset - self.window - REACH)
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
@@ -36,7 +36,7 @@ class WindowCache(KVCache):
         return self.capacity * itemsize * sum(heads * width for heads, width in self.rows)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """Of the two arrays that are saved: the positions that the next token sees."""
+        """The shapes of the two arrays that are saved: the positions that the next token sees."""
         return super().stored_shapes(min(length, self.window - 1))
 
     def stored(self) -> Arrays:
@@ -73,18 +73,18 @@ class WindowCache(KVCache):
         return "causal" if length > 1 else None
 
     def expect(self, n: int) -> None:
-        """Its size does not depend on positions."""
+        """Does nothing: the cache's size does not depend on positions."""
         self.last_step = None
 
     def reserve(self, n: int) -> None:
-        """Its size does not depend on positions."""
+        """Does nothing: the cache's size does not depend on positions."""
 
     def _become(self, state: State) -> None:
         super()._become(state)
         self._lost = max(self.offset - self.window + 1, 0)
 
     def copy(self: Same) -> Same:
-        """As of all caches; it goes back as far as this one."""
+        """A copy as of all caches; it can go back as far as this one."""
         other: Any = super().copy()
         other._lost = self._lost  # type: ignore[attr-defined]
         return other
@@ -97,7 +97,7 @@ class WindowCache(KVCache):
         return False
 
     def go_back(self, position: int, kept: Arrays | None) -> None:
-        """To an earlier position, with the state that was `kept` there, or to one that it `reaches`.
+        """Goes back to an earlier position with its state `kept`, or to one that it `reaches`.
 
         Raises:
             RequestError: nothing was kept, and positions that attention sees from there are not held any more.
@@ -118,7 +118,7 @@ class WindowCache(KVCache):
         self.shifts = shifts
 
     def take_back(self, position: int, way: Arrays | None) -> None:
-        """To before a row of the last step; a few rows were written beyond what `first` tells of."""
+        """Goes back to before a row of the last step; a few rows were written beyond those that `first` counts."""
         lost = max(self._lost, self.offset - self.capacity)
         super().take_back(position, way)
         self._lost = lost
@@ -133,7 +133,7 @@ class WindowCache(KVCache):
         self.shifts = other._shifts_at(position)
 
     def _newest(self, array: mx.array | None, most: int) -> mx.array | None:
-        """The last positions of an array, at most so many, in their order; None: there are none."""
+        """The last positions of an array, at most `most`, in order; None if there are none."""
         count = min(self.offset, most)
         if array is None or not count:
             return None

@@ -135,7 +135,7 @@ THINK = Channels()
 
 
 def channels_of(markers: Set[str]) -> Channels:
-    """Those of a model whose vocabulary has `markers`; without any for reasoning, text may still have `<think>`.
+    """The channels of a model whose vocabulary has `markers`; without any for reasoning, text may still have `<think>`.
 
     A plain tag has the lowest priority.
     """

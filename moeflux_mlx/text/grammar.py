@@ -100,7 +100,7 @@ def parameters_of(tool: Mapping[str, Any]) -> Schema:
 
 
 def json_schema(schema: Schema | bool) -> str:
-    """As JSON text on one line, with our options in place of any that it has."""
+    """The schema as JSON text on one line, with our options instead of its own."""
     return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else schema), "x-guidance": OPTIONS})
 
 

@@ -186,7 +186,7 @@ def _long_row() -> tuple[mx.array, float]:
 
 
 def busy(least: float) -> mx.array:
-    """A zero whose computation keeps a small part of the GPU busy for at least `seconds`, while MLX encodes the
+    """A zero whose computation keeps a small part of the GPU busy for at least `least` seconds, while MLX encodes the
     launches after it.
     """
     row, took = _long_row()

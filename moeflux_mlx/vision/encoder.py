@@ -101,7 +101,7 @@ def resampled(table: mx.array, size: Sequence[int]) -> mx.array:
 
 
 def _cubic_weights(t: mx.array, a: float = -0.75) -> mx.array:
-    """Of the four cells around a place, which is `t` behind the second: [..., 4]."""
+    """The weights [..., 4] of the four cells around a place, which is `t` behind the second."""
     far, near = (lambda d: ((a * d - 5 * a) * d + 8 * a) * d - 4 * a), (lambda d: ((a + 2) * d - a - 3) * d * d + 1)
     return mx.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], axis=-1)
 
@@ -194,7 +194,7 @@ def make_module(kind: Kind, vision: Mapping[str, Any]) -> nn.Module:
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of its tensors by name; no tensor is made."""
+    """The shapes of its tensors by name; no tensor is made."""
     from mlx.utils import tree_flatten
 
     return {name: value.shape for name, value in dict(tree_flatten(module.parameters())).items()}

@@ -30,7 +30,7 @@ NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address (RFC
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet, not of this machine or of a network of its own.
+    """Whether an IP address belongs to the internet, not to this machine or a private network.
 
     An IPv6 address that stands for an IPv4 address (mapped, 6to4, NAT64) is public if that one is.
     """

@@ -23,7 +23,7 @@ IMAGE_ROWS = 1024  # default number of embeddings of one image
 
 
 class Size(NamedTuple):
-    """Of a picture in pixels."""
+    """The size of a picture in pixels."""
 
     width: int
     height: int
@@ -175,7 +175,7 @@ def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
         raise
     except MemoryError:
         raise RequestError("there is no memory to read the image; give a smaller one") from None
-    except Exception as error:  # whatever Pillow's decoders raise of a damaged file
+    except Exception as error:  # Pillow's decoders raise various errors for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RequestError(f"the image cannot be read: {reason[:200]}; {known}") from None
     levels = np.zeros((padded.height, padded.width, 3), np.uint8)
@@ -184,7 +184,7 @@ def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
 
 
 def _on_white(picture: Any) -> Any:
-    """In RGB."""
+    """The picture in RGB on a white background."""
     from PIL import Image
 
     if picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info:

@@ -198,7 +198,7 @@ class NoVision:
 
 
 def checked_rows(rows: int) -> int:
-    """Raises RequestError: an image cannot have so many rows."""
+    """Raises RequestError if an image cannot have this number of rows."""
     if type(rows) is not int or not 1 <= rows <= MOST_ROWS:
         raise RequestError(f"image_tokens is {rows!r}; expected a number from 1 to {MOST_ROWS}")
     return rows

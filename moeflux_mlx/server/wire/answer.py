@@ -40,7 +40,7 @@ class Step:
 
 
 class Answer:
-    """Folds events to blocks. `finish` or `failed` is set when the last event has come."""
+    """Folds events into blocks. The last event sets `finish` or `failed`."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []

@@ -16,7 +16,7 @@ error = openai_error
 
 
 def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Request:
-    """The request that a body makes; a prompt is taken as it is, whatever agents put into it."""
+    """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
     check(body)
     fields = Fields(body)
     settings.one_answer(fields)

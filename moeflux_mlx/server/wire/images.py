@@ -84,7 +84,7 @@ def _parts(parts: Sequence[Any], images: ImageParts, path: str) -> list[Any]:
 
 
 def _source(part: Mapping[str, Any], path: str) -> str:
-    """A URL, of whatever form the API gives the image in."""
+    """The URL of an image in any form of the APIs."""
     if part["type"] == "image":  # Anthropic's
         source = part.get("source")
         kind = source.get("type") if isinstance(source, Mapping) else None

@@ -130,7 +130,7 @@ class _User:
 
 
 class _Assistant:
-    """Reads an assistant's message: thoughts, text and calls, in whatever order."""
+    """Reads an assistant's message: thoughts, text and calls, in any order."""
 
     def __init__(self) -> None:
         self.thoughts: list[str] = []

@@ -191,7 +191,7 @@ class ResponseReply(Reply):
             yield from self._call_step(step)
         else:
             yield from self._part_step(step)
-        # Codex runs whatever call is done, so one that was cut stands in the last event alone.
+        # Codex runs every call that is done, so an incomplete one appears only in the last event.
         if step.what == "close" and (block.whole or block.kind != "call"):
             yield self._event("response.output_item.done", output_index=block.index, item=self._items.done(block))
 
@@ -213,7 +213,7 @@ class ResponseReply(Reply):
     def _call_step(self, step: Step) -> Iterable[bytes]:
         block = step.block
         if self._items.kind(block) == "custom":
-            # The text lies inside a JSON string, so it is told when that has ended.
+            # The text is inside a JSON string, so it is sent when that has ended.
             if step.what == "close" and block.whole:
                 text = input_of(block.text)
                 yield self._inside(block, "response.custom_tool_call_input.delta", delta=text)

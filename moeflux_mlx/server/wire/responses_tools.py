@@ -55,7 +55,7 @@ def _add(item: Fields, namespace: str | None, functions: list[tools.Tool], known
 
 
 def _custom(item: Fields, name: str) -> tools.Tool:
-    """A function of one text; the grammar that it must follow is told in words."""
+    """A function of one text; the grammar that it must follow is described in words."""
     description = item.text("description") or ""
     form = item.object("format")
     if form and (grammar := form.text("definition")):

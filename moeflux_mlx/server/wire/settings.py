@@ -129,7 +129,7 @@ def thinking(body: Fields, variables: Mapping[str, Any]) -> bool | None:
 
 
 def thinking_kind(body: Fields) -> bool | None:
-    """Of {"type": "enabled" or "disabled"}; other types leave it to the model."""
+    """Reads {"type": "enabled" or "disabled"}; other types leave it to the model."""
     fields = body.object("thinking")
     return {"enabled": True, "disabled": False}.get(fields.text("type") or "") if fields else None
 

@@ -21,7 +21,7 @@ class Call:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Of the parameters of the tool that is called."""
+        """The schema of the called tool's parameters."""
         return self._schemas[self.name]
 
     def knows(self, name: str) -> bool:

@@ -116,7 +116,7 @@ class AnswerReader:
         return ""
 
     def _switch(self, inside: bool) -> None:
-        """To reasoning, or to the answer."""
+        """Switches to reasoning or to the answer."""
         if self._inside:
             self._spaces = ""
         self._flush_spaces()
