@@ -51,7 +51,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="module")
 def cpu_device():
-    """For tests of what a GPU does not run, or rounds otherwise."""
+    """For tests of code that a GPU does not run, or rounds differently."""
     from tiny_models import on_cpu
 
     with on_cpu():
@@ -75,7 +75,7 @@ def plain_operations(monkeypatch):
 
 @pytest.fixture
 def no_extension(monkeypatch):
-    """As if the native extension had not been built, and nobody had been told."""
+    """As if the native extension had not been built, and no warning had been given."""
     from moeflux_mlx.ops import native
 
     monkeypatch.setattr(native, "available", lambda: False)

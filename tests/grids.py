@@ -29,7 +29,7 @@ def drawn(*axes, turns=1, seed=0):
 
 
 def examples(count):
-    """How many examples a property has: so many with `--full`, by default a fifth of them."""
+    """The number of examples of a property: `count` with `--full`, by default a fifth of it."""
     return count if settings.get_current_profile_name() == "full" else -(-count // 5)
 
 

@@ -104,7 +104,7 @@ def config(family):
 
 
 def special_tokens(family):
-    """Ids of what stands before an image, of one of its rows, and of what stands behind it."""
+    """Ids of the token before an image, of its rows, and of the token after it."""
     return TOKENS.get(family, (252, 250, 253))
 
 

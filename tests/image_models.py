@@ -62,7 +62,7 @@ def image_directory(family):
 
 
 def quantised_in_place(family):
-    """A checkpoint that runs as it lies: MLX's, with the encoder beside the text part."""
+    """A checkpoint that can be used in place: MLX's, with the encoder next to the text part."""
     path = image_directory(family).with_name(f"{family}-in-place")
     if path.exists():
         return path

@@ -54,7 +54,7 @@ def anchors(text):
 
 
 def broken_links(text, folder, own):
-    """Relative links of `text`, which lies in `folder` as the file `own`, that lead nowhere."""
+    """Broken relative links of `text`, the content of the file `own` in `folder`."""
     wrong = []
     for link in ("".join(pair) for pair in LINK.findall(prose(text))):
         if re.match(r"[a-z]+:", link):

@@ -51,7 +51,7 @@ def _directory(family, variant, template):
 
 
 def made_once(name, make):
-    """The folder of this name that `make(path)` writes, in whichever worker asks first: do not write into it."""
+    """The folder of this name that `make(path)` writes, in the first worker that needs it; it must not be changed."""
     path = Path(os.environ["MOEFLUX_TINY_MODELS"]) / name
     with open(path.with_name(f"{name}.lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
@@ -81,7 +81,7 @@ def with_config(source, path, change):
 
 @contextlib.contextmanager
 def on_cpu():
-    """MLX computes on the CPU, whatever else there is."""
+    """Makes MLX compute on the CPU."""
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
     try:

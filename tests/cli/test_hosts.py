@@ -30,7 +30,7 @@ print(script.get("text") or json.dumps(facts | script))
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    """Sets what each host answers; one that is not set runs the command here."""
+    """Sets the answer of each host; a host without one runs the command here."""
     script = tmp_path / "script.json"
     script.write_text("{}")
     ssh = tmp_path / "bin" / "ssh"

@@ -125,7 +125,7 @@ def test_a_program_that_does_not_end_is_killed(tmp_path, monkeypatch):
 
 
 def line(capsys, *words):
-    """The last line of what a start that fails says."""
+    """The last line that a failed start prints."""
     assert launch.main([str(word) for word in words]) == 1
     return capsys.readouterr().err.splitlines()[-1]
 

@@ -70,7 +70,7 @@ def test_durations(seconds, text):
 
 
 def shown(written, edge):
-    """The lines of a terminal that has so many columns, as it breaks them itself."""
+    """The lines of a terminal with this number of columns, with its own line breaks."""
     lines = [""]
     for move, letter in re.findall(r"\033\[(\d+)G\033\[K|(.)", written, re.DOTALL):
         if move:

@@ -31,7 +31,7 @@ class Text:
     """Args:
     prompt: which of `PROMPTS`.
     seed: of its sampler; None takes the likeliest.
-    fault: what goes wrong when the token after so many is chosen: a processor raises, or gives NaN.
+    fault: the error when a certain token is chosen: a processor raises, or returns NaN.
     """
 
     prompt: int
@@ -82,7 +82,7 @@ class Alone:
         return self.known[text]
 
     def state(self, text, count):
-        """Of the caches when so many tokens have been told."""
+        """The state of the caches after this number of tokens."""
         decoding = text.decoding(self.model)
         for _ in range(count):
             decoding.advance()
@@ -91,7 +91,7 @@ class Alone:
 
 
 def check(model, alone, texts, rounds):
-    """`rounds`: who takes part in each, by number; who never did joins with its prompt's logits."""
+    """`rounds`: the numbers of the texts in each round; a new one joins with its prompt's logits."""
     decodings, told, ended = [text.decoding(model) for text in texts], [[] for _ in texts], {}
     for present in rounds:
         taking = [i for i in sorted(present) if i < len(texts) and i not in ended and not decodings[i].is_done]

@@ -74,7 +74,7 @@ def running_answers(model):
 
 
 def under_way():
-    """This package's generators that have begun; the list keeps each from ending because nobody has it any more."""
+    """This package's generators that have begun; the list keeps each from being collected."""
     every = [one for one in gc.get_objects() if isinstance(one, GeneratorType)]
     return [one for one in every if is_suspended(one) and "moeflux_mlx" in one.gi_code.co_filename]
 

@@ -40,7 +40,7 @@ SOURCES = {"mapped": {}, "read": {"expert_io": "pread", "expert_cache_bytes": 1}
 
 
 class Told:
-    """Proposes what a text is known to go on with, but for some tokens."""
+    """Proposes the text's known continuation, with some wrong tokens."""
 
     def __init__(self, text, answers, right):
         self.text, self.answers, self.right = list(text), answers, itertools.cycle(right)
@@ -83,7 +83,7 @@ def said_by(session, prompt, count, stop, **options):
 
 
 def state(session):
-    """All that a later prompt can go on from."""
+    """Everything that a later prompt can continue from."""
     kept = [stored(session, position) for position in session.points.positions]
     return session.tokens, session.points.positions, kept, save_state(session.model, session.cache)
 
@@ -236,7 +236,7 @@ def test_an_error_among_drafts_leaves_a_session_that_goes_on(monkeypatch, family
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_an_answer_with_drafts_may_be_interrupted_at_any_line(monkeypatch, family):
-    """Whatever was under way, the session goes on as one that knows as much of the text."""
+    """After any interruption the session continues as one with the same known text."""
     model, modules = tiny_model(family, mx.float32), (decoding, model_step, session, growing, recurrent, window)
     want = [token for token, _ in said_by(session_of(model, family), PROMPT, 12, 12)]
     drafts(monkeypatch, model, [[*PROMPT, *want]], (True, False, True, True))

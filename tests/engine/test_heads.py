@@ -184,8 +184,9 @@ def rows_of(drafts, count):
 
 
 def check_rows(session, model, apart):
-    """The head's rows are those that it would have if it saw the text anew. `apart`: where the text went another way:
-    such a row has the token that was there, and a cache that did not go back so far begins there."""
+    """The head's rows are those of a head that sees the text for the first time. `apart`: where the text went another
+    way: such a row has the token that was there, and a cache that did not go back so far begins there.
+    """
     drafts = session.drafts
     drafts.propose(1)
     start = drafts._start
@@ -199,7 +200,7 @@ def check_rows(session, model, apart):
 
 
 class Guided(HeadDrafts):
-    """A head that computes what it proposes, and then says what it is told."""
+    """A head that computes its proposals, and then returns given ones."""
 
     told: Told
 
@@ -261,7 +262,7 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
 
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])
 def test_a_model_that_runs_ahead_says_the_same_with_a_head(monkeypatch, family):
-    """As on a GPU: what a head makes of its own state is one compiled graph."""
+    """As on a GPU: the head's step from its own state is one compiled graph."""
     use_plain_operations(monkeypatch)
     monkeypatch.setattr(growing, "sees_capacity", lambda length: length == 1)
     monkeypatch.setattr(mapped, "map_file", copied)
@@ -397,7 +398,7 @@ def test_forks_know_what_their_text_knows(family):
 
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])
 def test_a_prompt_in_spans_may_be_stopped_and_an_answer_interrupted_at_any_line(monkeypatch, family):
-    """Whatever was under way, the session goes on as one that knows as much of the text, and so does its head."""
+    """After any interruption the session and its head continue as ones with the same known text."""
     model, plain = headed(family), headed(family, draft="off")
     prompt = [*PROMPT, *PROMPT]
     want = [token for token, _ in said_by(session_of(plain, family, span=8), prompt, 12, 12)]

@@ -57,7 +57,7 @@ def test_other_errors_stay_what_they_are(error):
 
 
 class Failing:
-    """An evaluation that the GPU ends: the one after so many others."""
+    """An evaluation that the GPU ends, after a number of successful ones."""
 
     def __init__(self, monkeypatch, name, after=0):
         self.evaluate, self.left = getattr(mx, name), after
@@ -91,7 +91,7 @@ def test_whichever_evaluation_of_a_prompt_or_an_answer_fails_it_is_told(monkeypa
 
 
 def tells(steps):
-    """Whether an answer ends by an error of ours; others go on."""
+    """Whether an answer ends with one of our errors; others continue."""
     try:
         list(steps)
     except DeviceError:

@@ -180,8 +180,9 @@ def test_a_limit_that_falls_is_expected_to_fall_again(tmp_path):
 
 
 def test_falls_between_two_looks_do_not_reach_what_is_used(tmp_path):
-    """None of a hundred that are at most as large as the one before and half of the headroom, as far as a quarter of
-    what the limit leaves to the pool: whatever is computed between the looks is not killed."""
+    """A hundred falls, each at most as large as the one before plus half of the headroom, and at most a quarter of what
+    the limit leaves to the pool: a computation between two checks is never killed.
+    """
     rng, machine, last = random.Random(5), Machine(tmp_path, 2, 8 * GB), 0
     for _ in range(100):
         if machine.limit < 3 * GB:
@@ -195,7 +196,7 @@ def test_falls_between_two_looks_do_not_reach_what_is_used(tmp_path):
 
 
 def test_a_pool_that_is_not_full_gets_no_more_than_there_is(tmp_path):
-    """What the pool may have is counted from what it takes: room in it that nobody has filled is not free memory."""
+    """The pool's allowance is counted from the memory that it takes: its unfilled room is not free memory."""
     machine = Machine(tmp_path, 2, 6 * GB)
     machine.limit = 4 * GB
     machine.pass_by(2 * EVERY)
@@ -206,8 +207,9 @@ def test_a_pool_that_is_not_full_gets_no_more_than_there_is(tmp_path):
 
 
 def test_the_pool_leaves_what_a_call_may_yet_take(tmp_path):
-    """Temporaries come faster than anybody looks. While they are there, they are not counted twice; afterwards growth
-    need not wait, because nobody was short of memory."""
+    """Temporaries appear between two checks. While they exist, they are not counted twice; afterwards the pool may grow
+    at once, because memory was not short.
+    """
     machine = Machine(tmp_path, 2, 6 * GB)
     machine.limit = 8 * GB
     machine.pass_by(1)
@@ -255,7 +257,7 @@ def test_the_sources_are_not_asked_at_every_call(clock):
 
 
 def test_a_call_for_which_there_is_no_memory_is_refused(tmp_path):
-    """The error names what is needed and what there is; once there is memory again, the same call runs."""
+    """The error names the needed and the available memory; when there is memory again, the same call runs."""
     path = tiny_directory("qwen3_moe")
     engine = open_engine(path, dtype=mx.float32, expert_io="pread")
     folder = write_group(tmp_path, 2, 10 * GB, GB)

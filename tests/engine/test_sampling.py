@@ -78,7 +78,7 @@ def kept(filtered, row):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """mlx-lm's functions, uncompiled: compiling them anew for every length takes most of a minute."""
+    """mlx-lm's functions, uncompiled: compiling them for every length would take most of a minute."""
     sample_utils = pytest.importorskip("mlx_lm.sample_utils")
     mx.disable_compile()
     yield sample_utils

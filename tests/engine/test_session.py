@@ -351,7 +351,7 @@ def test_progress_and_rates_count_the_whole_prompt():
 
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
 def test_states_of_a_text_that_another_one_replaced_are_gone(family, tmp_path):
-    """A prompt found on disk takes the place of a text of which states are kept in memory."""
+    """A prompt found on disk replaces a text whose states are kept in memory."""
     path = tiny_directory(family)
     store = PromptDirectory(tmp_path, model_fingerprint(path, mx.float32))
     common, other, stored = text(10, 5), text(50, 6), text(45, 7)
@@ -498,7 +498,7 @@ def test_a_fork_of_all_that_is_known(family):
 
 @pytest.mark.parametrize("family", KINDS)
 def test_a_prompt_brought_in_by_itself_is_answered_alike(family):
-    """And what is known of it is not computed again."""
+    """The known part of the prompt is not computed again."""
     session, whole = make(family), make(family)
     logits, want = session.sync(text()), next(iter(whole.respond(text(), max_tokens=1)))
     logprobs = np.array(logits[0] - mx.logsumexp(logits[0].astype(mx.float32)))

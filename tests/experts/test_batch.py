@@ -33,7 +33,7 @@ REAL = batch.extension
 
 
 class Faulty:
-    """Native reads of which every third call finds `descriptor` in the place of the first file's."""
+    """Native reads; every third call gets `descriptor` instead of the first file's."""
 
     def __init__(self, descriptor):
         self.descriptor, self.count, self.missed, self.queue = descriptor, 0, 0, REAL and REAL.queue

@@ -90,7 +90,7 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids)
     def begin_to_read(self, layer, ids):
-        """A lease that nobody waits for yet, released with its reads under way."""
+        """A lease that is released while its reads are in progress, without a wait."""
         with contextlib.suppress(ValueError):
             self.loader.request(layer, np.array(ids)).release()
 
@@ -113,7 +113,7 @@ class BreathingMachine(RuleBasedStateMachine):
             self.check_given_back()
 
     def check_given_back(self):
-        """Free rows read as zeros; behind the limit there is only what cannot be moved."""
+        """Free rows read as zeros; behind the limit there are only records that cannot be moved."""
         assert not self.pool.rows[self.pool.free_rows].any()
         for key in self.pool.records():
             moves = self.pool[key].read is None and not self.pool.pinned(key)

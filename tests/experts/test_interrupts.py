@@ -177,7 +177,7 @@ def test_200_interrupts_in_a_row(model):
 
 
 def test_200_signals_in_a_row(model):
-    """At any moment, also in what the files use of Python's own library; then other threads can go on too."""
+    """At any moment, also inside Python's own library; other threads can continue afterwards."""
     want, draw = answers(model), random.Random(1)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -196,7 +196,7 @@ def test_200_signals_in_a_row(model):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypatch):
-    """A turn ends by evaluating what still reads the pool; nobody else can."""
+    """A turn ends by evaluating lazy arrays that read the pool; no other thread can evaluate them."""
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
     for one in model.experts.pools:  # as on Metal, MLX reads the pool's own memory
         one.rows, one.adopted = staging_memory(*one.rows.shape)

@@ -407,7 +407,7 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
 
 @pytest.mark.parametrize("prefetch, copied, fails", drawn(["off", "lookahead"], [False, True], [False, True], turns=2))
 def test_others_take_steps_between_the_waves_of_a_prompt(fails, copied, prefetch, small_waves, monkeypatch):
-    """Both get what they get alone, also when a step fails; no memory moves for a step, and nothing is hinted."""
+    """Both get the same results as alone, also if a step fails; a step moves no memory and gives no hints."""
     if copied:
         use_plain_operations(monkeypatch)
     path, tokens = tiny_directory("qwen3_moe"), mx.array(np.random.default_rng(1).integers(0, 248, (1, 40)))
@@ -540,7 +540,7 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only():
 
 
 def compile_layers(model):
-    """As loading for a GPU does; who computes the experts."""
+    """Compiles layers as loading for a GPU does; returns the object that computes experts."""
     for layer in model.layers:
         layer.compile(model.experts)
     routed = model.layers[-1].mlp.experts
@@ -674,7 +674,7 @@ def replaceable(tmp_path):
 
 @pytest.mark.parametrize("mode", ["mmap", "pread"])
 def test_a_replaced_file_is_served_only_after_the_next_open(replaceable, mode):
-    """Who has it open goes on with the old file, as a whole."""
+    """A model that has the file open continues with the whole old file."""
     path, file, data = replaceable
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
     model = load_model(path, dtype=mx.float32, expert_io=mode, expert_cache_bytes=1)
@@ -714,7 +714,7 @@ CUT = """
 @pytest.mark.skipif(backend.name() == "cuda", reason="the GPU has a copy of its own")
 @pytest.mark.parametrize("kind", ["native", "twins"])
 def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
-    """The system kills a process that reads behind the end."""
+    """The system would kill a process that reads past the end."""
     script = [sys.executable, "-c", textwrap.dedent(CUT), str(replaceable[0]), kind]
     done = subprocess.run(script, env=child_environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.returncode} ({-signal.SIGBUS}: killed) {done.stderr}"

@@ -92,7 +92,7 @@ def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
 
 
 def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
-    """In the order in which they lie, each once."""
+    """In file order, each once."""
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], False)
     reader, read, right = TableReader(files), [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read.append(offset) or right(fd, buffers, offset))

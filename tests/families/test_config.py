@@ -158,7 +158,7 @@ def test_quantization_overrides():
     ],
 )
 def test_what_is_not_stated_is_the_modes_default(entry, wanted):
-    """As mlx-lm's command line writes it for mixed recipes; a module's mode is affine, whatever the file's is."""
+    """As mlx-lm's command line writes it for mixed recipes; a module's mode is affine, independent of the file's."""
     config = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4", "lm_head": entry}}
     assert entries(config) == {"": Quant(4, 32, "mxfp4"), "lm_head": wanted}
     assert entries({"quantization": entry}) == {"": wanted}

@@ -78,7 +78,7 @@ def test_what_is_written_is_read_again(data, matrices, biases, hidden, inner):
     ],
 )
 def test_versions_1_to_3_keep_their_bytes(layout, share, digest):
-    """Digests of what was written before there was a version 4."""
+    """Digests of files written before version 4 existed."""
     written = json.dumps(to_json(layout, share), indent=2).encode()
     assert hashlib.sha256(written).hexdigest()[:16] == digest
 

@@ -173,7 +173,7 @@ FAULTS = {
 
 
 def caught_by(fault: Fault) -> str:
-    """Who catches it: "compiler", "checks", "oracle", or "nobody"."""
+    """What catches the fault: "compiler", "checks", "oracle", or "nobody"."""
     case = sample(mx.bfloat16, 256, 136, fault.slots)
     try:
         (out,) = msl.run(kernel(fault.body, fault.header), case.inputs, **case.call)

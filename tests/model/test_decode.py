@@ -138,7 +138,7 @@ def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, f
 
 
 def pretended(inputs, output_shapes, output_dtypes, **_):
-    """A kernel's outputs, which nobody computes."""
+    """A kernel's outputs, which are not computed."""
     outputs = [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
     mx.eval(outputs)
     return mx.depends(outputs, inputs)

@@ -253,7 +253,7 @@ def quantised(layer, rows, columns):
 
 @pytest.mark.parametrize("columns, calls", [(64, 0), (128, 1)])
 def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls):
-    """MLX's product writes nothing there. A product in float32 rounds no weight, whatever its scales are in."""
+    """MLX's product writes nothing there. A product in float32 rounds no weight, for scales of any dtype."""
     layer, product, seen = Weight(96, columns), mx.quantized_matmul, []
     quantised(layer, 96, columns)
     layer.scales, layer.biases = (part.astype(mx.bfloat16) for part in (layer.scales, layer.biases))

@@ -80,7 +80,7 @@ MODES = {
 
 
 def bits(logits, cache):
-    """The numbers of a result and of what the caches hold, whatever room they have beside it."""
+    """The numbers of a result and of the caches' contents, without unused capacity."""
     held = [a[..., : layer.offset, :] if layer.is_trimmable() else a for layer in cache for a in layer.state[:2]]
     return [np.array(logits), *map(np.array, held)]
 

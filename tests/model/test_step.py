@@ -151,7 +151,7 @@ def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss"])])
 def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
-    """Of different lengths, also beside a sequence with two rows."""
+    """Sequences of different lengths, also together with one that has two rows."""
     model, shared, of_rows = tiny_model(family, mx.float32), [], Launch.of_rows
     monkeypatch.setattr(Launch, "of_rows", lambda self, *given: shared.append(given[1]) or of_rows(self, *given))
     for module in (attend, delta, latent):

@@ -170,7 +170,7 @@ def test_wherever_a_window_and_its_ring_end(host, window, lengths):
 
 @pytest.mark.parametrize("window, bits", [(5, None), (40, 8), pytest.param(40, None, marks=pytest.mark.full)])
 def test_bits_of_a_window_depend_on_the_position_alone(host, window, bits):
-    """And not on how the text was cut, on what was taken back, or on where the newest keys lie."""
+    """They do not depend on cuts of the text, on rewinds, or on the place of the newest keys."""
     switches = {"window": window, "kv_bits": bits}
     cut, whole = (Layer(2, 1, 32, False, Rotation(32, 1e4), switches) for _ in range(2))
     one, other = cut.cache(), whole.cache()

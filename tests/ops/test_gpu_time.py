@@ -63,7 +63,7 @@ class Work:
         return operations
 
     def kernel(self, name):
-        """Outputs that nobody computes; the delta rule's steps are the only ones of a prompt that take long."""
+        """Outputs that are not computed; only the delta rule's steps take long in a prompt."""
 
         def pretended(inputs, output_shapes, output_dtypes, **_):
             if name == "gated_delta_tokens":
@@ -99,7 +99,7 @@ def kinds_of_layers(args):
 
 
 def fill(cache, positions):
-    """As after so many positions."""
+    """Fills a cache as after this number of positions."""
     if cache.is_trimmable():
         for name, (heads, width) in zip(("keys", "values"), cache.rows, strict=True):
             setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
@@ -110,7 +110,7 @@ def fill(cache, positions):
 
 
 def last_block(args, layer, positions, block):
-    """A layer over the last block of a prompt of so many tokens, without its routed experts."""
+    """A layer over the last block of a prompt of this many tokens, without its routed experts."""
     made, cache = layer_of(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
     for one in (cache.own, cache.beside) if isinstance(cache, JoinedCache) else (cache,):
         fill(one, positions)

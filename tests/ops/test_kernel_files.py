@@ -179,7 +179,7 @@ print(y.item())
 
 @needs_cuda
 def test_mlx_takes_what_is_kept(tmp_path):
-    """Machine code of another text lies under the name of this one."""
+    """The file with this text's name contains the machine code of another text."""
     compiler = kernel_cache.compiler_here()
     keep(compiler, [program(2)], tmp_path)
     for ending in (".ptx", ".txt"):

@@ -164,7 +164,7 @@ def test_qmv_matches_oracle(host, sizes, dtype):
 
 
 class Fused:
-    """A product of one row with a norm before and a sum behind it, and its float64 value."""
+    """A product of one row with a norm before it and a sum after it, and its float64 value."""
 
     def __init__(self, what, O, I, dtype):
         rng = np.random.default_rng([O, I])
@@ -203,7 +203,7 @@ def test_twin_of_a_fused_qmv_matches_oracle(ops, what):
 
 @pytest.mark.parametrize("bits", [3, 8])
 def test_fused_qmv_reads_every_form(host, bits):
-    """Each column of x is read once, in whatever order a form's codes ask for them."""
+    """Each column of x is read once, in the order that a form's codes require."""
     quant = Quant(bits, 64)
     parts = mx.quantize(mx.random.normal((24, 256), key=mx.random.key(bits)), 64, bits)
     case = Fused("norm and sum", 24, 256, mx.float32)

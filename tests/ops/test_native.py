@@ -229,7 +229,7 @@ def check_attend(tokens, kv_heads, group, length, spare, dk, dv, window, seed):
 
 
 def check_attend_step(kv_heads, group, begun, used, widths, half, window, seed):
-    """Bit by bit what the single operations give, wherever the newest positions lie, in a ring too."""
+    """Equals the single operations bit by bit, for any place of the newest positions, also in a ring."""
     rng = np.random.default_rng(seed)
     heads, shapes, length = kv_heads * group, [(kv_heads, width) for width in widths], begun + used + 1
     q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in ((heads, widths[0]), *shapes))
@@ -688,7 +688,7 @@ def expert_arguments():
 
 
 def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
-    """A projection that lies where it says."""
+    """A projection at the given place."""
     codes = [types.SimpleNamespace(dtype=dtype, words=slice(at, at)) for at in words]
     fields = [types.SimpleNamespace(dtype=dtype)] * 2
     field = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))

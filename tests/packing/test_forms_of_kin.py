@@ -200,7 +200,7 @@ TENCENTS, MISTRALS = (".weight_scale", ".input_scale"), ("_scale_inv", "_activat
 
 @pytest.mark.parametrize("family, endings", [("hy_v3", TENCENTS), ("mistral4", MISTRALS)])
 def test_fp8_with_one_scale_for_a_matrix(tmp_path, family, endings):
-    """As Tencent and Mistral publish it, with scales of activations that nobody needs here."""
+    """As Tencent and Mistral publish it, with scales of activations, which are not needed here."""
     coded, values = with_one_scale(goldens.hub_tensors(family), endings)
     config = {**goldens.config(family), "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
     found = packed(write(tmp_path / "fp8", config, coded))
@@ -361,7 +361,7 @@ def test_numbers_of_experts_that_pruning_leaves(tmp_path, count):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "glm4v_moe", "hy_v3"])
 def test_image_encoders_and_drafting_heads_are_kept_aside(tmp_path, family):
-    """Under their own names, with their own bytes, and of no consequence for the model; in place nobody reads them."""
+    """Under their own names and with their own bytes, without effect on the model; in place they are not read."""
     source = goldens.write_variant(tmp_path / "hub", family, "hub")
     skipped = goldens.skipped_tensors(family)
     kept = read_header(packed(source) / "aside.safetensors")

@@ -54,7 +54,7 @@ def tree(path):
 
 
 def allocated(path):
-    """Bytes of disk that lie below `path`."""
+    """Bytes of disk used below `path`."""
     return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
 
 
@@ -348,7 +348,7 @@ def test_what_becomes_shared_on_the_way_stays(own, whole, tmp_path, shared):
 
 
 def test_a_directory_that_is_a_link_is_refused(own, tmp_path):
-    """What is behind it may be others'."""
+    """The link's target may belong to others."""
     (tmp_path / "link").symlink_to(own, target_is_directory=True)
     before = sorted(own.iterdir())
     with pytest.raises(ModelFileError, match="is a link to .* give that one, or leave --delete-source out"):

@@ -88,7 +88,7 @@ class Stopped(Exception):
 
 
 def test_stopped_anywhere_the_directory_is_no_model_until_it_is_whole(tmp_path, source, whole):
-    """Stops at each step of the progress in turn; what is left then goes on from there."""
+    """Stops at each step of the progress in turn; the conversion then resumes there."""
     out, steps = tmp_path / "out", 0
 
     def stop_after(count):
@@ -143,7 +143,7 @@ def test_what_was_repaired_is_said(tmp_path, source, whole, capsys):
 
 
 def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole, monkeypatch, capsys):
-    """With the command, wherever it is typed."""
+    """The message has the command, which works in any directory."""
     out = tmp_path / "my model"
 
     def stop(done, total, name):

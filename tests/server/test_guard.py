@@ -164,7 +164,7 @@ def test_pages_of_other_sites_see_nothing_live(live):
 
 
 def chunked(live, piece, count):
-    """A body whose length nobody said."""
+    """A body without a stated length."""
     head = request("/v1/messages", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
         connection.sendall(head)

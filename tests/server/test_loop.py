@@ -147,7 +147,9 @@ def test_one_that_goes_first_and_fails_harms_nobody(capfd):
 
 
 def test_one_that_is_cancelled_meanwhile_ends_at_once():
-    """Its session can be taken again, and the others go on: a half-computed prompt, and an answer beside a prompt."""
+    """Its session can be taken again, and the others continue: a half-computed prompt, and an answer next to a
+    prompt.
+    """
     with Live(engine) as live:
         order, sessions = [], live.worker._sessions
         story = answering(live, order)
@@ -244,7 +246,7 @@ def test_an_answer_that_outgrows_its_room_waits_for_others(monkeypatch):
 
 
 def test_an_answer_that_must_wait_goes_on_when_another_has_ended(monkeypatch):
-    """No answer is lost and nothing hangs where two answers outgrow what there is."""
+    """If two answers outgrow the memory, no answer is lost and nothing hangs."""
     monkeypatch.setattr(admission, "AHEAD", 8)
     with Live(engine) as live:
         live.worker._admission.nbytes, order = 150, []

@@ -24,7 +24,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 class Loads:
-    """Makes fake engines that answer with their name, and notes what was loaded while what was there.
+    """Makes fake engines that answer with their name, and records loads and unloads.
 
     No answer begins before `may_answer` is set.
     """
@@ -95,7 +95,7 @@ def test_an_unknown_name_is_not_found():
 
 
 def held_and_waiting(live):
-    """How many requests hold on to the loaded model, and how many wait for another one or behind it."""
+    """How many requests use the loaded model, and how many wait."""
     return live.models.loaded.uses, live.models.queue - live.worker.queue
 
 

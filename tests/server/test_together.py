@@ -32,7 +32,7 @@ from moeflux_mlx.server.worker import Worker
 
 @dataclass(frozen=True)
 class Ask:
-    """A request and what becomes of it.
+    """A request and its result.
 
     Args:
         length: of its prompt.
@@ -82,7 +82,9 @@ class Breaking:
 
 
 class Bench:
-    """A worker whose jobs come when others have heard so many events: all of it in the model's thread."""
+    """A worker whose jobs arrive when others have received a number of events; everything runs in the model's
+    thread.
+    """
 
     def __init__(self, engine):
         self.engine, begun = engine, threading.Event()
@@ -226,7 +228,7 @@ def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
 
 
 def test_what_each_request_asked_for_is_counted(tmp_path):
-    """Alone and among others the same experts; what several read together is counted once in all."""
+    """The same experts alone and among others; a record that several requests read is counted once."""
     engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512, prefetch="off")
     bench, asks = Bench(engine), [Ask(3 + n, 5, None, 0, None, "a") for n in range(4)]
     layers, stats = len(engine.model.args.moe_layers), engine.experts.stats

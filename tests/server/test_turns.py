@@ -32,7 +32,7 @@ def alone():
 
 @pytest.mark.parametrize("options", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}])
 def test_a_short_prompt_in_the_middle_of_a_long_one(alone, options):
-    """It goes first, and its answer goes on while the rest of the long one is computed."""
+    """It goes first, and its answer continues while the rest of the long prompt is computed."""
     with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
         answers = []
         long = threading.Thread(target=lambda: answers.append(("long", ask(live, LONG)[0])))
@@ -44,7 +44,7 @@ def test_a_short_prompt_in_the_middle_of_a_long_one(alone, options):
 
 
 def test_agents_share_what_they_have_in_common(alone):
-    """Copies of a session answer as if each were alone, and go on as such."""
+    """Copies of a session answer and continue as if each were alone."""
     system = {"role": "system", "content": STORY * 12}
     tasks = [[system, {"role": "user", "content": f"Tell of {name}."}] for name in ("Mira", "an owl", "the lake")]
     with Live(demo_engine, sessions=1) as live:
@@ -119,7 +119,7 @@ def letters():
 @settings(max_examples=examples(25))
 @given(turns=st.lists(st.tuples(st.integers(1, 11), st.sampled_from(["again", "on", "whole letters on"])), max_size=6))
 def test_a_prompt_depends_on_its_messages_alone(letters, turns):
-    """Whatever was asked before, and wherever an answer was cut: in the middle of a letter, too."""
+    """After any earlier requests, and with an answer cut anywhere, even within a character."""
     engine, messages = letters.worker.state.engine, SHORT
     history = History(engine.tokenizer)
     for limit, how in turns:

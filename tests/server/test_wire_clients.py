@@ -25,7 +25,7 @@ RESPONSE = responses.read({"model": "m", "input": "hi", "tools": [PATCH]})
 
 
 class Server:
-    """Answers every request of a client with what it is told to."""
+    """Answers every request of a client with given data."""
 
     def __init__(self):
         self.status, self.body, self.kind, self.headers = 200, b"", "text/event-stream", {}

@@ -166,7 +166,7 @@ def test_response_stream(events, waits):
 @settings(max_examples=examples(60))
 @given(rows(), st.sampled_from(sorted(APIS)))
 def test_whole(events, name):
-    """The reply that does not stream fits its schema and says what the stream says."""
+    """The reply without streaming fits its schema and has the same content as the stream."""
     request, ids = REQUESTS[name], fixed_ids()
     reply = APIS[name].whole(request, events, ids)
     if isinstance(events[-1], Failed):

@@ -18,7 +18,7 @@ LIMIT = 90  # seconds
 
 
 def ring(folder, ranks):
-    """A host file of so many ranks, at ports that were free a moment ago."""
+    """A host file for a number of ranks, with ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(ranks)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))

@@ -55,7 +55,7 @@ def test_a_prompt_leaves_its_experts_with_their_owners():
 @pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_bits_of_one_process(family):
-    """In pools that drop what the account says they have."""
+    """In pools that have evicted records of the account."""
     lengths = (1, 31, 5)
     alone = logits_of(load_model(tiny_directory(family), dtype=mx.float32), lengths, 12)
     dealt = set()

@@ -71,7 +71,7 @@ def state(session):
 
 
 def twins(pair, session):
-    """What the two ranks hold of a session, once the other one has done all that it was told and hears again."""
+    """The session's contents on both ranks, after the other one has carried out all orders."""
     pair.lead.send(Order.IDLE, 0)
     return state(session), state(pair.follower.sessions[session.number])
 

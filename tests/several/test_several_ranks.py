@@ -130,7 +130,7 @@ def printable(text):
 
 
 def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
-    """One process writes it, two go on from it and write another, one goes on from that."""
+    """One process writes a prompt, two continue from it and write another, and one continues from that."""
     store = ("--prompt-cache-dir", str(tmp_path / "prompts"))
     assert alone(*GENERATE, PROMPT, "--model", model, *store)[1] == answer
     given = ("--model", model, *store)
@@ -264,7 +264,7 @@ def test_ctrl_c_stops_an_answer_of_a_chat_and_not_the_chat(tmp_path, model, inte
 
 
 def test_a_record_that_cannot_be_read_is_an_error_on_all(tmp_path, model):
-    """The file is cut short while the ranks talk; the answer fails on both, and the chat goes on."""
+    """The file is cut short during a chat; the answer fails on both ranks, and the chat continues."""
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     file = ring(tmp_path, 2)
@@ -339,7 +339,7 @@ def cpu_seconds(process):
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_200_requests_and_an_idle_minute(tmp_path, model, interruptible):
-    """Two at a time; then nobody asks, and nobody burns a core waiting; then all is as before."""
+    """Two at a time; then no requests, and no rank keeps a core busy; then requests as before."""
     prompts = [f"{who} can talk to owls, and why would anybody want to?" for who in ("She", "He", "She who", "Who")]
     ranks, port = serving(ring(tmp_path, 2), model)
     expected = [asked(port, prompt, 6) for prompt in prompts]

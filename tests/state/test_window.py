@@ -99,7 +99,7 @@ def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, ro
 
 
 def feed_rows(cache, count):
-    """The last of so many positions that go in one by one."""
+    """The last of a number of positions that are appended one by one."""
     return [feed(cache, 1) for _ in range(count)][-1]
 
 

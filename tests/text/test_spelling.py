@@ -34,7 +34,7 @@ def test_a_text_that_parts_keeps_them_up_to_the_last_special_one(tokenizer):
 
 
 def test_tokens_that_a_tokenizer_would_not_choose_are_kept(tokenizer):
-    """`<think>` in letters is what a model may write; encoded anew it would be one token."""
+    """A model may write `<think>` in letters; encoded again it would be one token."""
     odd = [*tokenizer.encode("<thi"), *tokenizer.encode("nk>"), *tokenizer.encode("<|im_end|>")]
     assert spelt(tokenizer, odd).encode("<think><|im_end|>\n")[: len(odd)] == odd
     assert tokenizer.encode("<think><|im_end|>\n")[: len(odd)] != odd

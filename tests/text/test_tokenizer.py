@@ -749,7 +749,7 @@ class TestInMlxLm:
         vocab_size = any_tokenizer.vocab_size
 
         class Script:
-            """A model that says `answer` whatever the prompt is."""
+            """A model that answers every prompt with `answer`."""
 
             layers: list = []
 

@@ -130,7 +130,7 @@ def test_wrong_values_are_never_measured():
 
 
 def test_measurements_alternate():
-    """A machine that slows down while it is measured favours nobody."""
+    """A machine that slows down during a measurement favours no tile."""
     code, other, turns = Tile(1, 32), Tile(2, 32), []
 
     def seconds(tile):

@@ -118,7 +118,7 @@ def test_reading_ends_where_a_file_is_too_large(site, monkeypatch, length):
     monkeypatch.setattr(fetching, "FILE_BYTES", 100_000)
 
     def more():
-        """Than the system keeps of what nobody reads."""
+        """More bytes than the system buffers."""
         yield reply(**length)
         for _ in range(500):
             yield bytes(1 << 16)

@@ -70,7 +70,7 @@ def test_logits_match_hugging_face(models, family, count):
 
 @pytest.mark.parametrize("family, cut, computing", drawn(FAMILIES, CUTS, ["native", "plain operations"]))
 def test_any_cut_gives_them_and_text_goes_on(monkeypatch, models, family, cut, computing):
-    """The last of them, and those of the tokens behind the last image, which come one by one."""
+    """The last logits, and those of the tokens after the last image, which are computed one by one."""
     if computing == "plain operations":
         use_plain_operations(monkeypatch)
     model = models(family)

@@ -33,7 +33,7 @@ FAMILY = "qwen3_5_moe"  # some of its layers cannot be cut
 
 
 def prompt_of(family, *seeds, tail=6, grid=(3, 4)):
-    """Text, and an image for each seed with text behind it."""
+    """Text, then an image for each seed, each followed by text."""
     draw, tokens = np.random.default_rng(0), []
     for _ in seeds:
         tokens += [*draw.integers(0, 240, 9).tolist(), ROW]
@@ -190,7 +190,7 @@ def test_a_prompt_behind_what_a_cache_has_seen():
 
 
 class GuidedHead(HeadDrafts):
-    """Computes what it proposes, and says what it is told."""
+    """Computes its proposals, and returns given ones."""
 
     told: Told
 
