@@ -18,7 +18,7 @@ from . import gpu_time
 from .backend import Array, arange, library_of, view
 from .elementwise import softmax, split
 from .indexed import Index, choose
-from .linear import Weights, linear, rows_of
+from .linear import Weights, linear, multiply, part_of_heads, rows_of
 from .rope import Rope
 
 
@@ -156,7 +156,11 @@ def _mixed(weights: Any, values: Any) -> Any:
 
 def grouped_projection(x: Array, w: Weights, groups: int) -> Any:
     """[B, L, groups * rows] of x [B, L, groups * columns]: each group's columns times its own rows of w."""
+    if isinstance(x, mx.array):
+        parts = x.reshape(*x.shape[:2], groups, -1).swapaxes(1, 2)
+        out = multiply(parts, part_of_heads(w, groups, slice(None)), transpose=True)
+        return out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
     rows, columns = w.shape[0] // groups, w.shape[1]
-    parts = split(x, *range(columns, groups * columns, columns))
-    made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(parts)]
-    return mx.concatenate(made, axis=-1) if isinstance(x, mx.array) else np.concatenate(made, axis=-1)
+    columns_of = split(x, *range(columns, groups * columns, columns))
+    made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(columns_of)]
+    return np.concatenate(made, axis=-1)
