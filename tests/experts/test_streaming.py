@@ -13,7 +13,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
-from grids import drawn
+from grids import drawn, marks
 from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
@@ -485,7 +485,10 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
 @pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize(
     "family, copied",
-    [*((one, copied) for one in FAMILIES for copied in (False, True)), *((one, None) for one in CHOOSING)],
+    [
+        *((one, copied) for one in FAMILIES for copied in (False, True)),
+        *(pytest.param(one, None, marks=marks(one == "qwen4_exp")) for one in CHOOSING),
+    ],
 )
 def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
     """As on a GPU, in a pool that does not hold all experts, so that some are predicted; a longer text's last tokens

@@ -8,6 +8,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from grids import marks
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import msl
@@ -24,6 +25,8 @@ from moeflux_mlx.state import compressed, growing, window
 
 FAMILIES = (*goldens.families(), "gpt_oss")
 CHOOSING = ("deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3_vl", "qwen4_exp")
+SLOW = ("deepseek_v4", "glm5_next")  # MLX takes 25 s to compile hyper-connections for the CPU
+SOME_CHOOSING = [pytest.param(one, marks=marks(one not in SLOW)) for one in CHOOSING]
 
 
 def make_resident(monkeypatch, family, dtype=mx.float32):
@@ -45,7 +48,7 @@ def resident_model(monkeypatch, request):
     return make_resident(monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4", *CHOOSING], indirect=True)
+@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4", *SOME_CHOOSING], indirect=True)
 def test_compiled_step_equals_the_plain_one(resident_model):
     model = resident_model
     prompt, rest = list(range(5, 25)), [7, 3, 9, 30]
@@ -62,7 +65,7 @@ def test_compiled_step_equals_the_plain_one(resident_model):
     assert [c.offset for c in fixed] == [c.offset for c in plain]
 
 
-@pytest.mark.parametrize("resident_model", ["deepseek_v32", *CHOOSING], indirect=True)
+@pytest.mark.parametrize("resident_model", ["deepseek_v32", *SOME_CHOOSING], indirect=True)
 def test_a_step_that_attends_to_all_and_one_that_chooses(resident_model):
     """The compiled step changes with the token that no longer sees all positions, and with one that ends an entry or a
     block; all match the golden."""
