@@ -118,7 +118,7 @@ class RequestError(MoefluxError, ValueError):
 
 
 class BadRequestError(RequestError):
-    """What a client sent to the server cannot be read or served; `param` names the field.
+    """A client's request to the server cannot be read or served; `param` names the field.
 
     Args:
         message: one line for the client.

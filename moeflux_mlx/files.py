@@ -100,7 +100,7 @@ def _untagged(value: dict[str, Any]) -> Any:
 
 
 def tagged(value: Any) -> Any:
-    """What JSON can say of a value that `read_json` made."""
+    """A value of `read_json` in a form that JSON can express."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, dict):

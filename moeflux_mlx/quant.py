@@ -109,7 +109,7 @@ class Quant:
         return columns // self.group_size
 
     def entry(self) -> dict[str, Any]:
-        """What says this in `config.json`."""
+        """The entry for this form in `config.json`."""
         stated = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         return {**stated, GLOBAL_SCALE: True} if self.has_global_scale else stated
 
@@ -173,7 +173,7 @@ def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | 
 
 
 def parse(path: str, entry: Mapping[str, Any]) -> Quant:
-    """What `entry`, MLX's `quantization` or one module's part of it, says; as mlx-lm reads it.
+    """Reads `entry`, MLX's `quantization` or one module's part of it, as mlx-lm does.
 
     A missing or null `group_size` or `bits` means the mode's default, and a missing mode means affine, whatever the
     rest of the file has.

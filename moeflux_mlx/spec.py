@@ -258,7 +258,7 @@ def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check(args: ModelArgs) -> None:
-    """What the fields must satisfy together."""
+    """Checks conditions between fields."""
     if len({layer.residual for layer in args.layers}) > 1:
         raise ConfigError("layers differ in their residuals, which is not implemented")
     if not args.moe_layers:

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def machine_lines(figures: Figures) -> list[str]:
-    """What it is, and which versions run."""
+    """Lines that describe the machine and the versions."""
     installed = {name: _version(name) for name in PACKAGES}
     versions = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     limits = [f"{in_gb(figures.memory, 1)} of {figures.name} may be used"]
@@ -69,7 +69,7 @@ def machine_lines(figures: Figures) -> list[str]:
 
 
 def thread_lines() -> list[str]:
-    """What Metal gives a threadgroup here, and what the kernels ask for."""
+    """Lines on the threads that Metal allows in a threadgroup, and those that the kernels use."""
     if backend.name() != "metal":
         return []
     alone, named = thread_limits()

@@ -43,7 +43,7 @@ def remove_model(options: argparse.Namespace) -> int:
 
 
 def downloaded() -> dict[str, Any]:
-    """What huggingface_hub knows of each, by name."""
+    """The downloaded models as huggingface_hub lists them, by name."""
     import huggingface_hub as hub
 
     if not cache_folder().is_dir():

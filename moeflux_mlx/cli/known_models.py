@@ -35,8 +35,9 @@ class Machine:
     """The properties of a machine that determine how fast models run.
 
     Args:
-        figures: its memory. products: bytes of weights per second in the products of one token. disk: bytes per second
-            read from the disk.
+        figures: its memory.
+        products: bytes of weights per second in the products of one token.
+        disk: bytes per second read from the disk.
         is_measured: whether `disk` was measured or given; otherwise it is `ASSUMED_DISK`.
     """
 

@@ -42,7 +42,7 @@ def title_of(step: Step) -> str:
 
 
 def lines_of(step: Step, refusal: str) -> list[str]:
-    """What runs, and below it, behind `refusal`, why not another form."""
+    """The lines of what runs, each followed by the reasons (`refusal`) why no other form runs."""
     runs = ", ".join(name if count == 1 else f"{name} x{count}" for name, count in step.runs.items())
     lines = [f"  {step.tokens:>3} {'token ' if step.tokens == 1 else 'tokens'}  {runs or 'MLX operations only'}"]
     return lines + [f"              {refusal}{name}: {reason}" for name, reason in step.refused.items()]

@@ -14,7 +14,7 @@ KEY = "MOEFLUX_API_KEY"  # the environment variable in which a program finds the
 
 @dataclass(frozen=True)
 class Address:
-    """What a program must know of a server.
+    """The data that a program needs to use a server.
 
     Args:
         url: without /v1.
@@ -31,7 +31,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a program is started with: options before the user's own, and variables; None removes one."""
+    """The options of a program, placed before the user's own, and environment variables; None removes one."""
 
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def lines(history_file: str | None) -> Iterator[str]:
-    """What the user enters, edited in a terminal, or the lines of stdin."""
+    """Yields the user's lines, edited in a terminal or from stdin."""
     if not sys.stdin.isatty():
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         yield from (line.rstrip("\n") for line in sys.stdin)

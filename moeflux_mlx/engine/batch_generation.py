@@ -105,7 +105,8 @@ class BatchGenerator:
         completion_batch_size: number of texts that decode together, at most `MAX_ROWS`.
         prefill_step_size, span: as in `generate_step`.
 
-
+    Attributes:
+        stats: counts so far.
 
     Raises:
         RequestError: a number is out of range.

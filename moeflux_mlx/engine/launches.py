@@ -235,7 +235,7 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
 
 
 def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
-    """What the layer before would have chosen for x [B, L, D], if the mixer takes that."""
+    """The previous layer's choice for x [B, L, D], if the mixer uses it."""
     if not isinstance(mixer, Latent) or mixer.indexer is None:
         return []
     B, late, top = x.shape[0], max(x.shape[1] - mixer.indexer.top, 0), mixer.indexer.top

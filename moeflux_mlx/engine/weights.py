@@ -27,7 +27,7 @@ from ..vision.vision import NoVision, VisionFiles, open_vision
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a model's tensors are.
+    """The places of a model's tensors.
 
     Attributes:
         shapes: the resident tensors, for callers that need only shapes and dtypes; they are lazy.

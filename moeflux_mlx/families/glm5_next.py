@@ -126,7 +126,7 @@ def _feed_forward(read: Fields) -> tuple[Dense, Experts]:
 
 
 def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
-    """What mlx-vlm stores as one (0.7.10, `glm5_next/language.py`)."""
+    """Matrices that mlx-vlm stores as one (0.7.10, `glm5_next/language.py`)."""
     if shards > 1:
         return {}
     stem, mixer = f"model.layers.{layer}.", spec.mixer

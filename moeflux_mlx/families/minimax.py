@@ -79,7 +79,7 @@ def _minimax_m3(read: Fields) -> dict[str, Any]:
 
 
 def _sparse_fields(read: Fields) -> Fields:
-    """What the indexer has, in transformers' names."""
+    """The indexer's fields under transformers' names."""
     own = read.optional("sparse_attention_config", Mapping, {})
     names = {"num_index_heads": "n_heads", "index_dim": "head_dim", "block_size": "block_size"}
     names |= {"topk_blocks": "topk_blocks", "local_block": "local_blocks"}

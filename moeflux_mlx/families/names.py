@@ -45,7 +45,7 @@ def is_aside(name: str, layers: int) -> bool:
 
 
 def head_name(name: str, layers: int, head: HeadNames) -> str | None:
-    """What a draft head calls a checkpoint tensor, or None for one that is no part of it.
+    """The draft head's name of a checkpoint tensor, or None if the tensor does not belong to it.
 
     Args:
         name: as the checkpoint has it, or as a file of nothing but the head may have it, without its beginning.

@@ -39,7 +39,7 @@ class InPlaceExperts:
         self._fields = fields
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
-        """What the expert's record is made of, one piece for each of its fields."""
+        """The pieces of the expert's record, one for each of its fields."""
         return tuple([spread.piece(expert) for spread in self._fields[layer]])
 
     def check_scales(self, layer: int, first: int, rows: np.ndarray) -> None:

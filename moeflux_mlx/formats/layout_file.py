@@ -277,7 +277,7 @@ def _check_keys(geometry: Mapping[str, Any], where: object) -> None:
 
 
 def _stated(layer: int, args: ModelArgs, where: object) -> Quants:
-    """What config.json says of each of an expert's matrices."""
+    """The stored form of each of an expert's matrices in config.json."""
     matrices = args.experts.matrices
     quants = (None,) * matrices if args.quantization is None else stated_quants(args.quantization, layer, matrices)
     for projection, quant in zip(projections_of(matrices), quants, strict=True):

@@ -47,7 +47,7 @@ class ExpertFiles(Protocol):
         ...
 
     def pieces(self, layer: int, expert: int) -> tuple[FilePiece, ...]:
-        """What a record is made of; together they cover its fields."""
+        """The pieces of a record, which together cover its fields."""
         ...
 
 

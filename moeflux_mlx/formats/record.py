@@ -93,7 +93,7 @@ class Projection:
 
     @cached_property
     def bias(self) -> Field | None:
-        """What its product adds; None: nothing."""
+        """The field of the product's bias, or None."""
         return next((field for field in self.fields if field.part == BIAS), None)
 
 
@@ -152,7 +152,7 @@ class Record:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """What a file states of it."""
+        """The part of a record that a file states."""
         return self.projections, self.stride
 
     @cached_property
@@ -204,7 +204,7 @@ class Record:
 
     @cached_property
     def held_bytes(self) -> int:
-        """What a record takes in memory, and a read past the page cache brings: whole blocks of a disk."""
+        """Bytes of a record in memory and of a direct read: whole blocks of a disk."""
         return rounded(self.size, BLOCK_BYTES)
 
     def spaced(self, stride: int) -> "Record":
@@ -382,7 +382,7 @@ def expert_path(layer: int, projection: str) -> str:
 
 
 def stated_quants(quantization: Quantization, layer: int, matrices: int) -> tuple[Quant | None, ...]:
-    """What config.json says of the so many matrices of a layer's experts."""
+    """The stored forms of the matrices of a layer's experts in config.json."""
     return tuple(quantization.of(expert_path(layer, projection)) for projection in projections_of(matrices))
 
 

@@ -50,7 +50,7 @@ class RowForm:
 
 
 class Place(NamedTuple):
-    """Where rows begin in a file, and how many bytes of each lie there, one row's behind the other's."""
+    """The place of consecutive rows in a file, and the number of bytes of each."""
 
     path: Path
     offset: int

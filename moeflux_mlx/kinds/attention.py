@@ -18,18 +18,18 @@ class GroupedQuery:
             [heads * head_dim]), or none.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
-            the head's output. "sigmoid head", "softplus head": one gate for each head, from a projection of its own
+            the head's output. "sigmoid head", "softplus head": one gate per head, from a separate projection
             (`g_proj`), whose sigmoid or softplus multiplies the head's output.
         window: how many of the newest positions a query sees, itself included; None: all.
         sinks: whether each head has a learned logit in the softmax's denominator.
         value_dim: width of a value head; None: head_dim.
         scale: of the scores; None: head_dim ** -0.5.
-        value_scale: multiplies the values, that is, what comes of attention.
+        value_scale: factor of the values, and so of attention's output.
         value_is_key: whether keys, before norm and rotation, serve as values.
         value_norm: whether the values of each head are normed, without a weight.
-        blocks: of which a token attends to some; None: it attends to all positions that it sees.
-        kv_bits: to which a cache rounds keys and values, 8; None: it keeps them as they are. It is nothing that a
-            config.json says: whoever loads a model decides.
+        blocks: blocks of positions, of which a token attends to some; None: it attends to all positions that it sees.
+        kv_bits: bits to which a cache rounds keys and values, 8; None: unchanged. It is not a field of config.json but
+            chosen when a model is loaded.
     """
 
     heads: int
@@ -67,8 +67,9 @@ class GroupedQuery:
         return self.blocks.seeing_all(first, count) if self.blocks else count
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once while `tokens` attend over `positions`, but for scores: queries, gates, results,
-        and keys and values that lie in no cache because a window has passed them."""
+        """Number of values that exist at once while `tokens` attend over `positions`, without scores: queries, gates,
+        results, and keys and values that are not in a cache because they have left the window.
+        """
         seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
         chosen = self.blocks.temporaries(tokens, positions) if self.blocks else 0
         return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen
@@ -82,7 +83,7 @@ class GroupedQuery:
 
 @dataclass(frozen=True)
 class QueryScale:
-    """What multiplies a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+    """The factor of a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
 
     Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
     """
@@ -95,9 +96,9 @@ class QueryScale:
 class Latent:
     """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
 
-    Queries come from a latent of `q_latent` values, which is normed; None: from the hidden state at once. Without a
-    `rotation` there is no rotated key. `indexer` chooses which positions a token attends to, or that of `blocks` which
-    blocks of them; None: to all. `norm_eps`: of the norms of both latents.
+    Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
+    there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
+    None: all. `norm_eps`: epsilon of the norms of both latents.
     """
 
     heads: int
@@ -140,8 +141,10 @@ class Latent:
         return rule.seeing_all(first, count) if rule else count
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once, but for scores: the latents expanded to keys and values of every head, queries,
-        results. With an indexer latents are expanded for the first tokens alone, which attend to all they see."""
+        """Number of values that exist at once, without scores: the latents expanded to keys and values of every head,
+        queries, results. With an indexer, latents are expanded only for the first tokens, which attend to all
+        positions.
+        """
         rule = self.blocks or self.indexer
         chosen = rule.temporaries(tokens, positions) if rule else 0
         expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
@@ -160,11 +163,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class Compressor:
-    """Makes an entry of each `ratio` positions: of every value the mean of those positions', weighed by a softmax of
-    their gates (DeepSeek-V4's model code in transformers).
-
-    `overlaps`: an entry is also made of the `ratio` positions before its own, of a second series of values. `indexer`
-    chooses which entries a token attends to, by entries of its own that are made alike; None: to all.
+    """Makes one entry from each `ratio` positions: each value is the mean of the positions' values, weighted by a
+    softmax of their gates (DeepSeek-V4's model code in transformers). `overlaps`: an entry also uses the `ratio`
+    positions before its own, with a second series of values. `indexer` chooses the entries that a token attends to, by
+    its own entries, made in the same way; None: all.
     """
 
     ratio: int
@@ -177,7 +179,7 @@ class Compressor:
 
     @property
     def remembered(self) -> int:
-        """Positions up to a token's own of which an entry may yet be made."""
+        """Positions up to a token's own from which an entry may still be made."""
         return self.series * self.ratio
 
     def inputs(self, width: int) -> tuple[int, ...]:
@@ -192,11 +194,11 @@ class Compressor:
 
 @dataclass(frozen=True)
 class Compressed:
-    """Attention of `heads` queries over one head that is key and value, of a window of the newest positions and, with a
-    `compressor`, of entries that stand for all earlier ones; with sinks.
+    """Attention of `heads` queries over one head that is key and value: over a window of the newest positions and, with
+    a `compressor`, over entries that summarise all earlier ones; with sinks.
 
-    Queries come from a latent of `q_latent` values. The last `rotation.dims` values of a head are rotated, and those
-    of what comes of attention are rotated back by the token's own position. `groups` of heads are each projected to
+    Queries come from a latent of `q_latent` values. The last `rotation.dims` values of a head are rotated, and those of
+    attention's output are rotated back by the token's own position. `groups` of heads are each projected to
     `group_latent` values, and these to the stream.
     """
 
@@ -233,7 +235,7 @@ class Compressed:
 
     @property
     def overlap(self) -> int:
-        """Positions before an entry's own of which it is made too, if it is not the first."""
+        """Positions before an entry's own that it is also made from, unless it is the first."""
         return self.compressor.remembered - self.compressor.ratio if self.compressor else 0
 
     def seeing_all(self, first: int, count: int) -> int:
@@ -244,7 +246,7 @@ class Compressed:
 
     @property
     def row(self) -> int:
-        """Values that a cache holds of each of these: the key, and what entries are made of."""
+        """Values that a cache holds per position: the key, and the inputs of entries."""
         return self.head_dim + sum(self.compressor.inputs(self.head_dim) if self.compressor else ())
 
     @property
@@ -253,7 +255,7 @@ class Compressed:
         return self.compressor.entry(self.head_dim) if self.compressor else 0
 
     def rows_at_once(self, tokens: int, positions: int) -> int:
-        """Tokens that are handled together, of so many."""
+        """Number of tokens that are processed together."""
         entries = positions // self.compressor.ratio if self.compressor else 0
         least = self.heads * (2 * self.window + entries)
         if self.compressor and self.compressor.indexer:
@@ -262,7 +264,7 @@ class Compressed:
         return min(max(chosen.INDEX_VALUES // least, 1), self.window, tokens)
 
     def temporaries(self, tokens: int, positions: int) -> int:
-        """Values that exist at once: what the cache gets, queries, results, and scores of a few tokens."""
+        """Number of values that exist at once: the cache's new rows, queries, results, and scores of a few tokens."""
         indexer = self.compressor.indexer if self.compressor else None
         of_indexer = indexer.temporaries(tokens, positions) + tokens * indexer.top if indexer else 0
         scores = 3 * chosen.INDEX_VALUES + of_indexer

@@ -12,10 +12,10 @@ INDEX_VALUES = 1 << 24  # of index scores, or of gathered entries, that exist at
 class Indexer:
     """Chooses the positions that a token attends to (DeepSeek Sparse Attention, arXiv:2512.02556, section 2.1).
 
-    A token that sees at most `top` positions attends to all of them, any other to the `top` whose scores are largest,
-    by a score that `heads` queries of `dim` values and one key for each position make. Of equal scores the earlier
-    position wins. `interleaved`: how the first values of queries and keys are rotated. `reuses`: the layer has no
-    queries and keys for that, and takes what the last layer that has them chose.
+    A token that sees at most `top` positions attends to all of them. Any other token attends to the `top` positions
+        with the largest scores, which come from `heads` queries of `dim` values and one key per position. Ties go to
+        the earlier position. `interleaved`: how the first values of queries and keys are rotated. `reuses`: the layer
+        has no such queries and keys, and reuses the choice of the last layer that has them.
     """
 
     heads: int
@@ -33,7 +33,9 @@ class Indexer:
         return replace(of, interleaved=self.interleaved)
 
     def rows_at_once(self, positions: int, width: int) -> int:
-        """Tokens that are handled together, where each sees so many positions with entries of `width` values."""
+        """Number of tokens that are processed together, if each sees `positions` positions with entries of `width`
+        values.
+        """
         return max(INDEX_VALUES // max(self.heads * positions, self.top * width), 1)
 
     def temporaries(self, tokens: int, positions: int) -> int:
@@ -43,10 +45,11 @@ class Indexer:
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Blocks of `ratio` positions, of which a token attends to those that `indexer` chooses, and to the positions
-    behind the last whole block (transformers, `Qwen4ExpTextQSAIndexer`). A block's key is the mean of its positions',
-    normed and rotated by the first of them; or, if it is `weighed`, the mean of their normed keys, each value weighed
-    by a softmax of the positions' gates, and not rotated (transformers, `Glm5NextTextIndexer`)."""
+    """Blocks of `ratio` positions. A token attends to the blocks that `indexer` chooses, and to the positions after the
+    last whole block (transformers, `Qwen4ExpTextQSAIndexer`). A block's key is the mean of its positions' keys, normed
+    and rotated by the first position; or, if `weighed`, the mean of their normed keys, each value weighted by a softmax
+    of the positions' gates, without rotation (transformers, `Glm5NextTextIndexer`).
+    """
 
     ratio: int
     indexer: Indexer
@@ -54,17 +57,17 @@ class KeyBlocks:
 
     @property
     def remembered(self) -> int:
-        """Positions up to a token's own of which a block's key may yet be made."""
+        """Positions up to a token's own from which a block's key may still be made."""
         return self.ratio
 
     @property
     def overlap(self) -> int:
-        """Positions before a block's own of which its key is made too."""
+        """Positions before a block's own that its key is also made from."""
         return 0
 
     @property
     def row(self) -> int:
-        """Values that a cache holds of each of these: the key, and its gates."""
+        """Values that a cache holds per position: the key, and its gates."""
         return self.indexer.dim * (2 if self.weighed else 1)
 
     @property
@@ -97,9 +100,10 @@ class KeyBlocks:
 
 @dataclass(frozen=True)
 class HeadBlocks:
-    """Blocks of `ratio` positions, of which a token attends to its own and, for each head of keys, to others that
-    `indexer` chooses: `top` in all, by the largest product of a query and one of a block's keys (MiniMax-M3;
-    transformers, `MiniMaxM3VLIndexer`). The indexer has a query for each head of keys."""
+    """Blocks of `ratio` positions. A token attends to its own block and, for each key head, to others that `indexer`
+    chooses: `top` in all, by the largest product of a query and one of a block's keys (MiniMax-M3; transformers,
+    `MiniMaxM3VLIndexer`). The indexer has one query per key head.
+    """
 
     ratio: int
     indexer: Indexer

@@ -12,9 +12,9 @@ class Router:
     used only for the choice. Only experts of the best `kept_groups` of `groups` groups are considered. Weights are made
     to sum to one if `normalise`, then multiplied by `scale`. `logit_bias`: the router adds a bias to its logits.
     `softcap`: each logit becomes softcap * tanh(logit / softcap). `table`: a table of this many token ids gives a
-    token's experts; the logits give only the weights. `own_norm`: the logits are made of the stream in a norm of the
-    router's own, whose weight counts as hidden_size ** -0.5 times what it is. `expert_scales`: the weight of each
-    expert is multiplied by its own learned number instead of `scale`.
+    token's experts; the logits give only the weights. `own_norm`: the logits come from the stream in the router's own
+    norm, whose weight is multiplied by hidden_size ** -0.5. `expert_scales`: the weight of each expert is multiplied by
+    its own learned number instead of `scale`.
     """
 
     experts: int
@@ -40,7 +40,7 @@ FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in 
 class Activation:
     """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the three forms that clip need.
 
-    An MLP without a gate has u in place of g too: "relu" makes relu(u)^2 of it (arXiv:2109.08668, section 3).
+    An MLP without a gate uses u for g too, so "relu" gives relu(u)^2 (arXiv:2109.08668, section 3).
 
     Attributes:
         form: one of
@@ -77,10 +77,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An MLP beside the routed experts that every token uses; `gated`: times the sigmoid of a gate of its own.
-
-    `normed`: it takes the stream in a norm of its own, and what it makes and what the routed experts make are each
-    normed before they are added. `matrices`: three with a gate, two without.
+    """An MLP next to the routed experts that every token uses. `gated`: its output is multiplied by the sigmoid of a
+    gate. `normed`: its input has its own norm, and its output and that of the routed experts are each normed before
+    they are added. `matrices`: three with a gate, two without.
     """
 
     width: int
@@ -94,9 +93,9 @@ class SharedExpert:
 class Experts:
     """Routed experts, each a gated MLP of `width` chosen by `router`, and perhaps a shared one.
 
-    `biases`: whether each of an expert's matrices adds one. `matrices`: three with a gate, two without.
-    `latent`: they take and make so many values, which one projection makes of the hidden state and another one turns
-    back, after the experts of a token are added; None: they take the hidden state itself.
+    `biases`: whether each of an expert's matrices has a bias. `matrices`: three with a gate, two without. `latent`:
+    width of their input and output; one projection makes the input from the hidden state, and another converts the sum
+    of a token's experts back; None: they take the hidden state itself.
     """
 
     router: Router

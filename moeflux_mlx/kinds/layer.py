@@ -14,10 +14,11 @@ FeedForward = Dense | Experts
 
 @dataclass(frozen=True)
 class HyperConnections:
-    """`streams` that run side by side: a part of a layer gets a sum of them, and what it makes is added to a mixture of
-    them. All weights come of the streams; those of the mixture are made doubly stochastic by `iterations` of
-    Sinkhorn's method, with `eps` in each division (manifold-constrained hyper-connections, arXiv:2512.24880). Behind
-    the last layer one stream is made of all by weights of the same kind, or it is their `mean`."""
+    """`streams` parallel residual streams: a part of a layer gets a weighted sum of them, and its output is added to a
+    mixture of them. All weights are computed from the streams; those of the mixture are made doubly stochastic by
+    `iterations` of Sinkhorn's method, with `eps` in each division (manifold-constrained hyper-connections,
+    arXiv:2512.24880). After the last layer the streams are summed with weights of the same kind, or averaged if `mean`.
+    """
 
     streams: int
     iterations: int
@@ -27,9 +28,10 @@ class HyperConnections:
 
 @dataclass(frozen=True)
 class GatedConnections:
-    """`streams` that run side by side: a part of a layer gets the mean of them, normed and each value weighed by a
-    sigmoid, and what it makes is added to each of them, weighed by another. The weights of values come of the streams
-    through `rank` values (transformers, `Qwen4ExpTextGatedResidual`). No other norm stands before a part."""
+    """`streams` parallel residual streams: a part of a layer gets the mean of the normed streams, each value weighted
+    by a sigmoid, and its output is added to each stream with another weight. The weights of values are computed from
+    the streams through `rank` values (transformers, `Qwen4ExpTextGatedResidual`). There is no other norm before a part.
+    """
 
     streams: int
     rank: int
@@ -40,11 +42,11 @@ Connections = HyperConnections | GatedConnections
 
 @dataclass(frozen=True)
 class Residual:
-    """How a layer's parts meet the stream: h = x + mixer(norm(x)), out = h + feed_forward(norm(h)).
+    """How a layer's parts are added to the stream: h = x + mixer(norm(x)), out = h + feed_forward(norm(h)).
 
-    `scale` multiplies what a part adds. `connections`: there are several streams; None: one. `output_norms`: what a
-    part makes is normed before it is added. `layer_scale`, beside these norms: a learned number multiplies what the
-    layer gives.
+    `scale` multiplies a part's output. `connections`: the connections of several streams; None: one stream.
+    `output_norms`: a part's output is normed before it is added. `layer_scale`, only with these norms: a learned number
+    multiplies the layer's output.
     """
 
     scale: float = 1.0
@@ -59,7 +61,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a decoder; without a `feed_forward` part it ends behind its mixer."""
+    """One layer of a decoder; without a `feed_forward` part it ends after its mixer."""
 
     mixer: Mixer
     feed_forward: FeedForward | None
@@ -71,14 +73,14 @@ class LayerSpec:
         return self.feed_forward.row_width if self.feed_forward else 0
 
 
-# Switches that not every value of is computed, and the values that are.
+# Switches of which not every value is implemented, and the implemented values.
 COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
     Residual: {"scale": (1.0,)},
 }
 
 
 def unsupported(layer: LayerSpec) -> Iterator[tuple[str, Any]]:
-    """Switches of a layer that are not computed, as (name, value)."""
+    """Switches of a layer whose values are not implemented, as (name, value)."""
     for part in (layer.mixer, layer.feed_forward, layer.residual):
         for name, computed in COMPUTED.get(type(part), {}).items():
             if getattr(part, name) not in computed:

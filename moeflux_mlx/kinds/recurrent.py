@@ -13,16 +13,16 @@ class NGrams:
     its mixer (transformers, `Qwen4ExpTextPLELayer`).
 
     For 2-grams, then 3-grams and so on, there are equally many heads; each takes a row of `width` values out of its own
-    part of the table, by a hash. What is made of the rows goes through a causal convolution of `taps` inputs, which lie
-    as far apart as the longest n-gram is long.
+    part of the table, by a hash. The result goes through a causal convolution of `taps` inputs, whose distance is the
+    length of the longest n-gram.
 
     Attributes:
         sizes: rows of each head's part, which follow one another.
         multipliers: odd factors of a token and of those before it, the newest first; as many as the longest n-gram has
             tokens.
-        rows: of the table, with those that no head uses.
+        rows: number of rows of the table, including unused ones.
         end: the token that ends a text; no n-gram goes back beyond one.
-        channels: of the convolution, those of all streams.
+        channels: channels of the convolution, those of all streams.
     """
 
     sizes: tuple[int, ...]
@@ -56,7 +56,7 @@ LEAST_FLOOR = -5.0  # of the logarithms of decays
 class ChannelDecay:
     """A decay for each value of a key: exp(floor * sigmoid(exp(A_log) * (a + dt_bias))), where `floor` is the least
     logarithm, from LEAST_FLOOR on (Kimi Delta Attention, arXiv:2510.26692, with the bounded gate of transformers'
-    `Glm5NextTextForgetGate`). What makes decays and gates of the hidden state goes through `rank` values."""
+    `Glm5NextTextForgetGate`). The projections from the hidden state to decays and gates have rank `rank`."""
 
     floor: float
     rank: int
@@ -67,9 +67,9 @@ class Delta:
     """The gated delta rule behind a causal convolution of `taps` inputs.
 
     Attributes:
-        gate: what multiplies the normed result, silu or sigmoid of a projection.
-        ngrams: what is added before; None: nothing.
-        channel_decay: how each value of a key decays by itself; None: those of a head decay alike.
+        gate: the factor of the normed result: silu or sigmoid of a projection.
+        ngrams: the n-grams that are added before; None: none.
+        channel_decay: the decay of each value of a key; None: one decay per head.
     """
 
     key_heads: int

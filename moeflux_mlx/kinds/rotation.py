@@ -31,10 +31,10 @@ class Llama3:
 class Rotation:
     """Rotary position embedding of the first `dims` values of a head; `interleaved` pairs neighbours.
 
-    `pairs`: how many of them turn, those with the highest frequencies, which are those of all (Gemma 4's
-    "proportional" rotation, `_compute_proportional_rope_parameters` of transformers); None: all.
-    `axes`: for each pair of values, which of three positions turns it: 0, that in the text, 1, an image's row, or 2,
-    its column; of a token of text all three are the same (Qwen2-VL, arXiv:2409.12191, section 2.1). None: the first.
+    `pairs`: how many pairs are rotated, those with the highest frequencies of a full head (Gemma 4's "proportional"
+    rotation, `_compute_proportional_rope_parameters` of transformers); None: all. `axes`: for each pair of values, the
+    position that rotates it: 0, that in the text, 1, an image's row, or 2, its column; for a token of text all three
+    are equal (Qwen2-VL, arXiv:2409.12191, section 2.1). None: the first.
     """
 
     dims: int

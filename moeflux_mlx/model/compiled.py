@@ -20,7 +20,7 @@ from ..ops.rows import RowCaches
 from ..state.cache import Cache
 from ..state.traced import Traced, up_to
 
-Run = Callable[..., list[mx.array]]  # of the tokens, what takes the place of each layer's cache, and other arrays
+Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
 MOST_TRACES = 64  # of a step: each capacity of each of several sequences makes another
 Begin = Callable[[int, int], None]  # called with the numbers of a row and of a layer before its cache absorbs the row
 
@@ -32,9 +32,8 @@ def _scalar(value: int) -> mx.array:
 
 
 class Compiled:
-    """A function of arrays as a graph, traced once for each of their shapes, and replayed.
-
-    What is traced holds on to the arrays that the function finds elsewhere, until `forget`.
+    """A function of arrays as a graph, traced once for each set of shapes and then replayed. A trace keeps the arrays
+    that the function uses from elsewhere, until `forget`.
     """
 
     def __init__(self, run: Callable[..., list[mx.array]]):
@@ -43,13 +42,13 @@ class Compiled:
         self._compiled: dict[int, Any] = {}
 
     def forget(self) -> None:
-        """Gives back what the traces hold."""
+        """Frees the traces and what they keep."""
         self._compiled = {}
 
     def __call__(self, *arrays: mx.array) -> list[mx.array]:
         thread = threading.get_ident()
         if thread not in self._compiled:
-            run = self._run  # a function of its own for each thread
+            run = self._run  # each thread needs its own function object
             self._compiled[thread] = mx.compile(lambda *given: run(*given))
         return cast("list[mx.array]", self._compiled[thread](*arrays))
 
@@ -57,7 +56,7 @@ class Compiled:
 class DecodeStep:
     """Runs a model, or a part of it, for rows: one token of each of some sequences, or the next tokens of one.
 
-    What is traced holds on to the model's arrays until `forget`.
+    Traces keep the model's arrays until `forget`.
     """
 
     def __init__(self, run: Run):
@@ -68,7 +67,7 @@ class DecodeStep:
         self._traces = 0
 
     def forget(self) -> None:
-        """Gives back what the traces hold."""
+        """Frees the traces and what they keep."""
         self._compiled, self._traces = {}, 0
 
     @staticmethod
@@ -85,8 +84,9 @@ class DecodeStep:
     def __call__(
         self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
     ) -> list[mx.array]:
-        """The arrays that `run` makes of what `takes` takes, and of `more`; advances the caches of all sequences, after
-        `begin` has been called."""
+        """Runs the graph on the inputs of `takes` and on `more`, and returns its arrays; advances the caches of all
+        sequences, after a call of `begin`.
+        """
         state, runs = list[Any](), _runs(sequences)
         for cache, count in runs:
             for row in range(count):
@@ -125,7 +125,8 @@ class DecodeStep:
 
 def by_prediction(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[[bool], DecodeStep]:
     """A step for each value of the first argument of `run`: whether it predicts the experts of the next layer. They
-    hold what they trace until `experts` close."""
+    keep their traces until `experts` close.
+    """
     steps = [DecodeStep(partial(run, predict)) for predict in (False, True)]
     for step in steps:
         experts.at_close(step.forget)
@@ -145,7 +146,7 @@ class _Standing:
         self._before: dict[tuple[int, int], list[mx.array]] = {}  # by layer and row, after that row
 
     def begin(self, layer: int, row: int) -> None:
-        """The layer's cache has absorbed the rows before this one."""
+        """Called when the layer's cache has absorbed the rows before this one."""
         if row:
             cache = self.layers[layer]
             self._before[layer, row - 1] = cache.arrays
@@ -153,7 +154,7 @@ class _Standing:
             cache.go_on(*later, *self._places[row])
 
     def arrays(self, row: int) -> list[mx.array]:
-        """Of all caches, after the row."""
+        """The arrays of all caches after the row."""
         return [array for i, cache in enumerate(self.layers) for array in self._before.get((i, row), cache.arrays)]
 
 
@@ -166,13 +167,13 @@ def _caches(rows: Sequence[tuple[_Standing, int]], layer: int) -> RowCaches:
 
 
 def _place(arrays: Iterator[mx.array]) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:
-    """Of a token: its place, its rotary position, and what it sees of so many positions."""
+    """A token's place, its rotary position, and its mask over a number of positions."""
     offset, position = islice(arrays, 2)
     return offset, position, lru_cache(lambda capacity: up_to(offset, capacity))
 
 
 def _runs(sequences: Sequence[Sequence[Any]]) -> list[tuple[Sequence[Any], int]]:
-    """The caches of each sequence, and how many rows it has, one behind the other."""
+    """The caches of each sequence with the number of its consecutive rows."""
     runs = list[tuple[Sequence[Any], int]]()
     for cache in sequences:
         if runs and runs[-1][0] is cache:

@@ -309,7 +309,7 @@ class Model(nn.Module):
         return self.model.normed(self._last(tokens, cache))
 
     def _last(self, tokens: mx.array, cache: Sequence[Any], *arrays: mx.array) -> Any:
-        """What the last layer gives."""
+        """The output of the last layer."""
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
             try:

@@ -135,12 +135,12 @@ class DraftHead(nn.Module):
         return out, self.next(out)
 
     def _row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
-        """What is compiled."""
+        """The function that is compiled."""
         assert self._shared is not None
         return [self._normed(self._joined(self._shared.embed(token), [hidden]), caches[0])]
 
     def _drafting_row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
-        """What is compiled, with the next token."""
+        """The function that is compiled, including the next token."""
         assert self._shared is not None
         out = self._row(token, caches, hidden)[0]
         return [out, mx.argmax(self._shared.logits(out), axis=-1)]
@@ -160,7 +160,7 @@ class DraftHead(nn.Module):
         return self.fc(mx.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
 
     def _normed(self, x: Any, cache: Any) -> Any:
-        """What the layer makes of x [1, n, hidden_size], normed."""
+        """The layer's normed output for x [1, n, hidden_size]."""
         layer, count = self.model.layers[0], x.shape[1]
         if count <= MAX_TOKENS:
             return self.model.norm(layer(x, cache, Chosen()))

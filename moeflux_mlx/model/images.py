@@ -27,7 +27,8 @@ class Image(Protocol):
     """An image in a text.
 
     Attributes:
-        digest: identifies the image. length: number of its places.
+        digest: identifies the image.
+        length: number of its places.
         grid: rows and columns of the places, where rotary positions follow them; None: they follow the text.
     """
 

@@ -106,7 +106,7 @@ class DecoderLayer(nn.Module):
         return self.mlp.forward(self._mixed(x, cache, chosen), self._second_norm)
 
     def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced], *positions: mx.array) -> list[Any]:
-        """What is compiled; `positions`: those of the last layer with an indexer, if it chose some."""
+        """The function that is compiled; `positions`: the choice of the last layer with an indexer, if any."""
         chosen = Chosen(positions[0] if positions else None)
         h = self._mixed(x, caches[0], chosen)
         return [chosen.positions, *self.mlp.choose(h, self._second_norm, predict)]

@@ -143,7 +143,7 @@ class MoE(nn.Module):
         return self._joined(residual, made, shared if is_apart else None).reshape(B, L, -1)
 
     def _latent(self, x: Any) -> Any:
-        """What the routed experts take of the normed rows."""
+        """The routed experts' input for the normed rows."""
         return self.fc1_latent_proj(x) if "fc1_latent_proj" in self else x
 
     @property
@@ -153,8 +153,9 @@ class MoE(nn.Module):
         return "shared_expert" in self and ("shared_output_norm" in self or "fc2_latent_proj" in self)
 
     def _beside(self, residual: Any, x: Any, gates: Any) -> list[Any]:
-        """What the shared expert makes where it `_is_apart`: of the stream in a norm of its own, the last of its norms
-        left out, or of the normed rows x."""
+        """The shared expert's output if it `_is_apart`: from the stream with its own norm, without its last norm, or
+        from the normed rows x.
+        """
         if not self._is_apart:
             return []
         if "shared_output_norm" in self:
@@ -164,7 +165,7 @@ class MoE(nn.Module):
         return [shared.rows(x).reshape(residual.shape)]
 
     def _added_to(self, residual: Any, x: Any) -> Any:
-        """What the routed experts' kernels add to what they make of x: the stream, where nothing stands between."""
+        """What the routed experts' kernels add to their output for x: the stream, if nothing comes between."""
         if "fc2_latent_proj" in self:
             return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
         is_plain = "output" not in self and "routed_output_norm" not in self
@@ -286,5 +287,5 @@ class DenseMLP(MLP):
         return (self.forward(residual, norm),)
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
-        """What `prepare` gave."""
+        """Returns the result of `prepare`."""
         return parts[0]

@@ -137,7 +137,9 @@ class StreamsLayer(nn.Module):
         self._step: Callable[[bool], DecodeStep] | None = None
 
     def compile(self, experts: ExpertLoader) -> None:
-        """What a single token needs before its experts becomes one graph, which is held until `experts` close."""
+        """Compiles the part before the experts of a single token into one graph, which is kept until `experts`
+        close.
+        """
         if isinstance(self.mlp, MoE):
             self._step = by_prediction(self._choose, experts)
 
@@ -159,7 +161,7 @@ class StreamsLayer(nn.Module):
         return self.ffn_hc.scatter(streams, out, *mixing)
 
     def _choose(self, predict: bool, h: mx.array, caches: Sequence[Traced], *arrays: mx.array) -> list[Any]:
-        """What is compiled; `arrays`: of the tokens."""
+        """The function that is compiled; `arrays`: the tokens' arrays."""
         tokens = Tokens.of(self._tables, *arrays)
         streams, x, *mixing = self._to_experts(h, caches[0], tokens)
         return [streams, mixing, *self._chosen(x, tokens, predict)]
@@ -192,7 +194,7 @@ class StreamsLayer(nn.Module):
         return self.mlp.run_experts(self._chosen(x, tokens, self.mlp.should_predict(x.shape[0] * x.shape[1])))
 
     def _chosen(self, x: Any, tokens: Tokens | None, predict: bool) -> list[Any]:
-        """What `MoE.run_experts` takes: their output is added to several streams, and so to zeros here."""
+        """The input of `MoE.run_experts`; the output is added to several streams later, so here to zeros."""
         parts: list[Any] = self.mlp.choose(x, self.get("post_attention_layernorm"), predict, _ids(tokens, x))
         return [backend.zeros_like(x), *parts[1:]]
 
@@ -233,7 +235,7 @@ class StreamsLayer(nn.Module):
         return self.mlp.prepare(x, self.get("post_attention_layernorm"), _ids(tokens, x))[1:]
 
     def _finished(self, parts: Sequence[Any], report: Report) -> Any:
-        """What the experts make of all tokens."""
+        """The experts' output for all tokens."""
         if isinstance(self.mlp, DenseMLP):
             return parts[0]
         return self.mlp.finish([backend.zeros_like(parts[0]), *parts], report)

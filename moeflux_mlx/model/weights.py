@@ -118,7 +118,7 @@ def _beside(
 def _geometry(
     path: str, shape: tuple[int, ...], weight: mx.array, scales: mx.array, quantization: Quantization | None
 ) -> Quant:
-    """What the shapes say, checked against the configuration."""
+    """The stored form by the shapes, checked against the configuration."""
     if weight.dtype != mx.uint32:
         raise ModelFileError(f"tensor {path}.weight is {weight.dtype}; a quantised weight is uint32")
     stated = (quantization or Quantization()).of(path)

@@ -108,7 +108,7 @@ class Whole(NamedTuple):
     """Arrays that a token's kernels take joined into one.
 
     joined: q, k and v one after another. weights: the pieces of q_norm's weight, k_norm's and rope.periods, as far as
-        they exist.
+    they exist.
     """
 
     joined: mx.array

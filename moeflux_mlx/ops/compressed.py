@@ -23,7 +23,7 @@ from .rope import Rope
 
 
 class Seen(NamedTuple):
-    """What tokens attend over.
+    """The positions and entries that tokens attend over.
 
     first: the place of the first of the tokens. keys: [B, n, D] of the newest positions, in order up to the last of
     several tokens. places: [n], theirs; a negative one stands for no position. entries: [B, T, D], perhaps with more
@@ -79,7 +79,8 @@ def pooled(values: Array, gates: Array, bias: mx.array, overlaps: bool, is_first
 
 
 def choose_entries(index: Index, first: Any, whole: int, mixer: Compressed) -> Any:
-    """What the tokens attend to behind the first `whole`, which see all entries: int32 [B, rows, top].
+    """The entries that the tokens after the first `whole` attend to; the first ones attend to all: int32 [B, rows,
+    top].
 
     `index` is of all tokens from place `first` on, with the keys of all entries.
     """

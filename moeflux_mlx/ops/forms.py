@@ -139,7 +139,7 @@ def matmul_float32(
 
 
 def factors(global_scale: mx.array) -> mx.array:
-    """What multiplies the scales."""
+    """The factors of the scales."""
     return global_scale * (1 / GLOBAL_UNIT)
 
 

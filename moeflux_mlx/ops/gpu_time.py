@@ -91,7 +91,7 @@ def _projected(mixer: Mixer) -> int:
 
 
 def _own(mixer: Mixer, tokens: int) -> float:
-    """What else grows with the tokens alone: queries from a latent; the delta rule's steps."""
+    """Other work proportional to the tokens: queries from a latent; the delta rule's steps."""
     match mixer:
         case GroupedQuery():
             return 0.0

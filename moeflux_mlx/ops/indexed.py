@@ -41,7 +41,7 @@ class Index(NamedTuple):
     """An indexer's outputs for tokens.
 
     queries: [B, L, heads, D], rotated. keys: [B, L, D], normed and rotated. weights: float32 [B, L, heads], the weights
-        in the sum over heads.
+    in the sum over heads.
     """
 
     queries: Any

@@ -114,8 +114,9 @@ class Queries:
     """Makes queries from x [..., columns].
 
     Args:
-        heads: number of heads. up: makes queries from a latent; None: x already has all heads' queries. scale: scales
-            them by position; None: no scale.
+        heads: number of heads.
+        up: makes queries from a latent; None: x already has all heads' queries.
+        scale: scales them by position; None: no scale.
     """
 
     heads: int

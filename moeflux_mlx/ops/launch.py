@@ -227,7 +227,7 @@ def _parsed(names: str) -> list[tuple[str, str, str]]:
 
 
 def _several(names: str) -> tuple[list[str], str]:
-    """What is passed for `names`, and the lines of text that join what several arrays stand for."""
+    """The inputs for `names`, and the lines of text that join several arrays under one name."""
     passed, lines = list[str](), ""
     for name, sign, of in _parsed(names):
         arrays = [f"{name}{i}" for i in range(int(of))] if sign in ARRAYS else [name]
@@ -260,7 +260,7 @@ def built(
     threads: int,
     places: tuple[Place, ...],
 ) -> Any:
-    """What a launch calls: made by `build`, or by `Kernel.build`, once."""
+    """The function that a launch calls, made once by `build` or `Kernel.build`."""
     return (build or Kernel.build)(kernel, target, constants, threads, places)
 
 

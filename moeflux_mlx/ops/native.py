@@ -235,9 +235,9 @@ def dequantize(
 
 
 def _places(*projections: Projection) -> tuple[int, ...]:
-    """Where matrices of one form lie in a record, and the form; what has neither biases of groups nor a global scale
-    repeats the scales' place.
-    Then where what their products add lies, -1 for nothing, and its kind."""
+    """The places in a record of matrices of one form, and the form; without biases of groups or a global scale, the
+    scales' place is repeated. Then the place of the products' biases (-1 for none) and their kind.
+    """
     last = projections[-1]
     fields = [field for one in projections for field in (*one.codes[:2], one.codes[-1])]
     places = [field.words.start for field in fields]
@@ -248,7 +248,7 @@ def _places(*projections: Projection) -> tuple[int, ...]:
 
 
 def _number(activation: Activation) -> tuple[int, float]:
-    """What the kernels know it by."""
+    """The kernels' number of the activation's form, and its limit."""
     return FORMS.index(activation.form), activation.limit or 0.0
 
 
@@ -308,7 +308,7 @@ def rms_norm(x: Buffer, weight: Buffer | None, eps: float, out: np.ndarray | Non
 
 
 def activate(gate: Buffer, up: Buffer, activation: Activation = SILU, out: np.ndarray | None = None) -> np.ndarray:
-    """What `activation` makes of gate and up, all [N, D]."""
+    """Applies `activation` to gate and up, all [N, D]."""
     out = _result(out, *gate.shape)
     extension().activate(gate, up, *_number(activation), out)
     return out

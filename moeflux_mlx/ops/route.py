@@ -40,7 +40,8 @@ class Choice:
     Args:
         logits: [T, O] float32, of which the first columns are the experts'.
         rule: the router.
-        bias: [E] float32, if the rule has a correction bias. scales: [E] float32, if it has `expert_scales`.
+        bias: [E] float32, if the rule has a correction bias.
+        scales: [E] float32, if it has `expert_scales`.
     """
 
     logits: Any  # mx.array | np.ndarray

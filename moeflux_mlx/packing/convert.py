@@ -90,8 +90,8 @@ def convert(
             or 4.
         q_group_size: 32, 64 or 128; None: the mode's only size, or 64.
         q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
-        expert_bits: bits of routed experts, if different from `q_bits`. down_bits: bits of their down projections, if
-            different from `expert_bits`.
+        expert_bits: bits of routed experts, if different from `q_bits`.
+        down_bits: bits of their down projections, if different from `expert_bits`.
         requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits` or
             `down_bits` if they are stored in another form; loses precision.
         verify: afterwards read everything again and compare it with a fresh conversion.

@@ -186,7 +186,7 @@ def _entry(stack: Tensor | None, index: int) -> Tensor | None:
 
 
 def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """What products add, where the model's experts have it.
+    """The biases of products, if the model's experts have them.
 
     Raises:
         ModelFileError: it is missing, or has another shape or dtype.

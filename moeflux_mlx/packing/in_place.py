@@ -136,7 +136,7 @@ def _record(file: LayerFile) -> tuple[int, Record]:
 
 
 def _spreads(file: LayerFile, count: int) -> tuple[Spread, ...]:
-    """Where each field of the layer's records lies. In stacks experts are evenly spaced."""
+    """The place of each field of the layer's records. In stacks experts are evenly spaced."""
     one_by_one = isinstance(file.experts, SingleExperts)
     known = [_tensors(file, expert) for expert in range(count if one_by_one else min(count, 2))]
     spreads = []

@@ -179,7 +179,7 @@ class HeldLayerFile:
         return sum(self.stride for expert in range(self.whole.layout.num_experts) if not self._kept(expert))
 
     def _kept(self, expert: int) -> list[slice]:
-        """What of its record is written."""
+        """The parts of its record that are written."""
         if self.share.has(self.whole.layer, expert):
             return [slice(0, self.stride)]
         start = expert * self.stride

@@ -111,7 +111,7 @@ class Matrix:
     def quantized(
         self, quant: Quant, start: int = 0, stop: int | None = None, dtype: mx.Dtype = mx.bfloat16
     ) -> tuple[mx.array, ...]:
-        """What `mx.quantize` gives for the matrix cast to `dtype`: weight, scales and, in mode affine, biases.
+        """The result of `mx.quantize` for the matrix cast to `dtype`: weight, scales and, in mode affine, biases.
 
         Rows are quantised independently, so doing a few at a time changes nothing.
         """

@@ -107,7 +107,9 @@ def _experts_files(
 
 
 def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, is_varied: bool) -> dict[str, Any]:
-    """What config.json says, with the experts where layout.json cannot be of version 1, which implies their form."""
+    """The quantisation for config.json; it includes the experts unless layout.json has version 1, which implies their
+    form.
+    """
     if layout.is_uniform and not is_varied:
         return quantization
     usual = parse("the model", quantization)

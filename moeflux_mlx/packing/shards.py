@@ -169,7 +169,7 @@ class Scattering:
                 sync_folder(file.parent)  # a shard may go only when the file's name lasts, too
 
     def _waiting(self) -> list[Job]:
-        """What is not done: a shard is in the journal only when all that is made of it is."""
+        """The jobs that are not done; a shard is in the journal only if all of its jobs are."""
         done = self.journal.done.keys()
         return [job for job in self._jobs if not job.needs & done]
 
@@ -237,7 +237,7 @@ class Advance:
 
 @dataclass(frozen=True)
 class Written:
-    """What a job has written: places in its file, and a digest of the bytes there, one after the other."""
+    """The output of a job: places in its file, and a digest of the bytes there."""
 
     spans: list[tuple[int, int]]
     digest: bytes

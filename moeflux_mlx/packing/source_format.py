@@ -64,7 +64,7 @@ class SourceFormat:
         self.method = method
 
     def of(self, path: str) -> Quant | None:
-        """How the matrix of a module is stored, as far as it is stated."""
+        """The stated form of a module's matrix; None if it is not stated."""
         return None if self.stated is None else self.stated.of(path)
 
     def check(self, path: str, quant: Quant, tensor: Tensor) -> None:

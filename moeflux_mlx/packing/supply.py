@@ -60,13 +60,13 @@ class Supply(Protocol):
 def find_supply(
     hf_path: str | Path, output: Path, revision: str | None, delete_source: bool, check: Callable[[Config], None]
 ) -> "Supply | Path":
-    """How a checkpoint's shards come to a conversion into `output`; a directory whose files are all read in place.
+    """The supply of a checkpoint's shards for a conversion into `output`, or the directory if it has all files already.
 
     Args:
         check: raises for a config.json that cannot be converted, before anything large is downloaded.
 
     Raises:
-        ModelFileError: the checkpoint cannot be had. RequestError: `delete_source` of a repository.
+        ModelFileError: the checkpoint is not available. RequestError: `delete_source` of a repository.
     """
     local = user_path(hf_path)
     if local.exists() or not looks_like_repo(str(hf_path)):
@@ -204,7 +204,7 @@ class OwnFiles:
         return {shard.name for shard in self.listing.shards if os.path.lexists(self.folder / shard.name)}
 
     def close(self) -> None:
-        """What is left are small files, and they may be anything."""
+        """Does nothing: the remaining small files may belong to others."""
 
 
 def _shard(file: Path) -> Shard:

@@ -75,7 +75,7 @@ class Table:
         return {tensor.name for tensor in (*self.hashes, *(one for shard in self.shards for one in shard.tensors))}
 
     def in_place(self) -> TableFiles:
-        """Where the rows lie in the checkpoint.
+        """The places of the rows in the checkpoint.
 
         Raises:
             ModelFileError: they are stored in a form that is packed first.

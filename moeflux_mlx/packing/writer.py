@@ -37,7 +37,9 @@ def deletes_source(origin: object) -> bool:
 
 
 def begin_again(path: Path, alone: bool) -> str:
-    """What to do if the conversion into `path` cannot go on; `alone`: what is there may be left of deleted files."""
+    """The remedy if the conversion into `path` cannot continue; `alone`: its output may be all that is left of deleted
+    files.
+    """
     if not alone:
         return f"delete {path} and convert again"
     return (
@@ -151,7 +153,7 @@ class Output:
         self.write_state()
 
     def partial(self, unit: Unit) -> Path:
-        """Where an unfinished file lies."""
+        """The path of an unfinished file."""
         return self.path / f"{unit.name}{PARTIAL}"
 
     def adopt(self, unit: Unit) -> None:

@@ -64,7 +64,8 @@ class Served:
     Args:
         models: loads and runs the models.
         keep_agent_headers: whether to keep lines that agents put into system prompts.
-        keepalive: seconds.
+        keepalive: seconds without an event after which a client gets a sign of life.
+        log: called with a line for each request; None: nothing is logged.
     """
 
     models: ModelSwitch

@@ -155,6 +155,7 @@ class Listener(uvicorn.Server):
 
     Args:
         app: the application.
+        ending: called once, when the shutdown begins.
     """
 
     def __init__(self, app: ASGIApp, ending: Callable[[], None] = lambda: None):

@@ -16,8 +16,9 @@ LONGEST = 100  # shown characters of an unknown path
 class RequestLog:
     """Args:
     app: the application.
+    paths: the paths that are served.
     counts: (path, status) -> number of answers.
-    write: takes a line for each request that asks for something, and for each that is refused; None: nobody reads it.
+    write: called with a line for each request that asks for something, and for each refusal; None: nothing is logged.
     """
 
     def __init__(

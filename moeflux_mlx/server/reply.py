@@ -78,7 +78,8 @@ class EventStream:
     """An ASGI response that writes a reply as it comes.
 
     Args:
-        events: the job's events. reply: writes them in the API's form.
+        events: the job's events.
+        reply: writes them in the API's form.
         over: called after the last event, before the client is told.
         held: resources to release when the answer has ended.
         keepalive: seconds.

@@ -117,7 +117,8 @@ class Follower:
 
     Args:
         model, tokenizer: as loaded by every rank.
-        exchange: the exchange with the others. say: called with this rank's own errors.
+        exchange: the exchange with the others.
+        say: called with this rank's own errors.
     """
 
     def __init__(self, model: Model, tokenizer: TokenizerWrapper, exchange: Exchange, say: Callable[[str], None]):

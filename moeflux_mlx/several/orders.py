@@ -21,7 +21,7 @@ NAP_SHARE = 0.95  # of rank 0's nap, so that it finds the others awake
 
 
 class Order(IntEnum):
-    """What is to be done; the values that come with it.
+    """An order; its values are:
 
     IDLE: milliseconds to sleep. NEW: session, bytes of kept states, tokens between them, span, block (0: as planned),
     whether prompts are stored. DROP: session. RESPOND: session, tokens of the prompt; payload: them and the boundaries.

@@ -38,7 +38,7 @@ class CompressedCache(WindowCache):
         return False
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text takes."""
+        """Bytes of one text."""
         entries = -(-self.entries_of(positions) // self.step) * self.step * self.part.entry
         return itemsize * (self.capacity * self.part.row + entries)
 
@@ -47,7 +47,7 @@ class CompressedCache(WindowCache):
         return (min(length, self.window - 1), 1, self.part.row), (self.entries_of(length), 1, self.part.entry)
 
     def stored(self) -> Arrays:
-        """What is saved of a single text, in the order of positions; None: nothing."""
+        """The arrays that are saved of a single text, in the order of positions; None if empty."""
         newest, count = self._newest(self.keys, self.window - 1), self.entries_of(self.offset)
         entries = None if self.values is None or not count else self.values[0, :, :count].swapaxes(0, 1)
         return None if newest is None else newest[0].swapaxes(0, 1), entries
@@ -103,8 +103,9 @@ class CompressedCache(WindowCache):
             self.values = grown(self.values, shape, self.keys.dtype, made, wanted, self.step)
 
     def traced(self, n: int) -> Any:
-        """What makes the traced stand-in for the next n tokens; None: only some of them see all entries, or several
-        make the first entry."""
+        """A function that makes the traced stand-in for the next n tokens; None if only some of them see all entries,
+        or if several would make the first entry.
+        """
         made, whole = [self.entries_of(self.offset + i) for i in range(n + 1)], self.whole(n)
         is_first = made[0] == 0 < made[n]
         if 0 < whole < n or (is_first and n > 1):
@@ -116,7 +117,7 @@ class CompressedCache(WindowCache):
         return [self.keys, self.values] if self.part.ratio else [self.keys]
 
     def take_step(self, arrays: list[mx.array]) -> None:
-        """What the step has made of them."""
+        """Takes the arrays after the step."""
         self.offset += 1
         self.keys, *entries = arrays
         self.values = entries[0] if entries else None

@@ -42,7 +42,7 @@ class Growing(LayerCache[Part]):
         return (length, *first), (length, *second)
 
     def stored(self) -> Arrays:
-        """What a snapshot holds of a single text; None: zeros."""
+        """The arrays of a single text in a snapshot; None stands for zeros."""
         first, second = (
             None if array is None else array[0, :, : self.offset].swapaxes(0, 1) for array in self.state[:2]
         )
@@ -99,7 +99,9 @@ class Growing(LayerCache[Part]):
         return int(part.seeing_all(self.offset, length))
 
     def traced(self, n: int) -> Any:
-        """What makes the traced stand-in for the next n tokens; None: only some of them attend to all positions."""
+        """A function that makes the traced stand-in for the next n tokens; None if only some of them attend to all
+        positions.
+        """
         whole = self.whole(n)
         return None if 0 < whole < n else self.traced_whole if whole else FixedChosen
 
@@ -108,7 +110,7 @@ class Growing(LayerCache[Part]):
         return [self.keys, self.values]
 
     def take_step(self, arrays: list[mx.array]) -> None:
-        """What the step has made of them."""
+        """Takes the arrays after the step."""
         self.offset += 1
         self.keys, self.values = arrays
 
@@ -126,7 +128,9 @@ class Growing(LayerCache[Part]):
             setattr(self, name, grown(array, shape, array.dtype, self.offset, self.offset + n, self.step))
 
     def mask(self, length: int) -> mx.array | str | None:
-        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already."""
+        """The mask for `mx.fast.scaled_dot_product_attention` of `length` new positions, which are already in the
+        cache.
+        """
         if sees_capacity(length):
             assert self.keys is not None
             return up_to(self.offset - 1, self.keys.shape[2])

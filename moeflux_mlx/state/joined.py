@@ -57,7 +57,7 @@ class JoinedCache(LayerCache[Any]):
             one.shift(by, place)
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text takes."""
+        """Bytes of one text."""
         return sum(one.bytes_for(positions, itemsize) for one in self._both)
 
     def stored_shapes(self, length: int) -> tuple[Shape, ...]:
@@ -65,7 +65,7 @@ class JoinedCache(LayerCache[Any]):
         return *self.own.stored_shapes(length), *self.beside.stored_shapes(length)
 
     def stored(self) -> Arrays:
-        """What is saved of a single text."""
+        """The arrays that are saved of a single text."""
         return *self.own.stored(), *self.beside.stored()
 
     def restored(self, *stored: Any) -> State:
@@ -112,7 +112,7 @@ class JoinedCache(LayerCache[Any]):
             one.reserve(n)
 
     def traced(self, n: int) -> JoinedKind | None:
-        """What makes the traced stand-in of both for the next n tokens; None: there is none of one of them."""
+        """A function that makes the traced stand-in of both for the next n tokens; None if one of them has none."""
         own, beside = (one.traced(n) for one in self._both)
         return None if own is None or beside is None else JoinedKind(own, beside)
 
@@ -122,7 +122,7 @@ class JoinedCache(LayerCache[Any]):
         return [*own[:count], *self.beside.step_arrays(n), *own[count:]]
 
     def take_step(self, arrays: list[mx.array]) -> None:
-        """What the step has made of them."""
+        """Takes the arrays after the step."""
         count = self.own.traced(1).num_outputs
         self.own.take_step(arrays[:count])
         self.beside.take_step(arrays[count:])
@@ -148,7 +148,7 @@ class JoinedCache(LayerCache[Any]):
         return _all(self.own.way_back(), self.beside.way_back())
 
     def row_bytes(self, itemsize: int) -> int:
-        """What the way back to a row of the last step takes."""
+        """Bytes of the way back to a row of the last step."""
         return sum(one.row_bytes(itemsize) for one in self._both)
 
     def go_back(self, position: int, kept: Arrays | None) -> None:

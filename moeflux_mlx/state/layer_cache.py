@@ -70,7 +70,7 @@ class LayerCache(Generic[Part]):
         return None if self.is_trimmable() else self.state[:-1]
 
     def kept_bytes(self, itemsize: int) -> int:
-        """What that takes, with entries of `itemsize` bytes."""
+        """Bytes of a kept state, with entries of `itemsize` bytes."""
         return 0 if self.is_trimmable() else self.bytes_for(1, itemsize)
 
     def is_trimmable(self) -> bool:
@@ -95,11 +95,11 @@ class LayerCache(Generic[Part]):
         raise NotImplementedError
 
     def way_back(self) -> Arrays | None:
-        """What `take_back` needs to return here from within the same step."""
+        """The state that `take_back` needs to return here within the same step."""
         return None
 
     def row_bytes(self, itemsize: int) -> int:
-        """What the way back to a row of the last step takes, with entries of `itemsize` bytes."""
+        """Bytes of the way back to a row of the last step, with entries of `itemsize` bytes."""
         return 0
 
     def go_back(self, position: int, kept: Arrays | None) -> None:

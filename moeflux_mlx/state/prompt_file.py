@@ -48,8 +48,8 @@ TEMPORARY = ".tmp"
 
 @dataclass(frozen=True)
 class PromptHeader:
-    """What a file says about itself; `tokens` is uint32 [N], `extra` what its writer added, `shifts` as in
-    `LayerCache`, `behind` what follows the snapshot, if the body was read.
+    """The header of a file; `tokens` is uint32 [N], `extra` what its writer added, `shifts` as in `LayerCache`,
+    `behind` what follows the snapshot, if the body was read.
     """
 
     fingerprint: Fingerprint

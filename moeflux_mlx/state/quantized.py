@@ -45,7 +45,7 @@ class QuantizedKVCache(KVCache):
         return first, second
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text of that many positions takes; activations have no say in it."""
+        """Bytes of one text with that many positions; independent of the activations' dtype."""
         return super().bytes_for(positions, CODES.size)
 
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
@@ -71,7 +71,7 @@ class QuantizedKVCache(KVCache):
         return super().restored(first, second, length, CODES)
 
     def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
-        """What there is before a token, as bytes, with room for n; `here`: as numpy arrays."""
+        """The contents before a token, as bytes, with room for n; `here`: as numpy arrays."""
         return super().held(CODES, here, n)
 
 

@@ -25,7 +25,7 @@ class RecurrentCache(LayerCache[Recurrent]):
         self.offset = 0
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text takes, however long it is; only the convolution's state has entries of `itemsize` bytes."""
+        """Bytes of one text of any length; only the convolution's state has entries of `itemsize` bytes."""
         conv, recurrent = (math.prod(shape) for shape in self.stored_shapes(positions))
         return conv * itemsize + recurrent * FLOAT_BYTES
 
@@ -34,7 +34,7 @@ class RecurrentCache(LayerCache[Recurrent]):
         return self.part.conv_shape, self.part.state_shape
 
     def stored(self) -> Arrays:
-        """What a snapshot holds of a single text; None: zeros."""
+        """The arrays of a single text in a snapshot; None stands for zeros."""
         first, second = (None if array is None else array[0] for array in (self.conv, self.recurrent))
         return first, second
 
@@ -55,14 +55,14 @@ class RecurrentCache(LayerCache[Recurrent]):
         return self.conv, self.recurrent
 
     def row_bytes(self, itemsize: int) -> int:
-        """What the way back to a row of the last step takes: a whole state."""
+        """Bytes of the way back to a row of the last step: a whole state."""
         return self.bytes_for(1, itemsize)
 
     def empty(self) -> bool:
         return self.recurrent is None
 
     def traced(self, n: int) -> type[FixedState]:
-        """What makes the traced stand-in for the next n tokens."""
+        """A function that makes the traced stand-in for the next n tokens."""
         return FixedState
 
     def step_arrays(self, n: int = 1) -> list[mx.array | None]:
@@ -70,7 +70,7 @@ class RecurrentCache(LayerCache[Recurrent]):
         return [self.conv, self.recurrent]
 
     def take_step(self, arrays: list[mx.array]) -> None:
-        """What the step has made of them."""
+        """Takes the arrays after the step."""
         self.conv, self.recurrent = arrays
         self.offset += 1
 

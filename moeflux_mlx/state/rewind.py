@@ -88,7 +88,7 @@ class RewindPoints:
         return max((kept for kept in self._kept if kept <= position), default=0)
 
     def states_at(self, position: int) -> dict[int, Arrays]:
-        """What is kept at `position`, by layer; empty where nothing is."""
+        """The states kept at `position`, by layer; empty if there are none."""
         return self._kept.get(position, {})
 
     def rewind(self, position: int) -> int:

@@ -78,7 +78,7 @@ MAX_LENGTH = 1 << 20  # positions of one layer, fixed by the format's readers
 
 
 class Stateful(Protocol):
-    """What is needed of a model."""
+    """The part of a model that snapshots need."""
 
     @property
     def args(self) -> ModelArgs: ...
@@ -144,7 +144,7 @@ def _layer_parts(layer: Cache, length: int) -> Iterator[memoryview]:
 
 
 def head_rows(cache: Cache) -> bytes:
-    """What follows a snapshot where a draft head's cache is saved with it: `HEAD`, and a layer as in a snapshot."""
+    """The bytes after a snapshot that hold a draft head's cache: `HEAD`, and a layer as in a snapshot."""
     mx.eval([array for array in cache.state[:-1] if array is not None])
     return b"".join([HEAD, *_layer_parts(cache, cache.offset)])
 
@@ -283,7 +283,7 @@ def _bytes(array: mx.array, dtype: np.dtype[Any]) -> memoryview:
 
 
 def _checked(args: ModelArgs, view: memoryview) -> tuple[int, int]:
-    """Where the layers begin, and the length, of a snapshot that is known to be complete and to fit the model."""
+    """Checks that a snapshot is complete and fits the model; returns where its layers begin, and its length."""
     start = _check_header(args, view)
     lengths = [length for _, length in _attention_lengths(args, view, start)]
     if len(set(lengths)) > 1:

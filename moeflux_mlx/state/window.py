@@ -32,7 +32,7 @@ class WindowCache(KVCache):
         return max(self._lost, self.offset - self.window - REACH)
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
-        """What one text takes, however long it is."""
+        """Bytes of one text of any length."""
         return self.capacity * itemsize * sum(heads * width for heads, width in self.rows)
 
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
@@ -40,7 +40,7 @@ class WindowCache(KVCache):
         return super().stored_shapes(min(length, self.window - 1))
 
     def stored(self) -> Arrays:
-        """What is saved of a single text, in the order of positions; None: nothing."""
+        """The arrays that are saved of a single text, in the order of positions; None if empty."""
         newest = (self._newest(array, self.window - 1) for array in self.state[:2])
         first, second = (None if array is None else array[0].swapaxes(0, 1) for array in newest)
         return first, second
@@ -66,8 +66,9 @@ class WindowCache(KVCache):
         return first, second, first.shape[2]
 
     def mask(self, length: int) -> mx.array | str | None:
-        """What `mx.fast.scaled_dot_product_attention` needs for `length` new positions, which are in already; that
-        each of several sees a window of its own is the operation's business."""
+        """The mask for `mx.fast.scaled_dot_product_attention` of `length` new positions, which are already in the
+        cache. If there are several, the operation itself limits each to its window.
+        """
         if sees_capacity(length):
             return seen_in_ring(self.offset - 1, self.capacity)
         return "causal" if length > 1 else None

@@ -16,8 +16,9 @@ class Rendering:
     """A chat template with its variables, and the encoding of its text.
 
     Args:
-        tokenizer: has the template. variables: the template's. encode: by default the tokenizer's, without adding
-            special tokens.
+        tokenizer: has the template.
+        variables: the template's.
+        encode: by default the tokenizer's, without adding special tokens.
     """
 
     def __init__(

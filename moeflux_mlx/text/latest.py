@@ -12,7 +12,8 @@ class Latest(Generic[K, V]):
     """The values that were kept or found last, by key. Any thread may use it.
 
     Args:
-        max_count: the most values. max_chars: the most characters of all values; the oldest values are dropped first.
+        max_count: the most values.
+        max_chars: the most characters of all values; the oldest values are dropped first.
     """
 
     def __init__(self, max_count: int = 4096, max_chars: int = 1 << 25):

@@ -134,7 +134,7 @@ def openai_usage(finish: Finish) -> dict[str, Any]:
 
 
 def progress(event: PromptProgress, answer: Answer) -> dict[str, Any]:
-    """How far the prompt is, in llama.cpp's words."""
+    """The progress of the prompt, in llama.cpp's form."""
     cached = answer.accepted.cached_tokens if answer.accepted else 0
     return {"total": event.total, "cache": cached, "processed": event.done}
 

@@ -93,7 +93,7 @@ def one_answer(body: Fields) -> None:
 
 
 def stream_options(body: Fields) -> dict[str, Any]:
-    """What `Request.extra` has of the stream of chats and completions."""
+    """The stream options of chats and completions, for `Request.extra`."""
     options = body.object("stream_options")
     return {
         "include_usage": options.flag("include_usage") if options else False,

@@ -10,7 +10,7 @@ FENCE = "```"
 
 
 def deepseek(call: Call) -> Steps[str]:
-    """What follows `<｜tool▁call▁begin｜>`: V3's with type and fence, or V3.1's without."""
+    """Parses the text after `<｜tool▁call▁begin｜>`: V3's with type and fence, or V3.1's without."""
     head = yield from until(CALL_SEP)
     char = yield
     while char == " ":
@@ -39,7 +39,7 @@ def _deepseek_end(call: Call, char: str, fenced: bool) -> Steps[str]:
 
 
 def deepseek_section(call: Call) -> Steps[str]:
-    """What follows `<｜tool▁calls▁begin｜>`."""
+    """Parses the text after `<｜tool▁calls▁begin｜>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from deepseek(call))
 

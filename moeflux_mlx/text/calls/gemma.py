@@ -16,7 +16,7 @@ WORDS = {"None": "null", "True": "true", "False": "false"}  # as templates write
 
 
 def gemma(call: Call) -> Steps[str]:
-    """What follows `<|tool_call>`."""
+    """Parses the text after `<|tool_call>`."""
     yield from literal(["call:"], (yield from skip_space()))
     call.start((yield from until("{")).strip())
     yield from _members("}", call.write, has_keys=True)
@@ -87,7 +87,7 @@ def _is_json(word: str) -> bool:
 
 
 def _string(write: Write) -> Steps[None]:
-    """What comes before the closing quote, as a JSON string."""
+    """Reads up to the closing quote, as a JSON string."""
     write('"')
     held = ""
     while held != QUOTE:

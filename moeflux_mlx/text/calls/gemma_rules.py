@@ -73,7 +73,7 @@ def _value(name: str, schema: Any, root: Schema, depth: int) -> str:
 
 
 def _rules(name: str, one: Schema, root: Schema, depth: int) -> Iterator[str]:
-    """What a value may be under a schema without unions."""
+    """The rules of values that a schema without unions allows."""
     limit = next((key for key in LIMITS if key in one), None)
     if limit is not None:
         raise RequestError(f"parameter {name!r} has {limit!r}, which cannot be enforced in this model's calls")

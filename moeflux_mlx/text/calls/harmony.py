@@ -20,7 +20,7 @@ RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def message(call: Call) -> Steps[str]:
-    """What follows `<|start|>` or, because a prompt may end with the former, `<|channel|>`.
+    """Parses the text after `<|start|>` or, because a prompt may end with the former, `<|channel|>`.
 
     Raises:
         Switched: no call follows, but reasoning or text.

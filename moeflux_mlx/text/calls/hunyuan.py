@@ -31,7 +31,7 @@ def hunyuan(suffix: str) -> Dialect:
     tags = Tags(key, value, (call_end, json_end))
 
     def one(call: Call) -> Steps[str]:
-        """What follows `<tool_call>`."""
+        """Parses the text after `<tool_call>`."""
         call.start((yield from bare_name((yield from skip_space()))))
         held = yield from literal([separator, key[0], call_end], "<")
         if held == separator:
@@ -46,7 +46,7 @@ def hunyuan(suffix: str) -> Dialect:
         return (yield from optional(end, (yield)))
 
     def section(call: Call) -> Steps[str]:
-        """What follows `<tool_calls>`."""
+        """Parses the text after `<tool_calls>`."""
         yield from literal([call_begin], (yield from skip_space()))
         return (yield from one(call))
 

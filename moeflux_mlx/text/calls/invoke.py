@@ -17,13 +17,13 @@ def invoking(
     section_begin, section_end = section
 
     def invoke(call: Call) -> Steps[str]:
-        """What follows `opening`."""
+        """Parses the text after `opening`."""
         call.start((yield from until('">')).strip())
         yield from parameters(call, tags)
         return (yield from optional(section_end, (yield)))
 
     def first(call: Call) -> Steps[str]:
-        """What follows the tag of the section."""
+        """Parses the text after the section's tag."""
         yield from literal([opening], (yield from skip_space()))
         return (yield from invoke(call))
 

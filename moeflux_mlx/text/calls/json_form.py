@@ -11,7 +11,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def qwen_json(call: Call) -> Steps[str]:
-    """What follows `<tool_call>{`."""
+    """Parses the text after `<tool_call>{`."""
     seen = False
     char = yield from skip_space()
     while char != "}":

@@ -16,7 +16,7 @@ ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 def kimi(call: Call) -> Steps[str]:
-    """What follows `<|tool_call_begin|>`."""
+    """Parses the text after `<|tool_call_begin|>`."""
     call_id = ID.fullmatch((yield from until(ARGUMENTS)).strip())
     if call_id is None:
         raise Malformed("")
@@ -26,7 +26,7 @@ def kimi(call: Call) -> Steps[str]:
 
 
 def section(call: Call) -> Steps[str]:
-    """What follows `<|tool_calls_section_begin|>`."""
+    """Parses the text after `<|tool_calls_section_begin|>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from kimi(call))
 

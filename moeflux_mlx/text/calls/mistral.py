@@ -9,7 +9,7 @@ CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
 def mistral(call: Call) -> Steps[str]:
-    """What follows `[TOOL_CALLS]`."""
+    """Parses the text after `[TOOL_CALLS]`."""
     call.start((yield from until(ARGUMENTS)).strip())
     char = yield from arguments(call, (yield from skip_space()))
     call.check(char)

@@ -30,7 +30,8 @@ class AnswerReader:
     channels: how the model marks its reasoning.
 
     Attributes:
-        done: nothing more will be read, so generation can end. calls: number of complete calls.
+        done: nothing more will be read, so generation can end.
+        calls: number of complete calls.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ CALL_BEGIN, NAME, ARGUMENTS, CALL_END = (f"<|tool_call:{part}|>" for part in ("b
 
 
 def message(call: Call) -> Steps[str]:
-    """What follows `<|begin|>`.
+    """Parses the text after `<|begin|>`.
 
     Raises:
         Switched: no call follows, but reasoning or text.
@@ -36,13 +36,13 @@ def message(call: Call) -> Steps[str]:
 
 
 def section(call: Call) -> Steps[str]:
-    """What follows `<|tool_calls|>`."""
+    """Parses the text after `<|tool_calls|>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from solar(call))
 
 
 def solar(call: Call) -> Steps[str]:
-    """What follows `<|tool_call:begin|>`."""
+    """Parses the text after `<|tool_call:begin|>`."""
     yield from until(NAME)
     call.start((yield from until(ARGUMENTS)).strip())
     yield from arguments_before(CALL_END, call)

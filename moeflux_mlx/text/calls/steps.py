@@ -53,7 +53,7 @@ def literal(options: Sequence[str], held: str = "") -> Steps[str]:
 
 
 def until(end: str, held: str = "") -> Steps[str]:
-    """What comes before the character or tag `end`, on one line."""
+    """Reads up to the character or tag `end`, on one line."""
     while not held.endswith(end):
         char = yield
         if not char or (char == "\n" != end) or len(held) > MAX_NAME + len(end):

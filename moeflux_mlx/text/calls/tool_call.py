@@ -27,7 +27,7 @@ PAIRS = Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), (END,
 
 
 def tool_call(call: Call) -> Steps[str]:
-    """What follows `<tool_call>`: JSON, tags, or the name of a tool and its arguments in pairs, if any."""
+    """Parses the text after `<tool_call>`: JSON, tags, or the name of a tool and its arguments in pairs, if any."""
     char = yield from skip_space()
     if char == "{":
         return (yield from json_form.qwen_json(call))
@@ -50,7 +50,7 @@ def bare_name(text: str) -> Steps[str]:
 
 
 def function(call: Call) -> Steps[str]:
-    """What follows `<function=`."""
+    """Parses the text after `<function=`."""
     call.start((yield from until(">")).strip())
     tag = yield from parameters(call, LINES)
     return "" if tag == END else (yield from optional(END, (yield)))
