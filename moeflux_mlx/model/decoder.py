@@ -161,8 +161,8 @@ class Model(nn.Module):
         """Runs the next tokens of several sequences, at most `MAX_ROWS` in all, and returns the logits of each.
 
         Each row has the bits that it has alone: products, routers and experts take all rows together, attention and
-            recurrent mixers each row with its own cache. Each expert is requested once. If the step fails, all caches
-            are unchanged.
+        recurrent mixers each row with its own cache. Each expert is requested once. If the step fails, all caches are
+        unchanged.
 
         Args:
             sequences: each has its own caches, which may be empty, and 1 to `MAX_OF_SEQUENCE` tokens in order.
