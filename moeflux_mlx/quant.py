@@ -12,9 +12,9 @@ from typing import Any
 from .errors import ConfigError, ModelFileError
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (1, 2, 3, 4, 5, 6, 8)
-INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # what a code is
-FLOAT, E8M0 = "float", "e8m0"  # what a scale is, or E4M3
-NAN = {E8M0: 0xFF, E4M3: 0x7F}  # of scales of 8 bits: the bits that are all set in one that is no number
+INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # types of codes
+FLOAT, E8M0 = "float", "e8m0"  # types of scales, besides E4M3
+NAN = {E8M0: 0xFF, E4M3: 0x7F}  # the bits that are all set in the NaN of an 8-bit scale
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class Quant:
 
 
 OF_GROUPS = ("scales", "biases")
-PARTS = ("weight", *OF_GROUPS)  # of a stored matrix: names of tensors
-GLOBAL_SCALE = "global_scale"  # what multiplies all scales of a matrix, times GLOBAL_UNIT
+PARTS = ("weight", *OF_GROUPS)  # names of a stored matrix's tensors
+GLOBAL_SCALE = "global_scale"  # the factor of all scales of a matrix, times GLOBAL_UNIT
 GLOBAL_UNIT = 448 * 6  # the largest E4M3 times the largest E2M1: MLX's global scale is the largest weight
 DEFAULT = Quant(4, 64)  # MLX's own
 EXPERTS = Quant(4, 64)  # default form of routed experts that come as floats
 SUPPORTED = "affine 1, 2, 3, 4, 5, 6, 8 bits in groups of 32, 64, 128, mxfp4, mxfp8 and nvfp4"
-OUTER = ("language_model.", "model.")  # what stands before a module's path in some files, and not in others
+OUTER = ("language_model.", "model.")  # prefixes of module paths that only some files have
 
 
 def plain(path: str) -> str:

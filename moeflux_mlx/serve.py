@@ -10,7 +10,7 @@ from .cli.run import Parser, execute
 from .cli.serving import run
 
 DECODE_SHARE = 1 / 3
-POOL_SHARE = 0.75  # of the pool of experts that a context longer than the default leaves
+POOL_SHARE = 0.75  # share of the pool that a context longer than the default must leave
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from .chart import line_chart
 from .options import gigabytes
 from .terminal import Progress
 
-BINS = 64  # of a chart
+BINS = 64  # points of a chart
 
 
 def run(options: argparse.Namespace) -> int:

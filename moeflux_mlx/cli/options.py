@@ -34,7 +34,7 @@ NOT_GIVEN = {
     "no_vision": False,
     "image_tokens": IMAGE_ROWS,
     "shards_in": (),
-}  # what options are by default; None where it does not say
+}  # defaults of options; None for all others
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:

@@ -5,7 +5,7 @@ from ..experts.source import ExpertLoader, IoMode
 from ..model.drafting import Drafting
 from ..spec import ModelArgs
 
-WORTH_CONVERTING = 0.1  # of the time: below, packed experts would hardly be felt
+WORTH_CONVERTING = 0.1  # share of the time; below it, packed experts would hardly help
 
 
 def beyond_plan(engine: Engine, tokens: int) -> str:

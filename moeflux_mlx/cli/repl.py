@@ -101,7 +101,7 @@ class Chat:
         self.conversation, self.engine, self.generation = conversation, engine, generation
         self.hide_thinking, self.verbose = hide_thinking, verbose
         self.has_outgrown_plan = False
-        self.images: list[bytes] = []  # that go with the next message
+        self.images: list[bytes] = []  # images for the next message
         self.commands: dict[str, Callable[[str], None]] = {
             "/reset": self.reset,
             "/system": self.system,

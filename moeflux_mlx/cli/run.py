@@ -15,7 +15,7 @@ from ..ops.limits import within_limits
 from .terminal import note
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # what writing to stdout ends in
+UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # errors of writing to stdout
 
 
 class Parser(argparse.ArgumentParser):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..server.switch import ModelSwitch
 
 L = TypeVar("L", bound="Listener")
-STOP_SECONDS = 2.0  # that the model's thread has to end
+STOP_SECONDS = 2.0  # in which the model's thread must end
 # The interval after which the thread of the connections yields to that of the model. Python's default of 5 ms costs
 # time per token (results.tsv, "server").
 SWITCH_SECONDS = 0.0002

@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..ops import backend, gpu_time, native
 
 WORKING_SET_SHARE = 0.9  # share of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
-DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # of activations
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # dtypes of activations
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 GROUP_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # files of a group, versions 2 and 1

@@ -247,7 +247,7 @@ class VMStatistics(ctypes.Structure):
     )
 
 
-HOST_VM_INFO64 = 4  # of <mach/host_info.h>
+HOST_VM_INFO64 = 4  # from <mach/host_info.h>
 
 
 def _compressed_bytes() -> int:

@@ -25,7 +25,7 @@ FULL, SHARED = "full", "shared"  # a layer that has an indexer, and one that tak
 
 def _deepseek_v3(read: Fields) -> dict[str, Any]:
     read.must_equal("moe_layer_freq", 1)
-    for name in ("n_group", "topk_group"):  # whose defaults differ between those who read such files
+    for name in ("n_group", "topk_group"):  # readers of such files have different defaults
         read.count(name)
     mixers = [latent_attention(read)] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}

@@ -139,7 +139,7 @@ def by_axes(read: Fields, mixer: GroupedQuery, usual: Sequence[int], alternating
     `alternating`: the axes take turns, text, row and column, and what rows and columns have no turn left for is the
     text's; else the sections lie one behind the other, and begin again with the text where there are more than three.
     """
-    if mixer.rotation is None or mixer.head_dim > WIDEST_HEAD:  # which is refused
+    if mixer.rotation is None or mixer.head_dim > WIDEST_HEAD:  # refused later
         return mixer
     inner = Fields(read.optional("rope_parameters|rope_scaling", Mapping, {}))
     counts, pairs = inner.optional("mrope_section", list, list(usual)), mixer.rotation.dims // 2
@@ -197,7 +197,7 @@ def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQ
     return GroupedQuery(heads, read.count("num_key_value_heads"), width, turned, **switches)
 
 
-WIDTHS = "moe_intermediate_size|expert_hidden_dim"  # of a routed expert
+WIDTHS = "moe_intermediate_size|expert_hidden_dim"  # names of a routed expert's width
 
 
 def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTHS, **rule: Any) -> Experts:

@@ -31,7 +31,7 @@ def _gemma4(read: Fields) -> dict[str, Any]:
     for name, (default, wanted) in ONLY.items():
         value = read.config.get(name)
         Fields({name: default if value is None else value}).must_equal(name, wanted)
-    if read.config.get("use_bidirectional_attention") not in (None, "vision"):  # which is of images alone
+    if read.config.get("use_bidirectional_attention") not in (None, "vision"):  # it concerns only images
         raise ConfigError("config field 'use_bidirectional_attention' must be null or 'vision'; text is read causally")
     moe = Experts(
         Router(read.count("num_experts"), read.count("top_k_experts"), own_norm=True, expert_scales=True),

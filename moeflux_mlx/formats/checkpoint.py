@@ -21,7 +21,7 @@ from ..files import read_json
 from .packed import FOLDER, LAYOUT
 
 INDEX = "model.safetensors.index.json"
-QUANT_CONFIG = "hf_quant_config.json"  # of NVIDIA's Model Optimizer
+QUANT_CONFIG = "hf_quant_config.json"  # a file of NVIDIA's Model Optimizer
 # Files that a model needs besides its tensors and config.json.
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",

@@ -161,7 +161,7 @@ class Repository:
         import huggingface_hub as hub
 
         with hub_errors(f"{self.name} cannot be downloaded"), contextlib.nullcontext() if shown else _without_bars():
-            for revision in (self.revision, self.commit):  # by its name, so that it is found by it later
+            for revision in (self.revision, self.commit):  # by name first, so that it is found by name later
                 path = Path(hub.snapshot_download(self.name, revision=revision, allow_patterns=patterns))
                 if path.name == self.commit:
                     break

@@ -17,7 +17,7 @@ from .record import ExpertLayout
 
 FOLDER = "packed_experts"
 LAYOUT = "layout.json"  # the file name in it; a directory that has it is a finished model
-STATE = "convert_state.json"  # of a conversion that is not finished
+STATE = "convert_state.json"  # the state file of an unfinished conversion
 
 
 class PackedExperts:

@@ -13,7 +13,7 @@ from .record import BLOCK_BYTES, ExpertLayout
 
 GAP_BYTES = 64 << 10  # between two pieces: reading so much for nothing takes no longer than another read
 ALONE_BYTES = 256 << 10  # a piece that could be read to its place, and is smaller, is better read with its neighbours
-RUN_BYTES = 2 << 20  # of a run that goes through memory of the reader's own, which is as large for each thread
+RUN_BYTES = 2 << 20  # the most bytes of a run through scratch memory, which each thread has
 RUN_PIECES = 256  # a system call takes 1024 places to read to; with a gap before each piece these are half of it
 
 

@@ -29,14 +29,14 @@ from ..spec import ModelArgs
 
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where it and its fields may begin
 STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and direct I/O both need
-BLOCK_BYTES = 4096  # of a disk, for direct I/O: what a record in memory is rounded up to
-SCALE_DTYPES = ("BF16", "F16", "F32")  # of floating scales and biases
+BLOCK_BYTES = 4096  # a disk block for direct I/O; a record in memory is rounded up to it
+SCALE_DTYPES = ("BF16", "F16", "F32")  # dtypes of floating scales and biases
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 BIAS = "bias"  # the field that a matrix's product adds; `quant` names the others
-ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # of a value
+ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # bytes of a value
 
 Key = tuple[int, int]  # layer, expert
-Quants = tuple[Quant, ...]  # of gate, up and down, or of up and down
+Quants = tuple[Quant, ...]  # forms of gate, up and down, or of up and down
 UNIFORM: Quants = (EXPERTS, EXPERTS, EXPERTS)
 
 
@@ -47,7 +47,7 @@ class Field:
     name: str
     offset: int
     size: int
-    dtype: str  # of ITEM_BYTES
+    dtype: str  # a key of ITEM_BYTES
     shape: tuple[int, ...]
 
     @property
@@ -74,7 +74,7 @@ class Field:
 class Projection:
     """One matrix [rows, columns] of a record, and its fields in the order in which they lie."""
 
-    name: str  # of PROJECTIONS
+    name: str  # one of PROJECTIONS
     rows: int
     columns: int
     quant: Quant

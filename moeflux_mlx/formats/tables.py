@@ -22,7 +22,7 @@ from .checkpoint import ITEM_BYTES, Tensor, merge_tensors, read_header
 PATTERN = "tables*.safetensors"
 NAME = re.compile(r"model\.layers\.(\d+)\.ple\.table\.(\d+)")
 STEM = "model.layers.{}.ple.ple_embedding.ngram_embedding"  # the module's path in checkpoints
-WIDE, NARROW = "F32", "BF16"  # of floats in packed rows
+WIDE, NARROW = "F32", "BF16"  # dtypes of floats in packed rows
 
 
 @dataclass(frozen=True)

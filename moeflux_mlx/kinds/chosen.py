@@ -5,7 +5,7 @@ from typing import Any
 
 from .rotation import Rotation
 
-INDEX_VALUES = 1 << 24  # of index scores, or of gathered entries, that exist at once
+INDEX_VALUES = 1 << 24  # the most values of index scores, or of gathered entries, at once
 
 
 @dataclass(frozen=True)

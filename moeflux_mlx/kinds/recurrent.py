@@ -49,7 +49,7 @@ class NGrams:
         return len(self.sizes) * self.width
 
 
-LEAST_FLOOR = -5.0  # of the logarithms of decays
+LEAST_FLOOR = -5.0  # the least logarithm of a decay
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..state.cache import Cache
 from ..state.traced import Traced, up_to
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
-MOST_TRACES = 64  # of a step: each capacity of each of several sequences makes another
+MOST_TRACES = 64  # per step: each combination of the sequences' capacities makes another trace
 Begin = Callable[[int, int], None]  # called with the numbers of a row and of a layer before its cache absorbs the row
 
 
@@ -139,7 +139,7 @@ class _Standing:
     def __init__(self, kinds: Sequence[Any], count: int, arrays: Iterator[mx.array]):
         self._places = [_place(arrays) for _ in range(count)]
         self.layers: list[Traced] = []
-        self._later: list[list[mx.array]] = []  # of each layer, for the rows after the first
+        self._later: list[list[mx.array]] = []  # the arrays of each layer for the rows after the first
         for kind in kinds:
             self.layers.append(kind(*islice(arrays, kind.num_inputs), *self._places[0]))
             self._later.append(list(islice(arrays, kind.num_later * (count - 1))))

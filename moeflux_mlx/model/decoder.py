@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
         self.layers: list[Any] = [layer_of(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
         connections = args.connections
-        if not isinstance(connections, GatedConnections):  # which have a norm of their own
+        if not isinstance(connections, GatedConnections):  # gated connections have their own norm
             self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         if connections is not None:
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
@@ -280,7 +280,7 @@ class Model(nn.Module):
             inputs = self._inputs(tokens, step.caches).arrays(self._tabled)
             return self.decode_step(tokens, sequences, *inputs, begin=step.begin)
         caches = step.caches
-        if self.args.connections:  # whose rows meet in the experts alone
+        if self.args.connections:  # with several streams, rows meet only in the experts
             return self._step(tokens, caches)
         arrays: list[Any] = [tokens]
         chosen = Chosen()

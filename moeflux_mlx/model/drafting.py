@@ -78,7 +78,7 @@ class Drafting:
         self._steps = 0
         self._best = 0
         self._depths = [_Depth() for _ in range(self.most + 1)]
-        self._luck = [_Mean(EXPECTED, 2.0) for _ in range(self.most)]  # of each draft whose predecessors were taken
+        self._luck = [_Mean(EXPECTED, 2.0) for _ in range(self.most)]  # by draft, if the ones before it were accepted
 
     @property
     def depth(self) -> int:

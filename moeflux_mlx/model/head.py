@@ -69,7 +69,7 @@ class DraftHead(nn.Module):
         self.model = _Layers(args, experts, split_latent)
         self._shared: Shared | None = None
         self._experts = experts
-        self._steps: list[DecodeStep] = []  # of one row, where a GPU holds the experts: without its draft, and with it
+        self._steps: list[DecodeStep] = []  # for one row on a GPU with the experts: without and with a draft
         if experts is not None and experts.source.is_resident:
             self._steps = [DecodeStep(self._row), DecodeStep(self._drafting_row)]
             for step in self._steps:

@@ -19,7 +19,7 @@ from ..state.compressed import CompressedCache
 from .latent import MLA
 from .layers import Linear, RMSNorm
 
-INDEX_NORM_EPS = 1e-6  # of the keys' norm, fixed in the published model code
+INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 
 
 class LayerNorm(nn.Module):

@@ -13,8 +13,8 @@ from ..state.cache import Cache
 from ..state.layer_cache import Arrays
 from .tokens import token_ids
 
-MAX_ROWS = 16  # of a step
-MAX_OF_SEQUENCE = 8  # of these, of one sequence
+MAX_ROWS = 16  # the most rows of a step
+MAX_OF_SEQUENCE = 8  # the most rows of one sequence in a step
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _numbers(tokens: np.ndarray, cache: Any, part: NGrams) -> np.ndarray:
     """The rows int64 [B, L, heads] of tokens [B, L]."""
     if not isinstance(cache, RowCaches):
         return row_numbers(np.concatenate([_before(cache, len(tokens), part), tokens], axis=1), part)
-    texts: dict[int, np.ndarray] = {}  # of each sequence, the last tokens
+    texts: dict[int, np.ndarray] = {}  # the last tokens of each sequence
     rows = []
     for one, token in zip(cache.caches, tokens[0], strict=True):
         text = np.append(texts.get(id(one), _before(one, 1, part)), [[token]], axis=1)

@@ -63,7 +63,7 @@ def fill(
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
     mx.eval(model.parameters())
-    mx.clear_cache()  # what the tensors were before is not for keeping: on a Mac it would stay wired
+    mx.clear_cache()  # frees the original tensors, which would stay wired on a Mac
     backend.settle_weights(model.parameters())
 
 

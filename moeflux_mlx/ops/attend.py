@@ -51,7 +51,7 @@ SEVERAL = Reason("there are several tokens")
 # Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
 # M1's GPU 0.05 s at its full rate (gpu_time).
 SCORES = 1 << 27
-LEAST_ROWS = 256  # of a part of an attention with a window
+LEAST_ROWS = 256  # least rows of a part of an attention with a window
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 Rows = tuple[Shape, Shape]  # (heads, width) of a position in each of a cache's two arrays
 

@@ -13,7 +13,7 @@ from .tiles import planned
 COMBINE = Kernel("moe_combine", "expert_out weights h_mid shared", "out")
 THREADS = 256
 
-Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # of the experts' values, the residual and the shared expert's
+Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # dtypes of the experts' values, the residual and the shared expert
 
 
 def combine(rows: Array, where: np.ndarray, weights: Array, residual: Array, shared: Array | None) -> Array:

@@ -45,12 +45,12 @@ DELTA_INPUTS = Kernel("delta_inputs", "qkv a b A_log dt_bias length", "qk gates"
 GATED_DELTA_TOKENS = Kernel("gated_delta_tokens", "qkv qk gates state length", "out next")
 GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
 DELTA_STEP = Kernel("delta_step", "qkv z b a A_log dt_bias taps weight eps conv state", "out next_conv next")
-PARTS = ("qkv", "z", "b", "a", "out")  # of which each row of a step has its part in an array of all
-SIMDGROUPS = 4  # of a threadgroup: enough to hide latency, few enough to spread over every core of the GPU
+PARTS = ("qkv", "z", "b", "a", "out")  # inputs and outputs that hold the rows of a step in one array
+SIMDGROUPS = 4  # per threadgroup: enough to hide latency, few enough to spread over every core of the GPU
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
 PLANS = 512  # launches that are kept, one for each length of a chunk
-NORM_EPS = 1e-6  # of the query/key L2 norm, fixed in the published model code
+NORM_EPS = 1e-6  # epsilon of the query/key L2 norm, fixed in the published model code
 
 
 class State(Protocol):

@@ -15,7 +15,7 @@ from ..kinds import CHUNK, Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixe
 from ..spec import ModelArgs
 from . import backend
 
-SECONDS = 0.5  # of one command buffer
+SECONDS = 0.5  # the most time of one command buffer
 # Float32 operations a second, in 10^12, of a chip's GPU with all of its cores, as huggingface.js lists them
 # (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is two of the Max. M5 counts as M4, without its matrix
 # units. Chips are also sold with fewer cores, an M1 Max with three quarters.
@@ -31,7 +31,7 @@ SLOWEST = min(TFLOPS.values())
 # for it, or one piece of a wave. The plan limits a block by the chip; the other pieces are equal on every Apple GPU.
 BLOCK_SHARE = 0.5
 AT_ONCE = 0.25 * SECONDS * SLOWEST * 1e12  # operations of one piece, or of one expansion
-DELTA_SHARE = 0.25  # of the rate, which the delta rule's steps one after another reach; 0.35 to 0.46 on an H200
+DELTA_SHARE = 0.25  # share of the rate that the delta rule's sequential steps reach; 0.35 to 0.46 on an H200
 
 
 def rate(chip: str) -> float:

@@ -210,7 +210,7 @@ def arrange(
     counts, block = np.concatenate(waves), BLOCK_ROWS[target]
     sizes = sizes_of(counts, target)
     taken = np.where(sizes, sizes, -(-counts // block) * block)
-    first = np.cumsum(taken) - taken  # of each expert's places
+    first = np.cumsum(taken) - taken  # the first of each expert's places
     batches, start = [], 0
     for i, wave in enumerate(waves):
         part = slice(start, start + len(wave))
@@ -219,7 +219,7 @@ def arrange(
         batches.append(list(_batches(sizes[part], taken[part], int(first[start]), block, runs, own)))
         start = part.stop
     counts, taken, first = (array.astype(np.int32) for array in (counts, taken, first))
-    begin = np.cumsum(counts, dtype=np.int32) - counts  # of each expert's rows
+    begin = np.cumsum(counts, dtype=np.int32) - counts  # the first of each expert's rows
     own = np.arange(counts.sum(), dtype=np.int32) + np.repeat(first - begin, counts)
     local = np.arange(taken.sum(), dtype=np.int32) - np.repeat(first, taken)
     source = np.where(local < np.repeat(counts, taken), local, 0) + np.repeat(begin, taken)

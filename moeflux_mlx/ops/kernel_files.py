@@ -43,7 +43,7 @@ typedef unsigned long long uint64_t;
     "cooperative_groups.h": "#pragma once\nnamespace cooperative_groups {}\n",
 }
 NAMESPACE = "mlx::core::cu::"
-HASH_SEED = 0xC70F6907  # of std::hash in libstdc++
+HASH_SEED = 0xC70F6907  # the seed of std::hash in libstdc++
 Compiled = tuple[str, bytes]  # a kernel's name in the machine code, and the code
 
 

@@ -71,7 +71,7 @@ class HeadMatrices:
     def stored(self) -> "StoredMatrices":
         """The kernels' inputs."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
-        if part.quant is not None and part.quant.has_global_scale:  # which the kernels do not take
+        if part.quant is not None and part.quant.has_global_scale:  # the kernels do not take a global scale
             part = Part(None, dequantized(part, mx.float32))
         arrays: list[Any] = inputs_of(part)
         transposed, (bits, group) = self.transposed, (0, 1)

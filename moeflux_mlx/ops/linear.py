@@ -37,7 +37,7 @@ from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 DENSE_ROWS = 256
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
-ROWS_AT_ONCE = 8  # of x, even, for which a thread of the kernel for several rows has room: 4 sums each
+ROWS_AT_ONCE = 8  # rows of x (even) that a thread of the kernel for several rows has room for
 
 
 class Weights(Protocol):
@@ -251,7 +251,7 @@ def inputs_of(w: Weights) -> list[Input]:
 class Around(NamedTuple):
     """What the kernels do besides the product, as far as their text depends on it."""
 
-    norm: mx.Dtype | None = None  # of its weight
+    norm: mx.Dtype | None = None  # dtype of the norm's weight
     adds: bool = False
 
     def template(self, x: mx.Dtype) -> dict[str, Any]:

@@ -51,7 +51,7 @@ Buffer = Any  # numpy array, mx.array or memoryview
 NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
-KINDS = ("BF16", "F16", "F32", E8M0, E4M3)  # of a record's scales, by the number that the kernels know them by
+KINDS = ("BF16", "F16", "F32", E8M0, E4M3)  # types of a record's scales, in the order of the kernels' numbers
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "

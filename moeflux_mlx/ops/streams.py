@@ -22,7 +22,7 @@ from .tiles import MAX_TOKENS, planned
 PRODUCTS = Kernel("streams_products", "h fn", "made")
 GATHER = Kernel("streams_gather", "h made base scale", "x mixing")
 SCATTER = Kernel("streams_scatter", "h out mixing", "next")
-THREADS = 256  # of a threadgroup
+THREADS = 256  # threads of a threadgroup
 
 
 class Mapping(NamedTuple):
@@ -133,7 +133,7 @@ def scattered(h: Array, out: Array, mixing: Any, rule: HyperConnections) -> Any:
 def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
     fn, base, scale = by[:3] if isinstance(h, mx.array) else map(view, by[:3])
     rows = rms_norm(float32(h), None, eps).reshape(-1, h.shape[-1])
-    if 1 < len(rows) <= MAX_TOKENS:  # of a step: each has the bits that it has alone
+    if 1 < len(rows) <= MAX_TOKENS:  # rows of a step: each has the bits that it has alone
         library = backend.library_of(h)
         made = library.concatenate([rows[i : i + 1] @ fn.T for i in range(len(rows))])
     else:

@@ -21,7 +21,7 @@ from ..quant import Quant
 from .matrix import Matrix, finite, shaped, typed
 from .source_format import SourceFormat
 
-AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the codes of eight neighbouring rows lie
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the codes of eight neighbouring rows in a word
 PER_WORD = 8
 
 

@@ -26,7 +26,7 @@ from .sanitize import head_tensors
 from .source_format import SourceFormat
 from .wanted import Wanted
 
-RESIDENT = Quant(8, 64)  # of matrices that come as floats: a head is small, and wrong drafts cost more than its bytes
+RESIDENT = Quant(8, 64)  # for floats: a head is small, and wrong drafts cost more than its bytes
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class InPlace:
     args: ModelArgs
     experts: InPlaceExperts
     units: tuple[Unit, ...]  # the files that a conversion would write
-    tables: Mapping[int, TableFiles]  # of n-grams, by layer
+    tables: Mapping[int, TableFiles]  # files of n-grams, by layer
 
     @property
     def _sources(self) -> list[Source]:

@@ -31,8 +31,8 @@ from .unit import Bytes
 from .wanted import Wanted
 
 SHARD_BYTES = 4 << 30
-INTEGERS = ("U32", "I32", "I64")  # that a table of ids may come in
-MAX_SHARDS = 64  # of one matrix in a checkpoint; far beyond any
+INTEGERS = ("U32", "I32", "I64")  # dtypes that a table of ids may have
+MAX_SHARDS = 64  # of one matrix; more than any checkpoint has
 File = TypeVar("File")
 Pieces = tuple[tuple[str, np.ndarray | None], ...]
 FusedPieces = tuple[tuple[str, np.ndarray], ...]

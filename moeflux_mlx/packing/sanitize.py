@@ -18,7 +18,7 @@ from ..formats.checkpoint import Tensor
 from ..kinds import Delta
 from ..spec import ModelArgs
 
-LEAST_MEAN = 0.1  # of a norm's weights
+LEAST_MEAN = 0.1  # least mean of a norm's weights
 
 
 def canonical_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, Tensor]:

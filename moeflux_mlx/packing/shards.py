@@ -104,11 +104,11 @@ class Scattering:
         self.repaired = [
             unit.name for unit in self.units if unit.name in output.files and not output.partial(unit).exists()
         ]
-        wanted = self.units if supply.takes_disk else units  # what may be deleted is compared with what is finished
+        wanted = self.units if supply.takes_disk else units  # before files are deleted, finished units are compared too
         self._jobs = [job for unit in wanted for job in jobs_of(unit)]
         done = sum(unit.size for unit in units if unit.name in self.kept) + sum(self.journal.done.values())
         total = sum(unit.size for unit in units)
-        if supply.takes_disk:  # what is downloaded counts too
+        if supply.takes_disk:  # downloaded bytes count too
             done += sum(self.sizes[name] for name in self.journal.done if name in self.sizes)
             total += sum(self.sizes.values())
         self._advance = Advance(progress, done, total)
@@ -246,7 +246,7 @@ class Written:
 def most_at_once(sizes: Mapping[str, int], jobs: Sequence[Job]) -> int:
     """The most bytes of shards that are on the disk at once."""
     order = {name: i for i, name in enumerate(sizes)}
-    last: dict[str, int] = {}  # of each shard, the one with which the last of its jobs can be done
+    last: dict[str, int] = {}  # for each shard, the shard after which its last job can be done
     for job in jobs:
         for name in job.needs:
             last[name] = max(last.get(name, 0), *(order[one] for one in job.needs))

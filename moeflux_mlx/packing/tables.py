@@ -19,7 +19,7 @@ from .source_format import SourceFormat
 from .wanted import Wanted
 
 HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
-SMALL_GROUP = 32  # of rows that hold no whole number of the usual groups
+SMALL_GROUP = 32  # for rows that are not a multiple of the usual group
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def find_tables(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceForm
 
 def _find(layer: int, part: NGrams, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> Table:
     stem = STEM.format(layer)
-    factor = tensors.get(f"{stem}.weight_scale")  # of all shards, where they are fp8
+    factor = tensors.get(f"{stem}.weight_scale")  # the scale of all shards, if they are fp8
     paths = (f"{stem}.shards.{i}" for i in count())
     shards = []
     for i, path in enumerate(paths):

@@ -66,7 +66,7 @@ def reserved(path: Path) -> Iterator[None]:
         stack.callback(os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock), path.stat()):  # who made it removed it meanwhile
+            if not os.path.samestat(os.fstat(lock), path.stat()):  # its creator has removed it meanwhile
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             raise ModelFileError(f"{path} is being written by another conversion") from None

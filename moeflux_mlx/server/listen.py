@@ -22,7 +22,7 @@ from ..errors import RequestError
 from .errors import error_reply
 
 HEADER_SECONDS = 30.0  # seconds in which the headers of a request must arrive
-IDLE_SECONDS = 75  # that a connection may stay open between requests
+IDLE_SECONDS = 75  # how long a connection may stay open between requests
 READ_SECONDS = 60.0  # seconds in which a client must read some of the waiting data
 KNOCK_SECONDS = 0.5  # seconds between empty pieces that test whether a client is still there
 END_SECONDS = 2  # seconds that answers in progress have to send their last event

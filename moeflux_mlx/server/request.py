@@ -99,7 +99,7 @@ class TokenLogprob:
     token: str
     token_id: int
     logprob: float
-    data: bytes  # of the token's text
+    data: bytes  # the bytes of the token's text
     top: "tuple[TokenLogprob, ...]" = ()
 
 

@@ -34,7 +34,7 @@ class Totals:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    computed_tokens: int = 0  # of prompts, while they are computed
+    computed_tokens: int = 0  # tokens of prompts, counted while they are computed
     generated_tokens: int = 0
     steps: int = 0
     prompt_seconds: float = 0.0
@@ -70,7 +70,7 @@ class Running:
         self._answer: Answer | None = None
         self._answering: Answering | None = None
         self._cached = 0  # tokens of the prompt that were known
-        self._began = self._first = time.perf_counter()  # of the prompt, and of the answer
+        self._began = self._first = time.perf_counter()  # start of the prompt, and of the answer
         self._reported_at = 0.0  # when a report on the prompt was given last
         self.estimate()
 

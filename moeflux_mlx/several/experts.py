@@ -101,7 +101,7 @@ class RankedExperts:
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
             weighed = weights if isinstance(x, np.ndarray) else mx.array(weights)
-        if not isinstance(x, np.ndarray) and len(x) <= MAX_TOKENS:  # whose rows are weighted
+        if not isinstance(x, np.ndarray) and len(x) <= MAX_TOKENS:  # rows of a few tokens are already weighted
             weighed = _constant(1.0, weights.shape)
         rows, where = self._all_rows(routing, ids, weights, x, report)
         return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)

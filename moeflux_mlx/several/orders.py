@@ -14,10 +14,10 @@ from ..errors import RankError
 from .group import Exchange
 
 ORDER, PAYLOAD = 3, 4  # kinds of messages, beside those of layers
-VALUES = 8  # of 64 bits, in an order
-PIECE_WORDS = 1 << 20  # of a payload that travel in one message
-MOST_BYTES = 1 << 42  # of a payload: what is more is no message of ours
-NAP_SHARE = 0.95  # of rank 0's nap, so that it finds the others awake
+VALUES = 8  # 64-bit values of an order
+PIECE_WORDS = 1 << 20  # words of a payload in one message
+MOST_BYTES = 1 << 42  # of a payload; a larger one is not one of our messages
+NAP_SHARE = 0.95  # the others sleep this share of rank 0's nap, so that it finds them awake
 
 
 class Order(IntEnum):

@@ -25,7 +25,7 @@ from .joining import allow
 
 READY = 7  # kind of a message
 OPENING_SECONDS = 600.0  # until all have read the headers of their models, or fetched these
-LEAST_SECONDS = 60.0  # that a rank may be later than the others
+LEAST_SECONDS = 60.0  # how much later than the others a rank may always be
 SLOW_DISK = 50e6  # bytes a second; less is taken for a failure
 SLOW_TOKENS = 100.0  # least number of a span's tokens that a mixer processes per second
 

@@ -179,7 +179,7 @@ def tokenizer_digest(path: Path) -> str:
     """The digest of a folder's tokenizer files, in hexadecimal."""
     files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not any(file.name in TOKENIZER_FILES[:3] for file in files) and (path / TEKKEN).is_file():
-        files.append(path / TEKKEN)  # which is not read beside another vocabulary
+        files.append(path / TEKKEN)  # it is not read if there is another vocabulary
     return _digest(*(part for file in files for part in (file.name.encode(), file.read_bytes())))
 
 

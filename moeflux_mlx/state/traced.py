@@ -152,7 +152,7 @@ class FixedState:
     num_outputs: ClassVar[int] = 2
 
     def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
-        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # which nobody reads
+        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # never read
 
     def go_on(self, *_: Any) -> None:
         """No position matters."""

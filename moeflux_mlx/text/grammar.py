@@ -20,7 +20,7 @@ ANY_OBJECT: Schema = {"type": "object"}
 # Between two tokens of JSON: a space, or a new line and its indent. More would only use up the limit of the answer.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
 HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{0,4}/\n"
-SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # of a string that is written without quotes
+SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # limits of strings that are written without quotes
 
 
 @dataclass(frozen=True)

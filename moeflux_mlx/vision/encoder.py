@@ -23,7 +23,7 @@ from ..model.images import ImageRows
 EXTRA = "images need the extra vision: pip install 'moeflux-mlx[vision]'"
 ALIAS = "_moeflux_mlx_vlm"
 PREFIXES = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.")
-SCORES_COPIES = 2  # of an attention without a kernel of its own
+SCORES_COPIES = 2  # copies of scores in attention without a fused kernel
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..errors import RequestError
 from ..version import VERSION
 from .pixels import FILE_BYTES
 
-REDIRECTS = 3  # that are followed
+REDIRECTS = 3  # the most redirects to follow
 MOVED = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
 HEADERS = {"Accept": "image/*", "User-Agent": f"moeflux-mlx/{VERSION}"}

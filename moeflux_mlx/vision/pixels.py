@@ -15,8 +15,8 @@ import numpy as np
 from ..errors import ConfigError, RequestError
 from ..families.fields import Fields
 
-FILE_BYTES = 32 << 20  # of an image file
-PIXELS = 1 << 25  # of a picture as it is decoded: 7680 by 4320 fits
+FILE_BYTES = 32 << 20  # the most bytes of an image file
+PIXELS = 1 << 25  # the most pixels of a decoded picture: 7680 by 4320 fits
 LONGEST = 200  # largest ratio of the sides, as in transformers
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE_ROWS = 1024  # default number of embeddings of one image

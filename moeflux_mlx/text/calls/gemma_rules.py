@@ -32,7 +32,7 @@ LIMITS = (
     *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
-MAX_DEPTH = 8  # of a value in another
+MAX_DEPTH = 8  # of nested values
 
 
 def arguments_of(schema: Schema) -> str:

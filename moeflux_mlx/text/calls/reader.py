@@ -18,7 +18,7 @@ from .harmony import GPT_OSS
 from .solar import SOLAR_OPEN
 from .steps import Malformed, Steps, Switched
 
-HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN}  # who reads the headers of messages
+HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN}  # the readers of messages' headers
 
 
 class AnswerReader:
