@@ -36,7 +36,7 @@ SWITCH_SECONDS = 0.0002
 LEAST_KEY = 8  # letters of an API key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEMO = "moeflux-demo"
-IDLE_SHARE = 4  # unused sessions may take this fraction of the plan's headroom
+IDLE_SHARE = 4  # unused sessions may take 1/4 of the plan's headroom
 
 
 def run(options: argparse.Namespace) -> int:

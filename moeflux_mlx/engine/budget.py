@@ -36,8 +36,8 @@ EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode
 DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
 SPANS = tuple(512 << i for i in range(6, -1, -1))  # possible span lengths, 32768 to 512
 LEAST_BLOCK = 64
-# If a span is longer than this, or if the pool cannot get its memory back afterwards, it takes at most this fraction of
-# the pool's bytes.
+# If a span is longer than this, or if the pool cannot get its memory back afterwards, it takes at most 1 / PROMPT_SHARE
+# of the pool's bytes.
 EASY_SPAN, PROMPT_SHARE = 8192, 4
 # The most layers whose mapped files one command buffer refers to; Metal wires them together. MLX commits after 50
 # operations, and a layer takes more than five.

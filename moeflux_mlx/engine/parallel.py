@@ -10,7 +10,7 @@ from .budget import DEFAULT_CONTEXT, MemoryPlan
 from .needs import least_pool, room, state_bytes
 
 MOST_STREAMED = 8  # sequences while experts are read; more sequences share fewer experts
-POOL_SHARE = 4  # this fraction of the pool may be used for the caches of several sequences
+POOL_SHARE = 4  # 1/4 of the pool may be used for the caches of several sequences
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ PATIENCE = 3.0  # seconds without pressure before the pool grows
 STEPS = 8  # steps in which it grows to its full size, one per check
 WINDOW = 1.0  # seconds over which stalls are counted, and between two cuts
 STALLED = 0.1  # share of a window in which some process waited for memory: more is pressure
-CUT, DEEP_CUT = 8, 2  # fractions of the pool that are given back at a first warning and at a critical one
-MOST_FALL = 4  # at most this fraction of what a limit leaves is expected to go before the next check
+CUT, DEEP_CUT = 8, 2  # 1/8 of the pool is given back at a first warning, 1/2 at a critical one
+MOST_FALL = 4  # at most 1/4 of what a limit leaves is expected to go before the next check
 COMPRESSED_SHARE = 0.01  # growth of macOS's compressor per window, as a share of memory: more is pressure
 
 

@@ -103,7 +103,7 @@ class OpenFiles:
 
     @property
     def run_bytes(self) -> int:
-        """The largest size of a run, and the size of a block."""
+        """The most bytes that a run should have, apart from the rest of a block."""
         return QUEUED_BYTES if self.reads_at_once else RUN_BYTES
 
     def close(self) -> None:

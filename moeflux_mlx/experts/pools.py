@@ -12,8 +12,8 @@ from ..ops import backend
 from .pool import SlotPool, can_breathe
 from .shares import SizeClass, divide, size_classes
 
-WORTH_GROWING = 16  # the pool grows by at least this fraction, so that it is not resized for each token
-WORTH_REPLACING = 8  # a pool that loses its records when resized shrinks by at least this fraction
+WORTH_GROWING = 16  # the pool grows by at least 1/16, so that it is not resized for each token
+WORTH_REPLACING = 8  # a pool that loses its records when resized shrinks by at least 1/8
 
 
 class Pools(list[SlotPool]):

@@ -20,7 +20,7 @@ from .source import ExpertLoader, Owned, all_of
 
 WAVE_BYTES = 128 << 20  # the most bytes of records that are multiplied together
 NEARLY_ALL = 0.9  # share of a layer's experts in use; from it on the next layer's are read before its router chooses
-AHEAD = 4  # this fraction of the pool is for reading ahead; the rest keeps records for decoding
+AHEAD = 4  # 1/4 of the pool is for reading ahead; the rest keeps records for decoding
 UNDER_WAY = 2  # waves that a GPU is given at a time
 
 
