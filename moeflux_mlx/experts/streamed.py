@@ -87,7 +87,7 @@ class StreamedExperts(ExpertLoader):
         super().__init__(packed.layout, decision)
         self._busy_before = 0.0
         self._callers: set[int] = set()  # the first two threads that have had a turn
-        self._guards: list[mx.array] = []  # leases of this turn
+        self._guards: list[mx.array] = []  # guards of leases released in this turn
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is in progress, and none has been interrupted
         self._in_turn = self._in_interlude = False
