@@ -25,6 +25,7 @@ from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import PromptCacheError, RequestError, SnapshotError
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.images import Images
+from moeflux_mlx.ops import backend
 from moeflux_mlx.state.prompt_file import _shifts, read_prompt_header
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -237,6 +238,7 @@ def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
     assert np.array_equal(np.array(with_drafts.step([7])), np.array(without.step([7])))
 
 
+@pytest.mark.skipif(backend.has_kernels(), reason="a GPU is a token ahead when drafts begin")
 def test_an_image_that_was_looked_up_is_no_draft_that_is_taken(monkeypatch):
     """What follows the text's end is an image, whose tokens the model would say if it said what it is proposed."""
     model, tokenizer = tiny_model(FAMILY, mx.float32), load_tokenizer(tiny_directory(FAMILY))
