@@ -10,7 +10,7 @@ from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN
-from moeflux_mlx.text.calls.invoke import DEEPSEEK_V32, MINIMAX
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
@@ -30,6 +30,7 @@ STYLES = {
     "qwen35_style": (QWEN_XML, QWEN, THINK),
     "cogito_style": (DEEPSEEK_V3, [{}], None),
     "deepseek_v32": (DEEPSEEK_V32, QWEN, THINK),
+    "deepseek_v4": (DEEPSEEK_V4, QWEN, THINK),
     "text_only": (DEEPSEEK_V3, [{}], None),
     "glm_style": (GLM, QWEN, THINK),
     "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
@@ -69,7 +70,7 @@ def written(dialect):
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
             body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
         end = dialect.section[1]
-        is_written = end in dialect.markers or dialect is DEEPSEEK_V32
+        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
 
     return write

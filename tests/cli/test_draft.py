@@ -29,4 +29,4 @@ def test_a_head_is_planned_loaded_and_says_the_same(capfd):
     assert plan(model) == 0
     assert "draft head" not in capfd.readouterr().out
     code, _, err = command(capfd, *prompt, "--draft", "nowhere")
-    assert code != 0 and "no directory" in err
+    assert code != 0 and "nor a directory" in err

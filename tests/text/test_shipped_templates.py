@@ -5,14 +5,17 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from styles import TEMPLATES as FIXTURES
 
-from moeflux_mlx.text.calls.invoke import DEEPSEEK_V32
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.chat_template import TEMPLATES, ChatTemplate, find_templates
 from moeflux_mlx.text.events import CallEnd
 
 theirs = pytest.importorskip("mlx_lm.chat_templates.deepseek_v32", reason="mlx-lm is for Python 3.11 and newer")
 TEMPLATE = ChatTemplate({"default": (TEMPLATES / "deepseek_v32.jinja").read_text("utf-8")})
+V4 = ChatTemplate({"default": (TEMPLATES / "deepseek_v4.jinja").read_text("utf-8")})
+V4_CASES = json.loads((FIXTURES / "deepseek_v4.json").read_text("utf-8"))
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "g"}},
@@ -62,14 +65,23 @@ def test_deepseek_v32_is_written_as_mlx_lm_writes_it(system, chat, answer, tools
     assert TEMPLATE.render(messages, tools=tools, variables={"enable_thinking": thinks}) == expected
 
 
-def test_tools_without_a_system_message_are_told_too():
-    assert "## Tools" in TEMPLATE.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
+@pytest.mark.parametrize("case", V4_CASES, ids=lambda case: case["name"])
+def test_deepseek_v4_is_written_as_its_own_program_writes_it(case):
+    """The prompts were made by encoding/encoding_dsv4.py of deepseek-ai/DeepSeek-V4-Flash."""
+    tools = TOOLS if case["tools"] else None
+    assert V4.render(case["messages"], tools=tools, variables=case["variables"]) == case["prompt"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, V4])
+def test_tools_without_a_system_message_are_told_too(template):
+    assert "## Tools" in template.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
 
 
 @pytest.mark.parametrize(
     "config, tokenizer_config, found",
     [
         ({"model_type": "deepseek_v32"}, {}, True),
+        ({"model_type": "deepseek_v4"}, {}, True),
         ({"model_type": "other"}, {"chat_template_type": "deepseek_v32"}, True),
         ({"model_type": "deepseek_v32"}, {"chat_template": "its own"}, False),
         ({"model_type": "other"}, {"chat_template_type": "../deepseek_v32"}, False),
@@ -83,13 +95,14 @@ def test_a_shipped_template_is_used_where_the_checkpoint_has_none(tmp_path, conf
     assert ("｜DSML｜" in templates.get("default", "")) == found
 
 
+@pytest.mark.parametrize("dialect", [DEEPSEEK_V32, DEEPSEEK_V4], ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize(
     "kind, text, value", [("true", "3", "3"), ("false", "3", 3), ("false", "null", None), ("true", "null", "null")]
 )
-def test_a_value_is_what_it_says_it_is(kind, text, value):
+def test_a_value_is_what_it_says_it_is(dialect, kind, text, value):
     """Whether a tool's schema names the parameter or not."""
     parameter = f'<｜DSML｜parameter name="x" string="{kind}">{text}</｜DSML｜parameter>'
     call = f'<｜DSML｜invoke name="f">\n{parameter}\n</｜DSML｜invoke>'
-    reader = AnswerReader(DEEPSEEK_V32, TOOLS)
+    reader = AnswerReader(dialect, TOOLS)
     ends = [event for event in [*reader.feed(call), *reader.finish()] if isinstance(event, CallEnd)]
     assert [json.loads(end.arguments) for end in ends] == [{"x": value}]

@@ -358,7 +358,7 @@ def test_what_is_found_is_kept_shown_used_and_forgotten(host, cached, monkeypatc
     assert all(spot in out for spot in tiles)
     assert command.main(["--reset"]) == 0 and not cached.exists()
     assert file_of.choose("auto").found == {}
-    with pytest.raises(RequestError, match="do not exist"):
+    with pytest.raises(RequestError, match="does not exist"):
         file_of.choose(str(cached))
 
 

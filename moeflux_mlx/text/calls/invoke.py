@@ -1,5 +1,5 @@
 """Calls with a tag for each parameter, several of them in a section: `<invoke name="NAME"> ... </invoke>` (MiniMax),
-and the same in DeepSeek-V3.2's tags, where each value says whether it is a string."""
+and the same in the tags of DeepSeek-V3.2 and V4, where each value says whether it is a string."""
 
 from .call import Call
 from .dialect import Dialect
@@ -49,16 +49,23 @@ MINIMAX = invoking(
     frozenset(MINIMAX_SECTION),
 )
 DSML = "｜DSML｜"  # one token, which nothing else has
-DEEPSEEK_V32 = invoking(
-    "deepseek_v32",
-    (f"<{DSML}function_calls>", f"</{DSML}function_calls>"),
-    f'<{DSML}invoke name="',
-    Tags(
-        (f'<{DSML}parameter name="', '" string="'),
-        ("", f"</{DSML}parameter>"),
-        (f"</{DSML}invoke>",),
-        kinds=('true">', 'false">'),
-    ),
-    frozenset({DSML}),
-    before="\n\n",
+V4_SECTION = f"<{DSML}tool_calls>", f"</{DSML}tool_calls>"
+DEEPSEEK_V32, DEEPSEEK_V4 = (
+    invoking(
+        name,
+        section,
+        f'<{DSML}invoke name="',
+        Tags(
+            (f'<{DSML}parameter name="', '" string="'),
+            ("", f"</{DSML}parameter>"),
+            (f"</{DSML}invoke>",),
+            kinds=('true">', 'false">'),
+        ),
+        frozenset({DSML}),
+        before="\n\n",
+    )
+    for name, section in (
+        ("deepseek_v32", (f"<{DSML}function_calls>", f"</{DSML}function_calls>")),
+        ("deepseek_v4", V4_SECTION),
+    )
 )

@@ -9,7 +9,7 @@ from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, hunyuan
-from .invoke import DEEPSEEK_V32, DSML, MINIMAX
+from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DSML, MINIMAX, V4_SECTION
 from .kimi import KIMI
 from .mistral import MISTRAL
 from .solar import CALL_BEGIN as SOLAR_CALL
@@ -18,7 +18,7 @@ from .tool_call import EXAONE, FUNCTION, GLM, PAIRS, QWEN_JSON, QWEN_XML, TOOL_C
 
 DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
-    *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, KIMI, MINIMAX, HUNYUAN, MISTRAL),
+    *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
     *(GPT_OSS, SOLAR_OPEN, GEMMA),
 )
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
@@ -31,7 +31,8 @@ def dialect_of(text: str) -> Dialect | None:
     Args:
         text: a chat template and, because some put their tags together, a chat with a call that it has rendered.
     """
-    tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (DSML, DEEPSEEK_V32)]
+    tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)]
+    tags += [(DSML, DEEPSEEK_V32)]
     for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL))):
         if tag in text:
             return dialect
