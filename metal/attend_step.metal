@@ -89,9 +89,9 @@
   }
   CODES_UNROLL(1)
   for (uint i = mine; i < DIMS / 2; i += THREADS) {
-    const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
-    turns[i] = magnitude[0] * metal::cos(angle);
-    turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
+    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // as MLX rotates many tokens
+    turns[i] = float(magnitude[0]) * metal::cos(angle);
+    turns[DIMS / 2 + i] = float(magnitude[0]) * metal::sin(angle);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
