@@ -47,10 +47,11 @@ class Compiled:
 
     def __call__(self, *arrays: mx.array) -> list[mx.array]:
         thread = threading.get_ident()
-        if thread not in self._compiled:
+        compiled = self._compiled.get(thread)  # another thread may call `forget` at any time
+        if compiled is None:
             run = self._run  # each thread needs its own function object
-            self._compiled[thread] = mx.compile(lambda *given: run(*given))
-        return cast("list[mx.array]", self._compiled[thread](*arrays))
+            compiled = self._compiled[thread] = mx.compile(lambda *given: run(*given))
+        return cast("list[mx.array]", compiled(*arrays))
 
 
 class DecodeStep:
@@ -98,9 +99,10 @@ class DecodeStep:
         if self._traces > MOST_TRACES:
             self.forget()
         key = threading.get_ident(), kinds
-        if key not in self._compiled:
-            self._compiled[key] = mx.compile(self._trace(kinds))
-        outputs = self._compiled[key](tokens, *state, *more)
+        compiled = self._compiled.get(key)  # another thread may call `forget` at any time
+        if compiled is None:
+            compiled = self._compiled[key] = mx.compile(self._trace(kinds))
+        outputs = compiled(tokens, *state, *more)
         of_rows = [own for count, own in kinds for _ in range(count)]
         count = len(outputs) - sum(kind.num_outputs for own in of_rows for kind in own)
         left = islice(outputs, count, None)
