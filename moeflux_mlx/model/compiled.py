@@ -79,7 +79,8 @@ class DecodeStep:
             return False
         runs = _runs(sequences)
         layers = ((layer, count) for cache, count in runs for layer in cache)
-        refused = any(layer.empty() or layer.traced(count) is None for layer, count in layers)
+        # One row always has a stand-in.
+        refused = any(layer.empty() or (count > 1 and layer.traced(count) is None) for layer, count in layers)
         return len(runs) in (1, len(sequences)) and not refused
 
     def __call__(
