@@ -335,19 +335,12 @@ def _step_kernel(
     whole: Whole | None,
 ) -> mx.array:
     """`attend` for one token: [1, 1, heads * V]."""
-    norms, rope = (terms.q_norm, terms.k_norm), terms.rope
     held = cache.held(k.dtype)
-    norm_dtype = None if norms[0] is None else norms[0].weight.dtype
-    turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
+    (types, turn), constants = _planned_by(terms, q, held), _constants(terms, k, whole)
     shapes = q.shape, k.shape, v.shape
-    types = q.dtype, norm_dtype, held.keys.dtype
     step, combine = plan(backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
-    # A kernel needs an array for every input; k stands for inputs that it does not read.
-    norm_weights = [k if norm is None else norm.weight for norm in norms]
-    weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
-    numbers = terms.eps, rope.magnitude if rope else 1.0, terms.scale
-    parts, recent = step(*inputs, *weights, *numbers, held.positions, held.keys, held.values, held.recent)
+    parts, recent = step(*inputs, *constants, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
     return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, held.positions)[0]
 
@@ -360,26 +353,37 @@ def _rows_kernel(
     whole: Whole | None,
 ) -> mx.array:
     """`attend` for a row of each of several sequences in two launches: [1, R, heads * V]."""
-    norms, rope, count = (terms.q_norm, terms.k_norm), terms.rope, len(caches)
     q, k, v = (part[:, rows] for part in heads)
     joined = None if whole is None else whole.joined[:, rows]
     held = [cache.held(k.dtype) for cache in caches]
     capacity = max(one.keys.shape[2] for one in held)
-    norm_dtype = None if norms[0] is None else norms[0].weight.dtype
-    turn = (0, False) if rope is None else (rope.dims, rope.interleaved)
+    (types, turn), constants = _planned_by(terms, q, held[0]), _constants(terms, k, whole)
     shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
     widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
-    types = q.dtype, norm_dtype, held[0].keys.dtype
-    step, combine = plan_rows(backend.name(), shapes, types, capacity, turn, terms.limits, count, widths)
+    step, combine = plan_rows(backend.name(), shapes, types, capacity, turn, terms.limits, len(caches), widths)
     inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
-    norm_weights = [k if norm is None else norm.weight for norm in norms]
-    weights: Sequence[Input] = [*norm_weights, k if rope is None else rope.periods] if whole is None else whole.weights
-    numbers = terms.eps, rope.magnitude if rope else 1.0, terms.scale
     positions, *arrays = ([getattr(one, name) for one in held] for name in ("positions", "keys", "values", "recent"))
-    parts, *recent = step(*inputs, *weights, *numbers, *positions, *(array for own in arrays for array in own))
+    parts, *recent = step(*inputs, *constants, *positions, *(array for own in arrays for array in own))
     for cache, kept in zip(caches, recent, strict=True):
         cache.advance(kept)
     return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, *positions)[0]
+
+
+def _planned_by(
+    terms: Terms, q: mx.array, held: Held
+) -> tuple[tuple[mx.Dtype, mx.Dtype | None, mx.Dtype], tuple[int, bool]]:
+    """The `types` and `turn` of `plan`."""
+    norm, rope = terms.q_norm, terms.rope
+    types = q.dtype, None if norm is None else norm.weight.dtype, held.keys.dtype
+    return types, (0, False) if rope is None else (rope.dims, rope.interleaved)
+
+
+def _constants(terms: Terms, k: mx.array, whole: Whole | None) -> list[Input]:
+    """The kernel's weights and numbers. It needs an array for every input; k stands for those that it does not read."""
+    rope = terms.rope
+    weights: Sequence[Input] = [k if norm is None else norm.weight for norm in (terms.q_norm, terms.k_norm)]
+    weights = [*weights, k if rope is None else rope.periods] if whole is None else whole.weights
+    return [*weights, terms.eps, rope.magnitude if rope else 1.0, terms.scale]
 
 
 @lru_cache(512)
