@@ -47,12 +47,6 @@ def parser() -> argparse.ArgumentParser:
     add_kv_bits(add)
     add_expert_io(add)
     add_tiles(add)
-    add(
-        "--expert-cache-gb",
-        type=float,
-        metavar="GB",
-        help="size of the pool of experts; default: all memory that is left",
-    )
     add_memory(add)
     return made
 

@@ -51,12 +51,6 @@ def parser() -> argparse.ArgumentParser:
     add("--measure-disk", action="store_true", help="measure the disk by reading experts of --model")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
-    add(
-        "--expert-cache-gb",
-        type=float,
-        metavar="GB",
-        help="size of the pool of experts; default: all memory that is left",
-    )
     add_memory(add)
     add(
         "--context",

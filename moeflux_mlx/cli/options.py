@@ -60,12 +60,6 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     )
     add = parser.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
-    add(
-        "--expert-cache-gb",
-        type=float,
-        metavar="GB",
-        help="size of the pool of experts; default: all memory that is left",
-    )
     add_memory(add)
     add(
         "--prefetch",
@@ -115,6 +109,12 @@ def add_shards_in(add: Callable[..., Any]) -> None:
 
 
 def add_memory(add: Callable[..., Any]) -> None:
+    add(
+        "--expert-cache-gb",
+        type=float,
+        metavar="GB",
+        help="size of the pool of experts; default: all memory that is left",
+    )
     add(
         "--memory-gb",
         type=float,
