@@ -1,14 +1,17 @@
 """DeepSeek-V4: the ends of entries, experts from a table, and the effect of typical mistakes."""
 
 from dataclasses import replace
+from functools import partial
 
 import goldens
+import mistakes
 import mlx.core as mx
 import numpy as np
 import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import TOLERANCE
 from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_directory, tiny_model
 
@@ -22,12 +25,8 @@ from moeflux_mlx.model import moe, weights
 from moeflux_mlx.ops import streams
 
 FAMILY = "deepseek_v4"
-TOLERANCE = 2e-4
 TOKENS, WANTED = goldens.golden(FAMILY)
-
-
-def error(model, lengths=(64,)):
-    return np.abs(logits(model, TOKENS, lengths) - WANTED).max()
+error, broken = (partial(check, family=FAMILY) for check in (mistakes.error, mistakes.broken))
 
 
 @pytest.fixture
@@ -83,12 +82,6 @@ def test_mixtures_are_doubly_stochastic(seed):
 
 
 # ---- mistakes
-
-
-def broken(monkeypatch, owner, name, value):
-    model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
-    monkeypatch.setattr(owner, name, value)
-    return error(model) > 10 * TOLERANCE
 
 
 def test_columns_before_rows(monkeypatch):

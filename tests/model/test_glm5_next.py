@@ -1,11 +1,14 @@
 """GLM-5.3-Flash: the ends of blocks, and the effect of typical mistakes."""
 
 from dataclasses import replace
+from functools import partial
 
 import goldens
+import mistakes
 import mlx.core as mx
 import numpy as np
 import pytest
+from mistakes import TOLERANCE
 from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_directory, tiny_model
 
@@ -16,12 +19,8 @@ from moeflux_mlx.ops import delta
 from moeflux_mlx.ops import indexed as operations
 
 FAMILY = "glm5_next"
-TOLERANCE = 2e-4
 TOKENS, WANTED = goldens.golden(FAMILY)
-
-
-def error(model, lengths=(64,)):
-    return np.abs(logits(model, TOKENS, lengths) - WANTED).max()
+error, broken = (partial(check, family=FAMILY) for check in (mistakes.error, mistakes.broken))
 
 
 @pytest.fixture
@@ -49,12 +48,6 @@ def test_calls_that_end_about_pools_and_the_budget(model, lengths):
 
 
 # ---- mistakes: each must exceed the tolerance
-
-
-def broken(monkeypatch, owner, name, value, lengths=(64,)):
-    model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
-    monkeypatch.setattr(owner, name, value)
-    return error(model, lengths) > 10 * TOLERANCE
 
 
 def wrong_pools(change):

@@ -1,12 +1,13 @@
 """MiniMax-M3: blocks that each key head chooses, and the effect of typical mistakes."""
 
 from dataclasses import replace
+from functools import partial
 
 import goldens
+import mistakes
 import mlx.core as mx
-import numpy as np
 import pytest
-from tiny_models import logits_of_calls as logits
+from mistakes import TOLERANCE
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
@@ -16,12 +17,8 @@ from moeflux_mlx.ops.backend import library_of
 from moeflux_mlx.spec import ModelArgs
 
 FAMILY = "minimax_m3_vl"
-TOLERANCE = 2e-4
 TOKENS, WANTED = goldens.golden(FAMILY)
-
-
-def error(model, lengths=(64,)):
-    return np.abs(logits(model, TOKENS, lengths) - WANTED).max()
+error = partial(mistakes.error, family=FAMILY)
 
 
 @pytest.fixture

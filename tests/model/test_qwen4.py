@@ -1,14 +1,17 @@
 """Qwen3.8-Flash-Next: the ends of blocks and texts, reading rows of n-grams, and the effect of typical mistakes."""
 
 from dataclasses import replace
+from functools import partial
 
 import goldens
+import mistakes
 import mlx.core as mx
 import numpy as np
 import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import TOLERANCE
 from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_directory, tiny_model
 
@@ -19,13 +22,9 @@ from moeflux_mlx.ops import delta
 from moeflux_mlx.ops import ngrams as operations
 
 FAMILY = "qwen4_exp"
-TOLERANCE = 2e-4
 TOKENS, WANTED = goldens.golden(FAMILY)
+error, broken = (partial(check, family=FAMILY) for check in (mistakes.error, mistakes.broken))
 END = goldens.text_config(FAMILY)["eos_token_id"]
-
-
-def error(model, lengths=(64,)):
-    return np.abs(logits(model, TOKENS, lengths) - WANTED).max()
 
 
 @pytest.fixture
@@ -65,12 +64,6 @@ def test_rows_are_asked_for_before_the_first_layer(model, monkeypatch):
 
 
 # ---- mistakes: each must exceed the tolerance
-
-
-def broken(monkeypatch, owner, name, value, lengths=(64,)):
-    model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
-    monkeypatch.setattr(owner, name, value)
-    return error(model, lengths) > 10 * TOLERANCE
 
 
 def wrong_keys(change):
