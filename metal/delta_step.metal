@@ -1,4 +1,4 @@
-// needs: lane.h.metal decay.h.metal
+// needs: lane.h.metal conv.h.metal decay.h.metal
 // A gated delta layer for one token, between its projections: for each value head the convolution of its channels
 // (conv_silu.metal), a step of the delta rule (gated_delta.metal), the gated norm (gated_norm.metal), each with the
 // rounding that it has alone. With C = 2 NK DK + NV DV: qkv[C], conv[TAPS - 1, C], next_conv X; z, out[NV, DV] X;
@@ -7,7 +7,7 @@
 //
 // grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head, a simdgroup R rows of its state
 // at a time in registers, DK / 32 columns to a lane. Value heads that share a key head each convolve its channels.
-  constexpr uint N = DK / 32, C = 2 * NK * DK + NV * DV, SHARED = NV / NK, KEPT = TAPS - 1;
+  constexpr uint N = DK / 32, C = 2 * NK * DK + NV * DV, SHARED = NV / NK;
   constexpr uint TURNS = (DV + R * SG - 1) / (R * SG);
   threadgroup float mixed[2 * DK + DV];  // q, k, v
   threadgroup float outs[DV];
@@ -33,15 +33,7 @@
         const uint key = (i / DK * NK + head / SHARED) * DK + i % DK;
         const uint column = is_value ? 2 * NK * DK + head * DV + i - 2 * DK : key;
         const bool keeps = is_value || head % SHARED == 0;
-        float sum = 0;
-        for (uint j = 0; j < TAPS; j++) {
-          const X v = j < KEPT ? conv[j * C + column] : qkv[column];
-          sum = metal::fma(float(taps[column * TAPS + j]), float(v), sum);
-          if (keeps && j > 0) {
-            next_conv[(j - 1) * C + column] = v;
-          }
-        }
-        mixed[i] = float(X(sum / (1.0f + metal::exp(-sum))));
+        mixed[i] = float(X(convolved<TAPS>(conv, qkv, taps, C, column, 0.0f, keeps, next_conv)));
       }
       for (uint i = 0; i < N; i++) {
         const uint own = EACH ? head * DK + lane * N + i : head;

@@ -11,7 +11,7 @@ from ..ops.backend import Array
 from ..ops.delta import State
 from ..ops.mamba import MambaWeights, mamba
 from ..ops.rows import RowCaches
-from .layers import Linear, MixerModule, RMSNorm
+from .layers import Linear, MixerModule, RMSNorm, packed
 
 
 class Mamba(MixerModule):
@@ -32,20 +32,20 @@ class Mamba(MixerModule):
         self.arrange()
 
     def arrange(self) -> None:
-        """Packs what a GPU's kernels take at once, and turns the taps into floats of 32 bits; called again once all
+        """Packs what a GPU's kernels take at once, and turns parameters into floats of 32 bits; called again once all
         layers have their tensors."""
         self.in_proj.pack()
         self.out_proj.pack()
-        self._taps = self.conv1d.weight.astype(mx.float32)
-        mx.eval(self._taps)
+        parameters = self.conv1d.weight, self.conv1d.bias, self.A_log, self.dt_bias, self.D, self.norm.weight
+        floats = [one.astype(mx.float32) for one in parameters]
+        mx.eval(floats)
+        self._weights = MambaWeights(*floats, self.norm.eps, packed(*floats))
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]
 
     def mix(self, parts: Sequence[Array], cache: State | RowCaches, *more: Any) -> Array:
-        convolution, norm = (self._taps, self.conv1d.bias), (self.norm.weight, self.norm.eps)
-        weights = MambaWeights(*convolution, self.A_log, self.dt_bias, self.D, *norm)
-        return mamba(parts[0], cache, weights, self.mixer)
+        return mamba(parts[0], cache, self._weights, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.out_proj(out, residual=x)

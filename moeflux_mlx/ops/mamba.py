@@ -2,10 +2,12 @@
 
 A short causal convolution, then for each head a matrix that decays and learns the product of the token's x and B; C
 reads it. Then a gate, and a norm of each group of heads. Two pieces of state: the convolution's last inputs, and the
-matrices. MLX's operations compute it on a GPU, and numpy's on the CPU, in float32.
+matrices. Everything is float32 inside. On a GPU a single token takes two kernels and more tokens MLX's operations; on
+the CPU numpy computes.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +15,27 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import CHUNK, Mamba2
+from . import backend
+from .attend import SEVERAL
 from .backend import Array, contiguous, leave, library_of, view
-from .delta import State
+from .delta import STATE_ROWS, State
 from .elementwise import activate, float32, sigmoid, softplus, split
+from .launch import MOST_THREADS, NO_KERNELS, TOGETHER, ArrayPiece, Input, Kernel, Launch, Reason, ceildiv
 from .norm import rms_norm
 from .rows import RowCaches
+from .tiles import planned
+
+MAMBA_STEP = Kernel("mamba_step", "projected conv state taps bias A_log dt_bias skip", "out next_conv next")
+GROUP_NORM = Kernel("group_norm", "x weight eps", "out")
+THREADS = 256  # of a threadgroup of GROUP_NORM
+UNLIMITED = float(np.finfo(np.float32).max)  # a step size that none exceeds
 
 
 @dataclass(frozen=True)
 class MambaWeights:
-    """Parameters: the convolution [channels, taps, 1] and what it adds [channels], `A_log`, `dt_bias` and `D` [heads],
-    the norm [width]."""
+    """Parameters in float32: the convolution [channels, taps, 1] and what it adds [channels], `A_log`, `dt_bias` and
+    `D` [heads], the norm [width]. `pieces`: the places of all of them in one array, if they are joined.
+    """
 
     conv: mx.array
     conv_bias: mx.array
@@ -32,6 +44,13 @@ class MambaWeights:
     D: mx.array
     norm: mx.array
     eps: float
+    pieces: list[ArrayPiece] | None = None
+
+    @property
+    def inputs(self) -> Sequence[Input]:
+        """The kernels' inputs for all of them."""
+        given = self.conv, self.conv_bias, self.A_log, self.dt_bias, self.D, self.norm
+        return given if self.pieces is None else self.pieces
 
 
 def mamba(projected: Array, state: State | RowCaches, w: MambaWeights, sizes: Mamba2) -> Array:
@@ -45,26 +64,35 @@ def mamba(projected: Array, state: State | RowCaches, w: MambaWeights, sizes: Ma
     Returns:
         [B, L, width] in the dtype of `projected`.
     """
-    if isinstance(state, RowCaches):
-        return state.each(lambda row, one: mamba(projected[:, row], one, w, sizes))
-    library: Any = library_of(projected)
-    stored = float32 if library is mx else view
     batch, length, _ = projected.shape
+    if isinstance(state, RowCaches):
+        has_kernels = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1)
+        return state.each(
+            lambda row, one: mamba(projected[:, row], one, w, sizes),
+            (lambda rows, some: _on_kernels(projected[:, rows], some, w, sizes)) if has_kernels else None,
+            TOGETHER.get(backend.name(), 1),
+        )
+    if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length):
+        return _on_kernels(projected, [state], w, sizes)
+    library: Any = library_of(projected)
     z, inputs, dt = split(projected, sizes.width, sizes.width + sizes.channels)
+    conv, conv_bias, A_log, dt_bias, D, norm = (
+        one if library is mx else view(one) for one in (w.conv, w.conv_bias, w.A_log, w.dt_bias, w.D, w.norm)
+    )
     before = library.zeros((batch, *sizes.conv_shape), inputs.dtype) if state.conv is None else state.conv
     S = library.zeros((batch, *sizes.state_shape), library.float32) if state.recurrent is None else state.recurrent
     if library is np:
         before, S = np.asarray(before), np.asarray(S)
     padded = library.concatenate([before.astype(inputs.dtype), inputs], axis=1)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
-        x, B, C = _heads(_convolved(padded, stored(w.conv), stored(w.conv_bias), length), sizes)
-        dt = library.clip(softplus(float32(dt) + stored(w.dt_bias)), sizes.least_step, sizes.most_step)
-        y, S = scan(x, B, C, dt, -library.exp(stored(w.A_log)), S)
-        y = activate(float32(z), (y + stored(w.D)[:, None] * x).reshape(z.shape))
+        x, B, C = _heads(_convolved(padded, conv, conv_bias, length), sizes)
+        dt = library.clip(softplus(float32(dt) + dt_bias), sizes.least_step, sizes.most_step)
+        y, S = scan(x, B, C, dt, -library.exp(A_log), S)
+        y = activate(float32(z), (y + D[:, None] * x).reshape(z.shape))
         y = y.reshape(batch, length, sizes.groups, -1)
     state.conv, state.recurrent = leave(contiguous(padded[:, length:])), leave(S)
     state.offset += length
-    return (rms_norm(y, None, w.eps).reshape(z.shape) * stored(w.norm)).astype(projected.dtype)
+    return (rms_norm(y, None, w.eps).reshape(z.shape) * norm).astype(projected.dtype)
 
 
 def _convolved(padded: Any, weight: Any, bias: Any, length: int) -> Any:
@@ -123,3 +151,53 @@ def _chunk(x: Any, B: Any, C: Any, decay: Any, S: Any) -> tuple[Any, Any]:
     y = (between * (C @ B.swapaxes(-1, -2))) @ x + library.exp(since)[..., None] * (C @ S.swapaxes(-1, -2))
     left = library.exp(since[..., -1:] - since)
     return y, library.exp(since[..., -1:])[..., None] * S + (x * left[..., None]).swapaxes(-1, -2) @ B
+
+
+# ---- kernels, for a token of each of some sequences on a GPU
+
+
+@planned()
+def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
+    """Why the kernels do not take this number of sequences in one array, with this number of tokens of each."""
+    if target == "ops":
+        return NO_KERNELS
+    if tokens > 1:
+        return SEVERAL
+    return Reason(f"there are {sequences} sequences; the kernels take one") if sequences > 1 else None
+
+
+def _on_kernels(projected: Any, states: Sequence[State], w: MambaWeights, sizes: Mamba2) -> Any:
+    """`mamba` of one token of each of several sequences, projected [1, len(states), sizes.projected]."""
+    count = len(states)
+    step, norm = plan_step(backend.name(), projected.dtype, sizes, count)
+    convs = [_or_zeros(state.conv, sizes.conv_shape, projected.dtype) for state in states]
+    recurrents = [_or_zeros(state.recurrent, sizes.state_shape, mx.float32) for state in states]
+    *parameters, weight = w.inputs
+    out, *after = step(projected, *convs, *recurrents, *parameters)
+    for state, conv, recurrent in zip(states, after[:count], after[count:], strict=True):
+        state.conv, state.recurrent = conv, recurrent
+        state.offset += 1
+    return norm(out, weight, w.eps)[0]
+
+
+def _or_zeros(array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """A sequence's state [1, *shape], zeros before its first token."""
+    return mx.zeros((1, *shape), dtype) if array is None else array.astype(dtype)
+
+
+@planned()
+def plan_step(target: str, dtype: mx.Dtype, sizes: Mamba2, count: int) -> tuple[Launch, Launch]:
+    """The launch up to the gate for a token of each of `count` sequences, and that of the norm."""
+    simdgroups = min(ceildiv(sizes.head_dim, STATE_ROWS), MOST_THREADS[target] // 32)
+    template = {"X": dtype, "NK": sizes.groups, "NV": sizes.heads, "DK": sizes.state_dim, "DV": sizes.head_dim}
+    template |= {"TAPS": sizes.taps, "R": STATE_ROWS, "SG": simdgroups, "LEAST": float(sizes.least_step)}
+    template |= {"MOST": UNLIMITED if sizes.most_step is None else float(sizes.most_step)}
+    alone = Launch(target, MAMBA_STEP, template, (sizes.heads, 1), 32 * simdgroups, [])
+    own = {"projected": "projected+PROJECTED", "out": "out+WIDTH_OF_OUT"}
+    own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
+    outputs = [((1, count, sizes.width), mx.float32), *[((1, *sizes.conv_shape), dtype)] * count]
+    outputs += [((1, *sizes.state_shape), mx.float32)] * count
+    step = alone.of_rows(own, count, {"PROJECTED": sizes.projected, "WIDTH_OF_OUT": sizes.width}, outputs)
+    template = {"X": dtype, "G": sizes.groups, "D": sizes.width // sizes.groups, "SG": THREADS // 32}
+    shape = [((1, count, sizes.width), dtype)]
+    return step, Launch(target, GROUP_NORM, template, (sizes.groups, count), THREADS, shape)

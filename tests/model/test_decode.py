@@ -171,7 +171,7 @@ MOST |= {"deepseek_v4": 61, ("deepseek_v4", 0): 36, ("deepseek_v4", 2): 44}
 MOST |= {"glm5_next": 14, ("glm5_next", 2): 43, ("glm5_next", 4): 43}
 MOST |= {"qwen4_exp": 60, ("qwen4_exp", 0): 29, ("qwen4_exp", 1): 42, ("qwen4_exp", 3): 42}
 MOST |= {"gemma4": 12}
-MOST |= {"nemotron_h": 21, ("nemotron_h", 2): 10, "nemotron_h_latent": 24, ("nemotron_h_latent", 2): 13}  # Mamba
+MOST |= {"nemotron_h": 10, "nemotron_h_latent": 13}
 MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "solar_open", "g9v3"), 8)
 
 

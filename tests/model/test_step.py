@@ -149,7 +149,7 @@ def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss"])])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss", "nemotron_h"])])
 def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
     """Sequences of different lengths, also together with one that has two rows."""
     model, shared, of_rows = tiny_model(family, mx.float32), [], Launch.of_rows

@@ -196,8 +196,7 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
     [
         ("NK + head / SHARED) * DK", "NK + head % NK) * DK"),
         ("head % SHARED == 0", "head == 0"),
-        ("next_conv[(j - 1) * C", "next_conv[(KEPT - j) * C"),
-        ("mixed[i] = float(X(sum", "mixed[i] = float((sum"),
+        ("mixed[i] = float(X(", "mixed[i] = float(("),
         ("outs[first + r] = float(X(sum))", "outs[first + r] = sum"),
         ("z[head * DV + i]", "z[i]"),
         ("SIGMOID ? 1.0f : gate", "SIGMOID ? gate : 1.0f"),

@@ -1,0 +1,16 @@
+// silu of the newest output of a causal depthwise convolution over time, for one of C channels: sum + taps[column, TAPS]
+// times the channel's inputs, which are conv[TAPS - 1, C], oldest first, and then now[C]. If `keeps` is set, the inputs
+// that the next token needs are written to next[TAPS - 1, C].
+template <int TAPS, typename X, typename W>
+inline float convolved(
+    const device X* conv, const device X* now, const device W* taps, uint C, uint column, float sum, bool keeps,
+    device X* next) {
+  for (uint j = 0; j < TAPS; j++) {
+    const X v = j + 1 < TAPS ? conv[j * C + column] : now[column];
+    sum = metal::fma(float(taps[column * TAPS + j]), float(v), sum);
+    if (keeps && j > 0) {
+      next[(j - 1) * C + column] = v;
+    }
+  }
+  return sum / (1.0f + metal::exp(-sum));
+}
