@@ -37,9 +37,9 @@ class Mamba(MixerModule):
         self.in_proj.pack()
         self.out_proj.pack()
         parameters = self.conv1d.weight, self.conv1d.bias, self.A_log, self.dt_bias, self.D, self.norm.weight
-        floats = [one.astype(mx.float32) for one in parameters]
+        conv, conv_bias, A_log, dt_bias, D, norm = floats = [one.astype(mx.float32) for one in parameters]
         mx.eval(floats)
-        self._weights = MambaWeights(*floats, self.norm.eps, packed(*floats))
+        self._weights = MambaWeights(conv, conv_bias, A_log, dt_bias, D, norm, self.norm.eps, packed(*floats))
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]

@@ -20,7 +20,7 @@ from .attend import SEVERAL
 from .backend import Array, contiguous, leave, library_of, view
 from .delta import STATE_ROWS, State
 from .elementwise import activate, float32, sigmoid, softplus, split
-from .launch import MOST_THREADS, NO_KERNELS, TOGETHER, ArrayPiece, Input, Kernel, Launch, Reason, ceildiv
+from .launch import MOST_THREADS, NO_KERNELS, TOGETHER, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
 from .rows import RowCaches
 from .tiles import planned
@@ -180,7 +180,7 @@ def _on_kernels(projected: Any, states: Sequence[State], w: MambaWeights, sizes:
     return norm(out, weight, w.eps)[0]
 
 
-def _or_zeros(array: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+def _or_zeros(array: mx.array | None, shape: Shape, dtype: mx.Dtype) -> mx.array:
     """A sequence's state [1, *shape], zeros before its first token."""
     return mx.zeros((1, *shape), dtype) if array is None else array.astype(dtype)
 
@@ -195,8 +195,8 @@ def plan_step(target: str, dtype: mx.Dtype, sizes: Mamba2, count: int) -> tuple[
     alone = Launch(target, MAMBA_STEP, template, (sizes.heads, 1), 32 * simdgroups, [])
     own = {"projected": "projected+PROJECTED", "out": "out+WIDTH_OF_OUT"}
     own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
-    outputs = [((1, count, sizes.width), mx.float32), *[((1, *sizes.conv_shape), dtype)] * count]
-    outputs += [((1, *sizes.state_shape), mx.float32)] * count
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.width), mx.float32)]
+    outputs += [((1, *sizes.conv_shape), dtype)] * count + [((1, *sizes.state_shape), mx.float32)] * count
     step = alone.of_rows(own, count, {"PROJECTED": sizes.projected, "WIDTH_OF_OUT": sizes.width}, outputs)
     template = {"X": dtype, "G": sizes.groups, "D": sizes.width // sizes.groups, "SG": THREADS // 32}
     shape = [((1, count, sizes.width), dtype)]

@@ -187,6 +187,7 @@ def without(name, part=""):
     def leave_out(layer, _):
         owner = layer.mamba[part] if part else layer.mamba
         owner[name] = owner[name] * 0
+        layer.mamba.arrange()
 
     return leave_out
 
