@@ -7,8 +7,8 @@ import json
 
 from .call import Call
 from .dialect import Dialect
-from .gemma_rules import ARGUMENTS, QUOTE, arguments_of
-from .steps import Malformed, Steps, Write, json_string, literal, optional, parsed, skip_space, until
+from .gemma_rules import ARGUMENTS, QUOTE, GemmaRules
+from .steps import MAX_NESTED, Malformed, Steps, Write, json_string, literal, optional, parsed, skip_space, until
 
 CALL_BEGIN, CALL_END = "<|tool_call>", "<tool_call|>"
 ENDS = frozenset(",}]")
@@ -24,8 +24,10 @@ def gemma(call: Call) -> Steps[str]:
     return (yield from optional(CALL_END, (yield)))
 
 
-def _members(end: str, write: Write, has_keys: bool) -> Steps[None]:
+def _members(end: str, write: Write, has_keys: bool, depth: int = MAX_NESTED) -> Steps[None]:
     """An object or a list behind its opening bracket, as JSON."""
+    if not depth:
+        raise Malformed("")
     write("{" if has_keys else "[")
     char = yield from skip_space()
     while char != end:
@@ -33,7 +35,7 @@ def _members(end: str, write: Write, has_keys: bool) -> Steps[None]:
             key = yield from _key(char)
             write(json.dumps(key, ensure_ascii=False) + ": ")
             char = yield from skip_space()
-        char = yield from _value(char, write)
+        char = yield from _value(char, write, depth - 1)
         char = (yield from skip_space()) if char.isspace() else char
         if char == ",":
             write(", ")
@@ -50,12 +52,12 @@ def _key(first: str) -> Steps[str]:
             raise Malformed(first)
         return (yield from until(":", first)).strip()
     pieces: list[str] = []
-    char = yield from _value(first, pieces.append)
+    char = yield from _value(first, pieces.append, 0)
     yield from literal([":"], (yield from skip_space()) if char.isspace() else char)
     return str(parsed("".join(pieces)))
 
 
-def _value(first: str, write: Write) -> Steps[str]:
+def _value(first: str, write: Write, depth: int) -> Steps[str]:
     """Passes on the value that begins with `first` as JSON, and returns the character after it."""
     if first == "<":
         yield from literal([QUOTE], first)
@@ -65,7 +67,7 @@ def _value(first: str, write: Write) -> Steps[str]:
         yield from json_string(write)
         return (yield)
     if first in ("{", "["):
-        yield from _members("}" if first == "{" else "]", write, has_keys=first == "{")
+        yield from _members("}" if first == "{" else "]", write, has_keys=first == "{", depth=depth)
         return (yield)
     word = ""
     while first not in ENDS:
@@ -111,5 +113,5 @@ GEMMA = Dialect(
     close=CALL_END,
     section=(CALL_BEGIN, CALL_END),
     markers=frozenset({CALL_BEGIN, CALL_END, QUOTE}),
-    arguments=(ARGUMENTS, arguments_of),
+    arguments=(ARGUMENTS, GemmaRules().arguments),
 )

@@ -3,11 +3,10 @@ allows.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import RequestError
-from .schema import Schema, variants
+from .schema_rules import Member, SchemaRules, quoted
 
 QUOTE = '<|"|>'
 # What arguments may be.
@@ -27,69 +26,37 @@ TYPES = {
     "number": "NUMBER",
     "boolean": '("true" | "false")',
     "null": '"null"',
+    "object": "arguments",
+    "array": "list",
 }
-LIMITS = (
-    *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-)
-MAX_DEPTH = 8  # of nested values
 
 
-def arguments_of(schema: Schema) -> str:
-    """The arguments of a tool whose parameters have this schema: its properties in order, and no others.
+class GemmaRules(SchemaRules):
+    """`{city:<|"|>Oslo<|"|>,days:3}`."""
 
-    Raises:
-        RequestError: the schema has a condition that cannot be enforced.
-    """
-    return _object(schema, schema, MAX_DEPTH)
+    def members(self, members: Sequence[Member]) -> str:
+        return f'"{{" {_joined(members, is_first=True)} "}}"'
 
+    def items(self, item: str) -> str:
+        return f'"[" ({item} ("," {item})*)? "]"'
 
-def _object(schema: Schema, root: Schema, depth: int) -> str:
-    required, properties = schema.get("required") or (), schema.get("properties") or {}
-    pairs = [
-        (f"{_quoted(f'{name}:')} {_value(name, own, root, depth - 1)}", name in required)
-        for name, own in properties.items()
-    ]
-    return f'"{{" {_members(pairs, is_first=True)} "}}"'
+    def literal(self, value: Any) -> str:
+        return quoted(written(value))
+
+    def any_of(self, kind: str) -> str:
+        return TYPES.get(kind, "argument")
 
 
-def _members(pairs: Sequence[tuple[str, bool]], is_first: bool) -> str:
-    """Pairs with commas between them; those that are not required may be left out."""
-    if not pairs:
+def _joined(members: Sequence[Member], is_first: bool) -> str:
+    """Members with commas between them."""
+    if not members:
         return ""
-    (pair, is_required), *others = pairs
-    rest = _members(others, is_first=False)
+    (key, value, is_required), *others = members
+    pair, rest = f"{quoted(f'{key}:')} {value}", _joined(others, is_first=False)
     if not is_first:
         return f'"," {pair} {rest}' if is_required else f'("," {pair})? {rest}'
-    without = _members(others, is_first=True)
+    without = _joined(others, is_first=True)
     return f"{pair} {rest}" if is_required else f"({pair} {rest})? " if not others else f"({pair} {rest} | {without})"
-
-
-def _value(name: str, schema: Any, root: Schema, depth: int) -> str:
-    if not depth:
-        raise RequestError(f"parameter {name!r} is too deep to be enforced in this model's calls; leave out 'strict'")
-    rules = [rule for one in variants(schema, root) for rule in _rules(name, one, root, depth)]
-    return f"({' | '.join(dict.fromkeys(rules))})"
-
-
-def _rules(name: str, one: Schema, root: Schema, depth: int) -> Iterator[str]:
-    """The rules of values that a schema without unions allows."""
-    limit = next((key for key in LIMITS if key in one), None)
-    if limit is not None:
-        raise RequestError(f"parameter {name!r} has {limit!r}, which cannot be enforced in this model's calls")
-    values = one.get("enum", [one["const"]] if "const" in one else None)
-    if values is not None:
-        yield from (_quoted(written(value)) for value in values)
-        return
-    types = one.get("type", "any")
-    for kind in [types] if isinstance(types, str) else types:
-        if kind == "object" and one.get("properties"):
-            yield _object(one, root, depth)
-        elif kind == "array" and "items" in one:
-            item = _value(name, one["items"], root, depth - 1)
-            yield f'"[" ({item} ("," {item})*)? "]"'
-        else:
-            yield {**TYPES, "object": "arguments", "array": "list"}.get(kind, "argument")
 
 
 def written(value: Any) -> str:
@@ -99,7 +66,3 @@ def written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -12,6 +12,7 @@ T = TypeVar("T")
 Steps = Generator[None, str, T]
 Write = Callable[[str], object]
 
+MAX_NESTED = 64  # values inside each other: every level is one of Python's stack
 MAX_NAME = 256  # longer than any tool name, and short enough not to hold back an answer
 OPENING, CLOSING = frozenset("{["), frozenset("}]")
 SCALAR = frozenset("0123456789+-.eEtrufalsn")
