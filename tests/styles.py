@@ -5,18 +5,20 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeflux_mlx.text.calls import gemma_rules
+from moeflux_mlx.text.calls import gemma_rules, minimax_rules
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
-from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
 from moeflux_mlx.text.channels import HARMONY, SOLAR, THINK, Channels
+from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.chat_template import SHIPPED
 from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -44,6 +46,10 @@ STYLES = {
     "harmony_style": (GPT_OSS, [{}], HARMONY),
     "exaone_style": (EXAONE, QWEN, THINK),
     "gemma_style": (GEMMA, QWEN, GEMMAS),
+    "qwen38_style": (QWEN_XML, QWEN, THINK),
+    "glm53_style": (GLM_LINE, [{}], THINK),
+    "nemotron_style": (QWEN_XML, QWEN, THINK),
+    "minimax3_style": (MINIMAX_M3, [{}, {"thinking_mode": "disabled"}], MINIMAXES),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }
 # What DeepSeek's own template does: arguments are joined as text, and a missing content is an error.
@@ -61,6 +67,8 @@ def written(dialect):
         begin = dialect.prefix(name) + BETWEEN.get(dialect.name, "")
         if dialect is GEMMA:
             body = gemma_rules.written(arguments)
+        elif dialect is MINIMAX_M3:
+            body = minimax_rules.written(arguments) + minimax_rules.MARK
         elif dialect.tags is None:
             body = json.dumps(arguments, ensure_ascii=False)
         else:
@@ -70,7 +78,7 @@ def written(dialect):
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
             body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
         end = dialect.section[1]
-        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4)
+        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, MINIMAX_M3)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
 
     return write

@@ -194,7 +194,8 @@ class Preparer:
         rendering.encoded = marked, tokens
         opening = ""
         if request.tools and request.tool_choice not in ("auto", "none"):
-            opening = self._call_opening(request, inside)
+            skipping = "" if inside else self.tokenizer.channels.skipping(text)
+            opening = skipping + self._call_opening(request, inside)
             tokens = [*tokens, *self.tokenizer.encode_after(opening)]
         boundaries = _boundaries(rendering, messages, tokens)
         said = begun["content"] if begun is not None else ""

@@ -15,7 +15,9 @@ class Channels:
         lead: what a model writes before an answer that follows no reasoning.
         ends: the tokens that end an answer, in addition to those of the files.
         markers: all tags that these are made of; none: they are the tags.
+        line: what stands between the tags and the reasoning.
         gap: what stands between reasoning and an answer.
+        ends_none: a model that does not reason writes `end` before its answer.
     """
 
     start: str = "<think>"
@@ -24,7 +26,9 @@ class Channels:
     lead: str = ""
     ends: frozenset[str] = frozenset()
     markers: frozenset[str] = frozenset()
+    line: str = "\n"
     gap: str = "\n\n"
+    ends_none: bool = False
 
     @property
     def tags(self) -> frozenset[str]:
@@ -34,16 +38,20 @@ class Channels:
     @property
     def opening(self) -> str:
         """The text to append to a prompt that has not opened reasoning, so that reasoning follows."""
-        return f"{self.start}\n"
+        return f"{self.start}{self.line}"
 
     @property
     def closing(self) -> str:
         """What ends reasoning, so that the answer follows."""
-        return f"\n{self.end}{self.gap}"
+        return f"{self.line}{self.end}{self.gap}"
+
+    def skipping(self, prompt: str) -> str:
+        """What must follow a rendered prompt, which has not opened reasoning, so that the answer follows."""
+        return self.end if self.ends_none and not prompt.endswith(self.end) else ""
 
     def switches(self, inside: bool) -> dict[str, bool]:
         """The tags that mean something inside or outside reasoning -> whether reasoning follows."""
-        return {self.end: False} if inside else {self.start: True}
+        return ({self.end: False} if inside or self.ends_none else {}) | ({} if inside else {self.start: True})
 
     def opens(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning, so that the model goes on with it."""
@@ -51,7 +59,7 @@ class Channels:
 
     def opened_by(self, prompt: str) -> str:
         """The tags of reasoning at the end of a prompt, with the spaces round them."""
-        tags = re.search(rf"\s*(?:{re.escape(self.start)}\s*(?:{re.escape(self.end)}\s*)?)?\Z", prompt)
+        tags = re.search(rf"\s*(?:{re.escape(self.start)}\s*)?(?:{re.escape(self.end)}\s*)?\Z", prompt)
         return tags.group() if tags else ""
 
     def begin_of(self, prompt: str, at: int) -> int:
@@ -131,6 +139,15 @@ GEMMA = Channels(
     markers=frozenset({OPEN_CHANNEL, CLOSE_CHANNEL}),
     gap="",
 )
+# <mm:think>TEXT</mm:think>TEXT, or </mm:think>TEXT: the chat template of MiniMax-M3.
+MINIMAX = Channels(
+    start="<mm:think>",
+    end="</mm:think>",
+    markers=frozenset({"<mm:think>", "</mm:think>"}),
+    line="",
+    gap="",
+    ends_none=True,
+)
 THINK = Channels()
 
 
@@ -139,8 +156,8 @@ def channels_of(markers: Set[str]) -> Channels:
 
     A plain tag has the lowest priority.
     """
-    for messages in (HARMONY, SOLAR, GEMMA):
-        if messages.markers <= markers:
-            return messages
+    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX):
+        if channels.markers <= markers:
+            return channels
     tags = sorted(filter(re.compile(r"<think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__)
     return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK

@@ -116,7 +116,7 @@ class History:
         if thought and (lead or self._tokenizer.has_thinking) and unopened:
             marked += self.channels.opening
         elif not self.channels.opens(prompt):
-            return marked + (lead + text if text else ""), False
+            return marked + (self.channels.skipping(prompt) + lead + text if text else ""), False
         return marked + thought + (self.channels.closing + lead + text if text else ""), not text
 
     def _replayed(self, messages: Messages, answers: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:

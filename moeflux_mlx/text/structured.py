@@ -113,6 +113,9 @@ class Mask:
         self._bits = np.empty((1, -(-self._tokens.vocab_size // 32)), np.int32)
         self._tail = b""  # the end of the reasoning so far
         self._inside, self._begun = inside_reasoning, bool(prefix)
+        tags = [self._tokenizer.think_start_id]
+        tags += [self._tokenizer.think_end_id] if self._tokenizer.channels.ends_none else []
+        self._tags = [tag for tag in tags if tag is not None]  # of reasoning, that may come first
         self._take(self._tokens.tokenize_str(prefix))
 
     @property
@@ -131,8 +134,8 @@ class Mask:
         fill_next_token_bitmask(self._matcher, self._bits)
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little")
         allowed = bits[: self._tokens.vocab_size].astype(bool)
-        if not self._begun and self._tokenizer.think_start_id is not None:
-            allowed[self._tokenizer.think_start_id] = True
+        if not self._begun:
+            allowed[self._tags] = True
         return allowed
 
     def redirected(self) -> tuple[frozenset[int], int] | None:
@@ -154,8 +157,8 @@ class Mask:
         """
         if self._inside:
             self._reason(self._tokenizer.token_bytes(token))
-        elif not self._begun and token == self._tokenizer.think_start_id:
-            self._inside = True
+        elif not self._begun and token in self._tags:
+            self._inside = token == self._tokenizer.think_start_id
         else:
             self._take([token])
         self._begun = True

@@ -10,15 +10,20 @@ SPOKEN = ("low", "medium", "high")  # the words that gpt-oss knows; its template
 def switches(template: str, thinking: bool | None, effort: str | None) -> dict[str, Any]:
     """The variables for `template` that express the request; none if it has no wish.
 
-    `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Kimi) take the wish as it is. `reasoning_effort` takes that
-    of the words in the template's quotes which is nearest to `effort`; where it is the only switch, it also says
-    whether to reason.
+    `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Kimi) take the wish as it is, `thinking_mode` (MiniMax-M3)
+    as a word, and `low_effort` or `medium_effort` (Nemotron) is set if `effort` is nearer to that than to "high".
+    `reasoning_effort` takes that of the words in the template's quotes which is nearest to `effort`; where it is the
+    only switch, it also says whether to reason.
 
     Args:
         thinking: whether to reason; None leaves it to the model.
         effort: a word such as "low", "none" for no reasoning; None leaves it to the model.
     """
     given: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+    if thinking is not None and "thinking_mode" in template:
+        given["thinking_mode"] = "enabled" if thinking else "disabled"
+    flags = [word for word in SPOKEN[:2] if f"{word}_effort" in template]
+    given |= {f"{word}_effort": True for word in flags if effort and _nearest(effort, [word, "high"]) == word}
     if "reasoning_effort" not in template:
         return given
     words = [word for word in LADDER if f"'{word}'" in template or f'"{word}"' in template]

@@ -77,9 +77,11 @@ def test_a_call_streams(style):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_is_demanded(style, choice):
-    _, client, _ = style
+    name, client, asked = style
     found = ask(client, QUESTION, tool_choice=choice)
     (call,) = found.message.tool_calls
+    if name == "minimax3_style":
+        assert "]~b]ai\n</mm:think>]<]minimax[>[<tool_call>" in asked[-1]
     assert found.finish_reason == "tool_calls" and json.loads(call.function.arguments) == ARGUMENTS
 
 

@@ -14,12 +14,15 @@ from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import hunyuan
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
+from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
 from moeflux_mlx.text.calls.registry import DIALECTS, dialect_of
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
 from moeflux_mlx.text.channels import HARMONY, SOLAR, THINK, Channels, channels_of
+from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
 PARAMETERS = {
@@ -321,6 +324,10 @@ def test_arguments_come_while_they_are_written():
         CallStart(0, "get_weather"),
         CallDelta(0, '{"city": "line 1\\nline'),
     ]
+    reader = AnswerReader(MINIMAX_M3, TOOLS)
+    assert reader.feed(marked('<tool_call>@<invoke name="get_weather">@<city> line 1\nline@<'))[1] == CallDelta(
+        0, '{"city": " line 1\\nline'
+    )
     reader = AnswerReader(QWEN_JSON, TOOLS)
     assert reader.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "line')[1] == CallDelta(
         0, '{"city": "line'
@@ -345,6 +352,11 @@ def test_dialects_are_known_by_what_their_templates_write():
     assert dialect_of("<tool_calls>\n<tool_call>") is QWEN_JSON
     assert dialect_of("{{ messages }}") is None and dialect_of("") is None
     assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
+
+
+def marked(text):
+    """A call of MiniMax-M3 in which "@" stands for the mark, that at the beginning left out."""
+    return MARK + text.replace("@", MARK)
 
 
 @pytest.mark.parametrize(
@@ -382,6 +394,25 @@ def test_dialects_are_known_by_what_their_templates_write():
             '<|tool_call>call:get_weather{city:<|"|>a, b} "c"\n<|"|>,unit:C}<tool_call|>',
             {"city": 'a, b} "c"\n', "unit": "C"},
         ),
+        (
+            MINIMAX_M3,
+            marked('<invoke name="get_weather"> @<city> a @x </city>@</city> @<days>3@</days>@</invoke>'),
+            {"city": " a ]<]minimax[>[x </city>", "days": 3},
+        ),
+        (
+            MINIMAX_M3,
+            marked(
+                '<invoke name="get_weather">@<where>\n@<item>@<n>1@</n>@</item>@<b>@</b>\n@</where>@<flag>null@</flag>'
+                "@<mixed>@<item>a@</item>@<item>@<k>@<item>b@</item>@</k>@</item>@</mixed>@<unknown>@<k>3@</k>@</unknown>"
+                "@</invoke>@</tool_call>"
+            ),
+            {
+                "where": {"item": {"n": "1"}, "b": ""},
+                "flag": None,
+                "mixed": ["a", {"k": ["b"]}],
+                "unknown": {"k": "3"},
+            },
+        ),
     ],
 )
 def test_other_spellings_of_newer_dialects(dialect, text, arguments):
@@ -394,8 +425,52 @@ def test_several_calls_in_one_section():
     events = read(f"Look:\n<minimax:tool_call>\n{one}{one}</minimax:tool_call>", MINIMAX)
     assert len(calls_of(events)) == 2 and text_of(events) == "Look:"
     call = f"<|tool_call_begin|>functions.get_weather:{BETWEEN['kimi']}{{}}<|tool_call_end|>"
+    one = written(MINIMAX_M3)({"city": "A"}).removesuffix(MINIMAX_M3.section[1])
+    two = one.removeprefix(MINIMAX_M3.section[0])
+    events = read(f"Look:{one}{two}\n{MINIMAX_M3.section[1]}", MINIMAX_M3)
+    assert len(calls_of(events)) == 2 and text_of(events) == "Look:"
     events = read(f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>", KIMI)
     assert len(calls_of(events)) == 2 and text_of(events) == ""
+
+
+def test_values_of_minimax_are_typed_inside_of_each_other():
+    item = {"type": "object", "properties": {"n": {"type": "integer"}, "on": {"type": "boolean"}}}
+    fields = {
+        "rows": {"type": "array", "items": item},
+        "map": {"type": "object", "additionalProperties": {"type": "number"}},
+        "none": {"type": "array"},
+        "some": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+        "item": {"$ref": "#/$defs/item"},
+    }
+    parameters = {"type": "object", "properties": fields, "$defs": {"item": item}}
+    arguments = {
+        "rows": [{"n": 1, "on": True}, {}, {"n": -2}],
+        "map": {"item": 1.5, "b": 2},
+        "none": [],
+        "some": [3],
+        "item": {"n": 4},
+    }
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    for text in (
+        written(MINIMAX_M3)(arguments, "f"),
+        written(MINIMAX_M3)(arguments, "f").replace(f">{MARK}<", f">\n{MARK}<"),
+    ):
+        assert calls_of(read(text, MINIMAX_M3, tools=tools)) == [("f", arguments)]
+        assert read(text, MINIMAX_M3, range(len(text)), tools=tools) == read(text, MINIMAX_M3, tools=tools)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<|tool_call>call:get_weather{{{'where:{' * 3000}",
+        marked('<invoke name="get_weather">' + "@<where>" * 3000),
+        marked('<invoke name="get_weather">@<where>@<a>1@</b>@</where>@</invoke>'),
+        marked('<invoke name="get_weather">@<where>@<a>1@</a>@</city>@</invoke>'),
+    ],
+)
+def test_values_that_are_too_deep_or_not_closed_make_no_call(text):
+    events = read(text, MINIMAX_M3 if MARK in text else GEMMA)
+    assert not calls_of(events) and text_of(events) == text
 
 
 def test_reasoning_has_the_tags_of_the_vocabulary():
@@ -403,11 +478,18 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
     assert suffixed == Channels("<think:opensource>", "</think:opensource>")
     assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
-    for channels in (HARMONY, SOLAR, GEMMAS):
+    for channels in (HARMONY, SOLAR, GEMMAS, MINIMAXES):
         assert channels_of(channels.tags) is channels
     thought = "<|channel>thought\nwhy\n<channel|>A"
     assert read(thought, None, channels=GEMMAS) == [Reasoning("why"), Text("A")]
     assert read("<|channel>thought\n<channel|>A", None, channels=GEMMAS) == [Text("A")]
+    for begun, inside in (("<mm:think>", False), ("", True)):
+        assert read(f"{begun}why</mm:think>A </think>", None, channels=MINIMAXES, inside_reasoning=inside) == [
+            Reasoning("why"),
+            Text("A </think>"),
+        ]
+    assert read("</mm:think>A", None, channels=MINIMAXES) == [Text("A")]
+    assert read("A </think>", None) == [Text("A </think>")]
     assert read("[THINK]why[/THINK]A <think>", None, channels=Channels("[THINK]", "[/THINK]")) == [
         Reasoning("why"),
         Text("A <think>"),

@@ -288,6 +288,9 @@ def test_the_name_of_a_past_call_holds_no_tag(tokenizers, name):
         ("qwen35_style", False, "An owl", "", "An owl"),
         ("qwen3_style", True, "An owl", "<think>\nI must.", "<think>\nI must.\n</think>\n\nAn owl"),
         ("qwen3_style", False, "An owl", "", "An owl"),
+        ("deepseek_v4", False, "An owl", "", "An owl"),
+        ("minimax3_style", True, "</mm:think>An owl", "<mm:think>I must.", "<mm:think>I must.</mm:think>An owl"),
+        ("minimax3_style", False, "An owl", "", "An owl"),
         (
             "harmony_style",
             True,
@@ -306,7 +309,8 @@ def test_the_name_of_a_past_call_holds_no_tag(tokenizers, name):
 )
 def test_an_answer_that_has_begun_stays_open(tokenizers, name, thinks, said, thought, both):
     history = History(tokenizers[name])
-    prompt = history.marked([USER], None, True, {"enable_thinking": thinks})
+    mode = {} if thinks else {"thinking_mode": "disabled"}
+    prompt = history.marked([USER], None, True, {"enable_thinking": thinks, **mode})
     for text, reasoning, added in (("An owl", "", said), ("", "I must.", thought), ("An owl", "I must.", both)):
         message = {"role": "assistant", "content": text, "reasoning_content": reasoning}
         assert history.begun(prompt, message) == (prompt + added, thinks and not text)

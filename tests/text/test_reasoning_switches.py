@@ -39,6 +39,16 @@ def source(name):
         ("harmony_style", True, "utmost", "utmost"),
         ("glm_style", True, "high", None),
         ("exaone_style", True, "high", None),
+        ("qwen38_style", None, None, None),
+        ("qwen38_style", True, "minimal", "low"),
+        ("qwen38_style", True, "high", "xhigh"),
+        ("qwen38_style", True, "max", "xhigh"),
+        ("glm53_style", None, None, None),
+        ("glm53_style", True, None, None),
+        ("glm53_style", False, None, "low"),
+        ("glm53_style", True, "medium", "high"),
+        ("glm53_style", True, "xhigh", "max"),
+        ("nemotron_style", True, "high", None),
         ("solar_style", True, None, None),
         ("solar_style", False, None, "minimal"),
         ("solar_style", True, "low", "low"),
@@ -50,7 +60,19 @@ def test_the_effort_is_a_word_of_the_template(name, thinking, effort, expected):
     assert switches(source(name), thinking, effort) == ON_OFF.get(thinking, {}) | wanted
 
 
-@pytest.mark.parametrize("name", ["hunyuan_style", "mistral_style", "harmony_style", "solar_style"])
+def test_an_effort_or_a_mode_may_be_a_variable_of_its_own():
+    for effort, low in (("minimal", True), ("low", True), ("medium", False), ("max", False), (None, False)):
+        assert switches(source("nemotron_style"), None, effort) == ({"low_effort": True} if low else {})
+    ultra = "{% if medium_effort %}{% endif %}"
+    assert [bool(switches(ultra, None, effort)) for effort in ("low", "medium", "high")] == [True, True, False]
+    for thinking, mode in ((True, "enabled"), (False, "disabled")):
+        assert switches(source("minimax3_style"), thinking, "low") == ON_OFF[thinking] | {"thinking_mode": mode}
+
+
+EFFORTS = ["hunyuan_style", "mistral_style", "harmony_style", "solar_style", "qwen38_style", "glm53_style"]
+
+
+@pytest.mark.parametrize("name", EFFORTS)
 @pytest.mark.parametrize("effort", LADDER)
 def test_no_template_refuses_an_effort(name, effort):
     template = ChatTemplate({"default": source(name)}, {"bos_token": "", "eos_token": ""})
@@ -64,6 +86,9 @@ def test_no_template_refuses_an_effort(name, effort):
         ("kimi_style", "<|im_middle|>", "<|im_middle|><think></think>"),
         ("qwen35_style", "<think>\n", "<think>\n\n</think>\n\n"),
         ("exaone_style", "<think>\n", "<think>\n\n</think>\n\n"),
+        ("qwen38_style", "<think>\n", "<think>\n\n</think>\n\n"),
+        ("nemotron_style", "<think>\n", "<think></think>"),
+        ("minimax3_style", "]~b]ai\n<mm:think>", "]~b]ai\n</mm:think>"),
         ("solar_style", "<|end|><|begin|>assistant", "<|begin|>assistant<|think|><|end|><|begin|>assistant"),
         ("hunyuan_style", "<think:opensource>", "<think:opensource></think:opensource>"),
         ("mistral_style", '"high"}[/MODEL_SETTINGS][INST]Why?[/INST]', '"none"}[/MODEL_SETTINGS][INST]Why?[/INST]'),

@@ -15,10 +15,12 @@ from moeflux_mlx.engine.constrained import Constraint
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
+from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
+from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.registry import CALL_MARKERS
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import HARMONY, SOLAR
+from moeflux_mlx.text.channels import HARMONY, MINIMAX, SOLAR
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -289,12 +291,16 @@ def test_limits_of_strings_in_tags_are_named(constrainer):
         constrainer.grammar(tools=[{"function": tool}], dialect=QWEN_XML)
 
 
-def test_what_a_schema_of_gemmas_calls_allows(constrainer):
+NESTED = pytest.mark.parametrize("dialect", [GEMMA, MINIMAX_M3], ids=lambda dialect: dialect.name)
+
+
+@NESTED
+def test_what_a_schema_allows_in_calls_that_are_no_json(constrainer, dialect):
     item = {"type": "object", "properties": {"on": {"type": "boolean"}, "n": {"type": ["number", "null"]}}}
     fields = {"a": {"type": "integer"}, "b": {"type": "array", "items": item}, "c": {}, "d": {"enum": [1, "x"]}}
     tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": fields, "required": ["c"]}}
-    grammar = constrainer.grammar(tools=[{"function": tool}], dialect=GEMMA)
-    write = written(GEMMA)
+    grammar = constrainer.grammar(tools=[{"function": tool}], dialect=dialect)
+    write = written(dialect)
     for good in ({"c": {"any": ["x", 1]}}, {"a": 3, "b": [{"on": True}, {"n": None}, {}], "c": "y", "d": "x"}):
         assert follows(constrainer, grammar, write(good, "f"))
     for bad in (
@@ -308,7 +314,30 @@ def test_what_a_schema_of_gemmas_calls_allows(constrainer):
         assert not follows(constrainer, grammar, write(bad, "f"))
     tool["parameters"]["properties"]["a"]["minimum"] = 2
     with pytest.raises(RequestError, match="parameter 'a' has 'minimum'"):
-        constrainer.grammar(tools=[{"function": tool}], dialect=GEMMA)
+        constrainer.grammar(tools=[{"function": tool}], dialect=dialect)
+
+
+@NESTED
+def test_a_value_may_be_a_string_or_something_else(constrainer, dialect):
+    words = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {"a": words}}}
+    grammar, write = constrainer.grammar(tools=[{"function": tool}], dialect=dialect), written(dialect)
+    for good in ({}, {"a": "two words"}, {"a": [1, 2]}, {"a": ""}):
+        assert follows(constrainer, grammar, write(good, "f"))
+    for bad in ({"a": ["x"]}, {"a": [[1]]}, {"a": {"b": 1}}):
+        assert not follows(constrainer, grammar, write(bad, "f"))
+
+
+def test_an_answer_may_begin_with_the_end_of_no_reasoning(tmp_path):
+    tokenizer = train_bpe()
+    tokenizer.add_tokens([AddedToken(tag, special=False) for tag in sorted(MINIMAX.tags | {MARK})])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    constrainer = Constrainer(load_tokenizer(tmp_path))
+    grammar, good, bad = constrainer.grammar(SCHEMA), '{"city": "A"}', '{"town": "A"}'
+    for lead in ("", "</mm:think>", "<mm:think>why</mm:think>"):
+        assert follows(constrainer, grammar, lead + good) and not follows(constrainer, grammar, lead + bad)
+    assert not follows(constrainer, grammar, f"</mm:think></mm:think>{good}")
 
 
 def test_a_token_that_may_not_come_is_an_error(constrainer):

@@ -11,17 +11,20 @@ from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, hunyuan
 from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DSML, MINIMAX, V4_SECTION
 from .kimi import KIMI
+from .minimax_m3 import MINIMAX_M3
+from .minimax_rules import MARK
 from .mistral import MISTRAL
 from .solar import CALL_BEGIN as SOLAR_CALL
 from .solar import SOLAR_OPEN
-from .tool_call import EXAONE, FUNCTION, GLM, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
+from .tool_call import EXAONE, FUNCTION, GLM, GLM_LINE, PAIRS, QWEN_JSON, QWEN_XML, TOOL_CALL
 
 DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
-    *(GPT_OSS, SOLAR_OPEN, GEMMA),
+    *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3),
 )
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
+_ONE_LINE = re.compile(rf"{TOOL_CALL}[^<\s]+{PAIRS.key[0]}")
 _HUNYUAN = re.compile(r"<(?:tool_sep|tool_calls(?=:))(:[\w-]+)?>")
 
 
@@ -32,7 +35,7 @@ def dialect_of(text: str) -> Dialect | None:
         text: a chat template and, because some put their tags together, a chat with a call that it has rendered.
     """
     tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)]
-    tags += [(DSML, DEEPSEEK_V32)]
+    tags += [(DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3)]
     for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL))):
         if tag in text:
             return dialect
@@ -43,6 +46,8 @@ def dialect_of(text: str) -> Dialect | None:
         return hunyuan(suffixed[1] or "")
     if TOOL_CALL not in text:
         return None
-    if PAIRS.key[0] in text or FUNCTION in text:
-        return GLM if PAIRS.key[0] in text else QWEN_XML
+    if PAIRS.key[0] in text:
+        return GLM_LINE if _ONE_LINE.search(text) else GLM
+    if FUNCTION in text:
+        return QWEN_XML
     return EXAONE if f'{TOOL_CALL}{{"name"' in text else QWEN_JSON

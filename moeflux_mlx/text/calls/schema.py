@@ -24,7 +24,23 @@ def parameter_types(name: str, schema: Schema) -> frozenset[str]:
     """The JSON types of parameter `name` under a tool's `schema`, {"string"} if it does not say."""
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
-    return _types(own, schema, MAX_DEPTH, iter(range(MAX_VISITS))) or STRING
+    return types_of(own, schema)
+
+
+def types_of(schema: Any, root: Schema) -> frozenset[str]:
+    """The JSON types that `schema`, a part of `root`, allows; {"string"} if it does not say."""
+    return _types(schema, root, MAX_DEPTH, iter(range(MAX_VISITS))) or STRING
+
+
+def member_of(key: str | None, schema: Schema, root: Schema) -> Schema:
+    """The schema of an object's member, or with None of a list's items; {} if `schema`, a part of `root`, has none."""
+    for one in variants(schema, root):
+        properties = one.get("properties")
+        own = properties.get(key) if isinstance(properties, Mapping) else None
+        found = one.get("items") if key is None else own or one.get("additionalProperties")
+        if isinstance(found, Mapping):
+            return found
+    return {}
 
 
 def variants(schema: Any, root: Schema) -> list[Schema]:

@@ -1,4 +1,5 @@
-"""Calls that begin with `<tool_call>`: Qwen's in JSON, Qwen's in tags, and GLM's in pairs of keys and values.
+"""Calls that begin with `<tool_call>`: Qwen's in JSON, Qwen's in tags, and GLM's in pairs of keys and values, which
+GLM-4.7 and later write on one line.
 
     <tool_call>                       <tool_call>                       <tool_call>get_weather
     {"name": "get_weather",           <function=get_weather>            <arg_key>city</arg_key>
@@ -93,3 +94,5 @@ GLM = Dialect(
     markers=frozenset({*_SECTION, *PAIRS.key, *PAIRS.value}),
     tags=PAIRS,
 )
+# GLM-4.7 and GLM-5 write the same on one line.
+GLM_LINE = replace(GLM, name="glm_line", named="NAME")

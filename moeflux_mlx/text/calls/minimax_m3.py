@@ -1,0 +1,112 @@
+"""MiniMax-M3's calls in a section, with a mark before every tag and a tag for each parameter:
+
+    MARK<tool_call>
+    MARK<invoke name="get_weather">MARK<city>OsloMARK</city>MARK<days>MARK<item>3MARK</item>MARK</days>MARK</invoke>
+    MARK</tool_call>
+
+An object is its members, a list its items, one inside the other. A text is typed by the tool's schema, as in `tagged`.
+"""
+
+import json
+
+from .call import Call
+from .dialect import Dialect
+from .minimax_rules import ARGUMENTS, ITEM, MARK, MiniMaxRules
+from .schema import Schema, as_json, is_text, member_of, types_of
+from .steps import MAX_NESTED, Malformed, Steps, Write, literal, optional, skip_space, until
+
+TAG = f"{MARK}<"
+SECTION = f"{TAG}tool_call>", f"{TAG}/tool_call>"
+INVOKE = f'{TAG}invoke name="'
+EMPTY = {"array": "[]", "object": "{}"}
+
+
+def invoke(call: Call) -> Steps[str]:
+    """Parses the text after `MARK<invoke name="`."""
+    call.start((yield from until('">')).strip())
+    yield from literal([TAG], (yield from skip_space()))
+    arguments = _Value(call.schema, call.schema, call.write)
+    yield from _members("invoke", (yield from until(">")), arguments, is_list=False)
+    call.check("")
+    return (yield from optional(SECTION[1], (yield)))
+
+
+def section(call: Call) -> Steps[str]:
+    """Parses the text after `MARK<tool_call>`."""
+    yield from literal([INVOKE], (yield from skip_space()))
+    return (yield from invoke(call))
+
+
+class _Value:
+    """What is known of a value before it is read: its types, and where its JSON goes."""
+
+    def __init__(self, schema: Schema, root: Schema, write: Write, depth: int = MAX_NESTED):
+        self.types, self.write = types_of(schema, root), write
+        self._schema, self._root, self._depth = schema, root, depth
+
+    def inner(self, key: str | None) -> "_Value":
+        """The member `key` of this object, or with None an item of this list.
+
+        Raises:
+            Malformed: values are nested too deeply.
+        """
+        if not self._depth:
+            raise Malformed("")
+        return _Value(member_of(key, self._schema, self._root), self._root, self.write, self._depth - 1)
+
+
+def _members(tag: str, name: str, value: _Value, is_list: bool) -> Steps[None]:
+    """The members or items of a value up to `</tag>`; `name` is what the first of their tags names."""
+    opening, closing = "[]" if is_list else "{}"
+    value.write(opening)
+    between = ""
+    while name != f"/{tag}":
+        if name.startswith("/"):
+            raise Malformed("")
+        value.write(between + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
+        yield from _read(name, value.inner(None if is_list else name))
+        between = ", "
+        yield from literal([TAG], (yield from skip_space()))
+        name = yield from until(">")
+    value.write(closing)
+
+
+def _read(tag: str, value: _Value) -> Steps[None]:
+    """A value up to `MARK</tag>`: members or items, or a text, which is passed on as it comes if it is a string."""
+    end, is_string = f"{TAG}/{tag}>", is_text(value.types)
+    text, held, is_open = "", "", False
+    while held != end:
+        char = yield
+        if not char:
+            raise Malformed("")
+        if held == TAG and char != "/" and not (is_open or text.strip()):
+            name = yield from until(">", char)
+            is_list = name == ITEM and ("array" in value.types or "object" not in value.types)
+            yield from _members(tag, name, value, is_list)
+            return
+        held += char
+        while not end.startswith(held):
+            text, held = text + held[0], held[1:]
+        if is_string and text and (is_open or text.strip()):
+            value.write(("" if is_open else '"') + json.dumps(text, ensure_ascii=False)[1:-1])
+            text, is_open = "", True
+    if is_string:
+        value.write('"' if is_open else json.dumps(text, ensure_ascii=False))
+    else:
+        empty = (
+            [] if text.strip() or "string" in value.types else [EMPTY[kind] for kind in EMPTY if kind in value.types]
+        )
+        value.write(next(iter(empty), as_json(text, value.types)))
+
+
+MINIMAX_M3 = Dialect(
+    name="minimax_m3",
+    openings={SECTION[0]: section, INVOKE: invoke},
+    begin=f"{SECTION[0]}\n",
+    opening=INVOKE,
+    named=f'{INVOKE}NAME">',
+    close="</invoke>",
+    section=SECTION,
+    markers=frozenset({MARK, "<tool_call>", "</tool_call>"}),
+    arguments=(ARGUMENTS, MiniMaxRules().arguments),
+)
