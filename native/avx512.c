@@ -1,4 +1,5 @@
-/* Kernels for processors with AVX-512; those with VNNI, and VBMI, have faster ones. */
+/* Kernels for processors with AVX-512. vnni.h and planes.h have faster kernels for processors that also have VNNI,
+ * or VNNI and VBMI. */
 #include "paths.h"
 
 #if defined(__x86_64__)

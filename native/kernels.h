@@ -1,13 +1,14 @@
-/* Vector bodies of the native CPU kernels, compiled once per instruction set.
+/* The vector code of the native CPU kernels. It is compiled once for each instruction set.
  *
- * The file of an instruction set includes this after defining
- *   PATH    suffix of every name made here
- *   TARGET  function attribute that switches the instruction set on (may be empty)
- *   W       floats per vector: 16, 8 or 4
- * Only GCC/Clang vector extensions are used, so the same text is AVX-512, AVX2, NEON and plain C.
+ * The file of an instruction set defines these macros before it includes this file:
+ *   PATH    the suffix of every name that this file defines
+ *   TARGET  the function attribute that enables the instruction set (may be empty)
+ *   W       the number of floats in a vector: 16, 8 or 4
+ * Most of the code uses only the vector extensions of GCC and Clang, so the same text serves AVX-512, AVX2, NEON and
+ * plain C. Intrinsics stand only under an #if that asks for W.
  *
- * 4-bit layout: uint32 word i of a row holds elements 8i..8i+7, element 8i+j in bits 4j..4j+3;
- * value = nibble * scale + bias, one scale and bias per 64 elements.
+ * Layout of 4-bit codes: uint32 word i of a row holds columns 8i to 8i+7, and column 8i+j is in bits 4j to 4j+3 of
+ * it. A value is code * scale + bias, with one scale and one bias per 64 columns.
  */
 typedef float FN(vf) __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t FN(vu) __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -22,7 +23,7 @@ typedef float FN(f8) __attribute__((vector_size(32), aligned(4), may_alias));
 
 INLINE vf FN(splat)(float x) { return (vf){0} + x; }
 
-/* Sum of the lanes, upper half onto lower half. */
+/* Returns the sum of the lanes. The upper half is added to the lower half until four lanes are left. */
 INLINE float FN(hsum)(vf v) {
     float lanes[W];
     *(vf *)lanes = v;
@@ -36,7 +37,7 @@ INLINE float FN(hsum)(vf v) {
     return (s[0] + s[1]) + (s[2] + s[3]);
 }
 
-/* The sums in acc [R, T] of rows r..r+R-1 (those below r1) go to y[t][row - r0]. */
+/* Writes the sums in acc [R, T], of rows r to r+R-1, to y[t][row - r0]. Rows from r1 on are left out. */
 INLINE void FN(store)(const vf *acc, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, float *const *y, const int R,
                       const int T) {
     UNROLL for (int i = 0; i < R; i++) {
@@ -45,7 +46,8 @@ INLINE void FN(store)(const vf *acc, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, fl
     }
 }
 
-/* ---- what an instruction set does with words of 32 bits: lanes by index, every third or fifth word, E2M1 codes ---- */
+/* ---- Operations on 32-bit words that differ by instruction set: lanes by index, every third or fifth word, E2M1
+ * codes ---- */
 
 #if W == 16
 INLINE vu FN(permute)(vu v, vi from) { return (vu)_mm512_permutexvar_epi32((__m512i)from, (__m512i)v); }
@@ -55,7 +57,7 @@ INLINE vu FN(every)(const uint32_t *p, const int step) {
     return (vu)_mm512_i32gather_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(step)), p, 4);
 }
 
-/* Twice their value plus 16, by byte. */
+/* Replaces each byte, an E2M1 code, by twice its value plus 16. */
 INLINE vu FN(e2m1)(vu codes) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_BYTES));
     return (vu)_mm512_shuffle_epi8(table, (__m512i)codes);
@@ -68,12 +70,14 @@ INLINE vu FN(e2m1)(vu codes) {
     return (vu)_mm256_shuffle_epi8(table, (__m256i)codes);
 }
 
-/* Lanes i, i + 3, ... of the first, second and third of what is given for i = 0, 1 and 2. */
+/* BLEND3 takes lanes 0, 3 and 6 from a, lanes 1, 4 and 7 from b, and lanes 2 and 5 from c. BLEND5 takes lane i from
+ * its argument i % 5. */
 #define BLEND3(a, b, c) _mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x92), c, 0x24)
 #define BLEND5(a, b, c, d, e) \
     _mm256_blend_epi32(_mm256_blend_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x42), c, 0x84), d, 0x08), e, 0x10)
 
-/* out[k] = words k, k + 3, ...: word n lies in lane n % 8 of a vector, and all those of one k in different lanes. */
+/* Sets out[k] to words k, k + 3, k + 6, ... of p. Word n is loaded into lane n % 8 of a vector. The words of one k
+ * are then in different lanes, so one blend collects them and one permutation puts them in order. */
 INLINE void FN(deal3)(const uint32_t *p, vu *out) {
     const vi order = {0, 3, 6, 1, 4, 7, 2, 5};
     __m256i a = _mm256_loadu_si256((const __m256i *)p), b = _mm256_loadu_si256((const __m256i *)(p + 8));
@@ -102,7 +106,8 @@ INLINE vu FN(every)(const uint32_t *p, const int step) {
     return v;
 }
 
-/* By arithmetic on bytes: 0 to 4 are their own codes, 6, 8 and 12 lie 1, 2 and 5 above theirs. */
+/* Computes the same by arithmetic on bytes. Twice the value of an E2M1 code equals the code up to 4; for codes 5, 6
+ * and 7 it is 1, 2 and 5 more. */
 INLINE vu FN(e2m1)(vu codes) {
     const vu one = (vu){0} + 0x01010101u;
     vu high = codes >> 2 & one, a = high & codes, b = high & codes >> 1, sign = codes >> 3 & one;
@@ -122,11 +127,12 @@ INLINE void FN(deal5)(const uint32_t *p, vu *out) {
 
 INLINE vf FN(pick)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-/* exp to about 2 ulp on [-87.3, 88], clamped outside: x = n ln2 + r, |r| <= ln2/2, Taylor to r^7. */
+/* Returns exp(x) to about 2 ulp for x in [-87.3, 88]; outside, x is clamped. x = n ln2 + r with |r| <= ln2/2, and
+ * exp(r) is the Taylor polynomial of degree 7. */
 INLINE vf FN(vexp)(vf x) {
     x = FN(pick)((vi)(x > 88.0f), FN(splat)(88.0f), x);
     x = FN(pick)((vi)(x < -87.3f), FN(splat)(-87.3f), x);
-    /* Adding 1.5 * 2^23 rounds to an integer and leaves it in the low mantissa bits. */
+    /* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits of the mantissa. */
     vf shifted = x * 1.44269504088896341f + 12582912.0f;
     vf n = shifted - 12582912.0f;
     vf r = x - n * 0.693359375f;
@@ -144,10 +150,10 @@ INLINE vf FN(vexp)(vf x) {
 
 INLINE vf FN(vsilu)(vf x) { return x / (1.0f + FN(vexp)(-x)); }
 
-/* At most `limit`; what is no number stays that. */
+/* Returns the smaller of x and limit; NaN stays NaN. */
 INLINE vf FN(below)(vf x, vf limit) { return FN(pick)((vi)(x > limit), limit, x); }
 
-/* g and u joined; 1.5957691 is 2 sqrt(2 / pi), since (1 + tanh z) / 2 = sigmoid(2 z). */
+/* Combines gate g and up u. The factor 1.5957691 of GELU is 2 sqrt(2 / pi), because (1 + tanh z) / 2 = sigmoid(2 z). */
 INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
     if (form == SILU) return FN(vsilu)(g) * u;
     if (form == GELU) return g / (1.0f + FN(vexp)(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
@@ -159,7 +165,7 @@ INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
     return g / (1.0f + FN(vexp)(-1.702f * g)) * (u + 1.0f);
 }
 
-/* n values; the last partial vector goes through a padded copy. */
+/* Combines n values of gate and up. If the last vector is not full, it is computed in a padded copy. */
 INLINE void FN(activate_by)(const Activation form, float limit, const float *gate, const float *up, float *out,
                             ptrdiff_t n) {
     const vf most = FN(splat)(limit);
@@ -186,9 +192,9 @@ static TARGET void FN(activate)(Activation form, float limit, const float *gate,
     }
 }
 
-/* Reorder one activation row for rows(): per block of W words, eight vectors (vector j holds
- * element 8*lane+j times 2^-4j, because the nibble is used where it stands in the word) and one
- * vector with each lane's plain sum, which multiplies the group bias. */
+/* Reorders a row of activations for rows(). Each block of W words becomes nine vectors. Vector j < 8 holds columns
+ * 8*lane+j times 2^-4j: the kernel does not shift code j down in its word, so the code counts 2^4j times. Vector 8
+ * holds the sum of the activations of each lane, which is multiplied by the group's bias. */
 static TARGET void FN(pack)(const float *x, float *out, ptrdiff_t n) {
     static const float shrink[8] = {1, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1};
     ptrdiff_t words = n / 8;
@@ -202,7 +208,7 @@ static TARGET void FN(pack)(const float *x, float *out, ptrdiff_t n) {
     }
 }
 
-/* Scales (or biases) of the W words that start at group g, spread over the lanes. */
+/* Returns the scales (or biases) of W words, one per lane. The words begin with group g; a group has eight words. */
 INLINE vf FN(spread)(const void *table, ptrdiff_t g, const int is_f32, const int groups) {
     if (is_f32) {
         const float *f = (const float *)table + g;
@@ -224,12 +230,12 @@ INLINE vf FN(spread)(const void *table, ptrdiff_t g, const int is_f32, const int
 
 INLINE vf FN(nibble)(vu words, const int j) {
     vu bits = words & (15u << (4 * j));
-    if (j == 7) bits = words >> 28; /* in place it would be negative as an int32 */
+    if (j == 7) bits = words >> 28; /* without the shift it would be negative as an int32 */
     return __builtin_convertvector((vi)bits, vf);
 }
 
-/* One block of R rows against T packed activations; the order of operations of an output does not
- * depend on R or T, so a row gives the same bits alone and in a batch. */
+/* Adds the products of a block of R rows and T packed rows of activations to acc. The order of operations for one
+ * output does not depend on R or T, so a row of x has the same bits alone and among others. */
 INLINE void FN(block)(const vu *words, const vf *scale, const vf *bias, const float *const *x, ptrdiff_t at,
                       vf *acc, const int R, const int T) {
     vf sum[8];
@@ -250,11 +256,11 @@ INLINE void FN(block)(const vu *words, const vf *scale, const vf *bias, const fl
     }
 }
 
-/* Rows r..r+R-1 (those below r1) against T activations: y[t][row - r0]. */
+/* Multiplies rows r to r+R-1 (those below r1) by T packed rows of activations: sets y[t][row - r0]. */
 INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                           float *const *y, const int R, const int T, const int F32) {
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = F32 ? 4 : 2, k = 0;
-    /* Whole row blocks ahead, so that every line is asked for before it is needed. */
+    /* Prefetches whole blocks of rows ahead, so that every cache line is requested before it is needed. */
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
     const uint32_t *soon = soon_of(m, ahead, r1);
     const uint32_t *w[4];
@@ -278,7 +284,7 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
         }
         FN(block)(word, scale, bias, x, 9 * k, acc, R, T);
     }
-    if (W == 16 && k < words) { /* half a vector left: an odd number of groups */
+    if (W == 16 && k < words) { /* with an odd number of groups, half a vector is left */
         UNROLL for (int i = 0; i < R; i++) {
             word[i] = (vu){0};
             memcpy(&word[i], w[i] + k, 32);
@@ -305,7 +311,7 @@ ROWS(2, 3, 1)
 ROWS(2, 4, 1)
 #undef ROWS
 
-/* y[t][i] = row r0+i of m times x[t], for n <= 4 packed activations. */
+/* Sets y[t][i] to row r0+i of m times x[t], for n <= 4 packed rows of activations. */
 static TARGET void FN(rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
                             float *const *y) {
     typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
@@ -316,14 +322,14 @@ static TARGET void FN(rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff
 
 /* ---- scales and biases ---------------------------------------------------------------------------------- */
 
-/* Float16 bits to float. */
+/* Converts the bits of float16 values to float. */
 INLINE vf FN(half)(vu bits) {
     vu size = (bits & 0x7FFFu) << 13;
     vu value = (vu)((vf)size * 0x1p112f) | ((vu)((bits & 0x7C00u) == 0x7C00u) & 0x7F800000u);
     return (vf)(value | (bits & 0x8000u) << 16);
 }
 
-/* The float that `bits` of a scale or bias of this kind stand for. */
+/* Converts the bits of scales or biases of this kind to float. */
 INLINE vf FN(decoded)(vu bits, const Kind kind) {
     if (kind == BF16) return (vf)(bits << 16);
     if (kind == F16) return FN(half)(bits);
@@ -337,7 +343,8 @@ INLINE uint32_t FN(bits_of)(const void *table, ptrdiff_t i, const int kind) {
     return kind >= E8M0 ? ((const uint8_t *)table)[i] : ((const uint16_t *)table)[i];
 }
 
-/* `n` scales or biases as floats, then zeros for lanes beyond the row: what they multiply is zero too. */
+/* Converts n scales or biases to floats and writes a vector of zeros behind them. Lanes beyond the row read these
+ * zeros, and their activations are zero too. */
 INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Kind kind, float *out) {
     typedef uint16_t vh __attribute__((vector_size(2 * W), aligned(2), may_alias));
     typedef uint8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
@@ -356,7 +363,7 @@ INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Ki
     *(vf *)(out + n) = (vf){0};
 }
 
-/* y[i] += bias[first + i] for i < n. */
+/* Adds bias[first + i] to y[i] for each i < n. */
 static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind kind, float *y) {
     enum { TABLE = 128 };
     float values[TABLE + W];
@@ -367,16 +374,17 @@ static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind 
     }
 }
 
-/* ---- E4M3 codes ---------------------------------------------------------------------------------------
+/* ---- E4M3 codes ----------------------------------------------------------------------------------------
  *
- * Four vectors hold 4 W codes, in the order in which they unpack: with halves of 16 bits those of the even bytes, then
- * those of the odd ones. A code laid over a half's bits is 2^-8 of its value, small ones included; activations are
- * 2^8 of theirs.
+ * 4 W codes unpack to four vectors. If W is 8 or 16, two vectors get the codes of the even bytes and two those of
+ * the odd bytes, because codes are moved to halves of 16 bits and converted as float16. The bits of a code at that
+ * place mean 2^-8 times its value, also for subnormal numbers, so activations are multiplied by 2^8 when they are
+ * packed.
  */
 #if W == 4
 INLINE void FN(e4m3)(const uint8_t *from, vf *out) {
     const vi words = *(const vi *)from;
-    UNROLL for (int j = 0; j < 4; j++) /* the sign goes to where it stands in a float, the rest to where 2^-120 of it does */
+    UNROLL for (int j = 0; j < 4; j++) /* sign bit to sign bit, the others to 2^-120 times their value */
         out[j] = (vf)((words << (24 - 8 * j) >> 4) & (int32_t)0x87F00000) * 0x1p112f;
 }
 
@@ -400,7 +408,7 @@ INLINE void FN(e4m3)(const uint8_t *from, vf *out) {
 #endif
 }
 
-/* Of code `lane` of vector n. */
+/* Returns the column, among 4 W, of the code in lane `lane` of vector n. */
 static inline ptrdiff_t FN(e4m3_column)(int n, ptrdiff_t lane) { return 2 * (n % 2 * W + lane) + n / 2; }
 #endif
 
@@ -410,7 +418,7 @@ static TARGET void FN(pack_e4m3)(const Matrix *m, const float *x, float *out) {
             for (ptrdiff_t lane = 0; lane < W; lane++) *out++ = x[c + FN(e4m3_column)(n, lane)] * 256.0f;
 }
 
-/* Rows r..r+R-1 (those below r1) against T activations. With 16 lanes vectors 0 and 2 are one group, 1 and 3 the next. */
+/* As row_block, for E4M3 codes. If W is 16, vectors 0 and 2 belong to one group, and vectors 1 and 3 to the next. */
 INLINE void FN(e4m3_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                           float *const *y, const int R, const int T) {
     enum { TABLE = 128, EACH = 4 * W };
@@ -455,17 +463,18 @@ E4M3_ROWS(2, 2)
 E4M3_ROWS(2, 4)
 #undef E4M3_ROWS
 
-/* ---- every other form but E4M3 codes -------------------------------------------------------------
+/* ---- integers of any number of bits, and E2M1 codes ----------------------------------------------------
  *
- * A block is as many codes as fill whole words: BLOCK_CODES(bits) of them in BLOCK_WORDS(bits). A vector takes one
- * word of W blocks, a lane each. As above, a code is used where it stands in its word and its activation is divided by
- * that power of two; one that crosses into the next word, or ends at the highest bit, is shifted down instead. E2M1
- * codes first become bytes of twice their value plus 16, which a multiple of the activations' sum takes off again.
+ * A block is the smallest number of codes that fills whole words: BLOCK_CODES(bits) codes in BLOCK_WORDS(bits)
+ * words. A vector holds the same word of W blocks, one block per lane. As in pack(), a code is used at its place in
+ * the word, and its activation is divided by the power of two that this place means. A code that crosses into the
+ * next word, or ends at the highest bit, is shifted down instead. E2M1 codes first become bytes of twice their value
+ * plus 16; the sum of the activations, times 16, is subtracted at the end.
  */
 
-/* What is used where it stands: the bits below code j in its word, or 0 where it is shifted down. */
+/* The number of bits below code j in its word; 0 for a code that is shifted down. */
 #define CODE_AT(bits, j) ((j) * (bits) % 32 + (bits) < 32 ? (j) * (bits) % 32 : 0)
-/* Byte of a word where E2M1 code j of a block stands, of those with even or odd j. */
+/* The first bit of E2M1 code j of a block, in the word of the codes with even j or in the word of those with odd j. */
 #define MX_AT(j) (8 * ((j) / 2))
 
 static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) {
@@ -488,7 +497,7 @@ static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) 
     }
 }
 
-/* Those of W blocks from values that FN(decode) made; lane i takes the one at from[i]. */
+/* Returns values[from[i]] in lane i: the scales or biases of W blocks, which FN(decode) has written to `values`. */
 INLINE vf FN(of_blocks)(const float *values, vi from) {
 #if W > 4
     return (vf)FN(permute)(*(const vu *)values, from);
@@ -497,7 +506,7 @@ INLINE vf FN(of_blocks)(const float *values, vi from) {
 #endif
 }
 
-/* Code j of each block, times 2^CODE_AT. */
+/* Returns code j of each block, times 2 to the power of its first bit (CODE_AT or MX_AT). */
 INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_e2m1) {
     if (is_e2m1) return __builtin_convertvector((vi)(words[j % 2] & (31u << MX_AT(j))), vf);
     const int k = j * bits / 32, at = j * bits % 32;
@@ -509,10 +518,10 @@ INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_e2
     return __builtin_convertvector((vi)found, vf);
 }
 
-/* Rows r..r+R-1 (those below r1) against T activations. */
+/* As row_block, for activations that pack_blocks has packed. */
 INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                            float *const *y, const int R, const int T, const int BITS, const int MX) {
-    enum { MOST = 5, TABLE = 128 }; /* groups whose scales are decoded at once */
+    enum { MOST = 5, TABLE = 128 }; /* the most words of a block; groups whose scales are decoded at once */
     static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int codes = MX ? 8 : BLOCK_CODES(BITS), each = MX ? 1 : BLOCK_WORDS(BITS), shift = __builtin_ctzl((unsigned long)(m->group / codes));
     const ptrdiff_t blocks = m->in / codes, groups = m->in / m->group;
@@ -589,8 +598,8 @@ EVERY(4, 1)
 #undef EVERY
 #undef BLOCKS
 
-/* y[t][i] = row r0+i of m times x[t], for n <= 4 activations that pack_blocks made; three go as two and one, which
- * gives the same bits and less to compile. */
+/* As rows, for n <= 4 rows of activations that pack_blocks has packed. Three rows are computed as two and one: the
+ * bits are the same, and there is less code to compile. */
 static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
                                       float *const *y) {
     typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
@@ -609,7 +618,7 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
     if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
 }
 
-/* Rows r0..r1 of a matrix of codes as float32 in element order; `out` is where row r0 goes. */
+/* Dequantises rows r0 to r1-1 of a matrix to float32 in the order of its columns. Row r0 is written to `out`. */
 INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, const int BITS) {
     static const float e2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const uint8_t *from = (const uint8_t *)(m->w + r0 * m->words);
@@ -645,7 +654,8 @@ static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, f
     }
 }
 
-/* out = sum_k weight[k] * y[k] + mid + shared for columns h0..h1 of one token, k ascending. */
+/* Sets out = (sum over k of weight[k] * y[k]) + mid + shared for columns h0 to h1-1 of one token. k ascends. shared
+ * may be NULL. */
 static TARGET void FN(combine)(const float *const *y, const float *weight, ptrdiff_t K, const float *mid,
                                const float *shared, float *out, ptrdiff_t h0, ptrdiff_t h1) {
     for (ptrdiff_t h = h0; h < h1; h++) out[h] = 0;
@@ -655,7 +665,8 @@ static TARGET void FN(combine)(const float *const *y, const float *weight, ptrdi
     for (ptrdiff_t h = h0; shared && h < h1; h++) out[h] += shared[h];
 }
 
-/* n a multiple of W; four sums, so that additions do not wait for each other. */
+/* Returns the dot product of a and b. n is a multiple of W. Additions to four separate sums do not wait for each
+ * other. */
 INLINE float FN(dot)(const float *a, const float *b, ptrdiff_t n) {
     vf s[4] = {{0}, {0}, {0}, {0}};
     ptrdiff_t i = 0;
@@ -665,7 +676,7 @@ INLINE float FN(dot)(const float *a, const float *b, ptrdiff_t n) {
     return FN(hsum)((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-/* y[t][i] = row r0+i of a dense matrix times x[t]. */
+/* Sets y[t][i] to row r0+i of a dense matrix times x[t]. */
 static TARGET void FN(dense_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
                                   float *const *y) {
     for (ptrdiff_t r = r0; r < r1; r++) {
@@ -674,7 +685,7 @@ static TARGET void FN(dense_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, p
     }
 }
 
-/* x / sqrt(mean(x^2) + eps) * weight, n a multiple of 16. */
+/* Sets out = x / sqrt(mean(x^2) + eps) * weight. n is a multiple of 16. weight may be NULL. */
 static TARGET void FN(rms_norm)(const float *x, const float *weight, float eps, float *out, ptrdiff_t n) {
     float inv = 1.0f / sqrtf(FN(dot)(x, x, n) / (float)n + eps);
     for (ptrdiff_t i = 0; i < n; i += W) {
@@ -684,7 +695,8 @@ static TARGET void FN(rms_norm)(const float *x, const float *weight, float eps, 
     }
 }
 
-/* scores[g][i] -> softmax over i < n, with exp(*sink) in the sum if there is a sink; the row is padded to whole vectors. */
+/* Replaces row[0] to row[n-1] by their softmax. If sink is not NULL, exp(*sink) is part of the sum. The row has room
+ * for whole vectors. */
 static TARGET void FN(softmax)(float *row, ptrdiff_t n, const float *sink) {
     vf top = FN(splat)(-INFINITY), sum = {0};
     for (ptrdiff_t i = n; i % W; i++) row[i] = -INFINITY;
@@ -706,7 +718,8 @@ static TARGET void FN(softmax)(float *row, ptrdiff_t n, const float *sink) {
     for (ptrdiff_t i = 0; i < n; i += W) *(vf *)(row + i) *= inv;
 }
 
-/* out[g] += sum_i p[g][i] v[i] for G heads that share the values; a few rows at a time, which stay in L1. */
+/* Adds the sum over i of p[g][i] * v[i] to out[g], for G heads that share the values. It takes a few rows at a time,
+ * so that they stay in the L1 cache. */
 INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, ptrdiff_t dv, float *out, const int G) {
     for (ptrdiff_t i0 = 0; i0 < n; i0 += CACHE_AHEAD) {
         ptrdiff_t i1 = least(i0 + CACHE_AHEAD, n);
@@ -723,7 +736,8 @@ INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, 
     }
 }
 
-/* n <= CACHE_AHEAD rows as values: where they lie, or in `room`, which has as many floats. */
+/* Returns n <= CACHE_AHEAD rows of a cache as floats. Rows of floats are not copied; rows of codes are decoded to
+ * `room`. */
 INLINE const float *FN(row_values)(const char *rows, ptrdiff_t n, const RowForm *form, float *room) {
     if (!form->group) return (const float *)rows;
     for (ptrdiff_t i = 0; i < n; i++) {
@@ -737,9 +751,9 @@ INLINE const float *FN(row_values)(const char *rows, ptrdiff_t n, const RowForm 
     return room;
 }
 
-/* Up to GQA_HEADS query heads that share one key/value head; scores holds GQA_HEADS rows of `pad`. What is seen may lie
- * in three places, in order: the bits are those of one. sinks: a logit for each head, or NULL. room: for CACHE_AHEAD rows
- * of values, of either kind, if they are codes. */
+/* Attention of one token for up to GQA_HEADS query heads that share a key head. `seen` has up to three runs of cache
+ * rows, in order; the bits do not depend on where a run ends. scores: GQA_HEADS rows of `pad` floats. sinks: a logit
+ * for each head, or NULL. room: memory to decode CACHE_AHEAD rows of keys or of values, if rows are codes. */
 static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, const RowForm *keys,
                               const RowForm *values, float scale, const float *sinks, float *scores, ptrdiff_t pad,
                               float *room, float *out) {
@@ -756,7 +770,7 @@ static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen,
     for (ptrdiff_t g = 0; g < heads; g++) FN(softmax)(scores + g * pad, n, sinks ? sinks + g : NULL);
     memset(out, 0, (size_t)(heads * dv) * sizeof *out);
     for (int s = 0; s < 3; s++) {
-        /* Codes become values a few rows at a time; so many are summed at once anyway. */
+        /* Codes are decoded a few rows at a time, as many as FN(mix) takes at a time. */
         const ptrdiff_t step = values->group ? CACHE_AHEAD : seen[s].n;
         for (ptrdiff_t i = 0; i < seen[s].n; i += step) {
             const ptrdiff_t n = least(step, seen[s].n - i);
@@ -772,8 +786,8 @@ static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen,
     }
 }
 
-/* One token of the gated delta rule for one value head: state [dv, dk] becomes `next`, which may be the same. Columns
- * decay by the first of `decay`, or with `each` by one of [dk]. */
+/* One token of the gated delta rule for one value head. `next` gets the new state [dv, dk]; it may be `state`
+ * itself. All columns of the state decay by decay[0], or, if `each` is set, column c by decay[c]. */
 static TARGET void FN(delta)(const float *state, float *next, const float *q, const float *k, const float *v,
                              const float *decay, int each, float beta, float *out, ptrdiff_t dv, ptrdiff_t dk) {
     vf alike = (vf){0} + decay[0];
@@ -795,7 +809,8 @@ static TARGET void FN(delta)(const float *state, float *next, const float *q, co
     }
 }
 
-/* Depthwise causal convolution of one token then silu; state [taps-1, C] holds the oldest row first. */
+/* Depthwise causal convolution of one token, then silu, for columns c0 to c1-1. state [taps-1, C] holds the last
+ * inputs, the oldest first; this input is added to it. */
 static TARGET void FN(conv)(float *state, const float *x, const float *weight, ptrdiff_t taps, ptrdiff_t C,
                             ptrdiff_t c0, ptrdiff_t c1, float *out) {
     for (ptrdiff_t c = c0; c < c1; c += W) {
@@ -810,7 +825,8 @@ static TARGET void FN(conv)(float *state, const float *x, const float *weight, p
     }
 }
 
-/* Rotate the first 2 * half values of one head: value i with i + half, or neighbours; the rest is copied. */
+/* Rotates the first 2 * half values of one head and copies the others. Values i and i + half form a pair, or, if
+ * `neighbours` is set, values 2i and 2i + 1. */
 static TARGET void FN(rope)(const float *x, const float *cosine, const float *sine, ptrdiff_t half, int neighbours,
                             float *out, ptrdiff_t n) {
     ptrdiff_t i = 0;
@@ -836,7 +852,7 @@ static TARGET void FN(rope)(const float *x, const float *cosine, const float *si
     }
 }
 
-/* XOR of n words: reads memory as fast as the path can, for the benchmark. */
+/* Returns the XOR of n words. The benchmark measures with it how fast this path reads memory. */
 static TARGET uint32_t FN(fold)(const uint32_t *p, ptrdiff_t n) {
     vu a = {0}, b = {0}, c = {0}, d = {0};
     uint32_t out = 0;

@@ -1,10 +1,11 @@
-/* Native CPU kernels of moeflux_mlx: products with quantised and dense matrices, and the small operations.
+/* The native CPU kernels of moeflux_mlx: products with quantised and dense matrices, and the small operations.
  *
- * Every function takes C-contiguous buffers (numpy, mlx, memoryview), checks dtype, shape, alignment,
- * bounds and overlap with the GIL held, then works without it and writes into `out`. The result of a row of x
- * depends on the instruction set and, in exact products, on `alone`: never on the number of threads, the slots,
- * or on how many other rows there are and what they hold.
- * The documented face is native.py.
+ * Every function takes C-contiguous buffers (of numpy, MLX, or a memoryview). While it holds the GIL, it checks their
+ * dtypes, shapes, alignment, bounds and overlap. Then it releases the GIL, computes, and writes to `out`. The bits of a
+ * row of x depend on the instruction set and, if activations are not rounded, on `alone`. They do not depend on the
+ * number of threads, on the slots, or on the number and the contents of the other rows.
+ *
+ * moeflux_mlx/ops/native.py has the documented interface.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -15,34 +16,36 @@
 #if defined(__linux__)
 #include <sys/mman.h>
 #ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25 /* Linux 6.1; earlier ones refuse it */
+#define MADV_COLLAPSE 25 /* since Linux 6.1; earlier kernels refuse it */
 #endif
 #endif
 
 #include "paths.h"
 #include "team.h"
 
-/* Weight bytes per unit of work: large, as each start waits for memory, but small enough to balance, and half
- * of it where several passes should find the weights in L2. */
+/* Bytes of weights in one chunk of work. A chunk is large, because each start waits for memory, but small enough to
+ * balance the threads. If several passes read it, it is half as large, so that the later passes find the weights in
+ * the L2 cache. */
 #define CHUNK_BYTES 262144
 #define MAX_CHUNK_ROWS 512
-#define SMALL_CHUNK 16384 /* floats per unit of an elementwise operation */
-#define DENSE_BATCH 64    /* rows of x multiplied by one row of a dense matrix */
+#define SMALL_CHUNK 16384 /* floats in a chunk of an elementwise operation */
+#define DENSE_BATCH 64    /* rows of x that are multiplied by one row of a dense matrix at a time */
 #define GQA_HEADS 8       /* query heads that share one pass over keys and values */
-#define BLOCK_FROM 6      /* rounded rows of x from which blocks of eight, though not filled, beat four at a time */
-#define TOGETHER 32       /* rounded rows of x that meet rows of a matrix while these are unpacked */
+#define BLOCK_FROM 6      /* from so many rounded rows of x on, blocks of eight are faster than four rows at a time */
+#define TOGETHER 32       /* rounded rows of x for which the codes of a matrix are unpacked once */
 #define MAX_ARGS 12
-#define GLOBAL_UNIT (1.0f / 2688) /* MLX's: a global scale is 448 * 6 times what multiplies the scales */
-#define MOST_EXPERTS 4096 /* whose scores are on the stack */
+#define GLOBAL_UNIT (1.0f / 2688) /* MLX stores a global scale as 448 * 6 times the factor of the scales */
+#define MOST_EXPERTS 4096 /* the scores of a token's experts are on the stack */
 
-/* After its last row, `m` goes on with `row` of `then`, which has the same shape of rows. */
+/* Declares that after the last row of `m` the work continues with row `row` of `then`, whose rows have the same
+ * size. This is only a hint for prefetching. */
 static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
     m->next = then->w + row * then->words;
     m->next_s = (const char *)then->s + row * table_bytes(then);
     m->next_b = then->b ? (const char *)then->b + row * table_bytes(then) : NULL;
 }
 
-static const Path *path; /* that the operations take */
+static const Path *path; /* the instruction set that operations use */
 
 /* ---- arguments ---------------------------------------------------------------------------- */
 
@@ -64,7 +67,8 @@ static int matches(Wanted wanted, const Py_buffer *view) {
     return !strcmp(f, "f");
 }
 
-/* Borrow a buffer until args_done; NULL with an exception if it is not what the operation needs. */
+/* Borrows the buffer of `object` until args_done(). Returns NULL with an exception if the buffer does not have the
+ * wanted dtype, number of dimensions or alignment. */
 static Py_buffer *take(Args *args, PyObject *object, const char *name, Wanted kind, int ndim, int writable) {
     static const char *const wanted[] = {"float32", "uint32", "int32",
                                          "bfloat16, uint16 (bfloat16 bits), float16, float32 or uint8",
@@ -90,7 +94,7 @@ static Py_buffer *take(Args *args, PyObject *object, const char *name, Wanted ki
     return view;
 }
 
-/* True if dimension `axis` is `size`; otherwise sets the exception. */
+/* Returns 1 if dimension `axis` is `size`, otherwise 0 with an exception. */
 static int dim(const Py_buffer *view, const char *name, int axis, Py_ssize_t size) {
     if (view->shape[axis] == size) return 1;
     PyErr_Format(PyExc_ValueError, "%s: dimension %d is %zd, expected %zd", name, axis, view->shape[axis], size);
@@ -111,7 +115,8 @@ static int multiple(const char *name, Py_ssize_t size, Py_ssize_t of) {
     return 0;
 }
 
-/* Threads write while others read, so no written buffer may touch another argument. */
+/* Returns 1 if no written buffer overlaps another argument, otherwise 0 with an exception: threads write while
+ * others read. */
 static int disjoint(const Args *args) {
     for (int i = 0; i < args->n; i++) {
         if (!args->writable[i]) continue;
@@ -141,11 +146,11 @@ static int arity(Py_ssize_t got, Py_ssize_t want) {
 static Kind kind_of(const Py_buffer *view) {
     const char *f = view->format ? view->format : "B";
     if (view->itemsize == 4) return F32;
-    if (view->itemsize == 1) return E8M0; /* or E4M3_SCALE, as the group's size tells */
+    if (view->itemsize == 1) return E8M0; /* or E4M3_SCALE: shape_of() decides by the group's size */
     return f[strlen(f) - 1] == 'e' ? F16 : BF16;
 }
 
-/* A matrix of codes with rows of `in` values; 0 with an exception if no kernel reads such a form. */
+/* Describes a matrix of codes with rows of `in` values. Returns 0 with an exception if no kernel reads the form. */
 static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Kind kind, int has_biases) {
     if (kind >= E8M0) kind = group == 16 ? E4M3_SCALE : E8M0;
     int is_float = kind >= E8M0 && !has_biases && ((bits == 4 && group == 16) || (group == 32 && (bits == 4 || bits == 8)));
@@ -164,7 +169,7 @@ static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group,
     return 1;
 }
 
-/* w, scales, biases (or None), bits and group of a matrix with rows of `in` values. */
+/* Reads w, scales, biases (or None), bits and group of a matrix with rows of `in` values. */
 static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
     Py_buffer *w = take(args, object[0], "w", WORDS, 2, 0);
     Py_buffer *s = w ? take(args, object[1], "scales", SCALES, 2, 0) : NULL;
@@ -183,7 +188,7 @@ static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix
     return 1;
 }
 
-/* As take_codes, or with None for scales a dense float32 matrix. */
+/* As take_codes. If scales is None, w is a dense float32 matrix. */
 static int take_matrix(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
     if (object[1] != Py_None) return take_codes(args, object, in, m, rows);
     Py_buffer *w = take(args, object[0], "w", FLOATS, 2, 0);
@@ -201,7 +206,8 @@ static void *scratch(ptrdiff_t bytes) {
     return posix_memalign(&memory, 64, bytes > 0 ? (size_t)bytes : 64) ? NULL : memory;
 }
 
-/* Rows per unit of work that meets `batch` rows of x: about CHUNK_BYTES, less when that leaves threads idle. */
+/* Returns the number of rows of a matrix in a chunk of work, if `batch` rows of x are multiplied by them: about
+ * CHUNK_BYTES, or less if threads would otherwise be idle. */
 static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch) {
     ptrdiff_t fit = (batch <= 4 ? CHUNK_BYTES : CHUNK_BYTES / 2) / row_bytes;
     ptrdiff_t fair = rows / (4 * (ptrdiff_t)atomic_load(&team.size)), floor = CHUNK_BYTES / 16 / row_bytes;
@@ -211,15 +217,17 @@ static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch
     return chunk < 8 ? 8 : chunk > MAX_CHUNK_ROWS ? MAX_CHUNK_ROWS : chunk;
 }
 
-/* How rows of x meet a matrix: in floats, by the kernel of a step, or rounded, a few at a time or in blocks. */
+/* How rows of x are multiplied by a matrix. FLOATING and STEP use float activations: STEP the kernel for the rows of
+ * a step, FLOATING the other one. ROUNDED and BLOCKS use rounded activations: ROUNDED up to four rows at a time,
+ * BLOCKS eight. */
 typedef enum { FLOATING, STEP, ROUNDED, BLOCKS } Way;
 
-/* Planes of activations that are rounded to so many bits before they meet `m`; 0: they are not. */
+/* Returns the number of byte planes if activations are rounded to `bits` bits for `m`; 0: they are not rounded. */
 static int planes_of(const Path *p, const Matrix *m, int bits) {
     return bits < 24 && m->bits < 32 && p->rounded && form_of(m) >= 0 ? bits / 8 : 0;
 }
 
-/* Words of an activation row that is packed for `m`. */
+/* Returns the number of 32-bit words of a row of activations that is packed for `m`. */
 static ptrdiff_t packed_words(const Path *p, const Matrix *m, int planes) {
     if (planes) return m->in / 4 * planes + 2 * rounded_groups(m);
     if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
@@ -233,7 +241,7 @@ typedef struct {
     const Matrix *m;
     const float *x;
     float *packed;
-    int step; /* for the kernel of a step */
+    int step; /* packs for the kernel of a step */
     int planes;
 } Pack;
 
@@ -247,11 +255,11 @@ static void pack_job(void *ctx, ptrdiff_t row, int member) {
     else (c->step ? c->path->step_pack : c->path->pack)(x, out, c->m->in);
 }
 
-/* Packed rows on their way into blocks of eight. */
+/* The job that joins packed rows to blocks of eight. */
 typedef struct {
-    const float **x;  /* each packed row; the first of a block's is replaced by the block */
-    ptrdiff_t words;  /* of a row */
-    ptrdiff_t *start; /* first row of each block, and the number of its rows */
+    const float **x;  /* the packed rows; the first one of each block is replaced by the block */
+    ptrdiff_t words;  /* words of a packed row */
+    ptrdiff_t *start; /* the first row of each block, and the number of its rows */
     uint32_t *out;
 } Blocks;
 
@@ -272,7 +280,8 @@ static void block_job(void *ctx, ptrdiff_t block, int member) {
     x[0] = (const float *)out;
 }
 
-/* Sets of packed rows that meet one matrix each; those with many rows go into blocks. */
+/* Joins packed rows to blocks. Rows first[s] to first[s + 1] - 1 are multiplied by the same matrix; if they are
+ * fewer than BLOCK_FROM, they stay single. *memory gets the memory of the blocks. Returns 0 if memory is short. */
 static int make_blocks(ptrdiff_t sets, const ptrdiff_t *first, const float **x, ptrdiff_t words, uint32_t **memory) {
     Blocks c = {.x = x, .words = words};
     ptrdiff_t n = 0, most = first[sets] / 8 + least(sets, first[sets] / BLOCK_FROM);
@@ -295,7 +304,8 @@ static Way way_of(int planes, int step, ptrdiff_t rows) {
     return planes ? rows >= BLOCK_FROM ? BLOCKS : ROUNDED : step ? STEP : FLOATING;
 }
 
-/* Bytes in which one thread unpacks rows of `m` for blocks, where `rows` of x make any. */
+/* Returns the bytes that one thread needs to unpack rows of `m`, if `rows` rows of x are enough for blocks,
+ * otherwise 0. */
 static ptrdiff_t room_of(const Matrix *m, int planes, ptrdiff_t rows) {
     return planes && rows >= BLOCK_FROM ? chunks_of(8 * (m->in + 64) + 16 * rounded_groups(m) * 4, 64) * 64 : 0;
 }
@@ -307,20 +317,21 @@ typedef struct {
     Matrix m;
     ptrdiff_t rows, chunk, batch;
     const float **x;
-    float **y; /* start of each output row */
+    float **y; /* the start of each output row */
     int step, planes;
-    char *room; /* of each thread */
+    char *room; /* memory to unpack rows, for each thread */
     const float *norm, *residual; /* [in] and [batch, rows], or NULL */
     float eps, *out;
 } Product;
 
-/* How many of `left` rows of x go through a matrix together: up to 4, but in floats 5 as 3 and 2, as 1 is slow. */
+/* Returns how many of the `left` remaining rows of x are multiplied at a time: up to TOGETHER in blocks, otherwise
+ * up to 4. In floats, 5 rows are taken as 3 and 2, because a single row is slow. */
 static ptrdiff_t share(Way way, ptrdiff_t left) {
     if (way == BLOCKS) return least(TOGETHER, left);
     return left == 5 && way == FLOATING ? 3 : least(4, left);
 }
 
-/* Rows r0..r1 of m times n packed rows of x. */
+/* Multiplies rows r0 to r1-1 of m by n packed rows of x. */
 static void multiply(const Path *path, Way way, int planes, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
                      const float *const *x, void *room, float *const *y) {
     if (way == ROUNDED) path->rounded->rows[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, y);
@@ -333,7 +344,7 @@ static void multiply(const Path *path, Way way, int planes, const Matrix *m, ptr
         for (ptrdiff_t r = 0; r < r1 - r0; r++) y[t][r] *= m->factor;
 }
 
-/* Adds the residual to columns r0..r1 of the result. */
+/* Adds the residual to columns r0 to r1-1 of the result. */
 static void add_residual(const Product *c, ptrdiff_t r0, ptrdiff_t r1) {
     for (ptrdiff_t t = 0; c->residual && t < c->batch; t++)
         for (ptrdiff_t r = r0; r < r1; r++) c->y[t][r] += c->residual[t * c->rows + r];
@@ -416,7 +427,8 @@ static int run_product(Product *c, const float *x) {
     return ok;
 }
 
-/* Bits of activations: 8, 16, or 24 for those that are not rounded; 0 with an exception for any other number. */
+/* Reads the number of bits of activations: 8, 16, or 24 if they are not rounded. Returns 0 with an exception for any
+ * other number. */
 static int take_bits(PyObject *object) {
     Py_ssize_t bits = PyNumber_AsSsize_t(object, PyExc_ValueError);
     if (PyErr_Occurred()) return 0;
@@ -425,16 +437,17 @@ static int take_bits(PyObject *object) {
     return 0;
 }
 
-/* Whether each row has the bits that it has alone, by the kernel of a step if there is one; 0 with an
- * exception. */
+/* Reads `alone`: whether each row must have the bits that it has in a call by itself. *step is then set if this
+ * instruction set has a kernel for the rows of a step. Returns 0 with an exception. */
 static int take_alone(PyObject *object, const Path *p, int *step) {
     const int alone = PyObject_IsTrue(object);
     *step = alone > 0 && p->step_rows;
     return alone >= 0;
 }
 
-/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, norm[I] or None, eps,
- * residual[T, O] or None, alone, out[T, O]); for a dense w[O, I] None, None, 0, 0 after it */
+/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, norm[I] or None,
+ * eps, residual[T, O] or None, alone, out[T, O]). If w[O, I] is dense, scales and biases are None, and bits and
+ * group are 0. */
 static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
@@ -492,30 +505,30 @@ typedef struct {
 typedef struct {
     const Path *path;
     const uint32_t *blob;
-    ptrdiff_t stride;             /* words per record */
-    ptrdiff_t place[2][3];        /* words to codes, scales and biases of gate and up, or of down */
-    ptrdiff_t bias[2];            /* words to what their products add; -1: nothing */
+    ptrdiff_t stride;             /* words of a record */
+    ptrdiff_t place[2][3];        /* the first words of codes, scales and biases: of gate and up, or of down */
+    ptrdiff_t bias[2];            /* the first word of the bias that each product adds; -1: none */
     Kind bias_kind;
-    Activation activation;        /* what joins gate and up */
+    Activation activation;        /* how gate and up are combined */
     float limit;
-    int interleaved;              /* rows of gate and up alternate, the first half of them in gate's place */
-    Matrix form;                  /* theirs, without what a record holds */
+    int interleaved;              /* rows of gate and up alternate; the first half of them is in gate's place */
+    Matrix form;                  /* one of these matrices, without its pointers */
     ptrdiff_t hidden, inner;      /* H, I */
     ptrdiff_t tokens, top_k, pairs, groups, chunk, per_group;
-    ptrdiff_t most;               /* pairs that share an expert */
+    ptrdiff_t most;               /* the most pairs that share an expert */
     Pair *pair;                   /* sorted by slot, so pairs that share an expert are neighbours */
-    ptrdiff_t *group;             /* first pair of each expert, and the end */
-    const float **x;              /* packed input of each sorted pair */
-    float **y;                    /* output row of each sorted pair */
-    const float **by_token;       /* the same rows in t * K + k order */
+    ptrdiff_t *group;             /* the first pair of each expert, and the end */
+    const float **x;              /* the packed input of each sorted pair */
+    float **y;                    /* the output row of each sorted pair */
+    const float **by_token;       /* the output rows in the order t * K + k */
     const float *weight, *mid, *shared;
     float *out;
-    int step;                     /* the kernel of a step is used */
-    int bits, planes;             /* of activations */
-    char *room;                   /* of each thread */
+    int step;                     /* the kernel for the rows of a step is used */
+    int bits, planes;             /* bits and byte planes of activations */
+    char *room;                   /* memory to unpack rows, for each thread */
 } Experts;
 
-/* A matrix in the record in `slot`. */
+/* Returns matrix `which` of the record in `slot`. */
 static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     const uint32_t *record = c->blob + slot * c->stride;
     const ptrdiff_t *at = c->place[which];
@@ -531,7 +544,7 @@ static int by_slot(const void *a, const void *b) {
     return p->index < q->index ? -1 : p->index > q->index;
 }
 
-/* Check and copy the slots (nothing read later can change them), then group equal ones. */
+/* Checks the slots and copies them, so that nobody can change them later. Then groups equal slots. */
 static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
     const int32_t *slot = slots->buf;
     c->tokens = slots->shape[0], c->top_k = slots->shape[1], c->pairs = c->tokens * c->top_k;
@@ -559,9 +572,10 @@ static int plan(Experts *c, const Py_buffer *slots, Py_ssize_t records) {
 
 static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), free(c->y), free(c->by_token); }
 
-/* Where `count` matrices lie in a record: a tuple of words to codes, scales and biases of each, or to a global scale (neither: as to the scales),
- * then bits, group and a scale's Kind; words to what each product adds (-1: nothing), and its Kind. They must lie
- * inside. */
+/* Reads where `count` matrices are in a record. `places` is a tuple. For each matrix it has the first words of
+ * codes, of scales, and of biases or a global scale; if a matrix has neither, the third number repeats the second.
+ * Then follow bits, group, and the Kind of scales. Then follow the first word of the bias that each product adds
+ * (-1: none), and the Kind of these biases. Everything must be inside a record. */
 static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in, Experts *c) {
     Py_ssize_t number[12];
     const int numbers = 4 * count + 4;
@@ -579,7 +593,7 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
     c->bias_kind = (Kind)bias[count];
     if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] < E8M0)) return 0;
     c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
-    /* Divide first: rows * in of a hostile call may not fit. */
+    /* The division comes first, because rows * in of a hostile call may overflow. */
     int fits = rows <= c->stride / c->form.words;
     for (int i = 0; i < 3 * count; i++) {
         ptrdiff_t words = 0, at = number[i];
@@ -601,7 +615,7 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
     return fits;
 }
 
-/* `count` is 2 for gate and up, 1 for down. */
+/* Reads blob, slots and places. `count` is 2 for gate and up, and 1 for down. */
 static int take_experts(Args *args, PyObject *blob, PyObject *slots, PyObject *places, int count, Experts *c) {
     if (!multiple("H", c->hidden, 64) || !multiple("I", c->inner, 64)) return 0;
     Py_buffer *b = take(args, blob, "blob", WORDS, 2, 0);
@@ -612,7 +626,7 @@ static int take_experts(Args *args, PyObject *blob, PyObject *slots, PyObject *p
     return take_places(places, count, rows, in, c) && plan(c, s, b->shape[0]);
 }
 
-/* Adds a matrix's bias, if it has one, to rows r0..r1 of n products. */
+/* Adds the bias of matrix `which`, if it has one, to rows r0 to r1-1 of n products. */
 static void add_bias(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
                      float *const *y) {
     if (c->bias[which] < 0) return;
@@ -620,7 +634,7 @@ static void add_bias(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t r0, 
     for (ptrdiff_t i = 0; i < n; i++) c->path->add(bias, r0, r1 - r0, c->bias_kind, y[i]);
 }
 
-/* Rows r0..r1 of act for the pairs from p on, where rows of gate and up alternate. */
+/* Computes columns r0 to r1-1 of act for the n pairs from p on, if rows of gate and up alternate. */
 static void gate_up_in_turns(const Experts *c, Way way, ptrdiff_t slot, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t p,
                              ptrdiff_t n, void *room) {
     float both[TOGETHER][MAX_CHUNK_ROWS], gate[MAX_CHUNK_ROWS / 2], up[MAX_CHUNK_ROWS / 2], *y[TOGETHER];
@@ -645,7 +659,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
     float other[TOGETHER][MAX_CHUNK_ROWS];
-    const int one = c->place[0][0] == c->place[1][0]; /* up takes gate's place too */
+    const int one = c->place[0][0] == c->place[1][0]; /* there is no gate: up is read from gate's place */
     Matrix *last = one ? &gate : &up;
     const Way way = way_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
     void *room = c->room + member * room_of(&c->form, c->planes, c->most);
@@ -671,7 +685,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     }
 }
 
-/* Packs `rows` rows of x, of which c->x holds the packed ones by pair, and calls `job` for each chunk. */
+/* Packs `rows` rows of x and calls `job` for each chunk. c->x has the packed row of each pair. */
 static int run_experts(Experts *c, const float *x, float *packed, ptrdiff_t rows, Job *job, ptrdiff_t chunks) {
     uint32_t *blocks = NULL;
     team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->step, c->planes}, rows);
@@ -699,7 +713,7 @@ static int run_gate_up(Experts *c, const float *x) {
     return ok;
 }
 
-/* What joins gate and up, and its limit; 0 with an exception. */
+/* Reads how gate and up are combined, and the limit. Returns 0 with an exception. */
 static int take_activation(PyObject *form, PyObject *limit, Activation *activation, float *most) {
     Py_ssize_t number = PyNumber_AsSsize_t(form, PyExc_ValueError);
     *most = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(limit);
@@ -709,8 +723,8 @@ static int take_activation(PyObject *form, PyObject *limit, Activation *activati
     return 1;
 }
 
-/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places of gate and up, which may be one matrix, bits of activations, alone, what joins
- * gate and up, its limit, whether their rows alternate, out[T, K, I]) */
+/* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places, bits of activations, alone, activation, limit,
+ * interleaved, out[T, K, I]). places are those of gate and up, which may be the same matrix. */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
@@ -755,7 +769,7 @@ static void down_job(void *ctx, ptrdiff_t chunk, int member) {
 
 typedef struct {
     const Path *path;
-    const float **rows; /* by t * K + k */
+    const float **rows; /* in the order t * K + k */
     const float *weight, *mid, *shared;
     float *out;
     ptrdiff_t tokens, top_k, hidden;
@@ -789,8 +803,8 @@ static int run_down(Experts *c, const float *act) {
     return ok;
 }
 
-/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, activations, alone, weights[T, K],
- * mid[T, H], shared[T, H] or None, out[T, H]) */
+/* expert_down_combine(act[T, K, I], blob[S, words], slots[T, K], places of down, bits of activations, alone,
+ * weights[T, K], mid[T, H], shared[T, H] or None, out[T, H]) */
 static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
@@ -817,7 +831,7 @@ static PyObject *op_expert_down_combine(PyObject *self, PyObject *const *a, Py_s
     return args_done(&args, ok);
 }
 
-/* The checked row of y that each (t, k) stands for; NULL with an exception. */
+/* Returns the row of y that each (t, k) of `where` names, or NULL with an exception if an index is out of range. */
 static const float **rows_of(const Py_buffer *y, const Py_buffer *where) {
     Py_ssize_t n = where->shape[0] * where->shape[1];
     const float **rows = scratch(n * (ptrdiff_t)sizeof *rows);
@@ -895,7 +909,7 @@ static void activate_job(void *ctx, ptrdiff_t chunk, int member) {
     c->path->activate(c->activation, c->limit, c->gate + at, c->up + at, c->out + at, least(SMALL_CHUNK, c->n - at));
 }
 
-/* activate(gate[N, D], up[N, D], what joins them, its limit, out[N, D]) */
+/* activate(gate[N, D], up[N, D], activation, limit, out[N, D]) */
 static PyObject *op_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Activate c = {.path = path};
@@ -949,7 +963,7 @@ typedef struct {
     const Path *path;
     const float *q;
     const char *k, *v;
-    const char *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; NULL: none */
+    const char *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; or NULL */
     RowForm keys, values;
     const float *sinks;  /* [q_heads] or NULL */
     float *out, *scores;
@@ -968,7 +982,7 @@ static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     ptrdiff_t group = c->q_heads / c->kv_heads, first = part * GQA_HEADS;
     ptrdiff_t row = t * c->q_heads + kv * group + first, n = c->n - c->tokens + t + 1;
     ptrdiff_t begun = c->recent ? c->begun : n, from = n > c->window ? n - c->window : 0, old = least(from, begun);
-    /* Position p lies in row p % capacity: those from `old` on may go on in the first row. */
+    /* Position p is in row p % capacity, so the rows from `old` on may continue in row 0. */
     ptrdiff_t slot = old % c->capacity, kept = begun - old, turn = least(kept, c->capacity - slot);
     Seen seen[3] = {seen_at(c, c->k, c->v, c->capacity, kv, slot, turn),
                     seen_at(c, c->k, c->v, c->capacity, kv, 0, kept - turn), {NULL, NULL, 0}};
@@ -987,7 +1001,8 @@ static int run_attend(Attention *c) {
     c->parts = chunks_of(c->q_heads / c->kv_heads, GQA_HEADS);
     const ptrdiff_t widest = c->keys.width > c->values.width ? c->keys.width : c->values.width;
     c->unit = GQA_HEADS * c->pad + (c->keys.group ? CACHE_AHEAD * widest : 0);
-    /* For the largest team, as another thread may resize it meanwhile; untouched pages cost nothing. */
+    /* Memory for the largest team, because another thread may resize the team meanwhile. Pages that nobody touches
+     * cost nothing. */
     c->scores = scratch(MAX_TEAM * c->unit * 4);
     if (!c->scores) return 0;
     team_run(attend_job, c, c->tokens * c->kv_heads * c->parts);
@@ -995,7 +1010,8 @@ static int run_attend(Attention *c) {
     return 1;
 }
 
-/* Whether what limits attention is right: `window` positive, `sinks` one for each query head, or none. */
+/* Checks that window is positive and that sinks has one logit for each query head, or none. Returns 0 with an
+ * exception. */
 static int limited(Attention *c, const Py_buffer *sinks) {
     if (c->window < 1) PyErr_Format(PyExc_ValueError, "window is %zd, expected at least 1", (Py_ssize_t)c->window);
     c->sinks = sinks->shape[0] ? sinks->buf : NULL;
@@ -1038,7 +1054,8 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return args_done(&args, ok);
 }
 
-/* A token's queries and keys before norm and rotation, and what they are normed (NULL: not) and turned by. */
+/* The queries, keys and values of a token before norm and rotation, the weights of the norms (NULL: no norm), and
+ * the cosines and sines of the rotation. */
 typedef struct {
     const float *q, *k, *v, *q_norm, *k_norm, *cosine, *sine;
     float eps;
@@ -1052,7 +1069,7 @@ static void norm_and_turn(const Path *path, const Token *token, const float *wei
     path->rope(weight ? normed : x, token->cosine, token->sine, token->half, token->neighbours, out, width);
 }
 
-/* Values as a row of a cache; the formula is that of moeflux_mlx/ops/kv_rows.py. */
+/* Stores values as a row of a cache. moeflux_mlx/ops/kv_rows.py has the formula. */
 static void keep_row(const float *x, const RowForm *form, char *row) {
     if (!form->group) {
         memcpy(row, x, (size_t)form->stride);
@@ -1061,7 +1078,7 @@ static void keep_row(const float *x, const RowForm *form, char *row) {
     uint8_t *codes = (uint8_t *)row;
     float *scales = (float *)(row + form->width);
     for (ptrdiff_t at = 0; at < form->width; at += form->group) {
-        float largest = 0, spoilt = 0; /* not a number where an x is none: so is then the scale */
+        float largest = 0, spoilt = 0; /* NaN if a value is NaN or infinite; then the scale is NaN too */
         for (ptrdiff_t j = at; j < at + form->group; j++) largest = fmaxf(largest, fabsf(x[j])), spoilt += 0.0f * x[j];
         const float inverse = largest > KV_TINY ? 127.0f / largest : 0.0f;
         for (ptrdiff_t j = at; j < at + form->group; j++) codes[j] = (uint8_t)fmaxf(rintf(x[j] * inverse) + 128.0f, 0.0f);
@@ -1069,7 +1086,8 @@ static void keep_row(const float *x, const RowForm *form, char *row) {
     }
 }
 
-/* Whether `view` has rows of `width` values, and in which form; all caches of one call have the same. */
+/* Describes how the rows of `view`, with `width` values each, are stored. All caches of a call are floats, or all
+ * are codes. Returns 0 with an exception if the rows have another size. */
 static int row_form(const Py_buffer *view, const char *name, ptrdiff_t width, int coded, RowForm *form) {
     ptrdiff_t group = 64;
     while (width % group) group /= 2;
@@ -1079,7 +1097,7 @@ static int row_form(const Py_buffer *view, const char *name, ptrdiff_t width, in
     return 0;
 }
 
-/* The token's key and value become row `at` of `recent`, then its queries attend over all there are. */
+/* Stores the token's key and value in row `at` of `recent`. Then its queries attend to all positions. */
 static int run_attend_step(Attention *c, const Token *token, char *recent, ptrdiff_t at) {
     const ptrdiff_t width = c->keys.width;
     char *values = recent + c->kv_heads * c->room * c->keys.stride;
@@ -1099,10 +1117,11 @@ static int run_attend_step(Attention *c, const Token *token, char *recent, ptrdi
     return ok;
 }
 
-/* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2], neighbours,
- * keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq] or [0],
- * out[Hq, Dv]). Norms may be [0], both or none. Position p < begun lies in row p % C of keys and values. These and
- * recent may all be bytes: then a row has the bytes of its form in place of Dk or Dv floats. */
+/* attend_step(q[Hq, Dk], k[Hkv, Dk], v[Hkv, Dv], q_norm[Dk], k_norm[Dk], eps, cosine[1, R/2], sine[1, R/2],
+ * neighbours, keys[Hkv, C, Dk], values[Hkv, C, Dv], begun, recent[Hkv * M * (Dk + Dv)], n, scale, window, sinks[Hq]
+ * or [0], out[Hq, Dv]). q_norm and k_norm may both be [0]: then there is no norm. Position p < begun is in row p % C
+ * of keys and values. keys, values and recent may all be bytes; then a row has the bytes of its RowForm instead of
+ * Dk or Dv floats. */
 static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     static const char *const name[] = {"q", "k", "v", "q_norm", "k_norm", "cosine", "sine", "keys", "values", "recent",
                                        "sinks", "out"};
@@ -1158,7 +1177,7 @@ typedef struct {
     int normalise;
 } Choice;
 
-/* A token's experts, the first of equals first. */
+/* Chooses the experts of one token. Among equal scores the lowest index comes first. */
 static void choose_job(void *ctx, ptrdiff_t t, int member) {
     Choice *c = ctx;
     float score[c->experts + 16], total = 0, *weight = c->weights + t * c->top_k;
@@ -1170,7 +1189,7 @@ static void choose_job(void *ctx, ptrdiff_t t, int member) {
         ptrdiff_t best = -1;
         for (ptrdiff_t e = 0; e < c->experts; e++)
             if (score[e] > (best < 0 ? -1 : score[best])) best = e;
-        if (best < 0) best = k; /* none is a number */
+        if (best < 0) best = k; /* all remaining scores are NaN */
         id[k] = (int32_t)best, weight[k] = score[best], total += score[best];
         score[best] = -1;
     }
@@ -1210,7 +1229,7 @@ typedef struct {
     float *next, *out;
     const float *q, *k, *v, *decay, *beta;
     ptrdiff_t tokens, k_heads, v_heads, dk, dv;
-    int each; /* column decays by itself */
+    int each; /* each column of the state has its own decay */
 } Delta;
 
 static void delta_job(void *ctx, ptrdiff_t head, int member) {
@@ -1332,7 +1351,7 @@ static PyObject *op_fold(PyObject *self, PyObject *object) {
 
 enum { HUGE_PAGE = 1 << 21 };
 
-/* huge_pages(array) -> bytes now in huge pages; 0 where the system cannot */
+/* huge_pages(array) -> how many of its bytes are now in huge pages; 0 if the system has no such call */
 static PyObject *op_huge_pages(PyObject *self, PyObject *object) {
     Py_buffer view;
     Py_ssize_t bytes = 0;
@@ -1358,7 +1377,7 @@ static PyObject *op_paths(PyObject *self, PyObject *none) {
     return list;
 }
 
-/* _force(name): for tests; the fastest path is chosen at import. */
+/* _force(name) selects an instruction set, for tests. At import the fastest one is selected. */
 static PyObject *op_force(PyObject *self, PyObject *object) {
     const char *name = PyUnicode_AsUTF8(object);
     if (!name) return NULL;

@@ -1,4 +1,4 @@
-/* Which instruction sets this processor has. */
+/* Finds out which instruction sets this processor has. */
 #include "paths.h"
 
 #if defined(__aarch64__)
@@ -13,7 +13,8 @@ const Path *paths[4];
 int usable_paths;
 
 #if defined(DOTPROD)
-/* Whether the processor has a feature: its number in Linux's hwcaps, the second word from 64 on. */
+/* Returns whether the processor has a feature. `bit` is the feature's bit in AT_HWCAP of Linux, or 64 plus its bit
+ * in AT_HWCAP2. */
 enum { DOTPROD_BIT = 20, I8MM_BIT = 64 + 13 };
 
 static int arm_has(int bit) {

@@ -1,8 +1,8 @@
-/* What the CPU kernels of all instruction sets share: the matrices that they read, and the tables in which their
- * functions are found.
+/* Declarations that the kernels of all instruction sets share: the matrices that they read, and the tables of their
+ * functions.
  *
- * Each instruction set, and the products with rounded activations, is a file of its own, so that compilers work on
- * them side by side. Between files a kernel is called by pointer only.
+ * Each instruction set has its own file, and so have the products with rounded activations. So the files compile in
+ * parallel. A kernel of another file is called only through these tables.
  */
 #ifndef PATHS_H
 #define PATHS_H
@@ -22,11 +22,12 @@
 #include <arm_neon.h>
 #endif
 
-/* Weight bytes asked for ahead of use; 6 KiB is where two Zen 5 cores reach their read bandwidth. */
+/* How many bytes of weights are prefetched before they are used. With 6 KiB two Zen 5 cores reach their read
+ * bandwidth. */
 #define PREFETCH_BYTES 6144
-#define CACHE_AHEAD 16 /* keys or values asked for before their turn */
-#define KV_TINY 1e-30f /* magnitudes of a group below which its 8-bit codes are zeros */
-#define PLANES_PEAK 8355700.0f /* 127 in each of three bytes is 8355711; rounding must stay below */
+#define CACHE_AHEAD 16 /* rows of keys or values that are prefetched before they are used */
+#define KV_TINY 1e-30f /* a group of values whose largest magnitude is below this is stored as zeros */
+#define PLANES_PEAK 8355700.0f /* the integer of the largest activation; three bytes of 127 are 8355711 */
 #define LEAST_PEAK 1e-31f      /* keeps quotients finite; smaller activations lose precision */
 
 /* Small arrays of accumulators stay in registers only if the loops over them are unrolled. */
@@ -38,51 +39,53 @@
 #define UNROLL32 _Pragma("GCC unroll 32")
 #endif
 
-/* Codes that fill whole words, and how many words. */
+/* The smallest number of codes that fills whole words, and the number of these words. */
 #define BLOCK_CODES(bits) ((bits) % 2 ? 32 : (bits) == 6 ? 16 : 32 / (bits))
 #define BLOCK_WORDS(bits) ((bits) == 6 ? 3 : (bits) % 2 ? (bits) : 1)
 #define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
 
-typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* of scales and biases */
+typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* the dtype of scales and biases */
 
 /* What a code is: an integer, or a float of 4 or 8 bits (OCP Microscaling 1.0). */
 typedef enum { INTEGER, E2M1, E4M3 } Codes;
 
-/* What joins gate and up, as kinds.Activation says them. */
+/* How gate and up are combined. The numbers are those of ActivationForm in moeflux_mlx/kinds/feed_forward.py. */
 typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU } Activation;
 
 static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind >= E8M0 ? 1 : 2; }
 
 typedef struct {
-    const uint32_t *w;  /* [rows, words] codes, in * bits / 32 words to a row, or floats [rows, in] */
+    const uint32_t *w;  /* codes [rows, words] with in * bits / 32 words per row, or floats [rows, in] */
     const void *s, *b;  /* [rows, in / group]; NULL if there are none */
     ptrdiff_t in, rows, words, group, groups;
-    int bits;           /* of a code; 32: dense */
+    int bits;           /* bits of a code; 32: the matrix is dense */
     Kind kind;
     Codes codes;        /* all but integers have scales of 8 bits and no biases */
-    float factor;       /* of all scales, beside themselves */
-    int is_plain;       /* 4 bits, groups of 64, as rows() and step_rows() read them */
-    /* What will be read after the last row asked for, or NULL: a prefetch hint. */
+    float factor;       /* multiplies all scales */
+    int is_plain;       /* 4-bit integers in groups of 64, which rows() and step_rows() read */
+    /* The rows that will be read after the last requested row, or NULL. This is only a prefetch hint. */
     const uint32_t *next;
     const char *next_s, *next_b;
 } Matrix;
 
-/* How a row of keys or values is kept, in `stride` bytes: as floats, or where `group` is not 0 as codes of 8 bits, and
- * behind them a float scale for each so many; a value is (code - 128) * scale (moeflux_mlx/ops/kv_rows.py). */
+/* How a cache stores a row of keys or values, in `stride` bytes. If `group` is 0, the row is `width` floats.
+ * Otherwise it is `width` codes of 8 bits, followed by one float scale per `group` codes. A value is then (code -
+ * 128) * scale (moeflux_mlx/ops/kv_rows.py). */
 typedef struct {
     ptrdiff_t width, stride, group;
 } RowForm;
 
-/* Rows of keys and of values of one head. */
+/* n consecutive rows of keys and of values of one head. */
 typedef struct {
     const char *k, *v;
     ptrdiff_t n;
 } Seen;
 
-/* Products with rounded activations, of one instruction set. */
+/* The products with rounded activations of one instruction set. */
 typedef struct {
     void (*pack)(const Matrix *, const float *, int, uint32_t *);
-    /* By form and planes, as form_of and planes_of number them; `rows` takes up to four. */
+    /* Indexed by form_of() and by the number of planes minus 1. `rows` takes up to four rows of x, `tiles` takes
+     * blocks of eight. */
     void (*rows[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const uint32_t *const *, float *const *);
     void (*tiles[7][2])(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const uint32_t *const *, void *, float *const *);
 } Rounded;
@@ -92,7 +95,7 @@ typedef struct {
     ptrdiff_t width;
     void (*pack)(const float *, float *, ptrdiff_t);
     void (*rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
-    ptrdiff_t (*plane_floats)(const Matrix *); /* what an activation row takes in planes of bytes, 0: it is in blocks */
+    ptrdiff_t (*plane_floats)(const Matrix *); /* the size of a packed row in byte planes; 0: it is packed in blocks */
     void (*pack_blocks)(const Matrix *, const float *, float *);
     void (*rows_of_blocks)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     void (*dense_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
@@ -110,7 +113,7 @@ typedef struct {
                   ptrdiff_t, ptrdiff_t);
     void (*conv)(float *, const float *, const float *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, float *);
     uint32_t (*fold)(const uint32_t *, ptrdiff_t);
-    /* The rows of a step have their own kernel, of other bits, if that is faster, else NULL. */
+    /* A faster kernel for the rows of a step, which gives other bits, or NULL. */
     void (*step_pack)(const float *, float *, ptrdiff_t);
     void (*step_rows)(const Matrix *, ptrdiff_t, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
     const Rounded *rounded; /* NULL: activations are never rounded */
@@ -118,7 +121,8 @@ typedef struct {
 
 static inline ptrdiff_t table_bytes(const Matrix *m) { return m->groups * unit_of(m->kind); }
 
-/* Ask for a row's scales and biases (past r1, of what comes next); else every few rows wait for memory. */
+/* Prefetches the scales and biases of a row; for a row past r1, those of the rows that come next. Without this the
+ * kernel waits for memory every few rows. */
 static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
     ptrdiff_t bytes = table_bytes(m);
     int over = row >= r1 && m->next;
@@ -130,17 +134,17 @@ static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
     }
 }
 
-/* Where `row` starts; past r1, where the work goes on. */
+/* Returns the address of `row`; for a row past r1, the address where the work continues. It is used for prefetching. */
 static inline const uint32_t *soon_of(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
     return row < r1 || !m->next ? m->w + row * m->words : m->next + (row - r1) * m->words;
 }
 
 static inline ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
 
-/* Groups of a row of rounded activations, padded to whole vectors. */
+/* Returns the number of groups of a row, rounded up to whole vectors of eight. */
 static inline ptrdiff_t rounded_groups(const Matrix *m) { return chunks_of(m->groups, 8) * 8; }
 
-/* Which of Rounded's forms a matrix has, or -1. */
+/* Returns the index of a matrix's form in the tables of Rounded, or -1 if these have no kernel for it. */
 static inline int form_of(const Matrix *m) {
     int group = m->group == 32 ? 0 : m->group == 64 ? 1 : 2;
     if (m->codes != INTEGER) return m->codes == E2M1 && m->kind == E8M0 ? 6 : -1;
@@ -149,11 +153,11 @@ static inline int form_of(const Matrix *m) {
 
 static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
-#define DPBUSD 1 /* who multiplies bytes in rounded.h */
+#define DPBUSD 1 /* the instruction that multiplies bytes in rounded.h */
 #define MADDUBS 2
 #define SDOT 3
 #define USDOT 4
-/* Some compilers know an instruction set's intrinsics only where the whole file may use it. */
+/* Older compilers define the intrinsics of an instruction set only if they compile the whole file for it. */
 #if defined(__clang__) ? __clang_major__ >= 16 : __GNUC__ >= 10
 #define ANY_TARGET 1
 #endif
@@ -164,12 +168,12 @@ static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; 
 #define I8MM 1
 #endif
 
-/* Seen by each other's files, not by Python or another library. */
+/* These symbols are visible to the other files of this extension, but not to Python or to other libraries. */
 #pragma GCC visibility push(hidden)
 #if defined(__x86_64__)
 extern const Path path_avx512, path_avx2;
 extern const Rounded rounded_dpbusd, rounded_maddubs;
-/* Replace what a path computes with by something faster: planes.h and vnni.h. */
+/* Replace functions of a path by faster ones (planes.h and vnni.h). */
 void use_planes_avx512(Path *), use_planes_avx2(Path *), use_vnni(Path *);
 #endif
 #if defined(DOTPROD)
@@ -180,13 +184,13 @@ extern const Rounded rounded_usdot;
 #endif
 extern const Path path_portable;
 
-/* Fastest first; `usable_paths` of them run on this processor, once find_paths has run. */
-extern const Path *paths[4]; /* x86-64 has the most */
+/* The paths that this processor can run, fastest first. find_paths() sets both variables. */
+extern const Path *paths[4]; /* the largest number, on x86-64 */
 extern int usable_paths;
 void find_paths(void);
 #pragma GCC visibility pop
 
-/* What a header of kernels makes for the PATH and TARGET that stand before it. */
+/* Macros for the headers of kernels. They use the PATH and TARGET that are defined before a header is included. */
 #define CAT_(a, b) a##_##b
 #define CAT(a, b) CAT_(a, b)
 #define FN(name) CAT(name, PATH)

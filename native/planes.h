@@ -1,16 +1,18 @@
-/* Products in integers, as exact as float32, with every form whose codes unpack to bytes faster than to floats.
+/* Integer products that are as exact as float32, for the forms whose codes are faster to unpack to bytes than to
+ * floats.
  *
- * Included after kernels.h with PATH, TARGET and W of the same names: 16 needs AVX-512 VNNI and VBMI, 8 needs AVX2 and
- * takes 2 and 4 bits only. As in vnni.h, the activations of a group are 24-bit integers times one float,
- * in three planes of signed bytes. Codes become BYTES(bits) vectors of unsigned bytes: over all of them, lane i of 32
- * bits holds those of consecutive columns, in an order that is cheap to make and that packing follows.
+ * A file includes this header after kernels.h, with the same PATH and W. W = 16 needs AVX-512 VNNI and VBMI. W = 8
+ * needs AVX2 and has only codes of 2 and 4 bits. As in vnni.h, the activations of a group are 24-bit integers times one
+ * float, the factor, and the integers are three planes of signed bytes. The codes of a step become BYTES(bits) vectors
+ * of unsigned bytes. Lane i (32 bits) of all these vectors together has the codes of consecutive columns, in an order
+ * that is cheap to make; packing puts activations in the same order.
  *
- * So that a lane's sum fits 32 bits, a middle is taken off codes of 5 and 6 bits, in the activations' place: each lane
- * gets a start of minus the middle times its activations, and the bias gets the middle times the scale. E2M1 codes are
- * bytes of twice their value plus a middle of 16.
+ * The sum of a lane must fit 32 bits. Therefore codes of 5 and 6 bits are multiplied as if an offset (`middle`) had
+ * been subtracted: the sum of each lane starts at minus the offset times its activations, and the offset times the
+ * scale is added to the bias. E2M1 codes become bytes of twice their value plus an offset of 16.
  *
- * A packed row: for each step of 4 W BYTES columns three planes, low byte first, and W starts; then a float for each
- * group, and each group's plain sum.
+ * A packed row has, for each step of 4 W BYTES columns, three planes, the low byte first, and W start values. Then
+ * follow the factor of each group, and the sum of each group's activations.
  */
 #define BYTES(bits) ((bits) == 2 ? 4 : 2)
 
@@ -21,7 +23,8 @@
 #if W == 16
 typedef __m512i FN(bytes);
 
-/* Codes 16 q + 8 n .. 16 q + 8 n + 7 of 3, 5 or 6 bits in the lowest bits of 64-bit lane q, as a choice of bytes. */
+/* Indices of bytes that move codes 16 q + 8 n to 16 q + 8 n + 7, of 3, 5 or 6 bits each, to the lowest bits of the
+ * 64-bit lane q. */
 #define FROM1(at, bits)                                                                                          \
     at, at + 1, at + 2, at + ((bits) > 3 ? 3 : 0), at + ((bits) > 3 ? 4 : 0), at + ((bits) > 5 ? 5 : 0), at, at
 #define FROM(n, bits)                                                                                              \
@@ -31,7 +34,7 @@ typedef __m512i FN(bytes);
 #define SHIFTS(bits) 0, bits, 2 * (bits), 3 * (bits), 4 * (bits), 5 * (bits), 6 * (bits), 7 * (bits)
 #define CHOICE(bits) {{FROM(0, bits)}, {FROM(1, bits)}}
 
-/* The codes of a step. */
+/* Unpacks the codes of a step to bytes. */
 INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1, __m512i *out) {
     static const uint8_t choice[3][2][64] = {CHOICE(3), CHOICE(5), CHOICE(6)};
     static const uint8_t shift[3][8] = {{SHIFTS(3)}, {SHIFTS(5)}, {SHIFTS(6)}};
@@ -62,13 +65,13 @@ INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1,
 #undef SHIFTS
 #undef CHOICE
 
-/* `sum` plus the products of n vectors of codes with one plane, by lane. */
+/* Returns `sum` plus the products of n vectors of codes and one plane, lane by lane. */
 INLINE __m512i FN(plus)(__m512i sum, const __m512i *codes, const int8_t *x, const int n) {
     UNROLL for (int i = 0; i < n; i++) sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_loadu_si512(x + 64 * i));
     return sum;
 }
 
-/* Sums of the products of n vectors of codes with the integers in three planes, by lane. */
+/* Returns the sums of the products of n vectors of codes and the integers in three planes, lane by lane. */
 INLINE vu FN(products)(const __m512i *codes, const int8_t *x, const int n) {
     const __m512i zero = _mm512_setzero_si512();
     __m512i high = _mm512_slli_epi32(FN(plus)(zero, codes, x + 128 * n, n), 8);
@@ -87,8 +90,8 @@ INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1,
     if (is_e2m1) out[0] = _mm256_shuffle_epi8(table, out[0]), out[1] = _mm256_shuffle_epi8(table, out[1]);
 }
 
-/* Of the products of n vectors of codes with one plane, times `weight`. Sums of 16 bits do not overflow: they are of at
- * most 8 products of codes of 2 bits or 4 of up to 28. */
+/* Returns the sums of the products of n vectors of codes and one plane, times `weight`, lane by lane. Sums of 16
+ * bits do not overflow: each has at most 8 products of 2-bit codes, or 4 products of bytes up to 28. */
 INLINE __m256i FN(product)(const __m256i *codes, const int8_t *x, const int n, const short weight) {
     __m256i sum = _mm256_setzero_si256();
     UNROLL for (int i = 0; i < n; i++) {
@@ -98,7 +101,7 @@ INLINE __m256i FN(product)(const __m256i *codes, const int8_t *x, const int n, c
     return _mm256_madd_epi16(sum, _mm256_set1_epi16(weight));
 }
 
-/* Sums of the products of n vectors of codes with the integers in three planes, by lane. */
+/* Returns the sums of the products of n vectors of codes and the integers in three planes, lane by lane. */
 INLINE vu FN(products)(const __m256i *codes, const int8_t *x, const int n) {
     __m256i high = _mm256_add_epi32(FN(product)(codes, x + 64 * n, n, 256), FN(product)(codes, x + 32 * n, n, 1));
     return (vu)_mm256_add_epi32(_mm256_slli_epi32(high, 8), FN(product)(codes, x, n, 1));
@@ -107,17 +110,17 @@ INLINE vu FN(products)(const __m256i *codes, const int8_t *x, const int n) {
 INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm256_permutevar8x32_ps((__m256)values, (__m256i)from); }
 #endif
 
-/* What is taken off a code. */
+/* The offset that is subtracted from a code. */
 #define MIDDLE(bits, is_e2m1) ((is_e2m1) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
 
 static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m->bits); }
 
-/* Whether this path multiplies such a matrix in integers. */
+/* Returns whether this instruction set multiplies a matrix of this form in integers. */
 static int FN(in_planes)(const Matrix *m) {
     return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits > 2 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
 }
 
-/* Bytes of a step: planes and starts. */
+/* Bytes of a step: three planes and the start values. */
 #define STEP_BYTES(bits) (3 * 4 * W * BYTES(bits) + 4 * W)
 
 static inline float *FN(plane_factors)(const Matrix *m, const float *packed) {
@@ -126,20 +129,20 @@ static inline float *FN(plane_factors)(const Matrix *m, const float *packed) {
 
 static inline ptrdiff_t FN(plane_groups)(const Matrix *m) { return chunks_of(m->in / m->group, W) * W; }
 
-/* 0: in the other layout. */
+/* Returns the size of a packed row in floats; 0: it is packed in blocks. */
 static ptrdiff_t FN(plane_floats)(const Matrix *m) {
     if (!FN(in_planes)(m)) return 0;
     return FN(plane_factors)(m, NULL) - (float *)NULL + 2 * FN(plane_groups)(m);
 }
 
-/* Column of a step that byte `at` of the vectors of a plane stands for. */
+/* Returns which column of a step byte `at` of a plane has. */
 INLINE ptrdiff_t FN(column)(ptrdiff_t at, const int bits) {
     const ptrdiff_t n = at / (4 * W), byte = at % (4 * W);
     if (bits == 2 || bits == 4) return byte * BYTES(bits) + n;
     return byte / 8 * 16 + 8 * n + byte % 8;
 }
 
-/* The planes and starts of a step's integers. */
+/* Splits the integers of a step into three planes, and writes its start values. */
 INLINE void FN(split)(const int32_t *x, int8_t *out, const int middle, const int bits) {
     enum { MOST = 4 * 4 * W };
     const int size = 4 * W * BYTES(bits);
@@ -154,7 +157,7 @@ INLINE void FN(split)(const int32_t *x, int8_t *out, const int middle, const int
     memcpy(out + 3 * size, start, sizeof start);
 }
 
-/* A group's activations as integers; returns the float that they are times. */
+/* Converts the activations of a group to integers, and writes their sum. Returns the factor of the integers. */
 INLINE float FN(integers)(const float *x, ptrdiff_t n, int32_t *out, float *sum) {
     float lanes[W];
     vf top = FN(splat)(LEAST_PEAK), total = {0};
@@ -189,7 +192,7 @@ static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) 
     }
 }
 
-/* Up to W scales or biases from `first`, then zeros: what they multiply is zero too. */
+/* Returns n (at most W) scales or biases from index `first` on, then zeros. Activations beyond the row are zero too. */
 INLINE vf FN(table)(const void *all, ptrdiff_t first, ptrdiff_t n, const Kind kind) {
     const char *from = (const char *)all + first * unit_of(kind);
 #if W == 16
@@ -217,7 +220,7 @@ INLINE vf FN(table)(const void *all, ptrdiff_t first, ptrdiff_t n, const Kind ki
     return kind == BF16 ? FN(decoded)(bits, BF16) : FN(decoded)(bits, F16);
 }
 
-/* Rows r..r+R-1 (those below r1) against T activations. */
+/* Multiplies rows r to r+R-1 (those below r1) by T packed rows of activations: sets y[t][row - r0]. */
 INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                            float *const *y, const int R, const int T, const int BITS, const int MX) {
     enum { MOST = 4 };
@@ -282,7 +285,7 @@ EVERY(5, 0)
 EVERY(6, 0)
 #endif
 
-/* As pack_blocks and rows_of_blocks, which do the rest and which they replace. */
+/* These two functions replace pack_blocks and rows_of_blocks, and call them for the other forms. */
 static TARGET void FN(pack_any)(const Matrix *m, const float *x, float *out) {
     FN(in_planes)(m) ? FN(pack_planes)(m, x, out) : FN(pack_blocks)(m, x, out);
 }

@@ -1,4 +1,5 @@
-/* Kernels for every processor, by what its compiler makes of vectors of four floats: NEON on AArch64. */
+/* Kernels for every processor. The compiler translates vectors of four floats to what the processor has: NEON on
+ * AArch64. */
 #include "paths.h"
 
 #define PATH portable

@@ -1,10 +1,12 @@
-/* Reads from several places of files that are open past the page cache, several under way at once.
+/* Reads several places of files that are opened with direct I/O (past the page cache). Several reads are in flight at
+ * once.
  *
- * Linux's asynchronous reads leave the thread free, and cost a third of the processor time of as many `preadv`. What
- * one brings is moved to its place here, without the interpreter's lock, while the drive is at the others; then the
- * next is asked for. Arguments are checked before anything is read; a read that fails or falls short is reported, its
- * pieces are not moved, and whoever called reads it again with care.
- * The documented face is batch.py.
+ * Linux's asynchronous reads cost a third of the processor time of the same reads with `preadv`, and the thread is free
+ * meanwhile. When a read has ended, this module copies its pieces to their places, without the GIL, while the drive
+ * works on the other reads; then it submits the next read. Arguments are checked before anything is read. If a read
+ * fails or is short, it is reported and its pieces are not copied; the caller reads it again.
+ *
+ * moeflux_mlx/experts/batch.py has the documented interface.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,19 +26,19 @@
 enum { AT_ONCE = 32, RUN_NUMBERS = 6, PIECE_NUMBERS = 3 };
 
 typedef struct {
-    int64_t file, offset, bytes; /* what to ask for, of which of the files: whole blocks */
-    int64_t needed;              /* of these; the rest may lie behind the file's end */
-    int64_t place;               /* in the target; -1: into scratch memory, from where the pieces are moved */
-    int64_t pieces;              /* how many follow */
+    int64_t file, offset, bytes; /* which file, and which bytes to request from it: whole blocks */
+    int64_t needed;              /* how many of these must arrive; the others may be past the end of the file */
+    int64_t place;               /* offset in the target; -1: read to scratch memory, then copy the pieces */
+    int64_t pieces;              /* the number of pieces, which follow the run */
 } Run;
 
 typedef struct {
-    int64_t from, to, bytes; /* from the run's begin, from the target's begin */
+    int64_t from, to, bytes; /* offset in the run, and in the target */
 } FilePiece;
 
 typedef struct {
     char *target, *scratch;
-    const int32_t *files; /* descriptors */
+    const int32_t *files; /* file descriptors */
     int64_t target_bytes, scratch_bytes, file_count;
 } Memory;
 
@@ -49,7 +51,7 @@ static void close_queue(PyObject *capsule) {
     Py_END_ALLOW_THREADS;
 }
 
-/* queue() -> what one thread's reads go through; OSError where the system has none */
+/* queue() -> the context of one thread's reads; raises OSError if the system does not have such reads */
 static PyObject *op_queue(PyObject *self, PyObject *none) {
     aio_context_t queue = 0;
     if (syscall(SYS_io_setup, AT_ONCE, &queue)) return PyErr_SetFromErrno(PyExc_OSError);
@@ -60,7 +62,7 @@ static int inside(int64_t start, int64_t bytes, int64_t size) {
     return start >= 0 && bytes >= 0 && bytes <= size && start <= size - bytes;
 }
 
-/* The runs of `numbers`: how many, or -1 if one of them leaves its memory. */
+/* Finds the runs in `numbers`. Returns their number, or -1 if one of them is not inside its memory. */
 static Py_ssize_t checked(const int64_t *numbers, int64_t count, const Memory *memory, const Run **runs) {
     int64_t at = 0;
     Py_ssize_t found = 0;
@@ -82,8 +84,9 @@ static Py_ssize_t checked(const int64_t *numbers, int64_t count, const Memory *m
     return found;
 }
 
-/* As memcpy, past the caches where the processor can: a line that is written whole need not be fetched before, and
- * what was read earlier stays. Half of memcpy's time on what a drive has just brought (results.tsv, "in place"). */
+/* As memcpy, but past the caches if the processor can do that: a cache line that is written whole need not be read
+ * first, and the caches keep what they have. Bytes that a drive has just delivered take half of memcpy's time
+ * (results.tsv, "in place"). */
 static void copy(char *to, const char *from, size_t bytes) {
 #if defined(__SSE2__)
     enum { LINE = 64 };
@@ -94,13 +97,13 @@ static void copy(char *to, const char *from, size_t bytes) {
         for (; bytes >= LINE; to += LINE, from += LINE, bytes -= LINE)
             for (int i = 0; i < LINE; i += 16)
                 _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        _mm_sfence(); /* whoever waits for the read sees these bytes */
+        _mm_sfence(); /* the thread that waits for the read sees these bytes */
     }
 #endif
     memcpy(to, from, bytes);
 }
 
-/* What came for a run goes to its place, if it is whole. */
+/* Copies the pieces of a run to their places, if all bytes that it needs have arrived. */
 static void move(const Run *run, const char *source, const Memory *memory, int64_t came) {
     const FilePiece *piece = (const FilePiece *)(run + 1);
     if (run->place >= 0 || came < run->needed) return;
@@ -108,7 +111,7 @@ static void move(const Run *run, const char *source, const Memory *memory, int64
         copy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);
 }
 
-/* The most that any run takes of scratch memory, which is dealt out in parts of as much. */
+/* Returns the most bytes that a run needs in scratch memory, which is divided into parts of this size. */
 static int64_t part_bytes(const Run **runs, Py_ssize_t count) {
     int64_t most = 1;
     for (Py_ssize_t i = 0; i < count; i++)
@@ -116,7 +119,7 @@ static int64_t part_bytes(const Run **runs, Py_ssize_t count) {
     return most;
 }
 
-/* Asks for one run; 0, or what is wrong. Its end is told with `name`. */
+/* Submits the read of one run. Returns 0 or a negative error number. The event of its end has `name`. */
 static int64_t ask(aio_context_t queue, const Run *run, const Memory *memory, char *goal, uint64_t name) {
     struct iocb read = {
         .aio_data = name,
@@ -131,13 +134,13 @@ static int64_t ask(aio_context_t queue, const Run *run, const Memory *memory, ch
     return sent == 1 ? 0 : sent < 0 ? -errno : -EAGAIN;
 }
 
-/* Reads all runs, each through a part of scratch memory: while what came is moved the drive brings others, and whatever
- * part is free again is filled at once. */
+/* Reads all runs, each through a part of scratch memory. While the pieces of one run are copied, the drive reads
+ * others. As soon as a part is free, it is used for the next run. */
 static void fill(aio_context_t queue, const Run **runs, Py_ssize_t count, const Memory *memory, int64_t *came) {
     int64_t part = part_bytes(runs, count), parts = memory->scratch_bytes / part;
     int free[AT_ONCE], all = parts < AT_ONCE ? (int)parts : AT_ONCE, left = all;
     for (int i = 0; i < all; i++) free[i] = i;
-    for (Py_ssize_t next = 0; next < count || left < all;) { /* nothing may still be written when this returns */
+    for (Py_ssize_t next = 0; next < count || left < all;) { /* no read may be in flight when this returns */
         if (next < count && left) {
             int own = free[left - 1];
             char *goal = runs[next]->place < 0 ? memory->scratch + own * part : memory->target + runs[next]->place;
@@ -147,7 +150,7 @@ static void fill(aio_context_t queue, const Run **runs, Py_ssize_t count, const 
             continue;
         }
         struct io_event event;
-        if (syscall(SYS_io_getevents, queue, 1L, 1L, &event, NULL) != 1) continue; /* a signal interrupts the waiting */
+        if (syscall(SYS_io_getevents, queue, 1L, 1L, &event, NULL) != 1) continue; /* a signal may interrupt the wait */
         size_t at = event.data / AT_ONCE, own = event.data % AT_ONCE;
         came[at] = event.res;
         move(runs[at], memory->scratch + (int64_t)own * part, memory, came[at]);
@@ -155,7 +158,7 @@ static void fill(aio_context_t queue, const Run **runs, Py_ssize_t count, const 
     }
 }
 
-/* The bytes of the runs that came whole, and the indices of the others. */
+/* Returns the bytes of the complete runs and the indices of the others. */
 static PyObject *brought(const Run **runs, Py_ssize_t count, const int64_t *came) {
     int64_t total = 0;
     PyObject *missed = PyList_New(0);
@@ -192,7 +195,7 @@ static PyObject *read_all(aio_context_t queue, const Py_buffer *numbers, const M
     return result;
 }
 
-/* read(queue, files, target, scratch, numbers) -> (bytes of the runs that came whole, indices of the others) */
+/* read(queue, files, target, scratch, numbers) -> (bytes of the complete runs, indices of the others) */
 static PyObject *op_read(PyObject *self, PyObject *args) {
     PyObject *capsule, *result = NULL;
     Py_buffer files, target, scratch, numbers;

@@ -1,18 +1,20 @@
-/* Products with activations rounded to 8 or 16 bits, in integers: compiled once per instruction set.
+/* Products with activations that are rounded to 8 or 16 bits, computed in integers. The code is compiled once for each
+ * instruction set.
  *
- * rounded.c includes this file after defining
- *   PATH    suffix of every name made here
- *   TARGET  function attribute that switches the instruction set on
- *   DOT     DPBUSD, MADDUBS, SDOT or USDOT: who multiplies bytes
+ * rounded.c defines these macros before it includes this file:
+ *   PATH    the suffix of every name that this file defines
+ *   TARGET  the function attribute that enables the instruction set
+ *   DOT     DPBUSD, MADDUBS, SDOT or USDOT: the instruction that multiplies bytes
  *
- * In each of the matrix's groups the activations are integers times one float, the factor: one signed byte (a plane)
- * each, or two, the low one first. Their products with a group's codes are summed without rounding. What is rounded is
- * summed in one order, whatever the instruction set and however many rows of x there are: lane g % 8 takes group g's
- * product times scale and factor, then its bias times the sum of its activations; at last the upper lanes go onto the
- * lower ones, and those are added in pairs. So a row of x has the same bits alone and among others, on every path.
+ * In each group of the matrix the activations are integers times one float, the factor. The integers are one plane of
+ * signed bytes, or two planes, the low byte first. The sum of the products of a group's codes and integers is exact.
+ * Sums of floats have the same order for every instruction set and for any number of rows of x: lane g % 8 adds the
+ * product of group g times scale and factor, then the bias of the group times the sum of its activations. At the end
+ * the upper four lanes are added to the lower four, and these are added in pairs. So a row of x has the same bits alone
+ * and among others, on every path.
  *
- * A packed row of x is made of words of 32 bits: for each group its planes in the order in which codes are unpacked;
- * then the factors; then the groups' sums. A block is eight packed rows, word by word beside each other.
+ * A packed row of x has words of 32 bits: for each group its planes, in the order in which codes are unpacked; then
+ * the factors; then the sums of the groups. A block is eight packed rows, interleaved word by word.
  */
 typedef float FN(f8) __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t FN(i8) __attribute__((vector_size(32), aligned(4), may_alias));
@@ -29,7 +31,7 @@ typedef uint64_t FN(b32) __attribute__((vector_size(32), aligned(1), may_alias))
 #define b32 FN(b32)
 #define NIBBLES 0x0F0F0F0F0F0F0F0Full
 
-/* ---- what an instruction set does ---- */
+/* ---- operations that differ by instruction set ---- */
 
 #if DOT == SDOT || DOT == USDOT
 INLINE f8 FN(fma8)(f8 a, f8 b, f8 c) {
@@ -39,7 +41,8 @@ INLINE f8 FN(fma8)(f8 a, f8 b, f8 c) {
     return c;
 }
 
-/* acc + the products of four neighbouring bytes, codes below 16. */
+/* Adds the products of four adjacent bytes to each lane of acc. FN(dot_of) splits codes of 8 bits where that is
+ * needed. */
 INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
     const int8_t *c = (const int8_t *)&codes, *v = (const int8_t *)&x;
     int32_t *a = (int32_t *)&acc;
@@ -54,7 +57,7 @@ INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
     return acc;
 }
 
-/* Lane n: the sum of v[n]. */
+/* Returns the sum of the lanes of v[n] in lane n. */
 INLINE i8 FN(sums)(const i8 *v) {
     int32x4_t half[8];
     i8 out;
@@ -95,24 +98,26 @@ INLINE i8 FN(sums)(const i8 *v) {
     return (i8)_mm256_add_epi32(low, _mm256_permute2x128_si256(four[0], four[1], 0x31));
 }
 
-/* Twice their value plus 16, by byte. */
+/* Replaces each byte, an E2M1 code, by twice its value plus 16. */
 INLINE b32 FN(e2m1)(b32 codes) {
     const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_BYTES));
     return (b32)_mm256_shuffle_epi8(table, (__m256i)codes);
 }
 #endif
 
-/* The same for codes of BITS: MADDUBS and SDOT take bytes of 8 bits in two halves, so that nothing overflows. */
+/* As FN(dot), for codes of BITS bits. MADDUBS and SDOT take codes of 8 bits in two halves, so that nothing
+ * overflows. */
 INLINE i8 FN(dot_of)(i8 acc, b32 codes, b32 x, const int BITS) {
     if (BITS <= 4 || DOT == DPBUSD || DOT == USDOT) return FN(dot)(acc, codes, x);
     return FN(dot)(acc, codes & NIBBLES, x) + (FN(dot)((i8){0}, codes >> 4 & NIBBLES, x) << 4);
 }
 
-/* The products of a group's codes with the integers in all planes of its activations, spread over the lanes. */
+/* Returns the sum of the products of a group's codes and the integers in all planes, divided over the lanes. */
 INLINE i8 FN(group_dot)(const b32 *codes, const int8_t *x, const int BITS, const int GROUP, const int PLANES) {
     i8 sum[2] = {{0}, {0}};
 #if DOT == MADDUBS
-    /* A lane of 16 bits has at most eight products of a nibble and a byte, so the pairs of a plane are added first. */
+    /* A 16-bit lane sums at most eight products of a nibble and a byte, so the pairs of a plane are added before
+     * they are widened. */
     const int halves = BITS == 8 ? 2 : 1;
     UNROLL for (int p = 0; p < PLANES; p++)
         UNROLL for (int h = 0; h < halves; h++) {
@@ -137,7 +142,8 @@ INLINE i8 FN(group_dot)(const b32 *codes, const int8_t *x, const int BITS, const
 
 /* ---- activations ---- */
 
-/* A group's bytes in the order in which FN(codes) gives its codes: of nibbles even ones, then odd ones. */
+/* Puts the bytes of a group in the order in which FN(codes) unpacks codes: 4-bit codes of even columns, then of odd
+ * ones. */
 INLINE void FN(ordered)(const int8_t *plain, int8_t *out, const int GROUP, const int BITS) {
     const int unit = GROUP < 64 ? GROUP : 64;
     if (BITS == 8) memcpy(out, plain, GROUP);
@@ -153,7 +159,7 @@ INLINE void FN(ordered)(const int8_t *plain, int8_t *out, const int GROUP, const
 INLINE void FN(round_groups)(const float *x, int planes, ptrdiff_t groups, int8_t *out, float *factor, float *sum,
                              const int GROUP, const int BITS) {
     const float most = planes == 1 ? 127 : 32639; /* 127 in both bytes */
-    const f8 zero = {0}, magic = zero + 12582912.0f; /* 1.5 * 2^23: rounds, and leaves an integer */
+    const f8 zero = {0}, magic = zero + 12582912.0f; /* 1.5 * 2^23: the addition rounds to an integer */
     for (ptrdiff_t g = 0; g < groups; g++, x += GROUP, out += GROUP * planes) {
         int8_t plain[2][128];
         f8 top = zero + LEAST_PEAK, spoilt = zero;
@@ -162,7 +168,7 @@ INLINE void FN(round_groups)(const float *x, int planes, ptrdiff_t groups, int8_
             f8 v = *(const f8 *)(x + i), size = (f8)((u8)v & 0x7FFFFFFFu);
             i8 more = size > top;
             top = (f8)(((i8)size & more) | ((i8)top & ~more));
-            spoilt += v * 0.0f; /* not a number if any is none, or infinite */
+            spoilt += v * 0.0f; /* NaN if a value is NaN or infinite */
         }
         float peak = top[0], bad = spoilt[0];
         for (int i = 1; i < 8; i++) peak = top[i] > peak ? top[i] : peak, bad += spoilt[i];
@@ -195,7 +201,7 @@ static TARGET void FN(round_row)(const Matrix *m, const float *x, int planes, ui
 
 /* ---- weights ---- */
 
-/* The codes of a group, a byte each. */
+/* Unpacks the codes of a group to bytes. */
 INLINE void FN(codes)(const uint8_t *w, b32 *out, const int BITS, const int GROUP, const int MX) {
     if (BITS == 8) {
         UNROLL for (int i = 0; i < GROUP / 32; i++) out[i] = ((const b32 *)w)[i];
@@ -212,7 +218,8 @@ INLINE void FN(codes)(const uint8_t *w, b32 *out, const int BITS, const int GROU
     if (MX) out[0] = FN(e2m1)(out[0]);
 }
 
-/* Scales or biases of eight groups, of which `left` are the row's; zeros beyond. `whole`: eight can be read. */
+/* Returns the scales or biases of eight groups. Only `left` groups are in the row; the lanes of the others are zero.
+ * `whole`: eight values can be read. */
 INLINE f8 FN(table)(const void *table, ptrdiff_t first, ptrdiff_t left, int whole, const Kind kind) {
     static const int32_t kept[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
     float some[8] = {0};
@@ -232,8 +239,8 @@ INLINE f8 FN(table)(const void *table, ptrdiff_t first, ptrdiff_t left, int whol
 }
 
 typedef struct {
-    const void *s, *b; /* a row's */
-    int whole;         /* whether more follow, so that eight can be read anywhere in it */
+    const void *s, *b; /* of one row */
+    int whole;         /* whether so many values follow the row that eight can be read from any group */
 } FN(Tables);
 
 INLINE FN(Tables) FN(tables_of)(const Matrix *m, ptrdiff_t row) {
@@ -242,7 +249,8 @@ INLINE FN(Tables) FN(tables_of)(const Matrix *m, ptrdiff_t row) {
                         m->groups * (m->rows - row - 1) >= 7};
 }
 
-/* Scales and biases of eight groups from g on. E2M1 codes are twice their value plus 16. */
+/* Computes the scales and biases of eight groups from g on. E2M1 codes are unpacked to twice their value plus 16,
+ * which halves their scale and gives them a bias. */
 INLINE void FN(scales)(FN(Tables) t, ptrdiff_t g, ptrdiff_t left, const Kind kind, const int MX, f8 *scale, f8 *bias) {
     *scale = FN(table)(t.s, g, left, t.whole, MX ? E8M0 : kind);
     if (MX) *bias = *scale * -8.0f, *scale *= 0.5f;
@@ -259,7 +267,7 @@ typedef struct {
     FN(Tables) tables;
 } FN(Row);
 
-/* dots[t][n] of row t of x: what group_dot makes of group g + n, where w begins with group g. */
+/* Sets dots[t][n] to the partial sums of group g + n and row t of x (see FN(group_dot)). w begins with group g. */
 INLINE void FN(group_dots)(i8 (*dots)[8], const uint8_t *w, const int8_t *const *planes, ptrdiff_t g, const int n,
                            const int T, const int BITS, const int GROUP, const int PLANES, const int MX) {
     b32 codes[4];
@@ -268,8 +276,8 @@ INLINE void FN(group_dots)(i8 (*dots)[8], const uint8_t *w, const int8_t *const 
         dots[t][n] = FN(group_dot)(codes, planes[t] + (g + n) * GROUP * PLANES, BITS, GROUP, PLANES);
 }
 
-/* acc plus, for each of T rows of x, what groups g..g+7 give, of which `left` are the row's: `count` of them, or if that
- * is 0 as many as there are. */
+/* Adds the products of groups g to g+7 to acc, for each of T rows of x. Only `left` of these groups are in the row.
+ * count is 8 or 4 if that many groups are in the row; 0: their number is `left`, which the compiler does not know. */
 INLINE void FN(eight_groups)(f8 *acc, const FN(Row) *row, ptrdiff_t g, ptrdiff_t left, const int count, const int T,
                              const Kind kind, const int BITS, const int GROUP, const int PLANES, const int MX) {
     const int bytes = GROUP * BITS / 8;
@@ -290,7 +298,7 @@ INLINE void FN(eight_groups)(f8 *acc, const FN(Row) *row, ptrdiff_t g, ptrdiff_t
     }
 }
 
-/* Row r times T rows of x: y[t][at]. */
+/* Sets y[t][at] to row r of the matrix times row t of x, for T rows. */
 INLINE void FN(row_dot)(const Matrix *m, ptrdiff_t r, const uint32_t *soon, const uint32_t *const *x, float *const *y,
                         ptrdiff_t at, const int T, const Kind kind, const int BITS, const int GROUP, const int PLANES,
                         const int MX) {
@@ -332,7 +340,8 @@ INLINE void FN(row_dots)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint
 
 /* ---- eight rows of x at a time ---- */
 
-/* Rows r..r+7 (those below r1): their codes, each `stride` bytes long, and scales and biases [groups, 8]. */
+/* Unpacks rows r to r+7 (those below r1): their codes, `stride` bytes for each row, and their scales and biases
+ * [groups, 8]. */
 INLINE void FN(unpack_tile)(const Matrix *m, ptrdiff_t r, ptrdiff_t r1, uint8_t *codes, ptrdiff_t stride, float *scale,
                             float *bias, const int BITS, const int GROUP, const int MX) {
     const int bytes = GROUP * BITS / 8;
@@ -357,14 +366,14 @@ INLINE void FN(unpack_tile)(const Matrix *m, ptrdiff_t r, ptrdiff_t r1, uint8_t 
 
 INLINE f8 FN(all)(float v) { return (f8){v, v, v, v, v, v, v, v}; }
 
-/* The tile times a block of eight rows of x: y[i] holds row i of the tile. */
+/* Multiplies the tile by a block of eight rows of x. y[i] gets the results of row i of the tile. */
 INLINE void FN(tile_times_block)(const Matrix *m, const uint8_t *codes, ptrdiff_t stride, const float *scale,
                                  const float *bias, const uint32_t *x, f8 *y, const int BITS, const int GROUP,
                                  const int PLANES) {
     const ptrdiff_t groups = m->groups, padded = rounded_groups(m);
     const f8 *factor = (const f8 *)x + m->in / 4 * PLANES, *sum = factor + padded;
     const b32 *v = (const b32 *)x;
-    f8 acc[8][8]; /* by lane and row */
+    f8 acc[8][8]; /* by lane and row of the tile */
     memset(acc, 0, sizeof acc);
     for (ptrdiff_t g = 0; g < groups; g++, codes += GROUP) {
         i8 dots[2][8];
@@ -392,7 +401,7 @@ INLINE void FN(tile_times_block)(const Matrix *m, const uint8_t *codes, ptrdiff_
     }
 }
 
-/* Rows r0..r1 of m times n rows of x in blocks of eight. */
+/* Multiplies rows r0 to r1-1 of m by n rows of x, which are in blocks of eight. */
 INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room,
                       float *const *y, const int BITS, const int GROUP, const int PLANES, const int MX) {
     const ptrdiff_t stride = m->in + 64, padded = rounded_groups(m);
@@ -418,7 +427,8 @@ INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, 
             FN(row_dots)(m, r0, r1, x, y, T, BF16, BITS, GROUP, PLANES, MX);                        \
         else FN(row_dots)(m, r0, r1, x, y, T, m->kind, BITS, GROUP, PLANES, MX);                    \
     }
-/* Three rows of x go as two and one, and those of two planes one by one: less to compile. */
+/* Three rows of x are computed as two and one, and rows with two planes one by one, so that there is less code to
+ * compile. */
 #define FORM(BITS, GROUP, PLANES, MX)                                                               \
     ROWS(1, BITS, GROUP, PLANES, MX)                                                                \
     static TARGET void FN(rows_##BITS##_##GROUP##_##PLANES##_##MX)(                                 \

@@ -1,10 +1,13 @@
 /* A persistent team of threads for the native kernels.
  *
- * team_run(job, ctx, chunks) calls job(ctx, chunk, member) once per chunk. Each member has a range of neighbouring
- * chunks, so that it reads memory in one stream; whoever has done his takes half of what another has left. So a worker
- * that is still asleep or descheduled costs little: the others do its share.
- * Callers on several threads take turns. Workers spin briefly after a job, and the caller before the
- * end of one, then they sleep, so that BLAS, MLX and other processes find the cores free. After fork() the child starts a fresh team.
+ * team_run(job, ctx, chunks) calls job(ctx, chunk, member) once for each chunk. Each member begins with a range of
+ * adjacent chunks, so that it reads memory in one stream. A member that has finished its range takes half of what
+ * another member has left. So a worker that still sleeps, or that the system has stopped, costs little: the others do
+ * its share.
+ *
+ * If several threads call, they take turns. Workers spin for a short time after a job, and the caller before the end
+ * of a job. Then they sleep, so that BLAS, MLX and other processes find the cores free. After fork() the child
+ * starts a new team.
  */
 #include <pthread.h>
 #include <signal.h>
@@ -13,14 +16,15 @@
 #include <time.h>
 
 #define MAX_TEAM 64
-/* Long enough to bridge the gap between two kernels of a decode step (a hundred microseconds),
- * short beside the milliseconds of a BLAS call that wants the core. */
+/* Longer than the gap between two kernels of a step (about a hundred microseconds), and short compared with a BLAS
+ * call that needs the core (milliseconds). */
 #define SPIN_NS 300000
-#define END_SPINS 4000 /* some fifty microseconds: longer than a chunk takes */
+#define END_SPINS 4000 /* about fifty microseconds: longer than a chunk takes */
 
 typedef void Job(void *ctx, ptrdiff_t chunk, int member);
 
-/* Chunks that a member has left: the first in the upper half, the end in the lower. A line of its own. */
+/* The chunks that a member has left: the first one in the upper 32 bits, the end in the lower 32 bits. Each range
+ * has its own cache line. */
 typedef struct {
     _Alignas(64) atomic_ullong left;
 } Range;
@@ -53,7 +57,7 @@ static int64_t nanoseconds(void) {
 
 static unsigned long long range_of(uint32_t first, uint32_t end) { return (unsigned long long)first << 32 | end; }
 
-/* The first chunk of a member's range, or -1. */
+/* Takes the first chunk of a member's range and returns it, or -1 if the range is empty. */
 static ptrdiff_t team_take(int member) {
     atomic_ullong *left = &team.range[member].left;
     unsigned long long seen = atomic_load(left);
@@ -64,8 +68,8 @@ static ptrdiff_t team_take(int member) {
     }
 }
 
-/* The later half of what another member has left becomes `member`'s range; false if nobody has any. A range that was
- * seen cannot come back with other chunks done, as no chunk is given out twice. */
+/* Moves the later half of what another member has left to the range of `member`. Returns 0 if nobody has any chunks
+ * left. A range that was read cannot return with a different meaning, because no chunk is given out twice. */
 static int team_rob(int member) {
     int size = atomic_load(&team.size);
     for (int i = 1; i < size; i++) {
@@ -88,7 +92,7 @@ static void team_work(int member) {
     while (team_rob(member));
 }
 
-/* Wait until the generation differs from `seen`: spin, then sleep. */
+/* Waits until the generation differs from `seen`, and returns it. The wait spins, then sleeps. */
 static unsigned team_wait(unsigned seen, int member) {
     int64_t end = nanoseconds() + (member < atomic_load(&team.size) ? SPIN_NS : 0);
     do {
@@ -110,8 +114,8 @@ static void *team_worker(void *arg) {
     unsigned seen = 0;
     for (;;) {
         seen = team_wait(seen, member);
-        /* `active` is raised before `open` is read and the caller lowers `open` before it reads
-         * `active`: either this worker sees the door closed or the caller waits for it. */
+        /* A worker increments `active` before it reads `open`, and the caller clears `open` before it reads
+         * `active`. So either this worker sees that the job is closed, or the caller waits for it. */
         atomic_fetch_add(&team.active, 1);
         if (atomic_load(&team.open) && member < atomic_load(&team.size)) team_work(member);
         if (atomic_fetch_sub(&team.active, 1) == 1 && atomic_load(&team.waiting)) {
@@ -123,14 +127,14 @@ static void *team_worker(void *arg) {
     return NULL;
 }
 
-/* Start missing workers; a system that refuses threads leaves the team smaller. */
+/* Starts missing workers. If the system refuses a thread, the team stays smaller. */
 static void team_start(int size) {
     pthread_attr_t detached;
     if (team.started >= size - 1 || pthread_attr_init(&detached)) return;
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for Python's threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* Python's threads handle signals */
     for (; team.started < size - 1; team.started++) {
         pthread_t thread;
         if (pthread_create(&thread, &detached, team_worker, (void *)(intptr_t)(team.started + 1))) break;
@@ -139,8 +143,8 @@ static void team_start(int size) {
     pthread_attr_destroy(&detached);
 }
 
-/* Wait until no worker is at work: spin, then sleep. A worker whose core another process has taken is moved to a core
- * that is idle, as the caller's is only while it sleeps; otherwise its last chunk would wait for its turn. */
+/* Waits until no worker is active. The wait spins, then sleeps. If another process has taken the core of a worker,
+ * the system can move that worker to the caller's core only while the caller sleeps. */
 static void team_end(void) {
     for (int spins = 0; spins < END_SPINS; spins++) {
         if (!atomic_load(&team.active)) return;
@@ -181,7 +185,7 @@ static void team_run(Job *job, void *ctx, ptrdiff_t chunks) {
     pthread_mutex_unlock(&team.turn);
 }
 
-/* The child has no workers and may have inherited locks held by threads that do not exist there. */
+/* The child has no workers, and it may have inherited locks that are held by threads which it does not have. */
 static void team_after_fork(void) {
     pthread_mutex_init(&team.turn, NULL);
     pthread_mutex_init(&team.door, NULL);

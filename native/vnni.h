@@ -1,18 +1,20 @@
-/* Activation rows of a step against 4-bit rows in integer dot products (AVX-512 VNNI), as exact as float32.
+/* Products of the rows of a step and 4-bit matrices, computed in integers (AVX-512 VNNI) and as exact as float32.
  *
- * In each group of 64 the activations are 24-bit integers times one float, split into three signed bytes;
- * vpdpbusd multiplies them with the codes without rounding. The error of an activation is about 2^-24 of
- * its group's largest, half a unit in the last place of a float32 that size. Half the instructions of the
- * float32 kernel, which one core needs to keep up with memory.
+ * In each group of 64 columns the activations are 24-bit integers times one float, the factor. The integers are split
+ * into three signed bytes, and vpdpbusd multiplies these by the codes without rounding. The error of an activation is
+ * about 2^-24 of the largest activation of its group: half a unit in the last place of a float32 of that size. The
+ * kernel needs half the instructions of the float32 kernel; with more instructions one core would not keep up with
+ * memory.
  *
- * A packed row: for each 128 elements, three planes of even and odd elements (64 bytes each), low byte
- * first; then the float of each group, and each group's plain sum, which multiplies the group bias.
+ * A packed row has, for each 128 columns, three planes, the low byte first. A plane is 64 bytes of even columns,
+ * then 64 bytes of odd columns. Then follow the factor of each group, and the sum of each group's activations, which
+ * is multiplied by the group's bias.
  */
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")))
 #define VNNI_INLINE static inline __attribute__((always_inline)) VNNI
-#define VNNI_BLOCK 384 /* bytes of planes for 128 elements */
+#define VNNI_BLOCK 384 /* bytes of the planes of 128 columns */
 
-/* Groups, padded to whole vectors. */
+/* Returns the number of groups, rounded up to whole vectors. */
 static ptrdiff_t vnni_groups(ptrdiff_t in) { return chunks_of(in / 64, 16) * 16; }
 
 static float *vnni_factors(const float *packed, ptrdiff_t in) {
@@ -45,14 +47,14 @@ static VNNI void vnni_pack(const float *x, float *out, ptrdiff_t in) {
     }
 }
 
-/* Up to 16 scales or biases from group g. */
+/* Returns up to 16 scales or biases from group g on. */
 VNNI_INLINE __m512 vnni_table(const char *table, ptrdiff_t g, __mmask16 some, int is_f32) {
     if (is_f32) return _mm512_maskz_loadu_ps(some, table + 4 * g);
     __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, table + 2 * g));
     return _mm512_castsi512_ps(_mm512_slli_epi32(half, 16));
 }
 
-/* Sum of code times integer activation for each of 16 words. */
+/* Returns, for each of 16 words, the sum of its codes times the integers of their activations. */
 VNNI_INLINE __m512 vnni_dot(__m512i words, const __m512i *x) {
     const __m512i low = _mm512_set1_epi8(15), zero = _mm512_setzero_si512();
     __m512i even = _mm512_and_si512(words, low), odd = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
@@ -63,14 +65,14 @@ VNNI_INLINE __m512 vnni_dot(__m512i words, const __m512i *x) {
     return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), s[0]));
 }
 
-/* Lane i takes the value of the group that word i of block `b` belongs to. */
+/* Returns in lane i the value of the group of word i of block `b`. */
 VNNI_INLINE __m512 vnni_spread(__m512 values, ptrdiff_t b) {
     const __m512i half = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     return _mm512_permutexvar_ps(_mm512_add_epi32(half, _mm512_set1_epi32(2 * (int)b)), values);
 }
 
-/* Rows r..r+R-1 (those below r1) times T rows of x. A sum takes the same steps whatever R and T are, so that a row of x
- * has the same bits alone and among others. */
+/* Multiplies rows r to r+R-1 (those below r1) by T rows of x: sets y[t][row - r0]. The order of a sum does not
+ * depend on R or T, so a row of x has the same bits alone and among others. */
 VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                                 float *const *y, const int R, const int T, const int is_f32) {
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = is_f32 ? 4 : 2;
@@ -126,7 +128,7 @@ VNNI_ROWS(4, 2)
 VNNI_ROWS(2, 4)
 #undef VNNI_ROWS
 
-/* n <= 4 rows of x; three go as two and one. */
+/* Multiplies by n <= 4 rows of x. Three are computed as two and one. */
 static void vnni_rows(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x, float *const *y) {
     if (n == 4) {
         vnni_rows_4(m, r0, r1, x, y);
