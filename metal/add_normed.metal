@@ -1,9 +1,10 @@
 // needs: lane.h.metal
-// out[T, D] = (h + n(s) * weight) * factor[0], row by row. n divides a row by its root mean square (+ eps[0]); s is
-// made, or with PAIR n(made) * made_weight + n(beside) * beside_weight. FACTOR 0: there is no factor. out X; h, made,
-// beside[T, D] and the weights[D] any floats. The results of the norms and the sums are rounded to X.
+// out[T, D] = (h + n(s) * weight) * factor[0], row by row. n divides a row by its root mean square (+ eps[0]). s is
+// made, or, if PAIR is 1, n(made) * made_weight + n(beside) * beside_weight. If FACTOR is 0, there is no factor. out is
+// X; h, made, beside[T, D] and the weights[D] are floats of any dtype. The results of the norms and the sums are
+// rounded to X.
 //
-// grid: (32 * SG, T, 1), threadgroup (32 * SG, 1, 1): a threadgroup for each row.
+// grid: (32 * SG, T, 1), threadgroup (32 * SG, 1, 1): one threadgroup per row.
   constexpr uint THREADS = 32 * SG, EACH = (D + THREADS - 1) / THREADS;
   threadgroup float partial[2 * SG];
   const uint lane = thread_index_in_simdgroup;

@@ -1,33 +1,35 @@
 // needs: codes.h.metal
 // Codes of 1, 2, 3, 5, 6 or 8 bits: weight = scale * code + bias.
 //
-// affine4.h.metal says how two codes become floats in one word of two bfloat16 over 128, without conversions. The same
-// is done here with codes i and i + HALF of a block of 2 HALF codes: so many that HALF of them fill SPAN halfwords.
-// Halfwords k and k + SPAN of a block make one word, in which both codes lie at the same place. A bfloat16 has 7 bits of
-// mantissa, so it holds PLACES codes: one shift serves them all. Each is masked where it lies, which multiplies it by
-// 2^(BITS * place), and each place has its own sum. A code that crosses into the next halfword takes a shift for either
-// part. 8 bits do not fit: such a code becomes a float over 256 by itself.
+// affine4.h.metal explains how two codes become floats without conversions: one word holds them in the mantissas of two
+// bfloat16 values, each added to 128. Here these are codes i and i + HALF of a block of 2 HALF codes, where HALF codes
+// fill SPAN halfwords. Halfwords k and k + SPAN of a block make one word, in which the two codes are at the same
+// place. The mantissa of a bfloat16 has 7 bits and so room for PLACES codes; one shift serves all of them. A code is
+// masked at its place, which multiplies it by 2^(BITS * place), and each place has its own sum. A code that crosses
+// into the next halfword needs a shift for each of its two parts. Codes of 8 bits do not fit: each becomes a float
+// by itself, added to 256.
 
-// Half the codes of a block.
+// Half the number of codes in a block.
 template <int BITS>
 constexpr int codes_half() {
   return BITS == 2 || BITS == 6 ? 8 : 16;
 }
 
-// Codes that one shift serves; of one bit as many as of two, so that sums stay in registers.
+// The number of codes that one shift serves. Codes of one bit use as many places as codes of two bits, so that the sums
+// stay in registers.
 template <int BITS>
 constexpr int codes_places() {
   return BITS == 1 ? 3 : BITS < 7 ? 7 / BITS : 1;
 }
 
-// At which of them code i lies.
+// The place of code i.
 template <int BITS>
 inline int codes_place(int i) {
   const int at = i * BITS % 16;
   return at + BITS <= 16 ? at / BITS % codes_places<BITS>() : 0;
 }
 
-// Codes i and i + HALF over 128; `lanes` are the joined halfwords of a block.
+// Codes i and i + HALF as a pair, each added to 128. `lanes` are the joined halfwords of a block.
 template <int BITS>
 inline uint codes_pair(const thread uint* lanes, int i) {
   const uint mask = ((1u << BITS) - 1) * 0x00010001u;
@@ -40,7 +42,7 @@ inline uint codes_pair(const thread uint* lanes, int i) {
   return ((lanes[k] >> at) & low) | CODES_PAIR(lanes[k + 1] << left, mask & ~low);
 }
 
-// Halfwords k and k + SPAN of a block of SPAN words.
+// Joins halfwords k and k + SPAN of a block of SPAN words.
 template <int SPAN>
 inline void codes_lanes(const thread uint* words, thread uint* lanes) {
   MLX_MTL_PRAGMA_UNROLL
@@ -51,7 +53,7 @@ inline void codes_lanes(const thread uint* words, thread uint* lanes) {
   }
 }
 
-// acc[r] += columns that share a scale, times x. `code` holds STRIDE words of each row.
+// acc[r] += the product of x and the columns of row r that share a scale. `code` holds STRIDE words of each row.
 template <int R, int BITS, int COLUMNS, int STRIDE, typename P>
 inline void codes_dot_unit(
     const thread uint* code,
@@ -121,7 +123,7 @@ inline void codes_dot_unit(
   }
 }
 
-// The same for bytes.
+// The same for codes of 8 bits.
 template <int R, int COLUMNS, typename P>
 inline void codes_dot_bytes(
     const thread uint* code,

@@ -1,14 +1,14 @@
 // needs: codes.h.metal
 // 4-bit codes: weight = scale * code + bias, eight codes to a word.
 //
-// Codes become floats without an int-to-float conversion. CODES_PAIR lays codes j and j + 4 of a word into the
-// mantissas of two bfloat16 of value 128 to 143, so that
-//     as float, the pair itself        is 128 + code[j + 4] + 2^-16 * (0x4300 + code[j])
-//     as float, the pair shifted by 16 is 128 + code[j]
-// One mask and at most two shifts so serve two codes. The sums of x that multiply the constants are subtracted once
-// per chunk, and x[j] - 2^-16 * x[j + 4] in place of x[j] takes the trace of code[j] out of the first line.
+// Codes become floats without a conversion of integers. CODES_PAIR puts codes j and j + 4 of a word into the mantissas
+// of two bfloat16 values, 128 to 143, so that
+//     the pair, read as a float,               is 128 + code[j + 4] + 2^-16 * (0x4300 + code[j])
+//     the pair, shifted by 16, read as a float is 128 + code[j]
+// So one mask and at most two shifts serve two codes. The constants, times the sums of x, are subtracted once per
+// chunk. The remainder of code[j] in the first line is removed by using x[j] - 2^-16 * x[j + 4] instead of x[j].
 
-// Eight x for codes_dot8, and their part of the sums over low (j < 4) and high columns.
+// Loads eight x for codes_dot8, and adds them to the sums over low (j < 4) and high columns.
 template <typename P>
 inline void codes_x8_split(P x, thread float* v, thread float& low, thread float& high) {
   codes_x8(x, v);
@@ -20,7 +20,7 @@ inline void codes_x8_split(P x, thread float* v, thread float& low, thread float
   }
 }
 
-// low and high += one word of codes, each with its constant, times eight x.
+// low and high += the codes of one word, each with its constant, times eight x.
 inline void codes_dot8(uint word, const thread float* x, thread float& low, thread float& high) {
   MLX_MTL_PRAGMA_UNROLL
   for (int j = 0; j < 4; j++) {

@@ -1,8 +1,8 @@
 // needs: lane.h.metal
-// out[H, V] X = the sum of the pieces of attend_step.metal, each weighted by its share of the whole sum of
-// exponentials. With SINKS, exp(sinks[H]) is part of that sum. GATE: times sigmoid(gate[H, 1]), where gate is [H, 2, D]
-// X and D = V. positions[0] is the token's own; a piece has P positions. The first piece is the one that WINDOW begins
-// in.
+// out[H, V] X = the sum of the pieces of attend_step.metal, each weighted by its share of the sum of all exponentials.
+// If SINKS is 1, exp(sinks[H]) is part of that sum. If GATE is 1, the result is multiplied by sigmoid(gate[H, 1]),
+// where gate is [H, 2, D] X and D = V. positions[0] is the token's own position. A piece has P positions; the first
+// piece is the one in which WINDOW begins.
 //
 // grid: (4 * C * H, V / C, 1), threadgroup (4 * C, 1, 1). A threadgroup computes C columns of a head. Four threads
 // share an output; each takes every fourth piece.

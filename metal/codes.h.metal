@@ -1,29 +1,29 @@
-// Matrices of codes in any form. A row is one stream of codes of BITS bits, the first in the lowest bits, and fills
-// whole words; groups of GROUP columns share a scale and, if codes are integers, a bias. A lane reads a row in chunks
-// of CHUNK columns: WORDS words. Chunk c of a row meets columns [CHUNK c, CHUNK (c + 1)).
+// Matrices of codes in any form. A row is one stream of codes of BITS bits and fills whole words; the first code is in
+// the lowest bits. GROUP columns share a scale and, if codes are integers, a bias. A lane reads a row in chunks of
+// CHUNK columns, which are WORDS words. Chunk c of a row has columns [CHUNK c, CHUNK (c + 1)).
 //
-// A form's own header defines codes_dot, which multiplies chunks with x, and codes_weights, which unpacks them. x is a
-// pointer, another type that codes_x8 takes (input.h.metal), or blocks (planes.h.metal).
+// Each form has a header that defines codes_dot, which multiplies chunks by x, and codes_weights, which unpacks them. x
+// is a pointer, another type that codes_x8 accepts (input.h.metal), or blocks (planes.h.metal).
 
 #ifndef CODES_OVER
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))
 #endif
 #define CODES_PAIR(word, mask) CODES_OVER(word, mask, 0x43004300u)
-#ifndef CODES_AHEAD  // asks for the 128 bytes around a place
+#ifndef CODES_AHEAD  // prefetches the 128 bytes around an address
 #define CODES_AHEAD(place)
 #endif
-#ifndef CODES_UNROLL  // chunks that a loop handles at once; left to the compiler where it has not been measured
+#ifndef CODES_UNROLL  // how many chunks a loop handles at once; the compiler decides where this was not measured
 #define CODES_UNROLL(count)
 #endif
 
 typedef const device uint32_t* codes_pointer;
 
-// The record of a slot. Words from one to another can pass 4 GiB.
+// The record of a slot. The distance between two records, in words, can exceed 32 bits.
 inline codes_pointer codes_record(codes_pointer blob, uint slot, uint words) {
   return blob + size_t(slot) * words;
 }
 
-// Where each is an array of its own.
+// The same if each record is an array of its own.
 template <int N>
 inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint slot, uint) {
   codes_pointer record = blob[0];
@@ -34,7 +34,7 @@ inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint sl
   return record;
 }
 
-// Eight consecutive x as float. A row of x starts at a multiple of 16 bytes.
+// Loads eight consecutive x as floats. A row of x starts at a multiple of 16 bytes.
 inline void codes_x8(const device float* x, thread float* v) {
   const float4 a = *(const device float4*)x;
   const float4 b = *(const device float4*)(x + 4);
@@ -53,7 +53,7 @@ inline void codes_bf16_pair(uint pair, thread float* v) {
   v[1] = as_type<float>(pair & 0xFFFF0000u);
 }
 
-// 16 bytes of values like `kind` as floats.
+// Converts 16 bytes, which hold values of the type of `kind`, to floats.
 inline void codes_unpack(uint4 q, bfloat16_t kind, thread float* v) {
   codes_bf16_pair(q.x, v);
   codes_bf16_pair(q.y, v + 2);
@@ -89,7 +89,8 @@ inline void codes_unpack(uint4 q, float kind, thread float* v) {
   v[3] = as_type<float>(q.w);
 }
 
-// Scales of 8 bits, and what lies where biases would: a factor of all scales of a matrix, or nothing.
+// The types of 8-bit scales. With 8-bit scales a matrix has no biases; in their place it may have one factor for all
+// scales, codes_whole.
 struct codes_e8m0 {
   uint8_t bits;
 };
@@ -100,13 +101,13 @@ struct codes_whole {
   float value;
 };
 
-// A group's scale or bias as float.
+// The scale or bias of a group as a float.
 template <typename S>
 inline float codes_scale(S scale) {
   return float(scale);
 }
 
-// 2^(bits - 127), in the bits of a float.
+// 2^(bits - 127), written as the bits of a float.
 inline float codes_scale(codes_e8m0 scale) {
   return as_type<float>(scale.bits == 0 ? 0x00400000u : uint(scale.bits) << 23);
 }
@@ -115,13 +116,15 @@ inline float codes_scale(codes_whole scale) {
   return scale.value;
 }
 
-// Laid over the bits of a half it is 2^-8 of its value, small ones included.
+// The bits of an E4M3 number, moved to the places of a float16's bits, mean 2^-8 times its value, also for subnormal
+// numbers.
 inline float codes_scale(codes_e4m3 scale) {
   const uint bits = scale.bits;
   return float(as_type<float16_t>(ushort((bits & 0x80) << 8 | (bits & 0x7F) << 7))) * 256.0f;
 }
 
-// What multiplies the 8-bit scales of a row: one for the matrix, or one for each row. A global scale is 448 * 6 of it.
+// The factor of the 8-bit scales of a row: one for the matrix, or one for each row. A global scale is 448 * 6 times
+// this factor.
 template <typename G>
 inline float codes_factor(const device G*, uint) {
   return 1.0f;
@@ -135,7 +138,7 @@ inline float codes_factor(const device float* factors, uint row) {
   return factors[row] * (1.0f / 2688.0f);
 }
 
-// The words of a chunk, in loads as wide as their count allows: a row starts at a multiple of a chunk.
+// Loads the words of a chunk in loads that are as wide as their number allows: the address is a multiple of a chunk.
 template <int WORDS>
 inline void codes_words(const device uint32_t* from, thread uint* code) {
   if (WORDS % 4 == 0) {
@@ -162,7 +165,8 @@ inline void codes_words(const device uint32_t* from, thread uint* code) {
   }
 }
 
-// One chunk of R rows; `row` holds their numbers, a row has COLS columns. A chunk lies in one group, or holds several.
+// Loads one chunk of each of R rows, with its scales and biases. `row` has the numbers of the rows; a row has COLS
+// columns. A chunk is a part of one group, or holds several groups.
 template <int R, int BITS, int GROUP, int CHUNK, int COLS, typename S, typename G>
 inline void codes_load(
     const device uint32_t* w,

@@ -1,6 +1,6 @@
-// out[T, C] = silu(sum_j weight[c, j] * input[t - TAPS + 1 + j, c]): a causal depthwise convolution over time, where the
-// inputs before x[T, C] are state[TAPS - 1, C], oldest first. next[TAPS - 1, C]: the state after the last row.
-// x, state, next, out X; weight[C, TAPS] W; length[0] = T.
+// out[T, C] = silu(sum_j weight[c, j] * input[t - TAPS + 1 + j, c]): a causal depthwise convolution over time. The
+// inputs before x[T, C] are state[TAPS - 1, C], the oldest first. next[TAPS - 1, C] is the state after the last row. x,
+// state, next and out are X; weight[C, TAPS] W; length[0] = T.
 //
 // grid: (C, T, 1) rounded up to whole threadgroups; one thread per output.
   const uint column = thread_position_in_grid.x;

@@ -1,5 +1,6 @@
-// Metal's names for CUDA: put before the bodies when mx.fast.cuda_kernel builds them. A pointer's address space means
-// nothing here; `threadgroup` declares shared memory. MLX passes no attributes on CUDA, so they are macros.
+// Metal's names for CUDA. mx.fast.cuda_kernel compiles a kernel after this file. A pointer's address space means
+// nothing in CUDA; `threadgroup` declares shared memory. MLX passes the position in the grid only on Metal, so the
+// attributes are macros here.
 #define device
 #define constant
 #define thread
@@ -100,7 +101,7 @@ inline uint max(uint a, uint b) {
 }
 }  // namespace metal
 
-// One LOP3 instruction; left to itself the compiler takes two.
+// One LOP3 instruction; without the assembly the compiler takes two.
 inline uint codes_over(uint word, uint mask, uint base) {
   uint made;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made) : "r"(word), "r"(mask), "r"(base));

@@ -1,6 +1,7 @@
 // Converts eight codes at a time to weights, and stores eight weights.
 
-// Codes [8 piece, 8 piece + 8) of a matrix of so many pieces: they begin at a whole byte, and lie in two words at most.
+// Codes [8 piece, 8 piece + 8) of a matrix with `pieces` pieces. They begin at a whole byte and are in at most two
+// words.
 template <int BITS>
 inline uint64_t dense_codes(const device uint32_t* words, uint piece, uint pieces) {
   const uint first = piece * BITS / 4, at = piece * BITS % 4 * 8;
@@ -12,8 +13,8 @@ inline uint64_t dense_codes(const device uint32_t* words, uint piece, uint piece
   return (high << 32 | low) >> at;
 }
 
-// v[j] = scale * code[j] + bias, of which an integer code leaves the sum's one rounding; or scale times a code
-// of KIND 1, E2M1, or 2, E4M3, laid over a half's bits as in e2m1.h.metal and e4m3.h.metal.
+// v[j] = scale * code[j] + bias. An integer code becomes a float exactly, so only the result is rounded. If KIND is 1
+// or 2, v[j] is scale times an E2M1 or E4M3 code, which is converted as in e2m1.h.metal and e4m3.h.metal.
 template <int BITS, int KIND>
 inline void dense_weights(uint64_t codes, float scale, float bias, thread float* v) {
   MLX_MTL_PRAGMA_UNROLL
@@ -34,7 +35,7 @@ inline uint dense_pair(float low, float high) {
   return uint(as_type<ushort>(X(low))) | uint(as_type<ushort>(X(high))) << 16;
 }
 
-// `to` is a multiple of 16 bytes.
+// Stores eight weights. `to` is a multiple of 16 bytes.
 template <typename X>
 inline void dense_store(const thread float* v, device X* to) {
   uint4 piece;

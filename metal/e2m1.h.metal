@@ -1,6 +1,7 @@
 // needs: codes.h.metal
-// E2M1 codes (OCP Microscaling 1.0): weight = scale * code, without a bias. A code is a sign, two bits of exponent and
-// one of mantissa: laid over those of a half it is 2^-14 of its value, small ones included.
+// E2M1 codes (OCP Microscaling 1.0): weight = scale * code, without a bias. A code has a sign, two bits of exponent and
+// one bit of mantissa. If these are moved to the places of a float16's bits, they mean 2^-14 times the value, also for
+// subnormal numbers.
 
 // Codes j and j + 4 of a word.
 inline half2 codes_halves(uint word, int j) {

@@ -1,14 +1,15 @@
 // needs: codes.h.metal
-// E4M3 codes (OCP 8-bit floating point 1.0): weight = scale * code, without a bias. A code is a sign, four bits of
-// exponent and three of mantissa: laid over those of a half it is 2^-8 of its value, small ones included.
+// E4M3 codes (OCP 8-bit floating point 1.0): weight = scale * code, without a bias. A code has a sign, four bits of
+// exponent and three bits of mantissa. If these are moved to the places of a float16's bits, they mean 2^-8 times the
+// value, also for subnormal numbers.
 
-// Bytes 0 and 2 of a word, or the odd ones.
+// Bytes 0 and 2 of a word, or bytes 1 and 3 if `odd` is 1.
 inline half2 codes_halves(uint word, int odd) {
   const uint moved = odd ? word : word << 8;
   return as_type<half2>((moved & 0x80008000u) | ((moved >> 1) & 0x3F803F80u));
 }
 
-// acc[r] += one chunk of row r, within a group, times the chunk of x that starts at `x`.
+// acc[r] += one chunk of row r times the chunk of x that starts at `x`. The chunk is within one group.
 template <int R, int BITS, int GROUP, int CHUNK, typename P>
 inline void codes_dot(
     const thread uint* code,

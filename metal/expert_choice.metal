@@ -1,9 +1,9 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
-// As expert_gate_up, after choosing the experts: chosen[T, 2, K] uint gets the ids that topk chooses from logits[T,
-// STRIDE], bias and scale, and the bits of their weights; an id is a row of the blob. In each threadgroup the first
-// simdgroup makes the choice.
+// Chooses the experts, then computes the same as expert_gate_up. chosen[T, 2, K] uint gets the ids that topk chooses
+// from logits[T, STRIDE], bias and scale, and then the bits of their weights. An id is a row of the blob. The first
+// simdgroup of each threadgroup makes the choice.
 //
-// grid and threadgroup as there.
+// grid and threadgroup are those of expert_gate_up.
   const uint lane = thread_index_in_simdgroup % L;
   const uint pair = threadgroup_position_in_grid.y;
   const uint token = pair / (K + SHARED), k = pair % (K + SHARED);
@@ -28,7 +28,7 @@
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const device uint32_t* record = codes;  // of the shared expert, which adds no biases
+  const device uint32_t* record = codes;  // the shared expert's, which adds no biases
   if (k < K) {
     record = codes_record(blob, id[0], WORDS);
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);

@@ -1,11 +1,13 @@
 // needs: codes.h.metal dense.h.metal
-// COUNT (1 or 2) matrices [ROWS, COLS] of packed records in X, one below the other: computed in float, rounded once.
-// blob[S, WORDS] u32: records; slots[N]; out[N, COUNT * ROWS, COLS] X. In a record, the first matrix's codes
-// [ROWS, COLS * BITS / 32] u32 begin FIRST_W words in, its scales and biases [ROWS, COLS / GROUP] S FIRST_S and FIRST_B
-// words; likewise the last's. KIND is as in dense.h.metal.
+// Dequantises COUNT (1 or 2) matrices [ROWS, COLS] of packed records to X, one below the other. The values are computed
+// in float and rounded once. blob[S, WORDS] u32 are records; slots[N]; out[N, COUNT * ROWS, COLS] X. In a record, the
+// codes [ROWS, COLS * BITS / 32] u32 of the first matrix begin at word FIRST_W, its scales and biases [ROWS, COLS /
+// GROUP] S at words FIRST_S and FIRST_B; those of the last matrix begin at LAST_W, LAST_S and LAST_B. KIND is as in
+// dense.h.metal.
 //
-// grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R pieces of eight codes, as far apart as
-// the threadgroup has lanes, so that neighbouring lanes read and write neighbouring pieces.
+// grid: (32 * SG * blocks, N, 1), threadgroup (32 * SG, 1, 1). A lane takes R pieces of eight codes. The distance
+// between its pieces is the number of lanes in the threadgroup, so that neighbouring lanes read and write neighbouring
+// pieces.
   constexpr uint EACH = ROWS * COLS / 8;  // pieces of a matrix
   const size_t place = threadgroup_position_in_grid.y;
   const device uint32_t* record = codes_record(blob, uint(slots[place]), WORDS);

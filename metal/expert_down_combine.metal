@@ -1,16 +1,17 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal swiglu.h.metal
-// out[T, H] = h_mid + sum_k weights[t, k] * (down_k act[t, k] + bias_k) (+ shared), float32 sums, k ascending. Where
-// BIASED is 1, a record has a bias [H] B, DOWN_BIAS words in; else there is none.
-// act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records, in which down's codes [H, I * BITS / 32] u32 begin
-// DOWN_W words in, its scales and biases [H, I / GROUP] S DOWN_S and DOWN_B words; slots[T, K]; weights[T, K] float;
-// h_mid[T, H] Y. Slots and weights of a token begin ROW after those of the one before.
-// The shared expert, added last: shared[T, H] Z when SHARED is 1. When JOINED is 1, the product of act's last row with
-// codes, scales and biases of its down, arrays of their own, times the sigmoid of gates[t, STRIDE - 1] when GATED is 1.
+// out[T, H] = h_mid + sum_k weights[t, k] * (down_k act[t, k] + bias_k) (+ shared). The sums are in float32, k ascends.
+// If BIASED is 1, a record has a bias [H] B at word DOWN_BIAS; otherwise there is none.
+// act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records. In a record, the codes [H, I * BITS / 32] u32 of
+// down begin at word DOWN_W, its scales and biases [H, I / GROUP] S at words DOWN_S and DOWN_B. slots[T, K] and
+// weights[T, K] float: the values of a token begin ROW after those of the token before.
+// The shared expert is added last. If SHARED is 1, its output is shared[T, H] Z. If JOINED is 1, its output is the
+// product of act's last row and its down matrix, whose codes, scales and biases are separate arrays; if GATED is 1,
+// this output is multiplied by the sigmoid of gates[t, STRIDE - 1].
 //
-// grid: (32 * SG * blocks, T, 1), threadgroup (32 * SG, 1, 1): a simdgroup works for every SG-th slot, so SG experts are
-// read at once, and the order of summation is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a time, R in
-// turn. R is at most L, so that a threadgroup has a thread for each of its rows. Where x is laid out in blocks
-// (planes.h.metal), a simdgroup does so with SPAN columns of its own at a time, a multiple of CHUNK L, or I.
+// grid: (32 * SG * blocks, T, 1), threadgroup (32 * SG, 1, 1). A simdgroup takes every SG-th slot, so SG experts are
+// read at the same time, and the order of the sum is fixed. L lanes share a row; a simdgroup holds 32 / L rows at a
+// time, R times in turn. R is at most L, so that a threadgroup has a thread for each of its rows. If x is stored in
+// blocks (planes.h.metal), each simdgroup stores SPAN columns of its own at a time. SPAN is I or a multiple of CHUNK L.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, CODE_GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   constexpr uint TURNS = (K + JOINED + SG - 1) / SG;
   threadgroup float part[(K + JOINED) * ROWS];
@@ -43,7 +44,7 @@
       weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
     }
     const device X* a = act + (token * (K + JOINED) + k) * I;
-    if (turn == 0 && finishes) {  // what the end needs is asked for first
+    if (turn == 0 && finishes) {  // loads what the end of the kernel needs
       sum = float(h_mid[at]);
       last = SHARED ? float(shared[at]) : 0.0f;
     }

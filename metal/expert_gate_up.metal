@@ -1,13 +1,14 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal
-// act[T, K + SHARED, I] = gate x and up x joined for the K slots of each token, read from packed expert records, and for
-// the shared expert where SHARED is 1: as ACTIVATION says, with LIMIT or SHARED_LIMIT. Where BIASED is 1, biases [I] B
-// that begin GATE_BIAS and UP_BIAS words in are added before.
-// x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, gate's codes [I, H * BITS / 32] u32
-// begin GATE_W words in, its scales and biases [I, H / GROUP] S GATE_S and GATE_B words; likewise up's. The shared
-// expert's codes, scales and biases are arrays of their own, gate's I rows and then up's.
+// act[T, K + SHARED, I] = the activation of gate x and up x for the K slots of each token, and for the shared expert if
+// SHARED is 1. ACTIVATION names the activation; its limit is LIMIT, or SHARED_LIMIT for the shared expert. If BIASED is
+// 1, biases [I] B, which begin at words GATE_BIAS and UP_BIAS of a record, are added to the products first.
+// x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, the codes [I, H * BITS / 32] u32 of
+// gate begin at word GATE_W, its scales and biases [I, H / GROUP] S at words GATE_S and GATE_B; those of up begin at
+// UP_W, UP_S and UP_B. The codes, scales and biases of the shared expert are separate arrays with the I rows of gate
+// and then those of up.
 //
 // grid: (32 * SG * blocks, T * (K + SHARED), 1), threadgroup (32 * SG, 1, 1). L lanes share a row, so a simdgroup holds
-// 32 / L rows at a time and R rows of each matrix in turn.
+// 32 / L rows of each matrix at a time, R times in turn.
   const uint lane = thread_index_in_simdgroup % L;
   const uint pair = threadgroup_position_in_grid.y;
   const uint token = pair / (K + SHARED), k = pair % (K + SHARED);
@@ -18,7 +19,7 @@
   const device G* own_biases = (const device G*)biases;
   swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, codes, own_scales, own_biases);
   swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, codes, own_scales, own_biases);
-  const device uint32_t* record = codes;  // of the shared expert, which adds no biases
+  const device uint32_t* record = codes;  // the shared expert's, which adds no biases
   if (k < K) {
     record = codes_record(blob, uint(slots[token * K + k]), WORDS);
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);

@@ -1,6 +1,6 @@
 // needs: lane.h.metal
-// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), or, with SIGMOID, sigmoid(z) in its place, row by row. x, z, out[N, D] X; weight[D] W;
-// length[0] = N.
+// out[N, D] = x / sqrt(mean(x^2) + eps[0]) * weight * silu(z), row by row. If SIGMOID is 1, sigmoid(z) replaces
+// silu(z). x, z and out[N, D] are X; weight[D] W; length[0] = N.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per row.
   const uint lane = thread_index_in_simdgroup;

@@ -1,6 +1,6 @@
 // needs: codes.h.metal
-// A row of x that is normalised while it is read: with NORM it is multiplied by the norm's weight, and the squares of x
-// are summed for the factor of the whole row.
+// A row of x that is normalised while it is read. If NORM is 1, the values are multiplied by the weight of the norm,
+// and their squares are summed; the caller computes the factor of the whole row from this sum.
 template <int NORM, typename X, typename W>
 struct input_row {
   const device X* x;

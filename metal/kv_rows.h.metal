@@ -1,8 +1,8 @@
 // needs: lane.h.metal
-// Rows of keys and values as a cache keeps them: WIDTH values X, or bytes: WIDTH codes, and behind them a float scale
-// for each group of values (moeflux_mlx/ops/kv_rows.py). A value is then (code - 128) * scale.
+// Rows of keys and values as a cache stores them: WIDTH values X, or bytes. As bytes, a row has WIDTH codes, followed
+// by one float scale for each group of values (moeflux_mlx/ops/kv_rows.py), and a value is (code - 128) * scale.
 
-// The largest piece of which every row is a whole number.
+// The type in which rows are copied: every row is a whole number of these.
 template <typename K>
 struct KvUnit {
   typedef uint4 type;
@@ -16,13 +16,14 @@ constexpr uint kv_group(uint width) {
   return width % 64 == 0 ? 64 : 32;
 }
 
-// Elements K of a row.
+// The number of elements K of a row.
 template <typename K>
 constexpr uint kv_elements(uint width) {
   return sizeof(K) == 1 ? width + 4 * (width / kv_group(width)) : width;
 }
 
-// What a row has for the values that fill the 16 bytes `unit` as X: kv_tile makes these bytes of it.
+// Loads the part of a row that holds the values of unit `unit`. A unit is 16 bytes as X; kv_tile converts the loaded
+// part to them.
 template <uint WIDTH, typename X>
 inline uint4 kv_load(const device X* row, uint unit, X kind) {
   return ((const device uint4*)row)[unit];
@@ -79,8 +80,8 @@ inline float kv_value(const device uint8_t* row, uint at) {
   return kv_decode(row[at], ((const device float*)(row + WIDTH))[at / kv_group(WIDTH)]);
 }
 
-// x[WIDTH] becomes what is read of a row of bytes that keeps it, as X; with `keeps` it is kept in `row`. A simdgroup
-// does it, whose lanes must have met after x was written.
+// Rounds x[WIDTH] to the values, as X, that a row of bytes would give. If `keeps` is true, the codes and scales are
+// also stored in `row`. One simdgroup calls this, after a barrier if another lane has written x.
 template <uint WIDTH, typename X, typename P>
 inline void kv_round(P x, device uint8_t* row, bool keeps, uint lane) {
   constexpr uint GROUP = kv_group(WIDTH);

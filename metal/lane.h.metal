@@ -1,4 +1,4 @@
-// The sum over the L lanes that share a row, in every one of them. L is a power of two.
+// The sum over the L lanes that share a row; every one of them gets it. L is a power of two.
 template <int L>
 inline float lane_sum(float v) {
   MLX_MTL_PRAGMA_UNROLL
@@ -8,7 +8,7 @@ inline float lane_sum(float v) {
   return v;
 }
 
-// The largest v of a simdgroup, in all of its lanes.
+// The largest v of a simdgroup; every lane gets it.
 inline float lane_max(float v) {
   for (uint o = 1; o < 32; o *= 2) {
     const float other = simd_shuffle_xor(v, ushort(o));

@@ -1,5 +1,5 @@
-// out[T, H] = h_mid + sum_k weights[t, k] * expert_out[t, k] (+ shared), float32 sums, k ascending.
-// expert_out[T, K, H] X; weights[T, K] float; h_mid[T, H] Y; shared[T, H] Z, read when SHARED is 1.
+// out[T, H] = h_mid + sum_k weights[t, k] * expert_out[t, k] (+ shared). The sums are in float32, k ascends.
+// expert_out[T, K, H] X; weights[T, K] float; h_mid[T, H] Y; shared[T, H] Z, which is read if SHARED is 1.
 //
 // grid: (H, T, 1) rounded up to whole threadgroups; one thread per element.
   const uint column = thread_position_in_grid.x;

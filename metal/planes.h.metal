@@ -1,23 +1,23 @@
 // needs: codes.h.metal
-// Codes times integers, for GPUs that multiply four bytes by four and add the products in one instruction: 2 or 3 bits,
-// weight = scale * code + bias, and E2M1 codes, weight = scale * code / 2.
+// Codes times integers, for GPUs with an instruction that multiplies four bytes by four bytes and adds the products.
+// The codes are integers of 2 or 3 bits, weight = scale * code + bias, or E2M1 codes, weight = scale * code / 2.
 //
-// With few bits each byte has many codes, so converting them to floats takes longer than reading them. Here four codes
-// become the signed bytes of a word, and x of 64 columns becomes integers times one float. The integers are stored as
-// PLANES planes of signed bytes, the lowest first, in threadgroup memory for all rows of a threadgroup. Sums are exact;
-// only x is rounded, by 2^-23 of the largest of its 64 columns or less, with two planes by 2^-16.
+// With few bits a byte has many codes, so converting them to floats takes longer than reading them. Here four codes
+// become the signed bytes of a word, and 64 columns of x become integers times one float, the factor. The integers are
+// stored in threadgroup memory for all rows of a threadgroup, as PLANES planes of signed bytes, the lowest first. Sums
+// are exact. Only x is rounded, by at most 2^-23 of the largest of its 64 columns, or 2^-16 with two planes.
 //
-// A block of 64 columns is 4 PLANES uint4 of planes, in the order in which codes_quads meets columns, and one of
-// floats: the factor of the integers and the sums of x over either half.
+// A block of 64 columns has 4 PLANES uint4 of planes, in the order in which codes_quads gives columns, and one uint4
+// with floats: the factor, and the sums of x over each half of the block.
 
-#define CODES_PLANES(columns) ((columns) / 64 * (4 * PLANES + 1))  // uint4 that a row of x takes
+#define CODES_PLANES(columns) ((columns) / 64 * (4 * PLANES + 1))  // the number of uint4 for a row of x
 
 #ifndef CODES_DOT4
 inline int codes_byte(uint word, int at) {
   return int(((word >> at) & 0xFFu) ^ 0x80u) - 128;
 }
 
-// sum + the signed bytes of `codes` times those of `x`.
+// sum + the products of the signed bytes of `codes` and `x`.
 inline int codes_dot4(uint codes, uint x, int sum) {
   for (int at = 0; at < 32; at += 8) {
     sum += codes_byte(codes, at) * codes_byte(x, at);
@@ -28,7 +28,7 @@ inline int codes_dot4(uint codes, uint x, int sum) {
 #endif
 
 #ifndef CODES_BYTES
-// A word of four bytes, each named by four bits of `which`: 0 to 3 are bytes of `low`, 4 to 7 of `high`.
+// A word of four bytes. Four bits of `which` name each of them: 0 to 3 are bytes of `low`, 4 to 7 are bytes of `high`.
 inline uint codes_bytes(uint low, uint high, uint which) {
   uint made = 0;
   for (int i = 0; i < 4; i++) {
@@ -40,19 +40,19 @@ inline uint codes_bytes(uint low, uint high, uint which) {
 #define CODES_BYTES(low, high, which) codes_bytes(low, high, which)
 #endif
 
-// The integer of the largest x of a block: no sum of a block's products passes 31 bits.
+// The integer of the largest x of a block. With it no sum of a block's products exceeds 31 bits.
 template <int PLANES>
 constexpr float codes_top() {
   return PLANES == 2 ? 32639.0f : 4161000.0f;
 }
 
-// The integer nearest to x * scale, up to codes_top, with 128 more in each of its bytes but the highest, which so are done
-// with carries. Added to a float of 3 * 2^22 it lies in the lowest bits.
+// The integer nearest to x * scale, at most codes_top, plus 128 in each byte but the highest, so that each byte can be
+// taken without a carry. A float of 3 * 2^22 is added, which leaves the integer in the lowest bits.
 template <int PLANES>
 inline uint codes_integer(float x, float scale) {
   const float zero = PLANES == 2 ? 12583040.0f : 12615808.0f;  // 3 * 2^22 + 0x80, or + 0x8080
   const uint made = as_type<uint>(metal::fma(x, scale, zero));
-  return PLANES == 2 ? made : made - 0x4B400000u;  // only the third byte and the fourth notice
+  return PLANES == 2 ? made : made - 0x4B400000u;  // this changes only the third and the fourth byte
 }
 
 inline void codes_x4(const device float* x, thread float* v) {
@@ -75,7 +75,7 @@ inline void codes_x4(const device float16_t* x, thread float* v) {
   codes_f16_pair(q.y, v + 2);
 }
 
-// A row of x in blocks, from the first or second half of one on.
+// A row of x in blocks, which begins with the first (side 0) or the second half of a block.
 template <int PLANES, typename P>
 struct codes_blocks {
   P first;
@@ -87,7 +87,8 @@ inline codes_blocks<PLANES, P> operator+(codes_blocks<PLANES, P> row, uint colum
   return {row.first + CODES_PLANES(columns), columns / 32 % 2};
 }
 
-// Lays x[columns] out in `room`. All THREADS threads come here, whole simdgroups; `mine` is the number of this one.
+// Stores x[columns] in blocks in `room`. All THREADS threads call this, in whole simdgroups; `mine` is the number of
+// the thread.
 template <int BITS, int PLANES, int THREADS, typename X, typename P>
 inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint mine, P room) {
   const uint pieces = columns / 16;  // four lanes share a block
@@ -141,7 +142,8 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint m
   return {room, 0};
 }
 
-// Codes in bytes, four to a word: 16 of 2 bits from a word, 32 of 3 bits from three, or twice 16 of E2M1 from two.
+// Unpacks codes to bytes, four to a word: 16 codes of 2 bits from one word, 32 of 3 bits from three, or 16 E2M1 codes
+// from two.
 template <int BITS>
 inline void codes_quads(const thread uint* words, thread uint* quad) {
   if (BITS == 2) {
@@ -161,7 +163,8 @@ inline void codes_quads(const thread uint* words, thread uint* quad) {
     }
     return;
   }
-  // Eight codes are three bytes; the first of each three, the second and the third.
+  // Eight codes of 3 bits are three bytes. a has the first bytes of these threes, b the second ones and c the third
+  // ones.
   const uint a = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0630u), words[2], 0x5210u);
   const uint b = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0741u), words[2], 0x6210u);
   const uint c = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0052u), words[2], 0x7410u);
@@ -175,7 +178,7 @@ inline void codes_quads(const thread uint* words, thread uint* quad) {
   quad[7] = (c >> 5) & 0x07070707u;
 }
 
-// acc[r] += one chunk of row r, a block or half of one, times where `x` begins.
+// acc[r] += one chunk of row r, which is a block or half a block, times the part of x that begins at `x`.
 template <int R, int BITS, int GROUP, int CHUNK, int PLANES, typename P>
 inline void codes_dot(
     const thread uint* code,

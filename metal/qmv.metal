@@ -1,11 +1,11 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal
-// y[1, O] = x[1, I] times dequantised w, transposed. x, y X; w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
-// NORM: x is divided by sqrt(mean(x^2) + eps[0]) and multiplied by norm[I] W. The division comes last, because it is
-// one factor for the whole row: the sum of squares is computed together with the product. ADD: residual[1, O] X is
-// added. Inputs that are not needed are not read.
+// y[1, O] = x[1, I] times dequantised w, transposed. x and y are X; w[O, I * BITS / 32] u32; scales and biases[O, I /
+// GROUP] S. If NORM is 1, x is divided by sqrt(mean(x^2) + eps[0]) and multiplied by norm[I] W. The division is done at
+// the end, because it is one factor for the whole row: the sum of squares is computed together with the product. If ADD
+// is 1, residual[1, O] X is added. Inputs that are not needed are not read.
 //
-// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, SPLIT simdgroups share its
-// columns; a simdgroup holds 32 / L rows at a time and R in turn.
+// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). L lanes share a row, SPLIT simdgroups share its columns.
+// A simdgroup holds 32 / L rows at a time, R times in turn.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, TEAMS = SG / SPLIT;
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[SG * ROWS];

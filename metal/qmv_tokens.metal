@@ -1,12 +1,12 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal
 // y[., O] = x[., I] times dequantised w, transposed, for count[0] rows of x, 2 to 16, with NORM and ADD as in
-// qmv.metal: each row has the same bits as there, because its products are summed in the same lanes, in the same order,
-// by the same functions. A lane reads its part of the matrix once for T rows; missing rows repeat the last one. The
-// number of rows is not a constant, so one text serves several numbers. x, y, residual X; norm[I] W; w[O, I * BITS /
-// 32] u32; scales and biases[O, I / GROUP] S.
+// qmv.metal. Each row has the same bits as in qmv.metal, because the same functions sum its products in the same lanes
+// and in the same order. A lane reads its part of the matrix once for T rows; missing rows repeat the last one. The
+// number of rows is not a constant, so one compiled kernel serves several numbers. x, y and residual are X; norm[I] W;
+// w[O, I * BITS / 32] u32; scales and biases[O, I / GROUP] S.
 //
-// grid: (32 * SG * blocks, count[0] / T rounded up, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of w, SPLIT simdgroups
-// its columns; a simdgroup holds 32 / L rows of w at a time and R in turn.
+// grid: (32 * SG * blocks, count[0] / T rounded up, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of w, SPLIT
+// simdgroups share its columns. A simdgroup holds 32 / L rows of w at a time, R times in turn.
   constexpr uint ABREAST = 32 / L, ROWS = R * ABREAST, TEAMS = SG / SPLIT;
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float part[SG * ROWS * T];

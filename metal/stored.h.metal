@@ -1,8 +1,8 @@
 // needs: codes.h.metal dense.h.metal
-// Eight weights of a matrix in any stored form: for products that are too small to have a text per form
+// Eight weights of a matrix in any stored form, for products that are too small to have a kernel for each form
 // (codes.h.metal). Loading is separate from multiplying, so that a thread can load many before it waits for the first.
 
-// Codes with their group's scale and bias, or BITS = 0: values.
+// Eight codes with the scale and bias of their group, or, if BITS is 0, eight values.
 template <int BITS>
 struct StoredEight {
   uint64_t codes;
@@ -15,7 +15,8 @@ struct StoredEight<0> {
   float v[8];
 };
 
-// The eight numbered `piece` of a matrix of so many. Scales and biases are of GROUP columns; KIND as in dense.h.metal.
+// Loads codes or values [8 piece, 8 piece + 8) of a matrix with `pieces` pieces. GROUP columns share a scale; KIND is
+// as in dense.h.metal.
 template <int BITS, int GROUP, int KIND, typename S>
 inline StoredEight<BITS> stored_load(
     const device uint32_t* w, const device S* scales, const device S* biases, uint piece, uint pieces) {
@@ -55,7 +56,8 @@ inline float stored_sum(const thread float* v, const thread float* x) {
   return sum;
 }
 
-// The weights times x, whose sum is given. Laid over the bits of 2^BITS, a code becomes a float without a conversion.
+// The product of the weights and x; `sum` is the sum of x. The bits of a code become the mantissa of a float of 2^BITS,
+// so no conversion is needed.
 template <int KIND, int BITS>
 inline float stored_dot(const thread StoredEight<BITS>& held, const thread float* x, float sum) {
   constexpr uint ONE = 1u << BITS;

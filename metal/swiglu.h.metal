@@ -1,7 +1,8 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal
-// An expert's matrices, and the first half of an expert: gate, up and what joins them.
+// The matrices of an expert, and the first half of an expert: gate, up and the activation that combines them.
 
-// Gate g and up u joined, as kinds.Activation numbers its forms. What is no number stays that.
+// Combines gate g and up u. ACTIVATION is the number of an ActivationForm (moeflux_mlx/kinds/feed_forward.py). NaN
+// stays NaN.
 template <int ACTIVATION>
 inline float swiglu_joined(float g, float u, float limit) {
   if (ACTIVATION == 0) {
@@ -25,8 +26,9 @@ inline float swiglu_joined(float g, float u, float limit) {
   return g / (1.0f + metal::exp(-1.702f * g)) * (u + 1.0f);
 }
 
-// What becomes of the products of gate and up: their biases of type B, if BIASED, and how they are joined. INTERLEAVED:
-// rows of gate and up alternate, gate's first, and of these the first half lies in gate's place, the second in up's.
+// What is done with the products of gate and up: biases of type B are added if BIASED is 1, and the activation has a
+// limit. If INTERLEAVED is 1, rows of gate and up alternate, beginning with gate; the first half of these rows is in
+// gate's place, the second half in up's.
 template <int ACTIVATION, int BIASED, int INTERLEAVED, typename B>
 struct swiglu_ending {
   const device B* gate;
@@ -34,7 +36,7 @@ struct swiglu_ending {
   float limit;
 };
 
-// Where a matrix of codes lies.
+// The addresses of a matrix of codes.
 template <typename S, typename G>
 struct swiglu_matrix {
   const device uint32_t* codes;
@@ -42,13 +44,13 @@ struct swiglu_matrix {
   const device G* biases;
 };
 
-// In a record, so many words from its start.
+// In a record, at words `codes`, `scales` and `biases`.
 template <typename S, typename G>
 inline swiglu_matrix<S, G> swiglu_in_record(const device uint32_t* record, uint codes, uint scales, uint biases) {
   return {record + codes, (const device S*)(record + scales), (const device G*)(record + biases)};
 }
 
-// From row `row` on of a matrix of COLS columns, in arrays of its own.
+// From row `row` on in a matrix with COLS columns whose codes, scales and biases are separate arrays.
 template <typename S, typename G, int COLS, int BITS, int GROUP>
 inline swiglu_matrix<S, G> swiglu_from_row(
     uint row, const device uint32_t* codes, const device S* scales, const device G* biases) {
@@ -56,8 +58,8 @@ inline swiglu_matrix<S, G> swiglu_from_row(
   return {codes + row * (COLS / 32 * BITS), scales + group, biases + group};
 }
 
-// act[I] = gate x and up x joined, for R rows of each matrix from `first` on, of which 32 / L lie abreast. x is what
-// codes_dot takes.
+// act[I] = the activation of gate x and up x, for R sets of rows of each matrix from row `first` on. A simdgroup has 32
+// / L rows of a set at the same time. codes_dot accepts the type of x.
 template <
     int R, int L, int H, int I, int BITS, int GROUP, int CHUNK, int AHEAD, int ACTIVATION, int BIASED, int INTERLEAVED,
     typename P, typename X, typename S, typename G, typename B>
