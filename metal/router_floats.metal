@@ -2,7 +2,7 @@
 // x[T, H] = h / sqrt(mean(h^2) + eps[0]) * x_norm, and logits[T, O] = the same with norm in its place, times
 // w, transposed, in float32;
 // where BIASED is 1, plus bias[O] float.
-// h[T, H] X; norm[H] and x_norm[H] floats; w[O, H] W, floats.
+// Without NORM, x is h. h[T, H] X; norm[H] and x_norm[H] floats; w[O, H] W, floats.
 //
 // grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup computes the norm of the row and takes
 // R rows of w, whose columns its threads share.
@@ -24,7 +24,7 @@
     total += squares[s];
   }
   const float scale_of_h = metal::rsqrt(total / float(H) + eps[0]);
-  router_store<H, THREADS, BLOCKS>(row_of_h, x_norm, scale_of_h, block, index, x + token * H);
+  router_store<NORM, H, THREADS, BLOCKS>(row_of_h, x_norm, scale_of_h, block, index, x + token * H);
 
   uint row[R];
   float acc[R];
@@ -34,7 +34,7 @@
   }
   for (uint i = index; i < H / 8; i += THREADS) {
     float v[8];
-    router_x8(row_of_h + 8 * i, norm + 8 * i, scale_of_h, v);
+    router_x8<NORM>(row_of_h + 8 * i, norm + 8 * i, scale_of_h, v);
     MLX_MTL_PRAGMA_UNROLL
     for (int r = 0; r < R; r++) {
       float weight[8];

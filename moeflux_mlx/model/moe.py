@@ -210,10 +210,11 @@ class MoE(nn.Module):
         """
         gates = self._gates.stacked
         own = self._gate_norm if self.rule.own_norm else norm
-        if gates is not None and norm is not None and own is not None:
+        if gates is not None and (norm is not None or own is None):
             bias = gates.bias if "bias" in gates else None
-            x_norm = norm.weight if self.rule.own_norm else None
-            x, logits = router_logits(residual, own.weight, own.eps, gates, bias, x_norm)
+            x_norm = norm.weight if norm is not None and self.rule.own_norm else None
+            weight, eps = (None, 0.0) if own is None else (own.weight, own.eps)
+            x, logits = router_logits(residual, weight, eps, gates, bias, x_norm)
             return x, softcap(logits, self.rule.softcap), logits
         rows = residual.reshape(-1, residual.shape[-1])
         x = rows if norm is None else norm(rows)

@@ -13,8 +13,9 @@ from ..kinds import Connections, GatedConnections, HyperConnections
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
+from ..ops.gated_streams import gated_mean, injected, takes_token, token_mean
 from ..ops.rows import RowCaches
-from ..ops.streams import Mapping, gated_mean, gathered, injected, last_sum, mean_of, normed_streams, scattered
+from ..ops.streams import Mapping, gathered, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 from ..state.cache import Cache
 from ..state.traced import Traced
@@ -90,20 +91,22 @@ class GatedConnection(nn.Module):
 
     def gather(self, h: Array) -> tuple[Any, ...]:
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
-        x, (inject,) = self._mean(h)
-        return x, 2 * sigmoid(inject / self.rule.streams)
+        return self._mean(h)
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer."""
         return self._mean(h)[0]
 
-    def _mean(self, h: Array) -> tuple[Any, list[Any]]:
-        """The weighed mean of the normed streams, and of what the weights for an output are made."""
+    def _mean(self, h: Any) -> tuple[Any, ...]:
+        """The weighed mean of the normed streams, and the weights [B, L, n] for an output."""
+        low, up = self._inputs.stacked, self.input_mix_weight_up
+        if low is not None and takes_token(h, low, up, self.rule):
+            return token_mean(h, self.hc_norm.weight, low, up, self.rule, self.eps)
         normed = normed_streams(h, self.hc_norm.weight, self.eps, self.rule.streams)
         _, (down, *inject) = self._inputs(normed)
-        low: Any = down / self.rule.streams
-        logits = self.input_mix_weight_up(low * sigmoid(low))
-        return gated_mean(normed, logits, self.rule.streams), inject
+        act: Any = down / self.rule.streams
+        mean = gated_mean(normed, up(act * sigmoid(act)), self.rule.streams)
+        return mean, *(2 * sigmoid(one / self.rule.streams) for one in inject)
 
     def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
         """The streams behind the part (`injected`)."""

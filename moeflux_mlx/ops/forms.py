@@ -24,6 +24,14 @@ PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
 
+StoredForm = tuple[int, int, int, mx.Dtype | str]  # of metal/stored.h.metal: BITS, GROUP, KIND and the type of scales
+
+
+def stored_template(form: StoredForm) -> dict[str, Any]:
+    """The constants of a text that reads a matrix by metal/stored.h.metal."""
+    return dict(zip(("BITS", "GROUP", "KIND", "S"), form, strict=True))
+
+
 @dataclass(frozen=True)
 class Form:
     """The stored form of a matrix, as far as a kernel's text depends on it."""

@@ -20,9 +20,9 @@ from . import backend, gpu_time, native
 from .attend import RECENT, SEVERAL, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
-from .forms import Form, code_number, is_read, scale_type
+from .forms import Form, StoredForm, is_read, stored_template
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
-from .linear import Part, Weights, by_head, dequantized, inputs_of, linear, linear_by_head, multiply, part_of_heads
+from .linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
 from .norm import Norm
 from .rope import Rope
 from .rows import RowCaches
@@ -38,7 +38,6 @@ PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # heads of a threadgroup, if its memory is large enough
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
 Mask = mx.array | str | None
-StoredForm = tuple[int, int, int, mx.Dtype | str]  # of metal/stored.h.metal: BITS, GROUP, KIND and the type of scales
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,12 @@ class HeadMatrices:
     def stored(self) -> "StoredMatrices":
         """The kernels' inputs."""
         part = self.weights if self.rows is None else part_of_heads(self.weights, self.heads, self.rows)
-        if part.quant is not None and part.quant.has_global_scale:  # the kernels do not take a global scale
-            part = Part(None, dequantized(part, mx.float32))
-        arrays: list[Any] = inputs_of(part)
-        transposed, (bits, group) = self.transposed, (0, 1)
-        if part.quant is not None:
-            bits, group = part.quant.bits, part.quant.group_size
-        else:
+        arrays, form = stored(part)
+        transposed = self.transposed
+        if not form[0]:
             weight, transposed = arrays[0], transposed and arrays[0].shape[-1] % 8 == 0
             arrays = [weight if transposed == self.transposed else weight.swapaxes(-1, -2)] * 3
-        kind, scale = code_number(part.quant), scale_type(part.quant, arrays[1].dtype)
-        return StoredMatrices(arrays, (bits, group, kind, scale), transposed)
+        return StoredMatrices(arrays, form, transposed)
 
     def each(self) -> Iterator[np.ndarray]:
         """Yields the matrices in float32; the memory may be reused for the next one."""
@@ -332,7 +326,7 @@ def plan(
     common, (threads, lanes) = {"X": X, "H": heads, "N": N, "R": dims}, SHAPES[target]
     made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": threads, "L": lanes}
     made |= {"PRECOMPUTED": int(form is None), "INTERLEAVED": int(interleaved), "TRANSPOSED": int(transposed)}
-    made |= {f"Q_{name}": value for name, value in read.template.items()} | _template(stored[0])
+    made |= {f"Q_{name}": value for name, value in read.template.items()} | stored_template(stored[0])
     out = [((heads, row), mx.float32), ((row,), X)]
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
     query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
@@ -340,7 +334,7 @@ def plan(
     made = common | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | _template(stored[1])
+    made = common | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 
@@ -369,10 +363,6 @@ def _of_rows(launch: Launch, count: int, of_row: Mapping[str, int], own: dict[st
     for name, (shape, dtype) in zip(outputs.split(), launch.outputs, strict=True):
         made += [(shape, dtype)] * count if name == "next" else [((1, count, prod(shape)), dtype)]
     return launch.of_rows(own, count, sizes, made)
-
-
-def _template(form: StoredForm) -> dict[str, Any]:
-    return dict(zip(("BITS", "GROUP", "KIND", "S"), form, strict=True))
 
 
 # ---- plain operations

@@ -15,7 +15,19 @@ import numpy as np
 from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
-from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
+from .forms import (
+    MULTIPLE,
+    Form,
+    StoredForm,
+    code_number,
+    factors,
+    is_read,
+    matmul_float32,
+    scale_type,
+    settings,
+    unpacked,
+    unpacked_float32,
+)
 from .launch import (
     LEAST_ELEMENTS,
     NO_KERNELS,
@@ -243,6 +255,17 @@ def inputs_of(w: Weights) -> list[Input]:
     """A kernel's inputs: none may be missing, so scales stand for those that the form lacks."""
     parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
     return [*parts, parts[-1]] if len(parts) == 2 else parts
+
+
+def stored(w: Weights) -> tuple[list[Any], StoredForm]:
+    """A matrix for metal/stored.h.metal: codes, scales and biases, or values instead of all three; and its form. With a
+    global scale, which that text does not read, it is dequantised.
+    """
+    if w.quant is not None and w.quant.has_global_scale:
+        w = Part(None, dequantized(w, mx.float32))
+    if w.quant is None:
+        return [w.weight] * 3, (0, 1, 0, w.weight.dtype)
+    return inputs_of(w), (w.quant.bits, w.quant.group_size, code_number(w.quant), scale_type(w.quant, w.scales.dtype))
 
 
 # ---- the kernels for the rows of a step

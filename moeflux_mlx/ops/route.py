@@ -223,13 +223,18 @@ def plan(target: str, shape: Shape, rule: Router, has_bias: bool, copies: bool =
 
 
 def router_logits(
-    h: Array, norm: mx.array, eps: float, w: Weights, bias: mx.array | None = None, x_norm: mx.array | None = None
+    h: Array,
+    norm: mx.array | None,
+    eps: float,
+    w: Weights,
+    bias: mx.array | None = None,
+    x_norm: mx.array | None = None,
 ) -> tuple[Array, Array]:
     """The RMS norm of a few rows or of many, and its product with a router's matrix, plus a bias.
 
     Args:
         h: [..., H], T rows, in MLX's hands float32, bfloat16 or float16; each row at a multiple of 16 bytes.
-        norm: [H], the norm's weight.
+        norm: [H], the norm's weight; None: there is no norm, and x is h.
         eps: the norm's.
         w: [O, H].
         bias: [O] float32.
@@ -242,14 +247,15 @@ def router_logits(
     if isinstance(h, mx.array):
         form = None if w.quant is None else Form(w.quant, w.scales.dtype)
         rows = min(shape[0], MAX_TOKENS + 1), shape[1]
-        dtypes = h.dtype, norm.dtype, w.weight.dtype
-        launch = plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None)
+        weight = h if norm is None else norm
+        dtypes = h.dtype, weight.dtype, w.weight.dtype
+        launch = plan_logits(backend.name(), rows, dtypes, w.shape, form, bias is not None, norm is not None)
         if not isinstance(launch, Reason):
             x, logits = launch(
-                h, norm, norm if x_norm is None else x_norm, eps, norm if bias is None else bias, *inputs_of(w)
+                h, weight, weight if x_norm is None else x_norm, eps, weight if bias is None else bias, *inputs_of(w)
             )
             return x, logits
-    x = rms_norm(h.reshape(shape), norm, eps)
+    x = h.reshape(shape) if norm is None else rms_norm(h.reshape(shape), norm, eps)
     logits = linear(float32(x), w)
     x = x if x_norm is None else rms_norm(h.reshape(shape), x_norm, eps)
     return x, logits if bias is None else plus(logits, bias)
@@ -257,7 +263,13 @@ def router_logits(
 
 @planned()
 def plan_logits(
-    target: str, h: Shape, dtypes: tuple[mx.Dtype, ...], w: Shape, form: Form | None, has_bias: bool = False
+    target: str,
+    h: Shape,
+    dtypes: tuple[mx.Dtype, ...],
+    w: Shape,
+    form: Form | None,
+    has_bias: bool = False,
+    has_norm: bool = True,
 ) -> Launch | Reason:
     tokens, hidden = h
     rows = w[0]
@@ -272,7 +284,7 @@ def plan_logits(
     tile = tile_of(target, "router", f"{rows}x{hidden} {form}")
     blocks = ceildiv(rows, tile.rows)
     template = {"X": dtypes[0], "H": hidden, "O": rows, "R": tile.rows, "SG": tile.simdgroups, "BLOCKS": blocks}
-    template["BIASED"] = int(has_bias)
+    template |= {"BIASED": int(has_bias), "NORM": int(has_norm)}
     kernel = Kernel("router_floats", "h norm x_norm eps bias w", "x logits")
     if form is not None:
         kernel = Kernel("router_codes", "h norm x_norm eps bias w scales biases", "x logits", form.header)

@@ -1,6 +1,5 @@
-"""Several residual streams side by side: manifold-constrained hyper-connections (arXiv:2512.24880; the order of
-operations is that of DeepSeek-V4's model code in transformers), whose weights are computed in float32, and gated ones
-(transformers, `Qwen4ExpTextGatedResidual`).
+"""Several residual streams side by side, and manifold-constrained hyper-connections between them (arXiv:2512.24880; the
+order of operations is that of DeepSeek-V4's model code in transformers), whose weights are computed in float32.
 
 For a single token, a GPU computes the weights of hyper-connections in two launches, and the streams behind a part in
 one.
@@ -90,11 +89,17 @@ def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections
 
 
 @planned()
-def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int) -> Launch:
-    """The launch that adds a part's output."""
+def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int, is_mixed: bool) -> Launch:
+    """The launch that adds a part's output, to mixtures of the streams or to the streams themselves."""
     D = width // streams
-    template = {"X": dtype, "N": streams, "D": D, "T": THREADS}
+    template = {"X": dtype, "N": streams, "D": D, "T": THREADS, "MIXED": int(is_mixed)}
     return Launch(target, SCATTER, template, (ceildiv(D, THREADS), 1), THREADS, [((1, 1, width), dtype)])
+
+
+def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Any:
+    """h [B, L, n * D], each of its n streams normed, times weight [n * D]."""
+    rows = rms_norm(h.reshape(-1, h.shape[-1] // streams), None, eps).reshape(h.shape)
+    return rows * (weight if isinstance(h, mx.array) else view(weight))
 
 
 def last_sum(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> Any:
@@ -124,7 +129,7 @@ def scattered(h: Array, out: Array, mixing: Any, rule: HyperConnections) -> Any:
     """The streams [B, L, n * D] behind a part whose output is out [B, L, D], added as `gathered` said."""
     (B, L, width), n = h.shape, rule.streams
     if isinstance(h, mx.array) and not refusal(backend.name(), B * L, rule):
-        return plan_scatter(backend.name(), width, h.dtype, n)(h, out, mixing)[0]
+        return plan_scatter(backend.name(), width, h.dtype, n, True)(h, out, mixing)[0]
     comb = mixing[..., n:].reshape(B, L, n, n).swapaxes(-1, -2).astype(h.dtype)
     mixed = comb @ h.reshape(B, L, n, -1) + mixing[..., :n, None].astype(h.dtype) * out[:, :, None]
     return mixed.reshape(B, L, width)
@@ -145,23 +150,3 @@ def _sum(h: Any, logits: Any, rule: HyperConnections) -> Any:
     weights = (sigmoid(logits) + rule.eps).astype(h.dtype)
     B, L, _ = h.shape
     return (weights[..., None] * h.reshape(B, L, rule.streams, -1)).sum(axis=2)
-
-
-# ---- gated connections
-
-
-def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Any:
-    """h [B, L, n * D], each of its n streams normed, times weight [n * D]."""
-    rows = rms_norm(h.reshape(-1, h.shape[-1] // streams), None, eps).reshape(h.shape)
-    return rows * (weight if isinstance(h, mx.array) else view(weight))
-
-
-def gated_mean(normed: Array, logits: Array, streams: int) -> Any:
-    """The mean [B, L, D] over n streams of normed [B, L, n * D], each value times the sigmoid of its logit."""
-    B, L, _ = normed.shape
-    return (sigmoid(logits) * normed).reshape(B, L, streams, -1).mean(axis=2)
-
-
-def injected(h: Array, out: Array, weights: Array) -> Any:
-    """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n]."""
-    return h + (weights[..., None] * out[:, :, None]).reshape(h.shape)

@@ -71,6 +71,8 @@ def test_norm_and_logits_match_oracle(host, sizes, form, dtype):
     x, same = router_logits(h, norm, 1e-6, w, None, other)
     assert mx.array_equal(same, logits), "a norm of x's own changes no logit"
     assert error(x, want / wide(norm) * wide(other)) < LIMITS[dtype]
+    x, logits = router_logits(h, None, 0.0, w)
+    assert mx.array_equal(x, h) and error(logits, wide(h) @ values.T) < 2e-5, "there may be no norm"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

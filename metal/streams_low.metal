@@ -1,0 +1,64 @@
+// needs: codes.h.metal stored.h.metal lane.h.metal
+// made[O] = M (v / rms(v) * weight) of each of N streams v of a token, where the streams h[N, D] X lie side by side, and
+// behind these products the N factors 1 / rms(v) = 1 / sqrt(mean(v^2) + eps[0]). M[O, N * D] in any form (stored.h.metal);
+// weight[N, D] W; made[O + N] float.
+//
+// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup takes R rows of M, whose columns its
+// threads share. The factor of a stream comes last, so it is computed together with the products.
+  constexpr uint THREADS = 32 * SG, PIECES = D / 8, SUMS = N * (R + 1);
+  threadgroup float part[SG * SUMS];
+  const uint index = thread_index_in_threadgroup;
+  const uint top = threadgroup_position_in_grid.x * R;
+  for (uint stream = 0; stream < N; stream++) {
+    float acc[R + 1];  // the last one is of squares
+    for (uint r = 0; r <= R; r++) {
+      acc[r] = 0;
+    }
+    for (uint piece = index; piece < PIECES; piece += THREADS) {
+      const uint at = stream * PIECES + piece;
+      StoredEight<BITS> held[R];
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint r = 0; r < R; r++) {
+        const uint row = metal::min(top + r, uint(O - 1));
+        held[r] = stored_load<BITS, GROUP, KIND>(
+            w, (const device S*)scales, (const device S*)biases, row * N * PIECES + at, O * N * PIECES);
+      }
+      float v[8], by[8], total = 0;
+      codes_x8(h + 8 * at, v);
+      codes_x8(weight + 8 * at, by);
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint j = 0; j < 8; j++) {
+        acc[R] = metal::fma(v[j], v[j], acc[R]);
+        v[j] *= by[j];
+        total += v[j];
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint r = 0; r < R; r++) {
+        acc[r] += stored_dot<KIND>(held[r], v, total);
+      }
+    }
+    for (uint r = 0; r <= R; r++) {
+      const float sum = lane_sum<32>(acc[r]);
+      if (thread_index_in_simdgroup == 0) {
+        part[simdgroup_index_in_threadgroup * SUMS + stream * (R + 1) + r] = sum;
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  if (index < R && top + index < O) {
+    float whole = 0;
+    for (uint stream = 0; stream < N; stream++) {
+      float sum = 0, squares = 0;
+      for (uint s = 0; s < SG; s++) {
+        sum += part[s * SUMS + stream * (R + 1) + index];
+        squares += part[s * SUMS + stream * (R + 1) + R];
+      }
+      const float factor = metal::rsqrt(squares / float(D) + eps[0]);
+      whole = metal::fma(sum, factor, whole);
+      if (top + index == 0) {
+        made[O + stream] = factor;
+      }
+    }
+    made[top + index] = whole;
+  }

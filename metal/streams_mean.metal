@@ -1,0 +1,53 @@
+// needs: codes.h.metal stored.h.metal lane.h.metal
+// The input of a layer's part from N streams h[N, D] X of one token, and the weights for adding its output (gated
+// connections, ops/gated_streams.py). x[D] X is the mean of the normed streams, each value times the sigmoid of its row of
+// up silu(low / N). made[O + N] float is the result of streams_low.metal: low[LOW], the logits of the N weights where O
+// > LOW, and the streams' factors. up[N * D, LOW] in any form (stored.h.metal), weight[N, D] W; mixing[N] float.
+//
+// grid: (T * blocks, 1, 1), threadgroup (T, 1, 1). L lanes share a column of the N streams.
+  constexpr uint PIECES = LOW / 8;
+  threadgroup float low[LOW];
+  const uint index = thread_index_in_threadgroup;
+  for (uint i = index; i < LOW; i += T) {
+    const float v = made[i] / float(N);
+    low[i] = v / (1.0f + metal::exp(-v));
+  }
+  if (threadgroup_position_in_grid.x == 0 && index < N) {
+    mixing[index] = O > LOW ? 2.0f / (1.0f + metal::exp(-made[LOW + index] / float(N))) : 0.0f;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  const uint column = threadgroup_position_in_grid.x * (T / L) + index / L;
+  const uint at = metal::min(column, uint(D - 1));
+  float acc[N];
+  for (uint i = 0; i < N; i++) {
+    acc[i] = 0;
+  }
+  for (uint piece = index % L; piece < PIECES; piece += L) {
+    StoredEight<BITS> held[N];
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < N; i++) {
+      held[i] = stored_load<BITS, GROUP, KIND>(
+          w, (const device S*)scales, (const device S*)biases, (i * D + at) * PIECES + piece, N * D * PIECES);
+    }
+    float v[8], total = 0;
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint j = 0; j < 8; j++) {
+      v[j] = low[8 * piece + j];
+      total += v[j];
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < N; i++) {
+      acc[i] += stored_dot<KIND>(held[i], v, total);
+    }
+  }
+  float sum = 0;
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint i = 0; i < N; i++) {
+    const float logit = lane_sum<L>(acc[i]);
+    const float normed = float(h[i * D + at]) * made[O + i] * float(weight[i * D + at]);
+    sum += normed / (1.0f + metal::exp(-logit));
+  }
+  if (index % L == 0 && column < D) {
+    x[column] = X(sum / float(N));
+  }

@@ -1,0 +1,105 @@
+"""Gated connections between several residual streams (transformers, `Qwen4ExpTextGatedResidual`).
+
+For a single token a GPU computes a part's input in two launches, and the streams after the part in one. Those kernels
+compute in float32 up to their results.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from ..kinds import GatedConnections
+from ..quant import Quant
+from . import backend
+from .attend import SEVERAL
+from .backend import Array
+from .elementwise import sigmoid
+from .forms import StoredForm, is_read, stored_template
+from .launch import NO_KERNELS, Kernel, Launch, Reason, ceildiv
+from .linear import Weights, stored
+from .streams import plan_scatter
+from .tiles import lanes_of, planned
+
+LOW = Kernel("streams_low", "h weight eps w scales biases", "made")
+MEAN = Kernel("streams_mean", "h weight made w scales biases", "x mixing")
+ROWS, SIMDGROUPS = 2, 4  # of a threadgroup of LOW
+THREADS, LANES = 256, 8  # of a threadgroup of MEAN; and of those that share a column, at most
+
+
+def gated_mean(normed: Array, logits: Array, streams: int) -> Any:
+    """The mean [B, L, D] over n streams of normed [B, L, n * D], each value times the sigmoid of its logit."""
+    B, L, _ = normed.shape
+    return (sigmoid(logits) * normed).reshape(B, L, streams, -1).mean(axis=2)
+
+
+def injected(h: Array, out: Array, weights: Array) -> Any:
+    """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n]."""
+    (B, L, width), streams = h.shape, weights.shape[-1]
+    if isinstance(h, mx.array) and not refusal(backend.name(), B * L):
+        return plan_scatter(backend.name(), width, h.dtype, streams, False)(h, out, weights)[0]
+    return h + (weights[..., None] * out[:, :, None]).reshape(h.shape)
+
+
+@planned()
+def refusal(target: str, tokens: int) -> Reason | None:
+    """Why the kernels do not take this number of tokens."""
+    if target == "ops":
+        return NO_KERNELS
+    return None if tokens == 1 else SEVERAL
+
+
+@planned()
+def form_refusal(quant: Quant | None, columns: int) -> Reason | None:
+    """Why the kernels do not take a matrix with this number of columns."""
+    if columns % 8:
+        return Reason(f"rows of {columns} columns are no multiple of 8")
+    if quant is not None and (quant.has_global_scale or not is_read(quant, columns)):
+        return Reason(f"the kernels do not read {quant} in rows of {columns} columns")
+    return None
+
+
+def takes_token(h: Array, low: Weights, up: Weights, rule: GatedConnections) -> bool:
+    """Whether `token_mean` takes the streams h [B, L, n * D] and these matrices."""
+    if not isinstance(h, mx.array) or refusal(backend.name(), h.shape[0] * h.shape[1]):
+        return False
+    D = h.shape[-1] // rule.streams
+    return not (D % 8 or form_refusal(low.quant, low.shape[1]) or form_refusal(up.quant, up.shape[1]))
+
+
+def token_mean(
+    h: mx.array, norm: mx.array, low: Weights, up: Weights, rule: GatedConnections, eps: float
+) -> tuple[mx.array, mx.array]:
+    """A part's input [1, 1, D] from the streams of a token, h [1, 1, n * D]; and the weights [1, 1, n] float32 for
+    adding its output.
+
+    Args:
+        norm: [n * D], the weight of the norm of the streams.
+        low: [rank, n * D], or [rank + n, n * D] if its last rows give the weights; without them these are zeros.
+        up: [n * D, rank].
+    """
+    (w_low, low_form), (w_up, up_form) = stored(low), stored(up)
+    shapes = h.shape[-1], low.shape[0]
+    products, mean = plan_mean(backend.name(), shapes, (h.dtype, norm.dtype), (low_form, up_form), rule)
+    (made,) = products(h, norm, eps, *w_low)
+    x, mixing = mean(h, norm, made, *w_up)
+    return x, mixing
+
+
+@planned()
+def plan_mean(
+    target: str,
+    shapes: tuple[int, int],
+    types: tuple[mx.Dtype, mx.Dtype],
+    forms: tuple[StoredForm, StoredForm],
+    rule: GatedConnections,
+) -> tuple[Launch, Launch]:
+    """The launch of the products with the normed streams, and that of the mean."""
+    (width, rows), n = shapes, rule.streams
+    common = {"X": types[0], "W": types[1], "N": n, "D": width // n, "O": rows}
+    template = common | {"R": ROWS, "SG": SIMDGROUPS} | stored_template(forms[0])
+    groups = ceildiv(rows, ROWS), 1
+    products = Launch(target, LOW, template, groups, 32 * SIMDGROUPS, [((rows + n,), mx.float32)])
+    lanes = lanes_of(rule.rank // 8, LANES)
+    template = common | {"LOW": rule.rank, "L": lanes, "T": THREADS} | stored_template(forms[1])
+    outputs = [((1, 1, width // n), types[0]), ((1, 1, n), mx.float32)]
+    return products, Launch(target, MEAN, template, (ceildiv(width // n * lanes, THREADS), 1), THREADS, outputs)
