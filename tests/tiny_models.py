@@ -61,9 +61,13 @@ def made_once(name, make):
     return path
 
 
-@functools.cache
 def tiny_model(family, dtype=None, variant="mlx4"):
-    """The model of `tiny_directory`, with activations and caches in `dtype`."""
+    """The model of `tiny_directory`, with activations and caches in `dtype`, loaded once for each default device."""
+    return _model(family, dtype, variant, str(mx.default_device()))
+
+
+@functools.cache
+def _model(family, dtype, variant, device):
     return load_model(tiny_directory(family, variant), dtype=dtype)
 
 

@@ -156,7 +156,8 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "_there"):  # an interrupt can end the constructor
+            self.release()
 
 
 ON_DISK, IN_MEMORY, ARRIVING, HIT, MISSED = range(5)  # the values of `ExpertLoader.expert_states`

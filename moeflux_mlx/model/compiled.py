@@ -1,5 +1,5 @@
-"""A token of each of several sequences, or a few tokens of one, through the model, or a token through a layer up to its
-choice of experts, as one compiled graph on a GPU.
+"""The next tokens of one sequence or of several through the model, or a token through a layer up to its choice of
+experts, as one compiled graph on a GPU.
 
 Building the graph of a token in Python takes milliseconds. `mx.compile` traces it once for each capacity of the caches
 and replays it: the whole model if the GPU holds every expert, otherwise the part of each layer before the host must
@@ -55,7 +55,7 @@ class Compiled:
 
 
 class DecodeStep:
-    """Runs a model, or a part of it, for rows: one token of each of some sequences, or the next tokens of one.
+    """Runs a model, or a part of it, for rows: the next tokens of one sequence or of several.
 
     Traces keep the model's arrays until `forget`.
     """
@@ -81,7 +81,7 @@ class DecodeStep:
         layers = ((layer, count) for cache, count in runs for layer in cache)
         # One row always has a stand-in.
         refused = any(layer.empty() or (count > 1 and layer.traced(count) is None) for layer, count in layers)
-        return len(runs) in (1, len(sequences)) and not refused
+        return not refused
 
     def __call__(
         self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None

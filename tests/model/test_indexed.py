@@ -16,6 +16,7 @@ from moeflux_mlx import kinds
 from moeflux_mlx.kinds import Indexer
 from moeflux_mlx.model import indexed as module
 from moeflux_mlx.model.span import Span
+from moeflux_mlx.ops.backend import contiguous
 from moeflux_mlx.ops.indexed import Chosen, Index, choose
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -99,7 +100,7 @@ def test_the_last_values_of_a_head_rotated(monkeypatch, family):
     def wrong(self, x, offset):
         if x.shape[-1] == self.dims or self.dims != 16 or x.shape[-1] > 48:
             return right(self, x, offset)
-        return np.ascontiguousarray(right(self, np.ascontiguousarray(x[..., ::-1]), offset)[..., ::-1])
+        return contiguous(right(self, contiguous(x[..., ::-1]), offset)[..., ::-1])
 
     assert broken(monkeypatch, module.Rope, "__call__", wrong, family=family)
 

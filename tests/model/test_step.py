@@ -131,7 +131,8 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), *[([(1,), (2,)], [0, 1])] * 3]
     plan += [([tuple(range(count)), ()], [kept, 0]) for count, kept in [(3, 1), (8, 8), (2, 0), (8, 5), (8, 7), (8, 8)]]
     check(model, Alone(model), [tuple(PROMPT), ()], plan)
-    assert {1, 2, 8} <= set(together) <= {1, 2, 3, 8}, "three are refused where only some of them attend to all"
+    several = set() if family in CHOOSING else {3, 4}  # refused where only some of a sequence's rows attend to all
+    assert {1, 2, 8} | several <= set(together)
 
 
 @pytest.mark.usefixtures("plain_operations")
