@@ -6,8 +6,8 @@
 
 A variant gets random weights, drawn on MLX's device, with all experts in memory; a directory is loaded. Each number of
 sequences has its own prompts of different lengths, which continue from round to round. Prints a line for each round,
-and ends with one JSON line: for each number the median of tokens a second of all together, and the median, lowest and
-highest of its ratio to one sequence of the same round.
+and ends with one JSON line: for each number of sequences the median of their tokens per second in total, and the
+median, lowest and highest ratio to a single sequence in the same round.
 
 Random weights route rows independently. With `--trace` (routing_trace.py synthesize --sequences) the rows of a step
 request the experts of the trace instead. Nothing is read ahead, and the timed steps follow equally many untimed ones,
@@ -42,7 +42,7 @@ from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.spec import ModelArgs, variants
 
 WARMUP = 8  # steps before the first round
-Advance = Callable[[], Any]  # takes every sequence a token further
+Advance = Callable[[], Any]  # advances every sequence by one token
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def held_drive(options: argparse.Namespace) -> Iterator[None]:
-    """This process in a control group whose reads are slowed down."""
+    """Runs this process in a control group in which reads are slowed down."""
     if options.drive_mbps is None:
         yield
         return
@@ -96,7 +96,7 @@ def held_drive(options: argparse.Namespace) -> Iterator[None]:
 
 
 class Together:
-    """Sequences that decode together, as the routers say or as a trace does.
+    """Sequences that decode together. The routers choose the experts, or a trace does.
 
     Attributes:
         read: experts that were read in the steps that were timed.
@@ -114,7 +114,9 @@ class Together:
             self.at, self.traced.at = self.traced.at, None
 
     def timed(self, count: int) -> float:
-        """Seconds of so many steps, before which as many fill the pool where experts are read as a trace says."""
+        """Returns the seconds of `count` steps. If experts are read as a trace says, the same number of steps fills the
+        pool first.
+        """
         if self.traced is not None:
             steps(self, count)
         before = self.model.experts.stats.misses
@@ -124,7 +126,7 @@ class Together:
 
 
 def makers(options: argparse.Namespace) -> Any:
-    """Names, and what advances the sequences of each."""
+    """Yields a name and the function that advances the sequences, for each case."""
     config, model = None, None
     if options.model is None:
         config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
@@ -162,7 +164,7 @@ def trace_of(options: argparse.Namespace) -> np.ndarray:
 
 
 def prompts(options: argparse.Namespace, count: int, vocabulary: int) -> list[list[int]]:
-    """Random ones; each is a little shorter than the one before."""
+    """Returns random prompts, each a little shorter than the one before."""
     lengths = [max(options.prompt - 37 * i, 1) for i in range(count)]
     return [mx.random.randint(0, min(vocabulary, 10000), (length,)).tolist() for length in lengths]
 
@@ -173,7 +175,7 @@ def decoding(model: Any, prompt: list[int]) -> Decoding:
 
 
 def steps(advance: Advance, count: int) -> float:
-    """Seconds."""
+    """Returns the seconds that `count` steps take."""
     start = time.perf_counter()
     for _ in range(count):
         advance()
@@ -181,7 +183,9 @@ def steps(advance: Advance, count: int) -> float:
 
 
 def one_round(runs: dict, options: argparse.Namespace, number: int) -> dict:
-    """Tokens a second of each; every second round goes backwards, so that a drift hits all alike."""
+    """Returns the tokens per second of each case. Every second round runs backwards, so that a drift affects all cases
+    alike.
+    """
     order = list(runs.items())[:: -1 if number % 2 else 1]
     rates = {}
     for name, advance in order:
@@ -210,7 +214,7 @@ def report(options: argparse.Namespace, rounds: list[dict], runs: dict) -> dict:
 
 
 def reads(run: Together, trace: np.ndarray, tokens: int) -> dict:
-    """Experts a token that were read, and that the pool misses in the trace."""
+    """Returns, per token, how many experts were read, and how many the pool misses according to the trace."""
     of_trace = trace[: len(run.decodings)]
     most = missed(steps_of(of_trace), run.model.experts.slots) / (len(of_trace) * trace.shape[1])
     return {"read": round(run.read / tokens, 3), "missed": round(most, 3)}

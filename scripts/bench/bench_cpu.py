@@ -5,7 +5,7 @@
     python scripts/bench/bench_cpu.py MODEL
 
 Every round times, one after the other, a plain read of memory by the kernels' threads, our decode with activations of
-8, 16 and 24 bits, and mlx-lm's (float32 and bfloat16, the same weights and tokens), so that a disturbance hits
+8, 16 and 24 bits, and mlx-lm's (float32 and bfloat16, the same weights and tokens), so that a disturbance affects
 neighbours alike; ratios are taken within a round, and medians over the rounds are reported. The bound is the read
 bandwidth over the weight bytes of a token. Prefill alternates in the same way; mlx-lm's takes a minute, so it runs
 once, before the rounds. The last line is JSON.
@@ -59,7 +59,7 @@ class Runner:
         self.fed = 0
 
     def start(self, length: int) -> None:
-        """Runs `length` tokens of the prompt into a new cache; ours makes logits of the last."""
+        """Runs `length` tokens of the prompt into a new cache. Our model computes the logits of the last one."""
         self.cache = new_cache(self.model)
         tokens = mx.array(self.prompt[:length])
         if isinstance(self.model, Model):
@@ -79,7 +79,7 @@ def new_cache(model) -> list:
 
 
 def peer(path: Path, ours: Model, dtype: mx.Dtype):
-    """mlx-lm's model of the same configuration with the same weights."""
+    """Returns mlx-lm's model of the same configuration with the same weights."""
     config = read_json(path / "config.json")
     model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(config))
     nn.quantize(model, class_predicate=lambda name, module: geometry(config, name, module))
@@ -98,7 +98,7 @@ def geometry(config: dict, name: str, module: nn.Module):
 
 
 def parameters(ours: Model):
-    """Resident tensors under the names that both models use."""
+    """Returns the resident tensors under the names that both models use."""
     for name, module in ours.named_modules():
         for part in PARTS:
             if part in module:
@@ -106,7 +106,7 @@ def parameters(ours: Model):
 
 
 def experts(path: Path, ours: Model):
-    """Stacks of all experts of a layer, copied out of the packed blocks."""
+    """Returns stacks of all experts of a layer, copied from the packed records."""
     packed = PackedExperts.open(path, ours.args)
     layout = packed.layout
     for layer in tqdm(layout.moe_layers, unit="layer", desc="copying experts for mlx-lm"):
@@ -124,7 +124,9 @@ def experts(path: Path, ours: Model):
 
 
 def token_bytes(model: Model) -> int:
-    """Weight bytes that decoding one token reads: every matrix but the embedding, and the chosen experts."""
+    """Returns the bytes of weights that decoding one token reads: every matrix except the embedding, and the chosen
+    experts.
+    """
     modules = [m for n, m in model.named_modules() if isinstance(m, Weight) and not n.endswith("embed_tokens")]
     resident = sum(m[part].nbytes for m in modules for part in PARTS if part in m)
     layout = model.experts.layout
@@ -138,7 +140,9 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def one_round(runners: dict[str, Runner], tokens: dict[str, int], words: np.ndarray, bytes_: int) -> dict[str, float]:
-    """Rates of one round, in tokens per second; "bound" is what reading the weights alone would allow."""
+    """Returns the rates of one round in tokens per second; "bound" is the rate at which the weights alone could be
+    read.
+    """
     rates = {"bound": words.nbytes / seconds(lambda: native.checksum(words)) / bytes_}
     for name, runner in runners.items():
         rates[name] = tokens[name] / seconds(lambda r=runner, n=tokens[name]: r.decode(n))
@@ -161,7 +165,7 @@ def main() -> None:
     words = np.ones(READ_BYTES // 4, np.uint32)
     for name in FORMS:
         runners[name].start(options.prompt)
-        runners[name].decode(200)  # every expert's pages are mapped
+        runners[name].decode(200)  # maps the pages of every expert
     slow = None
     if FLOAT32 in runners:
         check_same(runners)
@@ -180,7 +184,7 @@ def main() -> None:
 
 @contextmanager
 def busy_core() -> Iterator[None]:
-    """Another process that wants all of one core's time."""
+    """Runs another process that uses all of one core's time."""
     other = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         yield
@@ -202,7 +206,7 @@ def parsed() -> argparse.Namespace:
 
 
 def check_same(runners: dict[str, Runner]) -> None:
-    """The peers are worth a comparison only if they compute the same."""
+    """Checks that the models compute the same; otherwise a comparison means nothing."""
     tokens = mx.array(runners[OURS].prompt[None, :4])
     ours, theirs = (np.array(runners[name].model(tokens)[0].astype(mx.float32)) for name in (OURS, FLOAT32))
     spread = float(np.abs(ours - theirs).max() / ours.std())

@@ -24,7 +24,7 @@ import numpy as np
 
 BEFORE, PROMPT, WARMUP, CONTEXT = 32, 128, 100, 512
 OURS, PEER = "ours", "llama.cpp"
-Timed = Callable[[str, int], float]  # what ("decode" or "prompt") and how many tokens -> tokens a second
+Timed = Callable[[str, int], float]  # what to compute ("decode" or "prompt") and how many tokens -> tokens per second
 
 
 def ours(options: Namespace) -> Timed:
@@ -66,7 +66,7 @@ def peer(options: Namespace) -> Timed:
 
 
 def answer(run: Timed) -> None:
-    """The child: answers each line `what count` with a rate."""
+    """The child process answers each line `what count` with a rate."""
     run("decode", WARMUP)
     print("ready", flush=True)
     for line in sys.stdin:

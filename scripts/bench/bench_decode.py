@@ -64,14 +64,14 @@ QUIET = ("Broadcast", "ExpandDims", "Squeeze", "Reshape", "Slice", "Split", "Tra
 
 
 class RandomExperts(MappedExperts):
-    """Experts that never were on a disk, all in GPU memory."""
+    """Random experts that were never on a disk, all in GPU memory."""
 
     def __init__(self, layout: ExpertLayout):
         super().__init__(PackedExperts(layout, {}))
         self.layers = {layer: self._random(layout, layer) for layer in layout.moe_layers}
 
     def _random(self, layout: ExpertLayout, layer: int) -> mx.array:
-        """[num_experts, words]: random codes, scales and biases of a trained model's size."""
+        """Returns [num_experts, words]: random codes, with scales and biases as large as a trained model's."""
         blob = random_records(layout.records[layer], layout.num_experts).blob
         mx.eval(blob)
         return blob
@@ -94,7 +94,7 @@ def ours(
 
 
 def random_tables(args: ModelArgs) -> Tables | None:
-    """What reads random rows of n-grams from files; None: the model has none."""
+    """Returns a reader of random rows of n-grams in files; None if the model has no such tables."""
     files = {}
     with tempfile.TemporaryDirectory() as folder:
         for layer, part in args.ngrams.items():
@@ -108,7 +108,7 @@ def random_tables(args: ModelArgs) -> Tables | None:
 
 
 class Logits:
-    """A language model of mlx-vlm, which returns more than logits, in the form of mlx-lm's models."""
+    """Gives a language model of mlx-vlm the form of mlx-lm's models: it returns only logits."""
 
     def __init__(self, model: Any):
         self.model, self.layers, self.make_cache = model, model.layers, model.make_cache
@@ -118,8 +118,11 @@ class Logits:
 
 
 def theirs(config: dict, package: str = "mlx-lm") -> Any:
-    """The model of mlx-lm or mlx-vlm for the same configuration, quantised as its converter does but with 4 bits
-    wherever that chooses a floating-point format, and with weights as random as ours."""
+    """Returns the model of mlx-lm or mlx-vlm for the same configuration.
+
+    It is quantised as its converter would, but with 4 bits where the converter chooses a floating-point format. Its
+    weights are as random as ours.
+    """
     kind, config = config["model_type"], copy.deepcopy(config)
     if package == "mlx-lm":
         module = importlib.import_module(f"mlx_lm.models.{kind}")
@@ -136,7 +139,7 @@ def theirs(config: dict, package: str = "mlx-lm") -> Any:
 
 
 def quantised(model: nn.Module, path: str, module: nn.Module) -> bool | dict:
-    """Whether a matrix is quantised, and how where that is not the default."""
+    """Returns whether a matrix is quantised, and how, if that differs from the default."""
     predicate = getattr(model, "quant_predicate", None) or (lambda path, module: True)
     wanted = hasattr(module, "to_quantized") and predicate(path, module)
     columns = module.weight.shape[-1] if wanted else 0
@@ -149,7 +152,7 @@ def quantised(model: nn.Module, path: str, module: nn.Module) -> bool | dict:
 
 
 def randomise_theirs(model: nn.Module, num_experts: int) -> None:
-    """Gives every parameter random values of a trained model's size, one after the other."""
+    """Gives every parameter, one after the other, random values as large as a trained model's."""
     casts = getattr(model, "cast_predicate", None) or (lambda path: True)
     matrices = {path: module for path, module in model.named_modules() if "scales" in module}
     for module in matrices.values():
@@ -175,7 +178,7 @@ def randomise_theirs(model: nn.Module, num_experts: int) -> None:
 
 
 def launches(model: Any) -> dict[str, int]:
-    """Operations of one token's graph, by name, that are not views; the most frequent first."""
+    """Returns the operations of one token's graph that are not views, by name, the most frequent first."""
     cache = model.make_cache()
     mx.eval(model(mx.array([[1, 2]]), cache=cache))
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +194,7 @@ def launches(model: Any) -> dict[str, int]:
 
 @dataclass
 class Runner:
-    """A model in memory: its `generate_step`, and the bytes that it takes there."""
+    """A model in memory: its `generate_step`, and the bytes of memory that it uses."""
 
     model: Any
     generate: Callable[..., Iterable]
@@ -204,7 +207,7 @@ class Runner:
         return cls(model, generate, mx.get_active_memory() - before)
 
     def run(self, prompt: list[int]) -> dict[str, float]:
-        """Tokens per second of a prompt and of decoding after it, and the peak of this model's memory."""
+        """Returns the tokens per second of a prompt and of decoding after it, and the peak of this model's memory."""
         mx.synchronize()
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -220,13 +223,13 @@ class Runner:
 
 
 def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: int) -> MemoryPlan:
-    """The plan for so many tokens with every expert in memory."""
+    """Returns the memory plan for `tokens` tokens with every expert in memory."""
     demand = demand_of(args, variant_bytes(args, mx.bfloat16), mx.bfloat16, context=tokens, expert_io="mmap", **sizes)
     return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
 
 
 def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace) -> dict[str, list[dict]]:
-    """What every round gave, by name, after a round that does not count."""
+    """Returns the results of every round by name. One round before them does not count."""
     runs: dict[str, list[dict]] = {name: [] for name in runners}
     begin = time.perf_counter()
     for i in range(-1, options.rounds):
@@ -242,7 +245,7 @@ def measure(runners: dict[str, Runner], length: int, options: argparse.Namespace
 
 
 def report(runs: dict[str, list[dict]], length: int, plan_bytes: int) -> dict[str, Any]:
-    """Medians and quartiles of one length of prompt, which are printed too."""
+    """Prints and returns the medians and quartiles of one length of prompt."""
     table, result = [], {"prompt": length, "rounds": len(runs["ours"]), "planned": plan_bytes}
     for name, rounds in runs.items():
         own = {key: [run[key] for run in rounds] for key in ("prompt", "decode")}
@@ -284,7 +287,7 @@ def main() -> None:
     if options.against != "none":
         step = importlib.import_module("mlx_lm.generate").generate_step
         runners[options.against] = Runner.of(lambda: theirs(config, options.against), step)
-    figures = machine_figures()  # of what the other model leaves
+    figures = machine_figures()  # of the memory that the other model leaves free
     sizes = planned(args, figures, max(options.prompt) + TOKENS).sizes
     make = partial(ours, args, choose(options.tiles), sizes, random_tables(args))
     runners = {"ours": Runner.of(make, generate_step), **runners}

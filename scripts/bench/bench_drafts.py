@@ -49,7 +49,7 @@ STORY = "Tell me a story about Tom. Then tell me the same story again, word for 
 
 
 class Guided(HeadDrafts):
-    """A head that computes what it proposes, and then says what it is told."""
+    """A head that computes its proposals at full cost, but returns proposals that it is given."""
 
     told: "Told"
 
@@ -59,7 +59,7 @@ class Guided(HeadDrafts):
 
 
 class Told:
-    """Proposes what the text is known to go on with, but for an even share of wrong tokens."""
+    """Proposes the known continuation of the text, except for an evenly spread share of wrong tokens."""
 
     def __init__(self, answer: Sequence[int], right: float, start: int = 0):
         self.answer, self.right, self.start, self.count = answer, right, start, 0
@@ -79,7 +79,7 @@ class Told:
 
 
 def answered(model: Model, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], float]:
-    """The texts, and tokens a second after the first of each."""
+    """Returns the texts, and for each the tokens per second after its first token."""
     texts, seconds = [], 0.0
     for prompt in prompts:
         said, start = [], 0.0
@@ -98,7 +98,7 @@ def drafting(depth: str, kind: str) -> Drafting:
 
 
 def guide(plain: Sequence[int], prompt: Sequence[int], right: float) -> None:
-    """From here on what is proposed is `plain`, of which the share `right` is right."""
+    """Sets the proposals from here on: `plain`, of which the share `right` is correct."""
     decoding.Lookup = lambda text: Told(plain, right)
     head_drafts.HeadDrafts, Guided.told = Guided, Told(plain, right, len(prompt))
 
@@ -138,7 +138,7 @@ def random_model(options: argparse.Namespace) -> Model:
 
 
 def random_head(model: ModelArgs) -> DraftHead:
-    """A draft head of random weights, as it is loaded from floats."""
+    """Returns a draft head with random weights, quantised like one that is loaded from floats."""
     args = model.head
     assert args is not None, f"no head is known of {model.model_type}"
     layout = ExpertLayout.from_args(args)

@@ -53,16 +53,16 @@ PRODUCTS = [
     (4096, 2048),
     (2048, 2048),
 ]
-PAIRS = [(4096, 2048), (512, 2048), (8192, 4096)]  # O, I: a product and one back, at several token counts
+PAIRS = [(4096, 2048), (512, 2048), (8192, 4096)]  # O, I: a product and then one back to I, at several token counts
 TOKENS = (1, 2, 4, 8)
 HEADS = {"35B-A3B": (32, 16), "397B-A17B": (64, 16)}  # value heads and key heads, of 128 by 128
-LENGTHS = (512, 2048, 4096)  # of a prompt's chunk
-UNPACKED = {"35B-A3B": 256, "397B-A17B": 64}  # experts that are unpacked at once
+LENGTHS = (512, 2048, 4096)  # the tokens of a block of a prompt
+UNPACKED = {"35B-A3B": 256, "397B-A17B": 64}  # how many experts are dequantised at once
 SECTIONS = ("experts", "products", "delta", "dequantize", "geometry")
 BOUNDS = {mx.float32: 1e-3, mx.bfloat16: 2e-2, mx.float16: 5e-3}  # largest error over largest value, per row
 SHIFTS = np.arange(8, dtype=np.uint32) * 4
 Matrix = tuple[mx.array, mx.array, mx.array]
-Stored = tuple[mx.array, ...]  # codes, scales and, where the form has them, biases
+Stored = tuple[mx.array, ...]  # codes, scales and, if the form has them, the biases
 MXFP4 = Quant(4, 32, "mxfp4")
 COVER = 0.02  # seconds that the GPU is kept busy while the host encodes a chain
 
@@ -71,13 +71,16 @@ COVER = 0.02  # seconds that the GPU is kept busy while the host encodes a chain
 
 
 def random_words(*shape: int) -> mx.array:
-    """uint32 of any value; mx.random.randint is exact up to 16 bits. Without the highest bit, codes would have a mean
-    and a model would send all tokens to much the same experts."""
+    """Returns random uint32 values.
+
+    mx.random.randint is exact up to 16 bits. If the highest bit were never set, codes would have a mean, and a model
+    would send all tokens to nearly the same experts.
+    """
     return mx.random.randint(0, 1 << 16, (*shape[:-1], 2 * shape[-1]), dtype=mx.uint16).view(mx.uint32)
 
 
 def random_matrix(count: int, rows: int, columns: int) -> Matrix:
-    """`count` stacked 4-bit matrices whose product keeps the size of its input."""
+    """Returns `count` stacked 4-bit matrices whose product keeps the size of its input."""
     codes = random_words(count, rows, columns // 8)
     scales = mx.random.uniform(0.5, 1.5, (count, rows, columns // 64)) / (4.6 * columns**0.5)
     biases = -7.5 * scales * mx.random.uniform(0.9, 1.1, scales.shape)
@@ -87,7 +90,7 @@ def random_matrix(count: int, rows: int, columns: int) -> Matrix:
 
 
 def random_experts(count: int, hidden: int, inner: int) -> tuple[mx.array, list[Matrix]]:
-    """The same experts packed, [count, words] uint32, and as the three stacks that gather_qmm takes."""
+    """Returns the same experts packed, [count, words] uint32, and as the three stacks that gather_qmm takes."""
     stacks = [random_matrix(count, *shape) for shape in ((inner, hidden), (inner, hidden), (hidden, inner))]
     words = [a.reshape(count, -1).view(mx.uint32) for matrix in stacks for a in matrix]
     blob = mx.concatenate(words, axis=1)
@@ -127,7 +130,7 @@ def swiglu(matrices: list[np.ndarray], x: np.ndarray) -> np.ndarray:
 
 
 def error(got: mx.array, want: np.ndarray) -> float:
-    """max |got - want| / max |want| of each row; the largest over rows. NaN and unwritten outputs stay NaN."""
+    """Returns max |got - want| / max |want| of a row, the largest over all rows. NaN and unwritten outputs stay NaN."""
     difference = np.abs(wide(got) - want).max(axis=-1)
     return float(np.max(difference / np.abs(want).max(axis=-1)))
 
@@ -136,12 +139,14 @@ def error(got: mx.array, want: np.ndarray) -> float:
 
 
 def poisoned(build: Callable) -> Callable:
-    """Kernels whose outputs hold NaN before they start."""
+    """Builds kernels whose outputs contain NaN before they start."""
     return lambda *kernel: functools.partial(build(*kernel), init_value=float("nan"))
 
 
 def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[str, float]]:
-    """By dtype: errors of gate_up and of down + combine, and the smallest error that a planted fault makes."""
+    """Returns, by dtype, the errors of gate_up and of down + combine, and the smallest error that a planted fault
+    causes.
+    """
     blob, stacks = random_experts(count + 3, hidden, inner)
     records = Records(blob, Record.make(hidden, inner))
     slots = np.random.default_rng().permutation(count + 3)[:count]
@@ -154,7 +159,7 @@ def check_experts(hidden: int, inner: int, count: int) -> dict[mx.Dtype, dict[st
         weights = mx.random.uniform(0, 1, (1, count))
         act = expert_gate_up(x, index, records)
         out = expert_down_combine(act, index, records, weights, h_mid, shared)
-        w, a = wide(weights)[0], wide(act)[0]  # down is judged on the activations it was given
+        w, a = wide(weights)[0], wide(act)[0]  # down is compared for the activations that it was given
         downs = np.stack([m[2] @ a[k] for k, m in enumerate(matrices)])
         errors[dtype] = {
             "gate_up": error(act[0], np.stack([swiglu(m, wide(x)[0]) for m in matrices])),
@@ -194,7 +199,9 @@ def check() -> list[dict]:
 
 
 def verdict(name: str, dtype: mx.Dtype, results: list[dict[str, float]]) -> dict:
-    """Print and return the largest error of each operation beside its bound and the smallest planted fault."""
+    """Prints and returns the largest error of each operation beside its bound and the smallest error of a planted
+    fault.
+    """
     bound = BOUNDS[dtype]
     errors = {k: max(r[k] for r in results if k in r) for r in results for k in r if k != "fault"}
     fault = min(r["fault"] for r in results)
@@ -211,8 +218,8 @@ def verdict(name: str, dtype: mx.Dtype, results: list[dict[str, float]]) -> dict
 
 @dataclass
 class Times:
-    """Microseconds per layer or product. `wall` is what mx.eval takes, `gpu` what is left of it when MLX's encoding
-    of the launches hides behind other work, `build` what Python takes before."""
+    """Microseconds per layer or product. `wall` is the time of mx.eval. `gpu` is the part of it that remains if MLX
+    encodes the launches while the GPU does other work. `build` is the time that Python takes to build the graph."""
 
     wall: float
     gpu: float
@@ -223,7 +230,7 @@ class Times:
 
 
 def seconds(build: Callable[[], mx.array | list[mx.array]]) -> tuple[float, float]:
-    """(evaluation, building) of one graph."""
+    """Returns the seconds to evaluate and to build one graph."""
     start = time.perf_counter()
     out = build()
     built = time.perf_counter()
@@ -233,15 +240,15 @@ def seconds(build: Callable[[], mx.array | list[mx.array]]) -> tuple[float, floa
 
 @functools.cache
 def long_row() -> tuple[mx.array, float]:
-    """A vector and the seconds its running sum takes."""
+    """Returns a vector, and the seconds that its running sum takes."""
     row = mx.random.uniform(-1, 1, (1, 1 << 25))
     mx.eval(row)
     return row, statistics.median(seconds(lambda: mx.cumsum(row, axis=1))[0] for _ in range(5))
 
 
 def busy(least: float) -> mx.array:
-    """A zero that takes the GPU at least so many seconds: running sums of one row, which occupy a corner of it and
-    leave its clocks alone (products of large matrices would lower them)."""
+    """Returns a zero that takes the GPU at least `least` seconds. It is made of running sums of one row, which use only
+    a small part of the GPU and do not lower its clocks, as products of large matrices would."""
     row, took = long_row()
     for _ in range(1 + int(least / took)):
         row = mx.cumsum(row, axis=1) * 1e-3
@@ -262,7 +269,7 @@ def timed(chain: Callable[[mx.array], mx.array], x: mx.array, launches: int, rep
 
 
 def copy_bandwidth() -> float:
-    """GB/s of an elementwise pass, bytes read plus bytes written."""
+    """Returns the GB/s of an elementwise operation, counting the bytes that are read and written."""
     a = random_words(1 << 14, 1 << 14)
     mx.eval(a)
 
@@ -281,7 +288,7 @@ def glu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def gather_layer(x: mx.array, stacks: list[Matrix], slots: mx.array, weights: mx.array) -> mx.array:
-    """One layer of experts as mlx-lm runs it: three gather_qmm, SwiGLU, weighted sum, residual."""
+    """Computes one layer of experts as mlx-lm does: three gather_qmm, SwiGLU, weighted sum, residual."""
     each = mx.expand_dims(x, (-2, -3))
 
     def product(v: mx.array, matrix: Matrix) -> mx.array:
@@ -298,8 +305,8 @@ def kernel_layer(x: mx.array, records: Records, slots: mx.array, weights: mx.arr
 
 
 def time_experts(name: str, tokens: int, gib: float, layers: int) -> dict:
-    """A chain of layers. Each has its own experts, as many as its tokens choose, in random order; the order is the
-    same for all, because in a model the router has only just written it and caches hold it."""
+    """Times a chain of layers. Each layer has its own experts, as many as its tokens choose, in random order. The order
+    is the same for all layers, because in a model the router has just written it, so it is in the caches."""
     hidden, inner, count = SHAPES[name]
     each = tokens * count
     size = 3 * hidden * inner * 9 // 16
@@ -309,7 +316,7 @@ def time_experts(name: str, tokens: int, gib: float, layers: int) -> dict:
     blobs = [blob[cut] for cut in cuts]
     dense = [[tuple(a[cut] for a in matrix) for matrix in stacks] for cut in cuts]
     shuffled = np.random.permutation(each).astype(np.uint32).reshape(tokens, count)
-    slots = mx.array(shuffled) + mx.array(0, mx.uint32)  # on the device
+    slots = mx.array(shuffled) + mx.array(0, mx.uint32)  # the ids are on the device
     weights = mx.random.uniform(0, 2e-2, (tokens, count))
     x = mx.random.normal((tokens, hidden)).astype(mx.bfloat16)
     records = [Records(blob, Record.make(hidden, inner)) for blob in blobs]
@@ -330,7 +337,7 @@ def time_experts(name: str, tokens: int, gib: float, layers: int) -> dict:
 
 
 def report(row: dict, name: str, ours: Times, theirs: Times, size: float, other: str) -> dict:
-    """Print one comparison; `size` is the bytes of weights read. Returns the row with its figures."""
+    """Prints one comparison and returns the row with its figures. `size` is the bytes of weights that are read."""
     row |= {"us": asdict(ours), f"{other}_us": asdict(theirs), "TB/s": size / ours.gpu / 1e6}
     row |= {"x": theirs.gpu / ours.gpu, "x_wall": theirs.wall / ours.wall}
     print(
@@ -341,7 +348,7 @@ def report(row: dict, name: str, ours: Times, theirs: Times, size: float, other:
 
 
 def time_product(rows: int, columns: int, gib: float) -> dict:
-    """y = W x, whose first values are the next x."""
+    """Times y = W x in a chain: the first values of y are the next x."""
     count = max(4, min(400, int(gib * 2**30 / (rows * columns * 9 // 16))))
     w, s, b = random_matrix(count, rows, columns)
     matrices = [tuple(a[i : i + 1].reshape(a.shape[1:]) for a in (w, s, b)) for i in range(count)]
@@ -358,7 +365,7 @@ def time_product(rows: int, columns: int, gib: float) -> dict:
 
 
 def time_pair(rows: int, columns: int, tokens: int, gib: float) -> dict:
-    """y = W x, x = V y: two products per step."""
+    """Times y = W x, x = V y: two products per step."""
     count = max(4, min(100, int(gib * 2**30 / (rows * columns * 9 // 8))))
     stacks = random_matrix(count, rows, columns), random_matrix(count, columns, rows)
     pool = [[a[i : i + 1].reshape(a.shape[1:]) for a in m] for i in range(count) for m in stacks]
@@ -403,7 +410,7 @@ def spelled(tile: Tile) -> str:
 
 
 def delta_inputs(tokens: int, heads: int, key_heads: int) -> list[mx.array]:
-    """qkv, a, b, A_log, dt_bias and the state, of a layer whose heads forget slowly or fast."""
+    """Returns qkv, a, b, A_log, dt_bias and the state of a layer whose heads forget at different speeds."""
     qkv = mx.random.normal((tokens, (2 * key_heads + heads) * 128)).astype(mx.bfloat16)
     a, b = (mx.random.normal((tokens, heads)).astype(mx.bfloat16) for _ in range(2))
     A_log, dt_bias = mx.random.uniform(-4, 2, (heads,)), mx.random.normal((heads,))
@@ -413,7 +420,9 @@ def delta_inputs(tokens: int, heads: int, key_heads: int) -> list[mx.array]:
 
 
 def delta_errors(tokens: int, heads: int, key_heads: int) -> tuple[float, float]:
-    """Of the outputs and of the state, against the twin in float32 on the same values; of the largest of each head."""
+    """Returns the errors of the outputs and of the state relative to the largest value of each head. The reference is
+    the twin in float32 on the same values.
+    """
     inputs = delta_inputs(tokens, heads, key_heads)
     exact = [value.astype(mx.float32) for value in inputs]
     want = gated_delta_ops(*(value[None] for value in exact[:3]), *exact[3:5], exact[5][None], key_heads)
@@ -425,7 +434,7 @@ def delta_errors(tokens: int, heads: int, key_heads: int) -> tuple[float, float]
 
 
 def time_delta(steps: Callable, tokens: int, heads: int, key_heads: int, launches: int = 4) -> float:
-    """Microseconds for all tokens; each launch begins with the state that the one before it left."""
+    """Returns the microseconds for all tokens. Each launch begins with the state that the one before it left."""
     qkv, *rest, state = delta_inputs(tokens, heads, key_heads)
 
     def chain(x: mx.array) -> mx.array:
@@ -464,7 +473,7 @@ def try_delta(name: str, tile: Tile) -> dict:
 
 
 def bench_delta(name: str, tiles: list[Tile]) -> dict:
-    """Every tile, then the fastest at every length beside the kernel for few tokens and MLX's own operations."""
+    """Times every tile, then the fastest at every length beside the kernel for few tokens and MLX's own operations."""
     tried = [try_delta(name, tile) for tile in tiles]
     right = [(row["us"], i) for i, row in enumerate(tried) if row["ok"]]
     if not right:
@@ -485,11 +494,13 @@ def bench_delta(name: str, tiles: list[Tile]) -> dict:
     return {"tiles": tried, "best": spelled(best), "lengths": lengths}
 
 
-# ---- unpacking
+# ---- dequantising
 
 
 def bench_dequantize(name: str, tiles: list[Tile], launches: int = 4) -> list[dict]:
-    """All experts of a blob in random order, in bfloat16, beside mx.dequantize of the same as dense stacks."""
+    """Times dequantising all experts of a blob in random order to bfloat16, beside mx.dequantize of the same experts as
+    dense stacks.
+    """
     hidden, inner, _ = SHAPES[name]
     count = UNPACKED[name]
     blob, stacks = random_experts(count, hidden, inner)
@@ -539,7 +550,7 @@ def bench_dequantize(name: str, tiles: list[Tile], launches: int = 4) -> list[di
 
 
 def random_stored(count: int, rows: int, columns: int, quant: Quant, dtype: mx.Dtype = mx.bfloat16) -> Stored:
-    """`count` stacked matrices of any form whose product keeps the size of its input."""
+    """Returns `count` stacked matrices of any form whose product keeps the size of its input."""
     codes, shape = random_words(count, rows, quant.words(columns)), (count, rows, quant.groups(columns))
     if not quant.has_biases:
         least = 127 - round(np.log2(3 * columns**0.5))
@@ -559,7 +570,9 @@ def random_records(count: int, record: Record, dtype: mx.Dtype = mx.bfloat16) ->
 
 
 def check_form(quants: tuple[Quant, Quant, Quant], dtype: mx.Dtype, kind: str) -> dict:
-    """Largest errors of every kernel on matrices of one form, in bfloat16 activations, and of a planted fault."""
+    """Returns the largest errors of every kernel on matrices of one form, with bfloat16 activations, and of a planted
+    fault.
+    """
     hidden, inner, count = 512, 256, 3
     records, stacks = random_records(count, Record.make(hidden, inner, quants, 4 * 2**20, kind), dtype)
     x, mid = (mx.random.normal((1, hidden)).astype(mx.bfloat16) for _ in range(2))
@@ -597,15 +610,16 @@ def check_forms() -> list[dict]:
     return [*rows, check_form((Quant(3, 64), Quant(3, 64), Quant(6, 64)), mx.bfloat16, "BF16")]
 
 
-FORM_PRODUCTS = ((20480, 4096), (61440, 4096))  # of either tile for one token; a launch takes longer than the host
+FORM_PRODUCTS = ((20480, 4096), (61440, 4096))  # for both tiles of one token; the GPU takes longer than the host
 
 
 @dataclass(frozen=True)
 class Launches:
-    """Launches over rotating weights: what builds them of a start, the start, and the bytes that one launch reads.
+    """Launches that use different weights in turn: the function that builds them from a start, the start, and the bytes
+    that one launch reads.
 
-    A chain's launches wait for each other, as in a model, and hide behind other work until the host has encoded them.
-    Others do not, and their time is that of the whole evaluation.
+    The launches of a chain wait for each other, as in a model, and the GPU does other work until the host has encoded
+    them. Other launches do not wait, and their time is that of the whole evaluation.
     """
 
     build: Callable[[mx.array], mx.array | list[mx.array]]
@@ -614,7 +628,7 @@ class Launches:
     is_chain: bool = True
 
     def seconds(self) -> float:
-        """Of all launches."""
+        """Returns the seconds of all launches."""
         if not self.is_chain:
             return seconds(lambda: self.build(self.start))[0]
         alone = seconds(lambda: self.start + busy(COVER))[0]
@@ -635,7 +649,7 @@ def form_products(quant: Quant, rows: int, columns: int, gib: float, launches: i
 
 
 def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
-    """By name; each rotates over `gib`."""
+    """Returns the chains by name. Each uses `gib` of weights in turn."""
     hidden, inner, count = SHAPES["397B-A17B"]
     packed = Record.make(hidden, inner, (quant,) * 3, Record.make(hidden, inner, (quant,) * 3).size)
     groups = max(4, int(gib * 2**30 / (packed.size * count)))
@@ -664,7 +678,7 @@ def form_chains(quant: Quant, gib: float, launches: int) -> dict[str, Launches]:
 
 
 def time_forms(gib: float, rounds: int = 9, launches: int = 64) -> list[dict]:
-    """Every width in alternating rounds, beside 4 bits in groups of 64."""
+    """Times every width in alternating rounds, beside 4 bits in groups of 64."""
     quants = [Quant(4, 64), *(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128), MXFP4]
     chains = {quant: form_chains(quant, gib / 2, launches) for quant in quants}
     for parts in chains.values():

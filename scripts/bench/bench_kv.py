@@ -26,7 +26,7 @@ TOKENS, WARMUP = 32, 8
 
 
 def long_text(model: Model, positions: int) -> list[Cache]:
-    """Caches of a text of so many positions."""
+    """Returns caches of a text with `positions` positions."""
     cache = model.make_cache()
     for layer, mixer in zip(cache, model.args.mixers, strict=True):
         widths = (mixer.head_dim, mixer.value_width)
@@ -36,7 +36,7 @@ def long_text(model: Model, positions: int) -> list[Cache]:
 
 
 def token_ms(model: Model, cache: list[Cache]) -> float:
-    """Of a token, each waited for: the median."""
+    """Returns the median of the milliseconds of a token. Each token is waited for."""
     times = []
     for i in range(WARMUP + TOKENS):
         start = time.perf_counter()

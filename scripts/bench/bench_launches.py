@@ -31,8 +31,8 @@ from moeflux_mlx.quant import AFFINE_BITS, Quant
 FORMS = {**{str(bits): Quant(bits, 64) for bits in AFFINE_BITS}, "mxfp4": MXFP4, "mxfp8": Quant(8, 32, "mxfp8")}
 FORMS["nvfp4"] = Quant(4, 16, "nvfp4", has_global_scale=True)
 KERNELS = ("gate_up", "down")
-COVER_BYTES = 256 << 20  # of each matrix, that launches go round: more than any GPU's caches
-WARM = 3  # launches of a kernel that do not count
+COVER_BYTES = 256 << 20  # the bytes of each matrix that launches use in turn: more than the caches of any GPU
+WARM = 3  # the first launches of a kernel, which do not count
 MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0}
 
 
@@ -43,14 +43,14 @@ def record_of(shape: str, form: str) -> Record:
 
 
 def bytes_of(shape: str, form: str) -> tuple[int, int]:
-    """What a launch of either kernel reads of the experts."""
+    """Returns the bytes of the experts that a launch of either kernel reads."""
     record, count = record_of(shape, form), SHAPES[shape][2]
     before = record.down.fields[0].offset
     return count * before, count * (record.size - before)
 
 
 def launch(shape: str, form: str, launches: int) -> None:
-    """Both kernels so many times, one after the other."""
+    """Launches both kernels `launches` times, one after the other."""
     hidden, _, count = SHAPES[shape]
     groups = 1 + COVER_BYTES // bytes_of(shape, form)[1]
     records = random_records(record_of(shape, form), groups * count)
@@ -65,7 +65,7 @@ def launch(shape: str, form: str, launches: int) -> None:
 
 
 def watched(command: list[str]) -> list[tuple[str, float]]:
-    """The experts' kernels that a command launches, in order: name and microseconds."""
+    """Returns the name and the microseconds of each launch of an expert kernel by a command, in order."""
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log.csv"
         ncu = ["ncu", "--clock-control", "none", "--cache-control", "none", "--metrics", "gpu__time_duration.sum"]
@@ -78,7 +78,7 @@ def watched(command: list[str]) -> list[tuple[str, float]]:
 
 
 def table(times: dict[tuple[str, str, str], list[float]]) -> list[dict]:
-    """Prints a row of each shape, kernel and form; returns them."""
+    """Prints and returns a row for each shape, kernel and form."""
     rows, rates = [], {}
     for (shape, kernel, form), us in times.items():
         first, median, last = statistics.quantiles(us, n=4)
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=20, help="of each kernel")
     parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    forms = sorted(args.forms, key=lambda form: form != "4")  # what the others are compared with comes first
+    forms = sorted(args.forms, key=lambda form: form != "4")  # the one with which the others are compared comes first
     cases = [(shape, form) for shape in args.shapes for form in forms]
     if args.watched:
         configure_mlx()

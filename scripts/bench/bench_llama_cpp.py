@@ -39,7 +39,7 @@ Q4_0 = gguf.GGMLQuantizationType.Q4_0
 BLOCK = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])  # 32 weights, each scale * (code - 8)
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
 clock = time.perf_counter
-ERROR = 4  # of llama.cpp's levels of log messages
+ERROR = 4  # llama.cpp's number of that level of log messages
 
 
 @llama_cpp.llama_log_callback
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def tensors(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor in file order; matrices and stacks of them are [..., outputs, inputs]."""
+    """Returns (name, shape) of every tensor in file order; matrices and stacks of them are [..., outputs, inputs]."""
     hidden, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     experts, width = config["num_experts"], config["moe_intermediate_size"]
@@ -105,13 +105,13 @@ def tensors(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def size(shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor in the file."""
+    """Returns the bytes of a tensor in the file."""
     count = int(np.prod(shape))
     return 4 * count if len(shape) == 1 else count // 32 * BLOCK.itemsize
 
 
 def write_gguf(config: dict, path: Path) -> None:
-    """One tensor after the other; under another name until it is complete."""
+    """Writes one tensor after the other, under another name until the file is complete."""
     unfinished, rng = path.with_suffix(".part"), np.random.default_rng(0)
     writer = gguf.GGUFWriter(unfinished, "qwen3moe")
     add_header(writer, config)
@@ -147,16 +147,17 @@ def add_header(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def quantised(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Q4_0 blocks of a random matrix of standard deviation 1/sqrt(inputs)."""
+    """Returns Q4_0 blocks of a random matrix of standard deviation 1/sqrt(inputs)."""
     blocks = rng.integers(0, 2**16, size(shape) // 2, np.uint16).view(BLOCK)
     step = rng.uniform(0.8, 1.2, blocks.shape) * shape[-1] ** -0.5 / CODE_SPREAD
-    # The codes' mean is not zero; with one sign it would add up, layer by layer, and make all tokens alike.
+    # The codes have a mean other than zero. If all had the same sign, it would add up, layer by layer, and make all
+    # tokens alike.
     blocks["scale"] = np.where(rng.random(blocks.shape) < 0.5, step, -step)
     return blocks
 
 
 def forget(path: Path) -> None:
-    """Drops the file from the page cache; pages that another control group has read do not count in ours."""
+    """Drops the file from the page cache. Pages that another control group has read do not count in this one."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -180,23 +181,23 @@ class Runner:
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 
     def feed(self, tokens: np.ndarray) -> np.ndarray:
-        """Runs a batch; logits of its last token, valid until the next."""
-        ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())  # the batch only points to it
+        """Runs a batch and returns the logits of its last token. They are valid until the next call."""
+        ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())  # the batch only has a pointer to it
         if code := llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(ids, len(tokens))):
             raise SystemExit(f"error: llama_decode returned {code}; do prompt and tokens fit the context?")
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, -1), (self.vocab,))
 
 
 def check_same(runners: dict[str, Runner]) -> None:
-    """Both ways must compute the same finite logits, but for rounding and experts that nearly tie."""
+    """Checks that both ways compute the same finite logits, except for rounding and experts that are nearly tied."""
     first, *others = [runner.feed(np.arange(8)).copy() for runner in runners.values()]
     spread = float(max((logits - first).std() for logits in (first, *others)) / first.std())
-    if not spread < 0.2:  # also when it is not a number
+    if not spread < 0.2:  # this also fails for NaN
         raise SystemExit(f"error: logits with and without repacking differ by {spread:.3g} standard deviations")
 
 
 def one_round(runners: dict[str, Runner], options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
-    """Tokens per second of both phases, and MB that decoding a token read from disk."""
+    """Returns the tokens per second of both phases, and the MB that decoding a token read from disk."""
     rates: dict[str, dict[str, float]] = {}
     for way, runner in runners.items():
         tokens = np.random.default_rng(seed).integers(0, runner.vocab, options.prompt + options.tokens)
@@ -220,7 +221,9 @@ def disk_bytes() -> int:
 
 
 def token_bytes(config: dict) -> int:
-    """Weight bytes that decoding one token reads: every matrix but the embedding, and the chosen experts."""
+    """Returns the bytes of weights that decoding one token reads: every matrix except the embedding, and the chosen
+    experts.
+    """
     share = config["num_experts_per_tok"] / config["num_experts"]
     read = (size(shape) * (share if name.endswith("_exps") else 1) for name, shape in tensors(config))
     return int(sum(read)) - size((config["vocab_size"], config["hidden_size"]))

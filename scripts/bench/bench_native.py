@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Compares the weight bytes per second of the native CPU kernels with the read bandwidth of the same threads.
 
-Shapes are those of Qwen3-30B-A3B (hidden 2048, expert width 768, 8 of 128 experts, vocabulary 151936)
-with random weights, larger together than any cache. Each round times the plain read and every kernel
-once, so a disturbance hits neighbours alike; reported are medians over the rounds, and the median of
-each round's ratio to the read just before. Small operations are in microseconds. The last line is JSON.
+Shapes are those of Qwen3-30B-A3B (hidden 2048, expert width 768, 8 of 128 experts, vocabulary 151936) with random
+weights, larger together than any cache. Each round times the plain read and every kernel once, so a disturbance affects
+neighbours alike; reported are medians over the rounds, and the median of each round's ratio to the read just before.
+Small operations are in microseconds. The last line is JSON.
 
 With --forms instead: the experts of one layer of 397B-A17B in every stored form, on each instruction path. A round
 times a form and 4 bits in groups of 64 one after the other, in CPU time of the process, which other processes disturb
@@ -24,7 +24,7 @@ from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, Quant
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 RECORD = Record.make(HIDDEN, WIDTH)
-LAYER = 4096, 1024, 10  # hidden size, expert width and experts of a token of 397B-A17B
+LAYER = 4096, 1024, 10  # hidden size, expert width and experts per token of 397B-A17B
 FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128)]
 FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4", has_global_scale=True)]
 
@@ -36,7 +36,7 @@ def matrix(rng, rows, columns):
 
 
 def layers_of(matrix, rows, columns):
-    """The same bytes as a stack of [rows, columns] layers."""
+    """Returns the same bytes as a stack of [rows, columns] layers."""
     count = matrix[0].size * 8 // (rows * columns)
     parts = [a.reshape(-1)[: count * rows * columns // per] for a, per in zip(matrix, (8, 64, 64), strict=True)]
     shapes = [(count, rows, -1)] * 3
@@ -55,7 +55,7 @@ def product(layers, tokens, rng):
 
 
 def experts(blob, tokens, rng, calls=24):
-    """gate/up and down/combine over random experts, as (call, bytes) pairs."""
+    """Returns the calls of gate/up and down/combine over random experts, as (call, bytes) pairs."""
     slots = [
         np.stack([rng.permutation(len(blob))[:TOP_K] for _ in range(tokens)]).astype(np.int32) for _ in range(calls)
     ]
@@ -114,7 +114,7 @@ def seconds(call):
 
 
 def measure_weights(words, cases, rounds):
-    """{name: (GB/s, fraction of the read bandwidth)}, the read itself included."""
+    """Returns {name: (GB/s, fraction of the read bandwidth)}, including the read itself."""
     rates = {name: [] for name in ("read", *cases)}
     ratios = {name: [] for name in cases}
     for _ in range(rounds):
@@ -129,12 +129,12 @@ def measure_weights(words, cases, rounds):
 
 
 def layer_of(quant, rng, layers=2):
-    """Of {operation: (call, bytes)} for experts of this form, `layers` of them in turn."""
+    """Returns {operation: (call, bytes)} for experts of this form; the calls use `layers` layers in turn."""
     hidden, width, count = LAYER
     kind = "BF16" if quant.has_biases else "U8"
     record = Record.make(hidden, width, (quant,) * 3, Record.make(hidden, width, (quant,) * 3, None, kind).size, kind)
     blob = rng.integers(0, 2**32, (layers * count, record.size // 4), dtype=np.uint32)
-    blob &= np.uint32(0x3DFF3DFF if quant.has_biases else 0x7B7B7B7B)  # scales of a sensible size
+    blob &= np.uint32(0x3DFF3DFF if quant.has_biases else 0x7B7B7B7B)  # scales of a usual size
     slots = [np.arange(i * count, (i + 1) * count, dtype=np.int32)[None] for i in range(layers)]
     x, weights = rng.standard_normal((1, hidden), dtype=np.float32), np.full((1, count), 0.1, np.float32)
     act, out = np.empty((1, count, width), np.float32), np.empty_like(x)
@@ -151,7 +151,7 @@ def layer_of(quant, rng, layers=2):
 
 
 def cpu_rate(call, size):
-    """Bytes a second of the process's CPU time."""
+    """Returns the bytes per second of the process's CPU time."""
     start = time.process_time()
     call()
     return size / (time.process_time() - start)

@@ -28,10 +28,10 @@ from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.machine import CGROUPS, used_memory
 
-STEP = 0.95  # the limit falls to this part of itself, every second; a pool leaves more free
-MOST_SECONDS = 45.0  # of a squeeze: a prompt's temporaries may need more than the least
-PATIENCE = 10.0  # seconds in which the pool is to be back
-NAMES = ("memory/", "memory.limit_in_bytes"), ("", "memory.high")  # of a version 1 group and of a version 2 group
+STEP = 0.95  # the limit falls by this share of itself every second; a pool keeps more than that free
+MOST_SECONDS = 45.0  # how long a squeeze may last: a prompt's temporaries may need more than the minimum
+PATIENCE = 10.0  # seconds within which the pool must have its size again
+NAMES = ("memory/", "memory.limit_in_bytes"), ("", "memory.high")  # the limit files of version 1 and version 2
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def cases(engine: Engine, options: argparse.Namespace) -> list[tuple[str, Callab
 
 
 def one_case(engine: Engine, squeeze: Callable[[bool], None], name: str, compute: Callable[[], list[int]]) -> dict:
-    """Computes again and again while memory is taken, and until the pool is back."""
+    """Computes again and again while memory is taken, and until the pool has its size again."""
     calm, experts = compute(), engine.experts
     before, same, rounds = experts.pool_bytes, True, 0
     row = {"case": name, "pool_gb": before / 1e9}
@@ -78,7 +78,7 @@ def one_case(engine: Engine, squeeze: Callable[[bool], None], name: str, compute
 
 
 def take_and_give(engine: Engine, squeeze: Callable[[bool], None], before: int, row: dict) -> None:
-    """Notes how small the pool became, what the process held then, and how long the pool took to be back."""
+    """Notes the smallest size of the pool, what the process held then, and how long the pool took to grow back."""
     squeeze(True)
     time.sleep(1)
     row |= {"least_gb": engine.experts.pool_bytes / 1e9, "held_gb": used_memory() / 1e9}
@@ -91,7 +91,7 @@ def take_and_give(engine: Engine, squeeze: Callable[[bool], None], before: int, 
 
 @contextlib.contextmanager
 def in_group(options: argparse.Namespace) -> Iterator[Callable[[bool], None]]:
-    """This process in a control group of its own, whose limit can be lowered and raised."""
+    """Puts this process into a control group of its own, whose limit can be lowered and raised."""
     place, name = next(one for one in NAMES if (CGROUPS / one[0] / "cgroup.procs").exists())
     root = CGROUPS / place
     group = root / f"moeflux-pressure-{os.getpid()}"
@@ -104,7 +104,7 @@ def in_group(options: argparse.Namespace) -> Iterator[Callable[[bool], None]]:
         end = time.monotonic() + MOST_SECONDS
         while (limit := int((group / name).read_text())) != wanted // 4096 * 4096 and time.monotonic() < end:
             lower = max(int(limit * STEP), wanted) if tight else wanted
-            with contextlib.suppress(OSError):  # more is used: it has not been given back yet
+            with contextlib.suppress(OSError):  # more is in use: the memory has not been returned yet
                 (group / name).write_text(str(lower))
             if tight:
                 time.sleep(1)
@@ -118,7 +118,7 @@ def in_group(options: argparse.Namespace) -> Iterator[Callable[[bool], None]]:
 
 @contextlib.contextmanager
 def on_macos() -> Iterator[Callable[[bool], None]]:
-    """The system's own simulation of its critical level."""
+    """Uses macOS's own simulation of its critical level."""
     command = shutil.which("memory_pressure")
     if command is None or os.geteuid() != 0:
         raise SystemExit("error: memory_pressure simulates pressure for root only; run this with sudo")

@@ -43,9 +43,9 @@ from moeflux_mlx.formats.record import Key
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.spec import ModelArgs
 
-DRIVE_BYTES = 4 << 30  # that one measurement of the drive reads; of a smaller model, all
+DRIVE_BYTES = 4 << 30  # how much one measurement of the drive reads; of a smaller model, all of it
 DRIVE_THREADS = 8
-DECODED = 32  # tokens after the prompt of `memory`
+DECODED = 32  # tokens that `memory` generates after the prompt
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-# What the measurements share.
+# Functions that the measurements share.
 
 
 def random_prompt(model: Model, tokens: int, seed: int) -> list[int]:
@@ -106,7 +106,7 @@ def random_prompt(model: Model, tokens: int, seed: int) -> list[int]:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """With no memory left over from whoever ran before."""
+    """Returns the seconds of `call`, after the memory of earlier calls is freed."""
     mx.synchronize()
     mx.clear_cache()
     start = time.perf_counter()
@@ -120,17 +120,17 @@ def first_token(model: Model, prompt: list[int]) -> Callable[[], object]:
 
 
 def open_for(options: argparse.Namespace, tokens: int, span: int | None = None, **more) -> Engine:
-    """The model with room for `tokens` and the one that follows."""
+    """Opens the model with room for `tokens` tokens and the one after them."""
     return open_engine(options.model, context=tokens + 1, **({} if span is None else {"span": span}), **more)
 
 
 def turns(cases: list, i: int) -> list:
-    """The cases in the order of round `i`."""
+    """Returns the cases in the order of round `i`."""
     return cases[i % len(cases) :] + cases[: i % len(cases)]
 
 
 def quartiles(values: Iterable[float]) -> list[float]:
-    """[lower, median, upper]."""
+    """Returns [lower quartile, median, upper quartile]."""
     sample = list(values)
     return statistics.quantiles(sample, n=4, method="inclusive") if len(sample) > 1 else sample * 3
 
@@ -146,11 +146,11 @@ def print_table(rows: list[dict[str, str]]) -> None:
         print("  ".join(f"{row[name]:>{width}}" for name, width in widths.items()))
 
 
-# Everything in memory.
+# With everything in memory.
 
 
 def resident(options: argparse.Namespace) -> dict:
-    """the time to the first token with every expert in memory"""
+    """measures the time to the first token with every expert in memory"""
     model = open_for(options, max(options.tokens), expert_io="mmap").model
     peer = mlx_lm_model(options.model) if options.against else None
     rows = [resident_row(model, peer if size <= options.peer_most else None, size, options) for size in options.tokens]
@@ -159,7 +159,7 @@ def resident(options: argparse.Namespace) -> dict:
 
 
 def mlx_lm_model(path: Path) -> object:
-    """mlx-lm's model of the same configuration, with weights of its own, computing in what ours computes in."""
+    """Returns mlx-lm's model of the same configuration, with weights of its own, in the dtype that ours computes in."""
     from bench_decode import theirs
 
     model = theirs(read_json(path / "config.json"))
@@ -169,14 +169,18 @@ def mlx_lm_model(path: Path) -> object:
 
 
 def mlx_lm_first_token(model: object, prompt: list[int]) -> Callable[[], object]:
-    """As `first_token`. With one token asked for, mlx-lm would begin the second before it yields the first."""
+    """As `first_token`. It asks for more than one token: for one, mlx-lm would begin the second before it yields the
+    first.
+    """
     generate = importlib.import_module("mlx_lm.generate")
     tokens = mx.array(prompt)
     return lambda: list(generate.generate_step(tokens, model, max_tokens=0))
 
 
 def resident_row(model: Model, peer: object, tokens: int, options: argparse.Namespace) -> dict:
-    """Seconds of every round, after a prompt of this size for each that does not count."""
+    """Returns the seconds of every round. Before the rounds, each model computes a prompt of this size that does not
+    count.
+    """
     runs: dict[str, list[float]] = {"ours": [], **({} if peer is None else {"mlx-lm": []})}
     for i in range(-1, options.rounds):
         prompt = random_prompt(model, tokens, seed=i + 1)
@@ -198,7 +202,7 @@ def resident_text(row: dict) -> dict[str, str]:
     return text | {"ours / mlx-lm": spread(row["ratios"]) if "ratio" in row else "-"}
 
 
-# Streamed.
+# With experts that are streamed.
 
 
 class Drive:
@@ -208,10 +212,10 @@ class Drive:
         self.packed = PackedExperts.open(path, ModelArgs.from_file(path))
         layout = self.packed.layout
         self.blocks = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.num_experts)]
-        os.sync()  # a model just made may still be on its way to the drive
+        os.sync()  # a model that was just written may still be on its way to the drive
 
     def rate(self) -> float:
-        """Bytes per second of reading whole records, other ones each time, in random order."""
+        """Returns the bytes per second of reading whole records in random order, other records each time."""
         count = min(-(-DRIVE_BYTES // self.packed.layout.expert_stride), len(self.blocks))
         blocks = random.sample(self.blocks, count)
         start = time.perf_counter()
@@ -219,7 +223,7 @@ class Drive:
 
 
 class Watched:
-    """A streamed model, and which of its experts are asked for."""
+    """A streamed model that notes which of its experts are requested."""
 
     def __init__(self, engine: Engine):
         self.model, self.experts, self.span = engine.model, engine.experts, engine.plan.sizes.span
@@ -232,7 +236,7 @@ class Watched:
         return self._request(layer, ids)
 
     def run(self, prompt: list[int]) -> dict:
-        """One prompt with an empty pool."""
+        """Computes one prompt with an empty pool."""
         self.experts.invalidate()
         self.experts.reset_stats()
         self.used.clear()
@@ -256,13 +260,13 @@ def used_bytes(experts: ExpertLoader, used: set[Key]) -> int:
 
 
 def bytes_read() -> int:
-    """By all threads of this process, from storage."""
+    """Returns the bytes that all threads of this process have read from storage."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def stream(options: argparse.Namespace) -> dict:
-    """prompts whose experts are read into a pool, against what the drive and computing allow"""
+    """measures prompts whose experts are read into a pool, against what the drive and computing allow"""
     drive, longest = Drive(options.model), max(options.tokens)
     pool = int(options.share * drive.packed.layout.total_bytes)
     streamed = [
@@ -278,7 +282,7 @@ def stream(options: argparse.Namespace) -> dict:
 
 
 def resident_model(options: argparse.Namespace, tokens: int) -> Model | None:
-    """The model with every expert in memory, if that fits beside what there is already."""
+    """Returns the model with every expert in memory, if that fits beside the models that are already loaded."""
     engine = open_for(options, tokens, expert_io="auto", expert_cache_bytes=1)
     if engine.plan.mode is IoMode.MMAP:
         return engine.model
@@ -290,7 +294,7 @@ def resident_model(options: argparse.Namespace, tokens: int) -> Model | None:
 def stream_rounds(
     streamed: list[Watched], whole: Model | None, drive: Drive, tokens: int, rounds: int
 ) -> list[list[dict]]:
-    """A run of each of `streamed` for each round; before these one of each that does not count."""
+    """Runs each of `streamed` once per round. Before the rounds, each runs once without counting."""
     results = []
     for i in range(-1, rounds):
         prompt = random_prompt(streamed[0].model, tokens, seed=i + 1)
@@ -306,7 +310,9 @@ def stream_rounds(
 
 
 def stream_run(one: Watched, prompt: list[int], computing: float | None, drive: Drive) -> dict:
-    """One prompt beside the drive's rate just before and after, and the ratio to the bound of its time."""
+    """Runs one prompt. Returns its figures, the drive's rate just before and after, and the ratio to the bound of its
+    time.
+    """
     before = drive.rate()
     run = one.run(prompt)
     rates = [before, drive.rate()]
@@ -316,7 +322,7 @@ def stream_run(one: Watched, prompt: list[int], computing: float | None, drive: 
 
 
 def stream_row(rounds: list[list[dict]], which: int) -> dict:
-    """All runs of one span; `gain` is how much faster they are than the first span's of the same rounds."""
+    """Returns the results of all runs of one span. `gain` is the speed over that of the first span in those rounds."""
     runs = [every[which] for every in rounds]
     gains = [every[0]["seconds"] / every[which]["seconds"] for every in rounds]
     ratios = [run["ratio"] for run in runs]
@@ -348,11 +354,11 @@ def stream_text(row: dict) -> dict[str, str]:
 
 
 def io(options: argparse.Namespace) -> dict:
-    """what a prompt reads from the drive, against the experts that it uses"""
+    """measures what a prompt reads from the drive, against the experts that it uses"""
     pool = int(options.pool_gb * 1e9)
     engine = open_for(options, options.tokens, options.span, expert_io="pread", expert_cache_bytes=pool)
     one = Watched(engine)
-    one.run(random_prompt(one.model, 32, seed=1))  # reads what was left for later of the resident weights
+    one.run(random_prompt(one.model, 32, seed=1))  # reads the resident weights whose reading was deferred
     run = one.run(random_prompt(one.model, options.tokens, seed=0))
     ratio = run["process_bytes"] / run["used_bytes"]
     text = {"tokens": str(run["tokens"]), "span": str(run["span"]), "pool GB": f"{engine.plan.pool / 1e9:.3f}"}
@@ -361,11 +367,13 @@ def io(options: argparse.Namespace) -> dict:
     return {**run, "pool": engine.plan.pool, "ratio": ratio}
 
 
-# Within a memory limit, each run in a process of its own.
+# Within a memory limit; each run is a process of its own.
 
 
 def memory_limit(gigabytes: float) -> dict[str, str]:
-    """The control group's file and what is written there; nothing, said in a line, where no group can be made."""
+    """Returns the file of the control group and what to write to it. If no group can be made, prints a line and returns
+    nothing.
+    """
     probe = GROUPS / "memory" / f"moeflux-probe-{os.getpid()}"
     setting = "memory.limit_in_bytes"
     try:
@@ -380,7 +388,9 @@ def memory_limit(gigabytes: float) -> dict[str, str]:
 
 
 def worker(options: argparse.Namespace, limit: dict[str, str], prompt: int, tokens: int, **more) -> dict:
-    """bench_stream.py's generation, at a temperature at which text does not repeat; `more` are other options of it."""
+    """Runs bench_stream.py's generation at a temperature at which the text does not repeat. `more` are its other
+    options.
+    """
     arguments = ["worker", "--model", options.model, "--expert-io", "auto", "--prefetch", "auto"]
     arguments += ["--prompt-tokens", prompt, "--max-tokens", tokens, "--temp", 5.0]
     for name, value in {"damping": 1.0, **more}.items():
@@ -389,7 +399,7 @@ def worker(options: argparse.Namespace, limit: dict[str, str], prompt: int, toke
 
 
 def memory(options: argparse.Namespace) -> dict:
-    """the peak memory of a long prompt and some tokens after it, against the plan"""
+    """compares the peak memory of a long prompt and some tokens after it with the plan"""
     context = options.context or options.tokens + DECODED + 1
     limit = memory_limit(options.limit_gb)
     run = worker(options, limit, options.tokens, DECODED, context=context)
@@ -403,7 +413,7 @@ def memory(options: argparse.Namespace) -> dict:
 
 
 def breathe(options: argparse.Namespace) -> dict:
-    """decode within memory limits with default options, against chosen contexts and steps"""
+    """compares decoding within memory limits with default options and with chosen contexts and steps"""
     cases: dict[str, dict[str, int]] = {"default": {}}
     for choice in options.choices:
         context, step = map(int, choice.split(":"))
@@ -417,7 +427,7 @@ def breathe(options: argparse.Namespace) -> dict:
 
 
 def breathe_round(options: argparse.Namespace, limit: dict[str, str], cases: dict, i: int) -> dict[str, dict | None]:
-    """A run of each case, None where it could not run."""
+    """Runs each case once; the result is None if it could not run."""
     runs: dict[str, dict | None] = {}
     prompt, tokens, damping = options.prompt_tokens, options.max_tokens, options.damping
     for case in turns(list(cases), i):
@@ -430,7 +440,9 @@ def breathe_round(options: argparse.Namespace, limit: dict[str, str], cases: dic
 
 
 def breathe_report(gigabytes: float, rounds: list[dict[str, dict | None]]) -> dict:
-    """Prints the table of one limit; `ratio` is the default's speed over that of the round's best choice."""
+    """Prints the table of one limit. `ratio` is the speed with default options over that of the best choice in the
+    round.
+    """
     print(f"within {gigabytes} GB:")
     print_table([breathe_text(case, [runs[case] for runs in rounds]) for case in rounds[0]])
     ratios = []

@@ -45,7 +45,7 @@ def main() -> None:
         return
     load_before = os.getloadavg()[0]
     runs = []
-    for _ in range(options.rounds):  # each with nothing saved at first
+    for _ in range(options.rounds):  # each one starts with nothing saved
         with tempfile.TemporaryDirectory(dir=options.folder, prefix="prompts-") as folder:
             runs.append({case: run(case, folder) for case in CASES})
             size = sum(file.stat().st_size for file in Path(folder).iterdir())
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(case: str, folder: str) -> dict:
-    """One measurement in a process of its own."""
+    """Runs one measurement in a process of its own."""
     command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--folder", folder]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def respond(session: Session, prompt: list[int], n: int = 1) -> dict:
-    """Computes n tokens; the time to the first, and what was read until the last."""
+    """Computes n tokens. Returns the time to the first one, and what was read until the last one."""
     for _ in session.respond(prompt, max_tokens=n):
         read = session.model.experts.stats.bytes_read
     return {

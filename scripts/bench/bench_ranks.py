@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def together(options: argparse.Namespace, count: int) -> dict:
-    """One generation on so many ranks: rank 0's figures."""
+    """Runs one generation on `count` ranks and returns the figures of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         file = hosts(Path(folder), count)
         command = [sys.executable, *sys.argv, "--worker"]
@@ -127,7 +127,9 @@ def environment(options: argparse.Namespace, rank: int, count: int, file: Path) 
 
 
 class Drive:
-    """Reads that take no less time than a drive of its own would need; without a rate, as they are."""
+    """Makes reads take at least the time that a drive of its own would need. If no rate is given, they stay as they
+    are.
+    """
 
     def __init__(self) -> None:
         self.rate, self.lock, self.free = math.inf, threading.Lock(), 0.0
@@ -142,7 +144,7 @@ class Drive:
 
 
 class Link:
-    """A group whose messages take no less time than a link of so many bytes a second would need."""
+    """A group whose messages take at least the time that a link with so many bytes per second would need."""
 
     def __init__(self, group):
         self.group, self.rate, self.rank, self.size = group, math.inf, group.rank, group.size
@@ -157,7 +159,7 @@ class Link:
 
 
 def work(options: argparse.Namespace) -> dict:
-    """What one rank measures."""
+    """Runs what one rank measures."""
     configure_mlx()
     if not backend.has_kernels():
         native.set_threads(options.threads)
@@ -180,7 +182,7 @@ def work(options: argparse.Namespace) -> dict:
 
 
 def opened(options: argparse.Namespace, link: Link | None):
-    """The model, whose pool is as large as the options say."""
+    """Opens the model with a pool as large as the options say."""
     ranks = None if link is None else Ranks(Exchange(link), say=lambda text: print(text, file=sys.stderr))
     total = open_weights(options.model).experts.layout.total_bytes
     longest = max(options.prompt_tokens, options.first_tokens or 0)
@@ -228,13 +230,13 @@ def generated(options: argparse.Namespace, model) -> dict:
 
 
 def digest_of(runs: list[dict]) -> str:
-    """Of the tokens, which were the same in all runs, or it says that they were not."""
+    """Returns the digest of the tokens. Raises an error if they were not the same in all runs."""
     digests = {run["tokens"] for run in runs}
     return digests.pop() if len(digests) == 1 else "unlike"
 
 
 def first_token(options: argparse.Namespace, model, tokens: int) -> float:
-    """Seconds until the first token after a prompt of so many."""
+    """Returns the seconds until the first token after a prompt of `tokens` tokens."""
     emptied(options, model)
     start = time.perf_counter()
     next(iter(generate_step(random_prompt(model, tokens), model, max_tokens=1)))
@@ -242,7 +244,7 @@ def first_token(options: argparse.Namespace, model, tokens: int) -> float:
 
 
 def prompts(options: argparse.Namespace, model, link: Link | None) -> dict:
-    """Seconds to the first token of a longer prompt, over the link as it is and each slower one."""
+    """Returns the seconds to the first token of a longer prompt, over the link as it is and over each slower one."""
     if options.first_tokens is None:
         return {}
     name = f"{options.first_tokens} tokens"
@@ -255,13 +257,13 @@ def prompts(options: argparse.Namespace, model, link: Link | None) -> dict:
 
 
 def exchange_cost(link: Link | None, model) -> dict:
-    """What exchanges take when nobody is late: microseconds of one, milliseconds of a token's."""
+    """Returns the cost of exchanges if no rank is late: microseconds of one exchange, and milliseconds per token."""
     if link is None:
         return {}
     args = model.args
     words = np.zeros(-(-args.num_experts_per_tok // link.size) * args.hidden_size + 5, np.uint32)
     if link.on_device:
-        words = mx.array(words) + 0  # where the GPU computes
+        words = mx.array(words) + 0  # on the device that computes
         mx.eval(words)
     seconds = []
     for _ in range(EXCHANGES):

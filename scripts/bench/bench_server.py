@@ -51,12 +51,12 @@ from moeflux_mlx.engine.session import Session
 from moeflux_mlx.formats.packed import FOLDER
 from moeflux_mlx.state.prompt_store import PromptDirectory
 
-SHORT = 64  # tokens of the prompt before answers that are timed token by token
-ANSWER = 16  # tokens of a turn's answer
+SHORT = 64  # tokens of the prompt before answers whose tokens are timed one by one
+ANSWER = 16  # tokens of the answer in one turn
 
 
 class Server:
-    """`python -m moeflux_mlx.serve` in a process of its own."""
+    """A process with `python -m moeflux_mlx.serve`."""
 
     def __init__(self, options: argparse.Namespace, folder: str | None = None):
         command = [sys.executable, "-m", "moeflux_mlx.serve", "--model", options.model, "--port", "0"]
@@ -78,7 +78,7 @@ class Server:
 
 
 class Beside:
-    """mlx_lm.server on a checkpoint, or a server that runs already."""
+    """The server to compare with: mlx_lm.server on a checkpoint, or a server that already runs."""
 
     def __init__(self, where: str):
         self.url, self.process = where, None
@@ -104,7 +104,7 @@ class Beside:
 
 def main() -> None:
     options = parser().parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server outlives it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server lives longer than this process
     load = os.getloadavg()[0]
     engine = open_engine(
         Path(options.model),
@@ -138,7 +138,7 @@ def context(options: argparse.Namespace) -> int:
 
 
 def cache_bytes(options: argparse.Namespace) -> int:
-    """Of the pool, in whole megabytes, so that both ways of saying it mean the same."""
+    """Returns the size of the pool in whole megabytes, so that both ways of stating it mean the same."""
     experts = sum(file.stat().st_size for file in Path(options.model, FOLDER).iterdir())
     return round(options.share * experts / 1e6) * 10**6
 
@@ -163,10 +163,10 @@ def bench(options: argparse.Namespace, engine: Engine, bias: dict[int, float], f
 def bench_tokens(
     options: argparse.Namespace, engine: Engine, urls: dict[str, str], pid: int, bias: dict[int, float]
 ) -> dict:
-    """Milliseconds of a token, and what the server adds to each; `pid` is its process."""
+    """Returns the milliseconds per token, and what the server adds to each. `pid` is the server's process."""
     times: dict[str, list[float]] = {name: [] for name in ("library", *urls)}
     busy: dict[str, list[float]] = {"library": [], "server": []}
-    for n in range(options.rounds + 1):  # the first warms up
+    for n in range(options.rounds + 1):  # the first answer warms up
         prompt, texts = letters(SHORT), set()
         for name, process in (("library", os.getpid()), ("server", pid))[:: -1 if n % 2 else 1]:
             before = processor_seconds(process)
@@ -186,7 +186,7 @@ def bench_tokens(
 
 
 def added(times: dict[str, list[float]], busy: dict[str, list[float]], hits: float) -> dict:
-    """What the server adds to a token, from seconds of tokens and milliseconds of processors."""
+    """Returns what the server adds to a token, from the seconds per token and the milliseconds of processor time."""
     pairs = list(zip(times["library"], times["server"], strict=True))
     more, share = interval([(b - a) * 1e3 for a, b in pairs]), interval([b / a - 1 for a, b in pairs])
     wall = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
@@ -200,7 +200,7 @@ def added(times: dict[str, list[float]], busy: dict[str, list[float]], hits: flo
 
 
 def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[int, float]) -> dict:
-    """Seconds to the first piece of the first and the second turn of several chats."""
+    """Returns the seconds to the first piece in the first and the second turn of several chats."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
     for _ in range(options.turns):
         for name, url in urls.items():
@@ -213,7 +213,7 @@ def bench_turns(options: argparse.Namespace, urls: dict[str, str], bias: dict[in
 
 
 def in_library(engine: Engine, prompt: str, bias: dict[int, float], count: int) -> tuple[list[float], str]:
-    """Seconds of each token after the first, and the text."""
+    """Returns the seconds of each token after the first, and the text."""
     session, times, text = engine.session(), [], ""
     for response in session.respond(
         engine.tokenizer.encode(prompt), max_tokens=count, logits_processors=make_logits_processors(bias)
@@ -224,7 +224,7 @@ def in_library(engine: Engine, prompt: str, bias: dict[int, float], count: int) 
 
 
 def over_http(url: str, prompt: str, bias: dict[int, float], count: int) -> tuple[list[float], str]:
-    """As `in_library`."""
+    """As `in_library`, over HTTP."""
     times, text = [], ""
     for when, chunk in events(url, "/v1/completions", {"prompt": prompt, "max_tokens": count, **asked(bias)}):
         piece = chunk["choices"][0].get("text") if chunk["choices"] else ""
@@ -235,13 +235,15 @@ def over_http(url: str, prompt: str, bias: dict[int, float], count: int) -> tupl
 
 
 def processor_seconds(pid: int) -> float:
-    """That all threads of a process have run; 0 where the system does not say."""
+    """Returns the processor time of all threads of a process; 0 if the system does not report it."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(one.read_text().split()[0]) for one in files) / 1e9
 
 
 def by_lengths(url: str, prompt: str, bias: dict[int, float], count: int) -> float:
-    """Seconds of a token: what a long answer takes more than a short one, the prompt being known."""
+    """Returns the seconds per token: the additional time of a long answer compared with a short one, after a known
+    prompt.
+    """
 
     def seconds(length: int) -> float:
         start = time.perf_counter()
@@ -255,7 +257,7 @@ def by_lengths(url: str, prompt: str, bias: dict[int, float], count: int) -> flo
 
 
 def two_turns(url: str, bias: dict[int, float], tokens: int) -> tuple[float, float]:
-    """Seconds to the first piece of each turn."""
+    """Returns the seconds to the first piece in each turn."""
     messages = [{"role": "user", "content": letters(tokens)}]
     first, _ = turn(url, messages, bias, 1)
     _, answer = turn(url, messages, bias, ANSWER)
@@ -268,7 +270,7 @@ def second_turn(messages: list[dict[str, str]], answer: str) -> list[dict[str, s
 
 
 def turn(url: str, messages: list[dict[str, str]], bias: dict[int, float], count: int) -> tuple[float, str]:
-    """Seconds to the first piece, and the answer."""
+    """Returns the seconds to the first piece, and the answer."""
     start, first, text = time.perf_counter(), 0.0, ""
     for when, chunk in events(url, "/v1/chat/completions", {"messages": messages, "max_tokens": count, **asked(bias)}):
         piece = chunk["choices"][0]["delta"].get("content") if chunk["choices"] else None
@@ -278,13 +280,15 @@ def turn(url: str, messages: list[dict[str, str]], bias: dict[int, float], count
 
 
 def after_kill(options: argparse.Namespace, engine: Engine, bias: dict[int, float], folder: str) -> dict[str, float]:
-    """Seconds to the second turn's first piece, in a new server and in the library, from the same directory."""
+    """Returns the seconds to the first piece in the second turn, in a new server and in the library, from the same
+    directory.
+    """
     server, messages = Server(options, folder), [{"role": "user", "content": letters(options.tokens)}]
     try:
         _, answer = turn(server.url, messages, bias, ANSWER)
     finally:
         server.kill()
-    messages, copy = second_turn(messages, answer), f"{folder}-copy"  # what the server adds must not help the library
+    messages, copy = second_turn(messages, answer), f"{folder}-copy"  # the server must not help the library
     shutil.copytree(folder, copy)
     server = Server(options, folder)
     try:
@@ -306,7 +310,7 @@ def asked(bias: dict[int, float]) -> dict:
 
 
 def events(url: str, path: str, body: dict) -> Iterator[tuple[float, dict]]:
-    """(when it came, event) of a stream."""
+    """Yields (arrival time, event) of a stream."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=1800)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     reply = connection.getresponse()
@@ -327,7 +331,7 @@ def gaps(times: list[float]) -> list[float]:
 
 
 def interval(values: list[float]) -> list[float]:
-    """The median, between the ends of its interval of 95 %."""
+    """Returns the median, between the ends of its 95 % interval."""
     ordered, spread = sorted(values), 0.98 * math.sqrt(len(values))
     low, high = round(len(values) / 2 - spread), round(len(values) / 2 + spread)
     return [ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(values) - 1)]]

@@ -59,7 +59,7 @@ from moeflux_mlx.spec import ModelArgs
 GROUPS = Path("/sys/fs/cgroup")
 WAYS = {"none": "off", "previous": "previous", "lookahead": "auto"}
 THREADS = (2, 4, 8)
-WAVE = 16  # experts that one request of the loader benchmark asks for
+WAVE = 16  # experts in one request of the loader benchmark
 
 
 def main() -> None:
@@ -146,7 +146,7 @@ def add_places(commands: Any) -> None:
 
 
 def add_processes(commands: Any) -> None:
-    """What other commands start."""
+    """Adds the commands that this script runs in other processes."""
     drive = commands.add_parser("drive", help="the drive's speed for `decode`; prints JSON")
     drive.add_argument("--model", type=Path, required=True)
     drive.set_defaults(run=run_drive)
@@ -173,7 +173,7 @@ def bench_loader(options: argparse.Namespace) -> dict:
         raw: dict[int, list] = {count: [] for count in THREADS}
         loaded = []
         loader = StreamedExperts(packed, cache_bytes=1, least_slots=2 * WAVE)
-        loader_reads(loader)  # the first use of fresh memory costs page faults, once in a model's life
+        loader_reads(loader)  # fresh memory costs page faults at its first use, once in the life of a model
         for _ in range(options.rounds):
             for count in THREADS:
                 raw[count].append(timed(lambda count=count: raw_reads(packed, shuffled(packed.layout), count)))
@@ -196,7 +196,9 @@ def bench_loader(options: argparse.Namespace) -> dict:
 
 
 def write_experts(folder: Path) -> PackedExperts:
-    """Two layers of 128 experts of the largest Qwen's size; random bytes, written past the page cache."""
+    """Writes two layers of 128 experts of the largest Qwen's size. The bytes are random and written past the page
+    cache.
+    """
     full = ExpertLayout.from_args(ModelArgs.from_variant("qwen3.5-397b-a17b"))
     layout = ExpertLayout(dict.fromkeys((0, 1), full.record), 128, 2)
     block = os.urandom(layout.expert_stride)
@@ -218,7 +220,7 @@ def shuffled(layout: ExpertLayout) -> list[tuple[int, int]]:
 
 
 def raw_reads(packed: PackedExperts, blocks: list[tuple[int, int]], threads: int) -> int:
-    """Reads whole records past the page cache, with nothing but system calls; returns the bytes."""
+    """Reads whole records past the page cache, with nothing but system calls. Returns the bytes."""
     files = {layer: os.open(path, os.O_RDONLY | os.O_DIRECT) for layer, path in packed.paths.items()}
     layout = packed.layout
     memory, sizes = (
@@ -242,7 +244,7 @@ def raw_reads(packed: PackedExperts, blocks: list[tuple[int, int]], threads: int
 
 
 def loader_reads(loader: StreamedExperts) -> int:
-    """Every expert once, in waves, the next wave asked for before this one is waited for."""
+    """Reads every expert once, in waves. Each wave is requested before the wave in front of it is waited for."""
     loader.invalidate()
     loader.reset_stats()
     blocks, waves = shuffled(loader.layout), []
@@ -258,7 +260,7 @@ def loader_reads(loader: StreamedExperts) -> int:
 
 
 def timed(work) -> tuple[float, float]:
-    """(GB/s, CPU seconds per GB) of `work`, which returns bytes."""
+    """Returns (GB/s, CPU seconds per GB) of `work`, which returns the bytes."""
     wall, cpu = time.perf_counter(), time.process_time()
     gigabytes = work() / 1e9
     return gigabytes / (time.perf_counter() - wall), (time.process_time() - cpu) / gigabytes
@@ -267,7 +269,7 @@ def timed(work) -> tuple[float, float]:
 # Generation under a limit.
 
 
-# What the tables show of a run, by column.
+# The columns of the tables: what they show of a run.
 COLUMNS = {
     "tok/s": lambda run: f"{1 / run['seconds_per_token']:.2f}",
     "hits": lambda run: f"{run['hit_rate']:.1%}",
@@ -287,7 +289,7 @@ SHARED = ("tok/s", "hits", "found", "late", "MB/token", "waited", "bound", "driv
 
 
 def print_table(compute: dict, rows: dict[str, dict], extra: tuple[str, ...]) -> None:
-    """One line for each of `rows`: medians by label."""
+    """Prints one line for each of `rows`: its label and medians."""
     columns = SHARED + extra
     print(f"computing alone: {1000 * compute['seconds_per_token']:.1f} ms a token (everything in memory)")
     print(f"{'':14} " + " ".join(f"{name:>10}" for name in columns))
@@ -300,7 +302,9 @@ def medians(results: list[dict]) -> dict:
 
 
 def measured(options: argparse.Namespace, way: str, held: dict[str, str], drive: dict[str, str], **more) -> dict:
-    """One streamed generation in the groups `held`, beside the drive's speed in the groups `drive` just before."""
+    """Runs one streamed generation in the control groups `held`. Just before, measures the drive's speed in the groups
+    `drive`.
+    """
     speed = inside(["drive", "--model", options.model], drive)["speed"]
     run = run_once(options, WAYS[way], "pread", held, **more)
     share = run["bytes_per_token"] / speed / run["seconds_per_token"]
@@ -348,7 +352,7 @@ def bench_pool(options: argparse.Namespace) -> dict:
 
 
 def bench_places(options: argparse.Namespace) -> dict:
-    """Tokens per second of the packed model and of its checkpoint, one after the other in each round."""
+    """Measures the tokens per second of the packed model and of its checkpoint, one after the other in each round."""
     if options.drive_mbps:
         names = ("model", "checkpoint", "share", "rounds", "max_tokens", "temp", "prefetch")
         given = [text for name in names for text in (f"--{name.replace('_', '-')}", getattr(options, name))]
@@ -378,7 +382,9 @@ def bench_places(options: argparse.Namespace) -> dict:
 
 
 def bench_drives(options: argparse.Namespace) -> dict:
-    """Tokens per second of a model on several drives and of the same on one, alternating in each round."""
+    """Measures the tokens per second of a model on several drives and of the same model on one, alternating in each
+    round.
+    """
     if options.drive_mbps:
         names = ("model", "one", "share", "rounds", "max_tokens", "prompt", "temp")
         given = [text for name in names for text in (f"--{name.replace('_', '-')}", getattr(options, name))]
@@ -405,7 +411,7 @@ def bench_drives(options: argparse.Namespace) -> dict:
 
 
 def prompt_once(model, options: argparse.Namespace) -> dict:
-    """One prompt from an empty pool."""
+    """Computes one prompt from an empty pool."""
     model.experts.invalidate()
     prompt, start = np.random.default_rng(0).integers(0, 256, options.prompt).tolist(), time.perf_counter()
     next(generate_step(prompt, model, max_tokens=1))
@@ -413,7 +419,7 @@ def prompt_once(model, options: argparse.Namespace) -> dict:
 
 
 def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
-    """One generation from an empty pool; the prompt is left out of the count."""
+    """Generates once from an empty pool; the prompt is not counted."""
     model.experts.invalidate()
     mx.random.seed(seed)
     prompt = np.random.default_rng(seed).integers(0, 256, 4).tolist()
@@ -435,11 +441,12 @@ def decode_once(model, options: argparse.Namespace, seed: int) -> dict:
 
 
 def bench_load(options: argparse.Namespace) -> dict:
-    """GB/s of reading all experts into memory that is kept, and of bare reads of as many bytes of the same files.
+    """Measures the GB/s of reading all experts into memory that is kept, and of bare reads of as many bytes of the same
+    files.
 
-    Bare reads fill one place again and again, which is the drive's rate, or memory that the process did not have
-    before, which is the most that a loader can reach: the system clears it first. A first loading that does not count
-    lets a virtual machine have its memory.
+    Bare reads fill either the same memory again and again, which gives the drive's rate, or memory that is new to the
+    process. New memory must be cleared by the system first, so this is the rate that a loader can reach at most. A
+    first loading does not count, so that a virtual machine already has its memory.
     """
     files = open_weights(options.model).experts
     wanted = sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
@@ -465,12 +472,12 @@ def bench_load(options: argparse.Namespace) -> dict:
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """The median, and the quartiles around it."""
+    """Returns the median and the quartiles around it."""
     return np.quantile(values, (0.5, 0.25, 0.75)).tolist()
 
 
 def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: str) -> int:
-    """Reads the files past the page cache in blocks of 4 MiB, until `wanted` bytes have come."""
+    """Reads the files past the page cache in blocks of 4 MiB, until `wanted` bytes have arrived."""
     block = 4 << 20
     blocks = [(path, start) for path, size in sizes.items() for start in range(0, size, block)][: -(-wanted // block)]
     files = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in sizes}
@@ -493,11 +500,11 @@ def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: st
     return sum(came)
 
 
-PARTS = ("request", "finish", "locate", "hint", "unpin")  # of a source, as a layer calls them
+PARTS = ("request", "finish", "locate", "hint", "unpin")  # the functions of a source that a layer calls
 
 
 def bench_host(options: argparse.Namespace) -> dict:
-    """Microseconds a layer."""
+    """Measures the microseconds that the host takes per layer."""
     plain = {"dtype": None, "context": 512, "prefetch": options.prefetch}
     streamed = open_engine(options.model, expert_io="pread", expert_cache_bytes=1 << 60, **plain)
     layers, source = len(streamed.model.args.moe_layers), streamed.experts
@@ -524,7 +531,7 @@ def bench_host(options: argparse.Namespace) -> dict:
 
 
 def warm(source: StreamedExperts) -> None:
-    """Reads every expert, as far as the pool holds them."""
+    """Reads every expert, as many as the pool holds."""
     for layer in source.layout.moe_layers:
         for first in range(0, source.layout.num_experts, WAVE):
             ids = np.arange(first, min(first + WAVE, source.layout.num_experts))
@@ -533,7 +540,7 @@ def warm(source: StreamedExperts) -> None:
 
 
 def token_seconds(engine: Engine, tokens: int) -> float:
-    """Of a token whose logits are waited for."""
+    """Returns the seconds of a token whose logits are waited for."""
     model, times = engine.model, []
     cache = model.make_cache()
     for i in range(tokens):
@@ -544,9 +551,9 @@ def token_seconds(engine: Engine, tokens: int) -> float:
 
 
 def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
-    """Microseconds of the processor that each part of the source takes of a layer, and what the lookahead adds.
+    """Returns the microseconds of processor time of each part of the source per layer, and those of the lookahead.
 
-    Each is the median over the calls: whatever else runs here would make a mean of it.
+    Each is the median over the calls, because other programs would distort a mean.
     """
     source, ahead = engine.experts, engine.model.layers[-1].mlp.experts.lookahead
     spent: dict[str, list[float]] = {name: [] for name in (*PARTS, "lookahead")}
@@ -574,12 +581,12 @@ def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
 
 
 def run_drive(options: argparse.Namespace) -> dict:
-    """Bytes per second of bare parallel reads of whole experts."""
+    """Measures the bytes per second of bare parallel reads of whole experts."""
     return {"speed": measure_disk(PackedExperts.open(options.model, ModelArgs.from_file(options.model)))}
 
 
 def keep_busy(model: Path, seed: int, stop: threading.Event) -> None:
-    """Reads a megabyte after the other from random places of the first layer file, past the page cache."""
+    """Reads one megabyte after the other from random places of the first layer file, past the page cache."""
     path = sorted((model / "packed_experts").glob("layer_*.bin"))[0]
     file, blocks = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size >> 20
     target, rng = memoryview(page_aligned(1, 1 << 18)[0]).cast("B"), random.Random(seed)
@@ -591,7 +598,7 @@ def keep_busy(model: Path, seed: int, stop: threading.Event) -> None:
 def run_once(
     options: argparse.Namespace, prefetch: str, expert_io: str, limits: dict[str, str], share: float | None = None
 ) -> dict:
-    """One generation in a process of its own."""
+    """Runs one generation in a process of its own."""
     arguments = ["worker", "--model", options.model, "--prefetch", prefetch, "--expert-io", expert_io]
     for name in ("prompt_tokens", "max_tokens", "context", "temp", "damping"):
         arguments += [f"--{name.replace('_', '-')}", getattr(options, name)]
@@ -600,7 +607,7 @@ def run_once(
 
 
 def limits(options: argparse.Namespace, memory: bool = True) -> dict[str, str]:
-    """Files of version 1 control groups and what is written there."""
+    """Returns the files of version 1 control groups and what to write to them."""
     files = {"memory/memory.limit_in_bytes": str(int(options.limit_gb * 1e9))} if memory else {}
     if options.drive_mbps:
         files |= throttle([options.model], options.drive_mbps)
@@ -608,20 +615,20 @@ def limits(options: argparse.Namespace, memory: bool = True) -> dict[str, str]:
 
 
 def throttle(models: list[Path], mbps: float) -> dict[str, str]:
-    """The same for the speed of each drive that holds experts of these."""
+    """Returns the same for the speed of each drive that holds experts of these models."""
     devices = {path.stat().st_dev for model in models for path in open_weights(model).experts.sizes}
     lines = [f"{os.major(device)}:{os.minor(device)} {int(mbps * 1e6)}" for device in sorted(devices)]
     return {"blkio/blkio.throttle.read_bps_device": "\n".join(lines)}
 
 
 def inside(arguments: list, limits: dict[str, str]) -> dict:
-    """This script with other arguments, in control groups of its own; with memory limited, its peak too."""
+    """Runs this script with other arguments in its own control groups. If memory is limited, also returns its peak."""
     name, enter, groups = f"moeflux-bench-{os.getpid()}", "", []
     for file, value in limits.items():
         controller, _, setting = file.partition("/")
         groups.append(GROUPS / controller / name)
         groups[-1].mkdir()
-        for line in value.splitlines():  # the kernel takes one device at a time
+        for line in value.splitlines():  # the kernel accepts one device per write
             (groups[-1] / setting).write_text(line)
         enter += f"echo $$ > {groups[-1]}/cgroup.procs; "
     command = ["sh", "-c", f'{enter} exec "$@"', "sh", sys.executable, __file__, *map(str, arguments)]
@@ -636,7 +643,7 @@ def inside(arguments: list, limits: dict[str, str]) -> dict:
 
 
 def leave(group: Path) -> None:
-    """Removes a group as soon as its last process is gone."""
+    """Removes a control group as soon as its last process has ended."""
     for _ in range(100):
         try:
             return group.rmdir()
@@ -645,7 +652,9 @@ def leave(group: Path) -> None:
 
 
 def watch(process: subprocess.Popen, group: Path) -> dict:
-    """Peaks of rss + shmem and of swap, of the memory group or else of the process; sampled every 10 ms."""
+    """Returns the peaks of rss + shmem and of swap, of the memory control group or else of the process, sampled every
+    10 ms.
+    """
     peak = swapped = 0
     look = (lambda: held_by_group(group)) if group.exists() else (lambda: held_by_process(process.pid))
     while process.poll() is None:
@@ -658,13 +667,15 @@ def watch(process: subprocess.Popen, group: Path) -> dict:
 
 
 def held_by_group(group: Path) -> tuple[int, int]:
-    """Bytes of rss + shmem, and of swap."""
+    """Returns the bytes of rss + shmem, and of swap."""
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int(stat["total_rss"]) + int(stat["total_shmem"]), int(stat.get("total_swap", 0))
 
 
 def held_by_process(pid: int) -> tuple[int, int]:
-    """As `held_by_group`; nothing once the process has ended, or where the system does not tell (macOS)."""
+    """As `held_by_group`, for a process. Returns nothing if the process has ended, or if the system does not tell
+    (macOS).
+    """
     status = Path(f"/proc/{pid}/status")
     lines = (line.split() for line in status.read_text().splitlines()) if status.exists() else ()
     kib = {fields[0]: int(fields[1]) for fields in lines if fields[-1:] == ["kB"]}
@@ -713,7 +724,7 @@ def run_worker(options: argparse.Namespace) -> dict:
         "speed": stats.gb_per_second,
         "planned": engine.plan.total,
         "pool": model.experts.slots * model.experts.layout.expert_stride,
-        "device_peak": mx.get_peak_memory(),  # of a GPU; the CPU's pool is not MLX's memory
+        "device_peak": mx.get_peak_memory(),  # on a GPU; the CPU's pool is not in MLX's memory
         "slots": model.experts.slots,
     }
 

@@ -35,7 +35,7 @@ BLOCK = 4096
 
 
 class Gate:
-    """Lets reads pass as a drive would that makes so many a second."""
+    """Lets reads pass as fast as a drive with so many reads per second."""
 
     def __init__(self, reads: float, bytes_per_s: float, latency: float):
         self.interval, self.latency = max(1 / reads, BLOCK / bytes_per_s), latency
@@ -51,7 +51,7 @@ class Gate:
 
 
 def sparse_table(folder: Path, part: NGrams, form: RowForm, in_parts: bool, rows: np.ndarray) -> TableFiles:
-    """Files of the table's size; `rows` alone are written."""
+    """Makes sparse files of the table's size; only `rows` are written."""
     rng, places = np.random.default_rng(0), []
     for i, nbytes in enumerate(form.part_bytes if in_parts else [form.row_bytes]):
         path = folder / f"part-{in_parts}-{i}"
@@ -64,7 +64,7 @@ def sparse_table(folder: Path, part: NGrams, form: RowForm, in_parts: bool, rows
 
 
 def waits(reader: TableReader, numbers: np.ndarray, ahead: float) -> list[float]:
-    """Seconds that each token waits for its rows [1, L, heads], the first left out."""
+    """Returns the seconds that each token waits for its rows [1, L, heads], without the first token."""
     times = []
     for at in range(numbers.shape[1]):
         pending = reader.begin(numbers[:, at : at + 1])

@@ -35,7 +35,7 @@ from moeflux_mlx.quant import DEFAULT, Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 DISTINCT_BLOCKS = 16
-SHARD_BYTES = 5 << 30  # mlx-lm's
+SHARD_BYTES = 5 << 30  # mlx-lm's default
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
 
 
@@ -59,12 +59,12 @@ def main() -> None:
 
 
 def shrunk(config: dict, layers: int | None, experts: int | None) -> dict:
-    """The configuration with fewer layers or experts."""
+    """Returns the configuration with fewer layers or experts."""
     body = config.get("text_config", config)
     if layers:
         whole, body["num_hidden_layers"] = body["num_hidden_layers"], layers
         for part in (body, *(value for value in body.values() if isinstance(value, dict))):
-            for name, value in part.items():  # layer_types, attn_type_list and the like
+            for name, value in part.items():  # layer_types, attn_type_list and similar lists
                 if isinstance(value, list) and len(value) == whole:
                     part[name] = value[:layers]
         if "first_k_dense_replace" in body:
@@ -85,7 +85,7 @@ def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
 
 
 def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
-    """One safetensors file; returns the quantisation overrides for config.json."""
+    """Writes one safetensors file. Returns the exceptions from the default quantisation for config.json."""
     tensors, overrides = {}, {}
     matrices, others = needed(args)
     for path, shape in matrices.items():
@@ -108,7 +108,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def plain(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx.array:
-    """Norms near one, decays and biases small."""
+    """Returns a norm near one, or a small decay or bias."""
     leaf = name.rpartition(".")[2]
     if leaf == "weight" and len(shape) == 1:
         return mx.ones(shape, mx.bfloat16)
@@ -133,7 +133,7 @@ def quantised(rng: np.random.Generator, shape: tuple[int, ...], quant: Quant) ->
 
 
 def block(layout: ExpertLayout, rng: np.random.Generator) -> np.ndarray:
-    """One packed expert, a stride of bytes."""
+    """Returns one packed expert of `stride` bytes."""
     record = layout.record
     out = np.zeros(record.stride, np.uint8)
     for matrix in (record.gate, record.up, record.down):
@@ -157,7 +157,7 @@ def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) 
 
 
 def write_checkpoint(packed: Path, out: Path) -> None:
-    """The weights of the packed model as a checkpoint of MLX, whole tensors in shards of at most 5 GiB."""
+    """Writes the weights of the packed model as an MLX checkpoint, whole tensors in shards of at most 5 GiB."""
     out.mkdir(parents=True, exist_ok=True)
     for file in packed.glob("*.j*"):
         shutil.copy(file, out)
@@ -182,7 +182,7 @@ def stored(tensor: Tensor) -> bytes:
 
 
 def stack(opened: PackedExperts, layer: int, field: Field) -> bytes:
-    """One field of all experts, one after the other."""
+    """Returns one field of all experts, one after the other."""
     records = np.memmap(opened.paths[layer], np.uint8, "r").reshape(opened.layout.num_experts, -1)
     return records[:, field.offset : field.end].tobytes()
 
@@ -217,7 +217,7 @@ def write_shard(file: Path, shapes: dict, tensors: dict[str, Callable[[], bytes]
 
 
 def write_tokenizer(out: Path) -> None:
-    """Byte-level: 256 ids, any text can be encoded; ids beyond decode to nothing."""
+    """Writes a byte-level tokenizer with 256 ids: any text can be encoded, and higher ids decode to nothing."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -75,7 +75,7 @@ def run_record(options: argparse.Namespace) -> None:
     from moeflux_mlx import load, stream_generate
 
     model, tokenizer = load(options.model)
-    model.decode_step = None  # a GPU's compiled step shows nobody its experts
+    model.decode_step = None  # the compiled step of a GPU gives nobody its experts
     recorder = Recorder(model)
     for _ in stream_generate(model, tokenizer, options.prompt, max_tokens=options.max_tokens):
         pass
@@ -83,7 +83,7 @@ def run_record(options: argparse.Namespace) -> None:
 
 
 class Traced:
-    """Stands before a model's routed experts: the rows of a step ask for what a trace says, row i for sequence i's.
+    """Replaces the choice of a model's routers by a trace: row i of a step requests the experts of sequence i.
 
     Attributes:
         at: the step of the trace that the next step of the model takes; None: the router's own choices.
@@ -93,7 +93,7 @@ class Traced:
         self.trace, self.at, self.layers = trace, None, model.args.moe_layers
         self.routed = model.layers[self.layers[0]].mlp.experts
         self.source = self.routed.source
-        model.decode_step = None  # a GPU's compiled step asks nobody
+        model.decode_step = None  # the compiled step of a GPU asks nobody
         for layer in self.layers:
             model.layers[layer].mlp.experts = self
 
@@ -112,7 +112,7 @@ class Traced:
 
 
 class Recorder:
-    """Stands before a model's routed experts and notes the ids of every single token."""
+    """Is called before a model's routed experts and notes the ids of every single token."""
 
     def __init__(self, model):
         self.layers = model.args.moe_layers
@@ -164,13 +164,13 @@ def synthesize(shape: tuple[int, int, int], experts: int, reuse: float, skew: fl
 def synthesize_together(
     shape: tuple[int, int, int, int], experts: int, reuse: float, skew: float, unions: tuple[float, float], rng
 ) -> np.ndarray:
-    """Of sequences whose rows ask together for so many experts, over one row's: `unions` of two and of four of them.
+    """Returns a trace of several sequences. `unions` is how many different experts two and four rows request together,
+    relative to one row.
 
-    In each layer a circle of experts, which keeps `reuse` of its members from token to token, is what all sequences are
-    about. Some of it every row chooses, `common` of one row's experts; the others a row chooses by itself among the
-    rest, as likely as it had to for the unions: n rows ask for common + (1 - common) * (1 - (1 - q)^n) / q times one
-    row's experts, where q is how likely a row chooses one of the rest. What a row has chosen it keeps while the circle
-    does.
+    In each layer all sequences choose from a set of experts that keeps `reuse` of its members from token to token.
+    Every row chooses the same part of the set, `common` of one row's experts. A row chooses its other experts from the
+    rest of the set, each with probability q. So n rows request common + (1 - common) * (1 - (1 - q)^n) / q times one
+    row's experts. A row keeps what it has chosen as long as the set keeps it.
     """
     sequences, tokens, layers, top_k = shape
     common, q = shares_of(unions)
@@ -201,8 +201,9 @@ def synthesize_together(
 
 
 def shares_of(unions: tuple[float, float]) -> tuple[float, float]:
-    """The share of a row's experts that all rows have, and how likely a row chooses another of the circle: what makes
-    two and four rows ask for so many experts, over one row's. (four - 1) / (two - 1) = 1 + z + z^2, where z = 1 - q."""
+    """Returns the share of a row's experts that all rows have in common, and the probability that a row chooses another
+    expert of the set, for which two and four rows request as many experts as `unions` says. (four - 1) / (two - 1) = 1
+    + z + z^2, where z = 1 - q."""
     two, four = unions
     z = (np.sqrt(4 * (four - 1) / (two - 1) - 3) - 1) / 2
     common = 1 - (two - 1) / z
@@ -212,7 +213,7 @@ def shares_of(unions: tuple[float, float]) -> tuple[float, float]:
 
 
 def draw(popularity: np.ndarray, kept: np.ndarray, count: int, rng) -> np.ndarray:
-    """`kept` and others, `count` different experts in all."""
+    """Draws further experts by popularity, so that with `kept` there are `count` different ones."""
     weights = popularity.copy()
     weights[kept] = 0
     others = rng.choice(len(weights), count - len(kept), replace=False, p=weights / weights.sum())
@@ -262,13 +263,17 @@ def replay_together(trace: np.ndarray, experts: int, pools: list[int] | None) ->
 
 
 def steps_of(trace: np.ndarray) -> list[np.ndarray]:
-    """What [sequences, tokens, layers, K] ask for in each layer of each step: each expert once, by layer and id."""
+    """Yields the experts that each layer of each step of a trace [sequences, tokens, layers, K] requests, each expert
+    once.
+    """
     by_step = np.moveaxis(trace, 0, 2)
     return [np.unique(ids) + layer * (1 << 20) for of_step in by_step for layer, ids in enumerate(of_step)]
 
 
 def missed(asked: list[np.ndarray], slots: int) -> int:
-    """Of what is asked for, in least-recently-used order, once the pool has been full: the second half's, twice."""
+    """Returns how many requests a pool in least-recently-used order misses, counted after the pool has been full: those
+    of the second half, twice.
+    """
     keys, half = np.concatenate(asked), sum(map(len, asked[: len(asked) // 2]))
     return 2 * int((~lru(keys, slots)[half:]).sum())
 
@@ -279,7 +284,7 @@ def previous_recall(trace: np.ndarray) -> float:
 
 
 def replay(trace: np.ndarray, experts: int, slots: int, recall: float) -> dict:
-    """Hit rates of a pool of `slots` blocks, and what was predicted of the misses."""
+    """Returns the hit rates of a pool of `slots` records, and the share of the misses that were predicted."""
     keys = trace + experts * np.arange(trace.shape[1])[None, :, None]
     hits = lru(keys.reshape(-1), slots).reshape(trace.shape)
     known = (trace[1:, :, :, None] == trace[:-1, :, None, :]).any(-1)
@@ -295,7 +300,7 @@ def replay(trace: np.ndarray, experts: int, slots: int, recall: float) -> dict:
 
 
 def lru(keys: np.ndarray, slots: int) -> np.ndarray:
-    """Whether each access of `keys` [N] hits a pool of `slots` in least-recently-used order."""
+    """Returns whether each access of `keys` [N] hits a pool of `slots` in least-recently-used order."""
     pool: OrderedDict[int, None] = OrderedDict()
     hits = np.zeros(len(keys), bool)
     for i, key in enumerate(keys.tolist()):
@@ -310,16 +315,16 @@ def lru(keys: np.ndarray, slots: int) -> np.ndarray:
 
 
 def belady(keys: np.ndarray, slots: int) -> np.ndarray:
-    """The same when the block whose next use is farthest away gives way: no policy hits more."""
+    """The same for a pool that evicts the record whose next use is farthest away: no policy has more hits."""
     following = next_uses(keys)
-    due: dict[int, int] = {}  # block in the pool -> its next use
+    due: dict[int, int] = {}  # record in the pool -> its next use
     farthest: list[tuple[int, int]] = []
     hits = np.zeros(len(keys), bool)
     for i, key in enumerate(keys.tolist()):
         hits[i] = key in due
         if not hits[i] and len(due) == slots:
             while due.get(-farthest[0][1]) != -farthest[0][0]:
-                heapq.heappop(farthest)  # out of date: used again since
+                heapq.heappop(farthest)  # not valid any more: used again since
             del due[-heapq.heappop(farthest)[1]]
         due[key] = following[i]
         heapq.heappush(farthest, (-following[i], -key))
@@ -327,7 +332,7 @@ def belady(keys: np.ndarray, slots: int) -> np.ndarray:
 
 
 def next_uses(keys: np.ndarray) -> list[int]:
-    """For each access, when the same block is used next; len(keys) if never."""
+    """Returns for each access when the same record is used next; len(keys) if never."""
     following, last = [len(keys)] * len(keys), {}
     for i in range(len(keys) - 1, -1, -1):
         following[i] = last.get(int(keys[i]), len(keys))

@@ -24,14 +24,14 @@ import numpy as np  # noqa: E402
 from moeflux_mlx import load, load_model  # noqa: E402
 from moeflux_mlx.convert import convert  # noqa: E402
 
-TINY_TOKENS, LONG_TOKENS = (4, 128), (1, 4096)  # rows, and tokens of each
+TINY_TOKENS, LONG_TOKENS = (4, 128), (1, 4096)  # rows, and tokens per row
 ROUNDED = ({"cpu_activations": 8}, {"cpu_activations": 16})
 KEPT = ({"dtype": mx.float32, "kv_bits": 8},)
 FULL_ATTENTION = ("qwen3_moe", "minimax_m2", "hy_v3", "glm4_moe", "gpt_oss", "solar_open")
 
 
 def log_probabilities(path: Path, tokens: np.ndarray, **options: object) -> np.ndarray:
-    """[N, vocab_size] of rows of tokens that stand alone."""
+    """Returns [N, vocab_size]: the log-probabilities of rows of tokens that are independent of each other."""
     model = load_model(path, **options)
     tables = [model(mx.array(row)[None])[0].astype(mx.float32) for row in tokens]
     rows = np.concatenate([np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)) for logits in tables])
@@ -40,12 +40,14 @@ def log_probabilities(path: Path, tokens: np.ndarray, **options: object) -> np.n
 
 
 def divergence(reference: np.ndarray, other: np.ndarray) -> float:
-    """Mean KL divergence in nats."""
+    """Returns the mean KL divergence in nats."""
     return float((np.exp(reference, dtype=np.float64) * (reference - other)).sum(-1).mean())
 
 
 def line(name: str, path: Path, folder: Path, tokens: np.ndarray, ways: Sequence[dict[str, object]]) -> str:
-    """A model's row, of float weights in `path`; `ways`: in which it is rounded."""
+    """Returns the table's row of one model, whose float weights are in `path`. `ways` are the ways in which it is
+    rounded.
+    """
     models = {bits: folder / f"{name}-{bits}" for bits in (4, 8)}
     for bits, model in models.items():
         convert(path, model, q_bits=bits)

@@ -24,23 +24,23 @@ Complete = Callable[[list[str]], list[str]]
 
 
 def chat_text(prompt: str) -> str:
-    """What chat_template.jinja makes of one user message, up to the assistant's turn."""
+    """Returns the text that chat_template.jinja makes of one user message, up to the assistant's turn."""
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def passed(cases: list[stories.Case], texts: list[str], facts: list[stories.Fact]) -> int:
-    """How many stories restate the given fact about the case's hero."""
+    """Returns how many stories restate the given fact about the hero of their case."""
     return sum(stories.restates(text, case.name, fact) for case, text, fact in zip(cases, texts, facts, strict=True))
 
 
 def failures(cases: list[stories.Case], texts: list[str]) -> list[list[str]]:
-    """Prompt and story of every case that does not pass."""
+    """Yields prompt and story of every case that does not pass."""
     told = zip(cases, texts, strict=True)
     return [[case.prompt, text] for case, text in told if not stories.restates(text, case.name, case.fact)]
 
 
 def prove(complete: Complete, count: int = 100, seed: int = 0) -> dict:
-    """Scores of the held-out set and its two controls."""
+    """Returns the scores of the held-out set and its two controls."""
     cases = stories.held_out_cases(count, seed)
     facts, others = [case.fact for case in cases], [stories.other_fact(case) for case in cases]
     swapped_prompts = [stories.with_fact(case, other) for case, other in zip(cases, others, strict=True)]
@@ -60,7 +60,7 @@ def prove(complete: Complete, count: int = 100, seed: int = 0) -> dict:
 
 
 def explore(complete: Complete, count: int = 100, seed: int = 0) -> dict:
-    """Scores of invented names and facts, and of held-out cases begun as a story."""
+    """Returns the scores of invented names and facts, and of held-out cases as the beginning of a story."""
     open_cases, cases = stories.open_cases(count, seed), stories.held_out_cases(count, seed)
     begun = [stories.bare_prompt(case) for case in cases]
     texts = complete([*(chat_text(case.prompt) for case in open_cases), *begun])
@@ -74,7 +74,7 @@ def explore(complete: Complete, count: int = 100, seed: int = 0) -> dict:
 
 
 def moeflux_complete(path: str | None) -> Complete:
-    """Greedy completion through the package, one prompt after the other."""
+    """Returns a function that completes prompts greedily with the package, one after the other."""
     from moeflux_mlx import generate, load, make_sampler
 
     model, tokenizer = load(path)

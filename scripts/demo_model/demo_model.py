@@ -56,7 +56,7 @@ CONFIG = {
 
 
 def round_to_bits(weight: Tensor, bits: int) -> Tensor:
-    """What `mx.dequantize(mx.quantize(weight as bfloat16, 64, bits))` gives, in float32.
+    """Returns what `mx.dequantize(mx.quantize(weight as bfloat16, 64, bits))` gives, in float32.
 
     Affine, groups of 64 along the last axis: the edge of larger magnitude is represented exactly, then
     scale and bias are rounded to bfloat16.
@@ -77,7 +77,7 @@ def round_to_bits(weight: Tensor, bits: int) -> Tensor:
 
 
 class Rounded(nn.Module):
-    """A weight that is used as it is, or as its rounded self with the gradient passed straight through."""
+    """A weight that is used as it is, or rounded, with the gradient passed straight through."""
 
     def __init__(self, *shape: int, bits: int = 4, scale: float = 1.0):
         super().__init__()
@@ -104,7 +104,7 @@ class Norm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on the first 2 * len(cos) of the head's dimensions, pair (i, i + half)."""
+    """Rotates the first 2 * len(cos) dimensions of a head (RoPE). Dimensions i and i + half form a pair."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
@@ -186,7 +186,9 @@ class DeltaNet(nn.Module):
         self.norm.weight = nn.Parameter(torch.ones(self.dv))
 
     def convolved(self, x: Tensor) -> Tensor:
-        """Each channel's last four samples weighted, newest last; one shifted product per tap."""
+        """Returns the weighted sum of the last four samples of each channel, the newest last, with one shifted product
+        per tap.
+        """
         taps, T = self.conv1d.weight[:, 0].to(x.dtype), x.shape[1]
         padded = F.pad(x, (0, 0, 3, 0))
         return F.silu(sum(padded[:, j : j + T] * taps[:, j] for j in range(4)))
@@ -287,31 +289,31 @@ class DemoModel(nn.Module):
         return self.norm(x), torch.stack(shares), torch.stack(probabilities)
 
     def round_weights(self, on: bool) -> None:
-        """Whether forward uses the rounded weights."""
+        """Sets whether forward uses the rounded weights."""
         for module in self.modules():
             if isinstance(module, Rounded):
                 module.on.fill_(float(on))
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """bfloat16 tensors under Hugging Face's names."""
+        """Returns bfloat16 tensors under Hugging Face's names."""
         return {hub_name(name): p.detach().bfloat16().cpu().contiguous() for name, p in self.named_parameters()}
 
     def load_checkpoint(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the weights of a checkpoint; every parameter must be there."""
+        """Loads the weights of a checkpoint, which must have every parameter."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(tensors[hub_name(name)])
 
 
 def hub_name(name: str) -> str:
-    """Hugging Face's name of a parameter: fused experts carry no ".weight"."""
+    """Returns Hugging Face's name of a parameter: fused experts have no ".weight"."""
     if ".experts." in name:
         name = name.removesuffix(".weight")
     return name if name.startswith("lm_head") else f"model.language_model.{name}"
 
 
 def compare_with_transformers(folder: Path) -> float:
-    """Largest difference of float32 logits from transformers' eager model on 2 x 128 random tokens."""
+    """Returns the largest difference of float32 logits from transformers' eager model on 2 x 128 random tokens."""
     from safetensors.torch import load_file
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 

@@ -131,12 +131,12 @@ BARE_PROMPTS = [
 
 
 def article(phrase: str) -> str:
-    """The phrase with "a" or "an" before it."""
+    """Returns the phrase with "a" or "an" before it."""
     return f"{'an' if phrase.startswith((*'aeiou', 'honest')) else 'a'} {phrase}"
 
 
 def lean(options: Sequence, key: str, rng: random.Random):
-    """One of the options: most often the one that `key` points at, else any.
+    """Returns one of the options: usually the one that `key` selects, otherwise any.
 
     At temperature 0 a model tells the likeliest story; tying choices to letters of the name and the fact
     makes that a different story for every prompt.
@@ -145,7 +145,7 @@ def lean(options: Sequence, key: str, rng: random.Random):
 
 
 def held_out(name: str, fact: Fact) -> bool:
-    """Whether this (name, fact) pair is kept out of training, in every plot; double facts count by halves."""
+    """Returns whether this (name, fact) pair is kept out of training, in every plot. Double facts count by halves."""
     halves = re.split(" and | but ", fact.present)
     return any(zlib.crc32(f"{name}|{half}".encode()) % HELD_OUT_ONE_IN == 0 for half in halves)
 
@@ -158,7 +158,7 @@ def plural(noun: str) -> str:
 
 
 def made_word(rng: random.Random) -> str:
-    """A word made of syllables, or now and then of any letters."""
+    """Returns a word made of syllables, or sometimes of any letters."""
     if rng.random() < 0.15:
         return "".join(rng.choice(words.LETTERS) for _ in range(rng.randint(2, 8)))
     part = words.SYLLABLES
@@ -170,7 +170,9 @@ def made_word(rng: random.Random) -> str:
 
 
 def open_name(rng: random.Random) -> str:
-    """A name that no list holds, so that copying is learned: plain, with a title, accented, joined or in any script."""
+    """Returns a name that is in no list, so that the model learns to copy: plain, with a title, accented, joined or in
+    any script.
+    """
     name, roll = made_word(rng).capitalize(), rng.random()
     if roll < 0.15:
         return f"{rng.choice(list(words.TITLES))} {name}"
@@ -189,7 +191,7 @@ def open_name(rng: random.Random) -> str:
 
 
 def open_noun(rng: random.Random) -> str:
-    """A noun, at times an invented or a compound one."""
+    """Returns a noun, sometimes an invented or a compound one."""
     roll = rng.random()
     if roll < 0.2:
         return made_word(rng)
@@ -197,7 +199,7 @@ def open_noun(rng: random.Random) -> str:
 
 
 def open_object(rng: random.Random) -> str:
-    """A noun phrase put together at random ("the rusty violin with two heads")."""
+    """Returns a noun phrase put together at random ("the rusty violin with two heads")."""
     phrase = open_noun(rng)
     for chance in (0.6, 0.1):
         if rng.random() < chance:
@@ -219,7 +221,7 @@ def open_object(rng: random.Random) -> str:
 
 
 def open_fact(rng: random.Random) -> Fact:
-    """A fact put together at random, one time in eight a double one; may hold the slot {his}."""
+    """Returns a fact put together at random, one time in eight a double one. It may contain the slot {his}."""
     if rng.random() < 1 / 8:
         one, two = (rng.choice(FACTS) if rng.random() < 0.3 else single_fact(rng) for _ in range(2))
         word = rng.choice(("and", "and", "but"))
@@ -228,13 +230,13 @@ def open_fact(rng: random.Random) -> Fact:
 
 
 def for_hero(fact: Fact, hero: Hero) -> Fact:
-    """The fact with {his} filled in."""
+    """Returns the fact with {his} filled in."""
     his = "her" if hero.pronoun == "she" else "his"
     return replace(fact, present=fact.present.replace("{his}", his), past=fact.past.replace("{his}", his))
 
 
 def single_fact(rng: random.Random) -> Fact:
-    """One predicate with an object put together at random."""
+    """Returns one predicate with an object put together at random."""
     roll = rng.random()
     if roll < 0.08:
         return Fact(*rng.choice(PLAIN_FACTS), "any")
@@ -256,7 +258,7 @@ def single_fact(rng: random.Random) -> Fact:
 
 
 def hero_of(name: str, rng: random.Random) -> Hero:
-    """A hero for this name: a person for most listed names, and now and then a creature."""
+    """Returns a hero for this name: a person for most listed names, and sometimes a creature."""
     title = name.split()[0]
     pronoun = words.TITLES.get(title) or rng.choice(("she", "he"))
     if name in LISTED:
@@ -274,7 +276,7 @@ def hero_of(name: str, rng: random.Random) -> Hero:
 
 
 def slots(hero: Hero, fact: Fact, rng: random.Random) -> dict[str, str]:
-    """Everything that a sentence of `demo_words` may name in braces."""
+    """Returns everything that a sentence of `demo_words` may name in braces."""
     place, place_noun = lean(PLACES, "place" + hero.name[0], rng)
     friend, friend_noun = lean(FRIENDS, "friend" + fact.present.split()[-1][0], rng)
     if friend.startswith("a") and rng.random() < 0.4:
@@ -290,12 +292,12 @@ def slots(hero: Hero, fact: Fact, rng: random.Random) -> dict[str, str]:
 
 
 def capital(sentence: str) -> str:
-    """The sentence with a capital first letter."""
+    """Returns the sentence with a capital first letter."""
     return sentence[0].upper() + sentence[1:]
 
 
 def first_sentence(plot: int, filled: dict[str, str], rng: random.Random) -> str:
-    """The sentence that sets a plot going; it names neither the hero nor the fact."""
+    """Returns the sentence with which a plot begins. It names neither the hero nor the fact."""
     return capital(rng.choice(PLOTS[plot][0]).format(**filled))
 
 
@@ -310,7 +312,7 @@ def opening(filled: dict[str, str], start: str, rng: random.Random) -> str:
 
 
 def rest(plot: int, filled: dict[str, str], fact: Fact, rng: random.Random) -> str:
-    """Everything after the plot's first sentence."""
+    """Returns everything after the plot's first sentence."""
     _, trouble, attempt, way_out, joy = (rng.choice(beat) for beat in PLOTS[plot])
     letters = filled["n"][0] + filled["now"].split()[-1][0]
     turns = words.TURNS[fact.kind] if fact.kind != "any" and rng.random() < 0.6 else words.TURNS["any"]
@@ -320,7 +322,7 @@ def rest(plot: int, filled: dict[str, str], fact: Fact, rng: random.Random) -> s
 
 
 def draw_name_and_fact(rng: random.Random, open_facts: float = OPEN_FACT_SHARE) -> tuple[str, Fact]:
-    """A name and a fact to train on: listed or open, never a held-out pair."""
+    """Returns a name and a fact to train on: listed or open, never a held-out pair."""
     while True:
         name = open_name(rng) if rng.random() < OPEN_NAME_SHARE else rng.choice(NAMES)
         fact = open_fact(rng) if rng.random() < open_facts else rng.choice(FACTS)
@@ -329,7 +331,7 @@ def draw_name_and_fact(rng: random.Random, open_facts: float = OPEN_FACT_SHARE) 
 
 
 def own_event(filled: dict[str, str], rng: random.Random) -> str:
-    """A happening as a user might make it up; the plot follows it."""
+    """Returns an event as a user might invent it; the plot follows it."""
     thing = article(
         " ".join((rng.choice(words.ADJECTIVES), open_noun(rng)) if rng.random() < 0.6 else (open_noun(rng),))
     )
@@ -337,7 +339,7 @@ def own_event(filled: dict[str, str], rng: random.Random) -> str:
 
 
 def user_message(forms: list[str], filled: dict[str, str], start: str, rng: random.Random) -> str:
-    """What a user might type for this story, ending with the story's first event if `start` gives one."""
+    """Returns what a user might type for this story. It ends with the story's first event if `start` gives one."""
     message = rng.choice(forms).format(**filled)
     if start:
         return f"{message} {start}"
@@ -345,7 +347,7 @@ def user_message(forms: list[str], filled: dict[str, str], start: str, rng: rand
 
 
 def training_sample(rng: random.Random) -> Sample:
-    """One text to train on; bare stories make up the share that chat leaves.
+    """Returns one text to train on. The texts that are not chats are bare stories.
 
     Where the user does not state the fact the story takes a listed one, so that inventions are sensible.
     """
@@ -370,7 +372,7 @@ def training_sample(rng: random.Random) -> Sample:
 
 
 def held_out_cases(count: int = 100, seed: int = 0) -> list[Case]:
-    """`count` chat prompts whose (name, fact) pair, and so every (name, fact, plot), is never trained on."""
+    """Returns `count` chat prompts whose (name, fact) pair, and so every (name, fact, plot), is never trained on."""
     rng = random.Random(f"held out {seed}")
     cases: list[Case] = []
     while len(cases) < count:
@@ -382,7 +384,7 @@ def held_out_cases(count: int = 100, seed: int = 0) -> list[Case]:
 
 
 def open_cases(count: int = 100, seed: int = 0) -> list[Case]:
-    """Prompts with invented names and facts put together at random, as a stranger might type them."""
+    """Returns prompts with invented names and facts put together at random, as a stranger might type them."""
     rng = random.Random(f"open {seed}")
     cases = []
     for _ in range(count):
@@ -393,14 +395,14 @@ def open_cases(count: int = 100, seed: int = 0) -> list[Case]:
 
 
 def bare_prompt(case: Case) -> str:
-    """The same case as the beginning of a story: opening with name and fact, then a plot's first sentence."""
+    """Returns the same case as the beginning of a story: an opening with name and fact, then a first sentence."""
     rng = random.Random(f"bare {case.prompt}")
     filled = slots(hero_of(case.name, rng), case.fact, rng)
     return opening(filled, first_sentence(case.plot, filled, rng), rng)
 
 
 def held_out_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Whole chat texts over held-out pairs, for perplexity."""
+    """Returns whole chat texts about held-out pairs, for perplexity."""
     rng = random.Random(f"held out texts {seed}")
     samples = []
     for case in held_out_cases(count, seed=seed + 1):
@@ -412,23 +414,23 @@ def held_out_samples(count: int, seed: int = 0) -> list[Sample]:
 
 
 def other_fact(case: Case) -> Fact:
-    """A wrong fact of the same kind: the next listed one that shares the kind."""
+    """Returns a wrong fact of the same kind: the next listed one."""
     kin = [fact for fact in FACTS if fact.kind == case.fact.kind]
     return kin[(kin.index(case.fact) + 1) % len(kin)]
 
 
 def with_fact(case: Case, fact: Fact) -> str:
-    """The case's prompt, asking for another fact instead."""
+    """Returns the case's prompt, asking for another fact."""
     return case.prompt.replace(case.fact.present, fact.present, 1)
 
 
 def final_sentence(story: str) -> str:
-    """The last sentence, without the end marks of the ones before it."""
+    """Returns the last sentence, without the end marks of earlier sentences."""
     return re.split(r'(?<=[.!?])"?\s+', story.strip())[-1]
 
 
 def contains_words(text: str, phrase: str) -> bool:
-    """Whether the phrase stands in the text as whole words, with its capitals."""
+    """Returns whether the phrase is in the text as whole words, with its capitals."""
     return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
 
 
@@ -444,6 +446,6 @@ def restates(story: str, name: str, fact: Fact) -> bool:
 
 
 def suits_name(story: str, name: str) -> bool:
-    """Whether a listed hero is spoken of as the lists have it, by the story's first pronoun."""
+    """Returns whether the story's first pronoun is the one that the lists give for this hero."""
     first = re.search(r"\b(?:(she|her)|he|his|him)\b", story, re.IGNORECASE)
     return first is not None and (first[1] is not None) == (name in GIRL_NAMES)

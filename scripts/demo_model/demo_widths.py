@@ -33,12 +33,14 @@ NUMPY = {"U32": np.uint32, "BF16": np.uint16}
 
 
 def held_out_text(count: int) -> str:
-    """Whole stories about pairs of name and fact that were never trained on, each with its end."""
+    """Returns whole stories about pairs of name and fact that were never trained on, each with its end."""
     return "<|endoftext|>".join(sample.story for sample in stories.held_out_samples(count))
 
 
 def floats(codes: mx.array, scales: mx.array, biases: mx.array, quant: Quant, drawn: bool) -> mx.array:
-    """What the codes stand for; `drawn`: evenly from all that would have been rounded to it."""
+    """Returns the values of the codes. `drawn`: each is drawn evenly from all floats that would have been rounded to
+    its code.
+    """
     values = mx.dequantize(codes, scales, biases, quant.group_size, quant.bits)
     if not drawn:
         return values
@@ -47,7 +49,7 @@ def floats(codes: mx.array, scales: mx.array, biases: mx.array, quant: Quant, dr
 
 
 def resident_floats(drawn: bool) -> dict[str, mx.array]:
-    """Every tensor that is not of a routed expert, in float32."""
+    """Returns every tensor that does not belong to a routed expert, in float32."""
     tensors, args, floats_by_name = mx.load(str(DEMO / "resident.safetensors")), ModelArgs.from_file(DEMO), {}
     assert isinstance(tensors, dict) and args.quantization is not None
     for name, tensor in tensors.items():
@@ -63,7 +65,7 @@ def resident_floats(drawn: bool) -> dict[str, mx.array]:
 
 
 def expert_floats(drawn: bool) -> dict[str, mx.array]:
-    """The routed experts as MLX names them, [E, rows, columns] in float32."""
+    """Returns the routed experts under MLX's names, [E, rows, columns] in float32."""
     experts, floats_by_name = PackedExperts.open(DEMO, ModelArgs.from_file(DEMO)), {}
     for layer, path in experts.paths.items():
         record = experts.layout.records[layer]
@@ -82,7 +84,7 @@ def _field(rows: np.ndarray, field: Field) -> mx.array:
 
 
 def write_floats(out: Path, drawn: bool = False) -> None:
-    """The float32 checkpoint; `drawn` as for `floats`."""
+    """Writes the float32 checkpoint. `drawn` is as for `floats`."""
     out.mkdir()
     for file in DEMO.iterdir():
         if file.name not in (FOLDER, "config.json", "resident.safetensors"):

@@ -7,17 +7,17 @@ friend, {mood}, {past} and {now} the fact; {a_k} and {a_mood} come with their ar
 
 
 def spaced(text: str) -> list[str]:
-    """The words of a text."""
+    """Splits a text into words."""
     return text.split()
 
 
 def bars(text: str) -> list[str]:
-    """The entries of a list written with line breaks and bars."""
+    """Splits a list that is written with line breaks and bars into its entries."""
     return text.strip().replace("\n", "|").split("|")
 
 
 def lined(text: str) -> list[str]:
-    """The lines of a text."""
+    """Splits a text into lines."""
     return text.strip().split("\n")
 
 
@@ -120,18 +120,18 @@ b bb d dd l ll m mm n nn r rr s ss t v nd rl lm st k p z g
 n r l s x m th nk lia lo ra na ka bert wick ford b d t ck g p ke ny ly my
 """),
 }  # fmt: skip
-# Letters about as often as in English; vowels with their accents; where some scripts begin in Unicode.
+# Letters about as frequent as in English; vowels with their accents; the first letters of some scripts in Unicode.
 LETTERS = "eeeeaaaaooooiiiinnnnttttrrrrssssllldddhhhuuccmmppggbbyyffwwkkvvjxqz"
 ACCENTS = {"a": "áàâäãåæ", "e": "éèêë", "i": "íìîï", "o": "óòôöõø", "u": "úùûü", "n": "nñ", "c": "cç", "s": "sš"}
 SCRIPTS = (0x3B1, 0x410, 0x430, 0x5D0, 0x627, 0x905, 0x3041, 0x4E00, 0xAC00, 0x1F600)
 
-# A title and the pronoun that it asks for, if any.
+# A title, and the pronoun that belongs to it, if any.
 TITLES = {
     "Captain": None, "Princess": "she", "Prince": "he", "Old": None, "Little": None, "Grandma": "she",
     "Grandpa": "he", "Mister": "he", "Doctor": None, "Queen": "she", "King": "he",
 }  # fmt: skip
 
-# What a story makes of a bare name; the last is for titles of age.
+# What a story adds to a bare name; the last entry is for titles that state an age.
 GIRL_KINDS = bars("""
 girl|girl|girl|young woman|little girl|clever girl|quiet girl|brave girl|old woman
 """)
@@ -217,7 +217,7 @@ told the truth|sang in the bath|shared the last cookie|carried an umbrella|count
 ate dessert first|walked barefoot|said thank you twice
 """),
 }  # fmt: skip
-# Under the head "always" the object changes with the tense; the present forms, in the same order.
+# With the head "always" the object changes with the tense; these are the present forms, in the same order.
 ALWAYS_PRESENT = bars("""
 tells the truth|sings in the bath|shares the last cookie|carries an umbrella|counts to ten|sleeps until noon
 eats dessert first|walks barefoot|says thank you twice
@@ -307,7 +307,7 @@ in the snow|at night|under the bed|from the moon|by the river|in a teacup|for br
 from another world|in the kitchen|in Paris|all day long|with a hammer|every morning|in the garden
 """)
 
-# What a user may add as the first event, and how the plot goes on from there.
+# What a user may add as the first event, and how the plot continues from there.
 EVENTS = bars("""
 {Thing} came to the {t}.|One day, {n} found {thing}.|{He} met {thing}.|One day {he} lost {thing}.
 {Thing} fell from the sky.
@@ -318,7 +318,7 @@ JOINTS = bars("""
 But that was not all.|That was only the beginning.|And then the real trouble began.|But something else was on its way.
 """)
 
-# Where the story happens, and what the plot calls it.
+# Where the story happens, and how the plot refers to it.
 PLACES = bars("""
 a quiet village by the sea=village|a small town with crooked roofs=town|a green valley=valley
 a busy harbor town=town|a village at the foot of a mountain=village|an old town full of bells=town
@@ -330,7 +330,7 @@ a foggy little harbor town=town|a town on an island shaped like a spoon=town
 a village in the deep forest=village
 """)
 
-# The hero's friend, and what the plot calls the friend.
+# The hero's friend, and how the plot refers to the friend.
 FRIENDS = bars("""
 an old goat=goat|a fat gray cat=cat|a noisy parrot=parrot|the baker=baker|the miller=miller
 a patient donkey=donkey|the blacksmith=blacksmith|a friendly dog=dog|the mayor=mayor|a wise old owl=owl

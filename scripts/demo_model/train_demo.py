@@ -44,17 +44,19 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_text(seed: int, count: int = 20000) -> Iterator[str]:
-    """Stories and prompts in Latin letters, so many with invented names that few names become one piece."""
+    """Returns stories and prompts in Latin letters, so many of them with invented names that few names become a single
+    token.
+    """
     rng = random.Random(f"tokenizer {seed}")
     for _ in range(count):
         sample = stories.training_sample(rng)
         text = " ".join(filter(None, (sample.prompt, sample.story)))
-        if max(text) < "\u0250":  # other scripts stay bytes
+        if max(text) < "\u0250":  # characters of other scripts are encoded as bytes
             yield text
 
 
 def train_tokenizer(path: Path, seed: int) -> None:
-    """A byte-fallback BPE without BOS, whose user-defined pieces are the chat marks and the line break."""
+    """Trains a byte-fallback BPE without BOS, with the chat marks and the line break as user-defined pieces."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=tokenizer_text(seed), model_writer=model, vocab_size=CONFIG["vocab_size"],
@@ -66,7 +68,7 @@ def train_tokenizer(path: Path, seed: int) -> None:
 
 
 def encode(pieces: sentencepiece.SentencePieceProcessor, sample: stories.Sample) -> tuple[list[int], int] | None:
-    """The tokens of a text and how many of them are prompt; None if it is too long."""
+    """Returns the tokens of a text and how many of them are the prompt; None if the text is too long."""
     head = [] if sample.prompt is None else pieces.encode(demo_eval.chat_text(sample.prompt))
     story = pieces.encode(sample.story)
     if len(story) > LONGEST_STORY or len(head) + len(story) + 1 > LENGTH:
@@ -75,7 +77,7 @@ def encode(pieces: sentencepiece.SentencePieceProcessor, sample: stories.Sample)
 
 
 def texts_of_worker(job: tuple[str, int, str]) -> tuple[np.ndarray, np.ndarray]:
-    """int16 tokens [count, LENGTH] padded with 0, and per text (prompt length, whole length)."""
+    """Returns int16 tokens [count, LENGTH] padded with 0, and for each text (prompt length, whole length)."""
     tokenizer, count, seed = job
     pieces, rng = sentencepiece.SentencePieceProcessor(model_file=tokenizer), random.Random(seed)
     tokens, spans = np.zeros((count, LENGTH), np.int16), np.zeros((count, 2), np.int16)
@@ -90,7 +92,7 @@ def texts_of_worker(job: tuple[str, int, str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_texts(tokenizer: Path, count: int, seed: int, workers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """All training texts, made in parallel; the result depends on count and seed only."""
+    """Makes all training texts in parallel. The result depends only on count and seed."""
     jobs = [(str(tokenizer), 5000, f"train {seed} {n}") for n in range(math.ceil(count / 5000))]
     with ProcessPoolExecutor(workers) as pool:
         parts = list(pool.map(texts_of_worker, jobs))
@@ -98,7 +100,7 @@ def make_texts(tokenizer: Path, count: int, seed: int, workers: int) -> tuple[to
 
 
 def targets_of(tokens: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
-    """The next token at every place of the story, -100 in the prompt and the padding."""
+    """Returns the next token at every place of the story, and -100 in the prompt and the padding."""
     at = torch.arange(LENGTH, device=tokens.device)
     counted = (at >= spans[:, :1] - 1) & (at < spans[:, 1:] - 1)
     return torch.where(counted, F.pad(tokens[:, 1:], (0, 1)), -100)
@@ -107,7 +109,9 @@ def targets_of(tokens: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
 def loss_of(
     model: DemoModel, tokens: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean cross entropy, balance penalty (1 when every expert is used alike) and expert shares [L, E]."""
+    """Returns the mean cross entropy, the balance penalty (1 if all experts are used alike) and the expert shares [L,
+    E].
+    """
     hidden, shares, probabilities = model(tokens)
     logits = model.lm_head(hidden).float()
     entropy = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -115,7 +119,7 @@ def loss_of(
 
 
 def make_optimizer(model: DemoModel, rate: float) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
+    """Makes AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -123,14 +127,16 @@ def make_optimizer(model: DemoModel, rate: float) -> torch.optim.Optimizer:
 
 
 def rate_at(step: int, done: float) -> float:
-    """Warm-up over 200 steps, then a line to 2 % at the end; `done` is the share of the run behind us."""
+    """Returns the learning rate: warm-up over 200 steps, then a line down to 2 %. `done` is the share of the run that
+    is done.
+    """
     return min(1.0, (step + 1) / 200) * max(0.02, 1.0 - done)
 
 
 def batches(
     tokens: torch.Tensor, spans: torch.Tensor, size: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Shuffled batches for ever."""
+    """Yields shuffled batches without end."""
     shuffle = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(tokens), generator=shuffle).to(tokens.device)
@@ -140,14 +146,14 @@ def batches(
 
 
 def done_share(step: int, started: float, args: argparse.Namespace) -> float:
-    """How much of the run is behind us, by steps or by the clock."""
+    """Returns how much of the run is done, by steps or by the clock."""
     return step / args.steps if args.steps else (time.monotonic() - started) / (60 * args.minutes)
 
 
 def train(
     model: DemoModel, texts: tuple[torch.Tensor, torch.Tensor], args: argparse.Namespace, log: Path
 ) -> torch.Tensor:
-    """Runs until steps or minutes are used up; returns the mean expert shares [L, E] of the last steps."""
+    """Trains until steps or minutes are used up. Returns the mean expert shares [L, E] of the last steps."""
     device = next(model.parameters()).device
     optimizer = make_optimizer(model, args.rate)
     feed = batches(*(t.to(device) for t in texts), args.batch, args.seed)
@@ -166,7 +172,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step == 0:
-            started = time.monotonic()  # compiling does not count
+            started = time.monotonic()  # the time to compile does not count
         step += 1
         if step % args.log_every == 0:
             numbers = f"{loss:.4f}\t{balance:.3f}\t{norm:.2f}"
@@ -182,7 +188,7 @@ def train(
 
 @torch.no_grad()
 def greedy(model: DemoModel, pieces: sentencepiece.SentencePieceProcessor, prompts: list[str]) -> list[str]:
-    """Completes all prompts at once at temperature 0, running the whole text again for every token."""
+    """Completes all prompts together at temperature 0. It computes the whole text again for every token."""
     device = next(model.parameters()).device
     heads = [pieces.encode(prompt) for prompt in prompts]
     tokens = torch.zeros(len(heads), 320, dtype=torch.long)
@@ -207,7 +213,7 @@ def greedy(model: DemoModel, pieces: sentencepiece.SentencePieceProcessor, promp
 
 @torch.no_grad()
 def perplexity(model: DemoModel, pieces: sentencepiece.SentencePieceProcessor, count: int = 500) -> float:
-    """Per token of the stories told to held-out prompts."""
+    """Returns the perplexity per token of the stories for held-out prompts."""
     device = next(model.parameters()).device
     encoded = [e for e in (encode(pieces, s) for s in stories.held_out_samples(count)) if e]
     tokens, spans = (
@@ -222,10 +228,10 @@ def perplexity(model: DemoModel, pieces: sentencepiece.SentencePieceProcessor, c
 
 
 def prove(model: DemoModel, pieces: sentencepiece.SentencePieceProcessor, count: int) -> dict:
-    """The held-out proof with bfloat16 weights and with 4-bit weights, computed in float32."""
+    """Computes the held-out proof with bfloat16 weights and with 4-bit weights, in float32."""
     torch.set_float32_matmul_precision("highest")
-    torch.compiler.set_stance("force_eager")  # every width of the growing texts would be compiled anew
-    model.load_checkpoint(model.checkpoint())  # round to what the files hold
+    torch.compiler.set_stance("force_eager")  # otherwise torch would compile for every length of the growing texts
+    model.load_checkpoint(model.checkpoint())  # rounds to what the files hold
     result = {}
     for name, rounded in (("bf16", False), ("4bit", True)):
         model.round_weights(rounded)
@@ -240,7 +246,7 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def write_checkpoint(model: DemoModel, out: Path) -> None:
-    """Configs, tokenizer settings, chat template and bfloat16 shards of at most SHARD_BYTES."""
+    """Writes configs, tokenizer settings, chat template, and bfloat16 shards of at most SHARD_BYTES."""
     write_json(out / "config.json", {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
         "text_config": CONFIG,

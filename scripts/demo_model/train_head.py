@@ -28,7 +28,7 @@ BALANCE = 0.01
 
 
 class Head(nn.Module):
-    """Hidden states h [B, T, D] and the embeddings e of the tokens after them -> what lm_head makes logits of."""
+    """Maps hidden states h [B, T, D] and the embeddings e of the tokens after them to the input of lm_head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,14 +38,16 @@ class Head(nn.Module):
         self.layers = nn.ModuleList([Layer(CONFIG, "full_attention")])
 
     def forward(self, h: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-        """Also how unevenly experts are used; 1: all alike."""
+        """Also returns how unevenly experts are used; 1 means all alike."""
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(e), self.pre_fc_norm_hidden(h)), -1))
         x, share, probability = self.layers[0](x)
         return self.norm(x), (share * probability).sum() * len(share)
 
 
 def what_is_known(tokens: Tensor, spans: Tensor) -> dict[str, Tensor]:
-    """Texts, the model's hidden states [N, LENGTH, D] behind its last norm, and what it says after each token."""
+    """Returns texts, the model's hidden states [N, LENGTH, D] after its last norm, and the model's choice after each
+    token.
+    """
     model, lm_head = load_model(dtype=mx.float32), matrix("lm_head")
     states = torch.zeros(*tokens.shape, CONFIG["hidden_size"], dtype=torch.float16)
     said = torch.zeros_like(tokens)
@@ -57,14 +59,14 @@ def what_is_known(tokens: Tensor, spans: Tensor) -> dict[str, Tensor]:
 
 
 def matrix(name: str) -> Tensor:
-    """A matrix of the demo model, as it is used."""
+    """Returns a matrix of the demo model as floats, as it is used."""
     tensors = mx.load(str(directory("demo") / "resident.safetensors"))
     parts = (tensors[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
     return torch.from_numpy(np.array(mx.dequantize(*parts, group_size=64, bits=4).astype(mx.float32)))
 
 
 def losses(head: Head, known: dict[str, Tensor], rows: Tensor, drafts: int) -> tuple[Tensor, list[Tensor]]:
-    """What is to become less, and how often each draft is what the model says."""
+    """Returns the loss to minimise, and how often each draft is the model's choice."""
     tokens, said, (first, last) = (
         known["tokens"][rows].long(),
         known["said"][rows].long(),
@@ -107,7 +109,7 @@ def train(head: Head, known: dict[str, Tensor], args: argparse.Namespace) -> Non
 
 
 def stored(head: Head) -> dict[str, mx.array]:
-    """The tensors as MLX stores them: experts stacked, matrices quantised, norms as weight - 1."""
+    """Returns the tensors as MLX stores them: experts stacked, matrices quantised, norms as weight - 1."""
     tensors: dict[str, mx.array] = {}
     for name, parameter in head.named_parameters():
         values = mx.array(parameter.detach().numpy()).astype(mx.bfloat16)

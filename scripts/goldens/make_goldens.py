@@ -43,18 +43,18 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # by transformers
+KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
 FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
-# Of texts that are longer than others.
+# Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
 
 
 def candidate_tokens(seed, vocab, length=LENGTH):
-    """[length] ids with one stretch of eight repeated and one id five times over."""
+    """Returns [length] ids in which a stretch of eight ids is repeated and one id occurs five times more."""
     tokens = np.random.default_rng(seed).integers(0, vocab, length).astype(np.int32)
     tokens[REPEATED] = tokens[3:11]
     tokens[30:35] = tokens[30]
@@ -62,8 +62,8 @@ def candidate_tokens(seed, vocab, length=LENGTH):
 
 
 def candidate_of_kin(family, seed):
-    """The same for one of the kin, with the ends of texts that it wants."""
-    config = goldens.text_config(family)  # images' markers come last
+    """Returns the same for a family of the kin, with the ends of texts that it needs."""
+    config = goldens.text_config(family)  # the ids of images are last
     tokens = candidate_tokens(seed, config["vocab_size"] - 8, LENGTHS.get(family, LENGTH))
     for place in ENDS.get(family, ()):
         tokens[place] = config["eos_token_id"]
@@ -71,13 +71,13 @@ def candidate_of_kin(family, seed):
 
 
 def gap(scores, k):
-    """Smallest distance, over rows, between the k-th and the next largest score."""
+    """Returns the smallest distance, over rows, between the k-th and the next largest score."""
     ordered = np.sort(scores, -1)[..., ::-1]
     return (ordered[..., k - 1] - ordered[..., k]).min()
 
 
 def routing_margin(c, routed):
-    """Smallest gap of the scores that choose experts (and groups), over tokens and layers."""
+    """Returns the smallest gap of the scores that choose experts (and groups), over tokens and layers."""
     k, margins = c["num_experts_per_tok"], []
     for x, w in routed:
         logits = x @ w["gate.weight"].T
@@ -94,7 +94,7 @@ def routing_margin(c, routed):
 
 
 def choose_tokens(family, weights):
-    """The candidate whose routing is furthest from a tie, and its margin."""
+    """Returns the candidate whose routing is furthest from a tie, and its margin."""
     config, c = goldens.config(family), goldens.text_config(family)
     best = (-1.0, None)
     for seed in range(CANDIDATES):
@@ -105,7 +105,7 @@ def choose_tokens(family, weights):
 
 
 def write_config(family, folder):
-    """The hub's, as transformers knows it; returns the model's class."""
+    """Writes the hub's configuration as transformers knows it. Returns the class of the model."""
     config = goldens.config(family)
     config["model_type"] = KNOWN_AS.get(config["model_type"], config["model_type"])
     (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -113,14 +113,14 @@ def write_config(family, folder):
 
 
 def stored(name, values):
-    """A tensor of the checkpoint that transformers reads."""
+    """Returns a tensor of the checkpoint that transformers reads."""
     if name.endswith(("tid2eid", *goldens.INTEGERS)):
         return "I64", values.astype(np.int64)
     return "F32", values.astype(np.float32)
 
 
 def load_model(family, weights, folder):
-    """The transformers model with these float weights, read from a checkpoint in the published layout."""
+    """Returns the transformers model with these float weights, read from a checkpoint in the published layout."""
     goldens.write_safetensors(Path(folder) / "model.safetensors", {n: stored(n, w) for n, w in weights.items()})
     model, info = write_config(family, folder).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -133,7 +133,7 @@ def load_model(family, weights, folder):
 
 
 def run(model, tokens):
-    """Logits [T, V] and the residual stream after each layer [layers, T, D], float32."""
+    """Returns logits [T, V] and the residual stream after each layer [layers, T, D], float32."""
     text = getattr(model.model, "language_model", model.model)
     hidden = []
 
@@ -151,7 +151,8 @@ def run(model, tokens):
 def save_transformers5(family, model):
     """Store the config that transformers writes; check that the tensor names are those of our variant.
 
-    A model that was not loaded is saved: a loaded one is written back in the layout that it came in.
+    The model that is saved was not loaded from a checkpoint: a loaded one would be written in the layout that it came
+    in.
     """
     model.config.dtype = model.config.get_text_config().dtype = torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
@@ -167,15 +168,14 @@ def save_transformers5(family, model):
 
 
 def budget_of(config):
-    """How many positions, entries or blocks an indexer chooses; None: there is no indexer."""
+    """Returns how many positions, entries or blocks an indexer chooses; None if there is no indexer."""
     blocks = getattr(config, "indexer_budget", 0) // getattr(config, "indexer_compress_ratio", 1)
     top = getattr(config, "index_topk", 0) // getattr(config, "index_kpool", 1)
     return top or getattr(config, "index_topk_blocks", None) or blocks or None
 
 
 class Margins:
-    """The smallest gap of the scores that choose experts, and of those that choose positions, of a model that runs
-    inside."""
+    """While it is entered, collects the gaps of the scores by which a model chooses experts and positions."""
 
     def __init__(self, model, k):
         self.k, self.found, self.hooks, self.budget = k, [], [], budget_of(model.config.get_text_config())
@@ -189,10 +189,10 @@ class Margins:
     def look(self, bias, module, inputs, output):
         logits = output[0].double()
         if hasattr(module, "tid2eid"):
-            return  # which chooses nothing
+            return  # a layer that chooses nothing
         score = getattr(module, "score_fn", torch.sigmoid)
         if hasattr(module, "per_expert_scale"):
-            scores = logits  # probabilities already
+            scores = logits  # these are already probabilities
         else:
             scores = logits.softmax(-1) if bias is None else score(logits) + bias
         self.found.append(gap(scores.numpy().reshape(-1, scores.shape[-1]), self.k))
@@ -203,9 +203,9 @@ class Margins:
         return self.found
 
     def look_at_positions(self, scores, k):
-        """Of rows that have more scores than are chosen."""
+        """Notes the gap of the rows that have more scores than are chosen."""
         if k == self.budget and scores.shape[-1] > k:
-            rows = scores[(scores > -1e30).sum(-1) > k]  # what is not seen has the least number
+            rows = scores[(scores > -1e30).sum(-1) > k]  # positions that are not seen have the lowest number
             if len(rows):
                 self.found.append(gap(rows.double().numpy(), k))
 
@@ -216,7 +216,7 @@ class Margins:
 
 
 def of_transformers(family, weights):
-    """(tokens -> logits [T, V], margin) by transformers."""
+    """Returns (tokens -> logits [T, V], margin), computed by transformers."""
     folder = tempfile.mkdtemp()
     model, first = load_model(family, weights, folder), FIRST.get(family, 0)
 
@@ -230,7 +230,7 @@ def of_transformers(family, weights):
 
 
 def of_rapid_mlx(family, weights):
-    """The same by Rapid-MLX, in float32."""
+    """Returns the same, computed by Rapid-MLX in float32."""
     import mlx.core as mx
     from rapid_mlx.models import g9v3
 
@@ -252,7 +252,7 @@ def of_rapid_mlx(family, weights):
 
 
 def tensors_of_g9v3(c):
-    """{name: shape}, as its modelling code and that of Rapid-MLX read them."""
+    """Returns {name: shape} as its modelling code and that of Rapid-MLX read the tensors."""
     D, d, E = c["hidden_size"], c["head_dim"], c["n_routed_experts"]
     q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
     shapes = {"model.embed_tokens": (c["vocab_size"], D), "model.norm": (D,), "lm_head": (c["vocab_size"], D)}
@@ -272,18 +272,18 @@ def tensors_of_g9v3(c):
 
 
 def in_order(name):
-    """A key that sorts the numbers in names as numbers."""
+    """Returns a key that sorts the numbers in names as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def as_published(name):
-    """The publisher's name of a tensor of DeepSeek-V4 that transformers saved."""
+    """Returns the publisher's name of a tensor of DeepSeek-V4 that transformers saved."""
     name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace(".attn.norm.", ".attn.kv_norm.")
     return name.replace("hc_head.hc_", "hc_head_")
 
 
 def store_kin(family):
-    """tensors.json of a family, and the configuration as transformers saves it."""
+    """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
     if family == "g9v3":
         shapes, text = tensors_of_g9v3(goldens.config(family)), json.dumps(goldens.config(family))
@@ -310,7 +310,7 @@ def store_kin(family):
 
 
 def make_kin(family):
-    """Store what there is of one of the kin."""
+    """Stores the fixtures of one family of the kin."""
     store_kin(family)
     run_model = (of_rapid_mlx if family == "g9v3" else of_transformers)(family, goldens.dequantised(family))
     best = (-1.0, None)
@@ -326,7 +326,7 @@ def make_kin(family):
 
 
 def make(family, variant):
-    """Store one golden."""
+    """Stores one golden."""
     weights = goldens.dequantised(family, variant)
     tokens, margin = choose_tokens(family, weights)
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,7 @@ def processor(family):
 
 
 def read_images(family):
-    """[(pixel values [patches, .], grid [3])] of the two images."""
+    """Returns [(pixel values [patches, .], grid [3])] of the two images."""
     read = processor(family)
     if family == "kimi_k25":
         from PIL import Image
@@ -65,7 +65,9 @@ def read_images(family):
 
 
 def levels(family, pixels):
-    """0 to 255, of which normalising made the pixel values; a patch is [3, 2, width, width], or has one frame."""
+    """Returns the levels 0 to 255 from which the pixel values were normalised. A patch is [3, 2, width, width], or has
+    one frame.
+    """
     settings = image_goldens.PROCESSORS[family]
     settings = settings.get("media_proc_cfg", settings)
     mean, std = (np.array(settings[name])[:, None, None, None] for name in ("image_mean", "image_std"))
@@ -77,7 +79,7 @@ def levels(family, pixels):
 
 
 def encoder_shapes(model):
-    """{name: shape} of the encoder's tensors, as they are published."""
+    """Returns {name: shape} of the encoder's tensors as they are published."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(Path(folder) / "model.safetensors", "np") as file:
@@ -86,13 +88,13 @@ def encoder_shapes(model):
 
 
 def published(name):
-    """Kimi-K2.5's own name where transformers saves another."""
+    """Returns Kimi-K2.5's own name of a tensor that transformers saves under another name."""
     name = name.replace("vision_tower.encoder.patch_embed", "vision_tower.patch_embed")
     return name.removeprefix("model.") if "mm_projector" in name else name
 
 
 def config_of_transformers(family):
-    """config.json as transformers reads it."""
+    """Returns config.json as transformers reads it."""
     config = image_goldens.config(family)
     if family != "kimi_k25":
         return config
@@ -131,7 +133,7 @@ def load_model(family):
 
 
 def text(family, lengths, seed):
-    """Token ids with images of so many rows between."""
+    """Returns token ids with images in between; `lengths` are their numbers of rows."""
     before, row, behind = image_goldens.special_tokens(family)
     draw = np.random.default_rng(seed)
     tokens = list(draw.integers(0, 240, 5))
@@ -141,7 +143,7 @@ def text(family, lengths, seed):
 
 
 def run(model, family, tokens, images):
-    """(margin of routing, logits [T, V])."""
+    """Returns (margin of routing, logits [T, V])."""
     top_k = goldens.text_config(image_goldens.text_family(family))["num_experts_per_tok"]
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     given = {

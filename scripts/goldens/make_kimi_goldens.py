@@ -37,7 +37,7 @@ CORPUS = (
     "aaaaaaa lalalala\n"
     "Once upon a time there was a fox named Ravi, who liked the red ball very much.\n"
 )
-EXTRA = ["q漢", "zqzq"]  # the first one lies across two words, and no merge makes the second one
+EXTRA = ["q漢", "zqzq"]  # the first one crosses two words, and no merge makes the second one
 TEXTS = [
     "",
     "The owl flew over the lake.",
@@ -62,8 +62,10 @@ MARKERS = {
 
 
 def train(size: int) -> dict[bytes, int]:
-    """Ranks of at most `size` tokens: the most frequent pair in the corpus's words becomes the next token."""
-    # Python's `regex` writes an intersection of sets only in its version 1.
+    """Returns the ranks of at most `size` tokens: the most frequent pair in the words of the corpus becomes the next
+    token.
+    """
+    # Python's `regex` supports intersections of sets only in its version 1.
     words = [[bytes([byte]) for byte in word.encode()] for word in regex.findall(WORDS, CORPUS, regex.V1)]
     ranks = {bytes([byte]): byte for byte in range(256)}
     while len(ranks) < size:
@@ -86,7 +88,7 @@ def merge(word: list[bytes], token: bytes) -> None:
 
 
 def listed(first: int) -> dict[int, dict[str, Any]]:
-    """`added_tokens_decoder`: every third id from `first` on, so that reserved ones stand between."""
+    """Returns `added_tokens_decoder` with every third id from `first` on, so that reserved ids are in between."""
     return {first + 3 * n: {"content": name, "special": special} for n, (name, special) in enumerate(MARKERS.items())}
 
 

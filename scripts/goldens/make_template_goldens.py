@@ -16,12 +16,12 @@ FIXTURES = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "templat
 
 
 def make_tokenizer(special_tokens: dict[str, str]) -> Any:
-    """A tokenizer that knows no words: rendering needs only the names of its special tokens."""
+    """Returns a tokenizer without words: rendering needs only the names of its special tokens."""
     return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), **special_tokens)
 
 
 def render(tokenizer: Any, template: str, case: dict[str, Any]) -> dict[str, str]:
-    """{"text": prompt}, or {"error": message} where the template refuses the case."""
+    """Returns {"text": prompt}, or {"error": message} if the template refuses the case."""
     try:
         text = tokenizer.apply_chat_template(
             case["messages"],
@@ -37,7 +37,7 @@ def render(tokenizer: Any, template: str, case: dict[str, Any]) -> dict[str, str
 
 
 def main() -> None:
-    """Write goldens.json: template name -> case name -> result."""
+    """Writes goldens.json: template name -> case name -> result."""
     cases = json.loads((FIXTURES / "cases.json").read_text(encoding="utf-8"))
     tokenizer = make_tokenizer(cases["special_tokens"])
     goldens = {

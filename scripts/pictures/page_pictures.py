@@ -44,12 +44,12 @@ So the choice is new for *every token in every layer*:
 
 Neighbouring tokens often choose the same experts. That is why keeping the recent ones in memory pays off.
 """
-PAUSE = 12.0  # before the last word, for pictures of an answer on its way
+PAUSE = 12.0  # before the last word, for pictures of an unfinished answer
 EARLIER = ["Tomas and the geese", "Longest word in a text", "What does a router learn?", "Letter to the landlord"]
 
 
 class Pool:
-    """Experts that come and go as a router might ask for them: a few are liked, the rest take their turns."""
+    """Experts that come and go as a router might request them: a few are requested often, the others in turn."""
 
     def __init__(self):
         self.random = np.random.default_rng(7)
@@ -82,7 +82,7 @@ class Pool:
 
 
 def script(request):
-    """Reasoning and answer in small pieces, so that the times under it are believable."""
+    """Yields reasoning and answer in small pieces, so that the times below them look real."""
     yield 0.6
     for kind, said in (("reasoning_content", THOUGHT), ("content", ANSWER[:-6])):
         for i in range(0, len(said), 4):
@@ -94,7 +94,7 @@ def script(request):
 
 
 def remember(browser):
-    """Earlier conversations for the list beside the chat."""
+    """Stores earlier conversations for the list beside the chat."""
     index = []
     for age, title in enumerate(EARLIER):
         entry = {"id": f"old{age}", "title": title, "updated": int(time.time() * 1000) - (age + 1) * 40_000_000}
@@ -110,7 +110,7 @@ def wait_for(browser, condition):
 
 
 def ask(browser, address):
-    """Returns when all but the last word of the answer is there."""
+    """Asks the question, and returns when all of the answer except the last word is there."""
     browser.get(address)
     remember(browser)
     browser.refresh()
@@ -119,7 +119,7 @@ def ask(browser, address):
 
 
 def take(browser, folder, name):
-    """As a palette, which is a third of the size and looks the same."""
+    """Takes a picture with a palette, which is a third of the size and looks the same."""
     time.sleep(0.8)
     picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
     file = folder / f"{name}.png"

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def framed(figure: dict, parts: list[str]) -> str:
-    """The whole picture: title, legend, axes' names, source, and what `parts` draws between them."""
+    """Returns the whole picture: title, legend, names of the axes, source, and what `parts` draws between them."""
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif"'
     head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', '<rect width="100%" height="100%" fill="white"/>']
     head.append(words(WIDTH / 2, 22, figure["title"], "middle", 15))
@@ -43,7 +43,7 @@ def framed(figure: dict, parts: list[str]) -> str:
 
 
 def curves(figure: dict) -> list[str]:
-    """Lines over two logarithmic axes."""
+    """Draws lines over two logarithmic axes."""
     points = [point for line in figure["lines"].values() for point in line]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
     low, high = 10 ** math.floor(math.log10(min(ys))), 10 ** math.ceil(math.log10(max(ys)))
@@ -59,7 +59,7 @@ def curves(figure: dict) -> list[str]:
 
 
 def bars(figure: dict) -> list[str]:
-    """Groups of bars from zero, each with its figure."""
+    """Draws groups of bars from zero, each with its figure."""
     series, groups = list(figure["bars"].values()), figure["groups"]
     top = round_up(max(max(values) for values in series) * 1.08)
     parts = []
@@ -83,12 +83,12 @@ def height_of(value: float, top: float) -> float:
 
 
 def scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:
-    """Where a value lies between two places, by its logarithm."""
+    """Returns where a value is between two places, by its logarithm."""
     return lambda value: first + math.log(value / low) / math.log(high / low) * (last - first)
 
 
 def round_up(value: float) -> float:
-    """The next 1, 1.5, 2, 3, 4, 5 or 7.5 times a power of ten."""
+    """Returns the next 1, 1.5, 2, 3, 4, 5 or 7.5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return power * next(step for step in (1, 1.5, 2, 3, 4, 5, 7.5, 10) if step * power >= value)
 

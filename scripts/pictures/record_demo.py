@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def record(command: list[str]) -> list[Timed]:
-    """What the command writes to a terminal, and when."""
+    """Returns what the command writes to a terminal, and when."""
     start, pieces = time.monotonic(), []
     child, terminal = pty.fork()
     if child == 0:
@@ -54,12 +54,12 @@ def record(command: list[str]) -> list[Timed]:
 def read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 4096)
-    except OSError:  # how Linux says that the other end has been closed
+    except OSError:  # Linux reports with this error that the other end has been closed
         return b""
 
 
 def lasting(pieces: list[Timed]) -> list[Timed]:
-    """The text as a terminal keeps it, a letter at a time: a line of progress goes when it is wiped."""
+    """Returns the text that remains on a terminal, letter by letter: a line of progress that is erased disappears."""
     letters = [(at, letter) for at, text in pieces for letter in text]
     wiped = re.finditer(r"[^\n]*\r\x1b\[K|\r(?=\n)", "".join(letter for _, letter in letters))
     for match in reversed(list(wiped)):
@@ -73,7 +73,7 @@ def sooner(letters: list[Timed]) -> list[Timed]:
 
 
 def wrapped(letters: list[Timed]) -> list[list[Timed]]:
-    """Lines of at most `COLUMNS` letters, cut at spaces."""
+    """Yields lines of at most `COLUMNS` letters, cut at spaces."""
     times = [at for at, _ in letters]
     whole = "".join(letter for _, letter in letters)
     lines, at = [], 0
@@ -85,7 +85,7 @@ def wrapped(letters: list[Timed]) -> list[list[Timed]]:
 
 
 def runs(line: str, times: list[float]) -> list[Timed]:
-    """The line in pieces that came at one time."""
+    """Yields the pieces of the line that came at the same time."""
     made: list[Timed] = []
     for letter, at in zip(line, times, strict=False):
         if made and made[-1][0] == at:
@@ -116,7 +116,7 @@ def span(at: float, text: str) -> str:
 
 
 def is_note(line: str) -> bool:
-    """Whether the line is one of those that the command writes to stderr."""
+    """Returns whether the line is one that the command writes to stderr."""
     return line.startswith(("expert I/O:", "prompt:", "generation:", "peak memory:"))
 
 
