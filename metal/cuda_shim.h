@@ -78,6 +78,9 @@ inline float cos(float v) {
 inline float sin(float v) {
   return sinf(v);
 }
+inline float sqrt(float v) {
+  return sqrtf(v);
+}
 inline float rsqrt(float v) {
   return rsqrtf(v);
 }

@@ -1,8 +1,3 @@
-// log(1 + exp(u)), which cannot overflow.
-inline float softplus(float u) {
-  return (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-}
-
 // How much of the delta rule's state a token keeps, of u = a + dt_bias and rate = exp(A_log): exp(-rate * softplus(u)); or,
 // where each channel decays by itself, exp(least / (1 + exp(-rate * u))).
 template <bool EACH>
@@ -10,5 +5,6 @@ inline float delta_decay(float u, float rate, float least) {
   if (EACH) {
     return metal::exp(least / (1.0f + metal::exp(-rate * u)));
   }
-  return metal::exp(-rate * softplus(u));
+  const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
+  return metal::exp(-rate * softplus);
 }

@@ -17,7 +17,7 @@
   threadgroup uint id[1];
   if (k < K && simdgroup_index_in_threadgroup == 0) {
     float weight = 0;
-    const uint found = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM, SCALED>(
+    const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(
         logits + token * STRIDE, bias, scale, thread_index_in_simdgroup, k, weight);
     if (thread_index_in_simdgroup == 0) {
       id[0] = found;

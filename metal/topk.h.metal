@@ -1,11 +1,13 @@
-// needs: lane.h.metal
+// needs: lane.h.metal softplus.h.metal
 // The K best of E experts of a token by their logits, found by one simdgroup: lane l holds experts l, l + 32, ...
 // Largest first, ties by lowest index.
 
 #define TOPK_NONE -3.4e38f  // the value of what is taken or left out
 
-inline float topk_sigmoid(float v) {
-  return 1.0f / (1.0f + metal::exp(-v));
+// An expert's score by its logit alone. SCORE: 1 sigmoid, 2 the root of softplus.
+template <int SCORE>
+inline float topk_score(float v) {
+  return SCORE == 2 ? metal::sqrt(softplus(v)) : 1.0f / (1.0f + metal::exp(-v));
 }
 
 // An integer in the order of what it is made of; 0 for what is taken, left out or not a number.
@@ -53,10 +55,10 @@ inline void topk_groups(thread float* value, uint lane) {
 
 // Choice number `wanted`, which may differ from lane to lane: its expert, and in `weight` its weight.
 //
-// Softmax: by logit, weighed by the softmax over all experts. SIGMOID: by sigmoid, to which BIAS adds bias[E]; weighed
-// without the bias. NORM: the weights of the K sum to one. All are multiplied by scale[0], or with SCALED each by its
+// SCORE 0: by logit, weighed by the softmax over all experts. Another one: by topk_score, to which BIAS adds bias[E];
+// weighed without the bias. NORM: the weights of the K sum to one. All are multiplied by scale[0], or with SCALED each by its
 // expert's of scale[E].
-template <int E, int K, int SIGMOID, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
+template <int E, int K, int SCORE, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
           typename R>
 inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, thread float& weight) {
   constexpr uint N = (E + 31) / 32;
@@ -65,12 +67,12 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
   for (uint i = 0; i < N; i++) {
     const uint e = lane + 32 * i;
     value[i] = e < E ? float(logits[e]) : TOPK_NONE;
-    if (SIGMOID) {
-      value[i] = e < E ? topk_sigmoid(value[i]) + (BIAS ? float(bias[e]) : 0.0f) : TOPK_NONE;
+    if (SCORE) {
+      value[i] = e < E ? topk_score<SCORE>(value[i]) + (BIAS ? float(bias[e]) : 0.0f) : TOPK_NONE;
     }
     top = value[i] > top ? value[i] : top;
   }
-  if (!SIGMOID) {
+  if (!SCORE) {
     top = lane_max(top);
     for (uint i = 0; i < N; i++) {
       total += lane + 32 * i < E ? metal::exp(value[i] - top) : 0.0f;
@@ -103,11 +105,11 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
       key[i] = lane + 32 * i == where ? 0 : key[i];
     }
     const float logit = float(logits[where]);
-    const float own = SIGMOID ? topk_sigmoid(logit) : metal::exp(logit - top) / total;
+    const float own = SCORE ? topk_score<SCORE>(logit) : metal::exp(logit - top) / total;
     kept += own;
     weight = wanted == k ? own : weight;
     found = wanted == k ? where : found;
   }
-  weight = (NORM ? weight / (SIGMOID ? kept + 1e-20f : kept) : weight) * scale[SCALED ? found : 0];
+  weight = (NORM ? weight / (SCORE ? kept + 1e-20f : kept) : weight) * scale[SCALED ? found : 0];
   return found;
 }

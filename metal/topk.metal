@@ -7,7 +7,7 @@
   const uint lane = thread_index_in_simdgroup;
   const uint token = threadgroup_position_in_grid.y;
   float weight = 0;
-  const uint found = topk_choice<E, K, SIGMOID, BIAS, GROUPS, KEPT, NORM, SCALED>(
+  const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(
       logits + token * STRIDE, bias, scale, lane, lane, weight);
   if (lane < K) {
     ids[token * K + lane] = found;

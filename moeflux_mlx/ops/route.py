@@ -24,8 +24,9 @@ from .tiles import MAX_TOKENS, planned, tile_of
 # Backends on which the host should read arrays of 8 bytes: on CUDA, MLX keeps these on the host, but moves any other
 # array that the host reads to managed memory, whose pages then migrate.
 HOST_COPY = {"cuda"}
-UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias, or another score")
-# The functions of logits, by the names of `Router.score`.
+UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias")
+TABLE = Kernel("topk_table", "logits table tokens scale", "ids weights")
+# The functions of logits, by the names of `Router.score`; kernels number them in this order.
 SCORES: dict[str, Any] = {
     "softmax": softmax,
     "sigmoid": sigmoid,
@@ -99,6 +100,9 @@ def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) 
         table: uint32 [token ids, k], the experts of each.
         tokens: [T] ids.
     """
+    if isinstance(logits, mx.array) and not table_refusal(backend.name(), rule):
+        ids, weights = plan_table(backend.name(), logits.shape, rule)(logits, table, tokens, rule.scale)
+        return ids, weights
     rows = table_rows(table, tokens)
     scores = SCORES[rule.score](logits[:, : rule.experts])
     return rows, _weights(pick(scores, rows), rule)
@@ -179,10 +183,33 @@ def beside(choice: Choice) -> tuple[Input, Input]:
 
 def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
     """Constants of the text, for logits of `columns` columns."""
-    template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SIGMOID": int(rule.score != "softmax")}
+    template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule)}
     template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
     template["SCALED"] = int(rule.expert_scales)
     return template
+
+
+def score_number(rule: Router) -> int:
+    """`SCORE` of the kernels' texts."""
+    return list(SCORES).index(rule.score)
+
+
+@planned()
+def table_refusal(target: str, rule: Router) -> Reason | None:
+    """Why no kernel weighs the experts that a table gives."""
+    if target == "ops":
+        return NO_KERNELS
+    if rule.score == "softmax":
+        return Reason("the kernel of a table of experts does not know a softmax")
+    return Reason(f"a table gives {rule.top_k} experts, more than 32") if rule.top_k > 32 else None
+
+
+@lru_cache(512)
+def plan_table(target: str, shape: Shape, rule: Router) -> Launch:
+    tokens, columns = shape
+    template = {"STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule), "NORM": int(rule.normalise)}
+    chosen: Shape = (tokens, rule.top_k)
+    return Launch(target, TABLE, template, (1, tokens), 32, [(chosen, mx.uint32), (chosen, mx.float32)])
 
 
 @planned()
@@ -203,7 +230,7 @@ def native_refusal(rule: Router) -> Reason | None:
 
 def is_known(rule: Router) -> bool:
     """Whether the kernels know the rule: they choose by logit where scores are the softmax."""
-    return rule.score == "sigmoid" or (rule.score == "softmax" and rule.groups == 1 and not rule.correction_bias)
+    return rule.score != "softmax" or (rule.groups == 1 and not rule.correction_bias)
 
 
 @lru_cache(512)

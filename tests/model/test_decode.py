@@ -167,7 +167,7 @@ VIEWS = ("Reshape", "Slice", "Split", "Broadcast", "ExpandDims", "Squeeze", "Unf
 MOST = {"moonlight": 10, "step3p5": 8, ("step3p5", 3): 10, "laguna": 9}
 # MLX's own operations, of a token that attends to chosen positions or entries; and two layers of n-grams.
 MOST |= {"deepseek_v32": 47, "glm_moe_dsa": 21, ("glm_moe_dsa", 2): 47, "minimax_m3_vl": 39}
-MOST |= {"deepseek_v4": 61, ("deepseek_v4", 0): 36, ("deepseek_v4", 2): 44}
+MOST |= {"deepseek_v4": 56, ("deepseek_v4", 0): 32, ("deepseek_v4", 2): 38}
 MOST |= {"glm5_next": 14, ("glm5_next", 2): 43, ("glm5_next", 4): 43}
 MOST |= {"qwen4_exp": 43, ("qwen4_exp", 0): 12, ("qwen4_exp", 1): 25, ("qwen4_exp", 3): 25}
 MOST |= {"gemma4": 12}

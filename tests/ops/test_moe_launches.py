@@ -145,6 +145,47 @@ def test_groups_of_sigmoids(seed, T, shape, shift):
     np.testing.assert_allclose(got, np.take_along_axis(want_weights, order[1], 1), rtol=2e-5)
 
 
+ROOT = Router(40, 6, "sqrtsoftplus", True, scale=1.5)
+
+
+def check_roots(by_table):
+    """The choice and the weights of DeepSeek-V4's router (its model code in transformers), also of scores near 0; or
+    the weights of what a table gives."""
+    rng = np.random.default_rng(6)
+    rows = [np.linspace(least, most, 41) for least, most in ((-30, -12), (-3, 3))]
+    logits, bias = rng.permuted(np.float32(rows), axis=1), np.float32([0, *[1e-4] * 39])
+    scores = np.sqrt(np.log1p(np.exp(logits[:, :40].astype(np.float64))))
+    if by_table:
+        table = np.uint32([rng.permutation(40)[:6] for _ in range(7)])
+        want, rule = table[[5, 2]].astype(np.int64), replace(ROOT, table=7, correction_bias=False)
+        ids, weights = routes.route_by_table(mx.array(logits), rule, mx.array(table), mx.array([5, 2]))
+    else:
+        want = np.argsort(-(scores + bias), axis=-1)[:, :6]
+        ids, weights = route(mx.array(logits), ROOT, mx.array(bias))
+    own = np.take_along_axis(scores, want, 1)
+    assert np.array_equal(np.array(ids), want)
+    np.testing.assert_allclose(np.array(weights), 1.5 * own / own.sum(-1, keepdims=True), rtol=2e-5)
+
+
+@pytest.mark.parametrize("by_table", [False, True])
+def test_roots_of_softplus(host, by_table):
+    assert not routes.refusal(backend.name(), ROOT)
+    check_roots(by_table)
+
+
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("softplus.h.metal", "metal::log(sum) * (e / (sum - 1.0f))", "metal::log(sum)"),
+        ("topk_table.metal", "tokens[token]", "token"),
+    ],
+)
+def test_a_fault_in_roots_of_softplus_is_caught(host, monkeypatch, file, old, new):
+    msl.plant(monkeypatch, file, old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        check_roots("table" in file)
+
+
 @pytest.mark.parametrize("rule", [Router(512, 10), Router(16, 5), SIGMOID])
 def test_the_copy_for_the_host_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
     monkeypatch.setattr(routes, "HOST_COPY", {backend.name()})

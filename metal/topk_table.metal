@@ -1,0 +1,14 @@
+// needs: lane.h.metal topk.h.metal
+// The K experts that a table gives each token: ids[T, K] uint = table[tokens[T], K], and weights[T, K] float, their scores
+// by logits[T, STRIDE] float. NORM: those of a token sum to one. All are multiplied by scale[0].
+//
+// grid: (32, T, 1), threadgroup (32, 1, 1): one simdgroup per token, one lane per expert.
+  const uint lane = thread_index_in_simdgroup;
+  const uint token = threadgroup_position_in_grid.y;
+  const uint id = table[size_t(tokens[token]) * K + metal::min(lane, uint(K - 1))];
+  const float own = lane < K ? topk_score<SCORE>(logits[token * STRIDE + id]) : 0.0f;
+  const float sum = lane_sum<32>(own);
+  if (lane < K) {
+    ids[token * K + lane] = id;
+    weights[token * K + lane] = (NORM ? own / (sum + 1e-20f) : own) * scale[0];
+  }
