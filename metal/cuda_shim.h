@@ -57,6 +57,20 @@ inline uint simd_min(uint v) {
 }
 #endif
 
+// Metal's atomic integers; every access here is a relaxed one.
+typedef uint atomic_uint;
+enum { memory_order_relaxed };
+
+inline void atomic_store_explicit(atomic_uint* place, uint v, int) {
+  *(volatile uint*)place = v;
+}
+inline uint atomic_load_explicit(const atomic_uint* place, int) {
+  return *(const volatile uint*)place;
+}
+inline uint atomic_fetch_add_explicit(atomic_uint* place, uint v, int) {
+  return atomicAdd(place, v);
+}
+
 template <typename A, typename B>
 inline A as_type(B b) {
   static_assert(sizeof(A) == sizeof(B), "as_type keeps the size");

@@ -1,13 +1,13 @@
-// needs: codes.h.metal dense.h.metal lane.h.metal
+// needs: codes.h.metal dense.h.metal lane.h.metal seen.h.metal
 // Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). The latent and
 // the rotated key of position p < begun, shared by all H heads, are at place p of latents[capacity, N] and
 // keys[capacity, R]; those of later positions at place p - begun of recent[RECENT, N + R]; the token's own, of position
 // offset, are token[N + R]. positions = offset, begun, capacity, and the rotary position. query[H, N + R] float is
-// already scaled.
+// already scaled. The token sees all positions up to its own, or those of TOP blocks in `chosen` (seen.h.metal).
 //
-// For each piece of P positions: stats[., PIECE, 2] float, the largest score and the sum of exp(score - largest);
-// parts[., PIECE, N] float, the latents with these weights. PIECE is H, or the heads of all tokens of the launch. The
-// order of sums depends only on positions. next: `recent` with the token. All other arrays are X.
+// For each piece of P positions that it sees: stats[., PIECE, 2] float, the largest score and the sum of exp(score -
+// largest); parts[., PIECE, N] float, the latents with these weights. PIECE is H, or the heads of all tokens of the
+// launch. The order of sums depends only on positions. next: `recent` with the token. All other arrays are X.
 //
 // grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores ACROSS lanes share
 // EACH positions; then a simdgroup has a head; then a thread has eight columns of every second latent. A value from the
@@ -22,10 +22,11 @@
   const uint head = threadgroup_position_in_grid.y * GH;
   const uint offset = uint(positions[0]), begun = uint(positions[1]);
   const uint top = piece * P;
-  if (top > offset) {
+  const uint visible = seen_count<TOP, RATIO, OWN>(offset);
+  if (top >= visible) {
     return;
   }
-  const uint count = metal::min(uint(P), offset + 1 - top);
+  const uint count = metal::min(uint(P), visible - top);
 
   CODES_UNROLL(4)
   for (uint i = 8 * mine; i < GH * ROW; i += 8 * T) {
@@ -43,7 +44,8 @@
   const device X* tail[EACH];
   MLX_MTL_PRAGMA_UNROLL
   for (uint e = 0; e < EACH; e++) {
-    const uint at = metal::min(top + e * (P / EACH) + mine / ACROSS, offset);  // beyond, nobody reads the score
+    const uint i = metal::min(top + e * (P / EACH) + mine / ACROSS, visible - 1);  // beyond, nobody reads the score
+    const uint at = seen_position<TOP, RATIO, OWN>(chosen, i, offset);
     const device X* later = at < offset ? recent + (at - begun) * ROW : token;
     row[e] = at < begun ? latents + size_t(at) * N : later;
     tail[e] = at < begun ? keys + size_t(at) * R : later + N;
@@ -109,7 +111,7 @@
     }
     CODES_UNROLL(8)
     for (uint i = second; i < count && column < N; i += 2) {
-      const uint at = top + i;
+      const uint at = seen_position<TOP, RATIO, OWN>(chosen, top + i, offset);
       const device X* later = at < offset ? recent + (at - begun) * ROW : token;
       float value[8];
       codes_x8((at < begun ? latents + size_t(at) * N : later) + column, value);

@@ -1,7 +1,7 @@
-// needs: lane.h.metal stored.h.metal
+// needs: lane.h.metal seen.h.metal stored.h.metal
 // out[H, V] X = each head's matrix of values [V, N] times the sum of the pieces of latent_attend.metal, each weighted
 // by its share of the whole sum of exponentials. The matrix: codes w, scales and biases S (stored.h.metal).
-// positions[0] is the token's own.
+// positions[0] is the token's own; TOP, RATIO and OWN say how many positions it sees (seen.h.metal).
 //
 // grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread has a column of the latents, then a simdgroup EACH rows of the
 // matrix at a time.
@@ -10,7 +10,7 @@
   alignas(16) threadgroup float mixed[N];
   const uint lane = thread_index_in_simdgroup;
   const uint head = threadgroup_position_in_grid.x;
-  const uint pieces = uint(positions[0]) / P + 1;
+  const uint pieces = (seen_count<TOP, RATIO, OWN>(uint(positions[0])) - 1) / P + 1;
   float largest = -3.4e38f;
   for (uint i = lane; i < pieces; i += 32) {
     const float top = stats[(i * PIECE + head) * 2];

@@ -38,6 +38,7 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
 from ..state.joined import NGramsCache
+from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 
 TITLES: dict[type, str] = {
@@ -81,8 +82,8 @@ def launches_of(
     cases = [(tokens, make_cache) for tokens in TOKENS] + [(count, partial(_caches, count)) for count in sequences]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
-        for part, layers, run in _parts(shapes):
-            for tokens, caches in cases:
+        for part, layers, run, is_single in _parts(shapes):
+            for tokens, caches in cases[:1] if is_single else cases:
                 noted = Noted(tiles, missing)
                 with noted.listening():
                     run(_activations(shapes, tokens), caches)
@@ -187,8 +188,8 @@ def _activations(shapes: Shapes, tokens: int) -> Any:
     return mx.zeros(size, shapes.dtype)
 
 
-def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
-    """Name, layers and call of each kind of part."""
+def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
+    """Name, layers and call of each kind of part, and whether the call takes only single tokens."""
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
@@ -198,11 +199,14 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
         name, module = mixer_of(mixer, args, is_split)
         _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
         title = TITLES[type(mixer)]
-        yield title, layers, partial(_mix, args, mixer, module, before)
+        mix = partial(_mix, args, mixer, module, before)
+        yield title, layers, mix, False
+        if not isinstance(mixer, Delta | Mamba2) and mixer.seeing_all(0, MAX_LENGTH) < MAX_LENGTH:
+            yield f"{title}, chosen positions", layers, _late(mix, shapes.dtype), True
     if args.connections is not None:
-        yield "streams", range(args.num_hidden_layers), _between(shapes, args.connections)
+        yield "streams", range(args.num_hidden_layers), _between(shapes, args.connections), False
     for layer, part in args.ngrams.items():
-        yield "n-grams", [layer], _of_ngrams(shapes, layer, part)
+        yield "n-grams", [layer], _of_ngrams(shapes, layer, part), False
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
     for (part, record, *_), layers in _kinds(parts):
         if part is None:
@@ -210,11 +214,11 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run]]:
         for title, experts in _experts(part, record, args.num_experts_per_tok):
             module = feed_forward_of(args, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, partial(_forward, module, part, before)
+            yield title, layers, partial(_forward, module, part, before), False
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
     last = slice(-1, None)  # of a prompt
-    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x))
+    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
 
 
 def _caches(count: int, mixer: Any) -> RowCaches:
@@ -234,11 +238,25 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     return module.mixed(x, norm, made.own if isinstance(made, NGramsCache) else made)
 
 
+def _late(mix: Run, dtype: mx.Dtype) -> Run:
+    """`mix` with caches of so many positions that the next token attends to only some of them."""
+
+    def filled(mixer: Any) -> Any:
+        cache: Any = make_cache(mixer)
+        length = mixer.seeing_all(0, MAX_LENGTH)
+        stored = (np.zeros(shape, cache.stored_dtype) for shape in cache.stored_shapes(length))
+        cache.state = cache.restored(*stored, length, dtype)
+        return cache
+
+    return lambda x, caches: mix(x, filled)
+
+
 def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
     """The previous layer's choice for x [B, L, D], if the mixer uses it."""
     if not isinstance(mixer, Latent) or mixer.indexer is None:
         return []
-    B, late, top = x.shape[0], max(x.shape[1] - mixer.indexer.top, 0), mixer.indexer.top
+    B, top = x.shape[0], mixer.indexer.top
+    late = 1 if x.shape[1] == 1 else max(x.shape[1] - top, 0)  # a single token may stand behind a long text
     return [Chosen(backend.library_of(x).zeros((B, late, top), np.int32 if isinstance(x, np.ndarray) else mx.int32))]
 
 

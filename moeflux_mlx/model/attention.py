@@ -14,7 +14,7 @@ from ..ops.attend import Whole, attend
 from ..ops.backend import Array, library_of, view
 from ..ops.blocks import Terms, attend_blocks, block_keys
 from ..ops.elementwise import HEAD_GATES, gated_heads, split
-from ..ops.indexed import Index
+from ..ops.index import Index
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches

@@ -10,7 +10,7 @@ from ..kinds import Compressed, Compressor, Rotation
 from ..ops.backend import Array, library_of
 from ..ops.compressed import Seen, attend_compressed, choose_entries, grouped_projection, pooled, turned
 from ..ops.elementwise import float32, split
-from ..ops.indexed import Index
+from ..ops.index import Index
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..state.compressed import CompressedCache

@@ -10,10 +10,12 @@ from ..kinds import Indexer, KeyBlocks, Latent
 from ..ops.backend import Array, library_of
 from ..ops.compressed import pooled
 from ..ops.elementwise import float32, split
-from ..ops.indexed import Chosen, Index, attend_indexed, attend_pools
+from ..ops.index import Index, IndexTerms, Projections
+from ..ops.indexed import Chosen, attend_indexed, attend_pools
 from ..ops.latent import Queries, Up
 from ..ops.norm import Norm, layer_norm
 from ..ops.rope import Rope
+from ..ops.route import router_logits
 from ..ops.rows import RowCaches
 from ..state.compressed import CompressedCache
 from .latent import MLA
@@ -34,7 +36,9 @@ class LayerNorm(nn.Module):
 
 
 class Scoring(nn.Module):
-    """Scores positions with queries from the queries' latent, and keys and weights of heads from the input."""
+    """Scores positions with queries from the queries' latent, and with keys and weights of heads from the input, which
+    `wk` and `weights_proj` make together with other layers' outputs.
+    """
 
     def __init__(self, indexer: Indexer, mixer: Latent, hidden_size: int):
         super().__init__()
@@ -47,18 +51,18 @@ class Scoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
         self.rope = Rope(indexer.rotation(mixer.rotation))
 
-    def __call__(self, x: Array, latent: Array, norm: Norm, position: Any) -> Index:
-        """The index of tokens x [B, L, D] from a rotary position on, and of the queries' latent, which must be normed
-        by `norm`.
-        """
-        queries = self.wq_b(latent, norm).reshape(*x.shape[:2], self.heads, -1)
-        keys = self.k_norm(self.wk(x))[:, :, None]
-        if isinstance(x, mx.array):
-            queries, keys = (self.rope(part.transpose(0, 2, 1, 3), position) for part in (queries, keys))
-            queries, keys = (part.transpose(0, 2, 1, 3) for part in (queries, keys))
-        else:
-            queries, keys = self.rope(queries, position), self.rope(keys, position)
-        return Index(queries, keys[:, :, 0], self.weights_proj(float32(x)) * self.scale)
+    def __call__(self, latent: Array | None, norm: Norm, keys: Array, weights: Array) -> Projections:
+        """For `attend_indexed`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
+        and of the outputs of `wk` and `weights_proj`."""
+        queries = None if latent is None else self.wq_b(latent, norm)
+        return Projections(queries, keys, weights, IndexTerms(self.k_norm, self.rope, self.scale))
+
+
+def normed_with_weights(x: Array, norm: RMSNorm | None, weights: Linear) -> tuple[Any, Any]:
+    """norm(x) [B, L, D], and its product with the matrix of the heads' weights, float32 [B, L, heads]."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    normed, made = router_logits(x, weight, eps, weights)
+    return normed.reshape(x.shape), made.reshape(*x.shape[:2], -1)
 
 
 class IndexedMLA(MLA):
@@ -70,30 +74,39 @@ class IndexedMLA(MLA):
         self.rule = mixer.indexer
         if not self.rule.reuses:
             self.indexer = Scoring(self.rule, mixer, hidden_size)
+            self.arrange()
+
+    def _reading_x(self) -> list[Linear]:
+        return [*super()._reading_x(), *([self.indexer.wk] if "indexer" in self else [])]
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
-        x = x if norm is None else norm(x)
-        outputs: list[Array] = [x]
-        return outputs + self._inputs.outputs(x)
+        if self.rule.reuses:
+            return super().begin(x, norm)
+        made: Any = normed_with_weights(x, norm, self.indexer.weights_proj)
+        return [made[1], *self._inputs.outputs(made[0])]
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Chosen | None) -> Array:
         """As `MLA.mix`; `more`: what the last layer with an indexer chose for these tokens."""
-        normed, (_, (q, kv)) = parts[0], self._inputs.parted(parts[1:])
         chosen = (more and more[0]) or Chosen()
-        if not isinstance(cache, RowCaches):
-            return self._mix(normed, q, kv, cache, chosen)
-        return cache.each(
-            lambda row, one: self._mix(normed[:, row], q[:, row], kv[:, row], one, chosen.of_row(row.start))
-        )
+        if isinstance(cache, RowCaches):
+            return cache.each(
+                lambda row, one: self._mix([part[:, row] for part in parts], one, chosen.of_row(row.start))
+            )
+        return self._mix(parts, cache, chosen)
 
-    def _mix(self, normed: Array, q: Array, kv: Array, cache: Any, chosen: Chosen) -> Array:
-        index = None
-        if not self.rule.reuses:
-            index = self.indexer(normed, q, self.q_a_layernorm, cache.position)
+    def _mix(self, parts: Sequence[Array], cache: Any, chosen: Chosen) -> Array:
+        made: Projections | None = None
+        if self.rule.reuses:
+            _, (q, kv) = self._inputs.parted(parts)
+        else:
+            _, (q, kv, keys) = self._inputs.parted(parts[1:])
+            length = q.shape[1]
+            latent = None if cache.own.whole(length) == length else q
+            made = self.indexer(latent, self.q_a_layernorm, keys, parts[0])
         return attend_indexed(
             *(q, kv, cache, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
             *(self._key(), self._value()),
-            index=index,
+            made=made,
             indexer=self.rule,
             chosen=chosen,
             norm=self.kv_a_layernorm,

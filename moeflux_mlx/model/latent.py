@@ -52,10 +52,14 @@ class MLA(MixerModule):
 
     def arrange(self) -> None:
         """Joins the layers that read x, and what kernels take at once; called again once all have their tensors."""
-        self._inputs = Stack(self.q_proj if "q_proj" in self else self.q_a_proj, self.kv_a_proj_with_mqa)
+        self._inputs = Stack(*self._reading_x())
         if "q_b_proj" in self:
             self.q_b_proj.pack()
         self.o_proj.pack()
+
+    def _reading_x(self) -> list[Linear]:
+        """The layers that are joined: of queries, of latents, and perhaps others."""
+        return [self.q_proj if "q_proj" in self else self.q_a_proj, self.kv_a_proj_with_mqa]
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)

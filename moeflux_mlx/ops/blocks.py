@@ -16,7 +16,7 @@ from . import gpu_time, native
 from .attend import Steps, attend, prepared
 from .backend import Array, arange, library_of, view
 from .elementwise import float32, sigmoid
-from .indexed import Index, best, choose, slices
+from .index import Index, best, choose, slices
 from .norm import Norm
 from .rope import Rope
 

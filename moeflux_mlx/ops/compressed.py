@@ -17,7 +17,7 @@ from ..kinds import Compressed
 from . import gpu_time
 from .backend import Array, arange, library_of, view
 from .elementwise import softmax, split
-from .indexed import Index, choose
+from .index import Index, choose
 from .linear import Weights, linear, multiply, part_of_heads, rows_of
 from .rope import Rope
 

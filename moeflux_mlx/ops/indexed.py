@@ -1,12 +1,11 @@
 """Latent attention over the positions that an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556, 2.1).
 
 A token that sees at most as many positions as the budget attends to all of them, as in `latent`. For any other token,
-the indexer scores all positions with its own keys, and the latents of the best positions are gathered. The projections
-of keys and values are folded into queries and results, so nothing else is read. Many tokens are processed a few at a
-time.
+the indexer scores all positions with its own keys (`index`), and the latents of the best positions are gathered; the
+kernels for one token read them where they are. The projections of keys and values are folded into queries and results,
+so nothing else is read. Many tokens are processed a few at a time.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,39 +13,30 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import Indexer, KeyBlocks
-from . import gpu_time, native
+from . import backend, gpu_time, index, native
 from .attend import Positions
 from .backend import Array, arange, library_of, view
-from .elementwise import float32
+from .index import Index, Projections, choose, choose_step, slices
 from .latent import (
     ABSORB_AT_MOST,
     HeadMatrices,
     Mask,
     Queries,
+    SeenBlocks,
     absorb_native,
     absorbed_native,
     absorbed_ops,
+    attend_latent,
     expanded_native,
     expanded_ops,
     native_refusal,
     parts_of,
     products,
+    refusal,
     values_native,
 )
 from .norm import Norm
 from .rope import Rope
-
-
-class Index(NamedTuple):
-    """An indexer's outputs for tokens.
-
-    queries: [B, L, heads, D], rotated. keys: [B, L, D], normed and rotated. weights: float32 [B, L, heads], the weights
-    in the sum over heads.
-    """
-
-    queries: Any
-    keys: Any
-    weights: Any
 
 
 @dataclass
@@ -67,41 +57,57 @@ class Chosen:
 def attend_indexed(
     q: Array,
     kv: Array,
-    cache: Positions,
+    cache: Any,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
     *,
-    index: Index | None,
+    made: Projections | None,
     indexer: Indexer,
     chosen: Chosen,
     norm: Norm,
     rope: Rope | None,
     scale: float,
 ) -> Array:
-    """`attend_latent` over the positions that `index` chooses, or without one, over those in `chosen`.
+    """`attend_latent` over the positions that an indexer chooses, or without `made`, over those in `chosen`.
 
     Args:
-        cache: a cache of latents, and of rotated keys followed by the indexer's keys.
-        index: the index of these tokens; its keys are appended to `cache`, and its choice is stored in `chosen`.
+        cache: a cache of latents and rotated keys; with `made`, its `own`, and `beside` it one of the indexer's keys.
+        made: what the indexer's matrices make of these tokens; the keys are appended, and the choice is stored in
+            `chosen`.
         indexer: how many positions are chosen.
 
     Returns:
         [B, L, heads * v]
     """
-    L, offset, whole, position = q.shape[1], cache.offset, cache.whole(q.shape[1]), cache.position
+    (B, L), own = q.shape[:2], cache if made is None else cache.own
+    whole, rotated = own.whole(L), rope.dims if rope else 0
+    if _takes_step(q, B * L == 1, kv.shape[-1] - rotated, rotated, indexer):
+        if made is not None:
+            chosen.positions = choose_step(made, cache.beside, indexer)
+        seen = None if whole else SeenBlocks(chosen.positions)
+        return attend_latent(q, kv, own, queries, key, value, norm=norm, rope=rope, scale=scale, seen=seen)
+    offset, position = own.offset, own.position
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
-    latents, entries, mask = _append(cache, *parts[2:], index)
-    rotated = rope.dims if rope else 0
-    keys, index_keys = entries[..., :rotated], entries[..., rotated:]
-    if index is not None:
-        late = Index(index.queries[:, whole:], index_keys, index.weights[:, whole:])
-        library = library_of(q)
-        seen = offset + 1 + whole + arange(L - whole, library)
-        chosen.positions = choose(late, seen, indexer) if whole < L else None
+    latents, keys, mask = _append(own, *parts[2:])
+    if made is not None:
+        index_keys = _append_keys(cache.beside, made.terms.keys(made.keys, position))
+        chosen.positions = None
+        if made.queries is not None:
+            index_queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]
+            late = Index(index_queries, index_keys, made.weights[:, whole:] * made.terms.scale)
+            chosen.positions = choose(late, offset + 1 + whole + arange(L - whole, library_of(q)), indexer)
     held = Held(latents, keys, mask, offset, whole, chosen.positions)
     at_once = indexer.rows_at_once(0, kv.shape[-1])
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale))
+
+
+def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, indexer: Indexer) -> bool:
+    """Whether the kernels for one token attend."""
+    if not isinstance(q, mx.array):
+        return False
+    target = backend.name()
+    return not (refusal(target, is_alone, latent, rotated) or index.refusal(target, is_alone, indexer.dim))
 
 
 def attend_pools(
@@ -130,7 +136,7 @@ def attend_pools(
     L, first, position = q.shape[1], cache.offset, cache.position
     whole, chosen = cache.whole(L), None
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
-    latents, keys, mask = _append(cache, *parts[2:], None)
+    latents, keys, mask = _append(cache, *parts[2:])
     if whole < L:
         library = library_of(q)
         late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
@@ -166,64 +172,24 @@ class Held(NamedTuple):
     has_gaps: bool = False
 
 
-def _append(cache: Positions, latent: Any, k_pe: Any, index: Index | None) -> tuple[Any, Any, Mask]:
-    """Appends the tokens; returns latents [B, P, N] and entries [B, P, R + D] of all positions, and a token's mask."""
+def _append(cache: Positions, latent: Any, k_pe: Any) -> tuple[Any, Any, Mask]:
+    """Appends the tokens; returns latents [B, P, N] and rotated keys [B, P, R] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
-    entry = k_pe.reshape(B, L, k_pe.shape[-1])
+    entry = k_pe.reshape(B, 1, L, k_pe.shape[-1])
     if isinstance(latent, mx.array):
-        entry = entry if index is None else mx.concatenate([entry, index.keys.astype(entry.dtype)], axis=-1)
-        latents, entries = cache.update_and_fetch(latent[:, None], entry[:, None])
-        return latents[:, 0], entries[:, 0], cache.mask(L)
-    entry = entry if index is None else np.concatenate([entry, index.keys], axis=-1)
-    cache.update_and_fetch(mx.array(latent[:, None]), mx.array(entry[:, None]))
+        latents, keys = cache.update_and_fetch(latent[:, None], entry)
+        return latents[:, 0], keys[:, 0], cache.mask(L)
+    cache.update_and_fetch(mx.array(latent[:, None]), mx.array(entry))
     arrays = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
     return arrays[0], arrays[1], None
 
 
-# ---- what is chosen
-
-
-def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
-    """The positions with the best scores among those that each token sees: int32 [B, rows, top], ascending.
-
-    Args:
-        index: queries and weights of the tokens, and keys of all positions.
-        seen: how many of the first positions each token sees, [rows].
-        indexer: how many are chosen, no more than any of the tokens sees.
-    """
-    library = library_of(index.keys)
-    count, keys = index.queries.shape[1], float32(index.keys)
-    positions, parts = arange(keys.shape[1], library), []
-    for some in slices(count, indexer.rows_at_once(keys.shape[1], 0)):
-        scores = _scores(float32(index.queries[:, some]), keys, index.weights[:, some], library)
-        scores = library.where(positions < seen[some, None], scores, library.array(-np.inf, library.float32))
-        parts.append(best(scores, indexer.top, library))
-        if library is mx:
-            gpu_time.commit(count, parts[-1])
-    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
-
-
-def slices(count: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def _scores(queries: Array, keys: Array, weights: Array, library: Any) -> Array:
-    """sum over heads of weights * relu(queries keys): [B, rows, P] of [B, rows, heads, D], [B, P, D]."""
-    B, rows, heads, width = queries.shape
-    products = (queries.reshape(B, rows * heads, width) @ keys.swapaxes(-1, -2)).reshape(B, rows, heads, -1)
-    return (weights[:, :, None] @ library.maximum(products, 0))[:, :, 0]
-
-
-def best(scores: Array, top: int, library: Any) -> Array:
-    """The places of the `top` largest float32 scores [..., P], ascending; ties go to the first. It compares distinct
-    integers: a score's bits in float order, followed by the place.
-    """
-    bits = (scores + 0.0).view(library.int32)  # -0.0 becomes 0.0
-    ordered = library.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(library.int64)
-    count = scores.shape[-1]
-    order = library.array(1 << 32, library.int64) * ordered - arange(count, library).astype(library.int64)
-    best = library.argpartition(order, count - top, axis=-1)[..., count - top :]
-    return library.sort(best, axis=-1).astype(library.int32)
+def _append_keys(cache: Positions, keys: Any) -> Any:
+    """Appends index keys [B, L, D]; returns those of all positions [B, P, D]."""
+    is_mlx, (B, L, _) = isinstance(keys, mx.array), keys.shape
+    rows = (keys if is_mlx else mx.array(keys))[:, None]
+    every, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
+    return (every if is_mlx else view(every))[:, 0]
 
 
 # ---- attention

@@ -29,7 +29,7 @@ from .rows import RowCaches
 from .tiles import planned
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
-ATTEND = Kernel("latent_attend", "query token positions latents keys recent", "parts stats next")
+ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")
 COMBINE = Kernel("latent_combine", "parts stats positions w scales biases", "out")
 # Of a threadgroup that has one head: its threads, and the lanes that share a row of the queries' matrix.
 SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
@@ -139,6 +139,19 @@ class Queries:
         return (q * factors[:, None, None]).astype(q.dtype)
 
 
+class SeenBlocks(NamedTuple):
+    """The positions to which one token attends, if not to all: chosen blocks of `ratio` positions, and the positions
+    behind the last whole block (metal/seen.h.metal).
+
+    chosen: the numbers of the blocks, int32 [1, 1, top], ascending. has_own: the block of the token's own position is
+        never among them, but always seen up to that position.
+    """
+
+    chosen: mx.array
+    ratio: int = 1
+    has_own: bool = False
+
+
 def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
     """The float32 factors of queries at integer positions (`QueryScale`), with operations of numpy or MLX."""
     stretches = positions // scale.original_max_position_embeddings
@@ -156,6 +169,7 @@ def attend_latent(
     norm: Norm,
     rope: Rope | None,
     scale: float,
+    seen: SeenBlocks | None = None,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all positions in `cache` and the
     new ones.
@@ -167,6 +181,7 @@ def attend_latent(
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
         rope: rotates q_pe and k_pe by their rotary positions; None: there are no such parts.
+        seen: of one token that the kernels take, the positions that it attends to; None: all.
 
     Returns:
         [B, L, heads * v]
@@ -186,7 +201,7 @@ def attend_latent(
         return cache.each(of_row, of_rows if has_kernel else None, TOGETHER.get(backend.name(), 1))
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
         assert rope is not None
-        return _step_kernel(q, kv, [cache], queries, key, value, norm, rope, scale)
+        return _step_kernel(q, kv, [cache], queries, key, value, norm, rope, scale, seen)
     q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
@@ -263,6 +278,7 @@ def _step_kernel(
     norm: Norm,
     rope: Rope,
     scale: float,
+    seen: SeenBlocks | None = None,
 ) -> mx.array:
     """`attend_latent` for one token of each of several sequences: [1, R, heads * v]."""
     up, keys, values, form, count = queries.up, key.stored(), value.stored(), queries.form, len(caches)
@@ -279,6 +295,7 @@ def _step_kernel(
         (keys.form, values.form),
         (values.rows, keys.transposed),
         (rope.dims, rope.interleaved),
+        None if seen is None else (seen.chosen.size, seen.ratio, seen.has_own),
     )
     several = (count, queries.scale is not None)
     query, attend, combine = plan(target, *given) if count == 1 else plan_rows(*several, target, *given)
@@ -287,7 +304,7 @@ def _step_kernel(
     norms = q_norm.weight, norm.weight
     rows, token = query(x, kv, *norms, rope.periods, *positions, *numbers, *made, *keys.arrays)
     arrays = [getattr(one, name) for name in ("keys", "values", "recent") for one in held]
-    parts, stats, *recent = attend(rows, token, *positions, *arrays)
+    parts, stats, *recent = attend(rows, token, *positions, *arrays, positions[0] if seen is None else seen.chosen)
     for one, kept in zip(caches, recent, strict=True):
         one.advance(kept)
     return combine(parts, stats, *positions, *values.arrays)[0]
@@ -319,9 +336,13 @@ def plan(
     stored: tuple[StoredForm, StoredForm],
     matrices: tuple[int, bool],
     rotation: tuple[int, bool],
+    seen: tuple[int, int, bool] | None = None,
 ) -> tuple[Launch, Launch, Launch]:
+    """`seen`: the blocks of a token that does not see all positions: how many, their positions, and `has_own`."""
     (heads, height, columns, row, capacity), (v, transposed), (dims, interleaved) = sizes, matrices, rotation
-    X, N, P = types[0], row - dims, ceildiv(capacity + RECENT, PIECE)
+    top, ratio, has_own = seen or (0, 1, False)
+    X, N, P = types[0], row - dims, ceildiv(top * ratio + ratio if top else capacity + RECENT, PIECE)
+    blocks = {"TOP": top, "RATIO": ratio, "OWN": int(has_own)}
     read = form or Form(DEFAULT, X)
     common, (threads, lanes) = {"X": X, "H": heads, "N": N, "R": dims}, SHAPES[target]
     made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": threads, "L": lanes}
@@ -331,10 +352,10 @@ def plan(
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
     query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
     abreast = _abreast(heads, row)
-    made = common | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
+    made = common | blocks | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
+    made = common | blocks | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 

@@ -31,7 +31,8 @@ def make_cache(mixer: Mixer) -> Cache:
         case GroupedQuery():
             return KVCache(mixer) if mixer.window is None else WindowCache(mixer)
         case Latent():
-            return LatentCache(mixer) if mixer.indexer is None else IndexedCache(mixer)
+            has_keys = mixer.indexer is not None and not mixer.indexer.reuses
+            return IndexedCache(mixer) if has_keys else LatentCache(mixer)
         case Compressed():
             return CompressedCache(mixer)
         case Delta(ngrams=NGrams()):

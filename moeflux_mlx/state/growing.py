@@ -7,11 +7,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import GroupedQuery, Latent
-from ..ops import attend, backend, latent
+from ..ops import attend, backend, index, latent
 from ..ops.attend import RECENT, Held, Rows
 from ..ops.backend import view
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
-from .traced import FixedCache, FixedChosen, FixedKeys, up_to
+from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
 
 
 class Growing(LayerCache[Part]):
@@ -252,7 +252,9 @@ class Stepping(Growing[Part]):
 
     def traced(self, n: int) -> Any:
         kind = super().traced(n)
-        return FixedKeys if kind is not None and self.takes_steps() else kind
+        if kind is None or not self.takes_steps():
+            return kind
+        return FixedChosenKeys if kind is FixedChosen else FixedKeys
 
     def reserve(self, n: int) -> None:
         """Makes room for n more positions; there must be some already."""
@@ -310,6 +312,12 @@ class KVCache(Stepping[GroupedQuery]):
         return keys[:, :, :length], values[:, :, :length]
 
 
+def takes_latent_steps(part: Latent) -> bool:
+    """Whether there are kernels for a token alone of latent attention, and of its indexer."""
+    chooses = part.indexer is None or index.takes_step(part.indexer.dim)
+    return part.blocks is None and latent.takes_step(part.latent, part.rotated) and chooses
+
+
 class LatentCache(Stepping[Latent]):
     """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
 
@@ -318,7 +326,7 @@ class LatentCache(Stepping[Latent]):
         return (1, self.part.latent), (1, self.part.rotated)
 
     def takes_steps(self) -> bool:
-        return self.part.blocks is None and latent.takes_step(self.part.latent, self.part.rotated)
+        return takes_latent_steps(self.part)
 
     @property
     def recent_shape(self) -> Shape:

@@ -5,10 +5,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Delta, GroupedQuery, HeadBlocks, Latent
-from ..ops.attend import Rows
+from ..kinds import Delta, GroupedQuery, HeadBlocks, Indexer, Latent
+from ..ops.attend import RECENT, Rows
 from .compressed import CompressedCache
-from .growing import Growing, KVCache, LatentCache
+from .growing import KVCache, LatentCache, Stepping, takes_latent_steps
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
 from .recurrent import RecurrentCache
 from .traced import JoinedKind
@@ -118,8 +118,13 @@ class JoinedCache(LayerCache[Any]):
 
     def step_arrays(self, n: int = 1) -> list[mx.array]:
         """The arrays of the traced stand-in for the next n tokens."""
-        own, count = self.own.step_arrays(n), self.own.traced(n).num_inputs
-        return [*own[:count], *self.beside.step_arrays(n), *own[count:]]
+        first, later = list[mx.array](), [list[mx.array]() for _ in range(n - 1)]
+        for one in self._both:
+            arrays, kind = one.step_arrays(n), one.traced(n)
+            first += arrays[: kind.num_inputs]
+            for i, own in enumerate(later):
+                own += arrays[kind.num_inputs :][i * kind.num_later : (i + 1) * kind.num_later]
+        return first + [array for own in later for array in own]
 
     def take_step(self, arrays: list[mx.array]) -> None:
         """Takes the arrays after the step."""
@@ -184,12 +189,29 @@ def _all(first: Arrays | None, second: Arrays | None) -> Arrays | None:
     return (*(first or ()), *(second or ())) or None
 
 
-class KeyCache(Growing[HeadBlocks]):
-    """An indexer's keys [B, 1, N, dim], normed and rotated; its second array is empty."""
+class KeyCache(Stepping[GroupedQuery | Latent]):
+    """An indexer's keys [B, 1, N, dim] of all positions, normed and rotated; its second array is empty."""
+
+    @property
+    def _indexer(self) -> Indexer:
+        part: Any = self.part
+        indexer: Indexer = part.blocks.indexer if part.blocks else part.indexer
+        return indexer
 
     @property
     def rows(self) -> Rows:
-        return (1, self.part.indexer.dim), (1, 0)
+        return (1, self._indexer.dim), (1, 0)
+
+    def takes_steps(self) -> bool:
+        return isinstance(self.part, Latent) and takes_latent_steps(self.part)
+
+    @property
+    def recent_shape(self) -> Shape:
+        return RECENT, self._indexer.dim
+
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        keys = recent[None, None, :length]
+        return keys, keys[..., :0]
 
 
 class BlocksCache(JoinedCache):
@@ -199,7 +221,7 @@ class BlocksCache(JoinedCache):
     def __init__(self, part: GroupedQuery | Latent):
         own = LatentCache(part) if isinstance(part, Latent) else KVCache(part)
         blocks = part.blocks
-        super().__init__(part, own, KeyCache(blocks) if isinstance(blocks, HeadBlocks) else CompressedCache(blocks))
+        super().__init__(part, own, KeyCache(part) if isinstance(blocks, HeadBlocks) else CompressedCache(blocks))
 
 
 class NGramCache(RecurrentCache):

@@ -144,6 +144,13 @@ class FixedKeys:
         return length
 
 
+class FixedChosenKeys(FixedKeys):
+    """The same of tokens that attend to some of the positions."""
+
+    def whole(self, length: int) -> int:
+        return 0
+
+
 class FixedState:
     """A recurrent cache's two arrays; what it computes depends on no position."""
 
@@ -235,7 +242,7 @@ class JoinedKind:
 
     @property
     def num_later(self) -> int:
-        return int(self.own.num_later)
+        return int(self.own.num_later + self.beside.num_later)
 
     @property
     def num_outputs(self) -> int:
@@ -248,7 +255,7 @@ class JoinedKind:
 
 
 class FixedJoined:
-    """The stand-ins of a mixer's cache and of the one beside it, which has no arrays of later tokens."""
+    """The stand-ins of a mixer's cache and of the one beside it."""
 
     def __init__(self, own: Any, beside: Any):
         self.own, self.beside = own, beside
@@ -259,12 +266,13 @@ class FixedJoined:
 
     @property
     def num_later(self) -> int:
-        return int(self.own.num_later)
+        return int(self.own.num_later + self.beside.num_later)
 
     def go_on(self, *later: Any) -> None:
         """The next token of the same step."""
-        self.own.go_on(*later)
-        self.beside.go_on(*later[-3:])
+        arrays, places, count = later[:-3], later[-3:], self.own.num_later
+        self.own.go_on(*arrays[:count], *places)
+        self.beside.go_on(*arrays[count:], *places)
 
     @property
     def position(self) -> mx.array:

@@ -283,6 +283,18 @@ template <typename T>
 MSL_ATOMIC T atomic_load_explicit(const device atomic<T>* p, memory_order) {
   return p->value;
 }
+#define atomic_uint metal::atomic<uint>  // OpenCL has one of its own
+MSL_ATOMIC uint atomic_fetch_add_explicit(threadgroup atomic_uint* p, uint v, memory_order) {
+  const uint old = p->value;
+  p->value = old + v;
+  return old;
+}
+MSL_ATOMIC uint atomic_load_explicit(const threadgroup atomic_uint* p, memory_order) {
+  return p->value;
+}
+MSL_ATOMIC void atomic_store_explicit(threadgroup atomic_uint* p, uint v, memory_order) {
+  p->value = v;
+}
 }  // namespace metal
 
 // What the kernels use of MLX's preamble (metal::utils()). Unrolling is left out: it only costs compile time

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from mistakes import TOLERANCE, broken, error
 from tiny_models import tiny_model
 
+from metal import msl
 from moeflux_mlx import kinds
 from moeflux_mlx.kinds import Indexer
 from moeflux_mlx.model import indexed as module
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops.backend import contiguous
-from moeflux_mlx.ops.indexed import Chosen, Index, choose
+from moeflux_mlx.ops.index import Index, choose
+from moeflux_mlx.ops.indexed import Chosen
+from moeflux_mlx.state.cache import make_cache
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 
@@ -108,20 +111,49 @@ def test_the_last_values_of_a_head_rotated(monkeypatch, family):
 def test_the_choice_of_the_first_layer_for_all_that_reuse(monkeypatch):
     right, kept = module.attend_indexed, {}
 
-    def wrong(*given, index, chosen, **more):
-        if index is not None:
-            out = right(*given, index=index, chosen=chosen, **more)
+    def wrong(*given, made, chosen, **more):
+        if made is not None:
+            out = right(*given, made=made, chosen=chosen, **more)
             kept.setdefault("positions", chosen.positions)
             return out
-        return right(*given, index=None, chosen=Chosen(kept["positions"]), **more)
+        return right(*given, made=None, chosen=Chosen(kept["positions"]), **more)
 
     assert broken(monkeypatch, module, "attend_indexed", wrong, family="glm_moe_dsa")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_of_heads_that_are_left_out(monkeypatch, family):
-    right = module.Index
-    assert broken(monkeypatch, module, "Index", lambda q, k, w: right(q, k, w * 0 + 1), family=family)
+    right = module.Projections
+    assert broken(
+        monkeypatch, module, "Projections", lambda q, k, w, terms: right(q, k, w * 0 + 1, terms), family=family
+    )
+
+
+@msl.needed
+@pytest.mark.usefixtures("plain_operations", "cpu_device")
+@pytest.mark.parametrize("before", [10, 20])
+def test_the_stand_in_of_both_caches_takes_rows_of_one_text(before):
+    """On kernels, with the bits of single tokens; 12 positions are attended to."""
+    model = tiny_model("deepseek_v32", mx.float32)
+    layer, rng = model.layers[0], np.random.default_rng(0)
+    x = mx.array(rng.normal(size=(1, before + 2, model.args.hidden_size)).astype(np.float32))
+    one, other = (make_cache(model.args.mixers[0]) for _ in range(2))
+    mix = lambda row, cache: layer.mixer.mixed(x[:, row : row + 1], layer.input_layernorm, cache)  # noqa: E731
+    for cache in (one, other):
+        layer.mixer.mixed(x[:, :before], layer.input_layernorm, cache)
+    with msl.launching():
+        want = [mix(before + i, one) for i in range(2)]
+        other.reserve(2)
+        kind, arrays, places = other.traced(2), other.step_arrays(2), [mx.array(before + i) for i in range(2)]
+        stand_in = kind(*arrays[: kind.num_inputs], places[0], places[0], None)
+        got = [mix(before, stand_in)]
+        stand_in.go_on(*arrays[kind.num_inputs :], places[1], places[1], None)
+        got.append(mix(before + 1, stand_in))
+        for _ in range(2):
+            other.take_step(stand_in.arrays)
+        assert all(map(mx.array_equal, got, want)) and other.offset == before + 2
+        for a, b in zip(one.state[:3], other.state[:3], strict=True):
+            assert mx.array_equal(a[..., : before + 2, :], b[..., : before + 2, :])
 
 
 def test_a_layer_that_reuses_holds_no_keys():

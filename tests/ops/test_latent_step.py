@@ -88,8 +88,8 @@ class Layer:
         """What comes of one new token."""
         return self.run(self.draw(), cache)[0, 0]
 
-    def run(self, parts, cache):
-        more = {"norm": self.norm, "rope": self.rope, "scale": 0.3}
+    def run(self, parts, cache, seen=None):
+        more = {"norm": self.norm, "rope": self.rope, "scale": 0.3, "seen": seen}
         return latent.attend_latent(*parts, cache, self.queries, self.key, self.value, **more)
 
     def turned(self, x, position):
@@ -101,8 +101,8 @@ class Layer:
         out[..., second] = x[..., first] * sine + x[..., second] * cosine
         return out
 
-    def want(self):
-        """The last token's, in float64."""
+    def want(self, places=slice(None)):
+        """The last token's over the positions `places`, in float64."""
         key, value, last = dense(self.key), dense(self.value), len(self.tokens) - 1
         q, up, by = self.tokens[-1][0], self.queries.up, self.queries.scale
         q = q if up is None else dense(up) @ normed(q, up.norm)
@@ -110,8 +110,8 @@ class Layer:
         if by is not None:
             q = q * (1 + by.beta * np.log(1 + last // by.original_max_position_embeddings))
         split = [np.split(kv, [self.width]) for _, kv in self.tokens]
-        latents = np.array([normed(x, self.norm) for x, _ in split])
-        keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(split)])
+        latents = np.array([normed(x, self.norm) for x, _ in split])[places]
+        keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(split)])[places]
         absorbed = np.einsum("hd,hdn->hn", q[:, : self.nope], key)
         scores = 0.3 * (absorbed @ latents.T + self.turned(q[:, self.nope :], last) @ keys.T)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -168,6 +168,25 @@ def test_queries_without_a_latent_and_scaled_by_position(is_kernel, has_latent, 
 def test_wherever_pieces_and_arrays_end(host, before, steps):
     """A piece of the context, the newest entries' array and the capacity."""
     assert Layer(*CASES["values"]).error(before, steps) < LIMITS[mx.float32]
+
+
+@msl.needed
+@pytest.mark.parametrize("before", [139, 140, 141])
+@pytest.mark.parametrize("count, ratio, has_own", [(140, 1, False), (5, 4, False), (34, 4, False), (3, 4, True)])
+def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_own):
+    """And to the positions behind the last whole block; its own may be among neither."""
+    layer = Layer(*CASES["values"])
+    cache = layer.cache()
+    layer.fill(cache, before - 2)
+    for _ in range(2):
+        layer.feed(cache)
+    whole = (before + 1 - has_own) // ratio
+    chosen = np.sort(layer.rng.permutation(whole)[:count])
+    places = [*(chosen[:, None] * ratio + np.arange(ratio)).reshape(-1), *range(whole * ratio, before + 1)]
+    parts, seen = layer.draw(), latent.SeenBlocks(mx.array(chosen[None, None], mx.int32), ratio, has_own)
+    got, want = layer.run(parts, cache, seen)[0, 0], layer.want(places)
+    assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[mx.float32]
+    assert cache.offset == before + 1
 
 
 def test_bits_do_not_depend_on_where_entries_lie(host):
@@ -254,12 +273,15 @@ FAULTS = {
     "not scaled": ("latent_query", "sum * scale[0]", "sum"),
     "the newest are old": ("latent_attend", "at < begun ? latents", "at <= begun ? latents"),
     "the latent for its key": ("latent_attend", "later + N", "later"),
-    "its own position is left out": ("latent_attend", "offset + 1", "offset"),
-    "keys of another position": ("latent_attend", "e * (P / EACH) + mine / ACROSS, offset", "e * (P / EACH), offset"),
+    "its own position is left out": ("latent_attend", "uint(P), visible - top", "uint(P), visible - 1 - top"),
+    "keys of another position": ("latent_attend", "e * (P / EACH) + mine / ACROSS, v", "e * (P / EACH), v"),
     "one latent for all": ("latent_attend", "latents + size_t(at) * N : later) + column", "latents : later) + column"),
     "every latent twice": ("latent_attend", "i = second", "i = 0"),
     "half of the latents": ("latent_attend", "acc[k] +=", "acc[k] ="),
     "the newest are forgotten": ("latent_attend", "next[i] = recent[i]", "next[i] = token[0]"),
+    "the block behind": ("seen.h", "i % RATIO : seen", "i % RATIO + RATIO : seen"),
+    "the tail from its second position": ("seen.h", "(offset) * RATIO + i - WHOLE", "(offset) * RATIO + i - WHOLE + 1"),
+    "an unfinished block is whole": ("seen.h", "(offset + 1 - OWN) / RATIO", "(offset + RATIO - OWN) / RATIO"),
     "missing barrier": ("latent_attend", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "a piece too few": ("latent_combine", "/ P + 1", "/ P"),
     "parts of one weight": ("latent_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
@@ -283,4 +305,8 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, f"{file}.metal", old, new)
     with contextlib.suppress(msl.Failure):
+        if file == "seen.h":
+            with pytest.raises(AssertionError):
+                test_a_token_that_attends_to_chosen_blocks(host, 142, 5, 4, False)
+            return
         assert not Layer(*CASES[SEEN_IN.get(name, "values")]).error(127, 3) < LIMITS[mx.float32]

@@ -1,0 +1,41 @@
+// needs: lane.h.metal
+// The queries and keys by which an indexer scores positions.
+
+// row[D] float = x[D], normed and rotated, as X. A simdgroup does it. NORM 0: unchanged; 1: divided by the root mean
+// square (+ eps) and multiplied by weight[D]; 2: the same with the mean taken away before, and with bias[D] added. The
+// first DIMS values are rotated by turns[DIMS]: cosines, then sines. INTERLEAVED: neighbours form a pair; else i and i +
+// DIMS / 2.
+template <int D, int NORM, int DIMS, int INTERLEAVED, typename X, typename W, typename P>
+inline void index_row(
+    const device X* x, const device W* weight, const device W* bias, float eps, P turns, P row, uint lane) {
+  float mean = 0, factor = 1;
+  if (NORM == 2) {
+    for (uint i = lane; i < D; i += 32) {
+      mean += float(x[i]);
+    }
+    mean = lane_sum<32>(mean) / float(D);
+  }
+  if (NORM) {
+    float squares = 0;
+    for (uint i = lane; i < D; i += 32) {
+      squares = metal::fma(float(x[i]) - mean, float(x[i]) - mean, squares);
+    }
+    factor = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps);
+  }
+  for (uint i = lane; i < D - DIMS / 2; i += 32) {
+    const bool turned = i < DIMS / 2;
+    const uint first = !turned ? i + DIMS / 2 : INTERLEAVED ? 2 * i : i;
+    const uint second = INTERLEAVED ? first + 1 : first + DIMS / 2;
+    float a = (float(x[first]) - mean) * factor;
+    a = NORM ? metal::fma(a, float(weight[first]), NORM == 2 ? float(bias[first]) : 0.0f) : a;
+    if (turned) {
+      float b = (float(x[second]) - mean) * factor;
+      b = NORM ? metal::fma(b, float(weight[second]), NORM == 2 ? float(bias[second]) : 0.0f) : b;
+      const float cosine = turns[i], sine = turns[DIMS / 2 + i];
+      row[first] = float(X(a * cosine - b * sine));
+      row[second] = float(X(a * sine + b * cosine));
+    } else {
+      row[first] = float(X(a));
+    }
+  }
+}

@@ -1,0 +1,112 @@
+// needs: codes.h.metal index.h.metal seen.h.metal
+// How well the blocks that one token sees fit an indexer's queries: scores[.] float, of block number b
+//     sum over heads h of weights[h] * scale[0] * max(q_h k_b, 0)
+// q[H, D] X and the token's own key[D] X are normed (QNORM, KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W)
+// and rotated by angles positions[3] / periods[DIMS / 2], times magnitude[0]. weights[H] float. positions = offset,
+// begun, capacity, and the token's rotary position.
+//
+// KEYED: a block is a position. The key of position p < begun is at place p of keys, that of a later one at place p -
+// begun of recent[., D]; next: `recent` with the token's own. With H = 0 there are no scores. Otherwise the keys of all
+// blocks of RATIO positions (seen.h.metal) are in keys, and nothing is appended. Rows of keys have STRIDE values X, of
+// which D from FIRST on are the index key.
+//
+// grid: (T * pieces, 1, 1), threadgroup (T, 1, 1). A threadgroup has P blocks, whose keys are in its registers: ACROSS
+// lanes share EACH of them. The queries of GH heads at a time are in its memory, made again by every threadgroup.
+  constexpr uint ACROSS = 4, EACH = P * ACROSS / T, SLICES = (D / 8 + ACROSS - 1) / ACROSS;
+  threadgroup float turns[DIMS + (DIMS == 0)];
+  threadgroup float own[D];
+  alignas(16) threadgroup float heads[GH * D];
+  const uint mine = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
+  const uint simdgroup = simdgroup_index_in_threadgroup;
+  const uint offset = uint(positions[0]), begun = uint(positions[1]);
+  const uint count = seen_blocks<RATIO, OWN>(offset), top = threadgroup_position_in_grid.x * P;
+  const bool has_own = KEYED && (H == 0 || offset / P == threadgroup_position_in_grid.x);
+  if (top >= count && !has_own) {
+    return;
+  }
+  for (uint i = mine; i < DIMS / 2; i += T) {
+    const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    turns[i] = magnitude[0] * metal::cos(angle);
+    turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (has_own) {
+    if (simdgroup == 0) {
+      index_row<D, KNORM, DIMS, INTERLEAVED>(key, k_weight, k_bias, eps[0], turns, own, lane);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const uint used = (offset - begun) * D;
+    for (uint i = mine; i < used; i += T) {
+      next[i] = recent[i];
+    }
+    for (uint i = mine; i < D; i += T) {
+      next[used + i] = X(own[i]);
+    }
+  }
+  if (H == 0) {
+    return;
+  }
+
+  float keys_of[EACH * SLICES * 8];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH; e++) {
+    const uint at = metal::min(top + e * (P / EACH) + mine / ACROSS, count - 1);
+    const bool is_own = KEYED && at == offset;
+    const device X* row = !KEYED || at < begun ? keys + size_t(at) * STRIDE + FIRST : recent + (at - begun) * D;
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint s = 0; s < SLICES; s++) {
+      const uint column = (s * ACROSS + mine % ACROSS) * 8;
+      thread float* slice = keys_of + (e * SLICES + s) * 8;
+      if (column < D && !is_own) {
+        codes_x8(row + column, slice);
+      } else {
+        for (uint j = 0; j < 8; j++) {
+          slice[j] = column < D ? own[column + j] : 0.0f;
+        }
+      }
+    }
+  }
+  float sums[EACH];
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH; e++) {
+    sums[e] = 0;
+  }
+  for (uint begin = 0; begin < H; begin += GH) {
+    const uint end = metal::min(begin + GH, uint(H));
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint h = begin + simdgroup; h < end; h += T / 32) {
+      index_row<D, QNORM, DIMS, INTERLEAVED>(q + h * D, q_weight, q_weight, eps[0], turns, heads + (h - begin) * D, lane);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint h = begin; h < end; h++) {
+      float score[EACH];
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint e = 0; e < EACH; e++) {
+        score[e] = 0;
+      }
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint s = 0; s < SLICES; s++) {
+        const uint column = metal::min((s * ACROSS + mine % ACROSS) * 8, uint(D - 8));
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint j = 0; j < 8; j++) {
+          const float value = heads[(h - begin) * D + column + j];
+          MLX_MTL_PRAGMA_UNROLL
+          for (uint e = 0; e < EACH; e++) {
+            score[e] = metal::fma(value, keys_of[(e * SLICES + s) * 8 + j], score[e]);
+          }
+        }
+      }
+      const float weight = float(weights[h]) * scale[0];
+      MLX_MTL_PRAGMA_UNROLL
+      for (uint e = 0; e < EACH; e++) {
+        sums[e] = metal::fma(weight, metal::fmax(lane_sum<ACROSS>(score[e]), 0.0f), sums[e]);
+      }
+    }
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint e = 0; e < EACH; e++) {
+    const uint at = top + e * (P / EACH) + mine / ACROSS;
+    if (mine % ACROSS == 0 && at < count) {
+      scores[at] = sums[e];
+    }
+  }

@@ -1,0 +1,172 @@
+"""The kernels that score positions by an indexer and choose the best, against plain operations and float64."""
+
+import contextlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from grids import one_in_three
+
+from metal import msl
+from moeflux_mlx.kinds import Indexer, Latent, Rotation, Yarn
+from moeflux_mlx.model.indexed import LayerNorm
+from moeflux_mlx.ops import backend, index
+from moeflux_mlx.ops.launch import Launch
+from moeflux_mlx.ops.rope import Rope
+from moeflux_mlx.state.cache import make_cache
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+LIMITS = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
+CASES = {  # heads, width, rotation
+    "halves": (3, 40, Rotation(16, 1e4)),
+    "pairs, two turns of heads": (40, 128, Rotation(64, 1e4, Yarn(4.0, 32, attention_factor=1.7), interleaved=True)),
+}
+
+
+class Layer:
+    """Random keys and queries of one layer; `top` of its positions are chosen."""
+
+    def __init__(self, heads, width, rotation, dtype=mx.float32, top=7):
+        self.rng, self.dtype, self.rotation = np.random.default_rng([heads, width]), dtype, rotation
+        self.indexer, norm = Indexer(heads, width, top, rotation.interleaved), LayerNorm(width, 0.1)
+        norm.weight, norm.bias = self.normal(width), self.normal(width)
+        self.terms = index.IndexTerms(norm, Rope(rotation), 0.3)
+        self.cache = make_cache(Latent(1, 8, 8, 8, 8, rotation, indexer=self.indexer)).beside
+
+    def normal(self, *shape):
+        return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
+
+    def draw(self, tokens=1):
+        heads, width = self.indexer.heads, self.indexer.dim
+        made = self.normal(1, tokens, heads * width), self.normal(1, tokens, width)
+        return index.Projections(*made, self.normal(1, tokens, heads).astype(mx.float32), self.terms)
+
+    def fill(self, tokens):
+        """Appends the keys of some tokens."""
+        keys = self.terms.keys(self.draw(tokens).keys, self.cache.offset)[:, None]
+        self.cache.update_and_fetch(keys, keys[..., :0])
+
+    def wanted(self, made, offset):
+        """The float64 scores of all positions for a token that the cache has absorbed."""
+        rope, turn = self.terms.rope, lambda x: rope(x.astype(mx.float32), offset)
+        queries = wide(turn(made.queries.reshape(1, -1, 1, self.indexer.dim)))[0, :, 0]
+        keys = wide(self.cache.state[0])[0, 0, : offset + 1]
+        return 0.3 * wide(made.weights)[0, 0] @ np.maximum(queries @ keys.T, 0)
+
+    def error(self, monkeypatch, before, steps):
+        """The largest difference of scores and keys, by the largest value."""
+        if before:
+            self.fill(before)
+        found, call = [], Launch.__call__
+        monkeypatch.setattr(Launch, "__call__", lambda own, *given: found.append(call(own, *given)) or found[-1])
+        for _ in range(steps):
+            found.clear()
+            made, offset = self.draw(), self.cache.offset
+            chosen = index.choose_step(made, self.cache, self.indexer)
+        scores, want = found[0][0][: offset + 1], self.wanted(made, offset)
+        key = wide(self.terms.keys(made.keys.astype(mx.float32), offset))[0, 0]
+        assert mx.array_equal(chosen[0, 0], index.best(scores, self.indexer.top, mx))
+        errors = want - np.array(scores), key - wide(self.cache.state[0])[0, 0, offset]
+        return max(np.abs(error).max() / np.abs(of).max() for error, of in zip(errors, (want, key), strict=True))
+
+
+def wide(a):
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+@msl.needed
+@pytest.mark.parametrize("case, dtype", [("halves", mx.float32), ("pairs, two turns of heads", mx.bfloat16)])
+def test_a_token_chooses_by_its_scores(monkeypatch, case, dtype):
+    with msl.launching():
+        assert Layer(*CASES[case], dtype).error(monkeypatch, 20, 2) < LIMITS[dtype]
+
+
+@msl.needed
+@pytest.mark.parametrize("before", [8, 31, 126, 254])
+def test_wherever_pieces_and_arrays_end(monkeypatch, before):
+    with msl.launching():
+        assert Layer(*CASES["halves"]).error(monkeypatch, before, 3) < LIMITS[mx.float32]
+
+
+@msl.needed
+def test_a_token_that_chooses_nothing_appends_its_key():
+    one, other = (Layer(*CASES["halves"]) for _ in range(2))
+    with msl.launching():
+        for layer in (one, other):
+            layer.fill(140)
+        made = one.draw()
+        assert index.choose_step(made._replace(queries=None), one.cache, one.indexer) is None
+        assert index.choose_step(made, other.cache, one.indexer) is not None
+        assert mx.array_equal(one.cache.state[0][:, :, :141], other.cache.state[0][:, :, :141])
+
+
+def chosen_of(scores, top):
+    """By the kernel."""
+    scores = mx.array(scores, mx.float32)
+    terms = backend.name(), (mx.float32, mx.float32), Indexer(1, 8, top), True, (8, False), 256
+    positions = mx.array([len(scores) - 1] * 4, mx.int32)
+    return index.plan(*terms)[1](scores, positions)[0][0, 0]
+
+
+SCORES = {
+    "all equal": np.zeros(300),
+    "a few values": np.random.default_rng(0).integers(-2, 3, 700) / 2,
+    "zeros of both signs": np.where(np.arange(40) % 3, -0.0, 0.0),
+    "of all sizes": np.random.default_rng(1).normal(size=1500) * 10.0 ** (np.arange(1500) % 60 - 30),
+    "no number": np.where(np.arange(60) % 7, np.arange(60) - 30.0, -np.inf),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("top", [1, 8, 33])
+def test_the_best_are_chosen_and_the_first_of_equal_ones(name, top):
+    scores = SCORES[name]
+    with msl.launching():
+        found = np.array(chosen_of(scores, top))
+    assert found.tolist() == np.sort(np.argsort(-scores.astype(np.float32), kind="stable")[:top]).tolist()
+
+
+@msl.needed
+def test_as_many_as_there_are():
+    with msl.launching():
+        assert np.array(chosen_of(np.arange(9.0), 9)).tolist() == list(range(9))
+
+
+FAULTS = {
+    "no mean": ("index.h", "mean = lane_sum<32>(mean) / float(D)", "mean = 0"),
+    "no bias": ("index.h", "float(bias[first])", "0.0f"),
+    "no bias of the second of a pair": ("index.h", "float(bias[second])", "0.0f"),
+    "turned backwards": ("index.h", "a * cosine - b * sine", "a * cosine + b * sine"),
+    "pairs of the other kind": ("index.h", "INTERLEAVED ? 2 * i", "!INTERLEAVED ? 2 * i"),
+    "no magnitude": ("index_scores", "magnitude[0] * metal::sin", "metal::sin"),
+    "negative products": ("index_scores", "metal::fmax(lane_sum<ACROSS>(score[e]), 0.0f)", "score[e]"),
+    "weights of the first head": ("index_scores", "weights[h]", "weights[0]"),
+    "not scaled": ("index_scores", "* scale[0]", "* 1.0f"),
+    "the first heads again": ("index_scores", "q + h * D", "q + (h - begin) * D"),
+    "its own key is left out": ("index_scores", "next[used + i] = X(own[i])", "next[used + i] = recent[i]"),
+    "the newest are forgotten": ("index_scores", "next[i] = recent[i]", "next[i] = key[0]"),
+    "the newest are old": ("index_scores", "at < begun ?", "at <= begun ?"),
+    "its own key is an older one": ("index_scores", "column < D && !is_own", "column < D"),
+    "missing barrier": ("index_scores", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "the last of equal ones": ("index_choose", "key == high && equal < left", "key == high"),
+    "bins that overlap": ("index_choose", "low += found[0] << shift", "low += found[0] << (shift / 2)"),
+    "those of higher bins again": ("index_choose", "left -= found[1]", "left -= 0"),
+    "a thread's range again": ("index_choose", "equal += sums[T + i]", "equal += 0"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", one_in_three(FAULTS))
+def test_planted_fault_is_caught(monkeypatch, name):
+    file, old, new = FAULTS[name]
+    msl.plant(monkeypatch, f"{file}.metal", old, new)
+    with contextlib.suppress(msl.Failure), msl.launching():
+        if file == "index_choose":
+            with pytest.raises(AssertionError):
+                test_the_best_are_chosen_and_the_first_of_equal_ones("a few values", 200)
+            return
+        layers = (Layer(*CASES["halves"]), Layer(*CASES["pairs, two turns of heads"]))
+        with pytest.raises(AssertionError):
+            for layer in layers:
+                assert layer.error(monkeypatch, 20, 2) < LIMITS[mx.float32]
