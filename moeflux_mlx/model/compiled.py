@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -29,29 +29,6 @@ Begin = Callable[[int, int], None]  # called with the numbers of a row and of a 
 def _scalar(value: int) -> mx.array:
     """One array for all layers: what the host hands over costs more than a kernel."""
     return mx.array(value, mx.int32)
-
-
-class Compiled:
-    """A function of arrays as a graph, traced once for each set of shapes and then replayed. A trace keeps the arrays
-    that the function uses from elsewhere, until `forget`.
-    """
-
-    def __init__(self, run: Callable[..., list[mx.array]]):
-        self._run = run
-        # One for each thread: MLX keeps traces by thread, and with a function forgets those of its last caller only.
-        self._compiled: dict[int, Any] = {}
-
-    def forget(self) -> None:
-        """Frees the traces and what they keep."""
-        self._compiled = {}
-
-    def __call__(self, *arrays: mx.array) -> list[mx.array]:
-        thread = threading.get_ident()
-        compiled = self._compiled.get(thread)  # another thread may call `forget` at any time
-        if compiled is None:
-            run = self._run  # each thread needs its own function object
-            compiled = self._compiled[thread] = mx.compile(lambda *given: run(*given))
-        return cast("list[mx.array]", compiled(*arrays))
 
 
 class DecodeStep:

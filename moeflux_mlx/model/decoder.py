@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, make_cache
 from ..state.traced import Traced
-from .compiled import Compiled, DecodeStep
+from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, Shared
 from .images import ImageReader
@@ -113,12 +112,9 @@ class Model(nn.Module):
         self._head: Callable[[], DraftHead | None] = lambda: None  # in a function, so that it is not a submodule
         self.vision: ImageReader | None = None
         self.decode_step: DecodeStep | None = None
-        self._compiled_rows: list[Compiled] = []  # compiled `_before` of each layer, on a GPU that holds every expert
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._step)
-            self._compiled_rows = [Compiled(partial(self._before, i)) for i in range(len(self.layers) + 1)]
-            for forget in (self.decode_step.forget, *(one.forget for one in self._compiled_rows)):
-                self.experts.at_close(forget)
+            self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
             for layer in self.layers:
                 layer.compile(self.experts)
@@ -275,34 +271,24 @@ class Model(nn.Module):
 
     def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
         """`_outputs` of the rows of a step."""
-        sequences = [rows.cache for rows in step.sequences for _ in range(rows.count)]
-        if self.decode_step is not None and self.decode_step.takes(tokens, sequences):
-            inputs = self._inputs(tokens, step.caches).arrays(self._tabled)
-            return self.decode_step(tokens, sequences, *inputs, begin=step.begin)
-        caches = step.caches
-        if self.args.connections:  # with several streams, rows meet only in the experts
-            return self._step(tokens, caches)
-        arrays: list[Any] = [tokens]
-        chosen = Chosen()
-        for i in range(len(self.layers) + 1):
-            arrays = self._compiled_rows[i](*arrays) if self._compiled_rows else self._before(i, *arrays)
-            if i < len(self.layers):
-                arrays = [self.layers[i].mixer.mix(arrays[1:], caches[i], chosen), *arrays]
-        return arrays
+        sequences, caches = [rows.cache for rows in step.sequences for _ in range(rows.count)], step.caches
+        if self.decode_step is not None:
+            if self.decode_step.takes(tokens, sequences):
+                inputs = self._inputs(tokens, caches).arrays(self._tabled)
+                return self.decode_step(tokens, sequences, *inputs, begin=step.begin)
+            return self._one_by_one(tokens, sequences, step)
+        return self._step(tokens, caches)
 
-    def _before(self, layer: int, *arrays: Any) -> list[Any]:
-        """Computes rows between the mixer of the last layer and that of this one. The input is the tokens, or the last
-        mixer's output with its layer's input and parts; the result is this layer's input and parts. After the last
-        layer: `_outputs`.
+    def _one_by_one(self, tokens: mx.array, sequences: Sequence[list[Cache]], step: Step) -> list[mx.array]:
+        """`_outputs` of rows for which there is no graph. A graph joins elementwise operations, and then CUDA rounds
+        them differently, so each row is computed as if it were alone.
         """
-        if layer == 0:
-            x = self._embedded(arrays[0])
-        else:
-            mixed, x, *parts = arrays
-            x = self.layers[layer - 1].end(mixed, x, parts)
-        if layer == len(self.layers):
-            return self._out_of(x)
-        return [x, *self.layers[layer].begin(x)]
+        rows = []
+        for row, cache in enumerate(sequences):
+            for layer in range(len(cache)):
+                step.begin(row, layer)
+            rows.append(self._outputs(tokens[:, row : row + 1], cache))
+        return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
     def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""

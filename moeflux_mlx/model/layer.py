@@ -125,18 +125,6 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def begin(self, x: Array) -> list[Array]:
-        """The mixer's inputs for rows, which do not depend on their caches."""
-        return self.mixer.begin(x, self.input_layernorm)
-
-    def end(self, mixed: Array, x: Array, parts: Sequence[Array]) -> Array:
-        """The rest of the layer for rows: from the mixer's output for `parts`, the result of `begin` for `x`."""
-        if "mixer_output" in self:
-            h = self.mixer_output(x, self.mixer.end(mixed, parts, None))
-        else:
-            h = self.mixer.end(mixed, parts, x)
-        return self.mlp.forward(h, self._second_norm)
-
     def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
 

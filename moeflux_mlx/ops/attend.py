@@ -342,7 +342,7 @@ def _step_kernel(
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
     parts, recent = step(*inputs, *constants, held.positions, held.keys, held.values, held.recent)
     cache.advance(recent)
-    return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, held.positions)[0]
+    return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, held.positions)[0]
 
 
 def _rows_kernel(
@@ -366,7 +366,7 @@ def _rows_kernel(
     parts, *recent = step(*inputs, *constants, *positions, *(array for own in arrays for array in own))
     for cache, kept in zip(caches, recent, strict=True):
         cache.advance(kept)
-    return combine(parts, inputs[0], k if terms.sinks is None else terms.sinks, *positions)[0]
+    return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
 
 
 def _planned_by(

@@ -157,10 +157,11 @@ def _mixed(weights: Any, values: Any) -> Any:
 
 def grouped_projection(x: Array, w: Weights, groups: int) -> Any:
     """[B, L, groups * rows] of x [B, L, groups * columns]: each group's columns times its own rows of w."""
-    if isinstance(x, mx.array):
-        parts = x.reshape(*x.shape[:2], groups, -1).swapaxes(1, 2)
+    if isinstance(x, mx.array):  # all texts in one product for each group: on CUDA a product of MLX 0.32 that repeats
+        B, L, _ = x.shape  # the matrices for each text is wrong
+        parts = x.reshape(B * L, groups, -1).swapaxes(0, 1)
         out = multiply(parts, part_of_heads(w, groups, slice(None)), transpose=True)
-        return out.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        return out.swapaxes(0, 1).reshape(B, L, -1)
     rows, columns = w.shape[0] // groups, w.shape[1]
     columns_of = split(x, *range(columns, groups * columns, columns))
     made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(columns_of)]
