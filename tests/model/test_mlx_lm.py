@@ -11,6 +11,8 @@ from tiny_models import on_cpu
 
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.spec import variants
 
 RECIPES = {
     "default": {"group_size": 64, "bits": 4},
@@ -69,3 +71,18 @@ def test_the_same_greedy_tokens(mlx_lm, tmp_path, name):
         ours = greedy(model)
         assert ours[1] == theirs[1] and np.abs(ours[0] - theirs[0]).max() < 2e-4
         model.experts.close()
+
+
+def test_named_configurations_have_what_mlx_lm_reads(mlx_lm):
+    """Those of families that mlx-lm has."""
+    utils, _ = mlx_lm
+    known = 0
+    for name in variants():
+        config = read_json(directory("configs") / f"{name}.json")
+        try:
+            _, args = utils._get_classes(config)
+        except ValueError:
+            continue
+        args.from_dict(config)
+        known += 1
+    assert known > 20
