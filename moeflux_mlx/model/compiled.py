@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,11 @@ from ..state.cache import Cache
 from ..state.traced import Traced, up_to
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
-MOST_TRACES = 64  # per step: each combination of the sequences' capacities makes another trace
+# The most graphs of a step, for each thread. A step has one for each way in which its caches are traced: for
+# DeepSeek-V4's up to five rows of one sequence that are 32, by where entries end among the rows, and the same again
+# whenever the entries' capacity grows; for several sequences it is each combination of their capacities.
+MOST_GRAPHS = 64
+_BYTES = attrgetter("nbytes")
 Begin = Callable[[int, int], None]  # called with the numbers of a row and of a layer before its cache absorbs the row
 
 
@@ -39,14 +44,13 @@ class DecodeStep:
 
     def __init__(self, run: Run):
         self._run = run
-        # By thread, because MLX keeps traces by thread, and with a function forgets those of its last caller only; and
-        # by the ways in which caches are traced.
-        self._compiled: dict[Any, Any] = {}
-        self._traces = 0
+        # By thread, because MLX keeps traces by thread, and with a function forgets those of its last caller only; then
+        # by the ways in which caches are traced and the sizes of all arrays, the graph used last at the end.
+        self._graphs: dict[int, dict[Any, Any]] = {}
 
     def forget(self) -> None:
         """Frees the traces and what they keep."""
-        self._compiled, self._traces = {}, 0
+        self._graphs = {}
 
     @staticmethod
     def takes(tokens: mx.array, sequences: Sequence[Sequence[Cache]]) -> bool:
@@ -74,13 +78,7 @@ class DecodeStep:
                 layer.reserve(count)
                 state += layer.step_arrays(count)
         kinds = tuple((count, tuple(layer.traced(count) for layer in cache)) for cache, count in runs)
-        if self._traces > MOST_TRACES:
-            self.forget()
-        key = threading.get_ident(), kinds
-        compiled = self._compiled.get(key)  # another thread may call `forget` at any time
-        if compiled is None:
-            compiled = self._compiled[key] = mx.compile(self._trace(kinds))
-        outputs = compiled(tokens, *state, *more)
+        outputs = self._graph(kinds, [*state, *more])(tokens, *state, *more)
         of_rows = [own for count, own in kinds for _ in range(count)]
         count = len(outputs) - sum(kind.num_outputs for own in of_rows for kind in own)
         left = islice(outputs, count, None)
@@ -91,9 +89,18 @@ class DecodeStep:
                 layer.take_step(list(islice(left, kind.num_outputs)))
         return outputs[:count]
 
+    def _graph(self, kinds: Sequence[tuple[int, Sequence[Any]]], arrays: Sequence[mx.array]) -> Any:
+        """The graph for such caches and arrays; of too many the one that was not used for longest is freed."""
+        own = self._graphs.setdefault(threading.get_ident(), {})  # another thread may call `forget` at any time
+        key = kinds, tuple(map(_BYTES, arrays))  # which tell a layer's capacities apart
+        graph = own.pop(key, None) or mx.compile(self._trace(kinds))
+        own[key] = graph
+        if len(own) > MOST_GRAPHS:
+            del own[next(iter(own))]
+        return graph
+
     def _trace(self, kinds: Sequence[tuple[int, Sequence[Any]]]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
-            self._traces += 1
             left = iter(arrays)
             rows = [(one, row) for count, own in kinds for one in [_Standing(own, count, left)] for row in range(count)]
             layers = [_caches(rows, i) for i in range(len(kinds[0][1]))]

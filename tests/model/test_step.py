@@ -12,12 +12,15 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.kinds import GroupedQuery
 from moeflux_mlx.model import compiled
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops import attend, backend, delta, latent, linear
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rows import RowCaches
+from moeflux_mlx.state.cache import make_cache
+from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 
 PROMPT = list(range(5, 25))
 
@@ -124,7 +127,7 @@ def test_every_row_has_the_bits_that_it_has_alone(family, kind):
 )
 def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     model = make_resident(monkeypatch, family)
-    monkeypatch.setattr(compiled, "MOST_TRACES", 1)
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 1)
     together, call = [], DecodeStep.__call__
     record = lambda self, *given, **named: together.append(len(given[1])) or call(self, *given, **named)  # noqa: E731
     monkeypatch.setattr(DecodeStep, "__call__", record)
@@ -161,6 +164,31 @@ def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
     with msl.launching():
         check(model, Alone(model), [()] * 4, plan)
     assert {2, 4} <= set(shared)
+
+
+def test_the_graphs_that_were_used_last_are_kept(monkeypatch):
+    """Each is made once for its capacities as long as there are not too many others."""
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
+    made = []
+    one = DecodeStep(lambda tokens, caches, *more: made.append(caches[0].keys.shape[2]) or [tokens])
+    layers = {length: make_cache(GroupedQuery(1, 1, 8, None)) for length in (10, 300, 600)}
+    for length, layer in layers.items():
+        layer.append(*(mx.zeros((1, 1, length, 8)) for _ in range(2)))
+    for length in (10, 300, 10, 600, 10, 600, 300, 10):
+        mx.eval(one(mx.array([[1]]), [[layers[length]]]))
+    assert made == [256, 512, 768, 512, 256]
+
+
+def test_the_graphs_of_a_text_with_drafts_are_kept_together():
+    """Rows of one sequence at every place among the entries of 4 and of 16 positions."""
+    mixers = tiny_model("deepseek_v4", mx.float32).args.mixer_counts
+    caches, ways = [make_cache(mixer) for mixer in mixers], set()
+    for place in range(100):
+        for cache in caches:
+            cache.offset = place
+        made = {(n, tuple(cache.traced(n) for cache in caches)) for n in range(1, MOST_DRAFTS + 2)}
+        ways |= {kinds for n, kinds in made if None not in kinds}
+    assert 32 <= len(ways) <= compiled.MOST_GRAPHS
 
 
 def test_a_text_goes_on_with_a_prompt_after_rows_were_taken_back():
