@@ -7,10 +7,22 @@ import mlx.nn as nn
 import numpy as np
 
 from ..kinds import Compressed, Compressor, Rotation
+from ..ops import backend
 from ..ops.backend import Array, library_of
-from ..ops.compressed import Seen, attend_compressed, choose_entries, grouped_projection, pooled, turned
+from ..ops.compressed import (
+    Seen,
+    attend_compressed,
+    attend_token,
+    choose_entries,
+    grouped_projection,
+    pooled,
+    refusal,
+    token_inputs,
+    turned,
+)
 from ..ops.elementwise import float32, split
 from ..ops.index import Index
+from ..ops.launch import ArrayPiece
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..state.compressed import CompressedCache
@@ -77,29 +89,32 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: Array, norm: RMSNorm, cache: CompressedCache) -> Any:
+    def mixed(self, x: Any, norm: RMSNorm, cache: CompressedCache) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
-        x = norm(x)
-        _, (latent, key, *inputs) = self._inputs(x)
-        q = rms_norm(self.wq_b(latent, self.q_norm).reshape(B, L, self.mixer.heads, -1), None, self.eps)
-        key = turned(self.kv_norm(key)[:, :, None], self.rope, position)[:, :, 0]
-        seen = self._remember([key, *inputs], cache)
+        on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
+        x, width = norm(x), self.mixer.head_dim
+        joined, (latent, *parts) = self._inputs(x)
+        q: Any = self.wq_b(latent, self.q_norm)
+        if on_kernels:
+            raw: Any = library_of(x).concatenate(parts, axis=-1)
+            if joined is not None:
+                raw = ArrayPiece(joined, latent.nbytes, joined.dtype)
+            q, row = token_inputs(q, raw, self.kv_norm, self.rope, position, self.mixer)
+        else:
+            q = turned(rms_norm(q.reshape(B, L, self.mixer.heads, -1), None, self.eps), self.rope, position)
+            key = turned(self.kv_norm(parts[0])[:, :, None], self.rope, position)[:, :, 0]
+            row = library_of(x).concatenate([key, *parts[1:]], axis=-1)
+        seen = Seen(cache.offset, *cache.absorb(row, self._entries))
         if whole < L:
-            index = self._index(x, latent, seen.entries[..., self.mixer.head_dim :], position)
+            index = self._index(x, latent, seen.entries[..., width:], position)
             seen = seen._replace(chosen=choose_entries(index, seen.first, whole, self.mixer))
-        if seen.entries is not None:
-            seen = seen._replace(entries=seen.entries[..., : self.mixer.head_dim])
-        out = attend_compressed(turned(q, self.rope, position), seen, self.attn_sink, self.mixer)
-        out = turned(out, self.back, position).reshape(B, L, -1)
+        if on_kernels:
+            out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
+        else:
+            out = attend_compressed(q, seen, self.attn_sink, self.mixer)
+            out = turned(out, self.back, position).reshape(B, L, -1)
         return self.wo_b(grouped_projection(out, self.wo_a, self.mixer.groups))
-
-    def _remember(self, parts: list[Any], cache: CompressedCache) -> Seen:
-        """Appends the tokens, of each its key, and values and gates of entries; returns the newest keys and all
-        entries, including those that these tokens complete."""
-        first, library = cache.offset, library_of(parts[0])
-        rows, places, made = cache.absorb(library.concatenate(parts, axis=-1), self._entries)
-        return Seen(first, rows[..., : self.mixer.head_dim], places, made)
 
     def _pools(self) -> list[Any]:
         own = [self.compressor] if "compressor" in self else []

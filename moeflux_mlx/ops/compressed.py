@@ -3,7 +3,7 @@ transformers, `DeepseekV4Attention` and its compressors).
 
 Keys are values: one head of both serves all queries. A query sees the keys of its window, the entries whose positions
 all lie before the next one, or those of them that an indexer chooses, and a sink that counts in the softmax's sum only.
-Tokens are handled a few at a time. One form serves MLX's arrays and numpy's.
+Tokens are handled a few at a time. One form serves MLX's arrays and numpy's; a single token on a GPU takes kernels.
 """
 
 from collections.abc import Iterator
@@ -14,21 +14,30 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import Compressed
-from . import gpu_time
+from . import backend, gpu_time
+from .attend import SEVERAL
 from .backend import Array, arange, library_of, view
 from .elementwise import softmax, split
 from .index import Index, choose
+from .launch import NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, linear, multiply, part_of_heads, rows_of
+from .norm import Norm
 from .rope import Rope
+from .tiles import planned
+
+INPUTS = Kernel("compressed_inputs", "q raw weight eps periods magnitude position", "query row")
+ATTEND = Kernel("compressed_attend", "query ring entries chosen offset scale", "parts stats")
+COMBINE = Kernel("compressed_combine", "parts stats sinks offset periods magnitude position", "out")
+THREADS, PIECE, HEADS = 128, 128, 4  # of a threadgroup: threads, rows and heads
 
 
 class Seen(NamedTuple):
     """The positions and entries that tokens attend over.
 
-    first: the place of the first of the tokens. keys: [B, n, D] of the newest positions, in order up to the last of
-    several tokens. places: [n], theirs; a negative one stands for no position. entries: [B, T, D], perhaps with more
-    behind those that there are; None: there are none. chosen: entries int32 [B, rows, top] that the last tokens attend
-    to; None: all see all.
+    first: the place of the first of the tokens. keys: [B, n, .] of the newest positions, in order up to the last of
+    several tokens; a row begins with the key. places: [n], theirs; a negative one stands for no position. entries:
+    [B, T, .], likewise, perhaps with more behind those that there are; None: there are none. chosen: entries int32
+    [B, rows, top] that the last tokens attend to; None: all see all.
     """
 
     first: Any
@@ -120,17 +129,17 @@ def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> A
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
     own = seen.first + (part.rows.start or 0) + arange(rows, library)
-    keys, places = seen.keys[:, None, part.keys], seen.places[part.keys]
+    keys, places = seen.keys[:, None, part.keys, :width], seen.places[part.keys]
     age = own[:, None] - places
     is_near = (age >= 0) & (age < mixer.window) & (places >= 0)
     near = library.where(is_near[:, None], _products(q, keys), least)
     scores, entries, count = [near * width**-0.5], None, keys.shape[2]
     if part.chosen is not None:
-        gathered = [texts[places] for texts, places in zip(seen.entries, part.chosen, strict=True)]
+        gathered = [texts[places, :width] for texts, places in zip(seen.entries, part.chosen, strict=True)]
         entries = library.stack(gathered)  # [B, rows, top, D]
         scores.append(_products(q, entries) * width**-0.5)
     elif seen.entries is not None:
-        entries = seen.entries[:, None, part.entries]
+        entries = seen.entries[:, None, part.entries, :width]
         ended = arange(entries.shape[2], library) < ((own + 1) // mixer.ratio)[:, None]
         scores.append(library.where(ended[:, None], _products(q, entries), least) * width**-0.5)
     scores.append(library.broadcast_to(sinks.astype(q.dtype)[:, None], (B, rows, heads, 1)))
@@ -166,3 +175,85 @@ def grouped_projection(x: Array, w: Weights, groups: int) -> Any:
     columns_of = split(x, *range(columns, groups * columns, columns))
     made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(columns_of)]
     return np.concatenate(made, axis=-1)
+
+
+# ---- kernels, for one token on a GPU
+
+
+@planned()
+def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
+    """Why the kernels do not take this number of tokens of a layer."""
+    if target == "ops":
+        return NO_KERNELS
+    if tokens != 1:
+        return SEVERAL
+    if mixer.head_dim % 8 or mixer.row % 8 or mixer.entry % 8:
+        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {mixer.entry} values are no multiples of 8")
+    room = 4 * (_heads(mixer) * (max(8 * THREADS, mixer.head_dim) + PIECE) + PIECE)
+    return Reason(f"heads of {mixer.head_dim} values do not fit a threadgroup") if room > SHARED_BYTES else None
+
+
+def token_inputs(
+    q: mx.array, raw: Input, norm: Norm, rope: Rope, position: int | mx.array, mixer: Compressed
+) -> tuple[mx.array, mx.array]:
+    """The queries [1, 1, heads, D] of a token, normed and rotated, and the row [1, 1, mixer.row] that its cache keeps.
+
+    Args:
+        q: [1, 1, heads * D].
+        raw: the token's key, to be normed by `norm` and rotated, and behind it the inputs of entries.
+        position: the rotary position.
+    """
+    launch = plan_inputs(backend.name(), q.dtype, mixer, rope.interleaved)
+    turning = rope.periods, rope.magnitude, _number(position)
+    query, row = launch(q, raw, norm.weight, norm.eps, *turning)
+    return query, row
+
+
+def attend_token(
+    q: mx.array, seen: Seen, sinks: mx.array, back: Rope, position: int | mx.array, mixer: Compressed
+) -> mx.array:
+    """`attend_compressed` of a token, rotated back: [1, 1, heads * D] of q [1, 1, heads, D]. Position p is in row p % n
+    of the n keys.
+    """
+    chosen, offset = seen.chosen, _number(seen.first)
+    entries = 0 if seen.entries is None else seen.entries.shape[1]
+    top = 0 if chosen is None else chosen.shape[-1]
+    attend, combine = plan_attend(backend.name(), q.dtype, seen.keys.shape[1], entries, top, mixer, back.interleaved)
+    rows = seen.keys, seen.keys if seen.entries is None else seen.entries, offset if chosen is None else chosen
+    parts, stats = attend(q, *rows, offset, mixer.head_dim**-0.5)
+    return combine(parts, stats, sinks, offset, back.periods, back.magnitude, _number(position))[0]
+
+
+def _number(value: int | mx.array) -> mx.array:
+    """An array [1] of a number or of an array of no axes."""
+    return value.reshape(1) if isinstance(value, mx.array) else mx.array([value], mx.int32)
+
+
+def _heads(mixer: Compressed) -> int:
+    """Heads of a threadgroup that attends."""
+    return next(n for n in range(HEADS, 0, -1) if mixer.heads % n == 0)
+
+
+@planned()
+def plan_inputs(target: str, dtype: mx.Dtype, mixer: Compressed, interleaved: bool) -> Launch:
+    template = {"X": dtype, "H": mixer.heads, "D": mixer.head_dim, "R": mixer.rotation.dims, "ROW": mixer.row}
+    template |= {"SG": THREADS // 32, "INTERLEAVED": int(interleaved)}
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, mixer.heads, mixer.head_dim), dtype), ((1, 1, mixer.row), dtype)]
+    return Launch(target, INPUTS, template, (mixer.heads + 1, 1), THREADS, outputs)
+
+
+@planned()
+def plan_attend(
+    target: str, dtype: mx.Dtype, slots: int, entries: int, top: int, mixer: Compressed, interleaved: bool
+) -> tuple[Launch, Launch]:
+    """The launch over pieces of rows, and that of their sum. `entries`: room for them; `top`: how many are chosen."""
+    heads, width, rings = mixer.heads, mixer.head_dim, ceildiv(slots, PIECE)
+    pieces = rings + ceildiv(top or entries, PIECE)
+    common = {"X": dtype, "H": heads, "D": width, "P": PIECE, "T": THREADS, "RINGS": rings}
+    common |= {"RATIO": mixer.ratio, "TOP": top}
+    template = common | {"GH": _heads(mixer), "SLOTS": slots, "ROW": mixer.row, "ENTRY": mixer.entry}
+    outputs = [((pieces, heads, width), mx.float32), ((pieces, heads, 2), mx.float32)]
+    groups = pieces, heads // _heads(mixer)
+    attend = Launch(target, ATTEND, template | {"WINDOW": mixer.window}, groups, THREADS, outputs)
+    template = common | {"R": mixer.rotation.dims, "INTERLEAVED": int(interleaved)}
+    return attend, Launch(target, COMBINE, template, (heads, 1), THREADS, [((1, 1, heads * width), dtype)])

@@ -5,6 +5,7 @@ For a single token, a GPU computes the weights of hyper-connections in two launc
 one.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ from . import backend
 from .attend import SEVERAL
 from .backend import Array, view
 from .elementwise import float32, sigmoid, softmax
-from .launch import NO_KERNELS, ArrayPiece, Kernel, Launch, Reason, ceildiv
+from .launch import NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, ceildiv
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
@@ -33,6 +34,11 @@ class Mapping(NamedTuple):
     base: mx.array
     scale: mx.array
     pieces: list[ArrayPiece] | None = None
+
+    @property
+    def inputs(self) -> Sequence[Input]:
+        """A kernel's inputs for biases and scales."""
+        return (self.base, self.scale) if self.pieces is None else self.pieces
 
 
 def spread(x: Array, streams: int) -> Any:
@@ -68,10 +74,9 @@ def refusal(target: str, tokens: int, rule: HyperConnections) -> Reason | None:
 
 def _gather_kernel(h: mx.array, by: Mapping, rule: HyperConnections, eps: float) -> tuple[mx.array, mx.array]:
     """`gathered` of one token [1, 1, n * D]."""
-    assert by.pieces is not None
     products, gather = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
     (made,) = products(h, by.fn)
-    x, mixing = gather(h, made, *by.pieces)
+    x, mixing = gather(h, made, *by.inputs)
     return x, mixing
 
 
