@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is imported; a thread that waits for work spins
+if "PYTEST_XDIST_WORKER" in os.environ:  # set before numpy is imported; otherwise a thread that waits for work spins
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
@@ -16,8 +16,8 @@ from hypothesis import settings
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["MOEFLUX_TILES"] = "code"  # whatever the user of this machine has found
-os.environ.setdefault("MLX_ENABLE_TF32", "0")  # an NVIDIA GPU's float32 products otherwise keep 10 bits
+os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's user has tuned
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # otherwise float32 products keep only 10 bits on an NVIDIA GPU
 settings.register_profile("moeflux", deadline=None, print_blob=True, max_examples=20)
 settings.register_profile("full", settings.get_profile("moeflux"), max_examples=100)
 
@@ -44,14 +44,14 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     from moeflux_mlx.ops import native
 
-    gc.freeze()  # what has been collected stays until the end: a collection of garbage need not visit it
+    gc.freeze()  # collected tests stay until the end, so garbage collections need not visit them
     if hasattr(session.config, "workerinput") and native.available():
-        native.set_threads(1)  # the workers have taken the cores
+        native.set_threads(1)  # after that the workers use the cores
 
 
 @pytest.fixture(scope="module")
 def cpu_device():
-    """For tests of code that a GPU does not run, or rounds differently."""
+    """Runs a test on the CPU, for code that a GPU does not run, or rounds differently."""
     from tiny_models import on_cpu
 
     with on_cpu():
@@ -60,14 +60,14 @@ def cpu_device():
 
 @pytest.fixture(params=["native", "plain operations"])
 def computing(request):
-    """By the native kernels, and by plain MLX operations."""
+    """Runs a test twice: with the native kernels and with plain MLX operations."""
     if request.param == "plain operations":
         request.getfixturevalue("plain_operations")
 
 
 @pytest.fixture
 def plain_operations(monkeypatch):
-    """The CPU computes with MLX's own operations: neither kernels nor native forms run."""
+    """Makes the CPU compute with MLX's own operations: neither kernels nor native forms run."""
     from tiny_models import use_plain_operations
 
     use_plain_operations(monkeypatch)
@@ -75,7 +75,7 @@ def plain_operations(monkeypatch):
 
 @pytest.fixture
 def no_extension(monkeypatch):
-    """As if the native extension had not been built, and no warning had been given."""
+    """Acts as if the native extension had not been built, and no warning had been given."""
     from moeflux_mlx.ops import native
 
     monkeypatch.setattr(native, "available", lambda: False)
@@ -84,7 +84,7 @@ def no_extension(monkeypatch):
 
 @pytest.fixture
 def team():
-    """The native kernels compute in as many threads as there are cores; a test may set another number."""
+    """Lets the native kernels compute in as many threads as there are cores. A test may set another number."""
     from moeflux_mlx.ops import native
 
     if not native.available():
@@ -98,7 +98,10 @@ def team():
 
 @pytest.fixture
 def interruptible():
-    """SIGINT raises, here and in children. Who runs the tests in the background may have them ignore it."""
+    """Makes SIGINT raise an exception, here and in children.
+
+    Tests that run in the background may have inherited that it is ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -20,12 +20,13 @@ MXFP4 = Quant(4, 32, "mxfp4")
 
 
 def uniform(quant, dtype=mx.bfloat16):
-    """Every matrix in one form, where its columns allow that."""
+    """Gives every matrix the same form, where its columns allow that."""
     return lambda path: (quant, dtype)
 
 
 def recipe(low, high, dtype=mx.bfloat16):
-    """mlx-lm's mixed recipes: down projections, v_proj and the head high, but not in every layer (convert.py)."""
+    """Follows mlx-lm's mixed recipes: down projections, v_proj and the head high, but not in every layer
+    (convert.py)."""
 
     def form(path):
         is_high = "down_proj" in path or "v_proj" in path or "lm_head" in path
@@ -68,7 +69,7 @@ def write(path, family, form, prefix=""):
 
 
 def by_expert(name, array):
-    """A stack under the names of its experts."""
+    """Returns a stack under the names of its experts."""
     stem, separator, rest = name.partition(".switch_mlp.")
     return {f"{stem}.experts.{i}.{rest}": one for i, one in enumerate(array)} if separator else {name: array}
 
@@ -80,7 +81,7 @@ def as_mlx(tensor):
 
 
 def values(quant, weight, scales, biases=None):
-    """float64 values of stored codes."""
+    """Returns float64 values of stored codes."""
     codes = unpacked(np.array(weight), quant.bits)
     if quant.mode != "affine":
         scale = e4m3(np.array(scales)) if quant.mode == "nvfp4" else 2.0 ** (np.array(scales).astype(np.float64) - 127)
@@ -91,14 +92,18 @@ def values(quant, weight, scales, biases=None):
 
 
 def e4m3(codes):
-    """OCP 8-bit floating point 1.0, table 1."""
+    """Decodes E4M3 codes (OCP 8-bit floating point 1.0, table 1)."""
     exponent, mantissa = codes >> 3 & 15, codes & 7
     size = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
     return np.where(codes & 0x80, -size, size)
 
 
 def unpacked(words, bits):
-    """A row's words are one stream of bits, the first code in the lowest ones, which codes of 3, 5 and 6 bits cross."""
+    """Unpacks codes.
+
+    The words of a row are one stream of bits, the first code in the lowest ones; codes of 3, 5 and 6 bits may cross
+    words.
+    """
     stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
     each = stream.reshape(*words.shape[:-1], -1, bits)
     return (each << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.int64)

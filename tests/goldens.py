@@ -43,12 +43,12 @@ FIXTURES_OF_KIN = FIXTURES.parent / "kin"
 FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
-TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # whose fused experts are [E, in, out]
-INTERLEAVED = ("gpt_oss",)  # whose fused experts have the rows of gate and up in turn
-ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # whose norms are stored as weight - 1
-STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # what mlx-lm calls stacked experts, if not switch_mlp
-INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # as transformers computes them
-# Parts of names that mlx-lm's conversions spell otherwise than the hub (for hy_v3 Rapid-MLX's).
+TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # their fused experts are [E, in, out]
+INTERLEAVED = ("gpt_oss",)  # in their fused experts, rows of gate and up alternate
+ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
+STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # mlx-lm's stacked experts, if not switch_mlp
+INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
+# Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
     "deepseek_v4": (
         *(("^layers.", "model.layers."), ("^embed.", "model.embed_tokens."), ("^head.", "lm_head.")),
@@ -93,7 +93,7 @@ DTYPES = {
 Tensor = tuple[str, np.ndarray]
 
 
-# ---- what a test asks for ----
+# ---- functions for tests ----
 
 
 def families():
@@ -101,12 +101,12 @@ def families():
 
 
 def variants(family):
-    """Names that `write_variant` accepts for this family."""
+    """Returns the names that `write_variant` accepts for this family."""
     return ("hub", "hub_sharded", "transformers5", "mlx4", *EXTRA_VARIANTS.get(family, ()))
 
 
 def config(family):
-    """The hub's config.json as a dict, the caller's to change."""
+    """Returns the hub's config.json as a dict that the caller may change."""
     return _read_json(family, "config.json")
 
 
@@ -116,25 +116,25 @@ def text_config(family):
 
 
 def top_k(family):
-    """Experts that a token uses."""
+    """Returns how many experts a token uses."""
     c = text_config(family)
     return c.get("num_experts_per_tok") or c["top_k_experts"]
 
 
 def golden(family, variant="hub"):
-    """(tokens int32 [T], logits float32 [T, V]) of transformers on this variant's dequantised weights."""
+    """Returns (tokens int32 [T], logits float32 [T, V]) of transformers for this variant's dequantised weights."""
     with np.load(golden_path(family, variant)) as stored:
         return stored["tokens"], stored["logits"]
 
 
 def first_position(family):
-    """Of the golden's tokens."""
+    """Returns the position of the golden's first token."""
     with np.load(golden_path(family, "hub")) as stored:
         return int(stored["first"]) if "first" in stored else 0
 
 
 def golden_hidden(family):
-    """float32 [layers, T, D]: the residual stream after each layer in the `hub` golden, to find a fault."""
+    """Returns float32 [layers, T, D]: the residual stream after each layer in the `hub` golden, to locate a fault."""
     with np.load(golden_path(family, "hub")) as stored:
         return stored["hidden"]
 
@@ -144,7 +144,7 @@ def golden_path(family, variant):
 
 
 def folder(family):
-    """Of what is stored."""
+    """Returns the folder of the stored files."""
     return (FIXTURES_OF_KIN if family in KIN else FIXTURES) / family
 
 
@@ -154,13 +154,13 @@ def _kept():
 
 
 def checkpoint_dir(family):
-    """The `hub` checkpoint, written once per process and shared by its tests: do not write into it."""
+    """Returns the `hub` checkpoint, which is written once per process. Tests share it and must not write into it."""
     path = Path(_kept().name) / family
     return path if path.exists() else write_variant(path, family, "hub")
 
 
 def write_variant(path, family, variant):
-    """Write one checkpoint into `path` (made if missing) and return it. ValueError for an unknown variant."""
+    """Writes one checkpoint into `path` (made if missing) and returns it. Raises ValueError for an unknown variant."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if variant not in variants(family):
@@ -179,7 +179,7 @@ def write_variant(path, family, variant):
 
 
 def variant_config(family, variant):
-    """config.json of a variant, as a dict."""
+    """Returns config.json of a variant as a dict."""
     if variant == "transformers5":
         return _read_json(family, "config_transformers5.json")
     result = config(family)
@@ -196,7 +196,7 @@ def variant_config(family, variant):
 
 
 def variant_tensors(family, variant):
-    """{name: Tensor} of a safetensors variant."""
+    """Returns {name: Tensor} of a safetensors variant."""
     if variant.startswith("mlx4"):
         return mlx_tensors(family, variant)
     if variant == "transformers5":
@@ -211,7 +211,7 @@ def variant_tensors(family, variant):
 
 @functools.cache
 def hub_tensors(family):
-    """{hub name: Tensor} of the text model, bf16 except what the hub keeps in float32. Read only."""
+    """Returns {hub name: Tensor} of the text model, bf16 except what the hub keeps in float32. Do not change it."""
     if family in KIN:
         tree = {name: (tuple(shape), _kind(family, name)) for name, shape in _read_json(family, "tensors.json").items()}
         return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
@@ -223,7 +223,7 @@ def hub_tensors(family):
 
 
 def _kind(family, name):
-    """How a tensor of `KIN` is drawn."""
+    """Returns how a tensor of `KIN` is drawn."""
     centred = "centred_norm" if family in ZERO_CENTRED else "norm"
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
@@ -237,13 +237,13 @@ def _kind(family, name):
     kinds |= {".gate.weight": "router", ".router.weight": "router", ".router.proj.weight": "router"}
     kinds |= {"norm_1.weight": "norm", "norm_2.weight": "norm", ".router.scale": "gain", ".layer_scalar": "norm"}
     if family == "gemma4" and name.endswith("embed_tokens.weight"):
-        return "linear"  # it is scaled, and makes the logits
+        return "linear"  # this matrix is scaled, and makes the logits
     return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
 
 
 @functools.cache
 def skipped_tensors(family):
-    """{hub name: Tensor} that published checkpoints hold and a text model does not read."""
+    """Returns {hub name: Tensor} of tensors that published checkpoints have and a text model does not read."""
     names = _skipped_of_kin(family) if family in KIN else {
         "qwen3_moe": {},
         "qwen3_next": {"mtp.fc.weight": (128, 256), "mtp.layers.0.mlp.experts.0.up_proj.weight": (64, 128)},
@@ -265,7 +265,7 @@ def skipped_tensors(family):
 
 
 def _skipped_of_kin(family):
-    """A layer that drafts, and an image encoder where there is one."""
+    """Returns a layer that drafts, and an image encoder if there is one."""
     root, count = _root(family), text_config(family)["num_hidden_layers"]
     drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
     vision = {"model.visual.blocks.0.norm1.weight": (32,), "model.visual.merger.proj.weight": (128, 32)}
@@ -273,12 +273,12 @@ def _skipped_of_kin(family):
 
 
 def _root(family):
-    """Before the names of the hub's text tensors, but for the head's."""
+    """Returns the prefix of the hub's text tensors, except that of lm_head."""
     return "model.language_model." if "text_config" in config(family) else "model."
 
 
 def source(family, variant="hub"):
-    """{hub name: Tensor}: the tensors that are then quantised to 4 bits."""
+    """Returns {hub name: Tensor}: the tensors that are then quantised to 4 bits."""
     if variant == "fp8":
         return _from_fp8(fp8_tensors(family))
     tensors = dict(hub_tensors(family))
@@ -289,7 +289,7 @@ def source(family, variant="hub"):
 
 
 def dequantised(family, variant="hub"):
-    """{hub name: float64 array}: what the golden's model computed with."""
+    """Returns {hub name: float64 array}: the weights that the golden's model computed with."""
     tensors = source(family, variant)
     if variant == "dense":
         return {n: as_float(t).astype(np.float64) for n, t in tensors.items()}
@@ -301,7 +301,7 @@ def dequantised(family, variant="hub"):
 
 
 def packed_layers(family, variant="mlx4"):
-    """{layer: bytes}: each MoE layer's expert blocks back to back, without padding."""
+    """Returns {layer: bytes}: the expert records of each MoE layer one after the other, without padding."""
     tensors, c = mlx_tensors(family, variant), text_config(family)
     return {
         layer: b"".join(_block(tensors, stem, e) for e in range(_count(c)))
@@ -315,7 +315,7 @@ def _block(tensors, stem, expert):
 
 
 def quantised_bits(family, name):
-    """4 or 8 for a hub tensor that an MLX conversion quantises, 0 for one that it leaves alone."""
+    """Returns 4 or 8 for a hub tensor that an MLX conversion quantises, and 0 for one that it does not."""
     if name.endswith(("norm.weight", "norm_f.weight", "conv1d.weight", "A_log", "dt_bias", "bias", ".D")):
         return 0
     if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):
@@ -339,7 +339,7 @@ def quantised_bits(family, name):
 
 def _dequantised(tensor, family, name):
     if name.endswith(INTEGERS):
-        return tensor[1]  # beyond what floats hold
+        return tensor[1]  # more than floats hold
     w, bits = as_float(tensor), quantised_bits(family, name)
     if not bits:
         return w.astype(np.float64)
@@ -350,12 +350,12 @@ def _dequantised(tensor, family, name):
 
 
 def is_transposed(family, name):
-    """Whether a hub tensor holds matrices [in, out]."""
+    """Returns whether a hub tensor has matrices [in, out]."""
     return family in TRANSPOSED and ".experts." in name
 
 
 def as_float(tensor):
-    """float32 values of a BF16 or F32 tensor."""
+    """Returns the float32 values of a BF16 or F32 tensor."""
     kind, array = tensor
     return oracle.bf16_to_f32(array) if kind == "BF16" else array
 
@@ -405,7 +405,7 @@ def _draw(seed, family, shape, kind):
 
 
 def _normal(seed, shape):
-    """Sums of four 16-bit integers, centred and scaled to deviation 1: nearly normal, the same everywhere."""
+    """Returns sums of four 16-bit integers, centred and scaled to deviation 1: nearly normal, the same everywhere."""
     raw = np.random.PCG64(zlib.crc32(seed.encode())).random_raw(int(np.prod(shape)))
     return (raw.view(np.uint16).reshape(*shape, 4).sum(-1, dtype=np.int64) - 131070) / 37837.0
 
@@ -414,7 +414,7 @@ def _normal(seed, shape):
 
 
 def _tree(c):
-    """{hub name: (shape, kind)} with `model.` prefix and per-expert tensors."""
+    """Returns {hub name: (shape, kind)} with the prefix `model.` and tensors per expert."""
     D, V = c["hidden_size"], c["vocab_size"]
     norm = "centred_norm" if oracle.norm_offset(c) else "norm"
     tree = {"model.embed_tokens.weight": ((V, D), "embed")}
@@ -517,7 +517,7 @@ def _count(c):
 
 
 def _fuse(tree, c):
-    """Per-expert entries replaced by the two fused ones of the Qwen3.5 hub layout."""
+    """Replaces the entries of single experts by the two fused ones of Qwen3.5's hub layout."""
     D, inter, E = c["hidden_size"], c["moe_intermediate_size"], _count(c)
     result = {}
     for name, spec in tree.items():
@@ -531,8 +531,8 @@ def _fuse(tree, c):
 
 
 def split_experts(tensors, transposed=False, interleaved=False):
-    """Fused expert tensors, perhaps [E, in, out], replaced by one tensor [out, in] per expert and projection; their
-    biases alike. With `interleaved` rows of gate and up take turns."""
+    """Replaces fused expert tensors, which may be [E, in, out], by one tensor [out, in] per expert and projection, and
+    their biases in the same way. With `interleaved`, rows of gate and up alternate."""
     result = {}
     for name, (kind, array) in tensors.items():
         stem, _, part = name.rpartition("experts.")
@@ -553,14 +553,17 @@ def split_experts(tensors, transposed=False, interleaved=False):
 
 
 def _fp8_keeps(family, name):
-    """True where an fp8 checkpoint leaves the tensor in bf16."""
+    """Returns whether an fp8 checkpoint leaves the tensor in bf16."""
     kept = ("embed_tokens.weight", "lm_head.weight", "in_proj_a.weight", "in_proj_b.weight", "gate.weight")
     return quantised_bits(family, name) != 4 or name.endswith(kept)
 
 
 @functools.cache
 def fp8_tensors(family):
-    """{hub name: Tensor}, experts one by one, each linear as codes and a `_scale_inv` that multiplies."""
+    """Returns {hub name: Tensor} with one tensor per expert.
+
+    Each linear has codes and a `_scale_inv` that multiplies.
+    """
     result = {}
     for name, tensor in split_experts(hub_tensors(family)).items():
         if _fp8_keeps(family, name):
@@ -606,7 +609,7 @@ def _mlx_name(family, name):
 
 
 def mlx_tensors(family, variant="mlx4"):
-    """{MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
+    """Returns {MLX name: Tensor} of a 4-bit conversion of `source(family, variant)`."""
     result = {}
     apart = split_experts(source(family, variant), family in TRANSPOSED, family in INTERLEAVED)
     for name, tensor in _stack_experts(apart, STACKS.get(family, "switch_mlp")).items():
@@ -626,7 +629,7 @@ def mlx_tensors(family, variant="mlx4"):
 
 
 def _mlx_plain(family, name, tensor):
-    """Norms no longer zero-centred, convolutions [C, taps, 1], A_log in bf16."""
+    """Returns a tensor that MLX stores as floats: norms not zero-centred, convolutions [C, taps, 1], A_log in bf16."""
     if name.endswith("conv1d.weight"):
         return tensor[0], np.ascontiguousarray(np.swapaxes(tensor[1], 1, 2))
     if name.endswith("A_log"):
@@ -643,7 +646,7 @@ def _triplet(name, w, bits):
 
 
 def _stack_experts(tensors, called="switch_mlp"):
-    """Per-expert tensors replaced by stacks [E, out, in]."""
+    """Replaces tensors of single experts by stacks [E, out, in]."""
     stacks, result = {}, {}
     for name, tensor in tensors.items():
         stem, separator, rest = name.partition(".experts.")
@@ -657,7 +660,7 @@ def _stack_experts(tensors, called="switch_mlp"):
 
 
 def _split_kv_b(family, tensor):
-    """bf16 [H*(nope+v), rank] -> float32 embed_q [H, rank, nope], unembed_out [H, v, rank]."""
+    """Splits kv_b_proj: bf16 [H*(nope+v), rank] -> float32 embed_q [H, rank, nope], unembed_out [H, v, rank]."""
     c = text_config(family)
     w = as_float(tensor).reshape(c["num_attention_heads"], -1, c["kv_lora_rank"])
     keys, values = np.split(w, [c["qk_nope_head_dim"]], 1)
@@ -665,7 +668,7 @@ def _split_kv_b(family, tensor):
 
 
 def _join_kv_b(family, halves):
-    """Both halves through 4 bits, each along its own last axis, and back into kv_b_proj's float64 rows."""
+    """Quantises both halves to 4 bits, each along its own last axis, and returns them as kv_b_proj's float64 rows."""
     embed_q, unembed_out = (oracle.dequantize(*oracle.quantize(h)) for h in halves)
     joined = np.concatenate([np.swapaxes(embed_q, 1, 2), unembed_out], 1)
     return joined.reshape(-1, text_config(family)["kv_lora_rank"])
@@ -680,7 +683,7 @@ def _quantisation(family):
 
 
 def _write_moeflux(path, family):
-    """mlx/ (config), artifacts/ (resident tensors), root/packed_experts/ (one headerless file a layer)."""
+    """Writes mlx/ (config), artifacts/ (resident tensors) and root/packed_experts/ (one file per layer, no header)."""
     for part in ("mlx", "artifacts", "root/packed_experts"):
         (path / part).mkdir(parents=True, exist_ok=True)
     whole = variant_config(family, "mlx4")
@@ -715,7 +718,7 @@ def _components(c):
 
 
 def _write_resident(path, family):
-    """Write model_weights.bin and .json.
+    """Writes model_weights.bin and .json.
 
     qwen3_5_moe as flash-moe extracts it: sorted, no `language_model.`, A_log in float32, `bits` given;
     deepseek_v3 as moeflux does: checkpoint order, nothing changed, `bits` left out.
@@ -749,7 +752,7 @@ def _promote(name, tensor):
 
 
 def write_safetensors(path, tensors):
-    """Write {name: Tensor} to one safetensors file."""
+    """Writes {name: Tensor} to one safetensors file."""
     header, offset, chunks = {"__metadata__": {"format": "pt"}}, 0, []
     for name, (dtype, array) in tensors.items():
         chunks.append(array.astype(DTYPES[dtype]).tobytes())
@@ -762,7 +765,7 @@ def write_safetensors(path, tensors):
 
 
 def _write_shards(path, tensors, count):
-    """Round robin, so that a layer's experts are spread over all shards."""
+    """Writes tensors to shards in turn, so that a layer's experts are spread over all shards."""
     weight_map, total = {}, sum(array.nbytes for _, array in tensors.values())
     for i in range(count):
         names = list(tensors)[i::count]
@@ -774,7 +777,7 @@ def _write_shards(path, tensors, count):
 
 
 def checksum(family):
-    """sha256 over the hub tensors, names and shapes included."""
+    """Returns the sha256 over the hub tensors, including names and shapes."""
     digest = hashlib.sha256()
     for name, (dtype, array) in sorted(hub_tensors(family).items()):
         digest.update(f"{name} {dtype} {array.shape}\n".encode())

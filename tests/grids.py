@@ -11,8 +11,8 @@ from hypothesis import settings
 
 
 def drawn(*axes, turns=1, seed=0):
-    """The grid of these axes for `parametrize`. All cells are marked `full` but as many as the longest axis has values,
-    in each of the `turns`: one for each value of it, beside which the others' values take turns in an order that
+    """Returns the grid of these axes for `parametrize`. All cells are marked `full`, except some: in each of `turns`
+    rounds one cell for each value of the longest axis, while the values of the other axes take turns in an order that
     `seed` draws."""
     draw, axes = random.Random(seed), [list(axis) for axis in axes]
     longest = max(map(len, axes))
@@ -29,7 +29,7 @@ def drawn(*axes, turns=1, seed=0):
 
 
 def examples(count):
-    """The number of examples of a property: `count` with `--full`, by default a fifth of it."""
+    """Returns the number of examples of a property: `count` with `--full`, by default a fifth of it."""
     return count if settings.get_current_profile_name() == "full" else -(-count // 5)
 
 
@@ -38,5 +38,5 @@ def marks(runs_by_default):
 
 
 def one_in_three(names):
-    """Cases of one kind, each of which compiles a text of its own: all but every third are marked `full`."""
+    """Marks all but every third of these cases `full`: each compiles a kernel of its own."""
     return [pytest.param(name, marks=marks(i % 3 == 0)) for i, name in enumerate(names)]

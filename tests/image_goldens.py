@@ -15,15 +15,15 @@ import numpy as np
 
 FIXTURES = goldens.FIXTURES.parent / "images"
 FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "kimi_k25")
-TEXT = {"kimi_k25": "kimi_k2"}  # the family whose text part it has
-TOKENS = {"qwen3_5_moe": (246, 248, 247), "kimi_k25": (240, 241, 242)}  # before an image, of its rows, and behind it
-SIZES = {"qwen3_5_moe": ((53, 31), (17, 26))}  # width and height of the two images, of which the first is shrunk
-CHANGES = {  # in `vision_config`, so that what is stored for the text's tests has what an encoder can have
+TEXT = {"kimi_k25": "kimi_k2"}  # family -> the family of its text part
+TOKENS = {"qwen3_5_moe": (246, 248, 247), "kimi_k25": (240, 241, 242)}  # before an image, of its rows, and after it
+SIZES = {"qwen3_5_moe": ((53, 31), (17, 26))}  # width and height of the two images; the first one is made smaller
+CHANGES = {  # in `vision_config`: what an encoder can have beyond the text tests' configuration
     "qwen3_vl_moe": {"depth": 2, "deepstack_visual_indexes": [0, 1]},
     "qwen3_5_moe": {"depth": 2},
     "glm4v_moe": {"depth": 2, "image_size": 56},
 }
-KIMI_NAMES = {  # in `vision_config`: what transformers calls what its publisher calls otherwise
+KIMI_NAMES = {  # in `vision_config`: transformers' names for fields that the publisher names differently
     "hidden_size": "vt_hidden_size",
     "intermediate_size": "vt_intermediate_size",
     "num_attention_heads": "vt_num_attention_heads",
@@ -79,7 +79,7 @@ def text_family(family):
 
 
 def config(family):
-    """config.json of the checkpoint, as a dict."""
+    """Returns config.json of the checkpoint as a dict."""
     whole = goldens.config(text_family(family))
     if family == "kimi_k25":
         vision = {
@@ -104,12 +104,12 @@ def config(family):
 
 
 def special_tokens(family):
-    """Ids of the token before an image, of its rows, and of the token after it."""
+    """Returns the ids of the token before an image, of its rows, and of the token after it."""
     return TOKENS.get(family, (252, 250, 253))
 
 
 def image(family, number):
-    """RGB uint8 [height, width, 3]: slopes, and a square."""
+    """Returns an RGB image, uint8 [height, width, 3]: gradients and a square."""
     width, height = SIZES.get(family, ((170, 110), (70, 100)))[number]
     y, x = np.mgrid[:height, :width]
     levels = np.stack([x * 255 // width, y * 255 // height, (x * 7 + y * (5 + number)) % 256], axis=-1).astype(np.uint8)
@@ -118,7 +118,7 @@ def image(family, number):
 
 
 def png(family, number):
-    """The same as a file."""
+    """Returns the same as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -127,7 +127,7 @@ def png(family, number):
 
 
 def encoder_tensors(family):
-    """{the checkpoint's name: Tensor} of the encoder, bfloat16."""
+    """Returns {the checkpoint's name: Tensor} of the encoder, bfloat16."""
     shapes = json.loads((FIXTURES / f"{family}.json").read_text())
     return {
         name: goldens._draw(f"{family}/{name}", family, tuple(shape), _kind(name)) for name, shape in shapes.items()
@@ -142,7 +142,7 @@ def _kind(name):
 
 
 def write(path, family):
-    """The checkpoint with its encoder, in the layout that its publisher has."""
+    """Writes the checkpoint with its encoder in its publisher's layout."""
     path = Path(path)
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config(family)))
@@ -152,12 +152,12 @@ def write(path, family):
 
 
 def text_tensors(family):
-    """{the checkpoint's name: Tensor} of the text part."""
+    """Returns {the checkpoint's name: Tensor} of the text part."""
     tensors = goldens.source(text_family(family))
     return {f"language_model.{name}": one for name, one in tensors.items()} if family == "kimi_k25" else tensors
 
 
 def stored(family):
-    """{"pixels0", "grid0", ... "tokens1", "logits1", "tokens2", "logits2"}: arrays."""
+    """Returns the stored arrays {"pixels0", "grid0", ... "tokens1", "logits1", "tokens2", "logits2"}."""
     with np.load(FIXTURES / f"{family}.npz") as arrays:
         return dict(arrays)

@@ -31,7 +31,7 @@ def _kept():
 
 
 def image_template():
-    """Of a fixture, with places for images, and with reasoning only where it is asked for."""
+    """Returns a fixture's template with places for images, and with reasoning only if it is requested."""
     text = (TEMPLATES / "qwen35_style.jinja").read_text()
     for old, new in {
         "'image' in part or part.type == 'image_url'": "part.type == 'image'",
@@ -46,7 +46,7 @@ def image_template():
 
 @functools.cache
 def image_directory(family):
-    """A packed model with its encoder, tokenizer and template: do not write into it."""
+    """Returns a packed model with its encoder, tokenizer and template. Do not write into it."""
     path = Path(_kept().name) / family
     checkpoint = image_goldens.write(path.with_name(f"{family}-checkpoint"), family)
     with on_cpu():
@@ -62,7 +62,7 @@ def image_directory(family):
 
 
 def quantised_in_place(family):
-    """A checkpoint that can be used in place: MLX's, with the encoder next to the text part."""
+    """Returns a checkpoint that can be used in place: MLX's, with the encoder next to the text part."""
     path = image_directory(family).with_name(f"{family}-in-place")
     if path.exists():
         return path
@@ -82,7 +82,7 @@ def quantised_in_place(family):
 
 
 def golden_prompt(family, vision, count):
-    """The golden's text with the first `count` images, and its logits."""
+    """Returns the golden's text with the first `count` images, and its logits."""
     stored, row = image_goldens.stored(family), image_goldens.special_tokens(family)[1]
     tokens, logits = stored[f"tokens{count}"].tolist(), stored[f"logits{count}"]
     short = [token for i, token in enumerate(tokens) if not (i and token == tokens[i - 1] == row)]
@@ -92,7 +92,7 @@ def golden_prompt(family, vision, count):
 
 
 class RandomImage:
-    """An image of random rows; those of one `seed` are alike."""
+    """An image of random rows. Images with the same `seed` are alike."""
 
     def __init__(self, seed, grid, hidden_size, by_axes=True, deep=0):
         self.length, self.grid = grid[0] * grid[1], grid if by_axes else None

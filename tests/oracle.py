@@ -138,7 +138,7 @@ def softmax(x):
 
 
 def rms_norm(x, w, eps=1e-6):
-    """[..., D], [D] -> [..., D]; w is what multiplies: 1 + the stored weight where that is zero-centred."""
+    """[..., D], [D] -> [..., D]; w is the factor: 1 + the stored weight if that is zero-centred."""
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w
 
 
@@ -191,7 +191,7 @@ def yarn_mscale(factor, mscale):
 
 
 def rope_half_split(x, inv_freq):
-    """[T, ..., d]: pairs (i, i + n) of the first 2n = 2*len(inv_freq) dims turn by t*inv_freq[i]."""
+    """[T, ..., d]: pairs (i, i + n) of the first 2n = 2*len(inv_freq) dims are rotated by t*inv_freq[i]."""
     half = len(inv_freq)
     angle = (np.arange(len(x))[:, None] * inv_freq).reshape(len(x), *[1] * (x.ndim - 2), half)
     a, b = x[..., :half], x[..., half : 2 * half]
@@ -200,7 +200,7 @@ def rope_half_split(x, inv_freq):
 
 
 def rope_interleaved(x, inv_freq):
-    """[T, ..., d]: pairs (2i, 2i + 1) turn by t*inv_freq[i]; d = 2*len(inv_freq)."""
+    """[T, ..., d]: pairs (2i, 2i + 1) are rotated by t*inv_freq[i]; d = 2*len(inv_freq)."""
     turned = rope_half_split(np.concatenate([x[..., ::2], x[..., 1::2]], -1), inv_freq)
     return np.stack(np.split(turned, 2, -1), -1).reshape(x.shape)
 
@@ -237,7 +237,7 @@ def noaux_tc_topk(logits, bias, k, n_group, topk_group, scale, norm_topk_prob=Tr
     return ids, scale * (w / (w.sum(-1, keepdims=True) + 1e-20) if norm_topk_prob else w)
 
 
-DROPPED_GROUP_SCORE = -np.inf  # 0.0 would beat a kept expert whose biased score is negative
+DROPPED_GROUP_SCORE = -np.inf  # 0.0 would be larger than a kept expert's negative biased score
 
 
 # ---- token mixers ----
@@ -267,7 +267,7 @@ def gqa_attention(x, w, heads, kv_heads, dim, inv_freq, eps, gated=False, plus=0
 
 
 def causal_conv(x, w):
-    """[T, C], [C, n] -> [T, C]: depthwise, the last tap meets the newest row, zeros before the start."""
+    """[T, C], [C, n] -> [T, C]: depthwise; the last tap multiplies the newest row; zeros before the start."""
     n = w.shape[-1]
     padded = np.concatenate([np.zeros((n - 1, x.shape[1])), x])
     return sum(padded[j : j + len(x)] * w[:, j] for j in range(n))
@@ -276,7 +276,7 @@ def causal_conv(x, w):
 def gated_delta_recurrence(q, k, v, g, beta, state=None):
     """[T, H, dk] twice, [T, H, dv], decay and write strength [T, H] -> [T, H, dv], state [H, dv, dk].
 
-    Where each channel of a key decays by itself, as in Kimi Delta Attention (arXiv:2510.26692), decay is [T, H, dk].
+    If each channel of a key has its own decay, as in Kimi Delta Attention (arXiv:2510.26692), decay is [T, H, dk].
     """
     S = np.zeros((q.shape[1], v.shape[-1], q.shape[-1])) if state is None else state.copy()
     out = np.zeros(v.shape)
@@ -410,7 +410,7 @@ def partial_rotary_factor(c):
 
 
 def mixer(x, w, c):
-    """Gated delta rule where the layer has linear_attn weights, softmax attention elsewhere."""
+    """Computes the gated delta rule if the layer has linear_attn weights, otherwise softmax attention."""
     linear = under(w, "linear_attn.")
     if not linear:
         return attention(x, under(w, "self_attn."), c)
@@ -419,7 +419,7 @@ def mixer(x, w, c):
 
 
 def norm_offset(config):
-    """1 where block, final, query and key norms are stored zero-centred: the hybrid families."""
+    """Returns 1 if block, final, query and key norms are stored zero-centred: in the hybrid families."""
     return 1.0 if config["model_type"] in ("qwen3_next", "qwen3_5_moe_text", "step3p5") else 0.0
 
 

@@ -1,7 +1,7 @@
 """Writes safetensors files like mlx-lm or Hugging Face's library, split and shuffled as requested.
 
-MLX leaves a header as long as its JSON happens to be, so that tensors begin at any address; Hugging Face's library pads
-it to 8 bytes and puts tensors of wide types first. Format: https://github.com/huggingface/safetensors#format
+MLX does not pad the header, so that tensors begin at any address; Hugging Face's library pads it to 8 bytes and puts
+tensors of wide types first. Format: https://github.com/huggingface/safetensors#format
 """
 
 import json
@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_unpadded(path, tensors, residue=None):
-    """{name: (dtype, array)} in this order; `residue` is where the data begin, modulo 16."""
+    """Writes {name: (dtype, array)} in this order. `residue` is the address where the data begin, modulo 16."""
     for filler in range(16):
         text = json.dumps(_header(tensors, {"format": "mlx", "x": "x" * filler}), separators=(",", ":")).encode()
         if residue is None or (8 + len(text)) % 16 == residue:
@@ -24,14 +24,14 @@ def write_unpadded(path, tensors, residue=None):
 
 
 def write_padded(path, tensors):
-    """As Hugging Face's library: wide types first, the header filled up with spaces."""
+    """Writes a file like Hugging Face's library: wide types first, the header padded with spaces."""
     ordered = dict(sorted(tensors.items(), key=lambda one: (-np.dtype(DTYPES[one[1][0]]).itemsize, one[0])))
     text = json.dumps(_header(ordered, {"format": "pt"}), separators=(",", ":")).encode()
     return _write(path, text + b" " * (-len(text) % 8), ordered)
 
 
 def write_shards(folder, shards, residues=None, padded=False):
-    """One file for each {name: (dtype, array)} of `shards`, and the index."""
+    """Writes one file for each {name: (dtype, array)} of `shards`, and the index."""
     weight_map = {}
     for i, tensors in enumerate(shards):
         name = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -44,7 +44,7 @@ def write_shards(folder, shards, residues=None, padded=False):
 
 
 def shuffled_shards(tensors, count, seed):
-    """The tensors in any order, dealt to `count` shards."""
+    """Distributes the tensors, in random order, over `count` shards."""
     names = list(tensors)
     np.random.default_rng(seed).shuffle(names)
     return [{name: tensors[name] for name in names[i::count]} for i in range(count)]
@@ -69,7 +69,7 @@ def write_model(folder, family, variant="mlx4", count=2, seed=0, residues=None, 
 
 
 def _quantized(stack, quant):
-    """As mlx-lm does it: a global scale is an expert's largest weight (mlx_lm.models.switch_layers)."""
+    """Quantises as mlx-lm does: a global scale is an expert's largest weight (mlx_lm.models.switch_layers)."""
     if not quant.has_global_scale:
         return mx.quantize(stack, quant.group_size, quant.bits, quant.mode)
     largest = mx.max(mx.abs(stack), axis=(-2, -1)).astype(mx.float32)
@@ -81,7 +81,7 @@ def _quantized(stack, quant):
 
 
 def in_forms(tensors, usual, down):
-    """The tensors with the stacks of experts in other forms, and what config.json says of them."""
+    """Returns the tensors with the stacks of experts in other forms, and the entries of config.json for them."""
     made, overrides = dict(tensors), {}
     for name, (_, codes) in tensors.items():
         if ".switch_mlp." not in name or not name.endswith(".weight"):

@@ -12,7 +12,7 @@ LARGE = ".safetensors"
 
 
 def found_commit(path):
-    """The commit that a path names, if it names one."""
+    """Returns the commit that a path names, if it names one."""
     match = re.search(r"/resolve/([0-9a-f]{40})/", path)
     return match and match[1]
 
@@ -101,8 +101,8 @@ class SmallHub:
     Attributes:
         requests: (method, file, Range header) of each request for a file.
         cut: {file: bytes after which the connection is cut, once for each entry}.
-        commit: what a branch stands for.
-        wrong: files of which one byte is sent wrong, as often as their count says.
+        commit: the commit of a branch.
+        wrong: files of which one byte is sent wrong, and how often.
     """
 
     def __init__(self, folder, repo="org/model"):
@@ -134,7 +134,7 @@ class SmallHub:
         return {"type": "file", "path": name, "size": entry["size"], "oid": entry["blobId"], **more}
 
     def fetched(self, method="GET"):
-        """The large files that were asked for as a whole."""
+        """Returns the large files that were requested as a whole."""
         return [name for how, name, part in self.requests if how == method and name.endswith(LARGE) and not part]
 
     def __enter__(self):
@@ -148,7 +148,10 @@ class SmallHub:
 
 @contextlib.contextmanager
 def connected(hub, cache):
-    """This process takes `hub` for the Hugging Face Hub, with the cache `cache`; so do the values for a child's."""
+    """Makes this process use `hub` as the Hugging Face Hub, with the cache `cache`.
+
+    Yields the environment for a child to do the same.
+    """
     from huggingface_hub import constants
 
     values = {
@@ -156,7 +159,7 @@ def connected(hub, cache):
         "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_CACHE": str(cache),
-        "DOWNLOAD_CHUNK_SIZE": 1 << 16,  # what has come of a larger piece is not kept when the connection is cut
+        "DOWNLOAD_CHUNK_SIZE": 1 << 16,  # a larger piece that has partly arrived is lost when the connection is cut
     }
     before = {name: getattr(constants, name) for name in values if hasattr(constants, name)}
     for name in before:

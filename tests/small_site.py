@@ -6,7 +6,7 @@ import threading
 
 
 def reply(body=b"", status="200 OK", **headers):
-    """The bytes of an answer that ends with the connection."""
+    """Returns the bytes of an answer that ends with the connection."""
     lines = [f"HTTP/1.1 {status}", "Connection: close", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
@@ -16,7 +16,7 @@ def moved(target, status="302 Found"):
 
 
 class Handler(socketserver.StreamRequestHandler):
-    """Sends what the server's `site` has for a path: bytes, or pieces of them."""
+    """Sends what the server's `site` has for a path: bytes, or pieces of bytes."""
 
     def handle(self):
         site = self.server.site
@@ -28,7 +28,7 @@ class Handler(socketserver.StreamRequestHandler):
             for piece in [answer] if isinstance(answer, bytes) else answer():
                 self.wfile.write(piece)
             site.ended.append(path)
-        except (OSError, IndexError):  # the client has gone, or wanted no TLS of ours
+        except (OSError, IndexError):  # the client has left, or did not want this site's TLS
             pass
 
 

@@ -24,8 +24,8 @@ from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
-BETWEEN = {"kimi": "0<|tool_call_argument_begin|>"}  # what a model says between the name and the arguments
-# How each template's model calls tools, the variables that switch its reasoning, and its tags of reasoning.
+BETWEEN = {"kimi": "0<|tool_call_argument_begin|>"}  # text that a model writes between the name and the arguments
+# For each template: how its model calls tools, the variables that switch its reasoning, and its tags of reasoning.
 QWEN = ({}, {"enable_thinking": False})
 STYLES = {
     "qwen3_style": (QWEN_JSON, QWEN, THINK),
@@ -52,7 +52,7 @@ STYLES = {
     "minimax3_style": (MINIMAX_M3, [{}, {"thinking_mode": "disabled"}], MINIMAXES),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }
-# What DeepSeek's own template does: arguments are joined as text, and a missing content is an error.
+# As DeepSeek's own template: arguments are joined as text, and a missing content is an error.
 TEXT_ONLY = """{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.content + '' }}{% if m.tool_calls %}
 {{- '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>'
  + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}
@@ -61,7 +61,7 @@ TEXT_ONLY = """{% for m in messages %}{% if m.role == 'assistant' %}<a>{{ m.cont
 
 
 def written(dialect):
-    """A function that writes a call as models of the dialect do."""
+    """Returns a function that writes a call as models of the dialect do."""
 
     def write(arguments, name="get_weather"):
         begin = dialect.prefix(name) + BETWEEN.get(dialect.name, "")
@@ -85,7 +85,7 @@ def written(dialect):
 
 
 def thought_of(channels, prompt, text):
-    """Reasoning as a model writes it after a prompt."""
+    """Returns reasoning as a model writes it after a prompt."""
     if channels.header:
         return f"{channels.start}{text}{channels.end}{channels.header}"
     opening = "" if channels.opens(prompt) else f"{channels.start}\n"
@@ -93,7 +93,7 @@ def thought_of(channels, prompt, text):
 
 
 def said_of(channels, text):
-    """Text for the user, as a model writes it before a call."""
+    """Returns text for the user, as a model writes it before a call."""
     if channels is None or not channels.header:
         return text
     lead = "<|channel|>commentary<|message|>" if channels is HARMONY else channels.lead
@@ -101,7 +101,7 @@ def said_of(channels, text):
 
 
 def style_tokenizer(path, name):
-    """A tokenizer of single bytes with the markers that the template `name` needs, in the directory `path`."""
+    """Returns a tokenizer of single bytes with the markers that the template `name` needs, in the directory `path`."""
     dialect, _, channels = STYLES[name]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))

@@ -18,7 +18,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def told(case, fact=None, name=None):
-    """A story by the grammar for this case, or with another fact or name in it."""
+    """Returns a story by the grammar for this case, or with another fact or name in it."""
     rng = random.Random(case.prompt)
     hero = stories.hero_of(name or case.name, rng)
     fact = fact or case.fact
@@ -28,7 +28,7 @@ def told(case, fact=None, name=None):
 
 
 def oracle(prompts):
-    """A perfect model: reads name and fact out of the prompt and tells the grammar's story."""
+    """Imitates a perfect model: it finds name and fact in the prompt and tells the grammar's story."""
     texts = []
     facts = {fact.present: fact for fact in stories.FACTS}
     for prompt in prompts:

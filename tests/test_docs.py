@@ -28,13 +28,13 @@ SOURCES = [
     for file in (ROOT / name).rglob("*")
     if file.suffix in (".py", ".h", ".c", ".metal") and file != Path(__file__).resolve()
 ]
-PLACES = ("", "moeflux_mlx", "scripts", "scripts/bench", "tests", "tests/fixtures")  # that paths begin at
+PLACES = ("", "moeflux_mlx", "scripts", "scripts/bench", "tests", "tests/fixtures")  # the folders at which paths begin
 ELSEWHERE = {"conversion_mapping.py", "gate_up_proj_bias", "max_kv_size", "host.docker.internal"}  # not our names
 ENDS = re.compile(r"\|\|?|&&?|;|[0-9]?>>?|<")
 
 
 def prose(text):
-    """The text without what stands in code."""
+    """Returns the text without code."""
     return re.sub(r"`[^`\n]*`", "", BLOCK.sub("", text))
 
 
@@ -43,7 +43,7 @@ def blocks(text, language):
 
 
 def anchors(text):
-    """What GitHub calls the headings: lower case, hyphens for spaces, no other signs, numbers for repeated ones."""
+    """Returns GitHub's anchors of headings: lower case, hyphens for spaces, no other signs, repeated ones numbered."""
     slugs, seen = set(), {}
     for heading in re.findall(r"^#+ +(.*?) *$", BLOCK.sub("", text), re.MULTILINE):
         heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -54,7 +54,7 @@ def anchors(text):
 
 
 def broken_links(text, folder, own):
-    """Broken relative links of `text`, the content of the file `own` in `folder`."""
+    """Returns the broken relative links of `text`, the content of the file `own` in `folder`."""
     wrong = []
     for link in ("".join(pair) for pair in LINK.findall(prose(text))):
         if re.match(r"[a-z]+:", link):
@@ -67,7 +67,7 @@ def broken_links(text, folder, own):
 
 
 def calls(script):
-    """(command, arguments) of every call of one of our commands in lines of a shell."""
+    """Returns (command, arguments) of every call of one of our commands in lines of a shell."""
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
         lexer.whitespace_split = True
@@ -89,7 +89,7 @@ def calls(script):
 
 
 def refusal(command, arguments):
-    """Why the command would not take these arguments; empty if it takes them."""
+    """Returns why the command would not accept these arguments; empty if it accepts them."""
     if command not in COMMANDS:
         return f"no command {command}"
     said = io.StringIO()
@@ -129,21 +129,21 @@ def words_of(file):
 
 
 def unknown_names(text):
-    """Names in code that no source has."""
+    """Returns names in code that no source has."""
     words = ELSEWHERE.union(*map(words_of, SOURCES))
     named = re.findall(r"`([A-Za-z_][\w.]*)`", BLOCK.sub("", text))
     return [name for name in named if name not in words and not words.issuperset(name.split("."))]
 
 
 def missing_files(text):
-    """Paths of sources, alone or in a command, that lead nowhere from any of `PLACES`."""
+    """Returns paths of sources, alone or in a command, that exist in none of `PLACES`."""
     code = " ".join(re.findall(r"`([^`\n]+)`", text))
     paths = re.findall(r"(?<![\w./-])[\w./-]*/[\w.-]+\.(?:py|h|c|metal|tsv)\b", code)
     return [path for path in paths if not any((ROOT / place / path).exists() for place in PLACES)]
 
 
 def misplaced_names(text):
-    """(path, name) for each "`path`: `name`, `name`" whose file does not have that name."""
+    """Returns (path, name) for each "`path`: `name`, `name`" whose file does not have that name."""
     pairs = re.findall(r"`([\w/.]+\.(?:py|h|c|metal))`:((?:,? `\w+`)+)", text)
     files = [(path, (ROOT / "moeflux_mlx" / path, ROOT / path), re.findall(r"\w+", names)) for path, names in pairs]
     return [
@@ -179,7 +179,7 @@ def test_a_wrong_name_is_found():
 
 
 def table(text):
-    """The cells of all rows that begin with a model's name and end with its shares at four sizes of memory."""
+    """Returns the cells of all rows that begin with a model's name and end with its shares at four sizes of memory."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     return [row for row in rows if len(row) >= 8 and row[-1].endswith(("%", "all"))]
 
@@ -194,7 +194,7 @@ def test_the_table_of_models_is_what_plan_says(capsys):
             main(["plan", "--variant", variant, "--ram-gb", "512", "--expert-io", "pread", "--dtype", "float32"]) == 0
         )
         said = capsys.readouterr().out
-        rates = [rf" {rate}%: .*? ([\d.]+) +\S+$" for rate in (0, 50)]  # on the middle one of three disks
+        rates = [rf" {rate}%: .*? ([\d.]+) +\S+$" for rate in (0, 50)]  # for the middle one of three disks
         patterns = (r"experts ([\d.]+) GB", r"weights +([\d.]+)", r" 0%: ([\d.]+)", *rates)
         sizes = [round(float(re.search(pattern, said, re.MULTILINE)[1]), 1) for pattern in patterns]
         assert [float(n) for n in re.findall(r"[\d.]+", " ".join([disk, *figures[:2]]))] == sizes, variant
@@ -228,7 +228,7 @@ def test_a_wrong_call_is_found():
 
 
 def test_the_map_of_kernels_names_every_file_and_no_other():
-    """Headers by their whole names, kernels without their ending."""
+    """Headers are named in full, kernels without their ending."""
     files = {file.name.removesuffix(".metal") if ".h." not in file.name else file.name for file in KERNELS.iterdir()}
     named = set(re.findall(r"`([a-z][a-z0-9_]*(?:\.h(?:\.metal)?)?)`", (KERNELS / "README.md").read_text()))
     assert files - {"README.md"} <= named

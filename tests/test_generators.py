@@ -1,7 +1,8 @@
 """Generators that clean up when they are closed: their users close them explicitly.
 
-A Python may end a closed generator without freeing its frame (CPython 3.12.3, Ubuntu 24.04's, does): what it was
-iterating over then stays suspended until the generator itself is dropped, its `finally` not run.
+A Python may end a closed generator without freeing its frame (CPython 3.12.3, Ubuntu 24.04's, does): the generator over
+which it was iterating then stays suspended, and its `finally` does not run, until the closed generator itself is
+dropped.
 """
 
 import ast
@@ -18,7 +19,7 @@ SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 @functools.cache
 def inside(node):
-    """What `node` consists of, but for the functions and classes in it."""
+    """Yields the nodes inside `node`, except those of the functions and classes in it."""
     nodes, children = [], deque(ast.iter_child_nodes(node))
     while children:
         child = children.popleft()
@@ -29,13 +30,13 @@ def inside(node):
 
 
 def name_of(node):
-    """Of what a call calls, without what stands before the last dot."""
+    """Returns the name that a call calls, without what is before its last dot."""
     called = node.func
     return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
 
 
 def cleans_up(function):
-    """Whether it is a generator that does something when it is closed."""
+    """Returns whether it is a generator that does something when it is closed."""
     yields = {node for node in inside(function) if isinstance(node, ast.Yield | ast.YieldFrom)}
     if not yields or any("contextmanager" in ast.unparse(decorator) for decorator in function.decorator_list):
         return False
@@ -45,7 +46,7 @@ def cleans_up(function):
 
 @functools.cache
 def handed_on(function):
-    """The calls whose results it returns, or yields all of."""
+    """Returns the calls whose results a function returns, or yields completely."""
     ends = [node.value for node in inside(function) if isinstance(node, ast.Return | ast.YieldFrom)]
     return [
         node for end in ends if end and not isinstance(end, SCOPES) for node in [end, *inside(end)] if is_call(node)
@@ -57,7 +58,7 @@ def is_call(node, names=None):
 
 
 def left_open(function, names):
-    """The generators that clean up and that `function` neither closes nor hands on."""
+    """Returns the generators that clean up and that `function` neither closes nor returns."""
     nodes, handed = inside(function), handed_on(function)
     made = [node for node in nodes if is_call(node, names) and node not in handed]
     if not made:
@@ -69,7 +70,10 @@ def left_open(function, names):
 
 
 def findings(modules):
-    """(module, function, call) of generators that clean up and are left open. Private names stay in their module."""
+    """Returns (module, function, call) of generators that clean up and are left open.
+
+    Private names are looked up in their module only.
+    """
     functions = {
         module: [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
         for module, text in modules.items()
@@ -90,7 +94,7 @@ def findings(modules):
     ]
 
 
-def test_whoever_uses_a_generator_that_cleans_up_closes_it():
+def test_generators_that_clean_up_are_closed():
     assert findings(MODULES) == []
 
 
@@ -110,6 +114,6 @@ CLEANS_UP = "def numbers():\n    try:\n        yield 1\n    finally:\n        en
         ("return numbers()", []),
     ],
 )
-def test_what_is_found(user, opened):
+def test_faults_are_found(user, opened):
     text = f"{CLEANS_UP}def user():\n    {user}\n"
     assert [call for _, _, call in findings({"": text})] == opened

@@ -1,4 +1,4 @@
-"""Imports point down the order of packages, inside each package they never go round, and the public names exist."""
+"""Imports point down the order of packages, there are no cycles inside a package, and the public names exist."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "moeflux_mlx"
 
-# From the bottom up: packages, and modules that stand alone. Each may import from those before it.
+# From the bottom up: packages, and modules outside of packages. Each may import from those before it.
 ORDER = [
     "version",
     "errors",
@@ -36,7 +36,7 @@ ORDER = [
     "server",
     "cli",
 ]
-# Commands, and what binds the public names: above all of them.
+# Commands, and the modules that collect the public names: above all of them.
 COMMANDS = {
     "generate",
     "chat",
@@ -58,7 +58,8 @@ MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for f
 
 
 def imports_of(source, module):
-    """This package's modules that `source`, the text of `module`, imports, at once or later, for types alone too."""
+    """Returns this package's modules that `source`, the text of `module`, imports: at once or later, also for types
+    only."""
     package, imports = module.split(".")[:-1], set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -81,13 +82,13 @@ GRAPH = {name: imports_of((PACKAGE / (name.replace(".", "/") + ".py")).read_text
 
 
 def height(module):
-    """Where its package stands in the order; commands and what binds the public names stand above all."""
+    """Returns the place of a module's package in the order. Commands and the modules of public names are above all."""
     first = module.split(".")[0]
     return ORDER.index(first) if first in ORDER else len(ORDER)
 
 
 def cycle(graph):
-    """Names that import one another in a circle; none if there are none."""
+    """Returns names that import each other in a cycle; none if there is no cycle."""
     left = {name: set(used) for name, used in graph.items()}
     while free := [name for name, used in left.items() if not used & set(left)]:
         for name in free:
@@ -110,7 +111,7 @@ def test_imports_point_down(module):
 
 
 def test_the_model_knows_nothing_of_files():
-    """Where experts are is behind a protocol; only filling a model and the plan of its tensors read any."""
+    """Only filling a model and the plan of its tensors read files; where experts are is behind a protocol."""
     files = {"formats.packed", *(f"experts.{name}" for name in ("mapped", "streamed", "reader", "pool", "memory"))}
     for module in (name for name in MODULES if name.startswith("model.") and name not in ("model.weights",)):
         assert not GRAPH[module] & {*files, "experts.routed"}, module
@@ -125,7 +126,7 @@ def test_opening_a_checkpoint_imports_nothing_that_writes_one():
     assert not seen & {"packing.convert", "packing.writer", "packing.shards", "packing.journal"}
 
 
-def test_nothing_goes_round():
+def test_there_are_no_cycles():
     assert cycle(GRAPH) == []
 
 
@@ -147,7 +148,7 @@ def test_public_names_exist():
     assert inspect.isfunction(package.generate), "not the command of the same name"
 
 
-def test_importing_the_package_leaves_heavy_libraries_alone():
+def test_importing_the_package_imports_no_heavy_libraries():
     heavy = (
         "mlx_lm",
         "transformers",
@@ -167,6 +168,6 @@ def test_importing_the_package_leaves_heavy_libraries_alone():
 
 
 def test_every_file_of_tests_has_a_name_of_its_own():
-    """pytest imports them by it."""
+    """pytest imports the files by their names."""
     names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)

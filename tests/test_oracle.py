@@ -28,7 +28,7 @@ def modest(test):
 
 
 def error(family, variant="hub", weights=None):
-    """Largest distance of the oracle's logits from the golden ones."""
+    """Returns the largest distance of the oracle's logits from the golden ones."""
     tokens, logits = goldens.golden(family, variant)
     weights = goldens.dequantised(family, variant) if weights is None else weights
     with np.errstate(all="ignore"):  # planted faults may overflow
@@ -218,7 +218,7 @@ def test_quantisation_error_is_at_most_a_step(seed, bits):
     w = np.random.default_rng(seed).normal(size=(3, 128)).astype(np.float32)
     words, scales, biases = oracle.quantize(w, bits=bits)
     step = np.repeat(np.abs(oracle.bf16_to_f32(scales)), 64, -1)
-    rounding = np.abs(w).max() * 2.0**-7  # of a bf16 scale times up to 2**bits - 1, and of a bf16 bias
+    rounding = np.abs(w).max() * 2.0**-7  # for a bf16 scale times up to 2**bits - 1, and for a bf16 bias
     assert (np.abs(oracle.dequantize(words, scales, biases, bits=bits) - w) <= step + rounding).all()
 
 
@@ -296,7 +296,7 @@ def test_expert_ffn_by_hand():
 @modest
 @given(seed=seeds, k=st.integers(1, 8), norm=st.booleans())
 def test_softmax_topk_against_sorting(seed, k, norm):
-    logits = np.random.default_rng(seed).integers(-3, 4, (4, 8)).astype(float)  # few values, so many ties
+    logits = np.random.default_rng(seed).integers(-3, 4, (4, 8)).astype(float)  # few different values, so many ties
     ids, w = oracle.softmax_topk(logits, k, norm)
     for row, chosen, weights in zip(logits, ids, w, strict=True):
         assert chosen.tolist() == sorted(range(8), key=lambda e: (-row[e], e))[:k]
@@ -414,7 +414,7 @@ def test_full_writes_are_read_back():
 
 
 @pytest.mark.parametrize("family", goldens.families())
-def test_the_past_does_not_see_the_future(family):
+def test_earlier_positions_do_not_depend_on_later_ones(family):
     tokens, _ = goldens.golden(family)
     weights, config = goldens.dequantised(family), goldens.config(family)
     other = np.concatenate([tokens[:20], (tokens[20:] + 1) % 256])

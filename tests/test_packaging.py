@@ -29,7 +29,7 @@ SHIPPED = ("pyproject.toml", "setup.py", "README.md", "moeflux_mlx", "metal", "c
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built from an sdist of a copy of the tree, without a compiler, so that it is quick."""
+    """Builds a wheel from an sdist of a copy of the tree, without a compiler, so that it is quick."""
     base = tmp_path_factory.mktemp("packaging")
     (base / "tree").mkdir()
     for name in SHIPPED:
@@ -51,7 +51,7 @@ def wheel(tmp_path_factory):
 
     sdist = run("build_sdist", base / "tree")
     with tarfile.open(sdist) as archive:
-        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
         archive.extractall(base / "sdist", **safely)
     (unpacked,) = (base / "sdist").iterdir()
     return run("build_wheel", unpacked)
@@ -73,7 +73,7 @@ for word; do case $last in -o) out=$word ;; esac; case $word in native/*.c) sour
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one processor compiles one file at a time")
-def test_sources_compile_side_by_side_and_once(tmp_path):
+def test_sources_compile_in_parallel_and_once(tmp_path):
     """Also where pip builds in a temporary folder, as it does for each further extra."""
     for name in ("setup.py", "native"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
@@ -84,7 +84,7 @@ def test_sources_compile_side_by_side_and_once(tmp_path):
     compiler.chmod(0o755)
 
     def compiled(**environment):
-        """The sources that a build compiles."""
+        """Returns the sources that a build compiles."""
         log.write_text("")
         command = [sys.executable, "setup.py", "build", "--build-base", tempfile.mkdtemp(dir=tmp_path)]
         environment = {**os.environ, "CC": str(compiler), "COMPILED": str(log), **environment}
@@ -146,7 +146,7 @@ def test_this_version_has_a_section_of_the_changelog():
 
 
 def python_at_hand(version):
-    """An interpreter of this version that can make environments, of pyenv or on the PATH; None if there is none."""
+    """Returns an interpreter of this version that can make environments, of pyenv or on the PATH, or None."""
     found = [*Path.home().glob(f".pyenv/versions/{version}.*/bin/python"), shutil.which(f"python{version}")]
     makes = [
         python
@@ -159,7 +159,7 @@ def python_at_hand(version):
 @pytest.mark.full
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_what_pip_installs_runs_without_a_compiler(version, wheel, tmp_path):
-    """Builds the wheel of this version and tries it; needs a package index."""
+    """Builds the wheel of this version and tries it. The test needs a package index."""
     python = python_at_hand(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
@@ -191,7 +191,7 @@ def test_the_demo_model_is_small():
 
 
 def test_without_a_backend_the_extra_is_named(tmp_path):
-    """As `pip install .` on Linux leaves it: the package mlx alone has no engine."""
+    """Checks the state that `pip install .` leaves on Linux: the package mlx alone has no engine."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
     for words in (["-m", "moeflux_mlx", "generate", "--help"], ["-c", "from moeflux_mlx import load"]):
@@ -210,7 +210,7 @@ def test_without_a_backend_the_extra_is_named(tmp_path):
         (None, None),
     ],
 )
-def test_the_package_is_installed_anew_from_where_it_came(origin, command, monkeypatch):
+def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeypatch):
     class Installed:
         def read_text(self, name):
             assert name == "direct_url.json"
@@ -241,7 +241,7 @@ def test_a_misspelt_backend_is_named(tmp_path):
 
 
 def test_the_demo_takes_the_callers_paths(tmp_path):
-    """Relative ones too: the script itself works in the repository."""
+    """Checks relative paths too: the script itself works in the repository."""
     shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "tiny")
     environment = {**os.environ, "VIRTUAL_ENV": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     python = tmp_path / "python"

@@ -56,7 +56,7 @@ def test_two_spellings_that_differ_are_refused():
     ],
 )
 def test_what_an_entry_leaves_out_is_the_modes_default(entry, wanted):
-    """Never what the rest of the file has."""
+    """The rest of the file does not change the default."""
     quants = entries({"quantization": {"bits": 8, "group_size": 32, "m": entry, "on": True}})
     assert quants == {"": Quant(8, 32), "m": wanted}
 
@@ -70,7 +70,7 @@ def test_an_entry_says_what_it_was_made_from(quant):
     "entry",
     [{"global_scale": True}, {"mode": "mxfp4", "global_scale": True}, {"mode": "nvfp4", "global_scale": 1.0}],
 )
-def test_a_global_scale_that_no_form_has(entry):
+def test_a_global_scale_without_a_form_is_refused(entry):
     with pytest.raises(ConfigError, match="quantization of m: .*, global_scale .* is not known"):
         parse("m", entry)
 
@@ -86,7 +86,7 @@ def test_a_form_that_is_not_known_is_named(where):
     assert "affine 1, 2" in text[:200]
 
 
-def test_what_is_known():
+def test_known_forms():
     forms = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
     forms += [Quant(mode.bits, mode.group_size, name) for name, mode in MODES.items()]
     forms.append(Quant(4, 16, "nvfp4", has_global_scale=True))
@@ -109,7 +109,7 @@ def test_shapes_and_configuration_must_agree(form, stated, groups, off, more):
     columns = 128 * groups
     words, count = form.words(columns) + off, form.groups(columns) + more
     if stated and not off and not more and (form.bits, form.group_size) == (stated.bits, stated.group_size):
-        assert of_shapes("m", columns, words, count, stated) == stated  # shapes do not tell the mode
+        assert of_shapes("m", columns, words, count, stated) == stated  # shapes do not show the mode
         return
     with pytest.raises(
         ModelFileError, match=rf"tensor m\.weight has .* by its shapes.*says {stated or 'not quantised'}$"
@@ -118,7 +118,7 @@ def test_shapes_and_configuration_must_agree(form, stated, groups, off, more):
 
 
 @given(columns=st.integers(0, 300), words=st.integers(0, 300), groups=st.integers(0, 40), stated=forms)
-def test_no_shapes_are_too_strange(columns, words, groups, stated):
+def test_any_shapes_are_a_form_or_a_model_file_error(columns, words, groups, stated):
     try:
         quant = of_shapes("m", columns, words, groups, stated)
     except ModelFileError:

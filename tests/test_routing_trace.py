@@ -12,7 +12,7 @@ from tiny_models import tiny_directory
 
 
 def best_possible(keys, slots):
-    """Most hits of any replacement, by trying them all."""
+    """Returns the most hits of any replacement, found by trying them all."""
     pools = {frozenset(): 0}
     for key in keys:
         following = {}
@@ -40,7 +40,7 @@ def test_least_recently_used_by_hand():
     assert trace.lru(np.array([1, 2, 1, 3, 2, 1]), 2).tolist() == [False, False, True, False, False, False]
 
 
-def test_reuse_is_what_was_asked_for():
+def test_reuse_is_as_requested():
     rng = np.random.default_rng(0)
     for reuse in (0.0, 0.35, 0.9):
         made = trace.synthesize((200, 3, 8), 256, reuse, 0.0, rng)
@@ -49,14 +49,14 @@ def test_reuse_is_what_was_asked_for():
         assert all(len(set(row)) == 8 for row in itertools.chain(*made.tolist()))
 
 
-def test_a_pool_that_has_the_previous_token_leaves_its_predictor_nothing_to_find():
+def test_a_pool_with_the_previous_token_leaves_nothing_to_predict():
     made = trace.synthesize((200, 4, 8), 128, 0.35, 0.5, np.random.default_rng(0))
     row = trace.replay(made, 128, 200, recall=0.8)
     assert row["previous"] == 0 and 0.75 < row["predicted"] < 0.85
     assert row["lru"] < row["belady"]
 
 
-def test_sequences_ask_together_for_as_many_experts_as_was_asked_for():
+def test_sequences_together_request_as_many_experts_as_asked():
     made = trace.synthesize_together((4, 150, 2, 8), 128, 0.35, 0.5, trace.UNIONS, np.random.default_rng(0))
     assert all(len(set(row)) == 8 for row in made.reshape(-1, 8).tolist())
     for count, union in ((1, 1.0), (2, 1.55), (4, 2.45)):

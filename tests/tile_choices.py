@@ -1,10 +1,10 @@
-"""Choices of tiles for tests. Each has its own plans: it neither uses earlier ones nor leaves any behind."""
+"""Choices of tiles for tests. Each has its own plans: it neither uses earlier plans nor leaves any behind."""
 
 from moeflux_mlx.ops.tiles import TILES, Tile, Tiles
 
 
 class Chosen(Tiles):
-    """These tiles by kernel on whatever shape and GPU, and the code's for the other kernels."""
+    """Gives these tiles to their kernels for any shape and GPU; other kernels keep the tiles of the code."""
 
     def __init__(self, by_kernel: dict[str, Tile] | None = None):
         super().__init__()

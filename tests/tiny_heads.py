@@ -2,7 +2,7 @@
 
 A head has the tensors of the model's last layer with attention, drawn anew, and four of its own. `drafted` follows
 DeepSeek-V3 (arXiv:2412.19437, section 2.2) and Qwen's head in vLLM (`qwen3_next_mtp.py`), which takes hidden states
-behind the model's last norm.
+after the model's last norm.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tiny_models import on_cpu, write_tokenizer
 from moeflux_mlx.convert import convert
 
 HEADED = ("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
-LAYERED = ("deepseek_v3", "glm4_moe", "glm5_next")  # whose head is one layer more
+LAYERED = ("deepseek_v3", "glm4_moe", "glm5_next")  # families whose head is one additional layer
 
 
 def head_tensors(family):
@@ -57,7 +57,7 @@ def _kind(name, norm):
 
 
 def write_headed(path, family, variant="hub", head=None):
-    """A checkpoint with a draft head, `head` or `head_tensors`."""
+    """Writes a checkpoint with a draft head: `head`, or `head_tensors`."""
     path = goldens.write_variant(path, family, variant)
     skipped = goldens.skipped_tensors(family)
     tensors = {name: one for name, one in goldens.variant_tensors(family, variant).items() if name not in skipped}
@@ -72,7 +72,7 @@ def _kept():
 
 @functools.cache
 def headed_directory(family):
-    """A packed model with a draft head and a tokenizer, shared by the tests: do not write into it."""
+    """Returns a packed model with a draft head and a tokenizer. Tests share it and must not write into it."""
     path = Path(_kept().name) / family
     with on_cpu():
         convert(write_headed(path.with_suffix(".checkpoint"), family), path)
@@ -81,7 +81,8 @@ def headed_directory(family):
 
 
 def weights(family):
-    """{our name: float64 array} of the head as it is loaded: 8 bits, routed experts 4, and what stays as it is."""
+    """Returns {our name: float64 array} of the head as it is loaded: routed experts in 4 bits, other matrices in 8, and
+    the rest unchanged."""
     names, result = _names(family), {}
     for name, tensor in head_tensors(family).items():
         ours = next(own for own, theirs in sorted(names.items(), reverse=True) if name.startswith(theirs))
@@ -97,7 +98,8 @@ def _dequantised(family, name, values):
 
 
 def drafted(family, embedded, hidden, lm_head):
-    """Logits [T, V] of hidden states [T, D] and the embeddings [T, D] of the tokens after them; and its own states."""
+    """Returns logits [T, V] of hidden states [T, D] and the embeddings [T, D] of the tokens after them, and its own
+    states."""
     c, w = goldens.text_config(family), weights(family)
     plus, eps = oracle.norm_offset(c), c["rms_norm_eps"]
     parts = (

@@ -1,7 +1,7 @@
 """Tiny packed models of every family that run, made by `convert` once per run of the tests, for all workers.
 
-`tiny_directory` has a tokenizer and a chat template beside the weights, so that commands can be tested on
-it as users run them; the weights are random, and so is what they write.
+`tiny_directory` has a tokenizer and a chat template beside the weights, so that commands can be tested on it as users
+run them. The weights are random, so the text that they write is random too.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = Path(__file__).parent / "fixtures" / "templates"
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 THINK = ("<think>", "</think>")
-NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # left out to fit the tiny vocabulary of 256
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}  # left out so that the vocabulary fits the tiny 256
 
 
 _making = threading.Lock()
 
 
 def tiny_directory(family, variant="mlx4", template="qwen3_style"):
-    """A packed model with tokenizer and chat template, shared by the tests: do not write into it."""
-    with _making:  # a test's threads may ask for the same
+    """Returns a packed model with tokenizer and chat template. Tests share it and must not write into it."""
+    with _making:  # the threads of a test may ask for the same model
         return _directory(family, variant, template)
 
 
@@ -43,7 +43,7 @@ def tiny_directory(family, variant="mlx4", template="qwen3_style"):
 def _directory(family, variant, template):
     def make(path):
         checkpoint = goldens.write_variant(path.with_name(f"{path.name}-checkpoint"), family, variant)
-        with on_cpu():  # a GPU rounds some weights the other way, and goldens were made here
+        with on_cpu():  # a GPU rounds some weights differently, and the goldens were made on a CPU
             convert(checkpoint, path)
         write_tokenizer(path, template)
 
@@ -51,10 +51,11 @@ def _directory(family, variant, template):
 
 
 def made_once(name, make):
-    """The folder of this name that `make(path)` writes, in the first worker that needs it; it must not be changed."""
+    """Returns the folder of this name, which `make(path)` writes in the first worker that needs it. It must not be
+    changed."""
     path = Path(os.environ["MOEFLUX_TINY_MODELS"]) / name
     with open(path.with_name(f"{name}.lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         if not os.fstat(lock.fileno()).st_size:
             make(path)
             lock.write("made")
@@ -62,7 +63,7 @@ def made_once(name, make):
 
 
 def tiny_model(family, dtype=None, variant="mlx4"):
-    """The model of `tiny_directory`, with activations and caches in `dtype`, loaded once for each default device."""
+    """Returns the model of `tiny_directory`, with activations and caches in `dtype`, one for each default device."""
     return _model(family, dtype, variant, str(mx.default_device()))
 
 
@@ -72,7 +73,7 @@ def _model(family, dtype, variant, device):
 
 
 def with_config(source, path, change):
-    """The model with other values in the text part of its configuration."""
+    """Returns the model with other values in the text part of its configuration."""
     path.mkdir()
     for file in source.iterdir():
         (path / file.name).symlink_to(file)
@@ -95,18 +96,18 @@ def on_cpu():
 
 
 def use_plain_operations(patch):
-    """What the fixture `plain_operations` does, from here on and for as long as `patch` lasts."""
+    """Does what the fixture `plain_operations` does, until `patch` ends."""
     patch.setattr(native, "available", lambda: False)
     patch.setattr(native, "warn_if_missing", lambda: None)
 
 
 def child_environment(first=ROOT):
-    """For a child process that imports what this one can, from the folder `first` before all others."""
+    """Returns the environment for a child that imports what this process can, from the folder `first` before others."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), *sys.path])}
 
 
 def write_tokenizer(path, template):
-    """A byte-level vocabulary of 248 tokens with ChatML markers and thinking tags, for any text."""
+    """Writes a byte-level vocabulary of 248 tokens with ChatML markers and thinking tags, for any text."""
     letters = [letter for byte, letter in sorted(_byte_letters().items()) if byte not in NEVER_IN_UTF8]
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -121,7 +122,7 @@ def write_tokenizer(path, template):
 
 
 def _byte_letters():
-    """byte -> its letter in byte-level vocabularies: itself if printable, else the next from U+0100 on."""
+    """Returns byte -> its letter in byte-level vocabularies: itself if printable, else the next one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -132,7 +133,7 @@ def _write_json(path, value):
 
 
 def logits_of_calls(model, tokens, lengths, cache=None):
-    """[T, V] of tokens that are given in calls of such lengths."""
+    """Returns [T, V]: logits of tokens that are given in calls of these lengths."""
     cache, parts, start = cache or model.make_cache(), [], 0
     for length in lengths:
         parts.append(model(mx.array(tokens[None, start : start + length]), cache))

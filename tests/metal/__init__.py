@@ -1,1 +1,1 @@
-"""Runs the Metal text that MLX generates on this machine's CPU, with SIMT semantics and checks. See README.md."""
+"""Runs the Metal source that MLX generates on this machine's CPU, with SIMT semantics and checks (see README.md)."""

@@ -1,8 +1,8 @@
 """A sample kernel and the ways to break it: each fault names the check that must catch it.
 
-The kernel, in `sample/`, has every ingredient the harness must get right: threadgroup memory behind a barrier,
-simdgroup sums, vector loads, an input that may be `constant` or `device`, helpers in a header. It computes
-silu(gate x) * (up x) for the experts in idx, from a blob of 4-bit weights.
+The kernel, in `sample/`, has everything that the harness must get right: threadgroup memory behind a barrier, simdgroup
+sums, vector loads, an input that may be `constant` or `device`, helpers in a header. It computes silu(gate x) * (up x)
+for the experts in idx, from a blob of 4-bit weights.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LIMITS = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 4e-3}  # largest erro
 
 @dataclass
 class Sample:
-    """One launch of the kernel, and what it has to give."""
+    """One launch of the kernel, and the result that it must give."""
 
     inputs: list[mx.array]
     want: np.ndarray
@@ -46,7 +46,7 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def _matrix(rng: np.random.Generator, rows: int, columns: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """(codes, scales, biases) as words, and the matrix they stand for."""
+    """Returns (codes, scales, biases) as words, and the matrix that they store."""
     codes = rng.integers(0, 2**32, (rows, columns // 8), dtype=np.uint32)
     scales = bfloat16_bits(rng.uniform(0.002, 0.02, (rows, columns // 64)))
     biases = bfloat16_bits(rng.uniform(-0.15, 0.0, (rows, columns // 64)))
@@ -173,7 +173,7 @@ FAULTS = {
 
 
 def caught_by(fault: Fault) -> str:
-    """What catches the fault: "compiler", "checks", "oracle", or "nobody"."""
+    """Returns what catches the fault: "compiler", "checks", "oracle", or "nobody"."""
     case = sample(mx.bfloat16, 256, 136, fault.slots)
     try:
         (out,) = msl.run(kernel(fault.body, fault.header), case.inputs, **case.call)

@@ -29,14 +29,14 @@ from moeflux_mlx.ops import launch as launcher
 HERE = pathlib.Path(__file__).parent
 BUILD = pathlib.Path(os.environ.get("MSL_BUILD", pathlib.Path(tempfile.gettempdir()) / f"msl-{os.getuid()}"))
 COMPILER = os.environ.get("MSL_CLANG", "clang++")
-# A GPU machine without clang runs its kernels instead; any other Linux machine must have clang.
+# A GPU machine without clang runs the kernels on its GPU instead. Any other Linux machine must have clang.
 AVAILABLE = (
     sys.platform == "linux"
     and platform.machine() == "x86_64"
     and (shutil.which(COMPILER) is not None or not mx.is_available(mx.gpu))
 )
 needed = pytest.mark.skipif(not AVAILABLE, reason="Metal's text is executed on Linux x86-64 only")
-ORDERS = (0, 1, 7)  # first come, last come, shuffled with this seed
+ORDERS = (0, 1, 7)  # first to last, last to first, shuffled with this seed
 FLAGS = [
     *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"),
     *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-O1", "-g1", "-fPIC"),
@@ -49,12 +49,12 @@ FLAGS = [
         "-Werror",
     ),
     *("-Wno-unknown-attributes", "-Wno-sign-compare", "-Wno-unused-function", "-Wno-unused-parameter"),
-    *("-Wno-unused-local-typedef", "-Wno-unused-variable"),  # constants of a launch that a text has no use for
+    *("-Wno-unused-local-typedef", "-Wno-unused-variable"),  # constants of a launch that this source does not use
     "-fsanitize=thread,shift,array-bounds,integer-divide-by-zero,float-cast-overflow",
 ]
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-c"]
 RUNTIME_FLAGS += ["-fno-exceptions", "-fno-c++-static-destructors"]  # so that `ld` alone can link it
-SPACES = {  # the roles msl_host.h gives to OpenCL's spaces, for messages
+SPACES = {  # the address spaces that msl_host.h gives as OpenCL's, for messages
     "__local": "device",
     "__constant": "constant",
     "__global": "threadgroup",
@@ -64,15 +64,15 @@ SPACES = {  # the roles msl_host.h gives to OpenCL's spaces, for messages
 
 
 class Failure(Exception):
-    """The compiler refused the text, or a check failed while it ran."""
+    """Raised if the compiler refuses the source, or if a check fails while it runs."""
 
 
-# ---- the text
+# ---- the source
 
 
 @contextlib.contextmanager
 def _captured_stdout() -> Iterator[Any]:
-    """A file that takes what C++ writes to stdout, which sys.stdout never sees."""
+    """Captures in a file what C++ writes to stdout, which sys.stdout never sees."""
     libc = ctypes.CDLL(None)
     with open(os.memfd_create("stdout"), "w+") as file:
         saved = os.dup(1)
@@ -87,7 +87,7 @@ def _captured_stdout() -> Iterator[Any]:
 
 
 def generate(kernel: Any, inputs: Sequence[mx.array], **call: Any) -> str:
-    """The text MLX would hand to Metal for these inputs, of which only shapes and dtypes matter.
+    """Returns the source that MLX would give Metal for these inputs, of which only shapes and dtypes matter.
 
     MLX's CPU build refuses to call a Metal kernel except while it traces a function for export.
     """
@@ -103,7 +103,7 @@ def generate(kernel: Any, inputs: Sequence[mx.array], **call: Any) -> str:
 
 
 def parse(text: str) -> tuple[str, list[tuple[str, str, str]]]:
-    """(the instance to call, [(type, name, attribute)]) of generated text."""
+    """Returns (the instance to call, [(type, name, attribute)]) of generated source."""
     name, body = re.search(r"\[\[kernel\]\] void (\w+)\((.*?)\) \{\n", text, re.S).groups()
     parameters = re.findall(r"^\s*(.+?)\s*\b(\w+) \[\[(\w+)(?:\(\d+\))?\]\]", body, re.M)
     instance = re.search(r"decltype\((\w+<.*?>)\) ", text)
@@ -111,14 +111,14 @@ def parse(text: str) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def host_text(text: str) -> str:
-    """The same text after the two edits that no macro can make: MLX's instantiation line, which clang refuses, goes;
-    and `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel."""
+    """Returns the source after the two edits that no macro can make: MLX's instantiation line, which clang refuses, is
+    removed; and `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel."""
     text = re.sub(r"^template \[\[host_name\(.*$", "", text, flags=re.M)
     return re.sub(r"\bthreadgroup(?=\s+[\w:]+(?:<[^;()]*>)?\s+\w+\s*[\[;,=])", "MSL_TG_ARRAY", text)
 
 
 def lint(text: str) -> None:
-    """Metal wants an address space on every pointer and reference; clang's OpenCL mode does not."""
+    """Checks that every pointer and reference has an address space: Metal requires it, clang's OpenCL mode does not."""
     code = re.sub(r"//.*|/\*.*?\*/", "", text)
     scalar = r"(?:half|float|bool|bfloat|u?(?:char|short|int|long))[234]?|\w+_t|[A-Z]\w*(?=[*&])"
     match = re.search(rf"(?m)(?:^|[;{{}}(,])\s*(?:const\s+)?(?:{scalar})\s*[*&]+\s*\w+\s*[=;,)]", code)
@@ -137,7 +137,7 @@ def _argument(kind: str, attribute: str, name: str, buffer: int) -> str:
 
 
 def translation_unit(text: str) -> str:
-    """msl_host.h, the edited text, and a function with a fixed signature that calls the kernel."""
+    """Returns msl_host.h, the edited source, and a function with a fixed signature that calls the kernel."""
     call, parameters = parse(text)
     arguments, buffers = [], 0
     for kind, name, attribute in parameters:
@@ -159,7 +159,7 @@ def require_compiler() -> None:
 
 
 def _make(out: pathlib.Path, *command: Any) -> pathlib.Path:
-    """Run the command unless its result is cached; clang's names for address spaces become Metal's."""
+    """Runs the command unless its result is cached. clang's names for address spaces become Metal's in messages."""
     if out.exists():
         return out
     partial = out.with_suffix(f".{os.getpid()}")
@@ -179,7 +179,10 @@ def _digest(*parts: str) -> str:
 
 @functools.cache
 def _header() -> pathlib.Path:
-    """msl_host.h as clang has read it, which takes as long as reading a kernel; good for these very files."""
+    """Returns msl_host.h precompiled by clang, because reading it takes as long as reading a kernel.
+
+    It is valid for these very files.
+    """
     files = HERE / "msl_host.h", HERE / "msl_abi.h"
     key = _digest(*FLAGS, *(f"{file} {file.stat().st_mtime_ns}" for file in files))
     return _make(BUILD / f"{key}.pch", COMPILER, *FLAGS, "-x", "cl-header", files[0])
@@ -187,7 +190,7 @@ def _header() -> pathlib.Path:
 
 @functools.cache
 def compile_text(text: str) -> pathlib.Path:
-    """The object file of generated text. Cached by content."""
+    """Returns the object file of generated source. It is cached by content."""
     require_compiler()
     lint(text)
     unit = translation_unit(text)
@@ -201,19 +204,19 @@ def compile_text(text: str) -> pathlib.Path:
 
 @functools.cache
 def _standard_library() -> str:
-    """Where clang finds the C++ library that simt.cpp needs."""
+    """Returns where clang finds the C++ library that simt.cpp needs."""
     done = subprocess.run([COMPILER, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 @functools.cache
 def build(text: str) -> ctypes.CDLL:
-    """A loaded library that runs generated text."""
+    """Returns a loaded library that runs generated source."""
     kernel = compile_text(text)
     simt = HERE / "simt.cpp"
     key = _digest(simt.read_text(), (HERE / "msl_abi.h").read_text(), *RUNTIME_FLAGS)
     runtime = _make(BUILD / f"simt-{key}.o", COMPILER, *RUNTIME_FLAGS, simt)
-    # clang++ would call `ld` too, in six times the time.
+    # clang++ would also call `ld`, but would take six times as long.
     libraries = [_standard_library(), "-L/usr/lib/x86_64-linux-gnu", "-lm", "-lc"]
     library = BUILD / f"{kernel.stem}-{key}.so"
     return ctypes.CDLL(str(_make(library, "ld", "-shared", "--no-undefined", kernel, runtime, *libraries)))
@@ -250,7 +253,7 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 
 def _located(library: ctypes.CDLL, error: str) -> str:
-    """Turn "[pc 0x...]" into the source line, through the line table that -g1 left."""
+    """Replaces "[pc 0x...]" in an error by the source line, which the line table of -g1 gives."""
     match = re.search(r"\[pc 0x(\w+)\]", error)
     if not match:
         return error
@@ -267,7 +270,7 @@ def launch(
     threadgroup: Sequence[int],
     order: int = 0,
 ) -> list[np.ndarray]:
-    """Run once. `outputs` is [(shape, dtype)]; they start as 0xFF bytes, which read as NaN."""
+    """Runs once. `outputs` is [(shape, dtype)]; they start as 0xFF bytes, which read as NaN."""
     held = []
     for array in inputs:
         held.append(_aligned(max(array.nbytes, 1)))
@@ -284,12 +287,12 @@ def launch(
 
 
 def _as_numpy(array: mx.array) -> np.ndarray:
-    """numpy has no bfloat16: its bits."""
+    """Returns a numpy array; numpy has no bfloat16, so such an array is returned as its bits."""
     return np.asarray(mx.view(array, mx.uint16)) if array.dtype == mx.bfloat16 else np.asarray(array)
 
 
 def _extras(name: str, array: mx.array) -> dict[str, np.ndarray]:
-    """What MLX passes after an input whose shape, strides or ndim the source mentions."""
+    """Returns what MLX passes after an input if the source mentions its shape, strides or ndim."""
     shape = array.shape
     strides = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
     return {
@@ -300,7 +303,7 @@ def _extras(name: str, array: mx.array) -> dict[str, np.ndarray]:
 
 
 def _bound(text: str, inputs: Sequence[mx.array]) -> list[np.ndarray]:
-    """The input buffers in the order of the generated signature."""
+    """Returns the input buffers in the order of the generated signature."""
     bound: list[np.ndarray] = []
     extras: dict[str, np.ndarray] = {}
     rest = list(inputs)
@@ -331,7 +334,7 @@ def run(
     orders: Sequence[int] = ORDERS,
     **call: Any,
 ) -> list[np.ndarray]:
-    """`kernel(...)` on the host, once per scheduling order, which must all give the same bytes."""
+    """Runs `kernel(...)` on the host, once per scheduling order. All orders must give the same bytes."""
     text = generate(
         kernel,
         inputs,
@@ -352,7 +355,7 @@ def run(
 
 
 class HostKernel:
-    """Stands in for what `mx.fast.metal_kernel` returns: generates the text, runs it here, returns mx.arrays."""
+    """Replaces what `mx.fast.metal_kernel` returns: generates the source, runs it here, returns mx.arrays."""
 
     make = staticmethod(mx.fast.metal_kernel)
 
@@ -375,7 +378,7 @@ class HostKernel:
 
 
 class TextKernel(HostKernel):
-    """Compiles the text without running it and returns zeros; `texts` keeps what was generated."""
+    """Compiles the source without running it and returns zeros. `texts` keeps the generated sources."""
 
     texts: list[str] = []
 
@@ -387,7 +390,7 @@ class TextKernel(HostKernel):
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
-    """Lets the text `file` of a kernel read `new` where it has `old`, as it must have."""
+    """Replaces `old` by `new` in the source `file` of a kernel. `old` must occur in it."""
     text = launcher.text_of
     assert old in text(file)
     monkeypatch.setattr(launcher, "text_of", lambda name: text(name).replace(old, new) if name == file else text(name))
@@ -395,7 +398,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> Non
 
 @contextlib.contextmanager
 def launching(kind: type[HostKernel] = HostKernel) -> Iterator[None]:
-    """Gives the launch code a GPU: this harness in place of Metal, else the machine's own."""
+    """Gives the launch code a GPU: this harness in place of Metal, or the machine's own GPU."""
     if AVAILABLE:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))

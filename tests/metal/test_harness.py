@@ -45,7 +45,7 @@ def test_missing_compiler_names_the_remedy(monkeypatch):
 
 @pytest.fixture
 def gated_delta(monkeypatch):
-    """mlx-lm's module, whose kernels exist only if Metal is there when it is imported."""
+    """Loads mlx-lm's module, whose kernels exist only if Metal is there when it is imported."""
     import importlib
 
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **definition: msl.HostKernel(**definition))

@@ -22,7 +22,7 @@ def host():
 
 
 def case(shape, dtype=mx.float32, seed=0):
-    """h, two results and three norms."""
+    """Returns h, two results and three norms."""
     rng = np.random.default_rng(seed)
     norms = [RMSNorm(shape[-1], EPS) for _ in range(3)]
     for norm in norms:

@@ -53,7 +53,7 @@ class Layer:
         self.norms = [RMSNorm(width, 1e-2), RMSNorm(width, 1e-2)] if self.part.norm else [None, None]
         for norm in filter(None, self.norms):
             norm.weight = self.normal(width)
-        self.sinks = 2 * self.normal(heads) if self.part.sinks else None  # of both signs
+        self.sinks = 2 * self.normal(heads) if self.part.sinks else None  # values of both signs
         self.rope, self.rotation = Rope(rotation), rotation
         self.interleaved = rotation.interleaved
         self.tokens, self.positions = [], []
@@ -65,7 +65,7 @@ class Layer:
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
 
     def feed(self, cache, tokens):
-        """Attends with `tokens` new ones; what comes of the last."""
+        """Attends with `tokens` new tokens. Returns the output of the last one."""
         heads, kv_heads, width, gates = self.sizes
         shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, self.part.value_width)
         parts = [self.normal(1, tokens, *shape) for shape in shapes]
@@ -90,7 +90,7 @@ class Layer:
         return out
 
     def want(self, cache=None):
-        """The last token's, in float64; of rounded keys and values, those that `cache` has."""
+        """Computes the last token's output in float64. If keys and values are rounded, it uses those in `cache`."""
         heads, kv_heads, width, gates = self.sizes
         q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], self.positions[-1])
         seen = list(zip(self.positions, self.tokens, strict=True))[-(self.part.window or len(self.tokens)) :]
@@ -108,8 +108,10 @@ class Layer:
         return out.reshape(-1)
 
     def kept(self, rows, offset, part):
-        """What a cache has of the newest keys or values `part` [N, kv heads, width]: each the nearest there is, else
-        no number."""
+        """Returns the rows of a cache for the newest keys or values `part` [N, kv heads, width], NaN where they differ.
+
+        They may differ by half a step of the stored form.
+        """
         count, _, width = part.shape
         slots = mx.arange(offset - count, offset) % rows.shape[2]
         got = wide(kv_rows.decode(mx.take(rows[0], slots, axis=1), width, mx.float32)).swapaxes(0, 1)
@@ -148,14 +150,14 @@ MIMO = {"window": 129, "sinks": True, "norm": None, "value_dim": 128}
     ],
 )
 def test_at_the_shapes_of_named_models(host, heads, kv_heads, width, switches):
-    """What a threadgroup keeps must fit in Metal's 32 KB."""
+    """The memory of a threadgroup must fit in Metal's 32 KB."""
     layer = Layer(heads, kv_heads, width, width == 256, Rotation(width // 4, 1e7), switches, mx.bfloat16)
     assert layer.error([3, 1]) < LIMITS[mx.bfloat16]
 
 
 @pytest.mark.parametrize("lengths", [[1], [31, 1], [32, 1], [63, 1, 1], [200, *[1] * 34], [255, 1, 2, 1], [1, 1, 9, 1]])
 def test_wherever_pieces_and_arrays_end(host, lengths):
-    """A piece of the context, the newest keys' array and the capacity."""
+    """Checks lengths around the end of a piece of the context, of the array of newest keys and of the capacity."""
     assert Layer(*CASES["gates"]).error(lengths) < LIMITS[mx.float32]
 
 
@@ -189,7 +191,7 @@ def test_bits_of_a_window_depend_on_the_position_alone(host, window, bits):
 
 @pytest.mark.parametrize("shift", [70, -15])
 def test_a_token_is_turned_by_its_rotary_position(host, shift):
-    """And not by its place in the cache."""
+    """A token's rotation does not depend on its place in the cache."""
     layer = Layer(*CASES["gates"])
     cache = layer.cache()
     layer.feed(cache, 20)
@@ -202,13 +204,13 @@ def test_a_token_is_turned_by_its_rotary_position(host, shift):
 
 @pytest.mark.parametrize("case", ["gates", "8 bits"])
 def test_bits_do_not_depend_on_where_keys_lie(host, case):
-    """Nor on the capacity."""
+    """The bits do not depend on the capacity either."""
     layer, moved = Layer(*CASES[case]), Layer(*CASES[case])
     one, other = layer.cache(), layer.cache()
     for length in (240, *[1] * 9):
         got, want = layer.feed(one, length), moved.feed(other, length)
         assert mx.array_equal(got, want)
-        assert other.state[2] == one.offset  # who looks at it moves the newest keys
+        assert other.state[2] == one.offset  # reading the cache moves the newest keys
         other.reserve(300)
     for a, b in zip(one.state[:2], other.state[:2], strict=True):
         assert mx.array_equal(a[..., : one.offset, :], b[..., : one.offset, :])
@@ -227,8 +229,8 @@ def test_arrays_that_were_shown_keep_what_they_covered(host):
 
 
 def check_stand_in(layer, draw, cache, other):
-    """The traced stand-in of `cache` gives, for tokens that `draw` draws, what `other` gives; 40 tokens are
-    in `cache`."""
+    """Checks that the traced stand-in of `cache` gives the same as `other` for tokens that `draw` draws. `cache` has 40
+    tokens."""
     other.state = (*(array + 0 for array in cache.state[:2]), cache.offset)
     for _ in range(attend.RECENT + 2):
         parts = draw()
@@ -245,7 +247,7 @@ def check_stand_in(layer, draw, cache, other):
 
 
 @pytest.mark.parametrize("case", ["one group", "8 bits"])
-def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host, case):
+def test_traced_stand_in_of_a_cache_gives_the_same(host, case):
     layer = Layer(*CASES[case])
     cache = layer.cache()
     layer.feed(cache, 40)
@@ -265,7 +267,7 @@ def test_a_cache_that_was_trimmed_goes_on(host, back):
 
 
 def test_a_late_token_is_turned_as_many_are(host):
-    """Their angles have the same float32 rounding, so queries and keys of all positions fit together."""
+    """All angles have the same float32 rounding, so queries and keys of all positions fit together."""
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     step, _ = attend.plan(
@@ -323,7 +325,7 @@ FAULTS = {
     "its own key as it was": ("kv_rows.h", "x[i] = float(X(kv_decode(code, scale)))", "x[i] = float(X(x[i]))"),
     "parts of one weight": ("attend_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
 }
-SEEN_IN = {  # the case in which a fault shows; others in "one group"
+SEEN_IN = {  # the case that shows the fault; the others are in "one group"
     "heads without gates": "gates",
     "no magnitude": "YaRN",
     "a window too wide": "window",

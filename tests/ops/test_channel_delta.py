@@ -15,14 +15,14 @@ HEADS, KEY, VALUE = 2, 16, 8
 
 
 def steps(*given):
-    """Of both texts, as the oracle takes them."""
+    """Returns the steps of both texts, in the oracle's form."""
     q, k, v, decays, beta, state = (part.astype(np.float64) for part in given)
     texts = zip(q, k, v, np.exp(decays), beta, state, strict=True)
     return map(np.stack, zip(*(oracle.gated_delta_recurrence(*text) for text in texts), strict=True))
 
 
 def drawn(seed, length, least, alike):
-    """Tokens of two texts; `alike`: the keys of all are the same, as those of a token that is repeated."""
+    """Returns tokens of two texts. With `alike` the keys of all tokens are the same, like those of a repeated token."""
     rng = np.random.default_rng(seed)
     q, k = (rng.normal(size=(2, length, HEADS, KEY)) for _ in range(2))
     if alike:
@@ -73,5 +73,8 @@ def test_a_prompt_in_several_parts(monkeypatch):
 
 
 def test_inverses_stay_small():
-    """Of the matrix whose powers grow most: halves are inverted, no power is made."""
+    """The powers of this matrix grow more than those of any other.
+
+    Halves of it are inverted, so no power is computed.
+    """
     assert np.array_equal(inverse(mx.tril(mx.ones((16, 16)), -1)), np.eye(16) - np.eye(16, k=-1))

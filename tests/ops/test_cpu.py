@@ -1,4 +1,4 @@
-"""The CPU path: numpy and native kernels compared with MLX's operations, and what they must not change."""
+"""The CPU path: numpy and native kernels compared with MLX's operations, and state that they must not change."""
 
 import tracemalloc
 from dataclasses import replace
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 TOLERANCE = 1e-4  # of logits with standard deviation 1
 TOKENS = mx.array([np.random.default_rng(0).integers(0, 240, 40).tolist()])
-CHUNKS = {40: TOKENS, 1: TOKENS[:, :12]}  # fed so many at a time
+CHUNKS = {40: TOKENS, 1: TOKENS[:, :12]}  # tokens of one call
 
 
 def run(model, tokens, chunk):
@@ -38,7 +38,7 @@ def run(model, tokens, chunk):
 
 @pytest.fixture(scope="module")
 def by_mlx():
-    """Logits of every family from MLX's operations, in one chunk and in single tokens."""
+    """Returns the logits of every family from MLX's operations, in one chunk and in single tokens."""
     with pytest.MonkeyPatch.context() as patch:
         use_plain_operations(patch)
         return {
@@ -72,7 +72,7 @@ def test_the_comparison_sees_a_fault(by_mlx, monkeypatch, module, family):
 
 
 @pytest.mark.parametrize("family", goldens.families())
-def test_sequences_of_a_batch_do_not_meet(family):
+def test_sequences_of_a_batch_do_not_affect_each_other(family):
     model = tiny_model(family, mx.float32)
     for chunk, tokens in CHUNKS.items():
         both = mx.concatenate([tokens, tokens[:, ::-1]])
@@ -82,7 +82,7 @@ def test_sequences_of_a_batch_do_not_meet(family):
 
 @pytest.mark.parametrize("family", goldens.families())
 def test_arrays_that_a_cache_held_do_not_change(family):
-    """Snapshots keep references: what they cover stays, positions beyond may fill."""
+    """Snapshots keep references, so rows that they cover must stay the same. Later positions may be filled."""
     model = tiny_model(family, mx.float32)
     cache = model.make_cache()
     mx.eval(model(TOKENS[:, :9], cache))
@@ -95,19 +95,19 @@ def test_arrays_that_a_cache_held_do_not_change(family):
         assert (np.array(array)[part] == old[part]).all()
 
 
-def test_a_missing_extension_is_said_once(no_extension):
+def test_a_missing_extension_is_reported_once(no_extension):
     model = tiny_model("qwen3_moe", mx.float32)
     with pytest.warns(RuntimeWarning, match="install a C compiler"):
         model(TOKENS)
     model(TOKENS)  # another warning would be an error here
 
 
-def test_only_float32_comes_here():
+def test_only_float32_is_computed_natively():
     assert isinstance(backend.enter(TOKENS, mx.float32), np.ndarray)
     assert all(backend.enter(TOKENS, dtype) is TOKENS for dtype in (mx.bfloat16, mx.float16))
 
 
-def test_sizes_that_the_kernels_refuse_stay_with_mlx(plain_operations):
+def test_sizes_that_the_kernels_refuse_are_computed_by_mlx(plain_operations):
     args = tiny_model("qwen3_moe", mx.float32).args
     assert Model(args, experts=None).suits_cpu
     layers = [replace(layer, mixer=replace(layer.mixer, head_dim=40)) for layer in args.layers]
@@ -193,7 +193,7 @@ def test_huge_pages_change_nothing():
 
 
 def test_expanded_latents_are_held_once():
-    """Keys and values of all heads are the largest temporaries of a long prompt on the CPU."""
+    """The keys and values of all heads are the largest temporaries of a long prompt on the CPU."""
     heads, nope, value, width, N, L = 16, 32, 64, 64, 2000, 16
     weights = Weight(heads * (nope + value), width)
     weights.weight = mx.random.normal((heads * (nope + value), width), key=mx.random.key(0))

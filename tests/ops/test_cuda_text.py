@@ -52,6 +52,6 @@ def test_every_kernel_compiles(variant, form, compiler):
     assert wanted and not [one.function for one, code in zip(wanted, compiled, strict=True) if code is None]
 
 
-def test_a_fault_of_the_text_is_seen(compiler):
+def test_an_error_in_the_source_is_reported(compiler):
     text = KernelText("fault", ["x"], ["y"], "", "y[0] = simd_sum(x[0]);")
     assert compiler.compile(Program(text, [mx.float32], [mx.float32])) is None

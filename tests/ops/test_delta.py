@@ -71,7 +71,7 @@ def delta_case(rng, T, heads, key_heads, v_dim, k_dim, dtype):
 
 
 def channels_case(rng, T, heads, v_dim, k_dim, dtype=mx.float32):
-    """The same where each channel of a key decays by itself."""
+    """Returns the same where each channel of a key has its own decay."""
     qkv, _, b, A_log, _, state, _ = delta_case(rng, T, heads, heads, v_dim, k_dim, dtype)
     a, dt_bias = random(rng, T, heads * k_dim, dtype=dtype, scale=2), random(rng, heads * k_dim)
     return qkv, a, b, A_log, dt_bias, state, heads, RULE
@@ -97,7 +97,7 @@ def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads, rule=None):
 @pytest.mark.parametrize("steps, T", [("gated_delta", 3), ("gated_delta_tokens", 11)])
 @pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.full)])
 def test_channels_that_decay_by_themselves(host, steps, T, dtype):
-    """The last of the blocks in which many tokens are taken is not full."""
+    """Many tokens are computed in blocks, and the last block is not full."""
     case = channels_case(np.random.default_rng(T), T, 2, 20, 64, dtype)
     out, following = getattr(delta, steps)(*case)
     want, state = delta_oracle(*case)
@@ -144,7 +144,7 @@ def test_gated_delta_tokens_at_other_tiles(host, lanes, rows, simdgroups, ahead)
     assert error(out, want) < 2e-5 and error(following, state) < 2e-5
 
 
-def test_a_tile_that_takes_too_much_threadgroup_memory_is_refused(host):
+def test_a_tile_that_needs_too_much_threadgroup_memory_is_refused(host):
     case, tile = delta_case(np.random.default_rng(0), 11, 2, 1, 19, 128, mx.float32), Tile(8, 8, 8, 8)
     with using(Chosen({"gated_delta_tokens": tile})), pytest.raises(RequestError, match="bytes of threadgroup memory"):
         delta.gated_delta_tokens(*case)
@@ -171,12 +171,12 @@ def test_layer_on_kernels_equals_plain_operations(host, T, rule):
 
 
 STEP_CASES = [(1, 2, 32, 16, 4), (2, 4, 64, 20, 4), (3, 3, 32, 7, 2), (2, 2, 96, 40, 3), (1, 2, 128, 128, 4)]
-CHANNELS = (2, 2, 64, 24, 4)  # of which each decays by itself
+CHANNELS = (2, 2, 64, 24, 4)  # each channel has its own decay
 
 
 @pytest.mark.parametrize("sizes, dtype", drawn([*STEP_CASES, CHANNELS], FLOATS, seed=3))
 def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
-    """The parts are compared with the oracle above; every second case has the other gate."""
+    """The parts are compared with the oracle above. Every second case has the other gate."""
     rng, gate = np.random.default_rng(sizes), "sigmoid" if sizes[3] in (20, 24, 40) else "silu"
     sizes = Delta(*sizes, gate, channel_decay=RULE if sizes == CHANNELS else None)
     qkv, z, b, a = step_inputs(rng, sizes, dtype)
@@ -283,7 +283,7 @@ NAMED = {  # value heads, key heads, experts, experts per token
 
 @msl.needed
 @pytest.mark.parametrize("name", NAMED)
-def test_text_compiles_at_every_variant(text_only, monkeypatch, name):
+def test_source_compiles_for_every_variant(text_only, monkeypatch, name):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     heads, key_heads, E, K = NAMED[name]
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Packed records as dense matrices: the kernel, its twin and MLX's own unpacking give the same bits."""
+"""Packed records as dense matrices: the kernel, its twin and MLX's own dequantisation give the same bits."""
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ def host():
 
 
 def random_records(count, record, seed=0):
-    """Random codes; scales and biases of any exponent that float16 holds."""
+    """Returns random codes, with scales and biases of any exponent that float16 holds."""
     rng = np.random.default_rng(seed)
     blob = rng.integers(0, 1 << 32, (count, record.stride // 4), np.uint32)
     for field in record.fields:
@@ -36,7 +36,7 @@ def random_records(count, record, seed=0):
 
 
 def wanted(blob, projection, slots, dtype):
-    """scale * code + bias as float64 has it, rounded to float32 and then to `dtype`."""
+    """Computes scale * code + bias in float64, rounded to float32 and then to `dtype`."""
     codes, scales, biases = (np.ascontiguousarray(blob[slots][:, field.words]) for field in projection.fields)
     nibbles = codes[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
     scales, biases = ((p.view(np.uint16).astype(np.uint32) << 16).view(np.float32) for p in (scales, biases))
@@ -112,7 +112,7 @@ def test_a_planted_fault_is_caught(host, monkeypatch, file, old, new):
 
 @msl.needed
 @pytest.mark.parametrize("H, I", [(2048, 512), (4096, 1024), (7168, 2048)])
-def test_text_compiles_at_named_shapes(monkeypatch, H, I):
+def test_source_compiles_for_named_shapes(monkeypatch, H, I):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     record = Record.make(H, I)
     with msl.launching(msl.TextKernel):

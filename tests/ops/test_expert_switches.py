@@ -21,11 +21,11 @@ from moeflux_mlx.quant import Quant
 from moeflux_mlx.several import experts as several_experts
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
-LIMIT = 0.6  # of which many products are larger
+LIMIT = 0.6  # a limit that many products exceed
 ACTIVATIONS = [Activation(form, None if form in ("silu", "gelu", "relu") else LIMIT) for form in FORMS]
 STORED = [(MXFP4, "BF16"), (Quant(4, 64), "F16"), (Quant(3, 32), "F32"), (Quant(4, 32), "BF16"), (Quant(8, 64), "F32")]
 KERNEL_LIMITS = {mx.float32: 1e-5, mx.bfloat16: 1e-2, mx.float16: 2e-3}
-SEEN = 2e-2  # of the largest value: what the smallest fault changes at least
+SEEN = 2e-2  # share of the largest value by which the smallest fault changes the result at least
 
 
 def sigmoid(x):
@@ -33,8 +33,8 @@ def sigmoid(x):
 
 
 def activated(g, u, activation, limit=None):
-    """In float64, as gpt-oss (torch/model.py), Step-3.5 (modeling_step3p5.py) and DeepSeek-V4 (model.py) have it, and
-    Nemotron-H without a gate (arXiv:2109.08668)."""
+    """Computes the activation in float64, as gpt-oss (torch/model.py), Step-3.5 (modeling_step3p5.py) and DeepSeek-V4
+    (model.py) have it, and Nemotron-H without a gate (arXiv:2109.08668)."""
     limit = activation.limit if limit is None else limit
     clipped = None if limit is None else (np.minimum(g, limit), np.clip(u, -limit, limit))
     if activation.form == "silu":
@@ -51,7 +51,7 @@ def activated(g, u, activation, limit=None):
 
 
 class Case:
-    """Random records of experts with biases, the slots of some tokens, and what the experts make of them in float64."""
+    """Random records of experts with biases, the slots of some tokens, and the experts' results in float64."""
 
     def __init__(
         self, seed, stored, activation, tokens=3, size=(128, 192), has_bias=True, top_k=3, count=5, turns=False
@@ -72,7 +72,7 @@ class Case:
 
     @staticmethod
     def _filled(rng, row, part, kind):
-        """Writes a matrix and its bias into a record; their values."""
+        """Writes a matrix and its bias into a record, and returns their values."""
         matrix = Stored(rng, part.rows, part.columns, part.quant, part.fields[1].dtype)
         for field, values in zip(part.codes, matrix.parts, strict=True):
             row[field.words] = values.reshape(-1).view(np.uint32)
@@ -84,12 +84,13 @@ class Case:
 
     @staticmethod
     def _apart(first, second):
-        """Gate and up of which the two hold rows in turns."""
+        """Separates the rows of gate and up, which alternate in the two arrays."""
         values, bias = (np.concatenate(pair) for pair in zip(first, second, strict=True))
         return [(values[turn::2], bias[turn::2]) for turn in (0, 1)]
 
     def want(self, activation=None, without="", swapped=False, limit=None):
-        """What residual and experts sum to, or with a fault: without a matrix's bias, gate for up, another limit."""
+        """Returns the sum of residual and experts, or that sum with a fault: without the bias of a matrix, with gate
+        and up swapped, or with another limit."""
         out = self.mid.astype(np.float64)
         for t, k in np.ndindex(self.slots.shape):
             products, x = [], self.x[t].astype(np.float64)
@@ -102,7 +103,7 @@ class Case:
         return out
 
     def stepped(self, make, dtype=None):
-        """By the rows of a step, with arrays that `make` makes."""
+        """Computes with the function for the rows of a step, with arrays that `make` makes."""
 
         def floats(values):
             return make(values) if dtype is None else make(values).astype(dtype)
@@ -111,7 +112,7 @@ class Case:
         return experts.expert_ffn(floats(self.x), *given, make(self.weights), floats(self.mid), None)
 
     def prompted(self, make):
-        """As a prompt goes: rows by expert, in two waves."""
+        """Computes as a prompt does: rows by expert, in two waves."""
         waves = [part for part in np.array_split(np.unique(self.slots), 2) if len(part)]
         counts = np.bincount(self.slots.reshape(-1), minlength=len(self.blob))
         rows = grouped.GroupedRows(make(self.x), self.slots, counts, waves, self.record)
@@ -131,14 +132,17 @@ def named(case):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=named)
 def test_faults_would_be_seen(activation):
-    """Else the comparisons below would prove nothing: what is compared differs by far more than their tolerances."""
+    """Otherwise the comparisons below would prove nothing.
+
+    The faults differ from the results by much more than the tolerances.
+    """
     case = Case(1, STORED[0], activation)
     want = case.want()
     faults = [case.want(without=name) for name in ("gate", "up", "down")]
     faults += [case.want(swapped=True)] if case.matrices == 3 else []
     faults += [case.want(other) for other in ACTIVATIONS if other.form != activation.form]
     faults += [] if activation.limit is None else [case.want(limit=1e6)]
-    least = SEEN / 4 if activation.form == "relu" else SEEN  # no kernel is compared with it in bfloat16
+    least = SEEN / 4 if activation.form == "relu" else SEEN  # no kernel is compared with relu in bfloat16
     assert all(error(fault, want) > least for fault in faults)
 
 
@@ -181,7 +185,7 @@ def host():
         yield
 
 
-KERNELS = [  # of Metal's text each has a variant of its own
+KERNELS = [  # each activation is a variant of Metal's source
     (STORED[0], ACTIVATIONS[4], mx.bfloat16, True, (2880, 64)),
     (STORED[0], ACTIVATIONS[3], mx.float32, False, (128, 320)),
     (STORED[1], ACTIVATIONS[2], mx.float32, True, (64, 704)),
@@ -201,7 +205,7 @@ def test_kernels_match_oracle(host, stored, activation, dtype, has_bias, size):
 @few
 @given(cases(20), st.sampled_from([1, 10**9]))
 def test_prompts_on_mlx_side_match_oracle(case, dense_from):
-    """Taken apart, or from codes in blocks."""
+    """Checks both ways: dequantised experts, and products from codes in blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(grouped.DENSE_FROM, backend.name(), dense_from)
         assert error(case.prompted(mx.array), case.want()) < 1e-5
@@ -209,7 +213,7 @@ def test_prompts_on_mlx_side_match_oracle(case, dense_from):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=named)
 def test_activations_of_many_values(path, activation):
-    """In vectors, at their ends and far outside; what is no number stays none."""
+    """Checks whole vectors, their ends and values far outside. NaN stays NaN."""
     gate, up = 4 * np.random.default_rng(3).standard_normal((2, 3, 37), dtype=np.float32)
     gate[0, :4], up[0, 4:8] = (90, -90, 1e4, -1e4), (90, -90, 1e4, -1e4)
     want = activated(gate.astype(np.float64), up.astype(np.float64), activation)
@@ -223,7 +227,7 @@ def test_activations_of_many_values(path, activation):
 @pytest.mark.parametrize("top_k, activation", [(17, ACTIVATIONS[0]), (22, ACTIVATIONS[4]), (32, ACTIVATIONS[2])])
 @pytest.mark.parametrize("integers", [False, True])
 def test_a_token_may_use_up_to_32_experts(host, monkeypatch, integers, top_k, activation):
-    """`integers`: as CUDA multiplies, whose threadgroups hold x for each simdgroup."""
+    """With `integers`, multiplies as on CUDA, where a threadgroup holds x for each simdgroup."""
     tiles = {}
     if integers:
         monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
@@ -267,7 +271,7 @@ def test_more_experts_than_kernels_take_go_to_the_twins(host):
 
 @pytest.mark.parametrize("make", [np.array, mx.array])
 def test_the_bits_of_a_sum_of_rows(host, make):
-    """As several ranks make it: a bias is added in its pair's row, before the weight."""
+    """Several ranks sum rows in this way: a bias is added in the row of its pair, before the weight."""
     case = Case(6, STORED[0], ACTIVATIONS[4], 2, (128, 64))
     pairs = list(np.ndindex(case.slots.shape))
     tokens, slots = np.array([t for t, _ in pairs]), np.array([case.slots[pair] for pair in pairs])

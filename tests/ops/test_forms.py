@@ -1,5 +1,5 @@
-"""Every form of stored matrices through every operation: Metal's text, MLX's operations and the native kernels against
-float64. The whole grid for Metal's text runs with `--full`."""
+"""Every form of stored matrices in every operation: Metal's kernels, MLX's operations and the native kernels against
+float64. The whole grid for Metal's kernels runs with `--full`."""
 
 import mlx.core as mx
 import numpy as np
@@ -51,7 +51,7 @@ def ops(monkeypatch):
 
 
 class Stored:
-    """A random matrix: its parts as numpy arrays, bfloat16 as uint16, and its values in float64."""
+    """A random matrix: its parts as numpy arrays (bfloat16 as uint16), and its values in float64."""
 
     def __init__(self, rng, rows, columns, quant, kind):
         self.quant, words, shape = quant, quant.words(columns), (rows, quant.groups(columns))
@@ -68,7 +68,7 @@ class Stored:
         self.values, self.largest = s * values + b, np.abs(s) * np.abs(values) + np.abs(b)
 
     def _small_floats(self, rng, quant, codes, values, shape):
-        """Codes and scales of 8 bits, of any sign and with subnormal ones; NaN is no code that a checkpoint holds."""
+        """Returns codes and scales of 8 bits with any sign, also subnormal ones. Checkpoints have no NaN codes."""
         if quant.codes == quant_module.E4M3:
             np.copyto(codes.view(np.uint8), 0x7E, where=codes.view(np.uint8) & 0x7F == 0x7F)
             values = e4m3(codes.view(np.uint8).astype(np.int64)) / 64
@@ -89,18 +89,18 @@ class Stored:
         return values, [wide, 0 * wide]
 
     def in_record(self, field):
-        """Its bytes in a field of a record, as words."""
+        """Returns its bytes as the words of a field in a record."""
         part = self.parts[self.quant.parts.index(field.part)]
         return (part[:1] if field.part == "global_scale" else part).reshape(-1).view(np.uint32)
 
     def arrays(self, kind):
-        """For MLX."""
+        """Returns its parts as MLX arrays."""
         parts = [mx.array(part) for part in self.parts]
         return [parts[0], *(part.view(mx.bfloat16) if kind == "BF16" else part for part in parts[1:])]
 
 
 def narrow(values, kind):
-    """Values in the dtype of a field, and as float64 reads them."""
+    """Returns values in the dtype of a field, and their float64 values."""
     if kind == "BF16":
         bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -109,7 +109,7 @@ def narrow(values, kind):
 
 
 class Experts:
-    """Packed records, the slots of two tokens and what their experts make of them."""
+    """Packed records, the slots of two tokens, and the experts' results in float64."""
 
     def __init__(self, quants, kind, tokens=2, seed=0):
         rng = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ class Experts:
         self.weights = rng.random((tokens, 3), dtype=np.float32)
 
     def results(self, kind):
-        """act and out, with arrays of this `kind`."""
+        """Computes act and out with arrays of this `kind`."""
         records, slots = Records(kind(self.blob), self.record), kind(self.slots)
         act = experts.expert_gate_up(kind(self.x), slots, records)
         return np.array(act), np.array(
@@ -151,7 +151,7 @@ class Experts:
 
 
 def error(got, want):
-    """The largest, of the largest value of its row; not a number counts as infinite."""
+    """Returns the largest error relative to the largest value of its row. NaN counts as infinite."""
     largest = (np.abs(got - want).max(-1) / np.abs(want).max(-1)).max()
     return np.inf if np.isnan(largest) else largest
 
@@ -183,28 +183,28 @@ def check_dequantized(made):
             assert (np.abs(np.array(values) - matrix.values) <= 1.2e-7 * matrix.largest).all()
 
 
-LIMIT = 4e-5  # float32, in which codes of two bits lie beside a constant of 128
+LIMIT = 4e-5  # float32: here codes of two bits are added to a constant of 128
 
 
 @pytest.mark.parametrize("case, tokens", drawn(FEW, [1, 3]))
-def test_text_reads_every_width(host, case, tokens):
+def test_kernel_reads_every_width(host, case, tokens):
     check_products(*case, LIMIT, [tokens])
 
 
 @grid([FEW[2], FEW[3], *SMALL_FLOATS[1:]])
-def test_text_of_experts_reads_every_kind_of_codes(host, quant, kind):
+def test_expert_kernels_read_every_kind_of_codes(host, quant, kind):
     check(quant, kind, LIMIT, [])
 
 
 @pytest.mark.full
 @grid(GRID)
-def test_text_reads_every_form(host, quant, kind):
+def test_kernel_reads_every_form(host, quant, kind):
     check(quant, kind, LIMIT)
 
 
 @pytest.mark.full
 @grid(FEW)
-def test_text_reads_every_width_with_tiles_of_cuda(host, quant, kind):
+def test_kernel_reads_every_width_with_tiles_of_cuda(host, quant, kind):
     with using(Chosen(OF_CUDA)):
         check(quant, kind, LIMIT)
 
@@ -218,7 +218,7 @@ INTEGERS += [(MXFP4, "U8"), (GLOBAL, "U8")]
 
 @pytest.fixture
 def integers(host, monkeypatch):
-    """The experts' kernels as CUDA has them."""
+    """Gives the experts' kernels in the form that CUDA uses."""
     monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
     with using(Chosen(OF_CUDA)):
         yield
@@ -234,7 +234,7 @@ def test_codes_times_integers(integers, quant, kind):
 
 @pytest.mark.parametrize("case, dtype", drawn(INTEGERS, [mx.bfloat16, mx.float16]))
 def test_integers_of_narrow_x(integers, case, dtype):
-    """Of two bytes, and so less than x has itself beside a large one."""
+    """x has two planes of bytes, which are less precise than x itself next to a large value."""
     quant, kind = case
     made = Experts((quant,) * 3, kind)
     act = mx.array(np.random.default_rng(7).standard_normal((2, 3, I), dtype=np.float32)).astype(dtype)
@@ -249,16 +249,16 @@ def test_integers_of_narrow_x(integers, case, dtype):
 
 
 @grid(INTEGERS[-3:])
-def test_a_row_laid_out_in_parts_has_the_same_bits(integers, monkeypatch, quant, kind):
+def test_a_row_stored_in_parts_has_the_same_bits(integers, monkeypatch, quant, kind):
     monkeypatch.setitem(globals(), "I", 640)
     made = Experts((quant,) * 3, kind)
     whole = made.results(mx.array)
     monkeypatch.setattr(experts, "PLANES_BYTES", 3 * 1000)
-    with using(Chosen(OF_CUDA)):  # planned anew
+    with using(Chosen(OF_CUDA)):  # plans the launch again
         assert all(map(np.array_equal, made.results(mx.array), whole))
 
 
-def test_a_row_that_is_too_long_for_the_memory_is_no_integers():
+def test_a_row_that_does_not_fit_in_memory_is_not_multiplied_in_integers():
     for columns, header in ((8192, "planes"), (65536, "affine")):
         record = Record.make(columns, 64, (Quant(2, 64),) * 3)
         blob = 4, record.stride // 4
@@ -366,7 +366,7 @@ def test_native_kernels_read_every_form(path, case):
 
 
 @grid([case for case in FEW if case[0] != Quant(4, 64)])
-def test_native_bits_depend_on_nothing_beside_a_row(path, quant, kind):
+def test_native_bits_of_a_row_depend_on_that_row_alone(path, quant, kind):
     made = Experts((quant,) * 3, kind, tokens=5)
     native.set_threads(1)
     want = made.results(np.array)
@@ -386,7 +386,7 @@ def test_native_bits_depend_on_nothing_beside_a_row(path, quant, kind):
 
 @pytest.mark.parametrize("quant, kind", [(Quant(3, 32), "BF16"), (Quant(6, 128), "F32"), *SMALL_FLOATS])
 def test_resident_matrices(quant, kind):
-    """Products either way, rows by id, and the matrices of heads, on MLX's side and natively."""
+    """Checks products in both directions, rows by id, and the matrices of heads, with MLX and natively."""
     rng = np.random.default_rng(6)
     matrix, x = Stored(rng, 64, H, quant, kind), rng.standard_normal((3, H), dtype=np.float32)
     stored = linear.Part(quant, *matrix.arrays(kind))
@@ -406,5 +406,5 @@ def test_resident_matrices(quant, kind):
     assert error(np.array(linear.dequantized(part, mx.float32)), heads) < 2e-7
 
 
-def test_a_form_of_no_kernel_is_known_as_such():
+def test_a_form_without_a_kernel_is_recognised():
     assert not forms.is_read(Quant(4, 128), 192) and forms.is_read(Quant(3, 64), 192)

@@ -16,7 +16,7 @@ AFFINE, MXFP4 = Quant(4, 64), Quant(4, 32, "mxfp4")
 
 
 def connection(D, rule, quant, dtype, is_last):
-    """A connection with random weights, and its matrices as they are stored, in float64."""
+    """Returns a connection with random weights, and its matrices as they are stored, in float64."""
     rng, made, matrices = np.random.default_rng(D), GatedConnection(rule, D, EPS, is_last), []
     made.hc_norm.weight = mx.array(rng.normal(size=rule.streams * D)).astype(dtype)
     for layer in made._inputs.layers + (made.input_mix_weight_up,):
@@ -43,7 +43,7 @@ def sigmoid(x):
 
 
 def check(D=72, rank=64, streams=4, dtype=mx.float32, quant=None, is_last=False):
-    """Whether a part's input and the streams behind it are right (transformers, `Qwen4ExpTextGatedResidual`)."""
+    """Checks the input of a part and the streams after it (transformers, `Qwen4ExpTextGatedResidual`)."""
     rule, rng = GatedConnections(streams, rank), np.random.default_rng(rank)
     by, (down, *inject, up) = connection(D, rule, quant, dtype, is_last)
     h, out = (mx.array(rng.normal(size=(1, 1, width))).astype(dtype) for width in (streams * D, D))
@@ -79,7 +79,7 @@ CASES = [
 @msl.needed
 @pytest.mark.parametrize("case", CASES)
 def test_a_token_on_kernels(monkeypatch, case):
-    monkeypatch.setattr("moeflux_mlx.model.streams.normed_streams", None)  # of the plain operations
+    monkeypatch.setattr("moeflux_mlx.model.streams.normed_streams", None)  # the plain operations must not run
     with msl.launching():
         check(**case)
 

@@ -1,5 +1,6 @@
-"""The work that a Mac's GPU gets at once, at the shapes of real models: counted while graphs are built, never
-computed.
+"""The work that a Mac's GPU gets at once, at the shapes of real models.
+
+It is counted while graphs are built, and never computed.
 """
 
 from math import prod
@@ -30,11 +31,11 @@ from moeflux_mlx.state.joined import JoinedCache
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
 MEMORY = 1 << 40
-pytestmark = pytest.mark.usefixtures("cpu_device")  # which pretends to be an Apple GPU
+pytestmark = pytest.mark.usefixtures("cpu_device")  # the CPU pretends to be an Apple GPU
 
 
 class Work:
-    """Operations of the products, attentions and delta rules that are asked for, as they gather between commits."""
+    """Collects the products, attentions and delta rules that are requested, as they accumulate between commits."""
 
     def __init__(self, monkeypatch):
         self.launches, self.gatherings, self.gathered, self.attended = [], [], 0.0, 0
@@ -63,7 +64,7 @@ class Work:
         return operations
 
     def kernel(self, name):
-        """Outputs that are not computed; only the delta rule's steps take long in a prompt."""
+        """Returns outputs that are not computed. In a prompt only the delta rule's steps take long."""
 
         def pretended(inputs, output_shapes, output_dtypes, **_):
             if name == "gated_delta_tokens":
@@ -82,24 +83,24 @@ class Work:
         self.gathered = 0.0
 
     def seconds(self, chip):
-        """(The longest launch, the longest that gathered), on a chip."""
+        """Returns (the longest launch, the longest accumulation) on a chip, in seconds."""
         assert self.launches and self.gatherings and not self.gathered
         return max(self.launches) / gpu_time.rate(chip), max(self.gatherings) / gpu_time.rate(chip)
 
 
 def block_sizes(args, context, chip):
-    """As a Mac with enough memory plans them."""
+    """Returns the block sizes that a Mac with enough memory would plan."""
     figures = Figures(MEMORY, MEMORY * 3 // 4, MEMORY, operations=gpu_time.SECONDS * gpu_time.rate(chip))
     return plan_memory(args, ExpertLayout.from_args(args), figures, Demand(10**9, context, 2)).sizes
 
 
 def kinds_of_layers(args):
-    """One layer of each mixer, with experts and without."""
+    """Returns one layer of each mixer, with experts and without."""
     return {(args.mixers[i], i in args.moe_layers): i for i in range(args.num_hidden_layers)}.values()
 
 
 def fill(cache, positions):
-    """Fills a cache as after this number of positions."""
+    """Fills a cache as it is after this number of positions."""
     if cache.is_trimmable():
         for name, (heads, width) in zip(("keys", "values"), cache.rows, strict=True):
             setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
@@ -110,7 +111,7 @@ def fill(cache, positions):
 
 
 def last_block(args, layer, positions, block):
-    """A layer over the last block of a prompt of this many tokens, without its routed experts."""
+    """Runs a layer over the last block of a prompt of this length, without its routed experts."""
     made, cache = layer_of(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
     for one in (cache.own, cache.beside) if isinstance(cache, JoinedCache) else (cache,):
         fill(one, positions)
@@ -124,7 +125,7 @@ def last_block(args, layer, positions, block):
 
 
 @pytest.mark.parametrize("name, chip", drawn(variants(), CHIPS))
-def test_no_launch_of_a_block_and_nothing_that_gathers_takes_half_a_second(monkeypatch, name, chip):
+def test_no_launch_of_a_block_and_no_accumulation_takes_half_a_second(monkeypatch, name, chip):
     args = ModelArgs.from_variant(name)
     for context in (8192, 65_536, 262_144):
         block = block_sizes(args, context, chip).block
@@ -148,7 +149,7 @@ def test_a_block_is_estimated_as_it_is_built(monkeypatch, name):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_what_is_cut_is_computed_alike(monkeypatch):
-    """Latents expanded for a few heads at a time, pieces of waves, and logits."""
+    """Cuts latents that are expanded for a few heads at a time, pieces of waves, and logits."""
     model = load_model(tiny_directory("deepseek_v3"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, model.args.vocab_size, (1, 45)))
     whole = np.array(model(tokens))
@@ -158,7 +159,7 @@ def test_what_is_cut_is_computed_alike(monkeypatch):
 
 @pytest.mark.parametrize("name, spread", drawn(variants(), ["even", "all to few"]))
 def test_no_piece_of_a_wave_takes_half_a_second(monkeypatch, name, spread):
-    """Cut alike on every Apple GPU, so the slowest is looked at."""
+    """The pieces are the same on every Apple GPU, so the slowest one is checked."""
     args = ModelArgs.from_variant(name)
     layout, tokens, K = ExpertLayout.from_args(args), 32_768, args.num_experts_per_tok
     ids = np.arange(tokens * K).reshape(tokens, K) % (args.num_experts if spread == "even" else K + 2)

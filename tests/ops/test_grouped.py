@@ -52,7 +52,7 @@ def test_sizes_of_batched_products(counts):
 
 @pytest.mark.parametrize("largest", [dequantize.LARGEST_INDEX, 1000])
 @pytest.mark.parametrize("where", [[0], [2, 3, 4], [4, 1], [1, 4, 2, 3], [3, 3], [5, 0, 1]])
-def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypatch):
+def test_blocks_are_dequantised_in_the_requested_order(where, largest, monkeypatch):
     monkeypatch.setattr(dequantize, "LARGEST_INDEX", largest)
     record = Record.make(64, 128, stride=64 * 128 * 2)
     blob = np.random.default_rng(5).integers(0, 1 << 32, (6, record.stride // 4), np.uint32)
@@ -65,7 +65,7 @@ def test_blocks_are_taken_apart_in_the_order_asked_for(where, largest, monkeypat
 
 
 def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
-    """MLX would count in 32 bits: see `dequantize.dense`."""
+    """MLX would count in 32 bits (see `dequantize.dense`)."""
     record = Record.make(64, 128, stride=64 * 128 * 2)
     blob, gathered = mx.zeros((6, record.stride // 4), mx.uint32), []
     take = mx.take
@@ -81,7 +81,7 @@ def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
 @pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("dense_from, sizes", drawn([1, 8, 10**9], [(16, 16384), (64, 16384), (4, 24)]))
 def test_every_way_of_multiplying_gives_the_same(monkeypatch, sizes, dense_from):
-    """From codes in blocks, taken apart, in pieces: up to rounding."""
+    """Products from codes in blocks, from dequantised experts and in pieces are equal up to rounding."""
     model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, 240, (1, 45)))
     by_rows = np.array(model(tokens))
@@ -106,7 +106,7 @@ WIDER = Record.make(64, 128, (Quant(8, 64), Quant(4, 32), Quant(6, 64)))
 
 
 def expert(blob, slot):
-    """gate, up and down of a record in any form, as MLX unpacks them."""
+    """Returns gate, up and down of a record in any form, as MLX dequantises them."""
     for projection in (WIDER.gate, WIDER.up, WIDER.down):
         parts = [mx.array(blob[slot, field.words]) for field in projection.fields]
         codes = parts[0].reshape(projection.fields[0].shape)
@@ -138,7 +138,7 @@ def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
     np.testing.assert_allclose(np.array(got), want, atol=1e-4)
     ids, waves = np.array([[0, 1], [2, 0], [3, 0]]), [np.array([1, 2]), np.array([3, 0])]
     rows = grouped.GroupedRows(kind(x), ids, np.bincount(ids.reshape(-1)), waves, WIDER)
-    place = {0: 4, 1: 1, 2: 0, 3: 2}  # of each expert among the records
+    place = {0: 4, 1: 1, 2: 0, 3: 2}  # place of each expert among the records
     for i, wave in enumerate(waves):
         rows.multiply(i, np.array([place[expert] for expert in wave]), records)
     got = np.array(rows.combined(kind(weights), kind(mid), None))

@@ -30,7 +30,7 @@ def program(value, name="one"):
 
 
 class Fake:
-    """A compiler whose output tells its input; `fails`: the functions that it does not compile."""
+    """A compiler whose output names its input. `fails`: the functions that it does not compile."""
 
     def __init__(self, *fails):
         self.compiled, self.fails, self.lock = [], fails, threading.Lock()
@@ -55,7 +55,7 @@ def test_the_text_is_the_one_that_mlx_makes():
     )
 
 
-def test_each_is_compiled_once_and_kept_in_two_files(tmp_path):
+def test_each_kernel_is_compiled_once_and_stored_in_two_files(tmp_path):
     programs, compiler = [program(i, f"k{i}") for i in range(5)], Fake("custom_kernel_k3")
     keep(compiler, programs, tmp_path)
     assert sorted(compiler.compiled) == [one.function for one in programs]
@@ -70,7 +70,7 @@ def test_each_is_compiled_once_and_kept_in_two_files(tmp_path):
     assert again.compiled == ["custom_kernel_k3"]
 
 
-def test_a_full_disk_keeps_nothing_and_stops_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_stores_nothing_and_stops_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError("no space left on device")
 
@@ -104,7 +104,7 @@ def test_a_model_has_programs_for_one_token_and_many():
 
 @pytest.fixture
 def noted(monkeypatch):
-    """Names of the kernels that are built; where no CUDA computes, they compute nothing."""
+    """Returns the names of the kernels that are built. Without CUDA they compute nothing."""
     names, text, build = [], Kernel.text, Kernel.build
 
     def record(kernel, *given):
@@ -131,8 +131,8 @@ def noted(monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash"])
 def test_kernels_are_known_when_a_model_is_loaded(family, noted, monkeypatch):
-    """All that one token, prompts and several sequences use; on a CPU a router is stored otherwise, so that its kernel
-    is another."""
+    """Checks all kernels that one token, prompts and several sequences use. On a CPU a router is stored in another
+    form, so its kernel differs."""
     monkeypatch.setattr(linear, "PAYS_FROM", 1)
     directory = tiny_directory(family)
     known = {one.kernel.name for one in kernel_cache.programs_of(shapes_of(directory), CODE)}
@@ -143,7 +143,7 @@ def test_kernels_are_known_when_a_model_is_loaded(family, noted, monkeypatch):
         mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
     for count in (5, 13):
         caches = [model.make_cache() for _ in range(count)]
-        for _ in range(2):  # at first there is nothing to replay
+        for _ in range(2):  # in the first step there is nothing to replay
             mx.eval(model.step([SequenceRows(cache, [1]) for cache in caches]).logits)
     here = [name for name in noted if mx.cuda.is_available() or "router_codes" not in name]
     assert here and not set(here) - known
@@ -178,7 +178,7 @@ print(y.item())
 
 
 @needs_cuda
-def test_mlx_takes_what_is_kept(tmp_path):
+def test_mlx_takes_stored_files(tmp_path):
     """The file with this text's name contains the machine code of another text."""
     compiler = kernel_cache.compiler_here()
     keep(compiler, [program(2)], tmp_path)

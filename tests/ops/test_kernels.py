@@ -1,5 +1,5 @@
-"""The kernels and their ops twins against float64, through the project's own launch code: Metal's text executed by
-the harness in `metal`, or, on a machine with a GPU that cannot run it, the real kernels."""
+"""The kernels and their ops twins against float64, through the project's own launch code: Metal's source, executed by
+the harness in `metal`, or the real kernels on a machine with a GPU that cannot run the harness."""
 
 import functools
 import re
@@ -59,7 +59,7 @@ def ops(monkeypatch):
 
 @pytest.fixture
 def cuda_tiles():
-    """The tiles measured for CUDA, in the Metal text: other lane counts and splits."""
+    """Uses the tiles measured for CUDA in Metal's source: other lane counts and splits."""
     with using(Chosen(OF_CUDA)):
         yield
 
@@ -72,13 +72,13 @@ def wide(a):
 
 
 def bfloat16(values):
-    """float64 values rounded down to bfloat16, as uint16 bits and as float64."""
+    """Returns float64 values rounded down to bfloat16, as uint16 bits and as float64."""
     bits = (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 class Matrix:
-    """A random 4-bit matrix: its packed parts, and its values."""
+    """A random 4-bit matrix: its packed parts and its values."""
 
     def __init__(self, rng, rows, columns, spread=0):
         self.codes = rng.integers(0, 2**32, (rows, columns // 8), dtype=np.uint32)
@@ -143,7 +143,10 @@ class Experts:
 
 
 def error(got, want):
-    """Of the largest value of a row; float16 cannot come nearer than its smallest step."""
+    """Returns the largest error relative to the largest value of a row.
+
+    float16 cannot be closer than its smallest step.
+    """
     step = 2**-24 if got.dtype == mx.float16 else 0
     return float((np.maximum(np.abs(wide(got) - want) - step, 0).max(-1) / np.abs(want).max(-1)).max())
 
@@ -164,7 +167,7 @@ def test_qmv_matches_oracle(host, sizes, dtype):
 
 
 class Fused:
-    """A product of one row with a norm before it and a sum after it, and its float64 value."""
+    """A product of one row with a norm before it and a residual after it, and its float64 value."""
 
     def __init__(self, what, O, I, dtype):
         rng = np.random.default_rng([O, I])
@@ -187,7 +190,7 @@ FUSED = ["norm", "sum", "norm and sum"]
 
 
 @pytest.mark.parametrize("what, sizes, dtype", drawn(FUSED, [(40, 256), (9, 2048), (1, 64)], FLOATS, turns=3))
-def test_qmv_with_what_is_around_it_matches_oracle(host, what, sizes, dtype):
+def test_qmv_with_norm_and_residual_matches_oracle(host, what, sizes, dtype):
     assert Fused(what, *sizes, dtype).error() < LIMITS[dtype]
 
 
@@ -291,7 +294,7 @@ def test_bits_do_not_depend_on_slots_or_blob(host):
 
 
 def test_bits_do_not_depend_on_whether_records_lie_apart(host):
-    """As many arrays as there are records, in another order, with the shared expert's inputs behind them."""
+    """There are as many arrays as records, in another order, and the shared expert's inputs follow them."""
     together, apart = (Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6) for _ in range(2))
     order = np.random.default_rng(0).permutation(6)
     apart.records = replace(together.records, memory=tuple(together.records.blob[i] for i in order.tolist()))
@@ -300,12 +303,12 @@ def test_bits_do_not_depend_on_whether_records_lie_apart(host):
     assert mx.array_equal(together.down_combine(), apart.down_combine())
 
 
-def test_slots_beyond_a_threadgroups_threads_are_taken_in_turns(host, monkeypatch):
+def test_more_slots_than_a_threadgroup_has_simdgroups(host, monkeypatch):
     e = Experts(11, 2, 11, 64, 64, mx.float32)
     turns = e.down_combine()
     assert error(turns, e.want_out()) < LIMITS[mx.float32]
     monkeypatch.setitem(launch.MOST_THREADS, "metal", 1024)
-    with using(Chosen()):  # planned anew
+    with using(Chosen()):  # plans the launch again
         assert mx.array_equal(e.down_combine(), turns)
 
 
@@ -316,7 +319,7 @@ def test_slots_may_be_signed_or_not(host):
 
 @msl.needed
 def test_record_offsets_pass_4_gib():
-    """The address of a record, computed by the header's own function."""
+    """Compares the addresses of records that the header's own function computes."""
     source = (
         "const uint i = thread_position_in_grid.x; out[i] = size_t(codes_record(nullptr, uint(slots[i]), WORDS)) / 4;"
     )
@@ -361,7 +364,7 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     e = Experts(11, 2, 3, 256, 128, mx.float32)
     try:
         errors = error(e.gate_up(), e.want_act()), error(e.down_combine(), e.want_out())
-        caught = not all(e <= LIMITS[mx.float32] for e in errors)  # NaN is caught too
+        caught = not all(e <= LIMITS[mx.float32] for e in errors)  # this also catches NaN
     except msl.Failure:
         caught = True
     assert caught
@@ -382,13 +385,13 @@ FUSED_FAULTS = {
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(FUSED_FAULTS))
 def test_planted_fault_around_a_product_is_caught(host, cuda_tiles, monkeypatch, name):
-    """Tiles of CUDA have more than one simdgroup to a row."""
+    """With CUDA's tiles more than one simdgroup shares a row."""
     file, old, new = FUSED_FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
     assert Fused("norm and sum", 40, 1024, mx.float32).error() > LIMITS[mx.float32]
 
 
-# ---- the text
+# ---- the source
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in directory("metal").iterdir() if p.is_file()))
@@ -404,7 +407,7 @@ def test_sources_keep_to_portable_metal(name):
 
 
 def launches(H, I, K, dtype):
-    """Every operation once, at the shapes of one layer."""
+    """Launches every operation once, at the shapes of one layer."""
     record = Record.make(H, I)
     records, slots = Records(mx.zeros((1, record.stride // 4), mx.uint32), record), mx.zeros((1, K), mx.int32)
     x = mx.zeros((1, H), dtype)
@@ -418,7 +421,7 @@ def launches(H, I, K, dtype):
 
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(VARIANTS))
-def test_text_compiles_at_every_variant(monkeypatch, name):
+def test_source_compiles_for_every_variant(monkeypatch, name):
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     with msl.launching(msl.TextKernel):
         launches(*VARIANTS[name], mx.bfloat16)
@@ -427,7 +430,7 @@ def test_text_compiles_at_every_variant(monkeypatch, name):
         signature = text[text.index("[[kernel]]") : text.index(") {\n")]
         assert text.isascii()
         assert not re.search(r"_shape|_strides|_ndim|-", signature.replace("thread-", ""))
-        assert "&" not in signature  # no 0-d inputs: they are values on Metal and pointers on CUDA
+        assert "&" not in signature  # no inputs of 0 dimensions: they are values on Metal and pointers on CUDA
 
 
 # ---- the choice
@@ -450,7 +453,7 @@ def test_backend_asks_device_and_availability(monkeypatch, device, metal, cuda, 
 
 @msl.needed
 def test_no_silent_fallback(host, monkeypatch):
-    """On a GPU a kernel that does not build raises."""
+    """If a kernel does not build on a GPU, an exception is raised."""
     monkeypatch.setattr(launch, "text_of", lambda name: "no such thing;")
     x, w, s = mx.zeros((1, 64)), mx.zeros((8, 8), mx.uint32), mx.zeros((8, 1))
     with pytest.raises(msl.Failure):

@@ -73,7 +73,7 @@ class Layer:
         return Part(quant, codes, *(part if part.dtype == mx.uint8 else part.astype(self.dtype) for part in scales))
 
     def fill(self, cache, tokens):
-        """Appends the latents and keys of `tokens` new ones."""
+        """Appends the latents and keys of `tokens` new tokens."""
         _, kv = self.draw(tokens)
         unused = self.normal(1, tokens, 1, self.rope.dims)
         *_, latents, keys = latent.parts_of(unused, kv, self.norm, self.rope, cache.offset)
@@ -85,7 +85,7 @@ class Layer:
         return parts
 
     def feed(self, cache):
-        """What comes of one new token."""
+        """Returns the output of one new token."""
         return self.run(self.draw(), cache)[0, 0]
 
     def run(self, parts, cache, seen=None):
@@ -102,7 +102,7 @@ class Layer:
         return out
 
     def want(self, places=slice(None)):
-        """The last token's over the positions `places`, in float64."""
+        """Computes the last token's output over the positions `places` in float64."""
         key, value, last = dense(self.key), dense(self.value), len(self.tokens) - 1
         q, up, by = self.tokens[-1][0], self.queries.up, self.queries.scale
         q = q if up is None else dense(up) @ normed(q, up.norm)
@@ -147,7 +147,7 @@ def test_a_token_matches_oracle(host, case, dtype):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_at_the_shape_of_a_named_model(host, transposed):
-    """What a threadgroup keeps must fit in Metal's 32 KB."""
+    """The memory of a threadgroup must fit in Metal's 32 KB."""
     rotation = Rotation(64, 1e4, YARN, interleaved=True)
     layer = Layer(8, 128, 512, 128, 1536, rotation, (Quant(4, 64),) * 3, transposed, mx.bfloat16)
     assert layer.error(3, 1) < LIMITS[mx.bfloat16]
@@ -166,7 +166,7 @@ def test_queries_without_a_latent_and_scaled_by_position(is_kernel, has_latent, 
 
 @pytest.mark.parametrize("before, steps", [(0, 1), (31, 2), (127, 2), (200, 34), (254, 3)])
 def test_wherever_pieces_and_arrays_end(host, before, steps):
-    """A piece of the context, the newest entries' array and the capacity."""
+    """Checks lengths around the end of a piece of the context, of the array of newest entries and of the capacity."""
     assert Layer(*CASES["values"]).error(before, steps) < LIMITS[mx.float32]
 
 
@@ -174,7 +174,7 @@ def test_wherever_pieces_and_arrays_end(host, before, steps):
 @pytest.mark.parametrize("before", [139, 140, 141])
 @pytest.mark.parametrize("count, ratio, has_own", [(140, 1, False), (5, 4, False), (34, 4, False), (3, 4, True)])
 def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_own):
-    """And to the positions behind the last whole block; its own may be among neither."""
+    """The token also attends to the positions after the last whole block. Its own position may be in neither."""
     layer = Layer(*CASES["values"])
     cache = layer.cache()
     layer.fill(cache, before - 2)
@@ -190,7 +190,7 @@ def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_o
 
 
 def test_bits_do_not_depend_on_where_entries_lie(host):
-    """Nor on the capacity."""
+    """The bits do not depend on the capacity either."""
     layer, moved = Layer(*CASES["values"]), Layer(*CASES["values"])
     one, other = layer.cache(), layer.cache()
     other.expect(600)
@@ -198,13 +198,13 @@ def test_bits_do_not_depend_on_where_entries_lie(host):
     moved.fill(other, 125)
     for _ in range(5):
         assert mx.array_equal(layer.feed(one), moved.feed(other))
-        assert other.state[2] == one.offset  # who looks at it moves the newest entries
+        assert other.state[2] == one.offset  # reading the cache moves the newest entries
     assert other.state[0].shape[2] > one.state[0].shape[2]
     for a, b in zip(one.state[:2], other.state[:2], strict=True):
         assert mx.array_equal(a[..., :130, :], b[..., :130, :])
 
 
-def test_what_stands_for_the_cache_in_a_compiled_step_gives_the_same(host):
+def test_traced_stand_in_of_a_cache_gives_the_same(host):
     layer = Layer(*CASES["values"])
     cache = layer.cache()
     layer.fill(cache, 40)
@@ -225,7 +225,7 @@ def test_a_cache_that_was_trimmed_goes_on(host, back):
 
 
 def test_what_is_kept_of_a_cache_goes_on(host):
-    """In a snapshot, and in another session's cache."""
+    """Tries a snapshot, and the cache of another session."""
     layer = Layer(*CASES["values"])
     cache, restored, taken = layer.cache(), layer.cache(), layer.cache()
     layer.fill(cache, 20)
@@ -240,7 +240,7 @@ def test_what_is_kept_of_a_cache_goes_on(host):
 
 
 def test_a_late_token_is_turned_as_many_are(host):
-    """Their angles have the same float32 rounding, so queries and keys of all positions fit together."""
+    """All angles have the same float32 rounding, so queries and keys of all positions fit together."""
     layer, late = Layer(*CASES["values"]), 100_003
     q, kv = layer.draw()
     keys, target = layer.key.stored(), "metal" if msl.AVAILABLE else "cuda"
@@ -290,7 +290,7 @@ FAULTS = {
     "codes over another number": ("stored.h", "float(ONE) * sum", "float(ONE - 1) * sum"),
     "a bias of none": ("stored.h", "KIND ? 0.0f : codes_scale", "true ? 0.0f : codes_scale"),
 }
-SEEN_IN = dict.fromkeys(  # the case in which a fault shows; others in "values"
+SEEN_IN = dict.fromkeys(  # the case that shows the fault; the others are in "values"
     [
         *("queries of the first head", "the norm's weight is left out", "not divided", "the squares of other lanes"),
         *("no magnitude", "scales of another group", "codes over another number", "a bias of none"),

@@ -28,7 +28,7 @@ def host():
 
 @pytest.fixture
 def handed(monkeypatch):
-    """Names of the inputs of every launch."""
+    """Collects the names of the inputs of every launch."""
     seen, build = [], Kernel.build
 
     def built(kernel, *given):
@@ -91,14 +91,14 @@ def test_inputs_may_be_parts_numbers_and_one_array_twice(handed, host, monkeypat
 
 
 @msl.needed
-def test_texts_that_differ_have_names_that_differ(host, monkeypatch):
+def test_different_sources_have_different_names(host, monkeypatch):
     """MLX keeps what it compiled by name."""
     a, b = some(mx.float32, 8), some(mx.float32, 9)[1:]
     got = [add(monkeypatch, a, b, c) for c in (1.0, 2.0)] + [add(monkeypatch, a, a, 1.0)]
     assert np.array_equal(got[1] - got[0], np.ones(8)) and np.array_equal(got[2], 11 * np.array(a) + 1)
 
 
-def test_cudas_text_names_files_that_are_there(monkeypatch):
+def test_cuda_source_names_existing_files(monkeypatch):
     made = []
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **definition: made.append(SimpleNamespace(**definition)))
     x = some(mx.float32, 64)
@@ -135,7 +135,7 @@ def test_a_packed_matrix_gives_the_same_bits(handed, host, monkeypatch):
         x = mx.array(rng.normal(size=(tokens, 128))).astype(mx.bfloat16)
         del handed[:]
         assert mx.array_equal(layer(x), other(x))
-        number = int(tokens > 1)  # of rows, handed over where there are several
+        number = int(tokens > 1)  # the number of rows, an input if there are several rows
         assert [count for _, count in handed] == [2 + number, 4 + number]
     layer.weight = other.weight = mx.array(rng.integers(0, 2**32, (96, 16), np.uint32))
     assert mx.array_equal(layer(x), other(x))
@@ -164,31 +164,31 @@ def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatc
 
 FORMS = {
     f"{form}.h.metal" for form in ("affine", "affine4", "e2m1", "e4m3", "planes")
-}  # which define the same functions
+}  # these define the same functions
 DEFINED = re.compile(r"^(?:(?:#define|struct) |(?:inline|constexpr)[^;{(=]* (?=\w+\())(\w+)", re.M)
 
 
 def test_each_text_names_the_headers_that_it_uses():
-    """It uses a header if it has a word that the header defines."""
+    """A source uses a header if it has a word that the header defines."""
     files = [file.name for file in directory("metal").iterdir() if file.name.endswith(".metal")]
     texts = {name: re.sub("//.*", "", launch.text_of(name)) for name in files}
     owners = {}
     for header in (name for name in files if name.endswith(".h.metal")):
         for word in DEFINED.findall(texts[header]):
             owners.setdefault(word, set()).add("{form}.h.metal" if header in FORMS else header)
-    owners["codes_x8"].remove("input.h.metal")  # another form of what codes.h.metal defines
+    owners["codes_x8"].remove("input.h.metal")  # an overload of a function of codes.h.metal
     for name, text in texts.items():
         used = set().union(*(owners[word] for word in owners.keys() & re.findall(r"\w+", text)))
         own = {name, "{form}.h.metal"} if name in FORMS else {name}
         assert set(launch.needs_of(name)) == used - own, name
 
 
-def test_headers_stand_behind_those_that_they_need():
+def test_headers_follow_those_that_they_need():
     assert launch.headers_of("expert_choice.metal", "planes") == [
         f"{name}.h.metal" for name in ("codes", "planes", "lane", "swiglu", "topk")
     ]
 
 
-def test_a_header_that_is_not_there_is_named():
+def test_a_missing_header_is_named():
     with pytest.raises(FileNotFoundError, match=r"metal/qmv\.metal needs affine7\.h\.metal, which does not exist"):
         Kernel("qmv", "x w scales biases norm eps residual", "y", "affine7").build("metal", "", 64, (0.0,) * 7)

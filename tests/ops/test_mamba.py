@@ -18,11 +18,11 @@ from moeflux_mlx.state.recurrent import RecurrentCache
 
 SIZES = Mamba2(heads=6, head_dim=8, state_dim=16, groups=3, taps=4, least_step=0.4, most_step=1.5)
 WIDE = Mamba2(heads=4, head_dim=20, state_dim=40, groups=2, taps=3)
-TOLERANCE = 1e-4  # the norm enlarges what is small
+TOLERANCE = 1e-4  # the norm amplifies small errors
 
 
 def drawn(seed, texts, length, sizes=SIZES):
-    """What comes of the projection, and parameters."""
+    """Returns random outputs of the projection, and parameters."""
     rng, channels, heads = np.random.default_rng(seed), sizes.channels, sizes.heads
     shapes = (channels, sizes.taps, 1), (channels,), (heads,), (heads,), (heads,), (sizes.width,)
     parameters = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -30,7 +30,7 @@ def drawn(seed, texts, length, sizes=SIZES):
 
 
 def recurrence(projected, parameters, sizes=SIZES):
-    """arXiv:2405.21060, section 3.1 and figure 6, and `NemotronHMamba2Mixer` of transformers, of one text."""
+    """Computes one text as arXiv:2405.21060 (section 3.1 and figure 6) and transformers' `NemotronHMamba2Mixer` do."""
     conv, conv_bias, A_log, dt_bias, D, norm = (one.astype(np.float64) for one in parameters)
     S, out = np.zeros((sizes.heads, sizes.head_dim, sizes.state_dim)), []
     z, inputs, dt = np.split(projected.astype(np.float64), [sizes.width, sizes.width + sizes.channels], axis=-1)
@@ -52,7 +52,7 @@ def recurrence(projected, parameters, sizes=SIZES):
 
 
 def error(make, projected, parameters, lengths):
-    """Of calls of these lengths, with arrays that `make` makes of activations."""
+    """Returns the error of calls of these lengths. `make` converts activations."""
     weights, cache = MambaWeights(*map(mx.array, parameters), 1e-5), RecurrentCache(SIZES)
     calls = np.split(projected, np.cumsum(lengths)[:-1], axis=1)
     got = np.concatenate([np.array(mamba(make(call), cache, weights, SIZES)) for call in calls], axis=1)

@@ -1,5 +1,5 @@
-"""The few launches of an MoE layer: norm and router, choice, and the shared expert beside the routed ones. Each is
-compared with float64 or its slow form, and bit by bit where modes must agree.
+"""The few launches of an MoE layer: norm and router, the choice of experts, and the shared expert together with the
+routed ones. Each is compared with float64 or with its twin, and bit by bit where modes must agree.
 """
 
 from dataclasses import replace
@@ -44,7 +44,7 @@ def random(rng, *shape, dtype=mx.float32):
 
 
 def router(rng, rows, columns, bits, group):
-    """A matrix in a stored form, or with 0 bits in floats, and its values."""
+    """Returns a matrix in a stored form (with 0 bits: in floats), and its values."""
     if not bits:
         values = random(rng, rows, columns)
         return Part(None, values), wide(values)
@@ -187,7 +187,7 @@ def test_a_fault_in_roots_of_softplus_is_caught(host, monkeypatch, file, old, ne
 
 
 @pytest.mark.parametrize("rule", [Router(512, 10), Router(16, 5), SIGMOID])
-def test_the_copy_for_the_host_of_one_token_is_what_was_chosen(host, monkeypatch, rule):
+def test_the_host_copy_of_one_token_is_its_choice(host, monkeypatch, rule):
     monkeypatch.setattr(routes, "HOST_COPY", {backend.name()})
     logits, bias = random(np.random.default_rng(3), 2, rule.experts), mx.zeros((rule.experts,))
     *want, copy = route_with_host_copy(logits, rule, bias)
@@ -206,7 +206,7 @@ def test_the_copy_for_the_host_of_one_token_is_what_was_chosen(host, monkeypatch
     "rule", [Router(40, 6, expert_scales=True), replace(SIGMOID, scale=1.0, expert_scales=True)], ids=str
 )
 def test_each_expert_has_a_scale_of_its_own(host, rule):
-    """By a kernel, natively where that chooses, and by plain operations: float64's choice times the scale."""
+    """Compares the kernel, the native form and plain operations with float64's choice times the scale."""
     rng = np.random.default_rng(5)
     logits, scales = (random(rng, *shape) for shape in ((3, rule.experts), (rule.experts,)))
     bias = mx.zeros((rule.experts,)) if rule.correction_bias else None
@@ -229,7 +229,7 @@ def test_ties_go_to_the_lowest_index(host):
 
 
 @pytest.mark.parametrize("rule", [Router(64, 4), SIGMOID])
-def test_a_choice_among_what_is_no_number_stays_in_range(host, rule):
+def test_a_choice_among_nans_stays_in_range(host, rule):
     ids, _ = route(mx.full((1, 64), float("nan")), rule, mx.zeros((64,)) if rule.correction_bias else None)
     assert np.array(ids).max() < 64
 
@@ -237,7 +237,7 @@ def test_a_choice_among_what_is_no_number_stays_in_range(host, rule):
 @pytest.mark.skipif(not native.available(), reason="the extension is not built, and arrays of numpy need it")
 @pytest.mark.parametrize("rule", [Router(24, 5), Router(24, 5, "sigmoid", True, 4, 2, True, 1.5)])
 def test_columns_beside_the_experts_are_not_chosen(rule):
-    """The last is the shared expert's gate."""
+    """The last column is the shared expert's gate."""
     rng = np.random.default_rng(4)
     logits, bias = rng.normal(size=(3, 25)).astype(np.float32), rng.normal(size=24).astype(np.float32)
     logits[:, -1] = 100.0
@@ -255,11 +255,11 @@ def test_columns_beside_the_experts_are_not_chosen(rule):
         np.testing.assert_allclose(weights, want[1], rtol=2e-5)
 
 
-# ---- the shared expert beside the routed ones
+# ---- the shared expert together with the routed ones
 
 
 class Layer(Experts):
-    """Routed experts, and a shared one stored as they are."""
+    """Routed experts, and a shared expert in the same stored form."""
 
     def __init__(self, seed, T, K, H, I, dtype, columns=7, scales=mx.bfloat16, gated=True, **more):
         super().__init__(seed, T, K, H, I, dtype, **more)
@@ -296,14 +296,14 @@ EXPERTS_OF = [(1, 3, 256, 128), (2, 4, 128, 192)]  # T, K, H, I
 
 
 @pytest.mark.parametrize("sizes, gated, dtype", drawn(EXPERTS_OF, [False, True], FLOATS, seed=1))
-def test_shared_expert_beside_routed_ones_matches_oracle(host, sizes, gated, dtype):
+def test_shared_expert_with_routed_ones_matches_oracle(host, sizes, gated, dtype):
     T, K, H, I = sizes
     layer = Layer(10 * T + K, T, K, H, I, dtype, gated=gated)
     assert layer.shared.joins(layer.records.record, K)
     assert error(layer.routed_and_shared(), layer.want()) < 2 * LIMITS[dtype]
 
 
-def test_kernels_and_the_shared_experts_own_products_agree(host, monkeypatch):
+def test_kernels_agree_with_separate_products_of_the_shared_expert(host, monkeypatch):
     layer = Layer(3, 2, 4, 128, 64, mx.float32)
     together = layer.routed_and_shared()
     monkeypatch.setattr(Shared, "joins", lambda *_: False)
@@ -311,7 +311,7 @@ def test_kernels_and_the_shared_experts_own_products_agree(host, monkeypatch):
 
 
 @pytest.mark.parametrize("least", [0, products.PAYS_FROM])
-def test_a_shared_expert_that_is_stored_otherwise_goes_by_itself(host, monkeypatch, least):
+def test_a_shared_expert_in_another_form_is_launched_separately(host, monkeypatch, least):
     """In two launches where they pay."""
     monkeypatch.setattr(products, "PAYS_FROM", least)
     routed = Layer(5, 1, 3, 128, 64, mx.float32)
@@ -339,7 +339,7 @@ def test_rows_of_a_shared_expert_alone_have_their_own_bits(host, monkeypatch, fo
 
 @pytest.mark.parametrize("T, dtype", drawn([1, 3], [mx.float32, mx.bfloat16]))
 def test_the_bits_of_a_sum_of_rows(host, T, dtype):
-    """As several ranks make it: every row by itself, then the sum in the order of the routing."""
+    """Several ranks sum rows in this way: every row by itself, then the sum in the order of the routing."""
     layer = Layer(9, T, 4, 128, 64, dtype)
     want = layer.routed_and_shared()
     shared = experts.shared_rows(layer.x, layer.shared, layer.records.record, 4)
@@ -364,7 +364,7 @@ def test_the_bits_of_a_sum_of_rows(host, T, dtype):
         [False, True],
     ),
 )
-def test_choosing_in_the_launch_gives_the_bits_of_choosing_before(host, rule, with_shared):
+def test_choosing_in_the_launch_gives_the_bits_of_choosing_before_it(host, rule, with_shared):
     layer = Layer(6, 2, 4, 128, 64, mx.bfloat16, columns=17, records=16)
     bias = random(np.random.default_rng(7), 16) if rule.correction_bias else None
     scales = random(np.random.default_rng(8), 16) if rule.expert_scales else None
@@ -387,7 +387,7 @@ BIASED = {"quants": (Quant(4, 32, "mxfp4"),) * 3, "has_bias": True, "activation"
 
 
 def stored(rows, columns, bits=4):
-    """A matrix of zeros that takes no memory."""
+    """Returns a matrix of zeros that takes no memory."""
     if not bits:
         return Part(None, mx.zeros((rows, columns)))
     quant, kind = Quant(bits, 64), mx.bfloat16 if bits == 4 else mx.float32
@@ -398,7 +398,7 @@ def stored(rows, columns, bits=4):
 @msl.needed
 @pytest.mark.parametrize("name", one_in_three(NAMED))
 def test_an_moe_layer_is_three_launches(monkeypatch, name):
-    """Whose text compiles at every variant."""
+    """The source of these launches compiles for every variant."""
     monkeypatch.setattr(msl.TextKernel, "texts", [])
     H, I, rule, bits, gate = NAMED[name]
     record, h = Record.make(H, I, **(BIASED if rule.logit_bias else {})), mx.zeros((1, H), mx.bfloat16)
@@ -438,7 +438,7 @@ def test_planted_fault_is_caught(host, monkeypatch, name):
     file, old, new = FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
     try:
-        caught = not errors_of(np.random.default_rng(1)) < 1e-4  # NaN is caught too
+        caught = not errors_of(np.random.default_rng(1)) < 1e-4  # this also catches NaN
     except msl.Failure:
         caught = True
     assert caught
@@ -457,7 +457,7 @@ def errors_of(rng):
     return max(errors) if np.array_equal(np.array(ids), want_ids) else 1.0
 
 
-def test_without_kernels_nothing_joins():
+def test_without_kernels_the_shared_expert_is_separate():
     layer = Layer(6, 1, 4, 128, 64, mx.bfloat16)
     assert backend.name() == "ops" and not layer.shared.joins(layer.records.record, 4)
     assert error(layer.routed_and_shared(), layer.want()) < 3 * LIMITS[mx.bfloat16]

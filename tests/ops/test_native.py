@@ -22,7 +22,7 @@ SOURCES = sorted(set((ROOT / "native").glob("*.c")) - {ROOT / "native" / "reads.
 
 
 def load_bare(extension=None):
-    """moeflux_mlx.ops.native without the package's __init__ (which imports MLX), optionally on another build."""
+    """Loads moeflux_mlx.ops.native, or another build of it, without the package's __init__, which imports MLX."""
     package = types.ModuleType("moeflux_mlx")
     package.__path__ = [str(ROOT / "moeflux_mlx")]
     sys.modules["moeflux_mlx"] = package
@@ -56,17 +56,17 @@ from moeflux_mlx.quant import EXPERTS, Quant  # noqa: E402
 PATHS = native.instruction_paths() if native.available() else []
 F = np.float32
 BYTES = Quant(8, 64)
-TOLERANCE = 2e-6  # of the sum of magnitudes: float32 rounding of a few hundred terms stays below
+TOLERANCE = 2e-6  # relative to the sum of magnitudes: float32 rounding of a few hundred terms stays below
 
 
 def close(actual, expected, magnitude, tolerance=TOLERANCE):
-    """Every element within `tolerance` of its sum of magnitudes (plus the smallest normal float32)."""
+    """Checks that every element is within `tolerance` times its sum of magnitudes, plus the smallest normal float32."""
     assert actual.dtype == np.float32 and actual.shape == expected.shape
     return bool((np.abs(actual - expected) <= tolerance * magnitude + 1e-37).all())
 
 
 def weights(rng, rows, width, wide_range=False):
-    """Random words, and scales and biases as bfloat16 bits, over 2^-60..2^60 if `wide_range`."""
+    """Returns random words, and scales and biases as bfloat16 bits, over 2^-60..2^60 if `wide_range`."""
     w = rng.integers(0, 2**32, (rows, width // 8), dtype=np.uint32)
     exponent = rng.integers(-60, 60, (2, rows, width // 64)) if wide_range else -5
     s, b = oracle.f32_to_bf16(rng.standard_normal((2, rows, width // 64)) * 2.0**exponent)
@@ -74,7 +74,7 @@ def weights(rng, rows, width, wide_range=False):
 
 
 def blocks(rng, count, hidden, width, padding):
-    """`count` packed expert blocks, each followed by `padding` words -> uint32 [count, words]."""
+    """Returns `count` packed records, each followed by `padding` words: uint32 [count, words]."""
     parts = []
     for _ in range(count):
         for rows, cols in ((width, hidden), (width, hidden), (hidden, width)):
@@ -84,7 +84,7 @@ def blocks(rng, count, hidden, width, padding):
 
 
 def unpacked(blob, slot, hidden, width):
-    """gate, up, down of one record as float64."""
+    """Returns gate, up and down of one record as float64."""
     size = 27 * hidden * width // 16  # bytes: three matrices of half a byte and a sixteenth per weight
     parts = oracle.unpack_expert_block(blob[slot].tobytes()[:size], hidden, width)
     return [
@@ -116,7 +116,7 @@ def check_qmv4(tokens, rows, groups, seed, wide_range=False, f32=False, fault=No
 
 
 def check_linear8(tokens, rows, groups, seed, f32=False):
-    """8-bit codes and, made of them, a dense matrix."""
+    """Checks 8-bit codes, and a dense matrix that is made of them."""
     rng = np.random.default_rng(seed)
     _, s, b = weights(rng, rows, 64 * groups)
     w = rng.integers(0, 2**32, (rows, 16 * groups), dtype=np.uint32)
@@ -212,7 +212,7 @@ def check_small(tokens, rows, width, seed):
 
 
 def check_attend(tokens, kv_heads, group, length, spare, dk, dv, window, seed):
-    """With sinks of both signs and a window, or without (None)."""
+    """Checks attention with sinks of both signs, with a window or without (None)."""
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((tokens, kv_heads * group, dk), dtype=np.float32)
     k = rng.standard_normal((kv_heads, length + spare, dk), dtype=np.float32)
@@ -229,7 +229,7 @@ def check_attend(tokens, kv_heads, group, length, spare, dk, dv, window, seed):
 
 
 def check_attend_step(kv_heads, group, begun, used, widths, half, window, seed):
-    """Equals the single operations bit by bit, for any place of the newest positions, also in a ring."""
+    """Compares bit by bit with the single operations, for any place of the newest positions, also in a ring."""
     rng = np.random.default_rng(seed)
     heads, shapes, length = kv_heads * group, [(kv_heads, width) for width in widths], begun + used + 1
     q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in ((heads, widths[0]), *shapes))
@@ -241,7 +241,7 @@ def check_attend_step(kv_heads, group, begun, used, widths, half, window, seed):
     for new, old in zip(room, past, strict=True):
         new[:, :used] = old[:, begun:-1]
     recent = np.concatenate([part.reshape(-1) for part in room])
-    capacity = begun + 1 if window is None else window + 8  # with room for one that does not count
+    capacity = begun + 1 if window is None else window + 8  # with room for a position that is not seen
     rows = np.arange(max(begun - capacity, 0), begun)
     seen = [np.full((n, capacity, width), np.nan, np.float32) for n, width in shapes]
     for kept, old in zip(seen, past, strict=True):
@@ -263,7 +263,7 @@ def check_attend_step(kv_heads, group, begun, used, widths, half, window, seed):
 
 def check_choose(tokens, experts, more, top_k, seed):
     rng = np.random.default_rng(seed)
-    logits = rng.integers(-9, 9, (tokens, experts + more)).astype(F)  # many are equal
+    logits = rng.integers(-9, 9, (tokens, experts + more)).astype(F)  # many logits are equal
     order = np.argsort(-logits[:, :experts], axis=-1, kind="stable")[:, :top_k]
     p = np.take_along_axis(oracle.softmax(logits[:, :experts].astype(float)), order, -1)
     for normalise in (False, True):
@@ -274,7 +274,7 @@ def check_choose(tokens, experts, more, top_k, seed):
 
 
 def check_around(tokens, rows, groups, seed):
-    """Bit by bit a product between its norm and its sum."""
+    """Compares a product between norm and residual bit by bit with the three operations."""
     rng = np.random.default_rng(seed)
     w, s, b = weights(rng, rows, 64 * groups)
     dense = rng.standard_normal((rows, 64 * groups), dtype=np.float32)
@@ -302,7 +302,7 @@ def check_delta(tokens, k_heads, group, dk, dv, seed):
 
 
 def check_rounded(tokens, rows, groups, bits, seed):
-    """Rounded activations, roughly: test_rounded.py knows the bounds."""
+    """Checks products with rounded activations roughly; test_rounded.py has the exact bounds."""
     rng = np.random.default_rng(seed)
     w, s, b = weights(rng, rows, 64 * groups)
     x = rng.standard_normal((tokens, 64 * groups), dtype=np.float32)
@@ -314,7 +314,7 @@ def check_rounded(tokens, rows, groups, bits, seed):
 
 
 def sweep():
-    """Every operation, path and vector remainder on a few shapes."""
+    """Checks every operation, path and vector remainder on a few shapes."""
     for path in PATHS:
         force(path)
         for tokens in (1, 2, 3, 9):
@@ -344,7 +344,7 @@ def sweep():
 
 
 def fork():
-    """A child gets a working team although its parent's threads do not exist there."""
+    """Checks that a child has a team that works, although it does not have its parent's threads."""
     native.set_threads(3)
     check_qmv4(1, 999, 8, 0)
     child = os.fork()
@@ -363,7 +363,7 @@ if __name__ == "__main__":
 
 seeds = st.integers(0, 2**32 - 1)
 windows = st.none() | st.integers(1, 40)
-# The path stays forced for all examples of a property, which is what the health check asks about.
+# All examples of a property use the same forced path, although the health check warns of that.
 few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -406,7 +406,7 @@ def test_8_bit_and_dense(path, tokens, rows, groups, seed, f32):
 
 @pytest.mark.parametrize("peak", [1.0, 1e30, -1e-25, 1e-30, 0.0])
 def test_a_lone_row_of_any_size(path, peak):
-    """Equal, opposite and lone largest values: where integer activations round up to their limit."""
+    """Checks largest values that are equal, opposite or alone: there integer activations round up to their limit."""
     w, s, b = weights(np.random.default_rng(0), 9, 192)
     dense = oracle.dequantize(w, s, b).astype(float)
     parts = np.repeat(15 * np.abs(oracle.bf16_to_f32(s)) + np.abs(oracle.bf16_to_f32(b)), 64, -1).astype(float)
@@ -422,7 +422,7 @@ def test_a_lone_row_of_any_size(path, peak):
 @few
 @given(tokens=st.integers(2, MAX_TOKENS + 9), first=st.integers(0, MAX_TOKENS + 8), seed=seeds)
 def test_a_row_does_not_depend_on_the_rows_beside_it(path, tokens, first, seed):
-    """In a step it has the bits that it has alone; in a prompt VNNI's floats may round it otherwise."""
+    """In a step a row has the bits that it has alone; in a prompt VNNI's float kernels may round it differently."""
     first %= tokens
     rng = np.random.default_rng(seed)
     w, s, b = weights(rng, 21, 192)
@@ -519,14 +519,14 @@ def test_choose(path, tokens, experts, more, top_k, seed):
     check_choose(tokens, experts, more, top_k, seed)
 
 
-def test_a_choice_of_nothing_is_valid(path):
+def test_a_choice_among_nans_is_valid(path):
     ids, weights = native.choose(np.full((1, 20), np.nan, F), 20, 4, True)
     assert (ids == [0, 1, 2, 3]).all() and np.isnan(weights).all()
 
 
 @few
 @given(st.integers(1, 9), st.integers(1, 150), st.integers(1, 7), seeds)
-def test_a_product_between_norm_and_sum(path, tokens, rows, groups, seed):
+def test_a_product_between_norm_and_residual(path, tokens, rows, groups, seed):
     check_around(tokens, rows, groups, seed)
 
 
@@ -579,7 +579,7 @@ def test_bits_do_not_depend_on_threads_or_slots(path):
 @any_path
 @pytest.mark.parametrize("threads", [2, 7])
 def test_every_piece_is_done_once(path, threads):
-    """Also where threads are more than cores, so that some sleep and the others take their pieces."""
+    """Also checks more threads than cores: some sleep then, and the others do their chunks."""
     words = np.random.default_rng(0).integers(0, 2**32, 9 * 2**18 + 1, dtype=np.uint32)
     expected = np.bitwise_xor.reduce(words)
     native.set_threads(threads)
@@ -688,7 +688,7 @@ def expert_arguments():
 
 
 def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
-    """A projection at the given place."""
+    """Returns a projection at the given place."""
     codes = [types.SimpleNamespace(dtype=dtype, words=slice(at, at)) for at in words]
     fields = [types.SimpleNamespace(dtype=dtype)] * 2
     field = None if bias is None else types.SimpleNamespace(dtype="F32", words=slice(bias, bias + 64))
@@ -696,7 +696,7 @@ def claimed(words, quant=EXPERTS, dtype="BF16", bias=None):
 
 
 def lying(width=64, gate=(0, 512, 544), up=(576, 1088, 1120), bias=None, activation=SILU):
-    """What a record of hidden size 64 could claim: its width, words to the parts of gate and up, what joins them."""
+    """Returns what a record of hidden size 64 could claim: width, first words of gate and up, and the activation."""
     parts = {"gate": claimed(gate, bias=bias), "up": claimed(up, bias=bias)}
     return types.SimpleNamespace(moe_intermediate_size=width, activation=activation, interleaved=False, **parts)
 
@@ -858,13 +858,13 @@ def test_bad_small_operations_are_refused(path):
 
 
 @any_path
-def test_a_refused_call_lets_go_of_its_buffers(path):
+def test_a_refused_call_releases_its_buffers(path):
     words = bytearray(8 * 64)
     w = memoryview(words).cast("I").cast("B").cast("I", (8, 16))
     with pytest.raises(REFUSED):
         native.linear(**(qmv4_arguments() | {"w": w, "out": np.zeros((1, 8), F)}))
     w.release()
-    words.append(0)  # BufferError while anything still holds it
+    words.append(0)  # raises BufferError while anything still holds the buffer
 
 
 # ---- whole process ----
@@ -878,7 +878,7 @@ def run(*command, **environment):
 
 
 def compile_each(command, folder):
-    """The object files of the extension's sources, each compiled on its own, as in setup.py."""
+    """Compiles each of the extension's sources to an object file, as in setup.py."""
     objects = [folder / f"{source.stem}.o" for source in SOURCES]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source, made: run(*command, "-c", source, "-o", made), SOURCES, objects))
@@ -897,7 +897,7 @@ def test_fork(path):
 def test_sanitized_build(path, tmp_path):
     built = tmp_path / "_native.so"
     include = f"-I{sysconfig.get_path('include')}"
-    flags = ["-std=gnu11", "-O0", "-g1", "-ffp-contract=fast", "-Wno-psabi", "-fPIC"]  # compiled in half of -O1's time
+    flags = ["-std=gnu11", "-O0", "-g1", "-ffp-contract=fast", "-Wno-psabi", "-fPIC"]  # half the time of -O1
     checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     objects = compile_each(["gcc", *flags, *checks, include], tmp_path)
     run("gcc", *checks, "-shared", "-pthread", *objects, "-o", built)
@@ -914,7 +914,7 @@ def test_sanitized_build(path, tmp_path):
 @pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang as a cross compiler")
 @pytest.mark.parametrize("target", ["aarch64-macos", "aarch64-linux-gnu"])
 def test_compiles_for_other_processors(path, tmp_path, target):
-    # Debian's pyconfig.h looks for the target's own, which is not there; this machine's will do to compile.
+    # Debian's pyconfig.h looks for the one of the target, which is missing; this machine's is enough to compile.
     headers = Path(sysconfig.get_path("include"))
     include = shutil.copytree(headers, tmp_path / "include")
     own = headers.parent / (sysconfig.get_config_var("MULTIARCH") or "") / headers.name / "pyconfig.h"
@@ -925,7 +925,7 @@ def test_compiles_for_other_processors(path, tmp_path, target):
 
 
 @any_path
-def test_missing_extension_is_said_once(path, no_extension):
+def test_missing_extension_is_reported_once(path, no_extension):
     assert not native.available()
     with pytest.warns(RuntimeWarning, match="install a C compiler"):
         native.warn_if_missing()

@@ -73,11 +73,11 @@ def down(slots):
         (dequantize.plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
     ],
 )
-def test_a_refusal_names_what_is_in_the_way(reason, words):
+def test_a_refusal_names_its_cause(reason, words):
     assert isinstance(reason, Reason) and words in reason
 
 
-def test_what_is_taken_has_no_reason():
+def test_an_accepted_shape_has_no_reason():
     assert linear.refusal("metal", 8, (512, 512), EXPERTS, 512 * 512) is None
     assert attend.refusal("cuda", True, 256, 128) is None and latent.refusal("metal", True, 512, 64) is None
     assert delta.refusal("cuda", 1, Delta(2, 2, 128, 128, 4)) is None and route.refusal("metal", RULE) is None

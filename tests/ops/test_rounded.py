@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not PATHS, reason="no instruction set here has s
 MXFP4 = Quant(4, 32, "mxfp4")
 FORMS = [(Quant(bits, group), kind) for bits in (4, 8) for group in (32, 64, 128) for kind in ("BF16", "F16", "F32")]
 FORMS.append((MXFP4, "U8"))
-MOST = {8: 127, 16: 32639}  # of an activation's integer, and of its group's largest activation
+MOST = {8: 127, 16: 32639}  # relative to an activation's integer, and to its group's largest activation
 few = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 forms = st.sampled_from(FORMS)
 widths = st.integers(1, 11).map(lambda n: 128 * n)
@@ -45,7 +45,7 @@ def product(x, quant, parts, bits, path=PATHS[0] if PATHS else ""):
 
 
 def allowed(x, matrix, quant, bits):
-    """Half a step of each activation times its weight, and float32's own rounding."""
+    """Returns the allowed error: half a step of each activation times its weight, and float32's own rounding."""
     groups = np.abs(x.astype(np.float64)).reshape(len(x), -1, quant.group_size)
     step = np.repeat(groups.max(-1) / MOST[bits], quant.group_size, -1)
     return step / 2 @ np.abs(matrix.values).T * 1.0001 + 2e-6 * np.abs(x) @ matrix.largest.T
@@ -78,7 +78,7 @@ def test_the_bound_sees_faults(bits, part, shift):
         check((Quant(4, 64), "F32"), 40, 640, 5, 0, bits, spoil)
 
 
-def test_eight_bits_are_rounded_and_sixteen_less():
+def test_8_bits_are_less_exact_than_16():
     x, matrix, got = check((Quant(4, 64), "BF16"), 40, 640, 5, 0, 8)
     far = np.abs(got - x @ matrix.values.T) > allowed(x, matrix, Quant(4, 64), 16)
     assert far.mean() > 0.5, "the exact product, or 16 bits, answered"
@@ -88,7 +88,7 @@ def test_eight_bits_are_rounded_and_sixteen_less():
 @few
 @given(form=forms, rows=st.integers(1, 40), width=widths, tokens=st.integers(1, 20), seed=seeds)
 def test_one_set_of_bits(bits, form, rows, width, tokens, seed):
-    """On every path, by any number of threads, alone and among others."""
+    """Compares every path and number of threads, and rows alone and among others."""
     x, matrix, got = check(form, rows, width, tokens, seed, bits)
     for path in PATHS:
         native.set_threads(1 + seed % 3)
@@ -99,7 +99,7 @@ def test_one_set_of_bits(bits, form, rows, width, tokens, seed):
 
 @pytest.mark.parametrize("form, tokens, bits", drawn(FORMS, [1, 3, 9, 40], MOST, turns=2))
 def test_experts_are_their_products(bits, form, tokens):
-    """Bit by bit: gate, up and down of each slot by itself, and the weighted sum of them."""
+    """Compares experts bit by bit with the single products of gate, up and down, and their weighted sum."""
     quant, kind = form
     made = Experts((quant,) * 3, kind, tokens)
     with native.activations(bits):
@@ -118,7 +118,7 @@ def test_experts_are_their_products(bits, form, tokens):
 @bits
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_what_is_no_number_stays_none(bits, value, tokens):
+def test_nan_stays_nan(bits, value, tokens):
     matrix = Stored(np.random.default_rng(0), 9, 192, Quant(4, 64), "BF16")
     x = np.ones((tokens, 192), np.float32)
     x[0, 100] = value
@@ -128,7 +128,7 @@ def test_what_is_no_number_stays_none(bits, value, tokens):
 
 @bits
 def test_zeros_and_ends(bits):
-    """The largest of a group may have either sign, and a group of zeros has none."""
+    """The largest value of a group may have either sign, and a group of zeros has no largest value."""
     matrix = Stored(np.random.default_rng(0), 9, 192, Quant(4, 64), "BF16")
     for peak in (1.0, -1.0, 1e30, -1e-25, 0.0):
         x = np.full((1, 192), -peak, np.float32)
@@ -165,7 +165,7 @@ def test_other_bits_are_refused():
 
 
 def arm_compiler():
-    """A command that compiles for AArch64, if there is one."""
+    """Returns a command that compiles for AArch64, if there is one."""
     if gcc := shutil.which("aarch64-linux-gnu-gcc"):
         return [gcc]
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl"]
@@ -181,7 +181,7 @@ HERE, ARM = shutil.which("gcc") or shutil.which("clang"), arm_compiler()
 @pytest.mark.skipif(not ARM, reason="needs gcc-aarch64-linux-gnu or ziglang, which compile for AArch64")
 @pytest.mark.skipif(not shutil.which("qemu-aarch64"), reason="needs qemu-user, which emulates AArch64")
 def test_an_emulated_arm_has_the_same_bits(tmp_path):
-    """Both of its instruction sets, and all of this processor's."""
+    """Compares both of AArch64's instruction sets with all of this processor's."""
     kernels = [NATIVE / f"{name}.c" for name in ("avx512", "avx2", "portable", "rounded", "paths")]
     sources, flags = [Path(__file__).with_name("rounded_bits.c"), *kernels], ["-O2", "-std=gnu11", "-ffp-contract=fast"]
 

@@ -16,7 +16,7 @@ from moeflux_mlx.spec import ModelArgs
 
 
 def logits_of(seed, T, E):
-    """Distinct within a row, so that the choice is unique."""
+    """Returns logits that are distinct within a row, so that the choice is unique."""
     rng = np.random.default_rng(seed)
     return (rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1) * 0.02 + rng.normal(size=(T, 1))).astype(np.float32)
 
@@ -101,7 +101,7 @@ WHOLE_32 = [
         (Yarn(8, 2048, mscale=1.0, mscale_all_dim=0.0), 1.2079441541679836, None),
     ],
 )
-def test_yarn_as_hugging_face_has_it(yarn, magnitude, frequencies):
+def test_yarn_equals_hugging_face(yarn, magnitude, frequencies):
     rope = Rope(Rotation(64, 150000.0, yarn))
     assert rope.magnitude == pytest.approx(magnitude, rel=1e-12)
     if frequencies is not None:
@@ -112,7 +112,7 @@ def test_yarn_as_hugging_face_has_it(yarn, magnitude, frequencies):
 def test_both_rotations_use_frequencies_and_magnitude(interleaved):
     yarn = Yarn(32, 4096, mscale=1.0, mscale_all_dim=0.5, truncate=False)
     rope = Rope(Rotation(64, 1e4, yarn, interleaved))
-    x = np.random.default_rng(3).standard_normal((1, 5, 2, 80)).astype(np.float32)  # 64 of 80 are turned
+    x = np.random.default_rng(3).standard_normal((1, 5, 2, 80)).astype(np.float32)  # 64 of 80 values are rotated
     turn = oracle.rope_interleaved if interleaved else oracle.rope_half_split
     turned = turn(x[0, ..., :64].astype(float), np.frombuffer(rope.frequencies)) * rope.magnitude
     want = np.concatenate([turned, x[0, ..., 64:]], axis=-1)

@@ -1,5 +1,5 @@
 """Rows of a step: every operation that takes up to 16 rows together gives each row the bits that it has alone. This
-holds for a GPU's kernels (Metal's text, executed by the harness in `metal`), plain MLX operations and the native
+holds for a GPU's kernels (Metal's source, executed by the harness in `metal`), plain MLX operations and the native
 kernels on every instruction path, with exact and with rounded activations.
 """
 
@@ -38,12 +38,12 @@ RULES = [
 
 
 class Step:
-    """Random weights in one form, and rows of `rows` tokens that meet them.
+    """Random weights in one form, and rows of `rows` tokens that are multiplied by them.
 
     Args:
-        make: what the backend computes with, from a numpy array of rows.
+        make: converts a numpy array of rows to what the backend computes with.
         size: hidden size and expert width.
-        experts: whether they have biases, what joins gate and up, and whether rows of these alternate.
+        experts: whether they have biases, their activation, and whether rows of gate and up alternate.
     """
 
     def __init__(self, rng, form, rows, size, make=mx.array, experts=(False, SILU, False)):
@@ -55,7 +55,7 @@ class Step:
         return self.rng.standard_normal(shape, dtype=np.float32)
 
     def arrays(self, count, columns):
-        """Activations [rows, columns]."""
+        """Returns activations [rows, columns]."""
         return [self.make(self.normal(self.rows, columns)) for _ in range(count)]
 
     def matrix(self, rows, columns):
@@ -112,7 +112,7 @@ class Step:
         return words
 
     def shared(self, gated):
-        """A function of the gates' columns, which gives a shared expert."""
+        """Returns a function of the gates' columns that gives a shared expert."""
         gate_up, down = self.matrix(2 * self.inner, self.hidden), self.matrix(self.hidden, self.inner)
 
         def layer(x, scale):
@@ -140,7 +140,7 @@ class Step:
         return run, given
 
     def chosen(self, rule):
-        """As `ffn`, where the kernel chooses."""
+        """As `ffn`, if the kernel chooses the experts."""
         records, shared = self.records(), self.shared(True)
         bias = mx.array(self.normal(rule.experts)) if rule.correction_bias else None
         given = [*self.arrays(2, self.hidden), self.make(self.normal(self.rows, 17), np.float32)]
@@ -154,7 +154,7 @@ def bits(results):
 
 
 def holds(case):
-    """Whether each row of an operation's results has the bits that it has alone."""
+    """Checks that each row of an operation's results has the bits that it has alone."""
     operation, given = case
     together, last = bits(operation(*given)), len(given[0]) - 1
     for t in sorted({0, last // 2, last}):
@@ -174,7 +174,7 @@ def mlx_rows(dtype):
 
 
 def size_for(form, columns, inner):
-    """Sizes that the form's groups divide."""
+    """Returns sizes that are divisible by the groups of the form."""
     group = 64 if form[0] is None else max(64, form[0].group_size)
     return columns * group, inner * group
 
@@ -222,7 +222,7 @@ def test_native(path, form, data):
 
 @pytest.fixture
 def products(monkeypatch):
-    """MLX's own products, made to depend on the number of rows as a GPU's do."""
+    """Makes MLX's own products depend on the number of rows, as those of a GPU do."""
     multiply, matmul = linear.multiply, experts.matmul_float32
     monkeypatch.setattr(linear, "multiply", lambda x, w, transpose: multiply(x, w, transpose) + x.size // x.shape[-1])
     monkeypatch.setattr(experts, "matmul_float32", lambda x, *w: matmul(x, *w) + len(x))
@@ -236,7 +236,7 @@ def test_operations(products, form, data):
     check(step, data.draw(around), data.draw(st.sampled_from(RULES)))
 
 
-# Few lanes and many simdgroups, so that small matrices have rows in turn, in columns and in several threadgroups.
+# Few lanes and many simdgroups, so that small matrices use all loops: rows in turn, columns and several threadgroups.
 SMALL = {
     "qmv": Tile(rows=4, lanes=8, simdgroups=4, ahead=2, spread=2048),
     "qmv_large": Tile(rows=8, lanes=4, simdgroups=2),
@@ -256,7 +256,7 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("i, is_large", drawn(range(len(FORMS) - 1), [False, True]))
 def test_products(kernels, monkeypatch, i, is_large):
-    """Of each form by the kernels, for one or two row counts: each has a text of its own."""
+    """Each form is tested for one or two row counts, because each row count has a compiled kernel of its own."""
     rng, form, count = np.random.default_rng(i), FORMS[i], (2, 7, 16, 3, 9, 5, 4, 8, 6, 12, 2, 3)[i]
     step = Step(rng, form, count, size_for(form, 4, 1), mlx_rows(DTYPES[i % 3]))
     if is_large:

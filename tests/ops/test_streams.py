@@ -14,7 +14,7 @@ EPS = 1e-3
 
 
 def case(n, D, dtype, seed=0):
-    """h [1, 1, n * D], out [1, 1, D], and what makes weights of h."""
+    """Returns h [1, 1, n * D], out [1, 1, D], and the parameters that compute weights from h."""
     rng, rows = np.random.default_rng(seed), n * (n + 2)
     h, out = (mx.array(rng.normal(size=(1, 1, width)).astype(np.float32)).astype(dtype) for width in (n * D, D))
     fn, base = (rng.normal(size=shape) / shape[-1] ** 0.5 for shape in ((rows, n * D), (rows,)))
@@ -27,7 +27,7 @@ def wide(a):
 
 
 def wanted(h, out, by, rule):
-    """(a part's input, the streams behind it), as arXiv:2512.24880 has it, with the order of DeepSeek-V4's code."""
+    """Returns (a part's input, the streams after it) as in arXiv:2512.24880, in the order of DeepSeek-V4's code."""
     (h, out, fn, base, scale), n = map(wide, (h[0, 0], out[0, 0], *by[:3])), rule.streams
     v = fn @ h / np.sqrt((h**2).mean() + EPS)
     pre = 1 / (1 + np.exp(-(v[:n] * scale[0] + base[:n]))) + rule.eps
@@ -42,7 +42,7 @@ def wanted(h, out, by, rule):
 
 
 def check(n, D, dtype, rounds=3):
-    """Whether a part's input and the streams behind it are right."""
+    """Checks the input of a part and the streams after it."""
     rule, (h, out, by) = HyperConnections(n, rounds, 1e-2), case(n, D, dtype)
     x, mixing = streams.gathered(h, by, rule, EPS)
     got = x, streams.scattered(h, out, mixing, rule)

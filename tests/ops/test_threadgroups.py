@@ -1,4 +1,4 @@
-"""Threads of a threadgroup on Metal: no launch has more than every Apple GPU allows for any kernel."""
+"""Threads of a threadgroup on Metal: no launch has more threads than every Apple GPU allows for any kernel."""
 
 import math
 import random
@@ -21,10 +21,10 @@ SEEN = (256, 384, 832, 896, 1024)  # limits of pipelines on M1, M2 and the M1 of
 
 
 class Pipelines:
-    """Stands in for mx.fast.metal_kernel: it refuses as MLX does, and computes nothing.
+    """Replaces mx.fast.metal_kernel: it refuses as MLX does, and computes nothing.
 
-    `launches`: of each the kernel's name, which holds a digest of its constants, the grid, the threads that it asked
-    for, and those that the attribute names.
+    `launches` has for each launch the kernel's name, which contains a digest of its constants, the grid, the threads
+    that it requested, and the threads that the attribute names.
     """
 
     def __init__(self, limit):
@@ -50,7 +50,7 @@ class Pipelines:
 
 
 class Most(Tiles):
-    """For every kernel the tile of the most threads that a file can have."""
+    """Gives every kernel the tile with the most threads that a file of tiles can have."""
 
     def tile(self, target, kernel, shape):
         return Tile(rows=1, lanes=32, simdgroups=LIMITS["simdgroups"][1], spread=LIMITS["spread"][1])
@@ -58,7 +58,7 @@ class Most(Tiles):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What a function launches, with a limit for each kernel."""
+    """Records the launches of a function, with a limit for each kernel."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
 
     def of(run, limit):
@@ -74,14 +74,14 @@ def launches(monkeypatch):
 
 
 def shapes_of(name):
-    """Of a named variant, or of a tiny model of a family."""
+    """Returns the shapes of a named variant, or of a tiny model of a family."""
     tiny = None if name in variants() else tiny_directory(name)
     return screen.shapes_of(Namespace(variant=None if tiny else name, model=tiny))
 
 
 def layers(monkeypatch, shapes, tiles=CODE):
-    """Lets every layer of another kind and the head launch what they would for a token, a few and a prompt."""
-    for name in ("eval", "async_eval"):  # large models stay a graph
+    """Makes one layer of each kind, and the head, launch their kernels for one token, a few tokens and a prompt."""
+    for name in ("eval", "async_eval"):  # large models stay graphs that are not computed
         monkeypatch.setattr(mx, name, lambda *arrays: None)
     for run in tuning.passes(shapes):
         with using(tiles):
@@ -90,27 +90,27 @@ def layers(monkeypatch, shapes, tiles=CODE):
 
 @pytest.mark.parametrize("tiles", [CODE, Most()], ids=["code", "most"])
 @pytest.mark.parametrize("name", [*variants(), *goldens.families()])
-def test_every_launch_names_its_threads_and_any_gpu_gives_them(launches, monkeypatch, name, tiles):
+def test_every_launch_names_its_threads_and_every_gpu_allows_them(launches, monkeypatch, name, tiles):
     asked = launches(lambda: layers(monkeypatch, shapes_of(name), tiles), lambda kernel: min(SEEN))
     assert len({kernel for kernel, *_ in asked}) > 5
     assert all(threads == named for *_, threads, named in asked)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "cogito-v2-671b"])
-def test_what_is_launched_does_not_depend_on_limits(launches, monkeypatch, name):
+def test_launches_do_not_depend_on_limits(launches, monkeypatch, name):
     """So the bits of every start, and of all ranks, are those of one text in one grid."""
     launched = [launches(lambda: layers(monkeypatch, shapes_of(name)), limits_of(seed)) for seed in range(4)]
     assert all(one == launched[0] for one in launched)
 
 
 def limits_of(seed):
-    """A limit for each kernel, drawn at random."""
+    """Returns a random limit for each kernel."""
     return lambda kernel: random.Random(f"{seed} {kernel}").choice(SEEN)
 
 
 @pytest.mark.parametrize("family", goldens.families())
 def test_no_model_asks_for_more(launches, family):
-    """What streams its experts, with all that is around them."""
+    """Checks models that stream their experts, with everything around the experts."""
     model = load_model(tiny_directory(family), dtype=mx.bfloat16)
 
     def run():
