@@ -10,7 +10,7 @@ from .backend import Array
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
 from .tiles import planned
 
-COMBINE = Kernel("moe_combine", "expert_out weights h_mid shared", "out")
+COMBINE = Kernel("moe_combine", "expert_out places weights h_mid shared", "out")
 THREADS = 256
 
 Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # dtypes of the experts' values, the residual and the shared expert
@@ -27,16 +27,17 @@ def combine(rows: Array, where: np.ndarray, weights: Array, residual: Array, sha
     """
     if isinstance(rows, np.ndarray):
         return native.combine(rows, where, weights, residual, shared)
-    return moe_combine(rows[mx.array(where.reshape(-1))].reshape(*where.shape, -1), weights, residual, shared)
+    return moe_combine(rows, mx.array(where), weights, residual, shared)
 
 
 def moe_combine(
-    expert_out: mx.array, weights: mx.array, residual: mx.array, shared: mx.array | None = None
+    expert_out: mx.array, places: mx.array, weights: mx.array, residual: mx.array, shared: mx.array | None = None
 ) -> mx.array:
-    """residual + sum_k weights[k] * expert_out[k] + shared, k ascending, rounded once.
+    """residual + sum_k weights[:, k] * expert_out[places[:, k]] + shared, k ascending, rounded once.
 
     Args:
-        expert_out: [T, K, H] float32, bfloat16 or float16.
+        expert_out: [N, H] float32, bfloat16 or float16.
+        places: [T, K] int32, rows of `expert_out`.
         weights: [T, K] float32.
         residual: [T, H].
         shared: [T, H] or None.
@@ -46,11 +47,11 @@ def moe_combine(
     """
     other = residual if shared is None else shared
     dtypes = expert_out.dtype, residual.dtype, None if shared is None else other.dtype
-    launch = plan(backend.name(), expert_out.shape, dtypes)
+    launch = plan(backend.name(), places.shape, expert_out.shape[1], dtypes)
     weights = weights.astype(mx.float32)
     if isinstance(launch, Reason):
-        return moe_combine_ops(expert_out, weights, residual, shared)
-    return launch(expert_out, weights, residual, other)[0]
+        return moe_combine_ops(expert_out[places], weights, residual, shared)
+    return launch(expert_out, places, weights, residual, other)[0]
 
 
 def combine_types(dtypes: Dtypes) -> dict[str, Any]:
@@ -60,17 +61,17 @@ def combine_types(dtypes: Dtypes) -> dict[str, Any]:
 
 
 @planned()
-def plan(target: str, shape: Shape, dtypes: Dtypes) -> Launch | Reason:
+def plan(target: str, places: Shape, hidden: int, dtypes: Dtypes) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS
-    tokens, top_k, hidden = shape
+    tokens, top_k = places
     template = {"H": hidden, "K": top_k, **combine_types(dtypes)}
     groups = (ceildiv(hidden, THREADS), tokens)
     return Launch(target, COMBINE, template, groups, THREADS, [((tokens, hidden), dtypes[1])])
 
 
 def moe_combine_ops(expert_out: mx.array, weights: mx.array, residual: mx.array, shared: mx.array | None) -> mx.array:
-    """The twin of the kernel."""
+    """The twin of the kernel, of the rows expert_out [T, K, H] of each token."""
     total = residual.astype(mx.float32)
     for k in range(expert_out.shape[1]):
         total = total + weights[:, k, None] * expert_out[:, k].astype(mx.float32)

@@ -21,6 +21,7 @@ from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, settings
+from .gather_rows import gather_rows
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
@@ -268,7 +269,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
         biases = linear_biases(records, slots, x.dtype)
         for part in _parts(len(batch.owners), most // size):
             at, own = start + part.start * size, owners[part]
-            taken = mx.take(x, source[at : at + own.size * size], axis=0).reshape(own.size, size, H)
+            taken = gather_rows(x, source[at : at + own.size * size]).reshape(own.size, size, H)
             yield grouped_ffn(taken, parts, records.record, own, biases).reshape(-1, H)
         return
     for part, width in batch.parts(most // batch.rows):
@@ -282,7 +283,7 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
             places = source[at : at + count * length]
             if width > count:
                 places = mx.concatenate([places, mx.broadcast_to(places[:1], ((width - count) * length,))])
-            taken = mx.take(x, places, axis=0).reshape(width, length, H)
+            taken = gather_rows(x, places).reshape(width, length, H)
             made = dense_ffn(taken, gate_up, down, records.record, biases)
             yield made[:count].reshape(-1, H)
 

@@ -178,11 +178,11 @@ def check_product(rows: int, columns: int, tokens: int, dtype: mx.Dtype) -> dict
 
 
 def check_combine(hidden: int, count: int, dtype: mx.Dtype) -> dict[str, float]:
-    out = mx.random.normal((2, count, hidden)).astype(dtype)
+    out, places = mx.random.normal((2 * count, hidden)).astype(dtype), mx.arange(2 * count, dtype=mx.int32)
     h_mid, shared = (mx.random.normal((2, hidden)).astype(dtype) for _ in range(2))
     weights = mx.random.uniform(0, 1, (2, count))
-    got = moe_combine(out, weights, h_mid, shared)
-    parts = np.einsum("tk,tkh->th", wide(weights), wide(out))
+    got = moe_combine(out, places.reshape(2, count), weights, h_mid, shared)
+    parts = np.einsum("tk,tkh->th", wide(weights), wide(out).reshape(2, count, hidden))
     want = wide(h_mid) + parts + wide(shared)
     return {"combine": error(got, want), "fault": error(got, wide(h_mid) + parts)}
 

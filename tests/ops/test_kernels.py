@@ -239,10 +239,11 @@ def test_tiles_of_cuda_match_oracle(host, cuda_tiles, H, I):
 @pytest.mark.parametrize("shared, dtype", drawn([False, True], FLOATS))
 def test_moe_combine_matches_oracle(host, shared, dtype):
     e = Experts(1, 3, 5, 320, 64, dtype)
-    out = mx.random.normal((3, 5, 320)).astype(dtype)
+    out = mx.random.normal((17, 320)).astype(dtype)
+    places = np.random.default_rng(0).permutation(17)[:15].reshape(3, 5)
     weights = mx.array(e.weights.astype(np.float32))
-    got = combine.moe_combine(out, weights, e.h_mid, e.shared if shared else None)
-    want = wide(e.h_mid) + np.einsum("tk,tkh->th", wide(weights), wide(out)) + shared * wide(e.shared)
+    got = combine.moe_combine(out, mx.array(places.astype(np.int32)), weights, e.h_mid, e.shared if shared else None)
+    want = wide(e.h_mid) + np.einsum("tk,tkh->th", wide(weights), wide(out)[places]) + shared * wide(e.shared)
     assert error(got, want) < LIMITS[dtype]
 
 
@@ -413,7 +414,7 @@ def launches(H, I, K, dtype):
     x = mx.zeros((1, H), dtype)
     act = experts.expert_gate_up(x, slots, records)
     out = experts.expert_down_combine(act, slots, records, mx.zeros((1, K)), x, x)
-    out = combine.moe_combine(mx.zeros((1, K, H), dtype), mx.zeros((1, K)), out)
+    out = combine.moe_combine(mx.zeros((K, H), dtype), mx.zeros((1, K), mx.int32), mx.zeros((1, K)), out)
     w, s = mx.zeros((64, H // 8), mx.uint32), mx.zeros((64, H // 64), mx.bfloat16)
     for tokens in (1, 8):
         linear.qmv(mx.zeros((tokens, H), dtype), EXPERTS, w, s, s)

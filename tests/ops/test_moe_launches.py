@@ -350,8 +350,8 @@ def test_the_bits_of_a_sum_of_rows(host, T, dtype):
         slot, weight = (mx.array(part[t : t + 1, k : k + 1]) for part in (layer.slots, weights))
         act = experts.expert_gate_up(layer.x[t : t + 1], slot, layer.records)
         rows.append(experts.expert_down_combine(act, slot, layer.records, weight, zeros[:1]))
-    each = mx.concatenate(rows).reshape(T, 4, -1)
-    assert mx.array_equal(combine.moe_combine(each, mx.ones((T, 4)), layer.h_mid, shared), want)
+    places = mx.arange(4 * T, dtype=mx.int32).reshape(T, 4)
+    assert mx.array_equal(combine.moe_combine(mx.concatenate(rows), places, mx.ones((T, 4)), layer.h_mid, shared), want)
 
 
 # ---- the choice in the launch of gate and up
