@@ -269,6 +269,7 @@ def _between(shapes: Shapes, rule: Connections) -> Run:
     def run(x: Any, caches: Any) -> None:
         h = spread(x, rule.streams)
         _, *mixing = made.gather(h)
+        h, _, *mixing = made.gather_behind(h, x, *mixing)
         made.scatter(h, x, *mixing)
 
     return run

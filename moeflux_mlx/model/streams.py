@@ -15,7 +15,7 @@ from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
 from ..ops.gated_streams import gated_mean, injected, takes_token, token_mean
 from ..ops.rows import RowCaches
-from ..ops.streams import Mapping, gathered, last_sum, mean_of, normed_streams, scattered
+from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 from ..state.cache import Cache
 from ..state.traced import Traced
@@ -50,6 +50,10 @@ class Connection(nn.Module):
     def gather(self, h: Any) -> tuple[Any, ...]:
         """The part's input, and how its output is to be added (`gathered`)."""
         return gathered(h, self.mapping, self.rule, self.eps)
+
+    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+        """The streams behind the part before, whose output is `out`, and `gather` of them."""
+        return gathered_behind(h, out, mixing[0], self.mapping, self.rule, self.eps)
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer (`last_sum`)."""
@@ -92,6 +96,11 @@ class GatedConnection(nn.Module):
     def gather(self, h: Array) -> tuple[Any, ...]:
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
         return self._mean(h)
+
+    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+        """The streams behind the part before, whose output is `out`, and `gather` of them."""
+        streams = self.scatter(h, out, *mixing)
+        return streams, *self.gather(streams)
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer."""
@@ -207,8 +216,8 @@ class StreamsLayer(nn.Module):
         if "ple" in self:
             h, own = self.ple(h, tokens, cache.beside), cache.own
         x, *mixing = self.attn_hc.gather(h)
-        streams = self.attn_hc.scatter(h, self.mixer.mixed(x, self.get("input_layernorm"), own), *mixing)
-        return streams, *self.ffn_hc.gather(streams)
+        out = self.mixer.mixed(x, self.get("input_layernorm"), own)
+        return tuple(self.ffn_hc.gather_behind(h, out, *mixing))
 
     def pass_span(self, h: Array, cache: Cache, span: Span, report: Report) -> Any:
         """The layer over a span: its mixer block by block, its experts over all rows."""

@@ -1,8 +1,8 @@
 """Several residual streams side by side, and manifold-constrained hyper-connections between them (arXiv:2512.24880; the
 order of operations is that of DeepSeek-V4's model code in transformers), whose weights are computed in float32.
 
-For a single token, a GPU computes the weights of hyper-connections in two launches, and the streams behind a part in
-one.
+For a single token, a GPU computes a part's input in two launches, of which the first also adds the output of the part
+before; after a layer's last part a launch only adds.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from . import backend
 from .attend import SEVERAL
 from .backend import Array, view
 from .elementwise import float32, sigmoid, softmax
-from .launch import NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, ceildiv
+from .launch import NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
 PRODUCTS = Kernel("streams_products", "h fn", "made")
 GATHER = Kernel("streams_gather", "h made base scale", "x mixing")
+NEXT = Kernel("streams_next", "h out mixing fn", "next made")
 SCATTER = Kernel("streams_scatter", "h out mixing", "next")
 THREADS = 256  # threads of a threadgroup
 
@@ -46,13 +47,14 @@ def spread(x: Array, streams: int) -> Any:
     return backend.library_of(x).concatenate([x] * streams, axis=-1)
 
 
-def gathered(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
+def gathered(h: Any, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
     """Computes a part's input [B, L, D] from the streams h [B, L, n * D], and the weights for adding its output. These
     are float32 [B, L, n + n * n]: the output's weight in each stream, then the weight of stream j in stream k, with
     those of one j next to each other.
     """
-    if isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule):
-        return _gather_kernel(h, by, rule, eps)
+    if _takes_token(h, rule):
+        launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
+        return _from_products(launches, h, launches.products(h, by.fn)[0], by)
     made, base, scale = _made(h, by, eps)
     n = rule.streams
     post = 2 * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
@@ -60,6 +62,20 @@ def gathered(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> tuple
     library = backend.library_of(h)
     comb = doubly_stochastic(comb, rule).reshape(*made.shape[:-1], n * n)
     return _sum(h, made[..., :n] * scale[0] + base[:n], rule), library.concatenate([post, comb], axis=-1)
+
+
+def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: HyperConnections, eps: float) -> Any:
+    """The streams behind a part (`scattered`), and what `gathered` makes of them for the next part."""
+    if not _takes_token(h, rule):
+        streams = scattered(h, out, mixing, rule)
+        return streams, *gathered(streams, by, rule, eps)
+    launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
+    streams, made = launches.following(h, out, mixing, by.fn)
+    return streams, *_from_products(launches, streams, made, by)
+
+
+def _takes_token(h: Any, rule: HyperConnections) -> bool:
+    return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule)
 
 
 @planned()
@@ -72,25 +88,34 @@ def refusal(target: str, tokens: int, rule: HyperConnections) -> Reason | None:
     return None if rule.streams in (2, 4) else Reason(f"there are {rule.streams} streams, not 2 or 4")
 
 
-def _gather_kernel(h: mx.array, by: Mapping, rule: HyperConnections, eps: float) -> tuple[mx.array, mx.array]:
-    """`gathered` of one token [1, 1, n * D]."""
-    products, gather = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
-    (made,) = products(h, by.fn)
-    x, mixing = gather(h, made, *by.inputs)
+class Gather(NamedTuple):
+    """The launches for a part's input: that of the products that weights are made of; the same where the output of
+    another part is added first; and that of the weights and the input.
+    """
+
+    products: Launch
+    following: Launch
+    weights: Launch
+
+
+def _from_products(launches: Gather, h: Any, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
+    """`gathered` of one token [1, 1, n * D], from the products with its streams."""
+    x, mixing = launches.weights(h, made, *by.inputs)
     return x, mixing
 
 
 @planned()
-def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections, eps: float) -> tuple[Launch, Launch]:
-    """The launch of the products that weights are made of, and that of the weights and a part's input."""
+def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections, eps: float) -> Gather:
     n, D = rule.streams, width // rule.streams
     rows = n * (n + 2)
-    template = {"X": dtype, "W": width, "O": rows, "SG": THREADS // 32}
+    template = {"X": dtype, "N": n, "D": D, "O": rows, "SG": THREADS // 32}
     products = Launch(target, PRODUCTS, template, (rows + 1, 1), THREADS, [((rows + 1,), mx.float32)])
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, width), dtype), *products.outputs]
+    following = Launch(target, NEXT, template, (rows + 1, 1), THREADS, outputs)
     template = {"X": dtype, "N": n, "D": D, "T": THREADS, "ROUNDS": rule.iterations}
     template |= {"EPS": rule.eps, "NORM_EPS": eps}
     made = [((1, 1, D), dtype), ((1, 1, n + n * n), mx.float32)]
-    return products, Launch(target, GATHER, template, (ceildiv(D, THREADS), 1), THREADS, made)
+    return Gather(products, following, Launch(target, GATHER, template, (ceildiv(D, THREADS), 1), THREADS, made))
 
 
 @planned()
@@ -130,10 +155,10 @@ def doubly_stochastic(comb: Any, rule: HyperConnections) -> Any:
     return comb
 
 
-def scattered(h: Array, out: Array, mixing: Any, rule: HyperConnections) -> Any:
+def scattered(h: Any, out: Any, mixing: Any, rule: HyperConnections) -> Any:
     """The streams [B, L, n * D] behind a part whose output is out [B, L, D], added as `gathered` said."""
     (B, L, width), n = h.shape, rule.streams
-    if isinstance(h, mx.array) and not refusal(backend.name(), B * L, rule):
+    if _takes_token(h, rule):
         return plan_scatter(backend.name(), width, h.dtype, n, True)(h, out, mixing)[0]
     comb = mixing[..., n:].reshape(B, L, n, n).swapaxes(-1, -2).astype(h.dtype)
     mixed = comb @ h.reshape(B, L, n, -1) + mixing[..., :n, None].astype(h.dtype) * out[:, :, None]

@@ -95,7 +95,7 @@ def test_a_token_on_kernels(monkeypatch, case):
         pytest.param(
             "streams_mean.metal", "-made[LOW + index] / float(N)", "-made[LOW + index]", marks=pytest.mark.full
         ),
-        pytest.param("streams_scatter.metal", "MIXED ? 0.0f : own[k]", "0.0f", marks=pytest.mark.full),
+        pytest.param("streams.h.metal", "sum + own[k]", "sum", marks=pytest.mark.full),
     ],
 )
 def test_a_planted_fault_is_caught(monkeypatch, file, old, new):

@@ -48,6 +48,9 @@ def check(n, D, dtype, rounds=3):
     got = x, streams.scattered(h, out, mixing, rule)
     for one, want in zip(got, wanted(h, out, by, rule), strict=True):
         assert np.abs(wide(one)[0, 0] - want).max() < LIMITS[dtype] * np.abs(want).max()
+    behind = streams.gathered_behind(h, out, mixing, by, rule, EPS)
+    for one, want in zip(behind, (got[1], *streams.gathered(got[1], by, rule, EPS)), strict=True):
+        assert mx.array_equal(one, want), "in one launch or in two"
 
 
 @pytest.mark.usefixtures("plain_operations")
@@ -69,8 +72,11 @@ def test_a_token_on_kernels(n, D, dtype):
     [
         ("streams_gather.metal", "uint o = N; o < CELLS", "uint o = 1; o < N"),
         pytest.param("streams_gather.metal", "round < ROUNDS", "round + 1 < ROUNDS", marks=pytest.mark.full),
-        pytest.param("streams_scatter.metal", "N + j * N + k", "N + k * N + j", marks=pytest.mark.full),
-        pytest.param("streams_products.metal", "row < O ? weights[i] : v", "weights[i]", marks=pytest.mark.full),
+        pytest.param("streams.h.metal", "N + j * N + k", "N + k * N + j", marks=pytest.mark.full),
+        pytest.param(
+            "streams_products.metal", "row < O ? weights[k * D + column]", "row < 0 ? v", marks=pytest.mark.full
+        ),
+        ("streams_next.metal", "row == O", "row == 0 && column > 0"),
     ],
 )
 def test_a_planted_fault_is_caught(monkeypatch, file, old, new):
