@@ -38,7 +38,7 @@ def test_sequences_together(capsys, tiny):
     assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "3"] and "1.00x" in lines[head + 1]
 
 
-def test_lengths_fit_the_demo_model_and_json_is_for_who_asks(capsys):
+def test_lengths_fit_the_demo_model_and_json_is_optional(capsys):
     assert benchmark.main(["--max-tokens", "2", "--rounds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = next(i for i, line in enumerate(lines) if line.lstrip().startswith("prompt"))

@@ -35,7 +35,7 @@ from moeflux_mlx.text.channels import THINK
 from moeflux_mlx.text.events import Reasoning
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
-PROMPT = r"\x1b\[\?2004h"  # bracketed paste goes on when a line can be typed
+PROMPT = r"\x1b\[\?2004h"  # bracketed paste is switched on when a line can be typed
 ATTENTION, RECURRENT = "qwen3_moe", "qwen3_next"
 
 
@@ -50,7 +50,7 @@ def ask(talk, text, n=8, **options):
 
 
 def run(monkeypatch, capsys, lines, *options, family=RECURRENT):
-    """(exit code, stdout, stderr) of the command with these lines on a pipe."""
+    """Returns (exit code, stdout, stderr) of the command with these lines on a pipe."""
     data = lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
     code = chat.main(["--model", str(tiny_directory(family)), "--dtype", "float32", "-m", "8", *options])
@@ -58,7 +58,7 @@ def run(monkeypatch, capsys, lines, *options, family=RECURRENT):
 
 
 def counts(err):
-    """(prompt, known, from disk, computed) of each `/stats`."""
+    """Returns (prompt, known, from disk, computed) of each `/stats`."""
     matches = re.findall(r"last prompt: (\d+) tokens, (\d+) known, (\d+) from disk, (\d+) computed", err)
     return [tuple(map(int, one)) for one in matches]
 
@@ -104,7 +104,7 @@ def test_tokens_are_known_up_to_where_texts_part():
     assert talk.session.reuse.memory > second_question
 
 
-def test_a_turn_computes_from_the_last_boundary():
+def test_a_turn_computes_from_the_last_known_boundary():
     talk = conversation()
     ask(talk, "Hello")
     boundary = talk.session.points.positions[-1]
@@ -170,7 +170,7 @@ def test_saved_conversations_go_on_without_computing_them_again(family, tmp_path
     assert known.memory > known.prompt / 2 and known.memory == talk.session.reuse.memory
 
 
-def test_files_that_hold_no_conversation(tmp_path):
+def test_files_without_a_conversation_are_refused(tmp_path):
     fingerprint = model_fingerprint(tiny_directory(RECURRENT), mx.float32)
     talk = conversation()
     ask(talk, "Hello")
@@ -190,7 +190,7 @@ def test_files_that_hold_no_conversation(tmp_path):
     assert talk.turns == before
 
 
-def test_places_where_prompts_part():
+def test_positions_where_prompts_may_diverge():
     tokenizer = load_tokenizer(tiny_directory(RECURRENT))
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     prompt = tokenizer.apply_chat_template(messages)
@@ -284,7 +284,7 @@ def test_lines_of_a_pipe(monkeypatch, capsys, tmp_path):
     assert 0 < third[1] < third[0] and fourth[1] > second[1]
 
 
-def test_mistakes_are_said_and_the_chat_goes_on(monkeypatch, capsys, tmp_path):
+def test_mistakes_are_reported_and_the_chat_continues(monkeypatch, capsys, tmp_path):
     (tmp_path / "bad").write_bytes(b"nonsense")
     lines = ["/what", "/save", "/load", f"/load {tmp_path}/none", f"/load {tmp_path}/bad", f"/save {tmp_path}/no/x"]
     lines += [f"/save {tmp_path}/bad", "/save /", "/save ~nobody-of-that-name/x", f"/load {'x' * 300}"]
@@ -298,7 +298,7 @@ def test_mistakes_are_said_and_the_chat_goes_on(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "bad").read_bytes() == b"nonsense"
 
 
-def test_an_answer_ends_with_the_models_context(monkeypatch):
+def test_an_answer_ends_at_the_models_context(monkeypatch):
     talk, ends = conversation(), []
 
     def respond(prompt, max_tokens, **_):
@@ -334,24 +334,24 @@ def test_answers_that_were_cut_say_so(monkeypatch, capsys):
 
 
 def stopping_at(*ends):
-    """What `load_named` gives, with other stop tokens."""
+    """Returns what `load_named` gives, with other stop tokens."""
     engine = open_engine(tiny_directory(RECURRENT), dtype=mx.float32)
     engine.tokenizer.eos_token_ids = set(ends)
     return engine
 
 
-def test_a_conversation_that_outgrows_the_plan_says_so_once(monkeypatch, capsys):
+def test_a_conversation_that_outgrows_the_plan_is_reported_once(monkeypatch, capsys):
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello again", "And again", "/reset", "Hi"], "--context", "50")
     said = re.findall(r"the prompt has (\d+) tokens and memory was planned for 50; --context (\d+) leaves room", err)
     assert len(said) == 1 and int(said[0][1]) == 2 * int(said[0][0])
 
 
-def test_bytes_that_are_no_text_are_refused(monkeypatch, capsys):
+def test_bytes_that_are_not_text_are_refused(monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, b"\xff\xfe\nHello\n")
     assert code == 0 and err.count("error: ") == 1
 
 
-def test_options_that_cannot_be(monkeypatch, capsys):
+def test_impossible_options(monkeypatch, capsys):
     for options in (["--temp", "-1"], ["--seed", "-1"], ["--chat-template-config", "3"], ["--prompt-cache-gb", "0"]):
         code, _, err = run(monkeypatch, capsys, ["Hello"], *options)
         assert code == 1 and err.splitlines()[-1].startswith("error: ")
@@ -448,7 +448,7 @@ class Terminal:
             assert ready, f"{pattern!r} did not come; there was {self.seen[-500:]!r}"
             try:
                 self.seen += os.read(self.master, 65536).decode(errors="replace")
-            except OSError:  # the child has gone
+            except OSError:  # the child has ended
                 pytest.fail(f"{pattern!r} did not come before the end; there was {self.seen[-2000:]!r}")
         self.seen = self.seen[match.end() :]
 
@@ -477,7 +477,7 @@ def test_in_a_terminal(tmp_path, interruptible):
         terminal.wait_for("message is set")
         terminal.wait_for(PROMPT)
         terminal.send("Hello\r")
-        terminal.wait_for(r"tokens\r\x1b\[K[^\r]{20,}")  # the progress is wiped and an answer begins
+        terminal.wait_for(r"tokens\r\x1b\[K[^\r]{20,}")  # the progress line is erased and an answer begins
         terminal.send("\x03")
         terminal.wait_for(r"\(stopped\)")
         terminal.wait_for(PROMPT)
@@ -487,7 +487,7 @@ def test_in_a_terminal(tmp_path, interruptible):
         terminal.send("\x03")
         terminal.wait_for("Ctrl-D or /exit leaves")
         terminal.wait_for(PROMPT)
-        terminal.send("\x1b[A\x1b[A\x1b[A\r")  # three lines up in the history
+        terminal.send("\x1b[A\x1b[A\x1b[A\r")  # three lines back in the history
         terminal.wait_for("message is set")
         terminal.wait_for(PROMPT)
         terminal.send("\x04")

@@ -45,14 +45,14 @@ def test_a_packed_model_can_be_resident_too(capfd):
     assert code == 0 and "expert I/O: resident (forced)" in err
 
 
-def test_a_checkpoint_without_its_weights_is_said_to_be_one(capfd, checkpoint, tmp_path):
+def test_a_checkpoint_without_its_weights_is_reported(capfd, checkpoint, tmp_path):
     for file in checkpoint.iterdir():
         if file.name != "model.safetensors.index.json" and file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert f"{tmp_path} has a config.json and no weights" in fails(capfd, "--model", tmp_path, *BASE)
 
 
-def test_mapping_is_refused_with_the_command_that_would_do(capfd, checkpoint, monkeypatch):
+def test_mapping_is_refused_with_the_command_that_would_work(capfd, checkpoint, monkeypatch):
     wanted = rf"python -m moeflux_mlx\.convert --hf-path {checkpoint} --mlx-path tiny-4bit-moeflux$"
     assert re.search(wanted, fails(capfd, "--model", checkpoint, *BASE, "--expert-io", "mmap"))
     assert plan.main(["--model", str(checkpoint), "--expert-io", "mmap"]) == 1
@@ -74,7 +74,7 @@ def test_a_plan_of_a_checkpoint(capfd, checkpoint):
     assert "hit rate  50%" in printed("--expert-io", "pread", "--measure-disk")[0]
 
 
-def test_what_packing_would_save_is_said_once(capfd, checkpoint, monkeypatch):
+def test_the_gain_of_packing_is_reported_once(capfd, checkpoint, monkeypatch):
     more = ["--expert-io", "pread", "--expert-cache-gb", "1e-6"]
     monkeypatch.setattr(remarks, "WORTH_CONVERTING", 0.0)
     err = command(capfd, "--model", checkpoint, *BASE, *more)[2]
@@ -86,7 +86,7 @@ def test_what_packing_would_save_is_said_once(capfd, checkpoint, monkeypatch):
     assert "note: " not in command(capfd, "--model", checkpoint, *BASE, *more)[2]
 
 
-def test_a_prompt_that_was_saved_with_the_packed_model_is_taken_up(capfd, checkpoint, tmp_path):
+def test_a_prompt_that_was_saved_with_the_packed_model_is_continued(capfd, checkpoint, tmp_path):
     packed = copytree(tiny_directory(FAMILY), tmp_path / "packed")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         (packed / name).write_bytes((checkpoint / name).read_bytes())
@@ -97,7 +97,7 @@ def test_a_prompt_that_was_saved_with_the_packed_model_is_taken_up(capfd, checkp
         assert (code, out) == first[:2] and not re.search("prompt cache: 0 of", err)
 
 
-def test_loading_shows_how_far_it_is(capfd, checkpoint, monkeypatch):
+def test_loading_shows_its_progress(capfd, checkpoint, monkeypatch):
     shown = []
     monkeypatch.setattr(terminal.Progress, "_show", lambda self, text: shown.append(text))
     command(capfd, "--model", checkpoint, *BASE)
@@ -125,7 +125,7 @@ def test_a_form_that_is_not_known_is_named(capfd, tmp_path):
     assert line.startswith(said)
 
 
-def test_a_shard_that_is_damaged(capfd, checkpoint, tmp_path):
+def test_a_damaged_shard(capfd, checkpoint, tmp_path):
     path = copytree(checkpoint, tmp_path / "model")
     shard = sorted(path.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -25,7 +25,7 @@ def test_the_screen_names_machine_values_disk_and_models(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [], "the measured file is gone"
 
 
-def test_a_wrong_value_is_said_and_ends_in_an_error(monkeypatch, capsys):
+def test_a_wrong_value_is_reported_and_ends_in_an_error(monkeypatch, capsys):
     right = diagnosis.check_operations
     wrong = diagnosis.check_operations.__globals__["Check"]("experts", 0.7, 1e-4, 0.1)
     monkeypatch.setattr(diagnosis, "check_operations", lambda dtype: [*right(dtype), wrong])
@@ -34,7 +34,7 @@ def test_a_wrong_value_is_said_and_ends_in_an_error(monkeypatch, capsys):
     assert "WRONG: error 7.0e-01" in out and "please report" in out and "\ndisk" not in out
 
 
-def test_a_disk_without_room_is_not_measured(monkeypatch, tmp_path, capsys):
+def test_a_disk_without_space_is_not_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(diagnosis, "MEASURED_FILE", 1 << 60)
     assert doctor.main(["--directory", str(tmp_path)]) == 0
     assert "disk      not measured:" in capsys.readouterr().out
@@ -46,7 +46,7 @@ def test_a_missing_extra_comes_with_its_command(monkeypatch, capsys):
     assert "no_such_package: pip install 'moeflux-mlx[server]'" in capsys.readouterr().out
 
 
-def test_metals_limit_on_threads_is_said(monkeypatch):
+def test_metals_limit_on_threads_is_reported(monkeypatch):
     assert diagnosis.thread_lines() == []
     monkeypatch.setattr(diagnosis.backend, "name", lambda: "metal")
     monkeypatch.setattr(diagnosis, "thread_limits", lambda: (384, 1024))
@@ -60,7 +60,7 @@ def launches(capsys, *options):
 
 
 def below(lines, part, tokens):
-    """The line of a part and a number of tokens, and the reasons after it."""
+    """Returns the line of a part and a number of tokens, and the reasons after it."""
     at = next(i for i, line in enumerate(lines) if line.startswith(part))
     at = next(i for i, line in enumerate(lines) if i > at and line.startswith(f"{tokens:>5} token"))
     return lines[at], "\n".join(takewhile(lambda line: line.startswith(" " * 14), lines[at + 1 :]))
@@ -79,7 +79,7 @@ def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend,
     assert sum(line.lstrip()[:1].isdigit() for line in lines) == 3 * len(parts)
 
 
-def test_reasons_stand_below_what_runs(capsys, cpu_device):
+def test_reasons_are_listed_below_what_runs(capsys, cpu_device):
     lines = launches(capsys, "--variant", "qwen3-30b-a3b", "--backend", "cuda")
     runs, reasons = below(lines, "attention", 1)
     assert "qmv[affine4] x2, attend_step, attend_combine" in runs and not reasons
@@ -107,7 +107,7 @@ def test_a_small_matrix_is_left_to_mlx(capsys, cpu_device):
 
 
 @pytest.mark.parametrize("option", [["--model", "X"], ["--variant", "demo"], ["--backend", "metal"]])
-def test_options_of_launches_want_it(capsys, option):
+def test_options_of_launches_need_launches(capsys, option):
     option = [variants()[0] if word == "demo" else word for word in option]
     assert doctor.main(["--no-disk", *option]) != 0
     assert f"{option[0]} is for --launches; give both" in capsys.readouterr().err

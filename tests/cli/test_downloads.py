@@ -31,7 +31,7 @@ def test_downloaded_models_are_listed_and_removed(hub, capsys):
     assert main(["list"]) == 0 and capsys.readouterr().out == ""
 
 
-def test_a_model_that_is_not_whole_is_listed_as_such(hub, capsys):
+def test_an_incomplete_model_is_listed_as_such(hub, capsys):
     path = fetch("org/model")
     next(path.glob("packed_experts/*.bin")).unlink()
     assert main(["list"]) == 0

@@ -7,7 +7,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.plan import main as plan
 
 
-def test_lookup_says_the_same_and_what_it_did(capfd):
+def test_lookup_gives_the_same_text_and_reports_its_drafts(capfd):
     prompt = ["--prompt", "ab ab ab ab ab", "--max-tokens", "40", "--verbose", "--model", tiny_directory("qwen3_5_moe")]
     code, text, err = command(capfd, *prompt)
     assert code == 0 and "drafts" not in err
@@ -17,7 +17,7 @@ def test_lookup_says_the_same_and_what_it_did(capfd):
     assert line.endswith(tuple("0123456789")) and "steps with 0 to 4 drafts: " in line
 
 
-def test_a_head_is_planned_loaded_and_says_the_same(capfd):
+def test_a_head_is_planned_loaded_and_gives_the_same_text(capfd):
     model = ["--model", str(headed_directory("deepseek_v3"))]
     prompt = ["--prompt", "ab ab", "--max-tokens", "12", "--verbose", *model]
     code, text, _ = command(capfd, *prompt)

@@ -33,7 +33,7 @@ def packed(tmp_path):
 
 
 def weights(hub):
-    """Requests for whole files that hold weights."""
+    """Returns the requests for whole files of weights."""
     large = (".safetensors", ".bin")
     return [name for how, name, part in hub.requests if how == "GET" and name.endswith(large) and not part]
 
@@ -70,7 +70,7 @@ def test_plan_reads_headers_only(packed, capfd):
     assert "org/model is not here; leave it out" in capfd.readouterr().err
 
 
-def test_without_an_answer_what_the_cache_holds_is_used(packed, tmp_path):
+def test_without_an_answer_of_the_hub_the_cached_model_is_used(packed, tmp_path):
     path = fetch("org/model")
     packed.repo = "org/elsewhere"
     assert fetch("org/model") == path
@@ -144,7 +144,7 @@ def test_without_an_answer_a_checkpoint_in_the_cache_runs_if_it_is_whole(tmp_pat
             fetch("org/model")
 
 
-def test_floats_are_refused_before_they_come(tmp_path):
+def test_floats_are_refused_before_they_are_downloaded(tmp_path):
     folder = goldens.write_variant(tmp_path / "checkpoint", "qwen3_moe", "hub_sharded")
     with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
         with pytest.raises(NotPackedError, match="--hf-path org/model"):

@@ -47,19 +47,19 @@ def model_dir():
 
 @pytest.fixture
 def copy_dir(model_dir, tmp_path):
-    """A model directory that a test may damage."""
+    """Returns a copy of a model directory that a test may damage."""
     return shutil.copytree(model_dir, tmp_path / "model")
 
 
 def command(capfd, *arguments):
-    """(exit code, stdout, stderr) of the command, run in this process."""
+    """Returns a function that runs the command in this process and gives (exit code, stdout, stderr)."""
     code = main([str(a) for a in arguments])
     captured = capfd.readouterr()
     return code, captured.out, captured.err
 
 
 def fails(capfd, *arguments):
-    """The one line that the command prints when it refuses."""
+    """Returns the one line that the command prints when it refuses."""
     code, out, err = command(capfd, *arguments)
     assert code == 1 and out == ""
     lines = [line for line in err.splitlines() if not line.startswith("expert I/O")]
@@ -79,7 +79,7 @@ def test_prefill_step_does_not_change_the_tokens(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mlx_lm_generates_the_same_tokens(family):
-    """Our model and tokenizer, as they are, in mlx-lm's own loop."""
+    """Runs our model and tokenizer, unchanged, in mlx-lm's own loop."""
     mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm needs Python 3.11")
     model, tokenizer = load(tiny_directory(family), dtype=mx.float32)
     ours = [r.token for r in stream_generate(model, tokenizer, PROMPT, max_tokens=12)]
@@ -97,7 +97,7 @@ def test_a_prompt_cache_continues(model_dir):
     assert rest == whole
 
 
-def test_responses_add_up(model_dir):
+def test_statistics_of_responses_add_up(model_dir):
     model, tokenizer = load(model_dir, dtype=mx.float32)
     responses = list(stream_generate(model, tokenizer, "Once upon", max_tokens=9))
     last = responses[-1]
@@ -168,7 +168,7 @@ def test_not_a_number_in_expert_scales_is_reported(copy_dir):
         (mx.array([[-1, 3]]), "token -1 is outside"),
     ],
 )
-def test_tokens_that_a_model_cannot_take(tokens, words):
+def test_tokens_that_a_model_does_not_have(tokens, words):
     model = tiny_model("qwen3_moe", mx.float32)
     cache = model.make_cache()
     with pytest.raises(RequestError, match=words):
@@ -177,7 +177,7 @@ def test_tokens_that_a_model_cannot_take(tokens, words):
 
 
 @pytest.mark.parametrize("cache", [[], 5, {}])
-def test_caches_of_no_model_are_refused(cache):
+def test_caches_that_no_model_made_are_refused(cache):
     with pytest.raises(RequestError, match=r"for \d+ layers; use model.make_cache"):
         next(generate_step([1], tiny_model("qwen3_next", mx.float32), prompt_cache=cache))
 
@@ -188,7 +188,7 @@ def test_another_models_caches_are_refused():
 
 
 @pytest.mark.parametrize("prompt", [None, 7, mx.array([[1, 2]]), mx.array(3), {"a": 1}, True])
-def test_prompts_of_another_kind(model_dir, prompt):
+def test_prompts_of_other_types(model_dir, prompt):
     model, tokenizer = load(model_dir, dtype=mx.float32)
     for call in (stream_generate, library_generate):
         with pytest.raises(RequestError, match="prompt"):
@@ -214,7 +214,7 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
         assert words in err, words
     peak, arrays = map(float, re.search(r"peak memory: ([\d.]+) GB, ([\d.]+) GB of it MLX's", err).groups())
     assert peak > arrays > 0 and peak > 0.03
-    assert "\r" not in err  # progress is for terminals
+    assert "\r" not in err  # progress is shown only on terminals
 
 
 def test_the_prompt_is_words_or_an_option(capfd, model_dir):
@@ -311,7 +311,7 @@ def test_checkpoint_that_is_not_packed(capfd, copy_dir):
     ],
 )
 def test_the_command_for_a_checkpoint_can_be_run(copy_dir, quantization, capfd):
-    """Whatever its directory is called."""
+    """The command is valid for any name of the directory."""
     path = copy_dir.rename(copy_dir.with_name("my model's; $HOME"))
     shutil.rmtree(path / "packed_experts")
     (path / "convert_state.json").unlink()
@@ -351,7 +351,7 @@ def edit_json(file, **change):
     file.write_text(json.dumps({**value, **change}))
 
 
-def test_layout_that_lies(capfd, copy_dir):
+def test_a_layout_with_wrong_values(capfd, copy_dir):
     edit_json(copy_dir / "packed_experts" / "layout.json", num_experts=3)
     assert "num_experts is 3" in fails(capfd, "--model", copy_dir)
 
@@ -418,7 +418,7 @@ def test_template_that_raises_or_escapes(capfd, copy_dir, template, words):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """Nobody answers, and the Hub's library logs that it tries again."""
+    """Simulates a Hub that does not answer: its library logs that it tries again."""
     import huggingface_hub
 
     def unreachable(*_, **__):
@@ -451,7 +451,7 @@ def test_repo_without_packed_experts_downloads_nothing_but_its_config(tmp_path, 
 
 
 def test_a_text_ends_with_the_models_context(copy_dir, capfd):
-    """Beyond it a model was never trained."""
+    """A model was never trained beyond its context."""
     edit_json(copy_dir / "generation_config.json", eos_token_id=[999])
     (copy_dir / "tokenizer_config.json").write_text("{}")
     config = read_json(copy_dir / "config.json")
@@ -475,7 +475,7 @@ def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
     config = read_json(copy_dir / "config.json")
     config["text_config"]["max_position_embeddings"] = 10**6
     (copy_dir / "config.json").write_text(json.dumps(config))
-    edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # outside the vocabulary: it never ends
+    edit_json(copy_dir / "generation_config.json", eos_token_id=[999])  # not a token: it never ends
     (copy_dir / "tokenizer_config.json").write_text("{}")
     arguments = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(copy_dir), "-p", "a", "-m", "-1"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -487,7 +487,7 @@ def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
 
 
 def test_an_interrupt_that_mlx_drops_stops_at_the_next_token(model_dir, interruptible, monkeypatch, capsys):
-    """As when it comes while MLX looks at a numpy array."""
+    """The interrupt comes while MLX reads a numpy array."""
     step, calls = Model.step, []
 
     def interrupted(self, sequences):
@@ -507,7 +507,7 @@ HERE = ["--ignore-chat-template", "--prompt", "abc", "--max-tokens", "3"]
 
 
 def in_shell(line, model_dir, *arguments, **environment):
-    """Runs the command as `line` has it, "$@" in it; returns (exit code, stderr)."""
+    """Runs the command as `line` has it, with "$@" in it. Returns (exit code, stderr)."""
     command = [sys.executable, "-m", "moeflux_mlx.generate", "--model", str(model_dir), *HERE, *arguments]
     environment = {**child_environment(), **environment}
     done = subprocess.run(["sh", "-c", line, "sh", *command], env=environment, capture_output=True, text=True)
@@ -535,7 +535,7 @@ def test_a_closed_stdin_is_nothing_to_read(model_dir):
 
 
 def test_a_file_in_the_place_of_a_closed_stream_is_left_alone(model_dir, tmp_path):
-    """As imports may open one, at the lowest descriptor that is free."""
+    """Imports may open such a file, which gets the lowest free descriptor."""
     (tmp_path / "sitecustomize.py").write_text(
         f"import os\nos.open({str(tmp_path / 'theirs')!r}, os.O_RDWR | os.O_CREAT)"
     )
@@ -547,12 +547,12 @@ def test_a_file_in_the_place_of_a_closed_stream_is_left_alone(model_dir, tmp_pat
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")
-def test_statistics_that_nobody_can_read_stop_no_answer(model_dir):
+def test_statistics_that_cannot_be_written_stop_no_answer(model_dir):
     code, _, out = in_shell('"$@" 2> /dev/full', model_dir)
     assert code == 0 and out
 
 
-def test_other_errors_of_the_system_are_not_the_outputs(monkeypatch, capsys):
+def test_other_system_errors_are_not_taken_for_output_errors(monkeypatch, capsys):
     def fail(options):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -561,12 +561,12 @@ def test_other_errors_of_the_system_are_not_the_outputs(monkeypatch, capsys):
 
 
 def test_a_terminal_without_the_letters(model_dir):
-    """The tiny model writes arbitrary bytes."""
+    """The tiny model writes arbitrary bytes, which the terminal's encoding does not have."""
     code, _, out = in_shell('"$@"', model_dir, "--max-tokens", "60", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert code == 0 and "?" in out and out.isascii()
 
 
-def test_a_reader_that_goes_away_is_no_error(model_dir):
+def test_a_reader_that_closes_the_pipe_is_no_error(model_dir):
     arguments = ["--model", str(model_dir), "--prompt", "abc", "--max-tokens", "300", "--ignore-chat-template"]
     command = [sys.executable, "-m", "moeflux_mlx.generate", *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -577,12 +577,12 @@ def test_a_reader_that_goes_away_is_no_error(model_dir):
 
 
 @pytest.mark.parametrize("prompt", [[[5, 6, 7]], [5.5, 6], np.zeros((1, 3), np.int64), ["a"]])
-def test_prompts_that_are_no_row_of_ids(prompt):
+def test_prompts_that_are_not_a_row_of_ids(prompt):
     with pytest.raises(RequestError, match="one row of token ids"):
         next(generate_step(prompt, tiny_model("qwen3_moe", mx.float32)))
 
 
-def test_prompts_may_be_numpys():
+def test_prompts_may_be_numpy_arrays():
     model = tiny_model("qwen3_moe", mx.float32)
     lists, arrays = ([t for t, _ in generate_step(p, model, max_tokens=3)] for p in (PROMPT, np.array(PROMPT)))
     assert lists == arrays
@@ -600,7 +600,7 @@ def test_verbose_prints_the_text(model_dir, capsys):
     assert out.startswith(text) and "5 tokens" in out and f"{len(PROMPT)} prompt tokens" in out
 
 
-def test_a_prompt_that_is_known_is_counted_as_such(capfd, model_dir, tmp_path):
+def test_a_known_prompt_is_counted_as_known(capfd, model_dir, tmp_path):
     base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--prompt-cache-dir", tmp_path]
     assert re.search(r"prompt: \d+ tokens, [\d.]+ tokens-per-sec\n", command(capfd, *base)[2])
     err = command(capfd, *base)[2]
@@ -637,14 +637,14 @@ def test_what_an_option_is_by_default_is_known():
         assert defaults[name] is None and name not in NOT_GIVEN
 
 
-def test_a_prompt_beyond_the_planned_context_is_said(capfd, model_dir):
+def test_a_prompt_beyond_the_planned_context_is_reported(capfd, model_dir):
     base = ["--model", model_dir, "-p", "a" * 40, "-m", "1", "--ignore-chat-template", "--context"]
     assert "the prompt has 40 tokens and memory was planned for 30; --context 80" in command(capfd, *base, 30)[2]
     assert "planned" not in command(capfd, *base, 40)[2]
 
 
 @pytest.mark.parametrize("family, said", [("qwen3_next", True), ("qwen3_moe", False)])
-def test_a_saved_state_that_is_out_of_reach_is_said(capfd, family, said, tmp_path):
+def test_a_saved_state_out_of_reach_is_reported(capfd, family, said, tmp_path):
     base = ["--model", tiny_directory(family), "-m", "1", "--prompt-cache-dir", tmp_path, "-p"]
     common = "x" * 60
     assert "more tokens are those" not in command(capfd, *base, common + "a" * 20)[2]

@@ -30,7 +30,7 @@ print(script.get("text") or json.dumps(facts | script))
 
 @pytest.fixture
 def hosts(tmp_path, monkeypatch):
-    """Sets the answer of each host; a host without one runs the command here."""
+    """Sets the answer of each host. A host without an answer runs the command here."""
     script = tmp_path / "script.json"
     script.write_text("{}")
     ssh = tmp_path / "bin" / "ssh"
@@ -76,7 +76,7 @@ def test_a_host_file_and_a_command(tmp_path, hosts, capsys):
         ),
     ],
 )
-def test_what_cannot_work_is_said(tmp_path, hosts, capsys, arguments, answers, said):
+def test_impossible_hosts_are_reported(tmp_path, hosts, capsys, arguments, answers, said):
     hosts(**answers)
     assert prepare(tmp_path, *arguments) == 1
     captured = capsys.readouterr()
@@ -84,7 +84,7 @@ def test_what_cannot_work_is_said(tmp_path, hosts, capsys, arguments, answers, s
     assert not (tmp_path / "hosts.json").exists()
 
 
-def test_another_mlx_is_noted(tmp_path, hosts, capsys):
+def test_another_version_of_mlx_is_reported(tmp_path, hosts, capsys):
     hosts(a={}, b={"mlx": "2.0"})
     assert prepare(tmp_path, "--hosts", "a,b") == 0
     assert "note: b has mlx 2.0, a 1.0" in capsys.readouterr().err

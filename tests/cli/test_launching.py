@@ -40,7 +40,7 @@ sys.exit(7)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny model whose texts may be long."""
+    """Returns a tiny model that allows long texts."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     shutil.copytree(tiny_directory("qwen3_moe"), path)
     config = json.loads((path / "config.json").read_text())
@@ -50,7 +50,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """A folder on the PATH with a fake of every program."""
+    """Makes a folder on the PATH with a fake of every program."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for program in PROGRAMS.values():
@@ -125,12 +125,12 @@ def test_a_program_that_does_not_end_is_killed(tmp_path, monkeypatch):
 
 
 def line(capsys, *words):
-    """The last line that a failed start prints."""
+    """Returns the last line that a failed start prints."""
     assert launch.main([str(word) for word in words]) == 1
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_is_wrong_is_one_line(model, programs, tmp_path, capsys, monkeypatch):
+def test_errors_are_one_line(model, programs, tmp_path, capsys, monkeypatch):
     said = line(capsys, "codex")
     assert said == (
         "error: moeflux-demo takes 1024 tokens at most, and codex needs a context of 32768; give another --model"
@@ -146,13 +146,13 @@ def test_what_is_wrong_is_one_line(model, programs, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_is_told_address_key_and_model(name, tmp_path):
+def test_every_program_gets_address_key_and_model(name, tmp_path):
     setup = PROGRAMS[name].setup(SERVER, tmp_path)
     files = [file.read_text() for file in tmp_path.iterdir()]
     told = " ".join([*setup.arguments, *(value for value in setup.variables.values() if value), *files])
     assert SERVER.url in told and SERVER.key in told and SERVER.model in told
     assert SERVER.key not in " ".join(setup.arguments), "every user of a machine sees the words of a command"
-    own_limits = name in ("aider", "codex", "goose", "opencode")  # the others have no option for it
+    own_limits = name in ("aider", "codex", "goose", "opencode")  # the other programs have no option for the model
     assert (str(SERVER.context) in told) == own_limits
 
 

@@ -16,8 +16,8 @@ from moeflux_mlx.version import VERSION, described
 PYTHON = [sys.executable, "-W", "error"]
 
 
-# Runs modules as `python -m` does, each in a fork of a process that has imported the package, as runpy does first, and
-# what takes longest to import.
+# Runs modules as `python -m` does. Each runs in a fork of a process that has already imported the package, as runpy
+# does first, and the modules that take longest to import.
 MODULES = """
 import json, os, runpy, sys, tempfile
 import moeflux_mlx, moeflux_mlx.engine.engine, moeflux_mlx.formats.hub, moeflux_mlx.text.tokenizer
@@ -88,7 +88,7 @@ def test_the_version(capsys):
 
 
 @pytest.mark.parametrize("word", ["--help", "--version"])
-def test_what_computes_nothing_starts_without_what_computes(word):
+def test_commands_that_compute_nothing_start_without_mlx(word):
     code = f"import sys; from moeflux_mlx.cli.main import main; main(['{word}'])"
     done = run(*PYTHON, "-c", f"{code}; print({{'mlx', 'numpy', 'argparse'}} & set(sys.modules))")
     assert done.stdout.endswith("set()\n")

@@ -12,7 +12,7 @@ from moeflux_mlx.engine.machine import default_dtype
 from moeflux_mlx.spec import variants
 from moeflux_mlx.tools.checkup import product_rate
 
-INSTANT = "--products-gb-per-s=1e6"  # products take no time, so that the disk alone decides
+INSTANT = "--products-gb-per-s=1e6"  # products take no time, so only the disk decides
 
 
 def said(capsys, *options):
@@ -24,7 +24,7 @@ def listed(capsys, *options):
     return json.loads(said(capsys, "--json", *options))["models"]
 
 
-def test_the_largest_of_those_that_are_fast_enough_comes_first(capsys):
+def test_the_largest_model_that_is_fast_enough_comes_first(capsys):
     fits = listed(capsys, "--ram-gb=64", "--products-gb-per-s=300", "--disk-gb-per-s=6")
     assert sorted(fit["name"] for fit in fits) == variants()
     fast = [fit for fit in fits if fit["tokens_per_second"] >= COMFORTABLE]
@@ -34,7 +34,7 @@ def test_the_largest_of_those_that_are_fast_enough_comes_first(capsys):
     assert slow == sorted(slow, key=lambda fit: -fit["tokens_per_second"])
 
 
-def test_what_does_not_fit_comes_last(capsys):
+def test_models_that_do_not_fit_come_last(capsys):
     fits = listed(capsys, "--ram-gb=6", INSTANT)
     small = [fit["memory_bytes"] is not None for fit in fits]
     assert small == sorted(small, reverse=True) and {True, False} == set(small)
@@ -46,7 +46,7 @@ def test_what_does_not_fit_comes_last(capsys):
     ("name", "ram", "share", "ceiling"),
     [("qwen3-next-80b-a3b", 16, 0.24, 5.9), ("qwen3.5-397b-a17b", 128, 0.46, 1.2), ("qwen3-235b-a22b", 64, 0.35, 0.6)],
 )
-def test_what_is_not_in_memory_comes_from_the_disk(name, ram, share, ceiling, capsys):
+def test_experts_that_are_not_in_memory_come_from_the_disk(name, ram, share, ceiling, capsys):
     fits = listed(capsys, f"--ram-gb={ram}", "--disk-gb-per-s=5", INSTANT)
     (fit,) = [fit for fit in fits if fit["name"] == name]
     assert fit["share"] == pytest.approx(share, abs=0.02)
@@ -54,7 +54,7 @@ def test_what_is_not_in_memory_comes_from_the_disk(name, ram, share, ceiling, ca
 
 
 def test_a_model_in_memory_is_as_fast_as_products_are(capsys):
-    """Qwen3-30B-A3B at 4 bits: 0.9 GB for every token and 1.0 GB of experts (the README's table)."""
+    """Qwen3-30B-A3B at 4 bits reads 0.9 GB for every token and 1.0 GB of experts (the README's table)."""
     fits = listed(capsys, "--ram-gb=64", "--products-gb-per-s=190")
     (fit,) = [fit for fit in fits if fit["name"] == "qwen3-30b-a3b"]
     assert fit["share"] == 1 and fit["tokens_per_second"] == pytest.approx(100, rel=0.05)
@@ -73,14 +73,14 @@ def test_the_commands_exist(capsys):
     assert len(commands) > 5 and not any(refusal(words[1], words[2:]) for words in commands)
 
 
-def test_the_speed_of_the_disk_is_said_to_be_assumed_or_measured(capsys):
+def test_the_disk_speed_is_marked_as_assumed_or_measured(capsys):
     assert "an assumed 5.0 GB/s" in said(capsys, INSTANT)
     assert "the disk at 7.0 GB/s" in said(capsys, INSTANT, "--disk-gb-per-s=7")
     measured = json.loads(said(capsys, INSTANT, "--json", "--measure-disk", str(tiny_directory("qwen3_moe"))))
     assert measured["disk_is_measured"] and measured["disk_bytes_per_second"] != 5e9
 
 
-def test_a_long_context_takes_from_the_experts(capsys):
+def test_a_long_context_takes_memory_from_the_experts(capsys):
     short, long = (
         {fit["name"]: fit for fit in listed(capsys, "--ram-gb=64", INSTANT, f"--context={context}")}
         for context in (4096, 40960)
@@ -96,5 +96,5 @@ def test_wrong_options_are_one_line(capsys):
     assert capsys.readouterr().err.startswith("error: --ram-gb is 0.0; it must be positive")
 
 
-def test_products_are_measured_here():
+def test_products_are_measured_on_this_machine():
     assert 1e7 < product_rate(default_dtype()) < 1e14

@@ -17,14 +17,14 @@ def figure(text, start):
     return float(re.search(r"([\d.]+)(?: s)?(?:  \(.*)?$", line)[1])
 
 
-def test_a_model_that_is_read_gains(capsys):
+def test_a_streamed_model_gains(capsys):
     out = planned(capsys, "--variant", "qwen3.5-397b-a17b", "--ranks", "2", "--link-gb-per-s", "3")
     assert figure(out, "tokens/s, 2 machines") > 1.5 * figure(out, "tokens/s, 1 machine")
     assert figure(out, "8192 tokens, 2 machines") == pytest.approx(figure(out, "8192 tokens, 1 machine") / 2, rel=0.02)
     assert "one machine is faster for answers nowhere, for prompts nowhere" in out
 
 
-def test_a_model_that_fits_does_not(capsys):
+def test_a_model_that_fits_gains_nothing(capsys):
     out = planned(capsys, "--variant", "qwen3-30b-a3b", "--ranks", "3")
     assert "one alone 100%" in out and "faster for answers with 5 GB/s, for prompts with 5 GB/s" in out
 
@@ -44,6 +44,6 @@ def test_impossible_values(capsys, arguments):
     assert "must be" in capsys.readouterr().err
 
 
-def test_one_machine_is_the_plan_as_ever(capsys):
+def test_one_machine_gets_the_usual_plan(capsys):
     given = ("--variant", "qwen3-30b-a3b")
     assert planned(capsys, *given, "--ranks", "1") == planned(capsys, *given)

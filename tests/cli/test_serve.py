@@ -60,7 +60,7 @@ class Served:
             return reply if more.get("stream") else json.loads(reply.read())
 
     def end(self, number):
-        """Seconds that it took to end, its exit code, and what it said."""
+        """Sends a signal. Returns the seconds that the process took to end, its exit code, and its output."""
         began = time.monotonic()
         self.process.send_signal(number)
         code = self.process.wait(60)
@@ -72,7 +72,7 @@ class Served:
 )
 def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, options, lines, interruptible):
     with Served(*options) as served:
-        served.ask("Hi")  # a GPU compiles its kernels, which no signal interrupts
+        served.ask("Hi")  # a GPU compiles its kernels first, which no signal interrupts
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
         head = "POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", served.port)) as connection:
@@ -84,7 +84,7 @@ def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, options, line
     assert said.count(" /v1/messages 503: ") == lines
 
 
-def test_what_was_computed_outlives_a_kill(tmp_path, interruptible):
+def test_computed_prompts_survive_a_kill(tmp_path, interruptible):
     folder = tmp_path / "prompts"
     with Served("--prompt-cache-dir", str(folder)) as served:
         first = served.ask(LONG)["usage"]
@@ -97,7 +97,7 @@ def test_what_was_computed_outlives_a_kill(tmp_path, interruptible):
 
 
 def line(capsys, *options):
-    """The one line that a wrong start prints."""
+    """Returns the one line that a wrong start prints."""
     assert serve.main([*options]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     return said
@@ -145,7 +145,7 @@ def test_without_the_extra(capsys, monkeypatch):
     assert "pip install 'moeflux-mlx[server]'" in line(capsys, "--port", "0")
 
 
-def test_names_hold_no_path(tmp_path):
+def test_names_contain_no_path(tmp_path):
     (tmp_path / "Qwen").mkdir()
     assert model_name(None) == serving.DEMO and model_name(str(tmp_path / "Qwen")) == "Qwen"
     assert model_name("org/name") == "org/name"

@@ -33,7 +33,7 @@ def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
         shown.append(out.getvalue().rsplit("\r\033[K", 1)[-1])
     assert shown == [
         "prompt 1000/9000 tokens",
-        "prompt 1100/9000 tokens",  # too little to judge by
+        "prompt 1100/9000 tokens",  # too little progress for an estimate
         "prompt 2000/9000 tokens, 1 min 10 s left",
         "prompt 5000/9000 tokens, 40 s left",
     ]
@@ -41,7 +41,7 @@ def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
     assert out.getvalue().endswith("\r\033[K")
 
 
-def test_elsewhere_nothing_is_shown(clock, monkeypatch):
+def test_without_a_terminal_nothing_is_shown(clock, monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(terminal.sys, "stderr", out)
     progress = terminal.Progress("prompt")
@@ -50,7 +50,7 @@ def test_elsewhere_nothing_is_shown(clock, monkeypatch):
     assert out.getvalue() == ""
 
 
-def test_long_work_writes_a_line_now_and_then_elsewhere(clock, monkeypatch):
+def test_without_a_terminal_long_work_writes_a_line_now_and_then(clock, monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(terminal.sys, "stderr", out)
     with terminal.Progress("reading", lines=True) as progress:
@@ -70,7 +70,7 @@ def test_durations(seconds, text):
 
 
 def shown(written, edge):
-    """The lines of a terminal with this number of columns, with its own line breaks."""
+    """Returns the lines of a terminal with this number of columns, with its own line breaks."""
     lines = [""]
     for move, letter in re.findall(r"\033\[(\d+)G\033\[K|(.)", written, re.DOTALL):
         if move:

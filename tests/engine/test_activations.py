@@ -18,7 +18,7 @@ needs_native = pytest.mark.skipif(not backend.computes_natively(mx.float32), rea
 
 
 def logits(cut=40, **options):
-    """Of TOKENS and, one by one, of a few more."""
+    """Returns the logits of TOKENS and then, one by one, of a few more."""
     model = load_model(tiny_directory("qwen3_moe"), **options)
     cache = model.make_cache()
     parts = [TOKENS[:, :cut], TOKENS[:, cut:], *(TOKENS[:, i : i + 1] for i in range(4))]
@@ -28,7 +28,7 @@ def logits(cut=40, **options):
 
 
 @needs_native
-def test_who_chooses(monkeypatch):
+def test_how_the_number_of_bits_is_chosen(monkeypatch):
     assert [activation_bits(asked, None) for asked in ("auto", 8, "16", 24)] == [machine.AUTO_BITS, 8, 16, 24]
     assert activation_bits("auto", mx.float32) == activation_bits("24", mx.float32) == native.EXACT
     assert activation_bits("8", mx.bfloat16) == native.EXACT, "MLX computes those"
@@ -37,7 +37,7 @@ def test_who_chooses(monkeypatch):
 
 
 @pytest.mark.parametrize("asked, dtype", [("12", None), (0, None), ("", None), ("8", mx.float32), (16, mx.float32)])
-def test_what_is_refused(asked, dtype):
+def test_impossible_bits_are_refused(asked, dtype):
     with pytest.raises(RequestError, match="cpu_activations"):
         activation_bits(asked, dtype)
     with pytest.raises(RequestError, match="cpu_activations"):
@@ -46,7 +46,7 @@ def test_what_is_refused(asked, dtype):
 
 @needs_native
 @pytest.mark.parametrize("bits", [8, 16])
-def test_one_set_of_bits_in_every_mode(bits):
+def test_same_bits_in_every_mode(bits):
     pool = {"expert_io": "pread", "expert_cache_bytes": 1}
     mapped, exact = logits(expert_io="mmap", cpu_activations=bits), logits(dtype=mx.float32)
     assert np.array_equal(logits(expert_io="resident", cpu_activations=bits), mapped)
@@ -65,7 +65,7 @@ def test_a_number_of_threads_changes_nothing():
 
 
 @needs_native
-def test_models_of_either_kind_live_side_by_side():
+def test_models_of_both_kinds_coexist():
     path = tiny_directory("qwen3_moe")
     exact, rounded = load_model(path, dtype=mx.float32), load_model(path, cpu_activations=8)
     first = np.array(exact(TOKENS))

@@ -28,10 +28,8 @@ LONGEST = 6  # tokens
 
 @dataclass(frozen=True)
 class Text:
-    """Args:
-    prompt: which of `PROMPTS`.
-    seed: of its sampler; None takes the likeliest.
-    fault: the error when a certain token is chosen: a processor raises, or returns NaN.
+    """Args: prompt: which of `PROMPTS`. seed: the seed of its sampler; None takes the likeliest token. fault: the error
+    when a certain token is chosen: a processor raises, or returns NaN.
     """
 
     prompt: int
@@ -64,13 +62,13 @@ TEXTS = st.builds(
 
 
 class Alone:
-    """What a text gives when nothing else is computed."""
+    """Returns what a text gives when nothing else is computed."""
 
     def __init__(self, model):
         self.model, self.known = model, {}
 
     def __call__(self, text):
-        """[(token, logprobs)], and the error that ends it."""
+        """Returns [(token, logprobs)], and the error that ends the text."""
         if text not in self.known:
             decoding, told = text.decoding(self.model), []
             outcome = None
@@ -82,7 +80,7 @@ class Alone:
         return self.known[text]
 
     def state(self, text, count):
-        """The state of the caches after this number of tokens."""
+        """Returns the state of the caches after this number of tokens."""
         decoding = text.decoding(self.model)
         for _ in range(count):
             decoding.advance()
@@ -91,7 +89,7 @@ class Alone:
 
 
 def check(model, alone, texts, rounds):
-    """`rounds`: the numbers of the texts in each round; a new one joins with its prompt's logits."""
+    """Runs `rounds`, which are the numbers of the texts in each round. A new text joins with its prompt's logits."""
     decodings, told, ended = [text.decoding(model) for text in texts], [[] for _ in texts], {}
     for present in rounds:
         taking = [i for i in sorted(present) if i < len(texts) and i not in ended and not decodings[i].is_done]
@@ -119,7 +117,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("family, kind", drawn([*FAMILIES, "mimo_v2_flash"], MODELS))
-def test_company_changes_nothing(monkeypatch, family, kind):
+def test_other_rows_change_nothing(monkeypatch, family, kind):
     model = MODELS[kind](family, monkeypatch)
     alone = Alone(model)
 
@@ -134,7 +132,7 @@ def test_company_changes_nothing(monkeypatch, family, kind):
     company()
 
 
-def test_a_failed_read_ends_only_those_who_chose_that_expert(monkeypatch):
+def test_a_failed_read_ends_only_rows_that_chose_that_expert(monkeypatch):
     directory, broken, chosen = tiny_directory("qwen3_moe"), set(), []
 
     def preadv(fd, buffers, offset):
@@ -157,7 +155,7 @@ def test_a_failed_read_ends_only_those_who_chose_that_expert(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(model.experts, "request", noted)
-        for decoding in decodings:  # what each is about to choose
+        for decoding in decodings:  # the tokens that each is about to choose
             chosen.append(set())
             model.step([decoding.rows]).undo()
     layer, expert = min(chosen[0] - chosen[1] - chosen[2])
@@ -171,7 +169,7 @@ def test_a_failed_read_ends_only_those_who_chose_that_expert(monkeypatch):
         assert save_state(model, decoding.cache) == alone.state(text, count), "the error changed no state"
 
 
-def test_what_cannot_share_a_step_is_refused_and_goes_on():
+def test_rows_that_cannot_share_a_step_are_refused_and_continue():
     model = tiny_model("qwen3_moe", mx.float32)
     text = Text(0, None, None, False)
     one, other = text.decoding(model), text.decoding(plain_model("qwen3_moe"))
@@ -184,7 +182,7 @@ def test_what_cannot_share_a_step_is_refused_and_goes_on():
     assert same(advance_together([one]), Alone(model)(text)[0][:1])
 
 
-def test_one_who_was_a_token_ahead_joins_others(monkeypatch):
+def test_a_decoding_that_is_a_token_ahead_joins_others(monkeypatch):
     model = make_resident(monkeypatch, "qwen3_next")
     alone, texts = Alone(model), [Text(0, None, None, False), Text(1, 1, None, False), Text(2, None, None, True)]
     check(model, alone, texts, [{0}, {1}, {0, 1}, {0, 1, 2}, {1}, {0, 2}, {0, 1, 2}, {2}])
@@ -215,6 +213,6 @@ def test_answers_share_steps_and_fail_alone():
         for one in (alone, answer):
             one.close()
         whole = PROMPTS[text.prompt] + [one.token for one in responses[:-1]]
-        reached = len(answer.session.tokens)  # who failed goes back to the last state that was kept
+        reached = len(answer.session.tokens)  # a failed answer goes back to the last kept state
         assert answer.session.tokens == whole[:reached] and (reached == len(whole) or text.fault)
         assert {layer.offset for layer in answer.session.cache} == {len(answer.session.tokens)}

@@ -30,7 +30,7 @@ def steps(model, count, cache=None, prompt=PROMPT, **options):
 
 
 def unchanged(tokens, logits):
-    """A processor on the host: with one, nothing is computed ahead."""
+    """A processor on the host. With a processor, nothing is computed ahead."""
     return logits
 
 
@@ -39,7 +39,7 @@ def states(cache):
 
 
 @pytest.mark.parametrize("model", (*FAMILIES, *SOME_CHOOSING), indirect=True)
-def test_the_same_bits_as_one_by_one(model):
+def test_same_bits_as_one_by_one(model):
     ahead, plain = steps(model, 9), steps(model, 9, logits_processors=[unchanged])
     assert [token for token, _ in ahead] == [token for token, _ in plain]
     assert all(np.array_equal(one, other) for (_, one), (_, other) in zip(ahead, plain, strict=True))
@@ -62,7 +62,7 @@ def test_caches_hold_what_was_reported_after_a_stop(model, reported):
 
 
 def running_answers(model):
-    """Answers of every kind to a new text, and the caches that they fill."""
+    """Yields answers of every kind to a new text, and the caches that they fill."""
     tokenizer, cache = load_tokenizer(tiny_directory("qwen3_next")), model.make_cache()
     yield generate_step(PROMPT, model, max_tokens=-1, prompt_cache=cache), cache
     cache = model.make_cache()
@@ -74,7 +74,7 @@ def running_answers(model):
 
 
 def under_way():
-    """This package's generators that have begun; the list keeps each from being collected."""
+    """Returns this package's generators that have begun. The list keeps them from being collected."""
     every = [one for one in gc.get_objects() if isinstance(one, GeneratorType)]
     return [one for one in every if is_suspended(one) and "moeflux_mlx" in one.gi_code.co_filename]
 
@@ -85,7 +85,7 @@ def is_suspended(generator):
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 def test_closing_an_answer_ends_what_it_consists_of(model):
-    """At once, also where a generator outlives the one that uses it, as in CPython 3.12.3."""
+    """They end at once, also if a generator outlives the one that uses it, as in CPython 3.12.3."""
     for answer, cache in running_answers(model):
         before = under_way()
         next(answer)
@@ -97,7 +97,7 @@ def test_closing_an_answer_ends_what_it_consists_of(model):
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_no_token_is_computed_that_is_not_asked_for(model, count):
+def test_no_token_is_computed_that_is_not_requested(model, count):
     calls, step = [], model.decode_step
 
     class Counting:
@@ -125,12 +125,12 @@ def test_a_session_keeps_no_state_beyond_its_tokens(model):
 
 
 @pytest.mark.parametrize("model", ["qwen3_next"], indirect=True)
-def test_broken_logits_are_said_at_once(model):
+def test_nan_logits_are_reported_at_once(model):
     responses = generate_step(PROMPT, model, max_tokens=5)
     next(responses)
     model.lm_head.weight = mx.full(model.lm_head.shape, float("nan"))
     model.lm_head.quant = None
     model.decode_step.forget()
-    next(responses)  # was under way already
+    next(responses)  # it had already begun
     with pytest.raises(ModelFileError, match="NaN"):
         next(responses)

@@ -28,14 +28,14 @@ def tokenizer():
 
 
 def alone(model, prompt, count, cache=None, seed=None):
-    """Tokens, their log-probabilities, and the state before the last token."""
+    """Returns tokens, their log-probabilities, and the state before the last token."""
     cache = model.make_cache() if cache is None else cache
     sampler = None if seed is None else make_sampler(0.9, key=mx.random.key(seed))
     steps = list(generate_step(prompt, model, max_tokens=count, prompt_cache=cache, sampler=sampler))
     return [token for token, _ in steps], [float(chances[token]) for token, chances in steps], save_state(model, cache)
 
 
-def test_texts_tokens_and_chances_are_those_of_each_prompt_alone(model, tokenizer, capsys):
+def test_texts_tokens_and_logprobs_are_those_of_each_prompt_alone(model, tokenizer, capsys):
     counts = [3, 6, 1]
     made = batch_generate(
         *(model, tokenizer, PROMPTS),
@@ -60,7 +60,7 @@ def test_texts_tokens_and_chances_are_those_of_each_prompt_alone(model, tokenize
     assert (plain.caches, plain.token_ids, plain.logprobs) == (None, None, None)
 
 
-def test_a_cache_that_was_given_stays_as_it_is(model, tokenizer):
+def test_a_given_cache_does_not_change(model, tokenizer):
     cache = model.make_cache()
     list(generate_step(PROMPTS[0], model, max_tokens=1, prompt_cache=cache))
     before = save_state(model, cache)
@@ -75,7 +75,7 @@ def test_a_cache_that_was_given_stays_as_it_is(model, tokenizer):
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=6), st.data())
 @settings(max_examples=examples(8))
 def test_texts_come_and_go(texts, data):
-    """Each has a prompt, a number of tokens and the round in which it is put in; some are taken out."""
+    """Each text has a prompt, a number of tokens and the round in which it is inserted. Some texts are removed."""
     model = tiny_model("qwen3_5_moe", mx.float32)
     generator = BatchGenerator(model, completion_batch_size=data.draw(st.integers(1, 4)))
     numbers, told, ended = {}, {}, {}
@@ -110,9 +110,9 @@ def test_an_error_ends_one_text(model, tokenizer):
         batch_generate(model, tokenizer, PROMPTS[:2], logits_processors=[[fails], []])
 
 
-def test_it_ends_after_any_of_its_stops(model):
+def test_a_text_ends_after_any_of_its_stops(model):
     tokens = alone(model, PROMPTS[0], 6)[0]
-    stop = next(n for n in range(2, 7) if tokens[:n].count(tokens[n - 1]) == 1)  # the first time that it is said
+    stop = next(n for n in range(2, 7) if tokens[:n].count(tokens[n - 1]) == 1)  # its first occurrence
     generator = BatchGenerator(model, max_tokens=6, stop_tokens=[tokens[stop - 2 : stop]])
     generator.insert(PROMPTS[:1])
     assert [one.finish_reason for round_ in generator for one in round_] == [None] * (stop - 1) + ["stop"]
@@ -133,7 +133,7 @@ def test_refusals(model, options, inserted, message):
         BatchGenerator(model, **options).insert(**inserted)
 
 
-def test_the_names_are_mlx_lms():
+def test_names_are_mlx_lms():
     theirs = pytest.importorskip("mlx_lm.generate")
     mine, peer = (inspect.signature(one).parameters for one in (batch_generate, theirs.batch_generate))
     assert list(mine) == list(peer)

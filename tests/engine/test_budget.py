@@ -62,7 +62,7 @@ def named(name):
     share=st.none() | st.floats(0.6, 0.8),
 )
 def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, way, share):
-    """`share` is Metal's working set as a share of memory; `way` says how experts are read, and whether in place."""
+    """`share` is Metal's working set as a share of memory. `way` is how experts are read, and whether in place."""
     args, layout = named(name)
     demand = Demand(resident, context, 2, expert_io=way[0], expert_cache_bytes=cache, in_place=way[1])
     figures = machine(memory, share)
@@ -74,7 +74,7 @@ def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, co
         plan_memory(args, layout, *followed(advice, memory, demand, share))
         return
     assert made.total <= room(figures) <= memory - made.headroom
-    at_once = made.pool or made.copied or min(made.experts, 10 * layout.largest_layer)  # of one command buffer
+    at_once = made.pool or made.copied or min(made.experts, 10 * layout.largest_layer)  # memory of one command buffer
     assert share is None or made.fixed + at_once <= 0.9 * share * memory
     assert made.slots * layout.held_bytes == made.pool <= layout.total_bytes
     if made.mode is IoMode.PREAD:
@@ -109,7 +109,7 @@ def machine(memory, share):
 
 
 def followed(advice, memory, demand, share):
-    """Figures and demand after the advice is taken."""
+    """Returns figures and demand after the advice is followed."""
     context, pool, more = advice.groups()
     if context:
         return machine(memory, share), replace(demand, context=int(context))
@@ -119,7 +119,7 @@ def followed(advice, memory, demand, share):
 
 
 @pytest.mark.parametrize("gb, working_set, name", [(16, 11.9, "qwen3-30b-a3b"), (24, 17.2, "qwen3-30b-a3b")])
-def test_a_pool_stays_within_what_a_mac_s_gpu_may_use(gb, working_set, name):
+def test_a_pool_stays_within_the_limit_of_a_macs_gpu(gb, working_set, name):
     args, layout = named(name)
     made = plan_memory(args, layout, Figures(gb * GB, working_set=int(working_set * GB)), Demand(GB, itemsize=2))
     assert made.mode is IoMode.PREAD
@@ -130,7 +130,7 @@ def test_a_pool_stays_within_what_a_mac_s_gpu_may_use(gb, working_set, name):
 
 
 def test_what_a_command_buffer_refers_to_fits_what_a_mac_s_gpu_may_use():
-    """Mapping more than memory may be asked for, but Metal wires the files of some layers together."""
+    """A user may map more than memory, but Metal wires the files of some layers together."""
     args, layout = named("qwen3.5-397b-a17b")
     demand = Demand(6 * GB, 8192, 2, expert_io="mmap")
     enough = Figures(96 * GB, working_set=72 * GB)
@@ -189,7 +189,7 @@ METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)
         (40 * GB, 37 * GB, 20 * GB, Figures(64 * GB), ""),
     ],
 )
-def test_the_figure_that_decides(total, layer_bytes, fixed, figures, reason):
+def test_the_resident_figure_that_decides(total, layer_bytes, fixed, figures, reason):
     got = reason_to_read(total, layer_bytes, fixed, figures)
     assert re.search(reason, got) if reason else got == ""
 
@@ -207,7 +207,7 @@ def test_mapped_experts_count_where_they_are_copied():
         plan_memory(args, layout, Figures(memory, copies=True), replace(demand, expert_io="mmap"))
 
 
-def test_both_scores_of_latent_attention_are_planned():
+def test_both_score_arrays_of_latent_attention_are_planned():
     args, layout = named("cogito-v2-671b")
     demand = Demand(10 * GB, context=32768, itemsize=2)
     scores = args.num_attention_heads * 512 * 32768 * 2
@@ -222,7 +222,7 @@ def test_longer_steps_of_a_prompt_are_planned():
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.5-397b-a17b", "cogito-v2-671b"])
 def test_prompts_are_cut_as_memory_allows(name):
-    """At least 8192 tokens where there is room; less memory, smaller spans, then smaller blocks."""
+    """With enough memory a span has at least 8192 tokens. With less memory spans become smaller first, then blocks."""
     args, layout = named(name)
     roomy = plan_memory(args, layout, Figures(256 * GB), Demand(10 * GB, itemsize=2))
     assert roomy.sizes == PromptSizes(8192, 4096) and roomy.context == 8192 and roomy.shortened == ""
@@ -240,7 +240,7 @@ def test_prompts_are_cut_as_memory_allows(name):
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.6-35b-a3b"])
 def test_a_span_that_nobody_asked_for_does_not_forbid_mapping(name):
-    """Mapped experts decode as one compiled graph on a GPU; and in every mode prompts are cut alike."""
+    """Mapped experts decode as one compiled graph on a GPU, and prompts are cut alike in every mode."""
     args, layout = named(name)
     modes = []
     for tenths in range(180, 320):
@@ -256,7 +256,7 @@ def test_a_span_that_nobody_asked_for_does_not_forbid_mapping(name):
 
 
 def test_more_memory_never_makes_spans_shorter():
-    """Beyond the step of the headroom at 4 GiB, and in one mode."""
+    """Checks sizes beyond the step of the headroom at 4 GiB, in one mode."""
     for name in ("qwen3-30b-a3b", "qwen3.5-397b-a17b"):
         args, layout = named(name)
         for metal in (False, True):
@@ -270,7 +270,7 @@ def test_more_memory_never_makes_spans_shorter():
             assert spans == sorted(spans) and len(set(spans)) > 2
 
 
-def test_a_context_that_nobody_asked_for_gives_way_and_that_is_said():
+def test_a_context_that_the_user_did_not_set_shrinks_and_that_is_reported():
     args, layout = named("qwen3-30b-a3b")
     small = plan_memory(args, layout, Figures(1_800_000_000), Demand(900_000_000, native=True))
     assert small.context < 8192 and f"context of {small.context} tokens, not 8192" in small.shortened
@@ -281,8 +281,10 @@ def test_a_context_that_nobody_asked_for_gives_way_and_that_is_said():
 @settings(deadline=None)
 @given(memory=st.integers(3 * GB, 60 * GB), tokens=st.sampled_from([1, 8, 512, 8192]), state=st.floats(0, 1))
 def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
-    """Whatever the context holds and however many tokens come, everything together stays within memory; an empty
-    context and a single token leave nearly all of it to the pool."""
+    """For any context and any number of tokens, everything together stays within memory.
+
+    With an empty context and a single token the pool gets nearly all of it.
+    """
     args, layout = named("qwen3-30b-a3b")
     demand = Demand(GB, itemsize=4, native=True, expert_io="pread")
     made = plan_memory(args, layout, Figures(memory), demand)
@@ -302,7 +304,7 @@ def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
     assert made.most >= made.pool and made.total <= room(made.figures)
 
 
-def test_a_pool_that_metal_has_adopted_does_not_breathe():
+def test_a_pool_that_metal_has_adopted_keeps_its_size():
     args, layout = named("qwen3-30b-a3b")
     made = plan_memory(args, layout, Figures(16 * GB, working_set=12 * GB), Demand(GB, itemsize=2))
     assert made.most == made.pool
@@ -319,7 +321,7 @@ def test_a_forced_mapping_that_does_not_fit_warns():
     assert "warning" not in describe(IoMode.MMAP, GB, METAL, forced=True, reason="")
 
 
-def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
+def test_a_mac_of_another_size_has_limits_in_proportion(monkeypatch):
     monkeypatch.setattr(planning, "machine_figures", lambda limit: METAL)
     assert planning.figures(None) == METAL
     assert planning.figures(16.0) == Figures(16 * GB, 12 * GB, 9 * GB)
@@ -330,7 +332,7 @@ def test_another_size_of_mac_has_limits_in_proportion(monkeypatch):
 
 
 def test_what_metal_may_wire():
-    """All that runs on the GPU, within Metal's recommendation; nothing elsewhere."""
+    """Everything that runs on the GPU is wired, within Metal's recommendation. On other devices nothing is wired."""
     args, layout = named("qwen3-30b-a3b")
     for figures, mode, experts in (
         (Figures(64 * GB), "mmap", None),
@@ -375,7 +377,7 @@ def test_models_share_what_metal_may_wire(monkeypatch):
 
 
 def test_a_share_may_be_given_back_in_the_middle_of_anything(monkeypatch):
-    """The garbage collector frees a forgotten model, whose share goes, while another's is being counted."""
+    """The garbage collector frees a forgotten model, and its share, while another model's share is being counted."""
     limits, first = [], []
 
     def set_limit(limit):
@@ -450,7 +452,7 @@ def test_every_variant_can_be_planned(name, capsys):
     assert code == 0 and out.startswith("expert I/O: ") and "resident weights" in out
 
 
-def test_a_model_larger_than_memory(capsys):
+def test_a_model_larger_than_memory_is_streamed(capsys):
     code, out, _ = command(capsys, "--variant", "qwen3.5-397b-a17b", "--ram-gb", "64", "--context", "4096")
     assert code == 0
     assert "pread (auto): experts 217.43 GB, RAM 64.00 GB (59.6 GiB), threshold 48.00 GB" in out
@@ -480,7 +482,7 @@ def test_a_mapping_beyond_memory_pages(capsys):
     assert re.search(r"left +-\d+\.\d+ GB", out)
 
 
-def test_what_lies_in_place_is_read_once_where_all_of_it_fits_and_else_as_it_is_wanted():
+def test_an_in_place_model_is_read_once_if_it_fits_and_otherwise_as_requested():
     args, layout = named("qwen3-30b-a3b")
     demand = Demand(GB, 4096, 2, in_place=True)
     edge = next(
@@ -509,7 +511,7 @@ def test_what_reads_pieces_is_planned():
     assert packed.pool - layout.expert_stride <= pieces.pool + more <= packed.pool + layout.expert_stride
 
 
-def test_a_pool_that_is_not_used_is_said(capsys):
+def test_an_unused_pool_is_reported(capsys):
     base = ["--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--expert-cache-gb", "2", "--expert-io"]
     assert "--expert-cache-gb has no effect" in command(capsys, *base, "mmap")[2]
     assert command(capsys, *base, "pread")[2] == ""
@@ -581,7 +583,7 @@ def test_the_default_context():
 
 
 def test_commands_configure_mlx_before_its_device_is_used(monkeypatch):
-    """Importing the commands makes no array, so what they put into the environment is still read."""
+    """Importing the commands makes no array, so MLX still reads what they put into the environment."""
     code = (
         "import moeflux_mlx.generate, moeflux_mlx.chat, moeflux_mlx.plan, mlx.core as mx;"
         "assert mx.get_peak_memory() == 0"

@@ -1,4 +1,4 @@
-"""Decodings and answers advanced in turn, or together in one step, give what each gives alone."""
+"""Decodings and answers that are advanced in turn, or together in one step, give what each gives alone."""
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,7 @@ COUNT = 6
 def decoding_of(model, prompt):
     cache, tokens = model.make_cache(), mx.array(prompt, mx.uint32)
     logits = Prefill(model, cache, tokens).run()
-    # With a processor it does not go ahead by itself.
+    # A decoding with a processor computes nothing ahead.
     return Decoding(model, cache, tokens, logits, logits_processors=[lambda seen, logits: logits])
 
 
@@ -44,7 +44,7 @@ def same(said, wanted):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_answers_share_a_step(family):
-    """The first tokens come from the prompts; each step then takes a row of every one."""
+    """The first tokens come from the prompts. Each step then takes a row of every decoding."""
     model = tiny_model(family, mx.float32)
     decodings = [decoding_of(model, prompt) for prompt in PROMPTS]
     said = [[decoding.advance()] for decoding in decodings]
@@ -57,7 +57,7 @@ def test_several_answers_share_a_step(family):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_answers_in_turn_say_what_each_says_alone(monkeypatch, ahead):
+def test_answers_in_turn_equal_each_alone(monkeypatch, ahead):
     model = make_resident(monkeypatch, "qwen3_next") if ahead else tiny_model("qwen3_next", mx.float32)
     answers = [session_of(model).answer(prompt, max_tokens=COUNT) for prompt in PROMPTS]
     said = [[] for _ in answers]
@@ -74,7 +74,7 @@ def test_answers_in_turn_say_what_each_says_alone(monkeypatch, ahead):
 
 
 def test_an_answer_whose_prompt_was_left_goes_on():
-    """While it waits, another one is said from the first token to the last."""
+    """While the answer waits, another one is given from the first token to the last."""
     model, told = tiny_model("qwen3_next", mx.float32), []
     other = session_of(model).answer(PROMPTS[0], max_tokens=COUNT)
 

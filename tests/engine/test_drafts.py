@@ -58,7 +58,7 @@ class Told:
 
 
 def drafts(patch, model, answers=(), right=(True,), most=4):
-    """From here on `model` checks as many drafts as there are: of `answers`, or looked up."""
+    """Makes `model` check as many drafts as there are: of `answers`, or looked up."""
     patch.setattr(model, "drafting", Drafting("lookup", most, fixed=True))
     if answers:
         patch.setattr(decoding, "Lookup", lambda text: Told(text, answers, right))
@@ -74,7 +74,7 @@ def choice(seed, penalty=None):
 
 
 def said_by(session, prompt, count, stop, **options):
-    """Tokens and logprobs; the caller leaves after `stop` of them."""
+    """Returns tokens and logprobs. The caller stops after `stop` tokens."""
     responses, said = session.respond(prompt, max_tokens=count, **options), []
     for response in itertools.islice(responses, stop):
         said.append((response.token, np.array(response.logprobs)))
@@ -83,13 +83,13 @@ def said_by(session, prompt, count, stop, **options):
 
 
 def state(session):
-    """Everything that a later prompt can continue from."""
+    """Returns everything that a later prompt can continue from."""
     kept = [stored(session, position) for position in session.points.positions]
     return session.tokens, session.points.positions, kept, save_state(session.model, session.cache)
 
 
 def stored(session, position):
-    """What is kept of the layers that cannot be cut."""
+    """Returns the kept states of the layers that cannot be cut."""
     layers = []
     for i, pair in session.points.states_at(position).items():
         layers.append(session.cache[i].copy())
@@ -104,7 +104,7 @@ def same(got, want):
 
 
 def check_texts(model, family, turns, seed, penalty, right, most):
-    """Answers after one another, each left after some tokens; with drafts they are those without."""
+    """Checks several answers, each stopped after some tokens: with drafts they equal those without."""
     plain, drafted, answers = session_of(model, family), session_of(model, family), []
     for i, (count, stop, back, more) in enumerate(turns):
         prompt = [*(plain.tokens or PROMPT), *more]
@@ -154,21 +154,21 @@ TURNS = [(12, 12, 0, []), (9, 5, 2, [3, 4]), (20, 20, 0, [9])]
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
 def test_drafts_that_were_not_taken_shorten_no_way_back(family):
-    """A ring has overwritten what they took the place of."""
+    """A ring has overwritten the positions that rejected drafts replaced."""
     plans = [[(1, 1, 0, [0]), (13, 11, 3, [0]), (1, 1, 0, [0, 0])], [(9, 9, 3, [0]), (12, 9, 4, [0]), (3, 3, 6, [1])]]
     for turns, most in itertools.product(plans, (1, 4)):
         check_texts(tiny_model(family, mx.float32), family, turns, None, None, (False,), most)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", *(pytest.param(name, marks=marks(False)) for name in ALSO_AHEAD)])
-def test_a_model_that_runs_ahead_says_the_same(monkeypatch, family):
+def test_a_model_that_computes_ahead_gives_the_same(monkeypatch, family):
     model = make_resident(monkeypatch, family)
     check_texts(model, family, TURNS, None, None, (True, True, False), 3)
     check_texts(model, family, TURNS[:2], 7, None, (True, False), 4)
 
 
 def faulty_rewind(self, sequence, rows):
-    """A state that is one row late."""
+    """Restores a state that is one row late."""
     absorbing = self._absorbing[sequence]
     late = min(rows + 1, len(absorbing.ways) - 1)
     for layer, way in zip(absorbing.cache, absorbing.ways[late], strict=True):
@@ -176,13 +176,13 @@ def faulty_rewind(self, sequence, rows):
 
 
 def one_too_many(self, token):
-    """A row is followed that the text did not take."""
+    """Follows a row that the text did not take."""
     self.followed += 1
     return bool(self.rows_left)
 
 
 def drawn_twice(self, logits, take=decoding.Decoding.take):
-    """The sampler is asked once more than tokens are said."""
+    """Asks the sampler once more than there are tokens."""
     self.sampler(mx.zeros_like(logits))
     take(self, logits)
 
@@ -236,7 +236,7 @@ def test_an_error_among_drafts_leaves_a_session_that_goes_on(monkeypatch, family
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_an_answer_with_drafts_may_be_interrupted_at_any_line(monkeypatch, family):
-    """After any interruption the session continues as one with the same known text."""
+    """After any interruption the session continues like one with the same known text."""
     model, modules = tiny_model(family, mx.float32), (decoding, model_step, session, growing, recurrent, window)
     want = [token for token, _ in said_by(session_of(model, family), PROMPT, 12, 12)]
     drafts(monkeypatch, model, [[*PROMPT, *want]], (True, False, True, True))
@@ -262,7 +262,7 @@ def count_rows(monkeypatch):
     return rows
 
 
-def test_accepted_drafts_share_a_step_and_say_so(monkeypatch):
+def test_accepted_drafts_share_a_step_and_are_marked(monkeypatch):
     model, tokenizer = tiny_model("qwen3_moe", mx.float32), load_tokenizer(tiny_directory("qwen3_moe"))
     want = [token for token, _ in generate_step(PROMPT, model, max_tokens=11)]
     drafts(monkeypatch, model, [[*PROMPT, *want]])
@@ -286,7 +286,7 @@ def test_no_draft_goes_beyond_the_context(monkeypatch):
 
 
 class Grammar:
-    """Allows even tokens, and tells so of those to come."""
+    """Allows even tokens, and tells so for later tokens too."""
 
     def __init__(self):
         self.asked = []
@@ -334,7 +334,7 @@ def test_lookup_proposes_what_followed_the_longest_repeated_end(text, count):
     assert proposed == more[:count]
 
 
-def test_lookup_takes_part_in_a_text_that_repeats(monkeypatch):
+def test_lookup_checks_drafts_of_a_text_that_repeats(monkeypatch):
     model = tiny_model("qwen3_moe", mx.float32)
     prompt = PROMPT * 3
     want = [token for token, _ in generate_step(prompt, model, max_tokens=40)]
@@ -343,7 +343,7 @@ def test_lookup_takes_part_in_a_text_that_repeats(monkeypatch):
     assert model.drafting.checked > 0
 
 
-def test_states_to_go_back_to_are_planned():
+def test_states_to_return_to_are_planned():
     for family, rows in (("qwen3_next", MOST_DRAFTS), ("deepseek_v3", 0)):
         args, sizes = tiny_model(family, mx.float32).args, PromptSizes(64, 64)
         layout = tiny_model(family, mx.float32).experts.layout
@@ -354,6 +354,6 @@ def test_states_to_go_back_to_are_planned():
         assert (more > 0) == (rows > 0)
 
 
-def test_a_source_of_drafts_that_is_not_known_is_refused():
+def test_an_unknown_source_of_drafts_is_refused():
     with pytest.raises(RequestError, match="draft 'luck' is neither one of auto, off, lookup, head nor a directory"):
         load_model(tiny_directory("qwen3_moe"), draft="luck")

@@ -52,7 +52,7 @@ def test_public_signatures(function, gives):
     assert getattr(moeflux_mlx, function).__doc__
 
 
-def test_what_load_gives_answers_as_before(capsys):
+def test_loaded_models_answer_as_before(capsys):
     model, tokenizer = moeflux_mlx.load(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread")
     cache = model.make_cache()
     assert model(mx.array([[1, 2]]), cache).shape == (1, 2, model.args.vocab_size)
@@ -82,7 +82,7 @@ def test_an_engine_does_not_change():
         engine.plan = None
 
 
-def test_states_on_a_texts_way_take_a_quarter_of_the_headroom():
+def test_kept_states_of_a_text_take_a_quarter_of_the_headroom():
     engine = open_engine(tiny_directory("qwen3_next"), dtype=mx.float32)
     assert engine.session().points.max_bytes == min(1 << 30, engine.plan.headroom // 4)
     assert engine.session(checkpoint_bytes=7).points.max_bytes == 7
@@ -118,6 +118,6 @@ def test_a_load_that_fails_keeps_no_experts(tmp_path, monkeypatch):
         ({"context": 99999}, r"context is 99999 and the model takes \d+ tokens; give at most"),
     ],
 )
-def test_arguments_of_another_kind(given, words):
+def test_arguments_of_other_types(given, words):
     with pytest.raises(RequestError, match=words):
         open_engine(**{"path_or_hf_repo": tiny_directory("qwen3_moe"), **given})

@@ -43,7 +43,7 @@ LIST = TOKENS.tolist()
 
 
 def headed(family, path=None, draft="head", **options):
-    """A model with its head, or without; it checks as many drafts as there are."""
+    """Loads a model with its head or without. It checks as many drafts as there are."""
     known = loaded(family, draft) if path is None and not options and draft in ("head", "off") else None
     directory = path or headed_directory(family)
     model = known or load_model(directory, **{"dtype": mx.float32, "draft": draft, **options})
@@ -65,7 +65,7 @@ def logits_of(model, out):
 
 @pytest.mark.parametrize("family", [name for name in HEADED if name in goldens.FAMILIES])
 def test_a_head_computes_what_the_paper_says(monkeypatch, family):
-    monkeypatch.setattr(mx, "quantize", functools.partial(mx.quantize, stream=mx.cpu))  # a GPU rounds some otherwise
+    monkeypatch.setattr(mx, "quantize", functools.partial(mx.quantize, stream=mx.cpu))  # GPUs round differently
     model = headed(family, headed_directory(family))
     hidden = np.array(model.hidden(mx.array(TOKENS[None])))
     weights = goldens.dequantised(family)
@@ -102,7 +102,7 @@ def test_what_a_head_drafts_next_follows_from_its_own_state():
 
 @pytest.mark.parametrize("family", ["qwen3_next", *(pytest.param(name, marks=marks(False)) for name in HEADED[1:])])
 def test_norms_of_either_convention_are_told_apart(tmp_path, family):
-    """Without their 1 and with it: the same head."""
+    """Norms that are stored without their 1, and with it, give the same head."""
     own = tiny_heads.head_tensors(family)
     added = {}
     for name, (kind, values) in own.items():
@@ -125,7 +125,7 @@ def flat(module):
 
 
 def test_a_head_as_mlx_stores_it_in_a_file_of_its_own_keeps_its_codes(tmp_path):
-    """Names without their beginning, experts stacked; in place and packed."""
+    """The names have no beginning, and the experts are stacked. Checks the head in place and packed."""
     own = {name.removeprefix("mtp."): mx.array(goldens.as_float(one)) for name, one in head_of("qwen3_next").items()}
     gates = [mx.stack([own.pop(f"layers.0.mlp.experts.{e}.{name}_proj.weight") for e in range(16)]) for name in PARTS]
     own |= {f"layers.0.mlp.switch_mlp.{name}_proj.weight": gate for name, gate in zip(PARTS, gates, strict=True)}
@@ -149,7 +149,7 @@ def test_a_head_as_mlx_stores_it_in_a_file_of_its_own_keeps_its_codes(tmp_path):
 
 
 def test_a_head_of_a_checkpoint_in_place_is_that_of_the_packed_model(tmp_path):
-    """Floats among MLX's codes: experts are quantised as the model's."""
+    """The head has floats in a checkpoint of MLX's codes. Its experts are quantised like the model's."""
     checkpoint = tiny_heads.write_headed(tmp_path / "checkpoint", "qwen3_next", "mlx4")
     convert(checkpoint, tmp_path / "packed")
     in_place, packed = (headed("qwen3_next", path=path) for path in (checkpoint, tmp_path / "packed"))
@@ -170,7 +170,7 @@ def head_of(family):
 
 
 def shown(model, text, start=0):
-    """A head that has been shown a text from a position on, but for its last token."""
+    """Returns a head that has been shown a text from a position on, except its last token."""
     drafts = HeadDrafts(model)
     hidden = np.array(model.hidden(mx.array([text])))
     drafts.begin(text[:-1])
@@ -180,13 +180,14 @@ def shown(model, text, start=0):
 
 
 def rows_of(drafts, count):
-    """Keys or latents of the first `count` rows."""
+    """Returns the keys or latents of the first `count` rows."""
     return [np.array(array[..., :count, :]) for array in drafts.cache.state[:2]]
 
 
 def check_rows(session, model, apart):
-    """The head's rows are those of a head that sees the text for the first time. `apart`: where the text went another
-    way: such a row has the token that was there, and a cache that did not go back so far begins there.
+    """Checks that the head's rows are those of a head that sees the text for the first time. `apart` are the positions
+    where the text once continued differently: such a row has the token that was there, and a cache that could not go
+    back so far begins there.
     """
     drafts = session.drafts
     drafts.propose(1)
@@ -221,7 +222,10 @@ def session_of(model, family, **options):
 
 
 def check_texts(model, plain, family, turns, seed, right, most):
-    """Answers after one another, each left after some tokens; with a head they are those without, and it knows them."""
+    """Checks several answers, each stopped after some tokens.
+
+    With a head they equal those without, and the head knows them.
+    """
     model.drafting = Drafting("head", most, fixed=True)
     answers, apart = [], set()
     with pytest.MonkeyPatch.context() as patch:
@@ -253,7 +257,7 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
     )
     @example(
         turns=[(8, 4, 6, [0, 46, 4, 44]), (20, 17, 4, [7, 22, 52])], seed=95, right=[False], most=1
-    )  # back to a block's middle
+    )  # back to the middle of a block
     @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
     def texts(turns, seed, right, most):
         check_texts(model, plain, family, turns, seed, right, most)
@@ -263,7 +267,7 @@ def test_texts_logprobs_and_states_are_those_without_a_head(family, source):
 
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])
 def test_a_model_that_runs_ahead_says_the_same_with_a_head(monkeypatch, family):
-    """As on a GPU: the head's step from its own state is one compiled graph."""
+    """As on a GPU, the head's step from its own state is one compiled graph."""
     use_plain_operations(monkeypatch)
     monkeypatch.setattr(growing, "sees_capacity", lambda length: length == 1)
     monkeypatch.setattr(mapped, "map_file", copied)
@@ -305,17 +309,17 @@ TURNS = [(12, 12, 0, []), (9, 5, 2, [3, 4]), (20, 20, 0, [9])]
 
 
 def late(self):
-    """What the head takes is of the row before."""
+    """Gives the head the state of the row before."""
     return self.hidden[:, max(self.followed - 1, 0)][:, None]
 
 
 def twice(self, token, hidden=None, add=HeadDrafts.add):
-    """A key is drawn twice."""
+    """Draws a key twice."""
     add(self, token, None if hidden is None else mx.concatenate([hidden, hidden], axis=1))
 
 
 def too_many(self, token, add=decoding._OwnStep.follow):
-    """A row is followed that the text did not take."""
+    """Follows a row that the text did not take."""
     self.followed += 1
     return bool(self.rows_left)
 
@@ -351,7 +355,7 @@ def test_a_head_that_is_not_asked_absorbs_many_rows_at_once(monkeypatch):
 
 
 def test_what_a_head_was_not_shown_it_does_without():
-    """A cache that another call has filled, and a text that was restored: rows begin where the head is shown one."""
+    """A cache that another call has filled, or a restored text, has rows only from where the head is shown the text."""
     model = headed("deepseek_v3")
     cache = model.make_cache()
     model(mx.array([PROMPT]), cache)
@@ -371,7 +375,7 @@ def copies(cache):
 
 
 def test_rows_begin_anew_where_the_cache_does_not_go_back():
-    """That of blocks of positions goes back a few."""
+    """The cache of blocks of positions can go back only a few positions."""
     model = headed("glm5_next")
     drafts, hidden = shown(model, LIST), np.array(model.hidden(mx.array(TOKENS[None])))
     assert drafts.propose(2) and drafts.saved(36) and not drafts.saved(10)
@@ -399,7 +403,7 @@ def test_forks_know_what_their_text_knows(family):
 
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])
 def test_a_prompt_in_spans_may_be_stopped_and_an_answer_interrupted_at_any_line(monkeypatch, family):
-    """After any interruption the session and its head continue as ones with the same known text."""
+    """After any interruption the session and its head continue like ones with the same known text."""
     model, plain = headed(family), headed(family, draft="off")
     prompt = [*PROMPT, *PROMPT]
     want = [token for token, _ in said_by(session_of(plain, family, span=8), prompt, 12, 12)]
@@ -427,7 +431,7 @@ def test_a_prompt_in_spans_may_be_stopped_and_an_answer_interrupted_at_any_line(
     "family, kv_bits", [("qwen3_next", 8), pytest.param("qwen3_next", 16, marks=marks(False)), ("deepseek_v3", "auto")]
 )
 def test_what_a_head_knows_is_saved_with_a_prompt(tmp_path, family, kv_bits):
-    """In a file and in a directory, whole and cut; a model without a head reads and writes the same files."""
+    """Checks a file and a directory, whole and cut. A model without a head reads and writes the same files."""
     model, plain = headed(family, kv_bits=kv_bits), headed(family, draft="off", kv_bits=kv_bits)
     print_ = model_fingerprint(headed_directory(family), mx.float32, model.cpu_activations, model.args.kv_bits)
     session = session_of(model, family)
@@ -459,7 +463,7 @@ def next_of(session, more):
     return said_by(session, [*session.tokens, *more], 5, 5)
 
 
-def test_rows_of_another_head_are_passed_over():
+def test_rows_of_another_head_are_ignored():
     model = headed("qwen3_next")
     drafts = shown(model, LIST)
     saved = drafts.saved(len(LIST))
@@ -498,18 +502,18 @@ def test_a_head_that_is_not_whole_is_refused_where_it_was_asked_for(tmp_path):
         load_model(tiny_directory("qwen3_moe"), draft="head")
     with pytest.raises(RequestError, match="nor a directory"):
         load_model(tiny_directory("qwen3_moe"), draft=str(tmp_path / "none"))
-    engine = open_engine(tiny_directory("qwen3_next", "hub"), draft="auto")  # whose head is a few tensors
+    engine = open_engine(tiny_directory("qwen3_next", "hub"), draft="auto")  # the head is a few tensors
     assert engine.model.head is None and "the draft head cannot be used: tensor " in engine.drafts
     assert replace(engine.plan.demand, head=0) == engine.plan.demand
 
 
 def test_half_a_head_is_taken_before_the_last_norm_where_a_family_says_so(monkeypatch):
-    """A field of the family."""
+    """This is a field of the family."""
     from moeflux_mlx.families.registry import FAMILIES
 
     family = FAMILIES["qwen3_next"]
     monkeypatch.setitem(FAMILIES, "qwen3_next", replace(family, head=replace(family.head, takes_normed=False)))
-    model = headed("qwen3_next", dtype=mx.float32)  # a new one: on a GPU the compiled step would remember the field
+    model = headed("qwen3_next", dtype=mx.float32)  # a new model: on a GPU the compiled step would remember the field
     want = [token for token, _ in generate_step(PROMPT, headed("qwen3_next", draft="off"), max_tokens=8)]
     seen, add = [], HeadDrafts.add
 
@@ -526,7 +530,7 @@ def test_half_a_head_is_taken_before_the_last_norm_where_a_family_says_so(monkey
 
 
 def test_the_demo_models_head_is_mostly_right():
-    """On the model's own text: a head that is given the wrong states is not."""
+    """On the model's own text, a head that is given wrong states is mostly wrong."""
     (model, tokenizer), (plain, _) = load(dtype=mx.float32, draft="auto"), load(dtype=mx.float32)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Tell me a story about Tom."}])
     model.drafting = Drafting("head", 1, fixed=True)
@@ -536,7 +540,7 @@ def test_the_demo_models_head_is_mostly_right():
 
 
 def test_drafts_share_steps_with_a_head(monkeypatch):
-    """Accepted drafts say so, and share a step."""
+    """Accepted drafts share a step and are marked."""
     model = headed("qwen3_next")
     want = [token for token, _ in generate_step(PROMPT, headed("qwen3_next", draft="off"), max_tokens=11)]
     guide(monkeypatch, [[*PROMPT, *want]], (True,))

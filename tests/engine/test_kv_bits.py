@@ -20,7 +20,7 @@ from moeflux_mlx.state import quantized
 from moeflux_mlx.state.snapshot import state_size
 
 TEXT = np.random.default_rng(0).integers(0, 240, 60)
-FAMILIES = ("qwen3_moe", "gpt_oss", "qwen3_next")  # all positions; windows beside them; recurrent layers beside them
+FAMILIES = ("qwen3_moe", "gpt_oss", "qwen3_next")  # all positions; windows as well; recurrent layers as well
 LARGE = {
     *("glm-4.5-air", "glm-4.5v", "qwen3-235b-a22b", "solar-open-100b", "minimax-m2-230b-a10b", "hy3-295b-a21b"),
     "glm-4.7",
@@ -42,7 +42,7 @@ def opened():
 
 
 def after(model, tokens, lengths=(40,)):
-    """Caches that have absorbed the text so far, in calls of these lengths and then one by one."""
+    """Returns caches that have absorbed the text so far, in calls of these lengths and then one by one."""
     cache, at = model.make_cache(), 0
     for length in (*lengths, *[1] * (tokens - sum(lengths))):
         model(mx.array(TEXT[None, at : at + length]), cache)
@@ -51,13 +51,13 @@ def after(model, tokens, lengths=(40,)):
 
 
 def decoded(model, cache, count=3):
-    """Logits of the next tokens of the text, one by one."""
+    """Returns the logits of the next tokens of the text, one by one."""
     at = cache[0].offset
     tables = (model(mx.array(TEXT[None, i : i + 1]), cache)[0, -1] for i in range(at, at + count))
     return np.array([np.array(logits.astype(mx.float32)) for logits in tables])
 
 
-def test_families_in_which_a_token_takes_much_round_by_default():
+def test_families_with_large_keys_and_values_use_8_bits_by_default():
     found = {name for name in variants() if keeping(ModelArgs.from_variant(name), "auto", None).kv_bits}
     assert found == LARGE
     for name in LARGE:
@@ -74,7 +74,7 @@ def test_what_is_refused(opened):
 
 
 @pytest.mark.parametrize("name", ["minimax-m2-230b-a10b", "gpt-oss-120b", "mimo-v2-flash-309b"])
-def test_they_take_little_more_than_half(name):
+def test_rows_of_8_bits_take_little_more_than_half(name):
     args = ModelArgs.from_variant(name)
     assert state_bytes(args.with_kv_bits(8), 32768, 2) <= 0.54 * state_bytes(args, 32768, 2)
     (line,) = state_lines(args, 32768, 2)
@@ -82,19 +82,19 @@ def test_they_take_little_more_than_half(name):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_planned_is_what_a_text_takes(opened, family):
+def test_the_plan_equals_what_a_text_takes(opened, family):
     model = opened(family)
     cache = after(model, 60)
     itemsize = model.activation_dtype.size
     assert sum(layer.nbytes for layer in cache) == state_bytes(model.args, 60, itemsize)
     assert len(save_state(model, cache)) == state_size(model, 60)
-    if family == "qwen3_moe":  # heads of 64
+    if family == "qwen3_moe":  # a head has 64 values
         assert sum(layer.nbytes for layer in cache) <= 0.54 * state_bytes(model.args.with_kv_bits(None), 60, 2)
 
 
 @pytest.mark.parametrize("family, dtype", drawn(FAMILIES, [None, mx.bfloat16]))
 def test_one_set_of_bits_in_every_mode(opened, family, dtype):
-    """However experts are read, and whether a step is compiled."""
+    """The bits do not depend on how experts are read, or on whether a step is compiled."""
     ways = [{"expert_io": "mmap"}, {"expert_io": "resident"}, {"expert_io": "pread", "expert_cache_bytes": 1}]
     models = (opened(family, dtype=dtype, **way) for way in ways)
     first, *others = (decoded(model, after(model, 45)) for model in models)
@@ -116,7 +116,7 @@ def test_what_was_saved_goes_on_with_the_same_bits(opened, family, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_were_taken_back_leave_no_trace(opened, family):
-    """And a row of a step has the bits that it has alone."""
+    """A row of a step has the bits that it has alone."""
     model = opened(family)
     cache, alone = after(model, 50), after(model, 50)
     for count, keep in ((8, 3), (5, 0), (6, 6)):
@@ -128,7 +128,7 @@ def test_rows_that_were_taken_back_leave_no_trace(opened, family):
     assert cache[0].offset == alone[0].offset == 59
 
 
-def test_a_text_that_is_cut_goes_on_as_if_it_had_ended_there(opened):
+def test_a_text_that_is_cut_continues_as_if_it_had_ended_there(opened):
     model = opened("qwen3_moe")
     cache, short = after(model, 58), after(model, 41)
     for layer in cache:
@@ -157,13 +157,13 @@ def test_a_state_of_values_is_not_taken_for_one_of_bytes(opened, tmp_path):
 
 
 def divergence(reference, other):
-    """Mean KL divergence in nats of two tables of logits [N, vocab_size]."""
+    """Returns the mean KL divergence in nats of two tables of logits [N, vocab_size]."""
     one, two = (np.array(table - mx.logsumexp(table, axis=-1, keepdims=True)) for table in (reference, other))
     return float((np.exp(one, dtype=np.float64) * (one - two)).sum(-1).mean())
 
 
 def costs(folder, family, tokens):
-    """KL divergences of 4-bit weights from 8-bit ones, and of keys and values in 8 bits with 4-bit weights."""
+    """Returns the KL divergences of 4-bit weights from 8-bit ones, and of 8-bit keys and values from exact ones."""
     text = mx.array(np.random.default_rng(1).integers(0, 240, (1, tokens)))
 
     def logits(path, bits=16):
@@ -197,7 +197,7 @@ def test_rounding_costs_at_most_a_tenth_of_what_4_bit_weights_do(tmp_path, famil
 
 
 def test_a_cost_that_is_too_high_is_noticed(tmp_path, monkeypatch):
-    """That of codes without their last four bits."""
+    """Codes without their last four bits cost too much."""
 
     def encode(x):
         rows = kv_rows.encode(x)

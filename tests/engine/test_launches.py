@@ -21,7 +21,7 @@ TOTALS = ("native linear", "native expert_gate_up", "native attend_step", "nativ
 
 
 class Counting:
-    """The extension, whose calls are counted by name."""
+    """The extension, with its calls counted by name."""
 
     def __init__(self, extension, calls):
         self.extension, self.calls = extension, calls
@@ -35,7 +35,7 @@ class Counting:
 
 
 def said(family, target, tokens):
-    """Of a whole model, and the steps."""
+    """Returns the list for a whole model, and the steps."""
     with standing_in(backend=target):
         shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     steps = [
@@ -49,7 +49,7 @@ def said(family, target, tokens):
 
 
 def test_layers_that_reuse_what_another_chose_are_listed():
-    """Of a prompt that is longer than the budget."""
+    """Lists the launches of a prompt that is longer than the budget."""
     assert "latent attention" in {step.part for step in said("glm_moe_dsa", "cuda", 512)[1]}
 
 
@@ -106,7 +106,7 @@ def test_a_cpu_says_why_another_native_form_does_not_run(monkeypatch):
     assert reasons == {"the native extension is not built"} and not any(step.runs for step in steps)
 
 
-def test_layers_that_are_stored_otherwise_stand_apart(cpu_device):
+def test_layers_in_other_forms_are_listed_separately(cpu_device):
     with standing_in(backend="metal"):
         shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
     path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))

@@ -20,7 +20,7 @@ from moeflux_mlx.ops.limits import within_limits
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit the address space")
-# As MLX 0.32.4 and the system word them.
+# The words of MLX 0.32.4 and of the system.
 FAILED = "[METAL] Command buffer execution failed: %skIOGPUCommandBufferCallbackError%s)."
 TIMEOUT = FAILED % ("Caused GPU Timeout Error (00000002:", "Timeout")
 INTERACTIVE = FAILED % ("Impacting Interactivity (0000000e:", "ImpactingInteractivity")
@@ -70,7 +70,7 @@ class Failing:
         return self.evaluate(*arrays)
 
 
-def test_loading_and_calling_a_model_tell_it(monkeypatch):
+def test_loading_and_calling_a_model_report_it(monkeypatch):
     model = load_model(tiny_directory("qwen3_5_moe"))
     for compute in (lambda: load_model(tiny_directory("qwen3_5_moe")), lambda: model(mx.array([[1, 2, 3]]))):
         with pytest.raises(DeviceError, match="Timeout"), monkeypatch.context() as patched:
@@ -79,7 +79,7 @@ def test_loading_and_calling_a_model_tell_it(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["eval", "async_eval"])
-def test_whichever_evaluation_of_a_prompt_or_an_answer_fails_it_is_told(monkeypatch, name):
+def test_a_failure_of_any_evaluation_of_a_prompt_or_answer_is_reported(monkeypatch, name):
     model, failures, prompt = load_model(tiny_directory("qwen3_5_moe")), 0, mx.arange(1, 30)
     while True:
         with monkeypatch.context() as patched:
@@ -91,7 +91,7 @@ def test_whichever_evaluation_of_a_prompt_or_an_answer_fails_it_is_told(monkeypa
 
 
 def tells(steps):
-    """Whether an answer ends with one of our errors; others continue."""
+    """Returns whether an answer ends with one of our errors. Other errors are raised."""
     try:
         list(steps)
     except DeviceError:
@@ -100,7 +100,7 @@ def tells(steps):
 
 
 def test_a_session_computes_everything_again(monkeypatch):
-    """What the GPU did not write is marked as computed: nothing of it may be used or saved."""
+    """MLX marks as computed what the GPU did not write. None of it may be used or saved."""
     engine = open_engine(tiny_directory("qwen3_5_moe"))
     session, prompt = engine.session(), list(range(1, 40))
     before = [response.token for response in session.respond(prompt, max_tokens=4)]

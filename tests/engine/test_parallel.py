@@ -44,7 +44,7 @@ def test_the_caches_of_all_sequences_have_room(name, memory, context, is_mac, in
 
 
 @pytest.mark.parametrize(("memory", "most"), [(24 * GB, MOST_STREAMED), (1000 * GB, MAX_ROWS)])
-def test_a_machine_with_memory_to_spare_answers_as_many_as_may(memory, most):
+def test_a_machine_with_enough_memory_answers_the_largest_number(memory, most):
     args, layout = named("qwen3.6-35b-a3b")
     plan = plan_memory(args, layout, Figures(memory), Demand(2 * GB))
     caches = cache_room(args, layout, plan)

@@ -31,7 +31,7 @@ def test_the_smallest_of_the_fastest_is_best():
     assert sizes_to_try(100, 50) == [100, 80, 60, 50]
 
 
-def test_what_is_kept_counts_for_the_same_model_and_machine(tmp_path, monkeypatch):
+def test_stored_sizes_count_for_the_same_model_and_machine(tmp_path, monkeypatch):
     assert best_pool(PATH, 5000) is None
     keep_pool(tmp_path, 5000, 70)
     keep_pool(PATH, 5000, 80)
@@ -43,7 +43,7 @@ def test_what_is_kept_counts_for_the_same_model_and_machine(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 2, "found": []}', '{"version": 1, "found": 7}'])
-def test_a_damaged_file_is_no_file(text):
+def test_a_damaged_file_is_ignored(text):
     keep_pool(PATH, 5000, 80)
     pool_file().write_text(text)
     assert best_pool(PATH, 5000) is None
@@ -52,7 +52,7 @@ def test_a_damaged_file_is_no_file(text):
 
 
 @pytest.mark.parametrize("pool", [0, -1, "7", None, 1.5, True])
-def test_a_size_that_is_none_is_not_used(pool):
+def test_an_impossible_size_is_not_used(pool):
     keep_pool(PATH, 5000, 80)
     held = json.loads(pool_file().read_text())
     held["found"][0]["pool"] = pool
@@ -60,7 +60,7 @@ def test_a_size_that_is_none_is_not_used(pool):
     assert best_pool(PATH, 5000) is None
 
 
-def test_loading_takes_no_more_than_is_worth_it(capsys):
+def test_loading_takes_no_more_memory_than_is_useful(capsys):
     full = open_engine(PATH, dtype=mx.float32, expert_io="pread")
     record = full.experts.layout.held_bytes
     keep_pool(PATH, full.experts.layout.total_bytes, 20 * record)
@@ -103,7 +103,7 @@ def test_a_model_that_fits_memory_has_no_pool(capsys):
 
 
 def test_the_limit_of_the_process_is_all_that_it_takes(monkeypatch):
-    """Everything counts, no headroom is taken from it, and experts that fit the machine but not the limit are read."""
+    """Everything counts, and no headroom is taken off. Experts that fit the machine but not the limit are streamed."""
     load = importlib.import_module("moeflux_mlx.engine.engine")
     limits = []
     monkeypatch.setattr(load, "machine_figures", lambda limit: limits.append(limit) or Figures(1 << 40, limit=limit))

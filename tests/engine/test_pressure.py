@@ -43,7 +43,7 @@ def clock():
 
 
 def write_group(folder, version, limit, used, files=0, high="max"):
-    """A control group's files: `files` of the used bytes are pages that the kernel can drop."""
+    """Writes the files of a control group. `files` of the used bytes are pages that the kernel can drop."""
     folder.mkdir(exist_ok=True)
     if version == 2:
         texts = {"memory.max": limit, "memory.high": high, "memory.current": used}
@@ -78,7 +78,7 @@ def stalls_file(folder, microseconds):
 def test_stalls_of_a_tenth_of_the_time_are_pressure(tmp_path, clock):
     stalls = Stalls(stalls_file(tmp_path, 5_000_000), clock=clock)
     for seconds, total, spare in [
-        (0.5, 9_000_000, math.inf),  # too early to say
+        (0.5, 9_000_000, math.inf),  # too early for a statement
         (0.5, 5_090_000, math.inf),
         (2.0, 5_280_000, math.inf),
         (2.0, 5_490_000, -100),
@@ -93,7 +93,7 @@ def test_stalls_of_a_tenth_of_the_time_are_pressure(tmp_path, clock):
 
 
 @pytest.mark.parametrize("available, spare", [(8_000_000, math.inf), (500_000, -100)])
-def test_stalls_of_the_machine_say_nothing_while_it_has_memory(tmp_path, clock, available, spare):
+def test_stalls_of_a_machine_with_free_memory_are_ignored(tmp_path, clock, available, spare):
     (tmp_path / "meminfo").write_text(f"MemTotal: 16000000 kB\nMemAvailable: {available} kB\nHugePages_Total: 0\n")
     stalls = Stalls(stalls_file(tmp_path, 0), tmp_path / "meminfo", clock)
     clock.pass_by(1)
@@ -107,7 +107,7 @@ def test_levels_of_a_mac_and_a_compressor_that_grows(clock):
     for seconds, now, held, spare in [
         (1, 1, GB, math.inf),
         (1, 2, GB, -100),
-        (0.5, 4, GB, math.inf),  # the cut before has no effect yet
+        (0.5, 4, GB, math.inf),  # the earlier cut has no effect yet
         (0.5, 4, GB, -400),
         (1, 1, GB + 100_000_000, math.inf),
         (1, 1, GB + 300_000_000, -100),
@@ -124,7 +124,7 @@ def test_the_process_has_what_its_user_allows():
 
 
 class Machine:
-    """A group in which others take memory, and a pool that fills what it may have."""
+    """A group in which other processes take memory, and a pool that fills what it may have."""
 
     def __init__(self, folder, version, most):
         self.folder, self.version, self.clock = folder, version, Clock()
@@ -139,7 +139,7 @@ class Machine:
         write_group(self.folder, self.version, self.limit, self.used())
 
     def pass_by(self, seconds, filled=1.0):
-        """The pool shrinks at once, and fills some of what it may have."""
+        """Lets time pass: the pool shrinks at once, and fills some of what it may have."""
         for _ in range(int(seconds / EVERY)):
             self.clock.pass_by(EVERY)
             self.write()
@@ -164,7 +164,7 @@ def test_the_pool_shrinks_at_once_and_is_back_within_ten_seconds(tmp_path, versi
 
 
 def test_a_limit_that_falls_is_expected_to_fall_again(tmp_path):
-    """As much between two looks as before: a layer of a prompt is computed meanwhile."""
+    """The limit is expected to fall as much between two checks as before: a layer of a prompt is computed meanwhile."""
     machine = Machine(tmp_path, 2, 6 * GB)
     machine.limit = 6 * GB
     machine.pass_by(2 * EVERY)
@@ -174,14 +174,14 @@ def test_a_limit_that_falls_is_expected_to_fall_again(tmp_path):
         machine.pass_by(EVERY)
         assert abs(machine.used() + headroom_bytes(machine.limit) // 2 + fall - machine.limit) < 8
         assert machine.used() < before - 2 * fall
-    machine.temporaries = GB // 4  # what the call itself takes is no fall
+    machine.temporaries = GB // 4  # memory that the call itself takes does not count as a fall
     machine.pass_by(2 * EVERY)
     assert machine.used() == machine.limit - headroom_bytes(machine.limit) // 2
 
 
 def test_falls_between_two_looks_do_not_reach_what_is_used(tmp_path):
-    """A hundred falls, each at most as large as the one before plus half of the headroom, and at most a quarter of what
-    the limit leaves to the pool: a computation between two checks is never killed.
+    """The limit falls a hundred times, each time at most by as much as before plus half of the headroom, and at most by
+    a quarter of what it leaves to the pool. A computation between two checks is never killed.
     """
     rng, machine, last = random.Random(5), Machine(tmp_path, 2, 8 * GB), 0
     for _ in range(100):

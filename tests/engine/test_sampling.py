@@ -21,7 +21,7 @@ from moeflux_mlx.engine.sampling import (
 from moeflux_mlx.errors import RequestError
 
 QUICK = settings(deadline=None, max_examples=examples(100))
-MARGIN = 1e-5  # a token this close to a threshold may fall on either side of it in float32
+MARGIN = 1e-5  # in float32 a token this close to a threshold may be on either side of it
 
 
 def log_softmax(logits):
@@ -31,7 +31,7 @@ def log_softmax(logits):
 
 @st.composite
 def rows(draw):
-    """Log-probabilities [V] without ties, some of them -inf, from flat to sharply peaked."""
+    """Draws log-probabilities [V] without ties, some of them -inf, from flat to sharply peaked."""
     size = draw(st.integers(1, 60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     logits = rng.permutation(np.linspace(-1, 1, size)) * draw(st.sampled_from([0.01, 1, 5, 20]))
@@ -42,7 +42,7 @@ def rows(draw):
 
 
 def top_p_reference(row, top_p):
-    """Kept tokens: walk down from the likeliest until the mass before a token reaches `top_p`."""
+    """Returns the kept tokens: from the likeliest down, until the mass before a token reaches `top_p`."""
     probs = np.exp(row.astype(np.float64))
     probs /= probs.sum()
     kept, before = set(), 0.0
@@ -69,7 +69,7 @@ def top_k_reference(row, top_k):
 
 
 def kept(filtered, row):
-    """Tokens a filter kept, having checked that it left their values alone."""
+    """Returns the tokens that a filter kept, after checking that it did not change their values."""
     filtered = np.array(filtered)
     tokens = np.flatnonzero(filtered > -np.inf)
     assert np.array_equal(filtered[tokens], row[tokens])
@@ -78,7 +78,7 @@ def kept(filtered, row):
 
 @pytest.fixture(scope="module")
 def theirs():
-    """mlx-lm's functions, uncompiled: compiling them for every length would take most of a minute."""
+    """Returns mlx-lm's functions, uncompiled: compiling them for every length would take most of a minute."""
     sample_utils = pytest.importorskip("mlx_lm.sample_utils")
     mx.disable_compile()
     yield sample_utils
@@ -100,7 +100,7 @@ def test_a_top_p_too_small_for_a_float32_keeps_the_likeliest():
     "top_p, count", [(0.25, 1), (0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (0.875, 3), (0.9, 5)]
 )
 def test_top_p_ends_with_the_token_that_reaches_it(top_p, count):
-    """Probabilities that float32 holds exactly; the two least likely ones are equal, so both stay."""
+    """float32 holds these probabilities exactly. The two least likely ones are equal, so both stay."""
     row = np.log(np.array([0.0625, 0.5, 0.0625, 0.125, 0.25], np.float32))
     likeliest = [1, 4, 3, 0, 2][:count]
     assert kept(keep_top_p(mx.array(row), top_p), row) == set(likeliest)
@@ -147,7 +147,7 @@ def test_ties():
 
 
 def draw_counts(logprobs, count=40_000, seed=7, **options):
-    """How often each token is drawn for one row of log-probabilities."""
+    """Returns how often each token is drawn for one row of log-probabilities."""
     batch = mx.broadcast_to(mx.array(logprobs.astype(np.float32)), (count, len(logprobs)))
     tokens = np.array(make_sampler(**options, key=mx.random.key(seed))(batch))
     assert tokens.shape == (count,)
@@ -155,7 +155,7 @@ def draw_counts(logprobs, count=40_000, seed=7, **options):
 
 
 def surprise(counts, probs):
-    """Chi-square of the counts, in standard deviations above its mean; infinite for an impossible token."""
+    """Returns the chi-square of the counts, in standard deviations above its mean; infinite for an impossible token."""
     if counts[probs == 0].any():
         return math.inf
     expected = counts.sum() * probs[probs > 0]
@@ -203,7 +203,7 @@ def test_draws_follow_the_distribution(options, kept_tokens):
 
 def test_order_of_the_filters():
     probs = np.array([0.4, 0.3, 0.2, 0.1])
-    # top-p of the whole row keeps three tokens, of the two that top-k leaves it would keep one.
+    # top-p of the whole row keeps three tokens; of the two that top-k leaves it would keep one.
     counts = draw_counts(np.log(probs), temp=1.0, top_p=0.55, top_k=2)
     assert set(np.flatnonzero(counts)) == {0, 1}
     assert kept_by(lambda x: keep_top_p(keep_top_k(x, 2), 0.55), probs) == {0}
@@ -244,7 +244,7 @@ def test_greedy_ignores_the_filters():
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 def test_sampling_is_in_float32(dtype):
-    """16 bits cannot add 4096 small probabilities to a large one: top-p would keep one token alone."""
+    """16 bits cannot add 4096 small probabilities to a large one: top-p would keep only one token."""
     probs = np.concatenate([[0.4], np.full(4096, 0.5 / 4096), np.full(1000, 0.1 / 1000)])
     row = mx.array(np.log(probs).astype(np.float32)).astype(dtype)
     tokens = make_sampler(1.0, 0.8, key=mx.random.key(0))(mx.broadcast_to(row, (2_000, len(probs))))

@@ -26,11 +26,11 @@ RECURRENT = "qwen3_next"
 N = 60
 WINDOWED = "gpt_oss"  # some of its layers see 6 positions and hold 14
 FAMILIES = (*goldens.FAMILIES, WINDOWED)
-KINDS = [  # each kind of cache by default: a recurrent state, latents, windows; beside them growing keys and values
+KINDS = [  # each kind of cache by default: a recurrent state, latents, windows, and growing keys and values with them
     pytest.param(family, marks=marks(family in (RECURRENT, "deepseek_v3", WINDOWED))) for family in FAMILIES
 ]
 TOLERANCES = dict.fromkeys(FAMILIES, 2e-4)
-if backend.has_kernels():  # a GPU sums other chunks in another order: 2.2e-4 were seen here, 0.8e-4 in the others
+if backend.has_kernels():  # a GPU sums other chunks in another order: 2.2e-4 was seen here, 0.8e-4 in the others
     TOLERANCES["qwen3_5_moe"] = 5e-4
 
 
@@ -43,13 +43,13 @@ def make(family, **options):
 
 
 def fresh(session, prompt, n=6):
-    """Tokens and logprobs of a computation that reuses nothing."""
+    """Returns tokens and logprobs of a computation that reuses nothing."""
     responses = list(stream_generate(session.model, session.tokenizer, prompt, max_tokens=n))
     return [r.token for r in responses], [np.array(r.logprobs) for r in responses]
 
 
 def check(session, prompt, **options):
-    """The session's answer is the fresh one, up to the rounding that other chunks bring."""
+    """Checks that the session's answer is the fresh one, up to the rounding that other chunks cause."""
     responses = list(session.respond(prompt, max_tokens=6, **options))
     tokens, logprobs = fresh(session, prompt)
     assert [r.token for r in responses] == tokens
@@ -63,7 +63,7 @@ def check(session, prompt, **options):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_text_that_goes_on_computes_only_what_is_new(family):
+def test_a_text_that_continues_computes_only_its_new_tokens(family):
     session = make(family)
     first = check(session, text())
     assert (first.memory, first.disk, first.computed) == (0, 0, N)
@@ -72,7 +72,7 @@ def test_a_text_that_goes_on_computes_only_what_is_new(family):
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_text_that_parts_goes_back_to_the_boundary(family):
+def test_a_text_that_diverges_goes_back_to_the_boundary(family):
     session = make(family)
     check(session, text(), boundaries=[40])
     other = text()[:50] + text(20, 2)
@@ -82,7 +82,7 @@ def test_a_text_that_parts_goes_back_to_the_boundary(family):
     assert reuse.memory == (29 if session.points.can_trim else 0)
 
 
-def test_states_are_kept_every_so_many_tokens():
+def test_states_are_kept_at_regular_distances():
     session = make(RECURRENT, checkpoint_every=16, span=24, prefill_step_size=8)
     check(session, text())
     assert session.points.positions == [16, 32, 48, N - 1]
@@ -126,7 +126,7 @@ def test_without_room_for_states_everything_is_computed_again():
 @pytest.mark.parametrize("family", [RECURRENT, "deepseek_v3"])
 def test_a_failure_between_layers_does_no_harm(family, monkeypatch):
     session = make(family)
-    monkeypatch.setattr(session.model, "decode_step", None)  # on a GPU: a graph of its own calls no layers
+    monkeypatch.setattr(session.model, "decode_step", None)  # the compiled step of a GPU calls no layers
     check(session, text())
     layer = type(session.model.layers[2])
     call, calls = layer.__call__, []
@@ -188,7 +188,7 @@ def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, m
 
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
 def test_after_a_failure_nothing_of_the_span_is_taken_for_known(family):
-    """Its arrays may be what failed."""
+    """The arrays of the span may be those that failed."""
     session = make(family, span=40, prefill_step_size=16)
     check(session, text(20, 3))
     known, held = list(session.tokens), session.nbytes
@@ -224,7 +224,7 @@ def test_any_other_use_drops_a_span_that_is_half_done(family, use, tmp_path):
 
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
 def test_a_span_half_done_after_another_text_is_not_gone_on_with(family):
-    """The same tokens at the same place, after others that are as many."""
+    """The same tokens follow another text of the same length."""
     session = make(family, span=40, prefill_step_size=16)
     check(session, text(20, 3))
     known = list(session.tokens)
@@ -235,7 +235,7 @@ def test_a_span_half_done_after_another_text_is_not_gone_on_with(family):
 
 
 def test_an_answer_cut_off_inside_a_recurrent_layer_does_no_harm(monkeypatch):
-    """Its state is new by then, though its position is not."""
+    """The state of the layer is already new, but its position is not."""
     session = make(RECURRENT)
     monkeypatch.setattr(session.model, "decode_step", None)
     check(session, text())
@@ -259,7 +259,7 @@ def test_an_answer_cut_off_inside_a_recurrent_layer_does_no_harm(monkeypatch):
 @pytest.mark.parametrize("at", range(0, 60, 13))
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe", WINDOWED])
 def test_going_back_may_be_interrupted_at_any_line(family, at):
-    """The session then is where it was, or where it was going, and its caches get there with the next prompt."""
+    """The session is then where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
     files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, window)}
@@ -308,7 +308,7 @@ def test_a_span_larger_than_the_session_s_bytes_is_not_kept():
 
 @pytest.mark.parametrize("family, sizes", drawn(FAMILIES, [(200, 200), (200, 7), (13, 13), (13, 5)]))
 def test_what_sessions_promise_at_every_span_and_block(family, sizes):
-    """One block, several blocks, several spans."""
+    """Checks one block, several blocks and several spans."""
     span, block = sizes
     session = make(family, span=span, prefill_step_size=block, checkpoint_every=16)
     check(session, text(), boundaries=[40])
@@ -382,7 +382,7 @@ def test_saved_sessions_go_on(tmp_path):
     assert check(other, [*session.tokens, 9, 9]).computed == 2
 
 
-def test_no_row_of_a_text_is_gone_back_to_once_another_is_loaded(tmp_path):
+def test_a_loaded_text_has_no_rows_of_the_earlier_text(tmp_path):
     session, fingerprint = make(RECURRENT), model_fingerprint(tiny_directory(RECURRENT), mx.float32)
     session.sync(text())
     session.save(tmp_path / "saved", fingerprint, {})
@@ -416,7 +416,7 @@ def fake_caches():
 
 
 def advance(caches, n):
-    """The recurrent state becomes its own position."""
+    """Makes the recurrent state equal to its own position."""
     recurrent, attention = caches
     recurrent.offset += n
     recurrent.conv = recurrent.recurrent = mx.full((1, 4), recurrent.offset)
@@ -458,7 +458,7 @@ def test_states_spread_out_when_room_is_short():
     assert points.positions == [102, 202, 302]
 
 
-def test_states_give_way_to_what_else_takes_their_room():
+def test_states_are_dropped_when_others_need_their_memory():
     caches = fake_caches()
     points = RewindPoints(caches, 4 * 32)
     for _ in range(4):
@@ -473,7 +473,7 @@ def test_states_give_way_to_what_else_takes_their_room():
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_a_fork_goes_its_own_way(family):
+def test_a_fork_continues_independently(family):
     session = make(family)
     check(session, text(), boundaries=[20, 40])
     before = session.tokens.copy()
@@ -533,7 +533,7 @@ def test_a_count_out_of_range_is_refused_before_the_prompt_is_computed():
 
 @pytest.mark.parametrize("family", KINDS)
 def test_tokens_are_absorbed_and_taken_back_one_by_one(family):
-    session, plain = (make(family, checkpoint_every=4) for _ in range(2))  # a prompt's bits depend on its cuts
+    session, plain = (make(family, checkpoint_every=4) for _ in range(2))  # a prompt's bits depend on how it is cut
     session.sync(text())
     plain.sync(text())
     session.step([1, 2, 3])

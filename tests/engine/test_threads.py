@@ -24,7 +24,7 @@ THREADS, CALLS = 4, 3
 
 
 def in_thread(work, *args):
-    """What `work` returns in a thread of its own."""
+    """Returns what `work` returns in a thread of its own."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work, *args).result()
 
@@ -34,7 +34,7 @@ def some_tokens(seed, n):
 
 
 def answer(model, seed):
-    """Logits of a prompt and of three tokens after it, as numpy."""
+    """Returns the logits of a prompt and of three tokens after it, as numpy arrays."""
     cache = model.make_cache()
     chunks = [some_tokens(seed, 11), *(some_tokens([seed, i], 1) for i in range(3))]
     return np.concatenate([np.array(model(mx.array(chunk), cache)[0]) for chunk in chunks])
@@ -45,7 +45,7 @@ def streamed(family="qwen3_moe"):
 
 
 @pytest.mark.parametrize("constant", [lambda: launch.count(77)])
-def test_what_is_kept_for_kernels_serves_every_thread(constant):
+def test_kernel_constants_serve_every_thread(constant):
     made = constant()
     assert in_thread(lambda: np.array(made + 1)).size == 8
 
@@ -70,7 +70,7 @@ def test_threads_share_a_streamed_model(family, kernels, request):
 
 
 def test_what_a_thread_left_lazy_does_not_stop_the_next(plain_operations):
-    """The first thread's last layer may still read the slots that the second one's experts take."""
+    """The first thread's last layer may still read the slots that the second thread's experts take."""
     model = streamed()
     want = answer(model, 2)
     lazy = model(mx.array(some_tokens(1, 1)))
@@ -79,7 +79,7 @@ def test_what_a_thread_left_lazy_does_not_stop_the_next(plain_operations):
 
 
 def test_a_text_goes_on_in_another_thread(plain_operations):
-    """Once two threads have called a model, what a call returns belongs to neither."""
+    """Once two threads have called a model, the result of a call belongs to neither."""
     model, tokens = streamed("qwen3_next"), some_tokens(4, 5)
     want = np.array(model(mx.array(tokens)))
     cache = model.make_cache()
@@ -142,7 +142,7 @@ CHILD = """
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("call, expert_io", drawn(["model", "generate", "load"], ["mmap", "pread"]))
-def test_a_forked_child_is_told_at_its_first_call(expert_io, call):
+def test_a_forked_child_gets_an_error_at_its_first_call(expert_io, call):
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), str(tiny_directory("qwen3_moe"))]
     done = subprocess.run([*command, expert_io, call], env=child_environment(), timeout=100)
     assert done.returncode == 0, f"the child ended with {done.returncode} ({-signal.SIGALRM}: it hung)"

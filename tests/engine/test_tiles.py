@@ -52,7 +52,7 @@ def file(gpu, monkeypatch, tmp_path):
 
 
 def chosen(option="auto"):
-    """The tiles, and the warnings on the way."""
+    """Returns the tiles, and the warnings while they are chosen."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         return tiles.choose(option).found, [str(one.message) for one in said]
@@ -60,7 +60,7 @@ def chosen(option="auto"):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
 @given(st.dictionaries(SPOTS, USABLE, max_size=4))
-def test_what_is_kept_is_found(file, kept):
+def test_stored_tiles_are_found(file, kept):
     file.unlink(missing_ok=True)
     tiles.keep(file, kept, kept)
     assert chosen() == (kept, [])
@@ -70,7 +70,7 @@ def test_what_is_kept_is_found(file, kept):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(60))
 @given(st.data())
 def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
-    """Bytes that change or are missing, and JSON of any other shape."""
+    """Bytes are changed or missing, or the JSON has another shape."""
     file.unlink(missing_ok=True)
     tiles.keep(file, FOUND, FOUND)
     whole = file.read_bytes()
@@ -97,7 +97,7 @@ def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "found": [1]}', "\0", '{"version": 2, "found": []}'])
-def test_files_that_are_none(file, text):
+def test_files_that_hold_no_tiles(file, text):
     file.parent.mkdir()
     file.write_text(text)
     chosen_tiles, said = chosen()
@@ -127,7 +127,7 @@ def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
     assert chosen() == (FOUND, [])
 
 
-def test_another_models_shapes_stay_and_a_spot_that_is_searched_again_is_replaced(file):
+def test_shapes_of_other_models_stay_and_a_new_search_replaces_its_spot(file):
     other = {"qmv 64x64 form": Tile(1, 8, 1)}
     tiles.keep(file, FOUND, FOUND)
     tiles.keep(file, other, other)
@@ -145,7 +145,7 @@ def test_the_digest_follows_kernels_and_tiles(monkeypatch):
     tiles.kernels_digest.cache_clear()
 
 
-def test_who_decides(file, monkeypatch, tmp_path):
+def test_which_source_of_tiles_decides(file, monkeypatch, tmp_path):
     tiles.keep(file, FOUND, FOUND)
     other = tmp_path / "other.json"
     tiles.keep(other, {"qmv 64x64 form": Tile(1, 8, 1)}, {})
@@ -172,7 +172,7 @@ def test_the_place_of_the_file(monkeypatch):
 
 
 def test_a_model_computes_with_its_own_tiles(monkeypatch):
-    """Whatever another model in the process has."""
+    """The tiles of another model in the process change nothing."""
     from moeflux_mlx.engine import engine
     from moeflux_mlx.model import decoder
 
@@ -192,7 +192,7 @@ def test_a_model_computes_with_its_own_tiles(monkeypatch):
 
 
 def rank_0_says(text):
-    """An exchange of two ranks, of which this is the second."""
+    """Returns an exchange between two ranks, of which this is the second."""
     text += b" " * (-len(text) % 4)
 
     def exchange(kind, words):
@@ -204,7 +204,7 @@ def rank_0_says(text):
 
 @pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, "qmv 1x1 x": Tile(1, 8, 1)}])
 @pytest.mark.parametrize("first", [{}, FOUND])
-def test_all_ranks_use_rank_0s(own, first):
+def test_all_ranks_use_the_tiles_of_rank_0(own, first):
     text = json.dumps({spot: asdict(tile) for spot, tile in first.items()}).encode()
     assert handshake.share_tiles(rank_0_says(text), Tiles(own)).found == first
 
@@ -212,6 +212,6 @@ def test_all_ranks_use_rank_0s(own, first):
 @pytest.mark.parametrize(
     "text", [b"[]", b"{", b'{"qmv": 1}', b'{"no 1": {"rows": 1, "lanes": 8}}', b"\xff\xff\xff\xff"]
 )
-def test_tiles_of_rank_0_that_are_none_are_refused(text):
+def test_wrong_tiles_of_rank_0_are_refused(text):
     with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):
         handshake.share_tiles(rank_0_says(text), CODE)

@@ -33,7 +33,7 @@ REAL = batch.extension
 
 
 class Faulty:
-    """Native reads; every third call gets `descriptor` instead of the first file's."""
+    """Native reads in which every third call gets `descriptor` instead of the first file's."""
 
     def __init__(self, descriptor):
         self.descriptor, self.count, self.missed, self.queue = descriptor, 0, 0, REAL and REAL.queue
@@ -48,7 +48,7 @@ class Faulty:
 
 @built
 @pytest.mark.parametrize("fault", ["closed", "short"])
-def test_what_fails_is_read_with_care(stacks, tmp_path, monkeypatch, fault):
+def test_failed_reads_are_read_again(stacks, tmp_path, monkeypatch, fault):
     where, truth = stacks
     (tmp_path / "short").write_bytes(bytes(100))
     short = os.open(tmp_path / "short", os.O_RDONLY)
@@ -88,7 +88,7 @@ def test_a_record_is_one_call_and_its_bytes_are_counted(stacks, monkeypatch):
             return calls[-1]
 
     monkeypatch.setattr(batch, "extension", Counting())
-    monkeypatch.setattr(OpenFiles, "read", None)  # nothing needs care
+    monkeypatch.setattr(OpenFiles, "read", None)  # no read needs a second attempt
     loader = StreamedExperts(where)
     assert np.array_equal(blocks(loader.request(1, np.arange(EXPERTS))), truth[1])
     kept = loader.reader._in_pieces
@@ -140,13 +140,13 @@ def test_a_failed_read_is_told_and_moves_nothing(tmp_path):
     "numbers",
     [
         (0, 0, 4097, 0, -1, 0),  # more than scratch memory
-        (0, 0, 4096, 0, 1, 0),  # behind the target's end
-        (0, 0, 4096, 4097, 0, 0),  # needs more than it asks for
+        (0, 0, 4096, 0, 1, 0),  # past the end of the target
+        (0, 0, 4096, 4097, 0, 0),  # needs more than it requests
         (0, -1, 4096, 1, 0, 0),
         (1, 0, 4096, 0, -1, 0),  # there is one file
         (-1, 0, 4096, 0, -1, 0),
-        (0, 0, 4096, 10, -1, 1, 5, 0, 6),  # a piece behind what is needed
-        (0, 0, 4096, 10, -1, 1, 0, 4090, 7),  # a piece behind the target's end
+        (0, 0, 4096, 10, -1, 1, 5, 0, 6),  # a piece outside of the needed bytes
+        (0, 0, 4096, 10, -1, 1, 0, 4090, 7),  # a piece past the end of the target
         (0, 0, 4096, 10, -1, 1, 0, -1, 7),
         (0, 0, 4096, 10, -1, 2, 0, 0, 7),  # a piece is missing
         (0, 0, 4096, 10, -1),
@@ -165,10 +165,10 @@ def test_native_reads_stay_in_their_memory(numbers):
     lengths=st.lists(st.sampled_from([1, 15, 63, 64, 127, 128, 200, 5000]), min_size=1, max_size=80),
 )
 def test_any_number_of_runs_and_pieces_of_any_length(tmp_path_factory, residue, lengths):
-    """More than are under way together, and more than scratch memory holds."""
+    """There are more reads than can be in flight together, and more bytes than scratch memory holds."""
     path, data = tmp_path_factory.mktemp("one") / "x", np.random.default_rng(0).bytes(500_000)
     path.write_bytes(data)
-    offsets = [residue + sum(lengths[:i]) + i for i in range(len(lengths))]  # a byte between two pieces
+    offsets = [residue + sum(lengths[:i]) + i for i in range(len(lengths))]  # one byte between two pieces
     pieces = [FilePiece(path, offset, length, offset) for offset, length in zip(offsets, lengths, strict=True)]
     runs = [Run(path, one.offset, one.offset + one.length, (one,)) for one in pieces]
     numbers = batch.encode(runs, {path: 0})

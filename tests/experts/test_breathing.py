@@ -44,7 +44,7 @@ def packed(tmp_path):
 
 
 def breathing(packed, slots=2, **options):
-    """A loader of `slots` slots that may grow to all records, and its bytes per slot."""
+    """Returns a loader of `slots` slots that may grow to all records, and its bytes per slot."""
     stride = packed.layout.expert_stride
     options = {"least_slots": 2, "cache_bytes": slots * stride, "most_bytes": 1 << 30, **options}
     return StreamedExperts(packed, **options), stride
@@ -60,7 +60,7 @@ def read(loader, layer, ids):
 
 
 class BreathingMachine(RuleBasedStateMachine):
-    """The loader against the files themselves, resized between any two calls, while leases are held."""
+    """Compares the loader with the files themselves. It is resized between any two calls, while leases are held."""
 
     def __init__(self, copied=None):
         super().__init__()
@@ -90,7 +90,7 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids)
     def begin_to_read(self, layer, ids):
-        """A lease that is released while its reads are in progress, without a wait."""
+        """Begins a lease and releases it while its reads are in progress, without a wait."""
         with contextlib.suppress(ValueError):
             self.loader.request(layer, np.array(ids)).release()
 
@@ -113,7 +113,7 @@ class BreathingMachine(RuleBasedStateMachine):
             self.check_given_back()
 
     def check_given_back(self):
-        """Free rows read as zeros; behind the limit there are only records that cannot be moved."""
+        """Checks that free rows read as zeros, and that only records that cannot be moved are beyond the limit."""
         assert not self.pool.rows[self.pool.free_rows].any()
         for key in self.pool.records():
             moves = self.pool[key].read is None and not self.pool.pinned(key)
@@ -138,7 +138,7 @@ class BreathingMachine(RuleBasedStateMachine):
 
 
 class CopyingMachine(BreathingMachine):
-    """As on CUDA."""
+    """The same with records that are copied, as on CUDA."""
 
     def __init__(self):
         super().__init__(copied=True)
@@ -236,7 +236,7 @@ def test_a_record_that_is_being_read_is_not_moved(packed):
 
 @pytest.mark.parametrize("slots, dropped, moved", [(2, 3, 1), (4, 2, 1)])
 def test_a_guarded_record_is_evaluated_before_its_memory_goes(packed, slots, dropped, moved):
-    """Here the last rows' records are the most recently used, so they are moved."""
+    """The records in the last rows are the most recently used ones, so they are moved."""
     loader, stride = breathing(packed, ALL)
     evaluated = Evaluated(4)
     leases = [read(loader, 0, ids) for ids in ([0], [1], [2, 3], [4, 5])]
@@ -249,7 +249,7 @@ def test_a_guarded_record_is_evaluated_before_its_memory_goes(packed, slots, dro
     loader.close()
 
 
-def test_what_was_read_in_vain_is_counted(packed):
+def test_reads_of_unused_records_are_counted(packed):
     loader, stride = breathing(packed, ALL)
     loader.hint([(0, expert) for expert in range(4)])
     loader.drain()
@@ -261,7 +261,10 @@ def test_what_was_read_in_vain_is_counted(packed):
 
 @pytest.mark.parametrize("copied", [pytest.param(None, marks=on_host), True])
 def test_several_pools_get_equal_shares(packed, copied):
-    """A request may ask for more records than the pool is sure to have, if it has room; of copies, for no more."""
+    """A request may ask for more records than the pool guarantees if the pool has room.
+
+    If records are copied, it may not.
+    """
     stride = packed.layout.expert_stride
     loader, _ = breathing(packed, 4, buffer_bytes=6 * stride, copied=copied)
     assert [pool.slots for pool in loader.pools] == [2, 2] and [pool.most for pool in loader.pools] == [6, 6]
@@ -306,7 +309,7 @@ def test_memory_that_metal_has_adopted_is_replaced_while_nobody_reads_it(packed,
         before = weakref.ref(pool._pages)
         assert not pool.breathes and len(pool.rows) == ALL
         lease = read(loader, 0, [1, 3, 5])
-        for slots, reached in [(ALL - 1, ALL), (4, ALL)]:  # a little is not worth it; what is leased stays
+        for slots, reached in [(ALL - 1, ALL), (4, ALL)]:  # a small change is not worth it; leased records stay
             allowed[0] = slots
             loader.request(1, np.array([0])).release()
             loader.drain()
@@ -318,7 +321,7 @@ def test_memory_that_metal_has_adopted_is_replaced_while_nobody_reads_it(packed,
         gc.collect()
         assert loader.slots == len(pool.rows) == 4 and loader.stats.given_back == (ALL - 4) * stride
         assert before() is None, "the system has the old memory"
-        for slots, reached in [(6, 4), (ALL, ALL)]:  # it grows to its full size only, because it loses its records
+        for slots, reached in [(6, 4), (ALL, ALL)]:  # it grows only to its full size, because it loses its records
             allowed[0] = slots
             with loader.turn(1):
                 assert loader.slots == reached
@@ -350,7 +353,7 @@ def test_memory_is_given_back_in_the_middle_of_a_call_and_comes_with_the_next(pa
 
 @on_host
 def test_memory_is_given_back_between_two_parts_of_a_wave(packed):
-    """What is leased stays, and has the same bytes."""
+    """Leased records stay and have the same bytes."""
     allowed, stride = [ALL], packed.layout.expert_stride
     loader, _ = breathing(packed, ALL, limit=lambda held: allowed[0] * stride)
     with loader.turn(1):
@@ -387,7 +390,7 @@ def test_memory_is_given_back_while_nothing_is_computed(packed, monkeypatch):
 
 
 def test_random_squeezes_change_no_token(monkeypatch):
-    """A hundred of them, in the middle of calls: between any two requests of a prompt or a token."""
+    """A hundred squeezes come in the middle of calls: between any two requests of a prompt or a token."""
     rng, most = random.Random(3), 1 << 30
     path, tokens = tiny_directory("qwen3_moe"), tokens_of("qwen3_moe")
     monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
@@ -418,7 +421,7 @@ def resident():
 @on_host
 @pytest.mark.parametrize("share", [2, 10])
 def test_memory_goes_back_to_the_system(share):
-    """200 MB of records whose stride is no multiple of a large page, the ones that stay anywhere among them."""
+    """200 MB of records whose stride is no multiple of a large page; the ones that stay are anywhere among them."""
     layout = ExpertLayout.from_args(tiny_args(hidden=1024, inner=512))
     stride, slack = layout.expert_stride, 8 << 20
     most = (200 << 20) // stride
@@ -477,7 +480,7 @@ def test_a_little_more_memory_is_not_worth_a_resize(tmp_path):
     loader.close()
 
 
-def test_what_the_allowance_raises_ends_the_call_only(packed):
+def test_an_error_from_the_allowance_ends_only_the_call(packed):
     loader, stride = breathing(packed, allowance=lambda tokens, held: 1 // tokens)
     with pytest.raises(ZeroDivisionError), loader.turn(0):
         pass
@@ -489,7 +492,7 @@ def test_what_the_allowance_raises_ends_the_call_only(packed):
 
 @pytest.mark.parametrize("kind, chunk", drawn(["native", "operations", "copied"], [1, 20]))
 def test_same_bits_while_the_pool_breathes(kind, chunk, monkeypatch):
-    """Everything, then the least, call after call; and from the least to everything again."""
+    """The pool changes from everything to the least after each call, and back to everything."""
     if kind != "native":
         use_plain_operations(monkeypatch)
     path, seen = tiny_directory("qwen3_moe"), []

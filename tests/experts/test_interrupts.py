@@ -27,15 +27,15 @@ FILES = {module.__file__ for module in (streaming, pool, reader, lookahead, wave
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt in this thread before the line or bytecode `at` of `files`, counted from 0, that is
-    run within the block. `places` says where each was."""
+    """Raises KeyboardInterrupt in this thread before the line or bytecode number `at` of `files` that runs within the
+    block, counted from 0. `places` has the place of each interrupt."""
 
     def __init__(self, at=None, opcodes=False, files=FILES):
         self.at, self.opcodes, self.files, self.places = at, opcodes, files, []
 
     def __enter__(self):
         self.before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = self.opcodes  # Python 3.12 looks for one such frame when tracing begins
+        sys._getframe().f_trace_opcodes = self.opcodes  # Python 3.12 looks for such a frame when tracing begins
         sys.settrace(self._enter)
         return self
 
@@ -57,7 +57,10 @@ class Interrupt:
 
 
 def interrupted(work, **where):
-    """Does `work`, which is interrupted; the error, which keeps all frames as a terminal's `sys.last_exc` does."""
+    """Runs `work`, which is interrupted.
+
+    Returns the error, which keeps all frames, as `sys.last_exc` does in a terminal.
+    """
     try:
         with Interrupt(**where):
             work()
@@ -67,7 +70,7 @@ def interrupted(work, **where):
 
 
 def check_pools(loader):
-    """Nothing is held or under way, and each row of memory has one owner."""
+    """Checks that nothing is held or under way, and that each row of memory has one owner."""
     loader.drain()
     for one in getattr(loader, "pools", ()):
         assert not one.in_flight() and not one.pinned_besides([])
@@ -127,7 +130,7 @@ def check_answers(model, want):
 
 
 def sweep(model, work, opcodes, most=None):
-    """Interrupts `work` once at each place that it comes to, at some time, or at `most` of them."""
+    """Interrupts `work` once at each place that it reaches, or at `most` of them."""
     draw, want = random.Random(0), answers(model)
     with Interrupt(opcodes=opcodes) as whole_of_it:
         work(model)()
@@ -169,7 +172,7 @@ def test_a_model_goes_on_after_an_interrupt_anywhere(model, work, opcodes):
 
 
 def test_200_interrupts_in_a_row(model):
-    """Each within the first lines of a token, so that none puts everything in order again."""
+    """Each interrupt comes within the first lines of a token, so that no call repairs everything in between."""
     want, draw, kept = answers(model), random.Random(0), None
     for _ in range(200):
         kept = interrupted(lambda: mx.eval(model(mx.array([[5]]))), at=draw.randrange(300)) or kept
@@ -177,7 +180,7 @@ def test_200_interrupts_in_a_row(model):
 
 
 def test_200_signals_in_a_row(model):
-    """At any moment, also inside Python's own library; other threads can continue afterwards."""
+    """The signals come at any moment, also inside Python's own library. Other threads can continue afterwards."""
     want, draw = answers(model), random.Random(1)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -196,9 +199,9 @@ def test_200_signals_in_a_row(model):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypatch):
-    """A turn ends by evaluating lazy arrays that read the pool; no other thread can evaluate them."""
+    """A turn ends by evaluating lazy arrays that read the pool. No other thread can evaluate them."""
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
-    for one in model.experts.pools:  # as on Metal, MLX reads the pool's own memory
+    for one in model.experts.pools:  # as on Metal, where MLX reads the pool's own memory
         one.rows, one.adopted = staging_memory(*one.rows.shape)
     want = run(model, TOKENS[:, :3], 1)
 

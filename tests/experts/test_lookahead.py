@@ -1,4 +1,4 @@
-"""The predictor's record and the trial by time."""
+"""The predictor's record of guesses, and the trial by time."""
 
 import numpy as np
 from grids import examples
@@ -15,7 +15,7 @@ def test_confidence_cuts_the_tail():
 
 
 def test_confident_experts_of_several_rows_come_once_the_nearest_first():
-    """Whatever a row's weights sum to."""
+    """The sum of a row's weights does not matter."""
     ids, weights = np.array([[5, 2, 7], [9, 5, 2]]), np.array([[0.5, 0.4, 0.1], [8.0, 2.8, 1.6]])
     assert Predictor(confidence=0.3).confident(ids, weights) == [5, 9, 2]
 
@@ -37,7 +37,7 @@ def test_the_previous_tokens_experts():
 
 
 def run(trial, tokens, with_guesses, without):
-    """How often tokens ran with reading ahead."""
+    """Returns how often tokens ran with reading ahead."""
     ahead = 0
     for _ in range(tokens):
         ahead += trial.ahead
@@ -64,7 +64,7 @@ def test_a_verdict_is_revised_when_conditions_change():
 
 
 def test_a_loss_is_small():
-    """Reading ahead that doubles the time of a token costs less than 3 % in the long run."""
+    """In the long run, reading ahead that doubles the time of a token costs less than 3 %."""
     period = TURN * TURNS + VERDICT
     ahead = run(Trial(), 10 * period, 2.0, 1.0)
     assert ahead / (10 * period) < 0.03

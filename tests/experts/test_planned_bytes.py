@@ -21,9 +21,9 @@ from moeflux_mlx.ops import backend
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs
 
-LAYERS = 2  # with experts
+LAYERS = 2  # layers with experts
 MXFP4 = (Quant(4, 32, "mxfp4"),) * 3
-# Experts of a token in a layer, bytes of one in memory: blocks of 4 KiB.
+# The experts of a token in a layer, and the bytes of one in memory: whole blocks of 4 KiB.
 SIZES = {
     "gpt-oss-120b": (4, 13_238_272),
     "minimax-m2-230b-a10b": (8, 7_962_624),
@@ -53,7 +53,7 @@ def test_a_step_reads_what_is_planned(tmp_path, name):
         experts = RoutedExperts(source)
 
         def step(ids):
-            """The bytes that a token reads, whose router chooses `ids` in every layer."""
+            """Returns the bytes that a token reads if its router chooses `ids` in every layer."""
             before = source.stats.bytes_read
             for layer in layout.moe_layers:
                 ids_of, x = np.array([ids], np.int32), np.zeros((1, args.hidden_size), np.float32)

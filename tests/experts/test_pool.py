@@ -13,7 +13,7 @@ LAYOUT = ExpertLayout.from_args(tiny_args())
 
 
 def filled(slots, copied=False):
-    """A full pool of blocks (0, 0), (0, 1), ..., the first the least recently used."""
+    """Returns a full pool of records (0, 0), (0, 1), ..., the first one the least recently used."""
     pool = SlotPool(LAYOUT.held_bytes, slots, slots if copied else None)
     for expert in range(slots):
         slot = pool.take()
@@ -26,7 +26,7 @@ def filled(slots, copied=False):
 
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("for_guess", [False, True])
-def test_a_pinned_block_is_no_victim(copied, for_guess):
+def test_a_pinned_record_is_not_evicted(copied, for_guess):
     pool = filled(3, copied)
     pool.finish_copies()
     first, second, third, again = ([(0, expert)] for expert in (0, 1, 2, 0))
@@ -48,7 +48,7 @@ def test_a_pinned_block_is_no_victim(copied, for_guess):
     pinned=st.sets(st.integers(0, 3)),
     first=st.none() | st.integers(0, 3),
 )
-def test_the_least_recently_used_block_gives_way(uses, pinned, first):
+def test_the_least_recently_used_record_is_evicted(uses, pinned, first):
     pool, order = filled(4), list(range(4))
     for expert in uses:
         pool.find((0, expert))
@@ -62,7 +62,7 @@ def test_the_least_recently_used_block_gives_way(uses, pinned, first):
     assert pool.victim(for_guess=False) == (free[0] if free else None)
 
 
-def test_a_dropped_block_gives_its_row_to_the_next():
+def test_the_row_of_a_dropped_record_is_reused():
     pool = filled(2)
     pool.drop((0, 1))
     slot = pool.take()

@@ -31,8 +31,10 @@ EXPERTS = 6
 
 
 def write_stacks(folder, residues=(0, 5, 10, 15, 3, 8, 13, 1, 6), files=2, seed=0, layers=2):
-    """Layers whose nine stacks lie in `files` files in any order, each behind some bytes of something else; and the
-    records that they make."""
+    """Writes layers whose nine stacks are in `files` files in any order, each after some other bytes.
+
+    Returns their records.
+    """
     layout, rng = ExpertLayout.from_args(tiny_args(layers, EXPERTS)), np.random.default_rng(seed)
     contents = {folder / f"{i}.bin": bytearray(rng.bytes(i)) for i in range(files)}
     records = {layer: np.zeros((EXPERTS, record.stride), np.uint8) for layer, record in layout.records.items()}
@@ -83,7 +85,7 @@ def test_records_are_put_together_from_any_place(tmp_path_factory, residues, fil
     "kind, direct", [*itertools.product(["short", "eintr", "slow"], [True, False]), ("einval", True)]
 )
 @pytest.mark.parametrize("resident", [True, False])
-def test_survivable_faults_do_not_change_bytes(stacks, kind, direct, resident):
+def test_recoverable_faults_do_not_change_bytes(stacks, kind, direct, resident):
     where, truth = stacks
     faults, plan = Faults(), [None, kind, kind] if kind != "einval" else [None, kind]
     if resident:
@@ -99,7 +101,7 @@ def test_survivable_faults_do_not_change_bytes(stacks, kind, direct, resident):
 
 @pytest.mark.parametrize("kind", ["eio", "ends"])
 @pytest.mark.parametrize("direct", [True, False])
-def test_reads_that_fail_are_told_to_all_who_wait_and_nothing_of_them_is_kept(stacks, kind, direct):
+def test_a_failed_read_is_reported_to_all_who_wait_and_not_kept(stacks, kind, direct):
     where, truth = stacks
     faults = Faults()
     loader = StreamedExperts(where, reader=ExpertReader(where, direct=direct, preadv=faults))
@@ -159,7 +161,7 @@ def test_bytes_are_counted_as_the_drive_delivers_them(stacks, direct):
 
 
 def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatch):
-    """As on a Mac, whose flag for files is set after they are opened."""
+    """As on a Mac, where the flag for direct reads is set after a file is opened."""
     where, truth = stacks
     monkeypatch.delattr(os, "O_DIRECT")
     monkeypatch.setattr(files, "IN_BLOCKS", False)
@@ -171,7 +173,7 @@ def test_where_direct_reads_take_any_address_nothing_is_moved(stacks, monkeypatc
 
 
 def test_the_end_of_a_file_inside_a_block(tmp_path):
-    """The last block of a direct read need not be there as a whole."""
+    """The last block of a direct read may be incomplete."""
     where, truth = write_stacks(tmp_path, files=1)
     (size,) = where.sizes.values()
     assert size % BLOCK_BYTES
@@ -187,7 +189,7 @@ def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
     threads = set(threading.enumerate())
     loader = StreamedExperts(where, reader=ExpertReader(where, workers=1, preadv=slow))
     lease = loader.request(0, np.arange(EXPERTS))
-    time.sleep(0.03)  # the first record is on its way
+    time.sleep(0.03)  # the first record is being read
     loader.reader.close()
     with pytest.raises(ExpertIOError):
         lease.wait()
@@ -196,7 +198,7 @@ def test_closing_between_two_pieces_of_a_record(stacks, monkeypatch):
 
 
 @pytest.mark.parametrize("share_bytes", [1, 1 << 20])
-def test_a_guess_that_is_asked_for_overtakes_with_all_its_pieces(stacks, monkeypatch, share_bytes):
+def test_a_requested_guess_overtakes_other_guesses_with_all_its_pieces(stacks, monkeypatch, share_bytes):
     where, truth = stacks
     monkeypatch.setattr(reader, "SHARE_BYTES", share_bytes)
     gate, order = threading.Event(), []
@@ -230,7 +232,7 @@ def test_resident_layers_are_kept_as_kernels_read_them(stacks, monkeypatch):
     with pytest.raises(ExpertIOError, match="closed"):
         source.request(0, np.array([0]))
     monkeypatch.setattr(backend, "has_kernels", lambda: True)
-    monkeypatch.setattr(backend, "name", lambda: "cuda")  # the arrays are on the CPU; the way there is CUDA's
+    monkeypatch.setattr(backend, "name", lambda: "cuda")  # the arrays are on the CPU; the code is that for CUDA
     source = ResidentExperts(where)
     assert source.is_resident and isinstance(source.whole(0).blob, mx.array)
     for layer in (0, 1):
@@ -266,7 +268,7 @@ def test_memory_but_the_first_is_touched_before_it_is_filled(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, device):
-    """On CUDA layers take turns in two places, and none is overwritten before it has been copied."""
+    """On CUDA layers use two buffers in turn, and none is overwritten before it has been copied."""
     where, truth = write_stacks(tmp_path, layers=4)
     monkeypatch.setattr(resident, "PORTION_BYTES", 4 * where.layout.records[0].stride)
     monkeypatch.setattr(backend, "has_kernels", lambda: device == "cuda")
@@ -276,7 +278,7 @@ def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, devic
     def check(layer, first, rows):
         seen.append((layer, first))
         assert np.array_equal(rows, truth[layer][first : first + len(rows)])
-        time.sleep(0.02)  # what is under way by now arrives
+        time.sleep(0.02)  # reads that have begun end now
 
     def kept(rows, right=resident.kept):
         seen.append("kept")
@@ -291,13 +293,13 @@ def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, devic
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9])
-def test_so_many_begin_before_one_is_given(count):
+def test_several_reads_begin_before_the_first_record_is_given(count):
     begun = []
     given = resident.begun_ahead(map(begun.append, range(5)), count)
     assert [len(begun) for _ in given] == [min(i + count, 5) for i in range(1, 6)]
 
 
-def test_scales_that_are_no_numbers_are_told_with_their_expert(stacks, monkeypatch):
+def test_nan_scales_are_reported_with_their_expert(stacks, monkeypatch):
     where, _ = stacks
     stride = where.layout.records[1].stride
     monkeypatch.setattr(resident, "PORTION_BYTES", 2 * stride)

@@ -48,7 +48,7 @@ def write_mixed(folder):
 
 
 def truth_of(packed, layer):
-    """[E, bytes] of a layer's records, without what follows them."""
+    """Returns [E, bytes]: the records of a layer, without the bytes that follow them."""
     record = packed.layout.records[layer]
     return np.fromfile(packed.paths[layer], np.uint8).reshape(EXPERTS, record.stride)[:, : record.size]
 
@@ -67,7 +67,7 @@ def shared_files():
 
 
 def bytes_at(lease, packed):
-    """What the lease's ids point at."""
+    """Returns the bytes of the lease's ids."""
     held, rows = lease.records()
     whole = np.ascontiguousarray(np.asarray(held.blob)[rows.reshape(-1)]).view(np.uint8)
     return whole[:, : packed.layout.records[lease.keys[0][0]].size]
@@ -94,7 +94,7 @@ def test_memory_is_divided_within_itself_and_evenly(classes, blocks, least):
     whole = sum(one.nbytes * one.records for one in classes)
     assert (slots == [one.records for one in classes]) or nbytes < whole
     above = [(n / one.records, one) for n, low, one in zip(slots, floor, classes, strict=True) if n > low]
-    if above:  # equal shares, but for what is no whole record
+    if above:  # equal shares, except for parts of a record
         assert max(share - 1 / one.records for share, one in above) <= min(
             share + 1 / one.records for share, one in above
         )
@@ -117,7 +117,7 @@ def test_a_single_class_takes_whole_records():
     ]
 
 
-def test_classes_by_what_a_record_takes():
+def test_size_classes_by_the_memory_of_a_record():
     layout = mixed()
     classes = size_classes(layout)
     assert [one.layers for one in classes] == [(0,), (1, 3), (2,)] and [one.records for one in classes] == [6, 12, 6]
@@ -130,7 +130,7 @@ def test_classes_by_what_a_record_takes():
 
 
 @given(rows=st.integers(1, 1000), blocks=st.integers(1, 50))
-def test_rows_that_metal_adopts_are_whole_pages(rows, blocks):
+def test_rows_for_metal_are_whole_pages(rows, blocks):
     whole = whole_pages(rows, blocks * BLOCK_BYTES)
     assert rows <= whole < rows + 4 and whole * blocks * BLOCK_BYTES % STRIDE_ALIGNMENT == 0
 
@@ -174,7 +174,7 @@ def test_a_buffers_limit_holds_for_each_size(packed):
 
 
 @can_breathe
-def test_the_allowance_is_kept_in_bytes(packed):
+def test_the_allowance_counts_bytes(packed):
     size, held = [0], []
     loader = StreamedExperts(
         packed,
@@ -196,7 +196,7 @@ def test_the_allowance_is_kept_in_bytes(packed):
 
 
 class MixedMachine(RuleBasedStateMachine):
-    """The loader against the files themselves, resized between any two calls, while leases are held."""
+    """Compares the loader with the files themselves. It is resized between any two calls, while leases are held."""
 
     def __init__(self, copied=None):
         super().__init__()
@@ -271,7 +271,7 @@ class MixedMachine(RuleBasedStateMachine):
 
 
 class MixedCopyingMachine(MixedMachine):
-    """As on CUDA."""
+    """The same with records that are copied, as on CUDA."""
 
     def __init__(self):
         super().__init__(copied=True)
@@ -283,6 +283,6 @@ TestMixedMachine.settings = settings(max_examples=examples(40), stateful_step_co
 TestMixedCopyingMachine.settings = settings(max_examples=examples(15), stateful_step_count=30, deadline=None)
 
 
-def test_a_pool_of_rows_of_any_size():
+def test_a_pool_with_rows_of_any_size():
     pool = SlotPool(3 * BLOCK_BYTES, 5)
     assert pool.rows.shape[0] in (5, 8) and pool.rows.shape[1] * 4 == 3 * BLOCK_BYTES

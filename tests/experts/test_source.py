@@ -90,7 +90,7 @@ def records(packed, layer):
 
 
 def blocks(lease):
-    """What the lease's ids point at, in their order."""
+    """Returns the bytes of the lease's ids in their order."""
     lease.wait()
     held, slots = lease.records()
     return np.asarray(held.blob)[slots.reshape(-1)]
@@ -115,7 +115,7 @@ def test_leased_records_are_the_files_bytes(packed, mode):
 def test_pool_counts_hits_and_evicts_the_oldest(packed):
     loader = StreamedExperts(packed, cache_bytes=1)
     blocks(loader.request(0, np.arange(EXPERTS)))
-    blocks(loader.request(0, np.array([0])))  # expert 0 becomes the latest used, expert 1 the oldest
+    blocks(loader.request(0, np.array([0])))  # expert 0 becomes the most recently used, expert 1 the least
     blocks(loader.request(1, np.array([0])))
     assert (loader.stats.hits, loader.stats.misses) == (1, EXPERTS + 1)
     assert loader.stats.bytes_read == (EXPERTS + 1) * loader.record_bytes
@@ -152,7 +152,7 @@ def test_a_file_cut_short_while_open(packed):
     loader = StreamedExperts(packed)
     os.truncate(packed.paths[0], packed.layout.expert_stride)
     assert np.array_equal(blocks(loader.request(0, np.array([0])))[0], np.fromfile(packed.paths[0], np.uint32))
-    for _ in range(2):  # nothing half-read is kept
+    for _ in range(2):  # no incomplete record is kept
         with pytest.raises(ExpertIOError, match="expert 1 of layer 0"):
             loader.request(0, np.array([0, 1])).wait()
     blocks(loader.request(1, np.array([1])))  # the loader still serves other experts
@@ -179,7 +179,7 @@ def test_more_experts_than_slots(packed):
 
 
 class Faults:
-    """A `preadv` whose next calls misbehave as told: "short", "eintr", "eio", "einval", "slow" or None."""
+    """A `preadv` whose next calls behave as requested: "short", "eintr", "eio", "einval", "slow" or None."""
 
     def __init__(self):
         self.plan = []
@@ -204,7 +204,7 @@ class Faults:
 
 @pytest.mark.parametrize("kind", ["short", "eintr", "slow"])
 @pytest.mark.parametrize("direct", [True, False])
-def test_survivable_faults_do_not_change_bytes(packed, kind, direct):
+def test_recoverable_faults_do_not_change_bytes(packed, kind, direct):
     faults = Faults()
     loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=direct, preadv=faults))
     faults.plan = [kind, kind]
@@ -213,7 +213,7 @@ def test_survivable_faults_do_not_change_bytes(packed, kind, direct):
     loader.close()
 
 
-def test_refused_direct_io_falls_back_and_says_so(packed):
+def test_refused_direct_io_falls_back_and_is_reported(packed):
     faults = Faults()
     loader = StreamedExperts(packed, reader=ExpertReader(packed, direct=True, preadv=faults))
     faults.plan = ["einval"]
@@ -226,7 +226,7 @@ def test_refused_direct_io_falls_back_and_says_so(packed):
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT to refuse")
 def test_direct_io_that_is_refused_at_every_read(packed):
-    """By many threads at once, as some file systems do that accept it when a file is opened."""
+    """Many threads at once are refused, as on file systems that accept direct I/O when a file is opened."""
 
     def preadv(fd, buffers, offset):
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -252,7 +252,7 @@ def test_einval_from_buffered_reads_is_an_error(packed):
 
 @pytest.fixture
 def small(packed):
-    """A loader of two slots."""
+    """Returns a loader of two slots."""
     loader = StreamedExperts(packed, cache_bytes=1, least_slots=2)
     yield loader
     loader.close()
@@ -260,7 +260,7 @@ def small(packed):
 
 def test_a_guarded_block_is_not_overwritten_before_its_reader_is_evaluated(small):
     evaluated = Evaluated(2)
-    for out in evaluated.arrays:  # two computations read the same block
+    for out in evaluated.arrays:  # two computations read the same record
         lease = small.request(0, np.array([0, 1]))
         lease.wait()
         lease.release(out)
@@ -281,7 +281,7 @@ def test_a_batch_in_use_keeps_its_blocks(small):
     second.release()
 
 
-def test_a_guess_does_not_evict_what_it_asks_for(small, packed):
+def test_a_guess_does_not_evict_its_own_records(small, packed):
     for expert in (0, 1):
         small.request(0, np.array([expert])).wait()
     assert small.hint([(0, 2), (0, 0)]) == [(0, 2)]  # 0 is the older one
@@ -315,14 +315,14 @@ def test_demoted_blocks_give_way_first(small):
 
 
 def read(loader, *ids):
-    """Whether each was in memory."""
+    """Returns whether each record was in memory."""
     lease = loader.request(0, np.array(ids))
     lease.wait()
     lease.release()
     return lease.ready
 
 
-def test_what_was_read_for_rows_that_are_taken_back_gives_way_first(packed):
+def test_records_read_only_for_rejected_rows_are_evicted_first(packed):
     loader = StreamedExperts(packed, cache_bytes=5 * packed.layout.expert_stride, least_slots=5)
     read(loader, [0, 1])
     read(loader, [0, 2], [1, 3], [2, 4])
@@ -343,7 +343,7 @@ def test_several_buffers_hold_whole_layers(packed):
 
 
 def test_blocks_copied_to_a_device(packed):
-    """As on CUDA: an array for each block, and a staging row that is free again once it is copied."""
+    """As on CUDA, each record has an array, and a staging row is free again once it is copied."""
     loader = StreamedExperts(packed, cache_bytes=1 << 20, least_slots=2, copied=True)
     assert len(loader.pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
     for _ in range(2):
@@ -356,14 +356,14 @@ def test_blocks_copied_to_a_device(packed):
 
 
 def copying(packed):
-    """A loader as on CUDA, that has used some blocks."""
+    """Returns a loader as on CUDA that has used some records."""
     loader = StreamedExperts(packed, cache_bytes=1, least_slots=4, copied=True)
     blocks(loader.request(0, np.arange(4)))
     return loader, loader.pools[0]
 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
-def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
+def test_an_interrupted_copy_frees_each_row_once(packed, n, monkeypatch):
     loader, pool = copying(packed)
     right, calls = mx.eval, []
 
@@ -385,7 +385,7 @@ def test_an_interrupted_copy_gives_no_row_away_twice(packed, n, monkeypatch):
     loader.close()
 
 
-def test_a_copy_that_fails_leaves_a_block_to_ask_for_again(packed, monkeypatch):
+def test_after_a_failed_copy_the_record_can_be_requested_again(packed, monkeypatch):
     loader, _ = copying(packed)
 
     def full(*_):
@@ -408,7 +408,7 @@ def test_evicted_blocks_do_not_stay_in_device_memory(packed):
     loader.close()
 
 
-def test_closing_wakes_whoever_waits(packed):
+def test_closing_wakes_waiting_threads(packed):
     loader = StreamedExperts(packed, copied=True, reader=ExpertReader(packed, workers=1, preadv=slow))
     lease = loader.request(0, np.arange(EXPERTS))
     waiting = threading.Thread(target=lambda: pytest.raises(ExpertIOError, lease.wait))
@@ -424,7 +424,7 @@ def slow(fd, buffers, offset):
     return os.preadv(fd, buffers, offset)
 
 
-def test_a_staging_row_is_one_memory_for_both_sides():
+def test_a_staging_row_is_the_same_memory_for_host_and_device():
     view, array = staging_memory(3, 1024)
     view[1] = 7
     assert np.array_equal(np.array(array), np.repeat([[0], [7], [0]], 1024, axis=1))
@@ -467,7 +467,7 @@ def test_a_forgotten_loader_stops_its_threads_and_closes_its_files(packed):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_told(packed):
+def test_a_forked_child_gets_an_error(packed):
     loader = StreamedExperts(packed)
     child = os.fork()
     if child == 0:
@@ -481,7 +481,7 @@ def test_a_forked_child_is_told(packed):
     loader.close()
 
 
-def test_whatever_goes_wrong_in_a_thread_reaches_the_caller(packed):
+def test_any_error_in_a_thread_reaches_the_caller(packed):
     def preadv(fd, buffers, offset):
         raise ZeroDivisionError("planted")
 
@@ -505,7 +505,7 @@ def test_new_bytes_after_invalidate(packed):
 
 
 class Evaluated:
-    """Lazy arrays, and how many have been evaluated: an unevaluated one takes no memory."""
+    """Lazy arrays, and how many have been evaluated: an array that is not evaluated takes no memory."""
 
     def __init__(self, count):
         self.size = 1 << 20
@@ -518,13 +518,13 @@ class Evaluated:
 
 @cache
 def shared_files():
-    """Files that every run of the state machine reads, and their contents."""
+    """Returns files that every run of the state machine reads, and their contents."""
     packed = write_packed(Path(tempfile.mkdtemp()))
     return packed, {layer: records(packed, layer) for layer in (0, 1)}
 
 
 class LoaderMachine(RuleBasedStateMachine):
-    """The loader against the files themselves, with faults injected between any two calls."""
+    """Compares the loader with the files themselves, with faults injected between any two calls."""
 
     def __init__(self):
         super().__init__()
@@ -556,7 +556,7 @@ class LoaderMachine(RuleBasedStateMachine):
 
     @rule(layer=layers, ids=some_ids, guess=some_ids)
     def prefetch_while_in_use(self, layer, ids, guess):
-        """A guess between a request and its use leaves the request's blocks alone."""
+        """A guess between a request and its use does not affect the request's records."""
         lease = self.loader.request(layer, np.array(ids))
         self.loader.hint([(1 - layer, expert) for expert in guess])
         try:
@@ -598,7 +598,7 @@ TestLoaderMachine = LoaderMachine.TestCase
 TestLoaderMachine.settings = settings(max_examples=examples(30), stateful_step_count=20, deadline=None)
 
 
-def test_a_picture_of_where_experts_are(packed):
+def test_the_view_of_where_experts_are(packed):
     with_pool = opened(packed, IoMode.PREAD, cache_bytes=4 * packed.layout.expert_stride, least_slots=2)
     layers = packed.layout.moe_layers
     assert with_pool.expert_states().tolist() == [[ON_DISK] * EXPERTS] * len(layers)
@@ -614,7 +614,7 @@ def test_a_picture_of_where_experts_are(packed):
 
 
 @pytest.mark.parametrize("mode", [IoMode.PREAD, IoMode.MMAP])
-def test_who_asked_for_an_expert_last(packed, mode):
+def test_the_view_of_who_requested_an_expert_last(packed, mode):
     options = {"cache_bytes": 4 * packed.layout.expert_stride, "least_slots": 4} if mode is IoMode.PREAD else {}
     loader, layer = opened(packed, mode, **options), packed.layout.moe_layers[0]
     row = loader.layout.moe_layers.index(layer)
@@ -635,7 +635,7 @@ def test_who_asked_for_an_expert_last(packed, mode):
     loader.close()
 
 
-def test_a_picture_of_mapped_experts(packed):
+def test_the_view_of_mapped_experts(packed):
     mapped = opened(packed, IoMode.MMAP)
     mapped.watch(True)
     mapped.request(packed.layout.moe_layers[0], np.array([4])).release()

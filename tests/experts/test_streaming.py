@@ -37,7 +37,7 @@ from moeflux_mlx.ops import backend, grouped
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K = 16, 4
-FAMILIES = (*goldens.families(), "gpt_oss")  # which has windows, and experts that add biases
+FAMILIES = (*goldens.families(), "gpt_oss")  # a family with windows, and with experts that add biases
 CHOOSING = ("deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3_vl", "qwen4_exp")
 
 
@@ -46,14 +46,14 @@ def tokens_of(family):
 
 
 def run(model, tokens, chunk):
-    """Logits [T, V] of `tokens` [1, T] fed `chunk` at a time."""
+    """Returns the logits [T, V] of `tokens` [1, T], computed `chunk` at a time."""
     cache = model.make_cache()
     parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
     return np.array(mx.concatenate(parts, axis=1)[0])
 
 
 def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=8, **options):
-    """A model of its own whose loader is made with `options`."""
+    """Returns a new model whose loader is made with these options."""
     args, tensors = ModelArgs.from_file(path), read_resident(path)
     packed = PackedExperts.open(path, args)
     reader = ExpertReader(packed, direct=direct, preadv=preadv, workers=workers)
@@ -65,7 +65,7 @@ def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=
 
 @pytest.fixture
 def small_waves(monkeypatch):
-    """Prefill in waves of two experts."""
+    """Makes prompts use waves of two experts."""
     args = ModelArgs.from_file(tiny_directory("qwen3_moe"))
     packed = PackedExperts.open(tiny_directory("qwen3_moe"), args)
     monkeypatch.setattr(waves, "WAVE_BYTES", 2 * packed.layout.expert_stride)
@@ -93,7 +93,7 @@ def test_same_bits_with_any_pool(family, name, small_waves):
 @pytest.mark.usefixtures("plain_operations")
 @pytest.mark.parametrize("copied", [False, True])
 def test_same_bits_without_native_kernels(copied, small_waves):
-    """The path of GPUs, here on MLX's CPU operations; `copied` keeps blocks as CUDA does."""
+    """These are operations as on a GPU, on MLX's CPU backend. `copied` keeps records as CUDA does."""
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=copied)
     for text, chunk in ((tokens[:, :14], 1), (tokens, 20)):
@@ -104,7 +104,7 @@ def test_same_bits_without_native_kernels(copied, small_waves):
 @pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
 def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_native, monkeypatch):
-    """The pool has room for one token's."""
+    """The pool has room for the experts of one token."""
     if not is_native:
         use_plain_operations(monkeypatch)
     tokens, reference = tokens_of(family)[:, :10], tiny_model(family, mx.float32)
@@ -118,7 +118,10 @@ def test_same_bits_where_a_steps_experts_are_asked_for_in_parts(family, is_nativ
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_steps_experts_are_asked_for_at_once_where_the_pool_has_room(copied, monkeypatch):
-    """Rows of as many sequences, more than the smallest pool is for; copies are stacked, a few rows' at a time."""
+    """There are rows of many sequences, more than the smallest pool is made for.
+
+    Copied records are stacked, a few rows' at a time.
+    """
     if copied:
         use_plain_operations(monkeypatch)
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=1 << 20, copied=copied)
@@ -133,7 +136,7 @@ def test_a_steps_experts_are_asked_for_at_once_where_the_pool_has_room(copied, m
 
 
 def test_a_wrong_byte_changes_the_logits(tmp_path, small_waves):
-    """The comparison of bits can fail."""
+    """This shows that the comparison of bits can fail."""
     path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
     file = path / "packed_experts" / "layer_00.bin"
     data = bytearray(file.read_bytes())
@@ -147,7 +150,10 @@ def test_a_wrong_byte_changes_the_logits(tmp_path, small_waves):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, monkeypatch):
-    """Blocks copied as they arrive: the arrays alive at any time are the pool's, and a stack of one request."""
+    """Records are copied as they arrive.
+
+    The arrays alive at any time are those of the pool and one stack of a request.
+    """
     alive = []
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=12 * 16384, copied=True)
     pool = model.experts.pools[0]
@@ -166,7 +172,7 @@ def test_memory_on_a_device_stays_within_the_pool_and_one_stack(small_waves, mon
 
 
 def merciless(loader):
-    """As on Metal, MLX reads the pool's own memory; and every block is overwritten as soon as it may be."""
+    """As on Metal, MLX reads the pool's own memory. Every record is overwritten as soon as that is allowed."""
     unpin = loader.unpin
     for pool in loader.pools:
         pool.rows, pool.adopted = staging_memory(*pool.rows.shape)
@@ -183,7 +189,7 @@ def merciless(loader):
 
 
 @pytest.mark.usefixtures("plain_operations")
-@on_cpu()  # CUDA keeps blocks elsewhere
+@on_cpu()  # on CUDA the records are elsewhere
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
     monkeypatch.setitem(grouped.DENSE_FROM, "ops", 5)  # so that a wave is several products
@@ -199,14 +205,14 @@ def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, 
 
 
 def prefetching(model):
-    """Lists (layer, experts) of all that is read ahead while tokens run."""
+    """Lists (layer, experts) of all records that are read ahead while tokens run."""
     asked, prefetch = [], model.experts.hint
     model.experts.hint = lambda keys: asked.append((keys[0][0], [e for _, e in keys])) or prefetch(keys)
     return asked
 
 
 def using(model):
-    """Lists (layer, experts) of all that is used."""
+    """Lists (layer, experts) of all records that are used."""
     used, request = [], model.experts.request
     model.experts.request = lambda layer, ids: used.append((layer, ids[0].tolist())) or request(layer, ids)
     return used
@@ -214,7 +220,7 @@ def using(model):
 
 @pytest.mark.parametrize("family", goldens.families())
 def test_the_next_layers_router_looks_through_its_own_norm(family):
-    """`Routing.guess` of a layer: the next layer's router on the norm that stands before it."""
+    """`Routing.guess` of a layer is the next layer's router applied after the next layer's norm."""
     model = streamed(tiny_directory(family), least_slots=8 * TOP_K, cache_bytes=1)
     guesses, routed = [], model.layers[model.args.moe_layers[0]].mlp.experts
     kernels_call = routed.__call__
@@ -273,8 +279,8 @@ def test_the_previous_tokens_experts_are_read_for_the_layer_that_used_them():
 
 @pytest.mark.parametrize("prefetch", ["lookahead", "previous"])
 def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
-    """The record of each layer is what a count of right and wrong guesses gives; wrong ones end the guessing."""
-    monkeypatch.setattr(Trial, "token", lambda self, seconds: None)  # guessing is never switched off by time
+    """The record of each layer equals a count of right and wrong guesses. Wrong ones end the guessing."""
+    monkeypatch.setattr(Trial, "token", lambda self, seconds: None)  # guessing is never switched off because of time
     model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=5 * 16384)
     routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
     ahead, useful, judged = {}, dict.fromkeys(layers, 0.7), dict.fromkeys(layers, 0)
@@ -309,7 +315,7 @@ def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
 
 
 class Counting:
-    """A `preadv` that notes where it read."""
+    """A `preadv` that notes where it reads."""
 
     def __init__(self):
         self.reads = []
@@ -348,7 +354,7 @@ def test_bytes_are_counted(prefetch, small_waves):
     loader.close()
 
 
-def test_nothing_is_read_once_everything_is_there():
+def test_nothing_is_read_once_all_experts_are_in_memory():
     model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
     tokens = tokens_of("qwen3_moe")
     run(model, tokens, 40)
@@ -361,7 +367,7 @@ def test_nothing_is_read_once_everything_is_there():
 
 
 def test_nothing_is_predicted_where_every_expert_is_in_memory():
-    """A guess costs a product and a wait; it is made again once a record is gone."""
+    """A guess costs a product and a wait. It is made again once a record is evicted."""
     model = streamed(tiny_directory("qwen3_moe"), cache_bytes=1 << 30)
     routed, source, layers = model.layers[0].mlp.experts, model.experts, model.args.moe_layers
     every = np.arange(model.args.num_experts)
@@ -376,7 +382,7 @@ def test_nothing_is_predicted_where_every_expert_is_in_memory():
 
 
 def test_the_hottest_experts_of_a_chunk_stay(small_waves):
-    """Each layer keeps its share, though all layers together are larger than the pool."""
+    """Each layer keeps its share, although all layers together are larger than the pool."""
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=20 * 16384)
     share = model.experts.slots_per_layer(spare=5 + 2)
     assert share == 4
@@ -407,7 +413,7 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
 
 @pytest.mark.parametrize("prefetch, copied, fails", drawn(["off", "lookahead"], [False, True], [False, True], turns=2))
 def test_others_take_steps_between_the_waves_of_a_prompt(fails, copied, prefetch, small_waves, monkeypatch):
-    """Both get the same results as alone, also if a step fails; a step moves no memory and gives no hints."""
+    """Both get the same results as alone, also if a step fails. A step moves no memory and gives no hints."""
     if copied:
         use_plain_operations(monkeypatch)
     path, tokens = tiny_directory("qwen3_moe"), mx.array(np.random.default_rng(1).integers(0, 248, (1, 40)))
@@ -440,7 +446,7 @@ def test_others_take_steps_between_the_waves_of_a_prompt(fails, copied, prefetch
     assert len(found) == len(steps) and all(map(np.array_equal, found, steps))
     assert not any(begun for is_interlude, begun in hinted if is_interlude)
     assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache()), alone)
-    with loader.interlude():  # between two calls nothing is different
+    with loader.interlude():  # between two calls nothing differs
         assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache()), alone)
     loader.close()
 
@@ -450,7 +456,7 @@ def throw(error):
 
 
 def test_a_pool_smaller_than_one_token_still_hits():
-    """Three layers of four experts in ten slots: strict least-recently-used order would never hit."""
+    """With three layers of four experts and ten slots, strict least-recently-used order would never hit."""
     model = streamed(tiny_directory("qwen3_moe"), "off", least_slots=TOP_K, cache_bytes=10 * 16384)
     cache = model.make_cache()
     for _ in range(20):  # the same token again and again uses nearly the same experts
@@ -460,8 +466,8 @@ def test_a_pool_smaller_than_one_token_still_hits():
 
 
 def test_the_next_layer_begins_before_it_is_reached(small_waves):
-    """Where a span wants nearly all experts, those of the next layer are on their way before its router has run, and
-    those of the first layer before anything has."""
+    """If a span uses nearly all experts, those of the next layer are being read before its router has run, and those of
+    the first layer before anything has run."""
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=8 * 16384)
     tokens, layers = mx.array(np.random.default_rng(0).integers(0, 248, (1, 300))), model.args.moe_layers
     asked, request = [], model.experts.request
@@ -491,8 +497,10 @@ def test_the_next_layer_begins_before_it_is_reached(small_waves):
     ],
 )
 def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
-    """As on a GPU, in a pool that does not hold all experts, so that some are predicted; a longer text's last tokens
-    attend to chosen positions."""
+    """As on a GPU, with a pool that does not hold all experts, so that some are predicted.
+
+    The last tokens of a longer text attend to chosen positions.
+    """
     if copied is None:
         options = {"dtype": mx.float32, "expert_io": "pread", "expert_cache_bytes": 1}
         plain, compiled = (load_model(tiny_directory(family), **options) for _ in range(2))
@@ -511,7 +519,7 @@ def test_compiled_parts_of_layers_equal_plain_operations(family, copied):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_a_failed_read_between_compiled_parts_ends_one_call_only():
-    """The caches of the layers before it are a token ahead, as they are without compiled parts."""
+    """The caches of the layers before it are a token ahead, as without compiled parts."""
     reads = []
 
     def preadv(fd, buffers, offset):
@@ -529,7 +537,7 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only():
         mx.eval(model(mx.array([[1]]), cache))
         mx.eval(model(mx.array([[2]]), cache))
         reads.clear()
-        fails_at = TOP_K + 1  # the second layer's
+        fails_at = TOP_K + 1  # the read of the second layer
         with pytest.raises(ExpertIOError, match="Input/output error"):
             model(mx.array([[3]]), cache)
         fails_at = None
@@ -543,7 +551,7 @@ def test_a_failed_read_between_compiled_parts_ends_one_call_only():
 
 
 def compile_layers(model):
-    """Compiles layers as loading for a GPU does; returns the object that computes experts."""
+    """Compiles layers as loading for a GPU does. Returns the object that computes experts."""
     for layer in model.layers:
         layer.compile(model.experts)
     routed = model.layers[-1].mlp.experts
@@ -564,7 +572,7 @@ def test_two_generations_in_turn_share_a_loader():
     model.experts.close()
 
 
-def test_an_error_between_asking_and_using_leaves_the_pool_usable(monkeypatch):
+def test_an_error_between_request_and_use_leaves_the_pool_usable(monkeypatch):
     model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1)
     tokens, reference = tokens_of("qwen3_moe"), tiny_model("qwen3_moe", mx.float32)
 
@@ -572,7 +580,7 @@ def test_an_error_between_asking_and_using_leaves_the_pool_usable(monkeypatch):
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        for name in ("expert_gate_up", "expert_ffn"):  # one of them runs here
+        for name in ("expert_gate_up", "expert_ffn"):  # one of these two runs on this machine
             patch.setattr(routed, name, broken)
         for _ in range(2 * TOP_K):
             with pytest.raises(DeviceError, match="planted; give a shorter --context"):
@@ -669,7 +677,7 @@ def test_a_model_on_a_read_only_mount(tmp_path):
 
 @pytest.fixture
 def replaceable(tmp_path):
-    """A model of its own, and a layer file of another size and one of other bytes."""
+    """Returns a copy of a model, a layer file of another size, and one with other bytes."""
     path = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
     other = path / "packed_experts" / "layer_02.bin"
     return path, path / "packed_experts" / "layer_01.bin", other.read_bytes()
@@ -726,7 +734,7 @@ def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
 @on_cpu()  # CUDA has a copy
 @pytest.mark.usefixtures("plain_operations")
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
-    """On Metal no request for a layer comes by while a token runs as one graph."""
+    """On Metal a token runs as one graph, so no request for a layer is made while it runs."""
     path, file, data = replaceable
     real = mapped.map_file
     with monkeypatch.context() as patch:
@@ -744,7 +752,7 @@ def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
         model(mx.array([[1]]), cache)
 
 
-def test_what_metal_does_not_adopt_is_said(replaceable, monkeypatch):
+def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch):
     path, file, _ = replaceable
 
     def refuse(*_, **__):
@@ -760,7 +768,7 @@ def test_what_metal_does_not_adopt_is_said(replaceable, monkeypatch):
 
 
 def test_a_replaced_file_is_not_opened_again(replaceable):
-    """When direct I/O is refused late, the files are opened a second time: they must be the same ones."""
+    """If direct I/O is refused late, the files are opened a second time. They must be the same files."""
     path, file, data = replaceable
     refused = []
 

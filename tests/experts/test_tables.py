@@ -32,7 +32,10 @@ DTYPES = {"BF16": mx.bfloat16, "F32": mx.float32, "F16": mx.float16, "U32": mx.u
 
 
 def written(path, form, rows, lengths, in_parts, seed=0):
-    """Files of a table in shards of such lengths, and its values; `in_parts`: each part of a row lies for itself."""
+    """Writes the files of a table in shards of these lengths.
+
+    Returns its values. With `in_parts` each part of a row is separate.
+    """
     values = mx.array(np.random.default_rng(seed).normal(size=(rows, form.width)).astype(np.float32))
     if form.quant is None:
         parts = [values.astype(DTYPES[form.floating])]
@@ -67,7 +70,7 @@ def written(path, form, rows, lengths, in_parts, seed=0):
     kept=st.integers(0, 20),
 )
 @settings(max_examples=examples(25), deadline=None)
-def test_any_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept):
+def test_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept):
     ends = [*sorted(cuts), 100]
     lengths = np.diff([0, *ends]).tolist()
     files, wanted = written(tmp_path_factory.mktemp("table"), form, 100, lengths, in_parts)
@@ -92,7 +95,7 @@ def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
 
 
 def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
-    """In file order, each once."""
+    """The rows are read in file order, each once."""
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], False)
     reader, read, right = TableReader(files), [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read.append(offset) or right(fd, buffers, offset))
@@ -129,7 +132,7 @@ def test_a_closed_model_reads_no_rows():
         model(mx.array([[1, 2, 3]]))
 
 
-def test_a_packed_row_is_one_read_and_in_place_it_has_parts(tmp_path):
+def test_a_packed_row_is_one_read_and_in_place_it_has_several(tmp_path):
     source = goldens.write_variant(tmp_path / "mlx", "qwen4_exp", "mlx4")
     for path, count in ((tiny_directory("qwen4_exp"), 1), (source, 3)):
         tables = open_weights(path).tables
