@@ -22,7 +22,7 @@ from ..ops.compressed import (
 )
 from ..ops.elementwise import float32, split
 from ..ops.index import Index
-from ..ops.launch import ArrayPiece
+from ..ops.launch import in_turn
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..state.compressed import CompressedCache
@@ -93,13 +93,11 @@ class CompressedAttention(nn.Module):
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
-        x, width = norm(x), self.mixer.head_dim
-        joined, (latent, *parts) = self._inputs(x)
+        width = self.mixer.head_dim
+        joined, (latent, *parts) = self._inputs(x, norm)
         q: Any = self.wq_b(latent, self.q_norm)
         if on_kernels:
-            raw: Any = library_of(x).concatenate(parts, axis=-1)
-            if joined is not None:
-                raw = ArrayPiece(joined, latent.nbytes, joined.dtype)
+            raw: Any = mx.concatenate(parts, axis=-1) if joined is None else in_turn(joined, latent, parts[0])[1]
             q, row = token_inputs(q, raw, self.kv_norm, self.rope, position, self.mixer)
         else:
             q = turned(rms_norm(q.reshape(B, L, self.mixer.heads, -1), None, self.eps), self.rope, position)
@@ -107,7 +105,7 @@ class CompressedAttention(nn.Module):
             row = library_of(x).concatenate([key, *parts[1:]], axis=-1)
         seen = Seen(cache.offset, *cache.absorb(row, self._entries))
         if whole < L:
-            index = self._index(x, latent, seen.entries[..., width:], position)
+            index = self._index(norm(x), latent, seen.entries[..., width:], position)
             seen = seen._replace(chosen=choose_entries(index, seen.first, whole, self.mixer))
         if on_kernels:
             out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)

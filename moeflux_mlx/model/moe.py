@@ -154,7 +154,7 @@ class MoE(nn.Module):
 
     def _beside(self, residual: Any, x: Any, gates: Any) -> list[Any]:
         """The shared expert's output if it `_is_apart`: from the stream with its own norm, without its last norm, or
-        from the normed rows x.
+        from the normed rows x and with the stream added.
         """
         if not self._is_apart:
             return []
@@ -162,7 +162,7 @@ class MoE(nn.Module):
             return [self.shared_expert(residual, norm=self.shared_input_norm)]
         shared = self._shared(gates)
         assert shared is not None
-        return [shared.rows(x).reshape(residual.shape)]
+        return [shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)]
 
     def _added_to(self, residual: Any, x: Any) -> Any:
         """What the routed experts' kernels add to their output for x: the stream, if nothing comes between."""
@@ -174,8 +174,7 @@ class MoE(nn.Module):
     def _joined(self, residual: Array, made: Array, beside: Array | None = None) -> Array:
         """The stream after the block, from the routed experts' output including `_added_to`."""
         if "fc2_latent_proj" in self:
-            h = self.fc2_latent_proj(made, residual=residual)
-            return h if beside is None else h + beside
+            return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
         if beside is None:
             return self.output(residual, made) if "output" in self else made
         pair = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)

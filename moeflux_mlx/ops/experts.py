@@ -77,27 +77,29 @@ class Shared:
     """The expert that every token uses.
 
     Args:
-        layer: computes it with separate products: from x [T, H] and a scale [T, 1] or None the output [T, H].
+        layer: computes it with separate products: from x [T, H] and a scale [T, 1] or None the output [T, H], plus
+            `residual` [T, H] if that is given.
         gate_up: gate's rows and then up's, [2 I, H], if there is a gate and they are stored alike; else None.
         down: [H, I].
         gates: [T, O] float32, the last column is each token's scale before the sigmoid; None: no scale.
         activation: the function that joins gate and up.
     """
 
-    layer: Callable[[Any, Any], Any]
+    layer: Callable[..., Any]
     gate_up: Weights | None
     down: Weights
     gates: Any = None  # mx.array | np.ndarray | None
     activation: Activation = SILU
 
-    def rows(self, x: Array) -> Array:
-        """The output [T, H] in x's dtype."""
+    def rows(self, x: Array, residual: Array | None = None) -> Array:
+        """The output [T, H] in x's dtype, plus `residual` [T, H]."""
         scale = None if self.gates is None else sigmoid(self.gates[:, -1:])
         act = self._act(x) if isinstance(x, mx.array) else None
         if act is None:
-            output: Array = self.layer(x, scale)
+            output: Array = self.layer(x, scale) if residual is None else self.layer(x, scale, residual=residual)
             return output
-        return linear(act if scale is None else (act * scale).astype(act.dtype), self.down)
+        act = act if scale is None else (act * scale).astype(act.dtype)
+        return linear(act, self.down, residual=residual)
 
     def _act(self, x: mx.array) -> mx.array | None:
         """The activation of gate x and up x, [T, I], in one launch; None if MLX multiplies."""
