@@ -1,11 +1,12 @@
-// needs: codes.h.metal lane.h.metal kv_rows.h.metal
+// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). H / KV query heads share a
 // key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D], values[KV, capacity, V],
 // with WINDOW at place p % capacity. Those of later positions are at place p - begun of recent: keys[KV, RECENT, D],
 // then values[KV, RECENT, V]. The token's own, of position offset, are k[KV, D], v[KV, V]. Rows have dtype K, X or
 // bytes (kv_rows.h.metal: then every row, including the token's own, is read as it is stored). positions = offset,
 // begun, capacity, and the token's rotary position. WINDOW is the number of positions that the token sees, including
-// its own; 0: all. V <= D.
+// its own; 0: all. V <= D. With TOP it sees the positions of chosen blocks (seen.h.metal): chosen[LISTS, TOP], where each
+// key head has its own list, or all share one.
 //
 // q[H, STRIDE] (the first D values of each head) and k are with NORM divided by their root mean square (+ eps[0]) and
 // multiplied by q_weight or k_weight[D] W. Their first DIMS values (possibly 0) are rotated by angles positions[3] /
@@ -45,17 +46,22 @@
   const uint later = kv * RECENT * KD, values_later = KV * RECENT * KD + kv * RECENT * VD;
   const uint low = WINDOW && offset >= WINDOW ? offset + 1 - WINDOW : 0;  // the first position that is seen
   const uint top = (low / P + part) * P;
-  if (top > offset) {
+  const uint visible = seen_count<TOP, RATIO, OWN>(offset);
+  if (top >= visible) {
     return;
   }
-  const uint own = offset - top;  // the token's own position, if it is below P
+  const auto blocks = chosen + (LISTS > 1 ? kv * TOP : 0);
+  // Rows of the piece that earlier positions have, perhaps with others behind them; and the row of the token's own
+  // position, if it is below P.
+  const bool sees_own = seen_position<TOP, RATIO, OWN>(blocks, visible - 1, offset) == offset;
+  const uint earlier = visible - top - (sees_own ? 1 : 0), own = sees_own ? earlier : P;
 
   // What is read from far is asked for at once, keys in 16 bytes at a time, values for later.
   uint4 loaded[LOADS];
   Unit copied[2 * COPIES];
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
-    const uint unit = mine + t * THREADS, p = top + unit / UNITS;
+    const uint unit = mine + t * THREADS, p = seen_position<TOP, RATIO, OWN>(blocks, top + unit / UNITS, offset);
     loaded[t] = uint4{0, 0, 0, 0};
     if (unit / UNITS < P && p < offset && p >= low) {
       const device K* row =
@@ -65,7 +71,7 @@
   }
   constexpr uint LINE = 128 / sizeof(K), LINES = (VD + LINE - 1) / LINE;
   for (uint i = mine; i < P * LINES; i += THREADS) {
-    const uint p = top + i / LINES;
+    const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + i / LINES, offset);
     if (p < begun && p < offset && p >= low) {
       CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * VD + i % LINES * LINE);
     }
@@ -167,7 +173,7 @@
         odd = metal::fma(heads[h * D + u * EACH + j + 1], key[j + 1], odd);
       }
     }
-    weights[row * GH + h] = row < own && top + row >= low ? even + odd : NONE;
+    weights[row * GH + h] = row < earlier && top + row >= low ? even + odd : NONE;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -207,10 +213,10 @@
     acc[h] = 0;
   }
   const bool has_column = V == D || column < V;
-  const uint end = has_column ? metal::min(uint(P), own) : 0, start = low > top ? low - top : 0;
+  const uint end = has_column ? metal::min(uint(P), earlier) : 0, start = low > top ? low - top : 0;
   CODES_UNROLL(8)
   for (uint row = start + share; row < end; row += SHARES) {
-    const uint p = top + row;
+    const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + row, offset);
     const device K* from =
         p < begun ? values + (kept + (WINDOW ? p % capacity : p)) * VD : recent + values_later + (p - begun) * VD;
     const float value = kv_value<V>(from, column);

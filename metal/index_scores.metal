@@ -1,25 +1,29 @@
-// needs: codes.h.metal index.h.metal seen.h.metal
-// How well the blocks that one token sees fit an indexer's queries: scores[.] float, of block number b
-//     sum over heads h of weights[h] * scale[0] * max(q_h k_b, 0)
-// q[H, D] X and the token's own key[D] X are normed (QNORM, KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W)
-// and rotated by angles positions[3] / periods[DIMS / 2], times magnitude[0]. weights[H] float. positions = offset,
-// begun, capacity, and the token's rotary position.
+// needs: codes.h.metal index.h.metal lane.h.metal seen.h.metal
+// How well the blocks that one token sees fit an indexer's queries. q[H, D] X and the token's own key[D] X are normed
+// (QNORM, KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W) and rotated by angles positions[3] /
+// periods[DIMS / 2], times magnitude[0]. positions = offset, begun, capacity, and the token's rotary position. Of block
+// number b with key k_b
+//     scores[b] float = sum over heads h of scale[0] * max(q_h k_b, 0), with WEIGHED times weights[h] float;
+// or with BY_HEAD, where a block has RATIO positions p, and P is a multiple of RATIO,
+//     scores[b, H] float = for each head h the largest q_h k_p
 //
-// KEYED: a block is a position. The key of position p < begun is at place p of keys, that of a later one at place p -
-// begun of recent[., D]; next: `recent` with the token's own. With H = 0 there are no scores. Otherwise the keys of all
-// blocks of RATIO positions (seen.h.metal) are in keys, and nothing is appended. Rows of keys have STRIDE values X, of
-// which D from FIRST on are the index key.
+// KEYED: there is a key for each position; without BY_HEAD a block is a position. The key of position p < begun is at
+// place p of keys, that of a later one at place p - begun of recent[., D]; next: `recent` with the token's own. With H =
+// 0 there are no scores. Otherwise the keys of all blocks of RATIO positions (seen.h.metal) are in keys, and nothing is
+// appended. Rows of keys have STRIDE values X, of which D from FIRST on are the index key.
 //
-// grid: (T * pieces, 1, 1), threadgroup (T, 1, 1). A threadgroup has P blocks, whose keys are in its registers: ACROSS
-// lanes share EACH of them. The queries of GH heads at a time are in its memory, made again by every threadgroup.
+// grid: (T * pieces, 1, 1), threadgroup (T, 1, 1). A threadgroup has P keys in its registers: ACROSS lanes share EACH of
+// them. The queries of GH heads at a time are in its memory, made again by every threadgroup.
   constexpr uint ACROSS = 4, EACH = P * ACROSS / T, SLICES = (D / 8 + ACROSS - 1) / ACROSS;
   threadgroup float turns[DIMS + (DIMS == 0)];
   threadgroup float own[D];
   alignas(16) threadgroup float heads[GH * D];
+  threadgroup float products[BY_HEAD ? GH * P : 1];
   const uint mine = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint offset = uint(positions[0]), begun = uint(positions[1]);
-  const uint count = seen_blocks<RATIO, OWN>(offset), top = threadgroup_position_in_grid.x * P;
+  const uint blocks = seen_blocks<RATIO, OWN>(offset), count = KEYED ? offset + 1 : blocks;
+  const uint top = threadgroup_position_in_grid.x * P;
   const bool has_own = KEYED && (H == 0 || offset / P == threadgroup_position_in_grid.x);
   if (top >= count && !has_own) {
     return;
@@ -96,12 +100,34 @@
           }
         }
       }
-      const float weight = float(weights[h]) * scale[0];
+      const float weight = WEIGHED ? float(weights[h]) * scale[0] : scale[0];
       MLX_MTL_PRAGMA_UNROLL
       for (uint e = 0; e < EACH; e++) {
-        sums[e] = metal::fma(weight, metal::fmax(lane_sum<ACROSS>(score[e]), 0.0f), sums[e]);
+        const float product = lane_sum<ACROSS>(score[e]);
+        sums[e] = metal::fma(weight, metal::fmax(product, 0.0f), sums[e]);
+        if (BY_HEAD && mine % ACROSS == 0) {
+          products[(h - begin) * P + e * (P / EACH) + mine / ACROSS] = product;
+        }
       }
     }
+    if (BY_HEAD) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      constexpr uint WHOLE = P / RATIO;  // blocks of the threadgroup
+      for (uint pair = simdgroup; pair < (end - begin) * WHOLE; pair += T / 32) {
+        float largest = -3.4e38f;
+        for (uint i = lane; i < RATIO; i += 32) {
+          const float product = products[pair / WHOLE * P + pair % WHOLE * RATIO + i];
+          largest = product > largest ? product : largest;
+        }
+        largest = lane_max(largest);
+        if (lane == 0 && top / RATIO + pair % WHOLE < blocks) {
+          scores[(top / RATIO + pair % WHOLE) * H + begin + pair / WHOLE] = largest;
+        }
+      }
+    }
+  }
+  if (BY_HEAD) {
+    return;
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint e = 0; e < EACH; e++) {

@@ -7,14 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
 from ..ops.attend import Whole, attend
-from ..ops.backend import Array, library_of, view
+from ..ops.backend import Array
 from ..ops.blocks import Terms, attend_blocks, block_keys
 from ..ops.elementwise import HEAD_GATES, gated_heads, split
-from ..ops.index import Index
+from ..ops.index import IndexTerms, Projections
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
@@ -31,21 +30,17 @@ class BlockIndexer(nn.Module):
         self.q_layernorm, self.k_layernorm = RMSNorm(indexer.dim, eps), RMSNorm(indexer.dim, eps)
         self.rope, self.block_rope = Rope(rotation), Rope(rotation, blocks.ratio)
 
-    def projected(self, x: Array, norm: RMSNorm | None) -> Any:
-        """The projections of norm(x) from which queries and keys are made, side by side."""
-        return self.index_qk_proj(x, norm)
+    @property
+    def layers(self) -> list[Linear]:
+        """The layers that read the input."""
+        return [self.index_qk_proj]
 
-    def __call__(self, projected: Array, cache: Any, position: Any) -> Index:
-        """The index of tokens from a rotary position on; `cache` absorbs their keys, and the result has the keys of all
-        whole blocks.
-        """
-        (B, L, _), indexer = projected.shape, self.blocks.indexer
-        q, k = split(projected, indexer.heads * indexer.dim)
-        q, is_mlx = self.q_layernorm(q.reshape(B, L, indexer.heads, -1)), isinstance(projected, mx.array)
-        q = self.rope(q.swapaxes(1, 2) if is_mlx else q, position)
-        _, _, keys = cache.absorb(k, self._keys)
-        weights = (mx.ones if is_mlx else np.ones)((B, L, indexer.heads)) * indexer.dim**-0.5
-        return Index(q.swapaxes(1, 2) if is_mlx else q, keys, weights.astype((mx if is_mlx else np).float32))
+    def __call__(self, outputs: Sequence[Array], cache: Any) -> Projections:
+        """For `attend_blocks`, of what `layers` made of tokens; `cache.beside` absorbs their keys."""
+        queries, keys = split(outputs[0], self.blocks.indexer.heads * self.blocks.indexer.dim)
+        _, _, of_blocks = cache.beside.absorb(keys, self._keys)
+        terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
+        return Projections(queries, of_blocks, None, terms)
 
     def _keys(self, rows: Any, first: Any, count: int) -> Any:
         """Keys of so many blocks from number `first` on, of their positions' index keys."""
@@ -57,32 +52,20 @@ class HeadIndexer(nn.Module):
 
     def __init__(self, blocks: HeadBlocks, rotation: Rotation, hidden_size: int, eps: float):
         super().__init__()
-        self.heads, width = blocks.indexer.heads, blocks.indexer.dim
-        self.q_proj, self.k_proj = Linear(hidden_size, self.heads * width), Linear(hidden_size, width)
+        heads, width = blocks.indexer.heads, blocks.indexer.dim
+        self.q_proj, self.k_proj = Linear(hidden_size, heads * width), Linear(hidden_size, width)
         self.q_norm, self.k_norm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.rope = Rope(rotation)
 
-    def projected(self, x: Array, norm: RMSNorm | None) -> Any:
-        """The projections of norm(x) from which queries and keys are made, side by side."""
-        library = library_of(x)
-        return library.concatenate([self.q_proj(x, norm), self.k_proj(x, norm)], axis=-1)
+    @property
+    def layers(self) -> list[Linear]:
+        """The layers that read the input."""
+        return [self.q_proj, self.k_proj]
 
-    def __call__(self, projected: Array, cache: Any, position: Any) -> Index:
-        """The index of tokens from a rotary position on; `cache` absorbs their keys, and the result has the keys of all
-        positions.
-        """
-        B, L, _ = projected.shape
-        width = projected.shape[-1] // (self.heads + 1)
-        q, k = (part.reshape(B, L, -1, width) for part in split(projected, self.heads * width))
-        is_mlx = isinstance(projected, mx.array)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if is_mlx:
-            q, k = (self.rope(part.swapaxes(1, 2), position).swapaxes(1, 2) for part in (q, k))
-        else:
-            q, k = self.rope(q, position), self.rope(k, position)
-        rows = mx.array(k.swapaxes(1, 2))
-        keys, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
-        return Index(q, (keys if is_mlx else view(keys))[:, 0], q[..., 0])  # the weights are not read
+    def __call__(self, outputs: Sequence[Array], cache: Any) -> Projections:
+        """For `attend_blocks`, of what `layers` made of tokens."""
+        queries, keys = outputs
+        return Projections(queries, keys, None, IndexTerms(self.k_norm, self.rope, query_norm=self.q_norm))
 
 
 class Attention(MixerModule):
@@ -115,10 +98,14 @@ class Attention(MixerModule):
         """Joins the layers that read x, and the arrays that kernels take together; called when all tensors are
         loaded.
         """
-        inputs = [self.q_proj, self.k_proj, *([] if self.mixer.value_is_key else [self.v_proj])]
-        self._before_gates = len(inputs)
-        has_gates = "g_proj" in self and self.g_proj.is_like(self.q_proj)
-        self._inputs = Stack(*inputs, *([self.g_proj] if has_gates else []))
+        own = {"q": self.q_proj, "k": self.k_proj} | ({} if self.mixer.value_is_key else {"v": self.v_proj})
+        more = {"gates": self.g_proj} if "g_proj" in self else {}
+        if "indexer" in self:
+            more |= {f"index {i}": layer for i, layer in enumerate(self.indexer.layers)}
+        alike = {name: layer for name, layer in more.items() if layer.is_like(self.q_proj)}
+        self._inputs = Stack(*own.values(), *alike.values())
+        self._apart = [layer for name, layer in more.items() if name not in alike]
+        self._names = [*own, *alike, *(name for name in more if name not in alike)]
         self.o_proj.pack()
         self._weights = None
         if self.mixer.norm == "head" and self.rope is not None and not self.mixer.value_is_key:
@@ -126,29 +113,32 @@ class Attention(MixerModule):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         outputs: list[Array] = self._inputs.outputs(x, norm)
-        if self.mixer.gate in HEAD_GATES and len(self._inputs.layers) == self._before_gates:
-            outputs.append(self.g_proj(x, norm))
-        if self.mixer.blocks is not None:
-            outputs.append(self.indexer.projected(x, norm))
-        return outputs
+        return outputs + [layer(x, norm) for layer in self._apart]
+
+    def _named(self, parts: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        """Of the results of `begin` the joined ones, if there are any, and each by its name."""
+        joined, outputs = self._inputs.parted(parts)
+        apart = parts[len(parts) - len(self._apart) :]
+        return joined, dict(zip(self._names, [*outputs, *apart], strict=True))
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
         if self.mixer.blocks is not None and isinstance(cache, RowCaches):
             return cache.each(lambda row, one: self.mix([part[:, row] for part in parts], one))
         B, L, _ = parts[0].shape
-        joined, outputs = self._inputs.parted(parts)
-        q, k, v = (outputs[i] for i in ((0, 1, 1) if self.mixer.value_is_key else (0, 1, 2)))
+        joined, outputs = self._named(parts)
+        q, k, v = (outputs[name] for name in ("q", "k", "k" if self.mixer.value_is_key else "v"))
         mixer, heads, kv_heads = self.mixer, self.mixer.heads, self.mixer.kv_heads
         if mixer.norm == "flat":
             q, k = self.q_norm(q), self.k_norm(k)
         norms = (self.q_norm, self.k_norm) if mixer.norm == "head" else (None, None)
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
+        whole = Whole(joined, self._weights) if isinstance(joined, mx.array) and self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
-            index = self.indexer(parts[-1], cache.beside, cache.position)
-            return attend_blocks(q, k, v, cache.own, index, mixer.blocks, Terms(norms[0], norms[1], self.rope, scale))
-        whole = Whole(joined, self._weights) if isinstance(joined, mx.array) and self._weights else None
+            made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], cache)
+            terms = Terms(norms[0], norms[1], self.rope, scale)
+            return attend_blocks(q, k, v, cache, made, mixer.blocks, terms, None if mixer.value_norm else whole)
         return attend(
             *(q, k, v, cache),
             q_norm=norms[0],
@@ -165,6 +155,5 @@ class Attention(MixerModule):
         if self.mixer.value_scale != 1.0:
             out = out * self.mixer.value_scale
         if self.mixer.gate in HEAD_GATES:
-            gates = self._inputs.parted(parts)[1][self._before_gates :] or parts[-1:]
-            out = gated_heads(out, gates[0], self.mixer.gate)
+            out = gated_heads(out, self._named(parts)[1]["gates"], self.mixer.gate)
         return self.o_proj(out, residual=x)

@@ -40,7 +40,7 @@ from .tiles import planned
 
 ATTEND_STEP = Kernel(
     "attend_step",
-    "q k v q_weight k_weight periods eps magnitude scale positions keys values recent",
+    "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen",
     "parts next",
 )
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
@@ -156,6 +156,47 @@ class Steps(Positions, Protocol):
         ...
 
 
+class SeenSizes(NamedTuple):
+    """The constants of metal/seen.h.metal: the number of chosen blocks; positions of each; whether a token's own block
+    is never chosen, but always seen; and the number of lists of chosen blocks.
+    """
+
+    top: int
+    ratio: int
+    has_own: bool
+    lists: int
+
+    @property
+    def most(self) -> int:
+        """A limit of the positions that are seen; 0: there is none."""
+        return (self.top + 1) * self.ratio if self.top else 0
+
+    @property
+    def template(self) -> dict[str, int]:
+        return {"TOP": self.top, "RATIO": self.ratio, "OWN": int(self.has_own)}
+
+
+SEEING_ALL = SeenSizes(0, 1, False, 1)
+
+
+class SeenBlocks(NamedTuple):
+    """The positions to which one token attends, if not to all: chosen blocks of `ratio` positions, and the positions
+    behind the last whole block.
+
+    chosen: the numbers of the blocks, int32 [1, 1, top], or for each key head [1, 1, kv heads, top]; ascending.
+    has_own: the block of the token's own position is never among them, but always seen up to that position.
+    """
+
+    chosen: mx.array
+    ratio: int = 1
+    has_own: bool = False
+
+    @property
+    def sizes(self) -> SeenSizes:
+        top = self.chosen.shape[-1]
+        return SeenSizes(top, self.ratio, self.has_own, self.chosen.size // top)
+
+
 class Terms(NamedTuple):
     """The parameters of `attend`. Both norms have the same eps, or there are none."""
 
@@ -196,6 +237,7 @@ def attend(
     sinks: mx.array | None = None,
     value_norm: float | None = None,
     whole: Whole | None = None,
+    seen: SeenBlocks | None = None,
 ) -> Array:
     """softmax(scale * q k) v over the positions in `cache` and the new positions up to each query's own.
 
@@ -210,6 +252,7 @@ def attend(
         sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
         value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
         whole: the same inputs joined, for kernels.
+        seen: of one token that the kernels take, the positions that it attends to; None: all.
 
     Returns:
         [B, L, heads * V]
@@ -230,16 +273,16 @@ def attend(
     if isinstance(q, np.ndarray) and not native_refusal(is_alone):
         return _step_native(q, k, terms.values(v), cache, terms)
     if isinstance(q, mx.array) and not refusal(backend.name(), is_alone, D, v.shape[-1]):
-        return _step_kernel(q, k, v, cache, terms, whole)
+        return _step_kernel(q, k, v, cache, terms, whole, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     if isinstance(q, np.ndarray):
         q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
-        seen = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
-        mx.eval(cache.keys, cache.values, *seen[:2])  # one wait for all
-        keys, values = view(seen[0]), view(seen[1])
+        appended = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
+        mx.eval(cache.keys, cache.values, *appended[:2])  # one wait for all
+        keys, values = view(appended[0]), view(appended[1])
         logits = None if sinks is None else view(sinks)
-        rows = ((view(q[i]), keys[i], values[i], seen[2], scale) for i in range(B))
+        rows = ((view(q[i]), keys[i], values[i], appended[2], scale) for i in range(B))
         out = stack([native.attend(*row, window=window, sinks=logits) for row in rows])
         if gate is not None:
             out *= sigmoid(gate)
@@ -333,14 +376,17 @@ def _step_kernel(
     cache: Steps,
     terms: Terms,
     whole: Whole | None,
+    seen: SeenBlocks | None,
 ) -> mx.array:
     """`attend` for one token: [1, 1, heads * V]."""
     held = cache.held(k.dtype)
     (types, turn), constants = _planned_by(terms, q, held), _constants(terms, k, whole)
     shapes = q.shape, k.shape, v.shape
-    step, combine = plan(backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits)
+    sizes = SEEING_ALL if seen is None else seen.sizes
+    step, combine = plan(backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits, sizes)
     inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
-    parts, recent = step(*inputs, *constants, held.positions, held.keys, held.values, held.recent)
+    chosen = held.positions if seen is None else seen.chosen
+    parts, recent = step(*inputs, *constants, held.positions, held.keys, held.values, held.recent, chosen)
     cache.advance(recent)
     return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, held.positions)[0]
 
@@ -363,7 +409,7 @@ def _rows_kernel(
     step, combine = plan_rows(backend.name(), shapes, types, capacity, turn, terms.limits, len(caches), widths)
     inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
     positions, *arrays = ([getattr(one, name) for one in held] for name in ("positions", "keys", "values", "recent"))
-    parts, *recent = step(*inputs, *constants, *positions, *(array for own in arrays for array in own))
+    parts, *recent = step(*inputs, *constants, *positions, *(array for own in arrays for array in own), positions[0])
     for cache, kept in zip(caches, recent, strict=True):
         cache.advance(kept)
     return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
@@ -422,6 +468,7 @@ def plan(
     capacity: int,
     turn: tuple[int, bool],
     limits: tuple[int | None, bool, bool],
+    seen: SeenSizes = SEEING_ALL,
 ) -> tuple[Launch, Launch]:
     (heads, stride), (kv_heads, width), (_, value_width) = (shape[2:] for shape in shapes)
     window, has_sinks, norms_values = limits
@@ -429,12 +476,13 @@ def plan(
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     positions = (128 if width <= 128 else 64) // types[0].size  # positions of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
-    sizes["PIECE"] = heads
+    sizes |= {"PIECE": heads, **seen.template}
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
-    template["VNORM"] = int(norms_values)
+    template |= {"VNORM": int(norms_values), "LISTS": seen.lists}
     # A window of n positions may span one piece more than it fills; a short text has fewer.
-    pieces = ceildiv(capacity + RECENT, positions) if window is None else ceildiv(window - 1, positions) + 1
+    pieces = ceildiv(seen.most or capacity + RECENT, positions)
+    pieces = pieces if window is None else ceildiv(window - 1, positions) + 1
     most = MOST_THREADS[target]
     template["SHARES"] = shares = 2 if 2 * width <= most else 1
     columns = max(n for n in range(32, value_width + 1, 32) if value_width % n == 0 and 4 * n <= most)

@@ -3,7 +3,8 @@
 
 A token that sees no more blocks than are chosen attends to all positions, as in `attend`. For any other token, whole
 blocks are scored, and the keys and values of the best ones are gathered, together with those of the positions behind
-the last whole block, or of the token's own block. Many tokens are processed a few at a time.
+the last whole block, or of the token's own block; the kernels for one token read them where they are. Many tokens are
+processed a few at a time.
 """
 
 from typing import Any, NamedTuple
@@ -12,11 +13,20 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import HeadBlocks, KeyBlocks
-from . import gpu_time, native
-from .attend import Steps, attend, prepared
+from . import backend, gpu_time, index, native
+from .attend import SeenBlocks, Whole, attend, prepared, refusal
 from .backend import Array, arange, library_of, view
 from .elementwise import float32, sigmoid
-from .index import Index, best, choose, slices
+from .index import (
+    Index,
+    Projections,
+    append_keys,
+    best,
+    choose,
+    choose_blocks_step,
+    choose_step,
+    slices,
+)
 from .norm import Norm
 from .rope import Rope
 
@@ -32,43 +42,72 @@ class Terms(NamedTuple):
     scale: float
 
 
-def attend_blocks(q: Array, k: Array, v: Array, cache: Steps, index: Index, blocks: Blocks, terms: Terms) -> Any:
+def attend_blocks(
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: Any,
+    made: Projections,
+    blocks: Blocks,
+    terms: Terms,
+    joined: Whole | None = None,
+) -> Any:
     """`attend` over the positions that are chosen: [B, L, heads * D].
 
     Args:
         q, k, v: as in `attend`, q perhaps with a gate behind each query.
-        cache: of one text or a batch of them, of all positions.
-        index: the index of these tokens, with the keys of all blocks that are whole after the last token, and equal
-            weights; for `HeadBlocks`, with the keys of all positions.
+        cache: of one text or a batch of them: its `own` of all positions; of `HeadBlocks`, `beside` it one of the index
+            keys.
+        made: of these tokens; its keys are those of all blocks that are whole after the last token, or of `HeadBlocks`
+            those of the tokens, which are appended.
+        joined: q, k and v as one array, for kernels.
     """
-    L, whole, parts = k.shape[1], cache.whole(k.shape[1]), []
+    (B, L, _, D), own, parts = k.shape, cache.own, []
+    whole, by_head = own.whole(L), isinstance(blocks, HeadBlocks)
+    if _takes_step(q, B * L == 1 and not isinstance(own.position, np.ndarray), D, v.shape[-1], blocks):
+        made = made if whole < L else made._replace(queries=None)
+        if isinstance(blocks, HeadBlocks):
+            chosen = choose_step(made, cache.beside, blocks)
+        else:
+            chosen = None if whole else choose_blocks_step(made, own.held(k.dtype).positions, blocks)
+        seen = None if chosen is None else SeenBlocks(chosen, blocks.ratio, by_head)
+        return attend(q, k, v, own, **terms._asdict(), whole=joined, seen=seen)
+    first, position, library = own.offset, own.position, library_of(q)
+    if by_head:
+        made = made._replace(keys=append_keys(cache.beside, made.terms.keys(made.keys, position)))
     if whole:
         some = q[:, :whole], k[:, :whole], v[:, :whole]
-        parts.append(attend(*some, cache, **terms._asdict()))
+        parts.append(attend(*some, own, **terms._asdict()))
     if whole < L:
-        late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
-        library = library_of(q)
-        seen = blocks.whole(cache.offset + arange(L - whole, library))
+        queries = made.terms.queries(made.queries, blocks.indexer.heads, position)[:, whole:]
+        weights = library.full(queries.shape[:3], made.terms.scale, library.float32)
+        late, seeing = Index(queries, made.keys, weights), blocks.whole(first + whole + arange(L - whole, library))
         if isinstance(blocks, HeadBlocks):
-            chosen = choose_by_head(late, seen, blocks)
+            chosen = choose_by_head(late, seeing, blocks)
         else:
-            chosen = choose(late, seen, blocks.indexer)[:, :, None]
-        parts.append(_over_chosen(q[:, whole:], k[:, whole:], v[:, whole:], cache, chosen, blocks, terms))
-    if len(parts) == 1:
-        return parts[0]
-    return library_of(parts[0]).concatenate(parts, axis=1)
+            chosen = choose(late, seeing, blocks.indexer)[:, :, None]
+        parts.append(_over_chosen(q[:, whole:], k[:, whole:], v[:, whole:], own, chosen, blocks, terms))
+    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
-def choose_by_head(index: Index, seen: Any, blocks: HeadBlocks) -> Any:
+def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: Blocks) -> bool:
+    """Whether the kernels for one token attend."""
+    if not isinstance(q, mx.array):
+        return False
+    target = backend.name()
+    return not (refusal(target, is_alone, width, value_width) or index.refusal(target, is_alone, blocks))
+
+
+def choose_by_head(made: Index, seen: Any, blocks: HeadBlocks) -> Any:
     """For each head, the blocks with the best keys among those that each token sees: int32 [B, rows, heads, chosen],
     ascending; ties go to the first.
     """
-    library = library_of(index.keys)
-    (B, rows, heads, width), count = index.queries.shape, index.keys.shape[1] // blocks.ratio
-    keys = float32(index.keys[:, : count * blocks.ratio]).swapaxes(-1, -2)
+    library = library_of(made.keys)
+    (B, rows, heads, width), count = made.queries.shape, made.keys.shape[1] // blocks.ratio
+    keys = float32(made.keys[:, : count * blocks.ratio]).swapaxes(-1, -2)
     numbers, parts = arange(count, library), []
     for some in slices(rows, blocks.indexer.rows_at_once(count * blocks.ratio, 0)):
-        queries = float32(index.queries[:, some]).reshape(B, -1, width)
+        queries = float32(made.queries[:, some]).reshape(B, -1, width)
         scores = (queries @ keys).reshape(B, -1, heads, count, blocks.ratio).max(axis=-1)
         scores = library.where(numbers < seen[some, None, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, blocks.chosen, library))

@@ -12,15 +12,17 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Indexer
+from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
-from .attend import RECENT, SEVERAL, Held
-from .backend import Array, arange, library_of
+from .attend import RECENT, SEVERAL, Held, Positions, SeenSizes
+from .backend import Array, arange, library_of, view
 from .elementwise import float32
-from .launch import MOST_THREADS, NO_KERNELS, Kernel, Launch, Reason, ceildiv
+from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .norm import CentredNorm, Norm
 from .rope import Rope
 from .tiles import planned
 
+Rule = Indexer | KeyBlocks | HeadBlocks
 SCORES = Kernel(
     "index_scores",
     "q key weights q_weight k_weight k_bias periods eps magnitude scale positions keys recent",
@@ -44,33 +46,31 @@ class Index(NamedTuple):
     weights: Any
 
 
-class CentredNorm(Protocol):
-    """A norm over the last axis that also takes the mean away (`layer_norm`)."""
-
-    weight: mx.array
-    bias: mx.array
-    eps: float
-
-    def __call__(self, x: Array) -> Array: ...
-
-
 class IndexTerms(NamedTuple):
-    """How an `Index` is made of `Projections`: the keys' norm, the rotation of queries and keys, and the factor of the
-    weights."""
+    """How an `Index` is made of `Projections`.
 
-    norm: CentredNorm
-    rope: Rope
-    scale: float
+    key_norm, query_norm: of the keys and of each query; None: no norm, or keys are whole already. rope: rotates both;
+    None: no rotation. scale: a factor of the weights. The norms have one epsilon.
+    """
+
+    key_norm: Norm | CentredNorm | None
+    rope: Rope | None
+    scale: float = 1.0
+    query_norm: Norm | None = None
 
     def keys(self, keys: Array, position: Any) -> Any:
         """The keys [B, L, D] of tokens from a rotary position on."""
-        return self._turned(self.norm(keys)[:, :, None], position)[:, :, 0]
+        assert self.key_norm is not None
+        return self._turned(self.key_norm(keys)[:, :, None], position)[:, :, 0]
 
     def queries(self, queries: Array, heads: int, position: Any) -> Any:
         """The queries [B, L, heads, D]."""
-        return self._turned(queries.reshape(*queries.shape[:2], heads, -1), position)
+        queries = queries.reshape(*queries.shape[:2], heads, -1)
+        return self._turned(queries if self.query_norm is None else self.query_norm(queries), position)
 
     def _turned(self, x: Array, position: Any) -> Any:
+        if self.rope is None:
+            return x
         if not isinstance(x, mx.array):
             return self.rope(x, position)
         return self.rope(x.transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
@@ -80,7 +80,7 @@ class Projections(NamedTuple):
     """What an indexer's matrices make of tokens.
 
     queries: [B, L, heads * D]; None: each of the tokens attends to all positions that it sees. keys: [B, L, D].
-    weights: float32 [B, L, heads]. terms: what an `Index` is made with.
+    weights: float32 [B, L, heads]; None: equal ones. terms: what an `Index` is made with.
     """
 
     queries: Any
@@ -102,6 +102,14 @@ class Stepping(Protocol):
 
 
 # ---- plain operations
+
+
+def append_keys(cache: Positions, keys: Any) -> Any:
+    """Appends index keys [B, L, D]; returns those of all positions [B, P, D]."""
+    is_mlx, (B, L, _) = isinstance(keys, mx.array), keys.shape
+    rows = (keys if is_mlx else mx.array(keys))[:, None]
+    every, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
+    return (every if is_mlx else view(every))[:, 0]
 
 
 def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
@@ -150,57 +158,130 @@ def best(scores: Array, top: int, library: Any) -> Array:
 # ---- the kernels for one token
 
 
-def takes_step(width: int) -> bool:
-    """Whether the kernels here take single tokens with index keys of this width."""
-    return not refusal(backend.name(), True, width)
+def takes_step(rule: Rule) -> bool:
+    """Whether the kernels here choose for single tokens."""
+    return not refusal(backend.name(), True, rule)
 
 
 @planned()
-def refusal(target: str, is_alone: bool, width: int) -> Reason | None:
-    """Why the kernels do not choose for a token alone, or for several, with keys of this width."""
+def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
+    """Why the kernels do not choose for a token alone, or for several."""
     if target == "ops":
         return NO_KERNELS
     if not is_alone:
         return SEVERAL
+    width, sizes = indexer_of(rule).dim, sizes_of(rule)
     if width > WIDEST:
         return Reason(f"index keys of {width} values are wider than {WIDEST}")
+    if isinstance(rule, HeadBlocks) and (PIECE % rule.ratio or not sizes.top):
+        return Reason(
+            f"{PIECE} positions are no whole number of blocks of {rule.ratio}, of which {sizes.top} are chosen"
+        )
     return Reason(f"index keys of {width} values are no multiple of 8") if width % 8 else None
 
 
-def choose_step(made: Projections, cache: Stepping, indexer: Indexer) -> mx.array | None:
-    """Appends the key of one token to `cache` and chooses among the positions up to its own: int32 [1, 1, top],
-    ascending; None: it attends to all of them, so there are no queries."""
-    (norm, rope, scale), key = made.terms, made.keys
-    held, chooses = cache.held(key.dtype), made.queries is not None
-    types, rotation = (key.dtype, norm.weight.dtype), (rope.dims, rope.interleaved)
-    scores, choice = plan(backend.name(), types, indexer, chooses, rotation, held.keys.shape[2])
-    q, weights = (made.queries, made.weights) if chooses else (key, key)
-    weight, numbers = (norm.weight, norm.weight, norm.bias, rope.periods), (norm.eps, rope.magnitude, scale)
-    found, recent = scores(q, key, weights, *weight, *numbers, held.positions, held.keys, held.recent)
+def indexer_of(rule: Rule) -> Indexer:
+    """The indexer of a rule, which may be one itself."""
+    return rule if isinstance(rule, Indexer) else rule.indexer
+
+
+def sizes_of(rule: Rule) -> SeenSizes:
+    """What a token sees by the rule."""
+    if isinstance(rule, Indexer):
+        return SeenSizes(rule.top, 1, False, 1)
+    by_head = isinstance(rule, HeadBlocks)
+    return SeenSizes(rule.chosen, rule.ratio, by_head, rule.indexer.heads if by_head else 1)
+
+
+def choose_step(made: Projections, cache: Stepping, rule: Indexer | HeadBlocks) -> mx.array | None:
+    """Appends the key of one token to `cache` and chooses for it.
+
+    Returns:
+        Of an `Indexer` positions int32 [1, 1, top], of `HeadBlocks` blocks int32 [1, 1, heads, chosen], ascending.
+        None: the token attends to all positions, so there are no queries.
+    """
+    held = cache.held(made.keys.dtype)
+    chosen, recent = _choose_kernel(made, held.keys, held.recent, held.positions, rule)
     cache.advance(recent)
-    return choice(found, held.positions)[0] if chooses else None
+    return chosen
+
+
+def choose_blocks_step(made: Projections, positions: mx.array, rule: KeyBlocks) -> mx.array:
+    """Chooses blocks for one token: int32 [1, 1, top], ascending.
+
+    Args:
+        made: its queries, and the keys of all blocks.
+        positions: of the token, as in `Held`.
+    """
+    chosen, _ = _choose_kernel(made, made.keys, None, positions, rule)
+    assert chosen is not None
+    return chosen
+
+
+def _choose_kernel(
+    made: Projections, keys: mx.array, recent: mx.array | None, positions: mx.array, rule: Rule
+) -> tuple[mx.array | None, mx.array]:
+    """What is chosen, and if there are `recent` keys, these with the token's own."""
+    norms, rope, scale = (made.terms.query_norm, made.terms.key_norm), made.terms.rope, made.terms.scale
+    own, chooses, bias = made.keys, made.queries is not None, getattr(norms[1], "bias", None)
+    weights = [own if norm is None else norm.weight for norm in norms]
+    kinds = Kinds(chooses, made.weights is not None, *(0 if norm is None else 1 for norm in norms))
+    kinds = kinds if bias is None else kinds._replace(key_norm=2)
+    eps = max(0.0 if norm is None else norm.eps for norm in norms)
+    rotation = (0, False) if rope is None else (rope.dims, rope.interleaved)
+    types = own.dtype, next((norm.weight.dtype for norm in norms if norm is not None), own.dtype)
+    scores, choice = plan(backend.name(), types, rule, kinds, keys.shape[-2], rotation)
+    q, factors = own if made.queries is None else made.queries, own if made.weights is None else made.weights
+    inputs = q, own, factors, *weights, own if bias is None else bias, own if rope is None else rope.periods
+    numbers = eps, 1.0 if rope is None else rope.magnitude, scale
+    found, kept = scores(*inputs, *numbers, positions, keys, keys if recent is None else recent)
+    return choice(found, positions)[0] if chooses else None, kept
+
+
+class Kinds(NamedTuple):
+    """What a token's launches depend on besides their sizes: whether it chooses at all, whether heads have weights, and
+    the norms of queries and keys, as metal/index.h.metal numbers them."""
+
+    chooses: bool
+    is_weighed: bool
+    query_norm: int
+    key_norm: int
 
 
 @lru_cache(512)
 def plan(
     target: str,
     types: tuple[mx.Dtype, mx.Dtype],
-    indexer: Indexer,
-    chooses: bool,
-    rotation: tuple[int, bool],
+    rule: Rule,
+    kinds: Kinds,
     capacity: int,
+    rotation: tuple[int, bool],
 ) -> tuple[Launch, Launch]:
-    """The launches that score and choose; if the token `chooses` nothing, the first one only appends its key."""
-    (X, W), width, heads = types, indexer.dim, indexer.heads if chooses else 0
-    pieces = ceildiv(capacity + RECENT, PIECE) if chooses else 1
-    blocks = {"RATIO": 1, "OWN": 0}
-    template = {"X": X, "W": W, "H": heads, "D": width, "GH": max(min(heads, ROOM // width), 1), "P": PIECE}
-    template |= {"T": THREADS, "QNORM": 0, "KNORM": 2, "DIMS": rotation[0], "INTERLEAVED": int(rotation[1])}
-    template |= {"KEYED": 1, "STRIDE": width, "FIRST": 0, **blocks}
-    out = [((pieces * PIECE,), mx.float32), ((RECENT, width), X)]
-    threads, top = MOST_THREADS[target], indexer.top
-    choice = {"TOP": top, "ROWS": 1, "T": threads, **blocks}
+    """The launches that score and choose; without a choice the first one only appends the token's key.
+
+    Args:
+        types: of keys, and of the norms' weights.
+        capacity: number of keys, without those of the newest positions.
+    """
+    indexer, sizes, by_head = indexer_of(rule), sizes_of(rule), isinstance(rule, HeadBlocks)
+    width, heads, has_key = indexer.dim, indexer.heads if kinds.chooses else 0, not isinstance(rule, KeyBlocks)
+    pieces = ceildiv(capacity + RECENT, PIECE) if heads else 1
+    blocks = {"RATIO": sizes.ratio, "OWN": int(sizes.has_own)}
+    template = {"X": types[0], "W": types[1], "H": heads, "D": width, "GH": _abreast(heads, width, by_head)}
+    template |= {"P": PIECE, "T": THREADS, "QNORM": kinds.query_norm, "KNORM": kinds.key_norm, **blocks}
+    template |= {"WEIGHED": int(kinds.is_weighed), "BY_HEAD": int(by_head), "KEYED": int(has_key)}
+    template |= {"DIMS": rotation[0], "INTERLEAVED": int(rotation[1]), "STRIDE": width, "FIRST": 0}
+    scored = pieces * PIECE // sizes.ratio * sizes.lists if by_head else pieces * PIECE
+    recent: Shape = (RECENT, width) if has_key else (LEAST_ELEMENTS,)
+    threads = MOST_THREADS[target]
+    choice = {"TOP": sizes.top, "ROWS": sizes.lists, "T": threads, **blocks}
+    chosen = (1, 1, sizes.lists, sizes.top) if by_head else (1, 1, sizes.top)
     return (
-        Launch(target, SCORES, template, (pieces, 1), THREADS, out),
-        Launch(target, CHOOSE, choice, (1, 1), threads, [((1, 1, top), mx.int32)]),
+        Launch(target, SCORES, template, (pieces, 1), THREADS, [((scored,), mx.float32), (recent, types[0])]),
+        Launch(target, CHOOSE, choice, (1, sizes.lists), threads, [(chosen, mx.int32)]),
     )
+
+
+def _abreast(heads: int, width: int, by_head: bool) -> int:
+    """Heads whose queries, and `by_head` the products of all positions, are in a threadgroup's memory at a time."""
+    return max(min(heads, ROOM // (width + PIECE if by_head else width)), 1)

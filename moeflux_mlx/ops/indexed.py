@@ -14,15 +14,14 @@ import numpy as np
 
 from ..kinds import Indexer, KeyBlocks
 from . import backend, gpu_time, index, native
-from .attend import Positions
+from .attend import Positions, SeenBlocks
 from .backend import Array, arange, library_of, view
-from .index import Index, Projections, choose, choose_step, slices
+from .index import Index, Projections, append_keys, choose, choose_step, slices
 from .latent import (
     ABSORB_AT_MOST,
     HeadMatrices,
     Mask,
     Queries,
-    SeenBlocks,
     absorb_native,
     absorbed_native,
     absorbed_ops,
@@ -91,7 +90,7 @@ def attend_indexed(
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
     latents, keys, mask = _append(own, *parts[2:])
     if made is not None:
-        index_keys = _append_keys(cache.beside, made.terms.keys(made.keys, position))
+        index_keys = append_keys(cache.beside, made.terms.keys(made.keys, position))
         chosen.positions = None
         if made.queries is not None:
             index_queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]
@@ -107,7 +106,7 @@ def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, indexer: In
     if not isinstance(q, mx.array):
         return False
     target = backend.name()
-    return not (refusal(target, is_alone, latent, rotated) or index.refusal(target, is_alone, indexer.dim))
+    return not (refusal(target, is_alone, latent, rotated) or index.refusal(target, is_alone, indexer))
 
 
 def attend_pools(
@@ -182,14 +181,6 @@ def _append(cache: Positions, latent: Any, k_pe: Any) -> tuple[Any, Any, Mask]:
     cache.update_and_fetch(mx.array(latent[:, None]), mx.array(entry))
     arrays = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
     return arrays[0], arrays[1], None
-
-
-def _append_keys(cache: Positions, keys: Any) -> Any:
-    """Appends index keys [B, L, D]; returns those of all positions [B, P, D]."""
-    is_mlx, (B, L, _) = isinstance(keys, mx.array), keys.shape
-    rows = (keys if is_mlx else mx.array(keys))[:, None]
-    every, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
-    return (every if is_mlx else view(every))[:, 0]
 
 
 # ---- attention

@@ -17,7 +17,7 @@ import numpy as np
 from ..kinds import QueryScale
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import RECENT, SEVERAL, Steps, in_parts
+from .attend import RECENT, SEEING_ALL, SEVERAL, SeenBlocks, SeenSizes, Steps, in_parts
 from .backend import Array, stack, view
 from .elementwise import split
 from .forms import Form, StoredForm, is_read, stored_template
@@ -137,19 +137,6 @@ class Queries:
         library = backend.library_of(q)
         factors = query_factors(library.arange(q.shape[1]) + offset, self.scale, library)
         return (q * factors[:, None, None]).astype(q.dtype)
-
-
-class SeenBlocks(NamedTuple):
-    """The positions to which one token attends, if not to all: chosen blocks of `ratio` positions, and the positions
-    behind the last whole block (metal/seen.h.metal).
-
-    chosen: the numbers of the blocks, int32 [1, 1, top], ascending. has_own: the block of the token's own position is
-        never among them, but always seen up to that position.
-    """
-
-    chosen: mx.array
-    ratio: int = 1
-    has_own: bool = False
 
 
 def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
@@ -295,7 +282,7 @@ def _step_kernel(
         (keys.form, values.form),
         (values.rows, keys.transposed),
         (rope.dims, rope.interleaved),
-        None if seen is None else (seen.chosen.size, seen.ratio, seen.has_own),
+        None if seen is None else seen.sizes,
     )
     several = (count, queries.scale is not None)
     query, attend, combine = plan(target, *given) if count == 1 else plan_rows(*several, target, *given)
@@ -336,13 +323,12 @@ def plan(
     stored: tuple[StoredForm, StoredForm],
     matrices: tuple[int, bool],
     rotation: tuple[int, bool],
-    seen: tuple[int, int, bool] | None = None,
+    seen: SeenSizes | None = None,
 ) -> tuple[Launch, Launch, Launch]:
-    """`seen`: the blocks of a token that does not see all positions: how many, their positions, and `has_own`."""
+    """`seen`: of the blocks that a token sees; None: it sees all positions."""
     (heads, height, columns, row, capacity), (v, transposed), (dims, interleaved) = sizes, matrices, rotation
-    top, ratio, has_own = seen or (0, 1, False)
-    X, N, P = types[0], row - dims, ceildiv(top * ratio + ratio if top else capacity + RECENT, PIECE)
-    blocks = {"TOP": top, "RATIO": ratio, "OWN": int(has_own)}
+    blocks = seen or SEEING_ALL
+    X, N, P = types[0], row - dims, ceildiv(blocks.most or capacity + RECENT, PIECE)
     read = form or Form(DEFAULT, X)
     common, (threads, lanes) = {"X": X, "H": heads, "N": N, "R": dims}, SHAPES[target]
     made = common | {"W": types[1], "COLS": columns, "NOPE": height // heads - dims, "T": threads, "L": lanes}
@@ -352,10 +338,10 @@ def plan(
     kernel = Kernel("latent_query", QUERY_INPUTS, "query token", read.header)
     query = Launch(target, kernel, made, (heads + 1, 1), threads, out)
     abreast = _abreast(heads, row)
-    made = common | blocks | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
+    made = common | blocks.template | {"GH": abreast, "P": PIECE, "PIECE": heads, "T": ATTENDING}
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
-    made = common | blocks | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
+    made = common | blocks.template | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 

@@ -20,6 +20,16 @@ class Norm(Protocol):
     def __call__(self, x: Array) -> Array: ...
 
 
+class CentredNorm(Protocol):
+    """A norm over the last axis that also takes the mean away (`layer_norm`)."""
+
+    weight: mx.array
+    bias: mx.array
+    eps: float
+
+    def __call__(self, x: Array) -> Array: ...
+
+
 @dataclass(frozen=True)
 class ConstantNorm:
     """One whose weight [D] is no parameter, but made of some."""

@@ -302,6 +302,14 @@ class Stepping(Growing[Part]):
         (self.keys, self.values), self._recent = kept, None  # last, so that an interrupt loses nothing
 
 
+def takes_steps(part: GroupedQuery | Latent) -> bool:
+    """Whether there are kernels for a token alone of the attention, and of its indexer."""
+    if isinstance(part, Latent):
+        chooses = part.indexer is None or index.takes_step(part.indexer)
+        return part.blocks is None and latent.takes_step(part.latent, part.rotated) and chooses
+    return attend.takes_step(part.head_dim, part.value_width) and (part.blocks is None or index.takes_step(part.blocks))
+
+
 class KVCache(Stepping[GroupedQuery]):
     """Keys (after norm and rotation) and values of grouped-query attention."""
 
@@ -310,7 +318,7 @@ class KVCache(Stepping[GroupedQuery]):
         return (self.part.kv_heads, self.part.head_dim), (self.part.kv_heads, self.part.value_width)
 
     def takes_steps(self) -> bool:
-        return self.whole(1) == 1 and attend.takes_step(self.part.head_dim, self.part.value_width)
+        return takes_steps(self.part)
 
     @property
     def recent_shape(self) -> Shape:
@@ -326,12 +334,6 @@ class KVCache(Stepping[GroupedQuery]):
         return keys[:, :, :length], values[:, :, :length]
 
 
-def takes_latent_steps(part: Latent) -> bool:
-    """Whether there are kernels for a token alone of latent attention, and of its indexer."""
-    chooses = part.indexer is None or index.takes_step(part.indexer.dim)
-    return part.blocks is None and latent.takes_step(part.latent, part.rotated) and chooses
-
-
 class LatentCache(Stepping[Latent]):
     """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
 
@@ -340,7 +342,7 @@ class LatentCache(Stepping[Latent]):
         return (1, self.part.latent), (1, self.part.rotated)
 
     def takes_steps(self) -> bool:
-        return takes_latent_steps(self.part)
+        return takes_steps(self.part)
 
     @property
     def recent_shape(self) -> Shape:

@@ -8,7 +8,7 @@ import numpy as np
 from ..kinds import Delta, GroupedQuery, HeadBlocks, Indexer, Latent
 from ..ops.attend import RECENT, Rows
 from .compressed import CompressedCache
-from .growing import KVCache, LatentCache, Stepping, takes_latent_steps
+from .growing import KVCache, LatentCache, Stepping, takes_steps
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
 from .recurrent import RecurrentCache
 from .traced import JoinedKind
@@ -203,7 +203,7 @@ class KeyCache(Stepping[GroupedQuery | Latent]):
         return (1, self._indexer.dim), (1, 0)
 
     def takes_steps(self) -> bool:
-        return isinstance(self.part, Latent) and takes_latent_steps(self.part)
+        return takes_steps(self.part)
 
     @property
     def recent_shape(self) -> Shape:

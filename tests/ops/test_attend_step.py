@@ -64,18 +64,18 @@ class Layer:
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
 
-    def feed(self, cache, tokens):
+    def feed(self, cache, tokens, seen=None):
         """Attends with `tokens` new tokens. Returns the output of the last one."""
         heads, kv_heads, width, gates = self.sizes
         shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, self.part.value_width)
         parts = [self.normal(1, tokens, *shape) for shape in shapes]
         self.positions += range(cache.position, cache.position + tokens)
         self.tokens += [[wide(part)[0, t] for part in parts] for t in range(tokens)]
-        return self.run(parts, cache)[0, -1]
+        return self.run(parts, cache, seen)[0, -1]
 
-    def run(self, parts, cache):
+    def run(self, parts, cache, seen=None):
         q_norm, k_norm = self.norms
-        more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks}
+        more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks, "seen": seen}
         return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, **more)
 
     def turned(self, x, norm, position):
@@ -89,8 +89,10 @@ class Layer:
         out[:, second] = x[:, first] * sine + x[:, second] * cosine
         return out
 
-    def want(self, cache=None):
-        """Computes the last token's output in float64. If keys and values are rounded, it uses those in `cache`."""
+    def want(self, cache=None, places=None):
+        """Computes the last token's output in float64. If keys and values are rounded, it uses those in `cache`.
+        `places`: the positions that each key head sees; None: all.
+        """
         heads, kv_heads, width, gates = self.sizes
         q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], self.positions[-1])
         seen = list(zip(self.positions, self.tokens, strict=True))[-(self.part.window or len(self.tokens)) :]
@@ -98,6 +100,8 @@ class Layer:
         v = np.array([token[2] for _, token in seen])
         if self.part.kv_bits:
             k, v = (self.kept(rows, cache.offset, part) for rows, part in zip(cache.state[:2], (k, v), strict=True))
+        if places is not None:
+            k, v = (np.stack([part[at, head] for head, at in enumerate(places)], axis=1) for part in (k, v))
         k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
         scores = 0.3 * np.einsum("hd,phd->hp", q, k)
         weights = np.exp(scores)
@@ -131,6 +135,25 @@ class Layer:
 @pytest.mark.parametrize("case, dtype", drawn(CASES, LIMITS))
 def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
+
+
+@msl.needed
+@pytest.mark.parametrize("before", [141, 142, 143])
+@pytest.mark.parametrize("count, ratio, has_own, lists", [(5, 4, False, 1), (35, 4, False, 1), (3, 8, True, 2)])
+def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_own, lists):
+    """And to the positions behind the last whole block; its own may be among neither. Key heads share a list or not."""
+    layer = Layer(*CASES["one group"])
+    cache, whole = layer.cache(), (before + 1 - has_own) // ratio
+    layer.feed(cache, before - 2)
+    for _ in range(2):
+        layer.feed(cache, 1)
+    chosen = np.sort([layer.rng.permutation(whole)[:count] for _ in range(lists)])
+    got = layer.feed(cache, 1, attend.SeenBlocks(mx.array(chosen[None, None], mx.int32), ratio, has_own))
+    tail = range(whole * ratio, before + 1)
+    places = [[*(one[:, None] * ratio + np.arange(ratio)).reshape(-1), *tail] for one in chosen]
+    want = layer.want(places=places * (2 // lists))
+    assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[mx.float32]
+    assert cache.offset == before + 1
 
 
 GPT_OSS = {"window": 128, "sinks": True, "norm": None}
@@ -276,7 +299,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)
-    *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent)
+    *_, recent = step(*parts, *weights, layer.rope.periods, *numbers, positions, kept, kept, recent, positions)
     want = layer.rope(layer.norms[1](k).transpose(0, 2, 1, 3), late)
     assert np.abs(np.array(recent).reshape(2, 2, -1, 64)[0, :, 0] - np.array(want)[0, :, 0]).max() < 1e-4
 
@@ -286,13 +309,13 @@ FAULTS = {
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
     "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
     "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
-    "no magnitude": ("attend_step", "magnitude[0] * metal::sin", "metal::sin"),
+    "no magnitude": ("attend_step", "float(magnitude[0]) * metal::sin", "metal::sin"),
     "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
     "values of the newest": ("attend_step", "values_later + (p - begun) * VD", "values_later + row * VD"),
     "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
-    "later positions": ("attend_step", "row < own && top", "row < P && top"),
+    "later positions": ("attend_step", "row < earlier && top", "row < P && top"),
     "a window too wide": ("attend_step", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
     "a window too narrow": ("attend_step", "top + row >= low", "top + row > low"),
     "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * KD", "(kept + p % WINDOW) * KD"),

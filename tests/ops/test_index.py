@@ -8,17 +8,20 @@ import pytest
 from grids import one_in_three
 
 from metal import msl
-from moeflux_mlx.kinds import Indexer, Latent, Rotation, Yarn
+from moeflux_mlx.kinds import GroupedQuery, HeadBlocks, Indexer, KeyBlocks, Latent, Rotation, Yarn
 from moeflux_mlx.model.indexed import LayerNorm
+from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import backend, index
+from moeflux_mlx.ops.blocks import choose_by_head
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
+ROTATION = Rotation(16, 1e4)
 LIMITS = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
 CASES = {  # heads, width, rotation
-    "halves": (3, 40, Rotation(16, 1e4)),
+    "halves": (3, 40, ROTATION),
     "pairs, two turns of heads": (40, 128, Rotation(64, 1e4, Yarn(4.0, 32, attention_factor=1.7), interleaved=True)),
 }
 
@@ -100,10 +103,53 @@ def test_a_token_that_chooses_nothing_appends_its_key():
         assert mx.array_equal(one.cache.state[0][:, :, :141], other.cache.state[0][:, :, :141])
 
 
+def norm_of(width, rng):
+    norm = RMSNorm(width, 0.1)
+    norm.weight = mx.array(rng.normal(size=width).astype(np.float32))
+    return norm
+
+
+def check_blocks_by_head(before=70, heads=26, width=40, ratio=8, chosen=3):
+    """A token chooses for each head as plain operations do, with one key behind a cache's arrays."""
+    rng, blocks = np.random.default_rng(before), HeadBlocks(ratio, Indexer(heads, width, chosen + 1))
+    terms = index.IndexTerms(norm_of(width, rng), Rope(ROTATION), query_norm=norm_of(width, rng))
+    cache = make_cache(GroupedQuery(heads, heads, 32, ROTATION, blocks=blocks)).beside
+    keys, *rows = (mx.array(rng.normal(size=(1, n, width)).astype(np.float32)) for n in (before - 1, 1, 1))
+    index.append_keys(cache, terms.keys(keys, 0))
+    for row in rows:
+        queries = mx.array(rng.normal(size=(1, 1, heads * width)).astype(np.float32))
+        offset, made = cache.offset, index.Projections(queries, row, None, terms)
+        found = index.choose_step(made, cache, blocks)
+    made = index.Index(terms.queries(queries, heads, offset), cache.state[0][:, 0, : offset + 1], None)
+    assert mx.array_equal(found, choose_by_head(made, mx.array([offset // ratio]), blocks))
+
+
+@msl.needed
+@pytest.mark.parametrize("before, ratio", [(70, 8), (128, 8), (600, 128)])
+def test_blocks_that_each_head_chooses(before, ratio):
+    with msl.launching():
+        check_blocks_by_head(before, ratio=ratio)
+
+
+@msl.needed
+@pytest.mark.parametrize("offset", [38, 39, 40])
+def test_blocks_with_keys_of_their_own(offset):
+    """Whose scores are sums over heads of equal weights."""
+    rng, blocks, heads, width = np.random.default_rng(offset), KeyBlocks(4, Indexer(3, 40, 5)), 3, 40
+    terms = index.IndexTerms(None, Rope(ROTATION), 0.3, norm_of(width, rng))
+    queries, keys = (mx.array(rng.normal(size=(1, *shape)).astype(np.float32)) for shape in ((1, 120), (256, 40)))
+    positions, made = mx.array([offset, 0, 256, offset], mx.int32), index.Projections(queries, keys, None, terms)
+    with msl.launching():
+        found = index.choose_blocks_step(made, positions, blocks)
+    made = index.Index(terms.queries(queries, heads, offset), keys, mx.ones((1, 1, heads)))
+    assert mx.array_equal(found, index.choose(made, mx.array([(offset + 1) // 4]), blocks.indexer))
+
+
 def chosen_of(scores, top):
     """By the kernel."""
     scores = mx.array(scores, mx.float32)
-    terms = backend.name(), (mx.float32, mx.float32), Indexer(1, 8, top), True, (8, False), 256
+    kinds = index.Kinds(True, True, 0, 2)
+    terms = backend.name(), (mx.float32, mx.float32), Indexer(1, 8, top), kinds, 256, (8, False)
     positions = mx.array([len(scores) - 1] * 4, mx.int32)
     return index.plan(*terms)[1](scores, positions)[0][0, 0]
 
@@ -140,20 +186,28 @@ FAULTS = {
     "turned backwards": ("index.h", "a * cosine - b * sine", "a * cosine + b * sine"),
     "pairs of the other kind": ("index.h", "INTERLEAVED ? 2 * i", "!INTERLEAVED ? 2 * i"),
     "no magnitude": ("index_scores", "magnitude[0] * metal::sin", "metal::sin"),
-    "negative products": ("index_scores", "metal::fmax(lane_sum<ACROSS>(score[e]), 0.0f)", "score[e]"),
+    "negative products": ("index_scores", "metal::fmax(product, 0.0f)", "product"),
     "weights of the first head": ("index_scores", "weights[h]", "weights[0]"),
-    "not scaled": ("index_scores", "* scale[0]", "* 1.0f"),
+    "not scaled": ("index_scores", "* scale[0] :", ":"),
     "the first heads again": ("index_scores", "q + h * D", "q + (h - begin) * D"),
     "its own key is left out": ("index_scores", "next[used + i] = X(own[i])", "next[used + i] = recent[i]"),
     "the newest are forgotten": ("index_scores", "next[i] = recent[i]", "next[i] = key[0]"),
     "the newest are old": ("index_scores", "at < begun ?", "at <= begun ?"),
     "its own key is an older one": ("index_scores", "column < D && !is_own", "column < D"),
+    "the least of a block": ("index_scores", "product > largest", "product < largest"),
+    "a block of one position": ("index_scores", "RATIO + i]", "1 + i]"),
+    "the blocks of the first threadgroup": ("index_scores", "scores[(top / RATIO + pair", "scores[(pair"),
+    "scores of another head": ("index_scores", "* H + begin + pair / WHOLE", "* H + pair / WHOLE"),
     "missing barrier": ("index_scores", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
     "the last of equal ones": ("index_choose", "key == high && equal < left", "key == high"),
     "bins that overlap": ("index_choose", "low += found[0] << shift", "low += found[0] << (shift / 2)"),
     "those of higher bins again": ("index_choose", "left -= found[1]", "left -= 0"),
     "a thread's range again": ("index_choose", "equal += sums[T + i]", "equal += 0"),
 }
+
+
+BY_HEAD = ("the least of a block", "a block of one position", "the blocks of the first threadgroup")
+BY_HEAD += ("scores of another head",)
 
 
 @msl.needed
@@ -165,6 +219,10 @@ def test_planted_fault_is_caught(monkeypatch, name):
         if file == "index_choose":
             with pytest.raises(AssertionError):
                 test_the_best_are_chosen_and_the_first_of_equal_ones("a few values", 200)
+            return
+        if name in BY_HEAD:
+            with pytest.raises(AssertionError):
+                check_blocks_by_head(600)
             return
         layers = (Layer(*CASES["halves"]), Layer(*CASES["pairs, two turns of heads"]))
         with pytest.raises(AssertionError):

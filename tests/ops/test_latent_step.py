@@ -12,6 +12,7 @@ from metal import msl
 from moeflux_mlx.kinds import Latent, QueryScale, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import latent
+from moeflux_mlx.ops.attend import SeenBlocks
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.linear import Part
 from moeflux_mlx.ops.rope import Rope
@@ -183,7 +184,7 @@ def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_o
     whole = (before + 1 - has_own) // ratio
     chosen = np.sort(layer.rng.permutation(whole)[:count])
     places = [*(chosen[:, None] * ratio + np.arange(ratio)).reshape(-1), *range(whole * ratio, before + 1)]
-    parts, seen = layer.draw(), latent.SeenBlocks(mx.array(chosen[None, None], mx.int32), ratio, has_own)
+    parts, seen = layer.draw(), SeenBlocks(mx.array(chosen[None, None], mx.int32), ratio, has_own)
     got, want = layer.run(parts, cache, seen)[0, 0], layer.want(places)
     assert np.abs(wide(got) - want).max() / np.abs(want).max() < LIMITS[mx.float32]
     assert cache.offset == before + 1
