@@ -34,7 +34,7 @@ from moeflux_mlx.spec import ModelArgs, family_name, variants
 GIB = 2**30
 EVERY = (*goldens.FAMILIES, *goldens.KIN)
 # name: expert bytes, layer file bytes, MoE layers, total GiB (arithmetic on the published shapes)
-BLOCK = 4096  # bytes; records of biased experts are padded to a multiple, others that end elsewhere to one of a page
+BLOCK = 4096  # bytes; records with biases are padded to a multiple of it, others to whole pages
 SIZES = {
     "qwen3-30b-a3b": (2654208, 339738624, 48, 15.19),
     "qwen3-235b-a22b": (10616832, 1358954496, 94, 118.97),
@@ -158,7 +158,10 @@ def test_quantization_overrides():
     ],
 )
 def test_what_is_not_stated_is_the_modes_default(entry, wanted):
-    """As mlx-lm's command line writes it for mixed recipes; a module's mode is affine, independent of the file's."""
+    """mlx-lm's command line writes mixed recipes like this.
+
+    A module's mode is affine, independent of the file's mode.
+    """
     config = {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4", "lm_head": entry}}
     assert entries(config) == {"": Quant(4, 32, "mxfp4"), "lm_head": wanted}
     assert entries({"quantization": entry}) == {"": wanted}
@@ -291,7 +294,10 @@ def test_from_file_reads_generation_config(tmp_path):
 
 
 def test_every_family_has_goldens():
-    """Most tests are of `goldens.families()`, the others have some of their own. Names that are read alike need one."""
+    """Most tests use `goldens.families()`, and the other tests have families of their own.
+
+    Names that are read alike need one golden.
+    """
     stored = {family_name(goldens.config(family)) for family in EVERY}
     assert {FAMILIES[name] for name in stored} == set(FAMILIES.values())
 
@@ -342,7 +348,7 @@ VALUES = [
 
 
 def small(config):
-    """The configuration with few layers, so that a model of its shapes is made quickly."""
+    """Returns the configuration with few layers, so that a model of its shapes is made quickly."""
     config = copy.deepcopy(config)
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
@@ -362,7 +368,7 @@ def small(config):
 
 
 def places(value, path=()):
-    """Paths of all fields, nested ones too."""
+    """Yields the paths of all fields, including nested ones."""
     for key in value:
         yield (*path, key)
         if isinstance(value[key], dict):
@@ -370,7 +376,7 @@ def places(value, path=()):
 
 
 def with_value(config, path, value):
-    """A copy with another value in one place, if the place is still there."""
+    """Returns a copy with another value in one place, if the place still exists."""
     config = copy.deepcopy(config)
     *parents, last = path
     target = config
@@ -382,7 +388,7 @@ def with_value(config, path, value):
 
 
 def values_in(tree):
-    """All that stands in nested objects and lists."""
+    """Yields all values in nested objects and lists."""
     if isinstance(tree, dict | list | tuple):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from values_in(value)
@@ -391,9 +397,9 @@ def values_in(tree):
 
 
 def check_usable(config):
-    """What is accepted has shapes and constants that a model can be made of."""
+    """Checks that an accepted configuration has shapes and constants from which a model can be made."""
     args = ModelArgs.from_dict(config)
-    factors = {factor for part in args.ngrams.values() for factor in part.multipliers}  # of a hash in 64 bits
+    factors = {factor for part in args.ngrams.values() for factor in part.multipliers}  # factors of a hash in 64 bits
     assert all(0 < factor * args.vocab_size < 2**63 for factor in factors)
     for value in values_in(dataclasses.asdict(dataclasses.replace(args, quantization=None, eos_token_ids=()))):
         assert not isinstance(value, float) or math.isfinite(value), args
@@ -414,7 +420,7 @@ def check_usable(config):
 
 
 def is_refused(config):
-    """Whether the configuration is refused as it should be; what is not refused must be usable."""
+    """Returns whether the configuration is refused as it should be. One that is accepted must be usable."""
     try:
         check_usable(config)
         SourceFormat(config)
@@ -428,7 +434,7 @@ def is_refused(config):
 
 
 def fuzzed(config):
-    """A small configuration with everything in it that is read."""
+    """Returns a small configuration with all fields that are read."""
     more = {
         "quantization": {"group_size": 64, "bits": 4, "lm_head": {"bits": 8}},
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -441,11 +447,14 @@ def fuzzed(config):
 @pytest.mark.parametrize("each", [11, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", EVERY)
 def test_any_value_in_any_field_is_usable_or_refused(family, each):
-    """Each field meets every eleventh value, the families begin at others: the fields that they share meet most."""
+    """Each field gets every eleventh value.
+
+    Families begin at different values, so the fields that they share get most values.
+    """
     config = fuzzed(goldens.config(family))
     cases = [(path, value) for path in places(config) for value in VALUES]
     assert len(cases) > 1000
-    cases = cases[zlib.crc32(family.encode()) % each :: each]  # whichever other families there are
+    cases = cases[zlib.crc32(family.encode()) % each :: each]  # independent of the other families that exist
     refused = sum(is_refused(with_value(config, *case)) for case in cases)
     assert len(cases) / 4 < refused < len(cases) * 0.9
 
@@ -475,7 +484,7 @@ EDGES = [
 @pytest.mark.parametrize("field, value", EDGES)
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_values_at_the_edge_give_numbers(family, field, value, tmp_path):
-    """With the weights of the tiny models; a field is set wherever it may stand."""
+    """Uses the weights of the tiny models. The field is set in every place where it may be."""
     source, path = tiny_directory(family), tmp_path / "model"
     path.mkdir()
     for file in source.iterdir():

@@ -14,7 +14,7 @@ from moeflux_mlx.formats.checkpoint import open_checkpoint, read_header, read_ma
 
 
 def raw_safetensors(path, header, data=b""):
-    """A file with any header, sound or not."""
+    """Writes a file with any header, valid or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
@@ -24,7 +24,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-# ---- what is sound ----
+# ---- valid files ----
 
 
 def test_every_dtype_reads_as_written(tmp_path):
@@ -64,7 +64,7 @@ def test_only_files_of_the_index_are_read(tmp_path):
     assert "x" not in open_checkpoint(tmp_path).tensors
 
 
-# ---- what is not ----
+# ---- invalid files ----
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_hostile_headers(tmp_path, header, data, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 8, (1000).to_bytes(8, "little") + b"{}"])
-def test_lengths_that_lie(tmp_path, content):
+def test_wrong_lengths_are_refused(tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(ModelFileError, match=r"x\.safetensors is not a safetensors file"):
         read_header(tmp_path / "x.safetensors")

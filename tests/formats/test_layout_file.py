@@ -31,7 +31,7 @@ quants = st.tuples(forms, forms, forms)
 
 
 def stating(by_layer, experts=EXPERTS, **sizes):
-    """The args of a model whose config.json says how each layer's experts are stored."""
+    """Returns the args of a model whose config.json says how each layer's experts are stored."""
     args = tiny_args(LAYERS, experts, **sizes)
     overrides = {
         expert_path(layer, projection): quant
@@ -78,7 +78,7 @@ def test_geometries_are_listed_once():
     assert [one["layers"] for one in to_json(varied(again)[1])["geometries"]] == [[0, 2], [1]]
 
 
-def test_a_reader_of_version_1_finds_nothing_it_knows():
+def test_a_reader_of_version_1_finds_no_field_that_it_knows():
     stated = to_json(varied()[1])
     assert stated["format_version"] == 2 and stated.keys().isdisjoint({"expert_size", "components"})
 
@@ -146,7 +146,7 @@ def test_a_share_is_read_again_and_no_reader_of_version_2_takes_it_for_a_model()
         {"shares": {"0": 1}, "rank": 0},
     ],
 )
-def test_a_share_that_is_none(held):
+def test_an_impossible_share_is_refused(held):
     _, layout = varied()
     with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
         held_by({**to_json(layout, RankShare(Owners((1, 1)), 0)), "held": held}, "x/layout.json")

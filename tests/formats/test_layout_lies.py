@@ -63,7 +63,7 @@ IN_VERSION_4 = [
     (["format_version"], 1 << 70, "format_version 1180591620717411303424 is not 1, 2, 3 or 4"),
     ([*SCALE, "offset"], 4732, "offset of up_proj.global_scale in layer 0 is 4732"),  # overlaps the bias
     ([*FIELD, 4, "offset"], 4740, "offset of down_proj.weight in layer 0 is 4740"),  # misaligned
-    ([*FIELD, 4, "offset"], 4768, "offset of down_proj.weight in layer 0 is 4768"),  # a gap too wide
+    ([*FIELD, 4, "offset"], 4768, "offset of down_proj.weight in layer 0 is 4768"),  # too large a gap
     ([*SCALE, "offset"], -16, "offset of up_proj.global_scale in layer 0 is -16"),
     ([*SCALE, "size"], 1 << 64, "size of up_proj.global_scale in layer 0 is 18446744073709551616"),
     ([*SCALE, "shape"], [1 << 62, 4], "shape of up_proj.global_scale in layer 0"),
@@ -86,7 +86,7 @@ LIES = [*((varied, *lie) for lie in IN_VERSION_2), *((everything, *lie) for lie 
 
 
 def changed(stated, path, value):
-    """`stated` with one value replaced."""
+    """Returns `stated` with one value replaced."""
     reread = copy.deepcopy(stated)
     part = reread
     for key in path[:-1]:
@@ -96,7 +96,7 @@ def changed(stated, path, value):
 
 
 @pytest.mark.parametrize(("geometry", "path", "value", "words"), LIES)
-def test_a_layout_that_lies(geometry, path, value, words):
+def test_a_wrong_layout_is_refused(geometry, path, value, words):
     args, layout = geometry()
     with pytest.raises(ModelFileError) as failure:
         from_json(changed(to_json(layout), path, value), args, "x/layout.json")

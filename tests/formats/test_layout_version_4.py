@@ -27,7 +27,7 @@ SHARE = RankShare(Owners((1, 2, 1)), 1)
 
 
 def having(by_layer, biases=False, **sizes):
-    """The args of a model whose experts have so many matrices as `by_layer` gives forms, and perhaps biases."""
+    """Returns the args of a model whose experts have a matrix for each form of `by_layer`, and perhaps biases."""
     args = stating({}, **sizes)
     matrices = len(by_layer[0])
     layers = [
@@ -42,7 +42,7 @@ def having(by_layer, biases=False, **sizes):
 
 
 def everything(dtype="F16"):
-    """Two matrices with biases, one of them with a global scale; layers differ."""
+    """Returns two matrices with biases, one of them with a global scale. Layers differ."""
     by_layer = {0: (GLOBAL, MXFP4), 1: (Quant(6, 32), GLOBAL), 2: (GLOBAL, MXFP4)}
     args = having(by_layer, biases=True)
     return args, ExpertLayout.from_args(args, by_layer, dtype)
@@ -83,7 +83,7 @@ def test_versions_1_to_3_keep_their_bytes(layout, share, digest):
     assert hashlib.sha256(written).hexdigest()[:16] == digest
 
 
-def test_a_field_as_it_is_written():
+def test_how_a_field_is_written():
     stated = to_json(everything()[1])
     assert stated.keys() == {"format_version", "num_layers", "num_experts", "geometries"}
     first, second = stated["geometries"]
@@ -116,7 +116,7 @@ def test_config_json_decides_which_fields_there_are():
         from_json(uniform, having(dict.fromkeys(range(LAYERS), UNIFORM), biases=True), "layout.json")
 
 
-def test_version_1_cannot_say_biases():
+def test_version_1_cannot_describe_biases():
     args = having(dict.fromkeys(range(LAYERS), UNIFORM), biases=True)
     record = ExpertLayout.from_args(args).record
     fields = [{key: one[key] for key in ("name", "offset", "size", "dtype", "shape")} for one in
@@ -132,6 +132,6 @@ def test_a_group_that_does_not_divide():
 
 
 @pytest.mark.parametrize("held", [None, 7, {"shares": [1, 1]}, {"shares": [0, 1], "rank": 0}])
-def test_a_share_that_is_none(held):
+def test_an_impossible_share_is_refused(held):
     with pytest.raises(ModelFileError, match=r"x/layout.json: held"):
         held_by({**to_json(everything()[1]), "held": held}, "x/layout.json")

@@ -70,7 +70,7 @@ def test_a_good_directory_opens(model_dir):
 
 
 def test_a_directory_without_our_keys_opens(model_dir):
-    """As flash-moe writes it: blocks back to back, fewer keys, and a key of its own in a component."""
+    """flash-moe writes such directories: records without padding, fewer keys, and a key of its own in a component."""
     args = tiny_args()
     layout = ExpertLayout.from_args(args)
     content = to_json(layout)
@@ -119,7 +119,7 @@ def test_missing_layer_file(model_dir):
         {"components": None},
     ],
 )
-def test_a_layout_that_lies(model_dir, change):
+def test_a_wrong_layout_is_refused(model_dir, change):
     edit(model_dir, **change)
     with pytest.raises(ModelFileError, match="layout.json"):
         PackedExperts.open(model_dir, tiny_args())

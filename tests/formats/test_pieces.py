@@ -16,7 +16,7 @@ A, B = Path("a"), Path("b")
 
 @st.composite
 def scattered(draw):
-    """Pieces of two files that do not overlap, in any order, and the room that they fill."""
+    """Draws pieces of two files that do not overlap, in any order, and the memory that they fill."""
     pieces, place = [], 0
     ends = {A: draw(st.integers(0, 2 * BLOCK_BYTES)), B: draw(st.sampled_from([0, BLOCK_BYTES, 17]))}
     for _ in range(draw(st.integers(1, 9))):
@@ -32,7 +32,7 @@ def scattered(draw):
 
 
 @given(scattered(), st.sampled_from([GAP_BYTES, ALONE_BYTES, RUN_BYTES]))
-def test_runs_bring_every_byte_once_and_spoil_none(case, most):
+def test_runs_bring_every_byte_once_and_overwrite_none(case, most):
     wanted, room = case
     written = np.zeros(room, np.uint8)
     for run in runs_of(wanted, room, most):
@@ -71,7 +71,7 @@ def test_long_pieces_are_cut_where_blocks_end():
 
 
 @given(st.integers(0, BLOCK_BYTES - 1), st.integers(1, 40 * BLOCK_BYTES), st.integers(1, 4))
-def test_parts_are_alike_and_few(offset, length, blocks):
+def test_parts_are_equal_and_few(offset, length, blocks):
     most = blocks * BLOCK_BYTES
     runs = runs_of([FilePiece(A, offset, length, 1)], length + 1, most)
     sizes = [run.stop - run.start for run in runs]
@@ -80,7 +80,7 @@ def test_parts_are_alike_and_few(offset, length, blocks):
     assert all(one.stop == other.start and one.stop % BLOCK_BYTES == 0 for one, other in pairwise(runs))
 
 
-def test_a_run_has_no_more_pieces_than_a_system_call_takes_places():
+def test_a_run_has_no_more_pieces_than_a_system_call_accepts():
     many = [FilePiece(A, 20 * i, 10, 10 * i) for i in range(2 * RUN_PIECES + 1)]
     runs = runs_of(many, 10 * len(many))
     assert [len(run.pieces) for run in runs] == [RUN_PIECES, RUN_PIECES, 1]
@@ -94,7 +94,7 @@ def test_an_aligned_piece_is_read_to_its_place():
     assert not runs_of([FilePiece(A, BLOCK_BYTES, size, 0)], size)[0].is_aligned  # there is no room for the last block
     assert not runs_of([FilePiece(A, BLOCK_BYTES + 1, size, 0)], blocks)[0].is_aligned
     both = runs_of([FilePiece(A, 0, size, 0), FilePiece(B, 0, size, size)], 2 * blocks)
-    assert not any(run.is_aligned for run in both)  # the first would spoil the second, whose place is odd
+    assert not any(run.is_aligned for run in both)  # the first piece would overwrite the second, whose place is odd
 
 
 def test_what_is_read_to_scratch_memory_fits_it():

@@ -18,7 +18,7 @@ WIDTHS = st.integers(1, 5).map(lambda n: 64 * n)
 
 
 def test_two_matrices_with_biases_and_global_scales():
-    """By hand: after a global scale of 4 bytes the next field begins at a multiple of 16."""
+    """Calculated by hand: after a global scale of 4 bytes the next field begins at a multiple of 16."""
     record = Record.make(128, 64, (GLOBAL, GLOBAL), dtype="F16", has_bias=True)
     assert [(one.name, one.offset, one.size, one.dtype, one.shape) for one in record.fields] == [
         ("up_proj.weight", 0, 4096, "U32", (64, 16)),
@@ -57,17 +57,17 @@ def test_fields_are_aligned_and_disjoint(hidden, inner, quants, dtype, has_bias)
 @pytest.mark.parametrize(
     ("name", "raw"),
     [
-        ("gate_proj.scales", [0x7F]),  # E4M3 has no infinity, and a NaN of each sign
-        ("up_proj.scales", [0xFF]),  # of E8M0
+        ("gate_proj.scales", [0x7F]),  # E4M3 has no infinity, and one NaN of each sign
+        ("up_proj.scales", [0xFF]),  # a NaN of E8M0
         ("down_proj.scales", [0xFF]),
         ("up_proj.bias", [0x00, 0x7C]),
         ("down_proj.bias", [0x00, 0xFC]),
         ("down_proj.global_scale", [0, 0, 0x80, 0x7F]),
     ],
 )
-def test_a_value_that_spoils_is_found(name, raw):
+def test_a_nan_is_found(name, raw):
     record = Record.make(128, 64, (GLOBAL, MXFP4, GLOBAL), dtype="F16", has_bias=True)
-    rows = np.full((3, record.stride), 0x7B, np.uint8)  # a number everywhere
+    rows = np.full((3, record.stride), 0x7B, np.uint8)  # no NaN anywhere
     assert not_finite(record, rows) is None
     field = next(one for one in record.fields if one.name == name)
     rows[1, field.end - len(raw) : field.end] = raw

@@ -35,7 +35,7 @@ def model():
 
 
 def test_the_text_passes_everything(model):
-    """The window, both ratios more than once, and the budget of the indexer: entries of 4 positions, 4 of them."""
+    """The text passes the end of the window, both ratios more than once, and the budget: 4 entries of 4 positions."""
     ratios = [mixer.compressor and mixer.compressor.ratio for mixer in model.args.mixers]
     assert ratios == [None, 4, 16, 4] and model.args.mixers[1].compressor.indexer.top == 4
     assert [layer.feed_forward.router.table for layer in model.args.layers] == [256, 256, None, None]
@@ -61,7 +61,7 @@ def test_a_table_that_names_experts_that_are_not_there(model):
 
 
 def test_experts_that_a_table_names_are_read_ahead():
-    """The second layer's, while the first computes; each that is read is used."""
+    """The second layer's experts are read while the first layer computes. Each expert that is read is used."""
     model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32, expert_io="pread", expert_cache_bytes=1)
     lookahead = model.layers[0].mlp.experts.lookahead
     lookahead.prefetch, wanted = "lookahead", WANTED[:30]
@@ -69,7 +69,7 @@ def test_experts_that_a_table_names_are_read_ahead():
     named, others = lookahead.predictor.record(1), [lookahead.predictor.record(i) for i in (0, 2, 3)]
     assert named.judged > 5 and not any(record.judged for record in others)
     at_first = LayerGuesses().useful
-    assert named.useful == pytest.approx(1 - (1 - at_first) * MEMORY**named.judged)  # not one in vain
+    assert named.useful == pytest.approx(1 - (1 - at_first) * MEMORY**named.judged)  # no read was unnecessary
     model.experts.close()
 
 

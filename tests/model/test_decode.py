@@ -34,7 +34,7 @@ def full(family):
 
 
 def make_resident(monkeypatch, family, dtype=mx.float32):
-    """A model as on a GPU: MLX operations only, every layer's experts one array, tokens by the compiled step."""
+    """Returns a model as on a GPU: MLX operations, each layer's experts in one array, tokens by the compiled step."""
     use_plain_operations(monkeypatch)
     for caches in (compressed, growing, window):
         monkeypatch.setattr(caches, "sees_capacity", lambda length: length == 1)
@@ -71,8 +71,10 @@ def test_compiled_step_equals_the_plain_one(resident_model):
 
 @pytest.mark.parametrize("resident_model", ["deepseek_v32", *SOME_CHOOSING], indirect=True)
 def test_a_step_that_attends_to_all_and_one_that_chooses(resident_model):
-    """The compiled step changes with the token that no longer sees all positions, and with one that ends an entry or a
-    block; all match the golden."""
+    """The compiled step changes with the token that no longer sees all positions.
+
+    It also changes with a token that ends an entry or a block. All steps match the golden.
+    """
     tokens, wanted = goldens.golden(resident_model.model_type)
     cache, first = resident_model.make_cache(), 14
     last = next(i for i in range(first, 64) if any(not mixer.seeing_all(i, 1) for mixer in attending(resident_model)))
@@ -98,7 +100,7 @@ def attending(model):
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
-    """Single tokens of a whole model through every kernel there is, Metal's text executed by the harness."""
+    """Single tokens of a whole model run through every kernel: Metal's source, executed by the harness."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     caches = [model.make_cache() for _ in range(2)]
@@ -113,7 +115,7 @@ def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
 
 @pytest.mark.parametrize("resident_model", ["qwen3_5_moe", "deepseek_v3"], indirect=True)
 def test_capacity_grows_in_the_middle(resident_model):
-    """The step that no longer fits the arrays' capacity sees everything before it."""
+    """The step after which the arrays grow sees all earlier positions."""
     model = resident_model
     prompt = (np.arange(255) % 200).tolist()
     plain, fixed = model.make_cache(), model.make_cache()
@@ -129,11 +131,11 @@ def test_capacity_grows_in_the_middle(resident_model):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, family):
-    """The first are chosen in the launch that multiplies them, the others before it."""
+    """Resident experts are chosen in the launch that multiplies them, streamed experts before it."""
     joined, joins = [], Shared.joins
     monkeypatch.setattr(Shared, "joins", lambda *args: joined.append(joins(*args)) or joined[-1])
     models = [make_resident(monkeypatch, family, mx.bfloat16), load_model(tiny_directory(family), dtype=mx.bfloat16)]
-    models[0].decode_step = None  # which the harness of the kernels cannot trace
+    models[0].decode_step = None  # the harness of the kernels cannot trace these
     logits = []
     with msl.launching():
         for model in models:
@@ -145,7 +147,7 @@ def test_kernels_give_resident_and_streamed_experts_the_same_bits(monkeypatch, f
 
 
 def pretended(inputs, output_shapes, output_dtypes, **_):
-    """A kernel's outputs, which are not computed."""
+    """Returns the outputs of a kernel, which are not computed."""
     outputs = [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
     mx.eval(outputs)
     return mx.depends(outputs, inputs)
@@ -165,11 +167,11 @@ def pretended_attention(q, k, v, *, scale, mask=None, sinks=None):
     return pretended(inputs, [(*q.shape[:-1], v.shape[-1])], [q.dtype])[0]
 
 
-# Views of other arrays, which launch nothing.
+# Operations that only view other arrays, and launch nothing.
 VIEWS = ("Reshape", "Slice", "Split", "Broadcast", "ExpandDims", "Squeeze", "Unflatten", "Transpose")
-# Moonlight's shared expert is as wide as two routed ones; one of Step's layers has a limit in routed experts alone.
+# Moonlight's shared expert is as wide as two routed ones. One of Step's layers has a limit for routed experts only.
 MOST = {"moonlight": 10, "step3p5": 8, ("step3p5", 3): 10, "laguna": 9}
-# MLX's own operations, of a token that attends to chosen positions or entries; and two layers of n-grams.
+# MLX's own operations for a token that attends to chosen positions or entries, and for two layers of n-grams.
 MOST |= {"deepseek_v4": 37, ("deepseek_v4", 0): 18, ("deepseek_v4", 2): 17}
 MOST |= {"glm5_next": 13, ("glm5_next", 2): 42, ("glm5_next", 4): 42}
 MOST |= {"qwen4_exp": 15, ("qwen4_exp", 0): 12, ("qwen4_exp", 1): 25, ("qwen4_exp", 3): 25}
@@ -181,7 +183,7 @@ MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "sol
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", [*goldens.families(), *goldens.KIN])
 def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
-    """Of a compiled step, which joins small operations: the operations of its graph that are no views."""
+    """Counts the operations of a compiled step's graph that are not views. Compiling joins small operations."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = make_resident(monkeypatch, family, mx.bfloat16)
     cache, streams = model.make_cache(), model.args.connections.streams if model.args.connections else 1
@@ -192,11 +194,11 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
     monkeypatch.setattr(mx.fast, "rms_norm", pretended_norm)
     monkeypatch.setattr(mx.fast, "rope", pretended_turn)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", pretended_attention)
-    monkeypatch.setattr(attend, "refusal", lambda *_: None)  # of heads narrower than a real model's
+    monkeypatch.setattr(attend, "refusal", lambda *_: None)  # for heads that are narrower than a real model's
     for layer in model.layers:
         for part in (*map(layer.get, ("attn_hc", "ffn_hc")), layer.mixer):
             if hasattr(part, "arrange"):
-                part.arrange()  # for the kernels
+                part.arrange()  # sizes that the kernels accept
     chosen = mx.arange(4)[None, None]
     for layer in model.args.moe_layers:
         own, module = cache[layer], model.layers[layer]
@@ -210,7 +212,7 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
 
 
 def given(positions, ids):
-    """To a layer: what the last one with an indexer chose, and the tokens."""
+    """Gives a layer the choice of the last layer with an indexer, and the tokens."""
     return Chosen(positions), Tokens(ids)
 
 
@@ -221,7 +223,7 @@ def test_an_empty_cache_is_not_taken():
 
 
 def test_nothing_computes_or_is_held_after_close(monkeypatch):
-    """The traces of several threads hold every expert as a constant."""
+    """The traces of several threads keep every expert as a constant."""
     model = make_resident(monkeypatch, "qwen3_moe")
     cache, token = model.make_cache(), mx.array([[1]])
     mx.eval(model(mx.array([[1, 2, 3]]), cache))

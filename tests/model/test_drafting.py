@@ -8,7 +8,10 @@ from moeflux_mlx.model.drafting import MOST_DRAFTS, Drafting
 
 
 def run(drafting, seconds, luck, tokens, seed=0, proposals=1.0):
-    """Tokens a second of a text: `seconds(depth)` of a step, each draft taken with the chance `luck`."""
+    """Returns the tokens per second of a text.
+
+    A step takes `seconds(depth)`, and each draft is accepted with the probability `luck`.
+    """
     draw, said, spent, depths = random.Random(seed), 0, 0.0, []
     while said < tokens:
         depth = drafting.depth if draw.random() < proposals else 0
@@ -23,17 +26,17 @@ def run(drafting, seconds, luck, tokens, seed=0, proposals=1.0):
 
 
 def shared(depth):
-    """A step whose rows share most of the work."""
+    """Returns the time of a step whose rows share most of the work."""
     return 1 + 0.15 * depth
 
 
 def alone(depth):
-    """A step whose rows share nothing but a little."""
+    """Returns the time of a step whose rows share little of the work."""
     return 1 + 0.8 * depth
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_pays_is_done_as_deep_as_it_pays(seed):
+def test_the_fastest_depth_is_used(seed):
     rate, depths = run(Drafting("head"), shared, 0.8, 2000, seed)
     best = max(sum(0.8**i for i in range(d + 1)) / shared(d) for d in range(MOST_DRAFTS + 1))
     assert rate > 0.93 * best and max(depths[len(depths) // 2 :], key=depths.count) >= 3
@@ -43,7 +46,7 @@ def test_what_pays_is_done_as_deep_as_it_pays(seed):
 @pytest.mark.parametrize(
     "step, luck", [(alone, 1 / 3), (alone, 0.0), (shared, 0.0), (lambda depth: 1 + 2.0 * depth, 0.9)]
 )
-def test_what_does_not_pay_costs_little(seed, step, luck):
+def test_drafts_that_do_not_pay_cost_little(seed, step, luck):
     rate, depths = run(Drafting("head"), step, luck, 600, seed)
     assert rate > 0.97 and depths.count(0) > 0.9 * len(depths)
 
@@ -57,7 +60,7 @@ def test_a_text_that_changes_is_noticed():
     assert depths[-100:].count(0) > 90
 
 
-def test_one_long_pause_says_nothing():
+def test_one_long_pause_changes_nothing():
     drafting = Drafting("head")
     run(drafting, shared, 0.8, 300)
     before = drafting.rate(3)

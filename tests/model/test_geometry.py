@@ -41,7 +41,7 @@ CASES += drawn(("qwen3_5_moe", "deepseek_v3"), ("3 bits", "mxfp4", "mixed 3 and 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The packed model of a case, and its logits in float64."""
+    """Returns the packed model of a case, and its logits in float64."""
     kept = {}
 
     def make(family, name):
@@ -73,7 +73,7 @@ def test_logits_match_float64_and_every_source_gives_the_same_bits(made, family,
 
 
 def test_a_wrong_scale_shows(made, tmp_path):
-    """The comparison with float64 can fail: one exponent of mxfp4, in one expert."""
+    """This shows that the comparison with float64 can fail: one exponent of mxfp4 differs in one expert."""
     path, tokens, wanted = made("qwen3_moe", "mxfp4")
     model = load_model(path, dtype=mx.float32, expert_io="mmap")
     projection = model.experts.layout.records[1].down
@@ -88,7 +88,7 @@ def test_a_wrong_scale_shows(made, tmp_path):
 
 
 def broken(made, tmp_path, change):
-    """The packed mxfp4 model with resident tensors as `change` leaves them."""
+    """Returns the packed mxfp4 model with its resident tensors changed by `change`."""
     path = made("qwen3_moe", "mxfp4")[0]
     copy = tmp_path / "model"
     copy.mkdir()

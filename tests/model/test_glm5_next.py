@@ -29,7 +29,7 @@ def model():
 
 
 def test_the_text_passes_everything(model):
-    """A dense layer, the budget of four pools, and chunks of the delta rule."""
+    """The text passes a dense layer, the budget of four pools, and several chunks of the delta rule."""
     blocks = [mixer.blocks for mixer in model.args.mixers if isinstance(mixer, kinds.Latent)]
     assert [(one.ratio, one.indexer.top, one.weighed) for one in blocks] == [(4, 4, True)] * 2
     assert [isinstance(layer.feed_forward, kinds.Dense) for layer in model.args.layers] == [True] + [False] * 4
@@ -51,7 +51,7 @@ def test_calls_that_end_about_pools_and_the_budget(model, lengths):
 
 
 def wrong_pools(change):
-    """`pooled` with other arguments."""
+    """Returns `pooled` with other arguments."""
     right = indexed.pooled
     return lambda *given: right(*change(*given))
 
@@ -80,7 +80,7 @@ def test_a_budget_of_another_pool(lengths, more):
     assert np.flatnonzero(differs)[0] in ((15, 16, 17, 18, 19) if more < 0 else (19, 20, 21, 22, 23))
 
 
-def test_positions_behind_the_last_pool_that_are_left_out(monkeypatch):
+def test_positions_after_the_last_pool_that_are_left_out(monkeypatch):
     right = operations.with_tail
     wrong = lambda chosen, places, *rest: right(chosen, places * 0 - 1, *rest)  # noqa: E731
     assert broken(monkeypatch, operations, "with_tail", wrong)
@@ -111,5 +111,5 @@ def test_results_gated_by_silu():
     assert error(model) > 10 * TOLERANCE
 
 
-def test_one_stream_behind_the_last_layer(monkeypatch):
+def test_one_stream_after_the_last_layer(monkeypatch):
     assert broken(monkeypatch, streams, "mean_of", lambda h, count: h[..., : h.shape[-1] // count])

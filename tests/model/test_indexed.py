@@ -47,7 +47,7 @@ def test_a_few_tokens_at_a_time_give_the_same(family, monkeypatch):
 @given(seed=st.integers(0, 2**16), levels=st.sampled_from([1, 2, 4, 1024]), top=st.integers(1, 8))
 @settings(max_examples=examples(25), deadline=None)
 def test_the_best_are_chosen_and_the_first_of_equal_ones(dtype, seed, levels, top):
-    """All numbers are exact in float32."""
+    """float32 holds all these numbers exactly."""
     rng, heads, first, rows, count = np.random.default_rng(seed), 3, 9, 4, 14
     q = rng.integers(-levels, levels + 1, (1, rows, heads, 2)) / levels
     k = rng.integers(-levels, levels + 1, (1, count, 2)) / levels
@@ -69,7 +69,7 @@ def test_a_span_that_was_left_between_two_layers_goes_on():
 
     def stop(share):
         told.append(share)
-        if 0.2 < share < 0.3 or 0.6 < share < 0.7:  # in the layers that reuse what the one before them chose
+        if 0.2 < share < 0.3 or 0.6 < share < 0.7:  # in the layers that reuse the choice of the layer before them
             raise InterruptedError
 
     for _ in range(50):
@@ -133,7 +133,7 @@ def test_weights_of_heads_that_are_left_out(monkeypatch, family):
 @pytest.mark.usefixtures("plain_operations", "cpu_device")
 @pytest.mark.parametrize("before", [10, 20])
 def test_the_stand_in_of_both_caches_takes_rows_of_one_text(before):
-    """On kernels, with the bits of single tokens; 12 positions are attended to."""
+    """Checks kernels, with the bits of single tokens. 12 positions are attended to."""
     model = tiny_model("deepseek_v32", mx.float32)
     layer, rng = model.layers[0], np.random.default_rng(0)
     x = mx.array(rng.normal(size=(1, before + 2, model.args.hidden_size)).astype(np.float32))
@@ -156,7 +156,7 @@ def test_the_stand_in_of_both_caches_takes_rows_of_one_text(before):
             assert mx.array_equal(a[..., : before + 2, :], b[..., : before + 2, :])
 
 
-def test_a_layer_that_reuses_holds_no_keys():
+def test_a_layer_that_reuses_a_choice_has_no_keys():
     args = tiny_model("glm_moe_dsa", mx.float32, "hub").args
     own, shared = (args.mixers[i] for i in (0, 1))
     assert shared == replace(own, indexer=replace(own.indexer, reuses=True))

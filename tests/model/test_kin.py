@@ -14,21 +14,24 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend, latent, mamba
 from moeflux_mlx.ops.experts import MAX_SLOTS
 
-TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
+TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 
 
 ENDS = "a few one by one, many, a few one by one"
 
 
 def lengths(total, chunk):
-    """Of the pieces in which a text of `total` tokens is fed."""
+    """Returns the lengths of the pieces in which a text of `total` tokens is computed."""
     if chunk == ENDS:
         return [1] * 6 + [total - 15] + [1] * 9
     return [len(piece) for piece in np.split(range(total), range(chunk or total, total, chunk or total))]
 
 
 def run(model, family, chunk=None):
-    """Logits [T, V] of the golden's tokens, fed `chunk` at a time from their first position on; None: all at once."""
+    """Returns the logits [T, V] of the golden's tokens, computed `chunk` at a time from their first position on.
+
+    If `chunk` is None, all tokens are computed at once.
+    """
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
     for layer in cache:
         layer.shift(goldens.first_position(family))
@@ -154,7 +157,7 @@ ROPE = goldens.config("mistral4")["rope_parameters"]
 @pytest.mark.parametrize("field, value", [("llama_4_scaling_beta", 0.0), ("original_max_position_embeddings", 4096)])
 @pytest.mark.parametrize("chunk", [None, 1])
 def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chunk):
-    """The golden's tokens stand on both sides of it."""
+    """The golden's tokens are on both sides of this position."""
     change = {"rope_parameters": {**ROPE, field: value}}
     path = with_config(tiny_directory("mistral4", "hub"), tmp_path / "model", change)
     assert error(load_model(path, dtype=mx.float32), "mistral4", chunk) > 10 * TOLERANCE
@@ -182,7 +185,7 @@ def test_a_bias_that_is_left_out(family):
 
 
 def without(name, part=""):
-    """Of a Mamba, or of a part of it."""
+    """Removes a part of the Mamba module, or of a part of it."""
 
     def leave_out(layer, _):
         owner = layer.mamba[part] if part else layer.mamba
@@ -193,7 +196,7 @@ def without(name, part=""):
 
 
 def with_one_norm(layer, patch):
-    """The groups' results are normed together."""
+    """Norms the groups' results together."""
     right = mamba.rms_norm
     patch.setattr(mamba, "rms_norm", lambda y, *rest: right(y.reshape(*y.shape[:2], 1, -1), *rest))
 
@@ -207,7 +210,7 @@ MAMBA = {
 
 
 @pytest.mark.parametrize("mistake", MAMBA)
-def test_what_may_be_wrong_in_mamba(monkeypatch, mistake):
+def test_mistakes_in_mamba(monkeypatch, mistake):
     model = load_model(tiny_directory("nemotron_h", "hub"), dtype=mx.float32)
     for layer in model.layers:
         if "mamba" in layer:
@@ -236,7 +239,7 @@ def test_gates_of_heads_that_are_left_out(family):
 
 
 def without_weight_of_keys(attention):
-    """Values are the normed keys, as if the norm came before they parted."""
+    """Makes values the normed keys, as if the norm came before keys and values are separated."""
     begin = attention.begin
 
     def with_norm(x, norm):
@@ -247,7 +250,7 @@ def without_weight_of_keys(attention):
     attention.begin = with_norm
 
 
-# What a model of Gemma 4 may leave out or take for another: of a layer, and whether it has the part.
+# Parts of a Gemma 4 layer that an implementation may leave out or confuse with another, and whether a layer has them.
 GEMMA4 = {
     "values that are not normed": lambda layer: _switch(layer, value_norm=False),
     "scores in the usual scale": lambda layer: _switch(layer, scale=None),
@@ -288,7 +291,7 @@ def test_a_part_of_gemma_4_that_is_left_out(mistake):
     assert error(model, "gemma4") > 10 * TOLERANCE
 
 
-def test_flat_norms_taken_for_norms_of_each_head():
+def test_norms_over_all_heads_instead_of_each_head():
     model = load_model(tiny_directory("minimax_m2", "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers):
         attention.q_norm, attention.k_norm = by_head(attention.q_norm), by_head(attention.k_norm)
@@ -306,7 +309,7 @@ def by_head(norm, width=32):
 
 @pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("glm5_next", 1e-6)])
 def test_norms_of_latents_with_another_eps(family, eps):
-    """DeepSeek's have one of their own, GLM-5.3-Flash's that of all others."""
+    """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for norm in (module for path, module in model.named_modules() if path.endswith("_a_layernorm")):
         norm.eps = model.args.rms_norm_eps if eps is None else eps
@@ -314,7 +317,7 @@ def test_norms_of_latents_with_another_eps(family, eps):
 
 
 @pytest.mark.parametrize("chunk", [None, 7, 1])
-def test_a_temperature_of_the_rotated_part_alone(monkeypatch, chunk):
+def test_a_temperature_of_only_the_rotated_part(monkeypatch, chunk):
     if chunk == 1 and backend.has_kernels():
         pytest.skip("a kernel scales a single token's queries")
     right = latent.Queries.scaled
@@ -346,12 +349,12 @@ AGREED = (
 
 @pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna"])
 def test_where_mlx_lm_differs_from_hugging_face(tmp_path, family):
-    """In GLM-4.7-Flash it norms latents with `rms_norm_eps`; transformers with 1e-6, and so do we. It sees a position
-    fewer in MiMo's windows, and leaves out Laguna's `attention_factor`."""
+    """mlx-lm norms GLM-4.7-Flash's latents with `rms_norm_eps`; transformers uses 1e-6, and so do we. mlx-lm sees one
+    position less in MiMo's windows, and leaves out Laguna's `attention_factor`."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     weights = {name: ("F32", w.astype(np.float32)) for name, w in goldens.dequantised(family).items()}
     goldens.write_safetensors(tmp_path / "model.safetensors", weights)
-    sizes = {"vocab_size": goldens.text_config(family)["vocab_size"]}  # which it also reads outside of the text part
+    sizes = {"vocab_size": goldens.text_config(family)["vocab_size"]}  # mlx-lm also reads it outside of the text part
     (tmp_path / "config.json").write_text(json.dumps({**goldens.config(family), **sizes}))
     theirs, _ = utils.load_model(tmp_path)
     tokens, wanted = goldens.golden(family)

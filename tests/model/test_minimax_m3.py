@@ -27,7 +27,10 @@ def model():
 
 
 def test_the_text_passes_everything(model):
-    """A dense layer without blocks first; three blocks of eight positions, a token's own among them."""
+    """The first layer is dense and has no blocks.
+
+    Then three blocks of eight positions are chosen, and a token's own is one of them.
+    """
     parts = [mixer.blocks for mixer in model.args.mixers]
     assert parts[0] is None and [(one.ratio, one.indexer.top) for one in parts[1:]] == [(8, 3)] * 3
     assert model.args.moe_layers == (1, 2, 3) and len(TOKENS) == 64
@@ -43,7 +46,7 @@ def test_calls_that_end_about_blocks_and_the_budget(model, lengths):
 
 
 def with_choice(monkeypatch, change):
-    """The model when `change` is made of what is chosen, in one call and one token at a time."""
+    """Returns the model with `change` applied to what is chosen, in one call and one token at a time."""
     model, right = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32), blocks.choose_by_head
     monkeypatch.setattr(blocks, "choose_by_head", lambda *given: change(right(*given), *given))
     return min(error(model), error(model, (1,) * 64)) > 10 * TOLERANCE

@@ -33,7 +33,7 @@ def mlx_lm():
 
 
 def quantised(mlx_lm, family, name, out):
-    """Saves the family's tiny model as `mlx_lm.convert -q` does; returns mlx-lm's model in float32."""
+    """Saves the family's tiny model as `mlx_lm.convert -q` does. Returns mlx-lm's model in float32."""
     utils, convert_module = mlx_lm
     model, config = utils.load_model(goldens.checkpoint_dir(family), lazy=True)
     form = dict(RECIPES[name])
@@ -49,7 +49,7 @@ def quantised(mlx_lm, family, name, out):
 
 
 def greedy(step):
-    """(logits of the prompt, the tokens that follow it); `step` takes all tokens so far."""
+    """Returns (logits of the prompt, the tokens that follow it). `step` takes all tokens so far."""
     tokens, first = list(PROMPT), None
     for _ in range(TOKENS):
         logits = np.array(step(mx.array([tokens]))[0].astype(mx.float32))
@@ -74,7 +74,7 @@ def test_the_same_greedy_tokens(mlx_lm, tmp_path, name):
 
 
 def test_named_configurations_have_what_mlx_lm_reads(mlx_lm):
-    """Those of families that mlx-lm has."""
+    """Checks the configurations of families that mlx-lm has."""
     utils, _ = mlx_lm
     known = 0
     for name in variants():

@@ -24,7 +24,7 @@ from moeflux_mlx.ops import backend, latent, native
 from moeflux_mlx.ops.linear import multiply
 from moeflux_mlx.quant import DEFAULT, PARTS
 
-TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
+TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 SAME_GOLDEN = ("hub", "hub_sharded", "transformers5", "mlx4", "moeflux")
 CASES = [(family, variant) for family in goldens.families() for variant in goldens.variants(family)]
 
@@ -35,7 +35,7 @@ def expected(family, variant):
 
 
 def run(model, tokens, chunk):
-    """Logits [T, V] of `tokens` [1, T] fed `chunk` at a time."""
+    """Returns the logits [T, V] of `tokens` [1, T], computed `chunk` at a time."""
     cache = model.make_cache()
     parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, tokens.shape[1], chunk)]
     return np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32))
@@ -75,7 +75,7 @@ def test_any_chunking_gives_the_same_logits(family):
 
 @pytest.mark.parametrize("family", goldens.families())
 def test_bfloat16_stays_close(family):
-    """Random tiny models flip experts in bfloat16; most positions agree all the same."""
+    """Random tiny models may choose other experts in bfloat16, but most positions agree."""
     tokens, want = expected(family, "mlx4")
     got = run(tiny_model(family, mx.bfloat16), tokens, tokens.shape[1])
     assert (got.argmax(-1) == want.argmax(-1)).mean() > 0.6
@@ -84,7 +84,7 @@ def test_bfloat16_stays_close(family):
 
 @pytest.mark.parametrize("family", goldens.families())
 def test_routing_is_float32_whatever_the_activations_are(family, tmp_path):
-    """Against float64 from the stored router and the layer's own input, which is bfloat16 here."""
+    """Compares with float64 results from the stored router and the layer's own input, which is bfloat16 here."""
     path = with_float32_routers(tiny_directory(family), tmp_path / "model")
     model, seen = load_model(path, dtype=mx.bfloat16), []
     call = RoutedExperts.__call__
@@ -111,7 +111,7 @@ def test_routing_is_float32_whatever_the_activations_are(family, tmp_path):
 
 
 def with_float32_routers(source, path):
-    """The model with routers that bfloat16 cannot hold."""
+    """Returns the model with routers whose values bfloat16 cannot hold."""
     shutil.copytree(source, path)
     (file,) = path.glob("resident*.safetensors")
     tensors = mx.load(str(file))
@@ -124,7 +124,7 @@ def with_float32_routers(source, path):
 
 
 def route64(args, stored, stem, x):
-    """(ids, weights) by the oracle."""
+    """Returns (ids, weights) computed by the oracle."""
     gate = [stored[f"{stem}.gate.{part}"] for part in PARTS if f"{stem}.gate.{part}" in stored]
     if len(gate) == 3:
         gate = [mx.dequantize(gate[0], *(part.astype(mx.float32) for part in gate[1:]), group_size=64, bits=8)]
@@ -138,7 +138,7 @@ def route64(args, stored, stem, x):
 
 
 def test_the_correction_bias_keeps_its_precision(tmp_path):
-    """It decides near ties only, so it is compared itself."""
+    """The bias decides only near ties, so the tensor itself is compared."""
     path = with_float32_routers(tiny_directory("deepseek_v3"), tmp_path / "model")
     model, stored = load_model(path, dtype=mx.bfloat16), read_resident(path)
     for layer in model.args.moe_layers:
@@ -148,12 +148,12 @@ def test_the_correction_bias_keeps_its_precision(tmp_path):
         assert not mx.array_equal(want, want.astype(mx.bfloat16)), "rounding would go unseen"
 
 
-WAYS = [("mmap", 1), ("pread", 1), ("pread", 1 << 30)]  # how experts are read, and how much of them is kept
+WAYS = [("mmap", 1), ("pread", 1), ("pread", 1 << 30)]  # how experts are read, and how many stay in memory
 
 
 @pytest.mark.parametrize("family, way", drawn(goldens.families(), WAYS, turns=2))
 def test_same_bits_in_every_io_mode(family, way):
-    """On a GPU the reference runs single tokens as a compiled graph."""
+    """On a GPU the reference computes single tokens with a compiled graph."""
     tokens = expected(family, "mlx4")[0][:, :20]
     reference = tiny_model(family, mx.float32)
     model = load_model(tiny_directory(family), dtype=mx.float32, expert_io=way[0], expert_cache_bytes=way[1])
@@ -164,7 +164,7 @@ def test_same_bits_in_every_io_mode(family, way):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_blocks_of_a_prompt_are_waited_for(monkeypatch):
-    """Else the temporaries of all blocks, and of all layers before the first one with experts, would exist together."""
+    """Otherwise the temporaries of all blocks, and of all layers up to the first with experts, would exist together."""
     model, evaluated, evaluate = tiny_model("deepseek_v3", mx.float32), [], mx.eval
     monkeypatch.setattr(model, "sizes", PromptSizes(32, 7))
     tokens = mx.array([[1] * 20])
@@ -180,7 +180,7 @@ def test_blocks_of_a_prompt_are_waited_for(monkeypatch):
 
 
 def breaks(monkeypatch, family, target, name, fault, variant="mlx4", chunk=None):
-    """The error with `fault` planted, on a freshly loaded model."""
+    """Returns the error with `fault` planted, on a newly loaded model."""
     monkeypatch.setattr(target, name, fault)
     tokens, want = expected(family, variant)
     model = load_model(tiny_directory(family, variant), dtype=mx.float32)
@@ -191,7 +191,7 @@ a_kernel_chooses = pytest.mark.skipif(backend.has_kernels(), reason="a kernel ch
 
 
 class TestPlantedFaults:
-    """Each must exceed the tolerance, or the tolerance proves nothing."""
+    """Each fault must exceed the tolerance; otherwise the tolerance proves nothing."""
 
     def test_yarn_factor_inside_the_power(self, monkeypatch):
         def wrong(dims, theta, yarn: Yarn):
@@ -222,7 +222,7 @@ class TestPlantedFaults:
 
     @a_kernel_chooses
     def test_smallest_experts_instead_of_largest(self, monkeypatch):
-        right, natively = router.top_k, native.choose  # one of them runs here
+        right, natively = router.top_k, native.choose  # one of these two runs on this machine
 
         def wrong(scores, k):
             return right(-scores, k)
@@ -232,19 +232,19 @@ class TestPlantedFaults:
         assert breaks(monkeypatch, "qwen3_moe", router, "top_k", wrong) > 10 * TOLERANCE
 
     def test_absorbed_attention_without_the_rotated_part(self, monkeypatch):
-        for name in ("absorbed_ops", "absorbed_native"):  # one of them runs here
+        for name in ("absorbed_ops", "absorbed_native"):  # one of these two runs on this machine
             right = getattr(latent, name)
 
             def wrong(q_nope, q_pe, *rest, right=right):
                 return right(q_nope, 0 * q_pe, *rest)
 
             monkeypatch.setattr(latent, name, wrong)
-        # On a GPU a kernel attends for a token alone.
+        # On a GPU a kernel computes the attention of a single token.
         assert breaks(monkeypatch, "deepseek_v3", latent, "absorbed_ops", latent.absorbed_ops, chunk=2) > 10 * TOLERANCE
 
 
 def quantised(layer, rows, columns):
-    """Fills `layer` with random 4-bit codes; returns its dense matrix [rows, columns]."""
+    """Fills `layer` with random 4-bit codes. Returns its dense matrix [rows, columns]."""
     layer.quant = DEFAULT
     dense = mx.array(np.random.default_rng(1).standard_normal((rows, columns)).astype(np.float32))
     layer.weight, layer.scales, layer.biases = mx.quantize(dense, group_size=64, bits=4)
@@ -253,7 +253,8 @@ def quantised(layer, rows, columns):
 
 @pytest.mark.parametrize("columns, calls", [(64, 0), (128, 1)])
 def test_cuda_multiplies_matrices_of_one_group_dense(monkeypatch, columns, calls):
-    """MLX's product writes nothing there. A product in float32 rounds no weight, for scales of any dtype."""
+    """MLX's product of such matrices writes nothing on CUDA. A product in float32 rounds no weight, for scales of any
+    dtype."""
     layer, product, seen = Weight(96, columns), mx.quantized_matmul, []
     quantised(layer, 96, columns)
     layer.scales, layer.biases = (part.astype(mx.bfloat16) for part in (layer.scales, layer.biases))
@@ -270,7 +271,7 @@ def products(layer, x):
     return [matrices.multiply(x, transpose=True) for matrices in (layer.key, layer.value)]
 
 
-@on_cpu()  # CUDA takes nothing else
+@on_cpu()  # on CUDA the halves are always used
 def test_on_a_gpu_the_halves_of_the_latent_projection_replace_it(monkeypatch):
     heads, nope, v_dim, latent = 3, 64, 32, 128
     layer = mla.LatentProjection(heads, nope, v_dim, latent)

@@ -17,7 +17,7 @@ from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.state.snapshot import load_state, save_state
 from moeflux_mlx.state.traced import REACH
 
-# Where a text begins to see more than it attends to, a few tokens earlier.
+# Lengths at which a text begins to see more positions than it attends to, and a few tokens less.
 STARTS = {
     "deepseek_v32": 14,
     "deepseek_v4": 14,
@@ -54,7 +54,7 @@ def test_texts_side_by_side(family):
 )
 @settings(max_examples=examples(15), deadline=None)
 def test_what_is_cut_kept_or_saved_goes_on_alike(family, lengths, back, way):
-    """Cut where no layer is recurrent, taken back to a state that was kept, or saved and loaded."""
+    """The text is cut if no layer is recurrent, taken back to a kept state, or saved and loaded."""
     model, tokens = opened(family)
     is_recurrent = any(isinstance(mixer, Recurrent) for mixer in model.args.mixers)
     lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), 50)))]
@@ -89,7 +89,7 @@ def test_a_few_tokens_at_a_time_give_the_same(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["glm5_next", "qwen4_exp"])
 def test_attention_goes_back_a_few_positions_with_nothing_kept(family):
-    """Layers of linear attention do not; those of blocks hold the newest index keys."""
+    """Layers of linear attention cannot go back. Those with blocks keep the newest index keys."""
     model, tokens = opened(family)
     cache, fresh = model.make_cache(), model.make_cache()
     logits(model, tokens, (40,), cache)
@@ -101,7 +101,7 @@ def test_attention_goes_back_a_few_positions_with_nothing_kept(family):
         np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-5)
 
 
-def test_what_a_cache_takes_is_what_it_says(family):
+def test_a_cache_takes_the_memory_that_it_states(family):
     model, tokens = opened(family)
     cache = model.make_cache()
     logits(model, tokens, (64,), cache)
@@ -110,7 +110,7 @@ def test_what_a_cache_takes_is_what_it_says(family):
 
 @pytest.mark.usefixtures("computing")
 def test_rows_of_several_texts_have_their_own_bits_and_are_taken_back(family):
-    """Also n-grams of rows that follow one another in a step."""
+    """Also checks n-grams of rows that follow one another in a step."""
     model, tokens = opened(family)
     texts, starts = (tokens, tokens[::-1].copy()), (STARTS[family], 30)
     together, alone = ([model.make_cache() for _ in texts] for _ in range(2))

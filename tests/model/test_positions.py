@@ -20,7 +20,7 @@ def shift(cache, by):
 
 
 def logits(model, prompt, *parts):
-    """After `prompt`, shifts of it (an int) and further tokens (a list)."""
+    """Returns the logits after `prompt`, shifts of it (an int) and further tokens (a list)."""
     cache, outputs = start(model, prompt), []
     for part in parts:
         if isinstance(part, int):
@@ -30,7 +30,7 @@ def logits(model, prompt, *parts):
     return np.concatenate(outputs)
 
 
-SPAN = list(range(40, 52))  # more than few tokens
+SPAN = list(range(40, 52))  # more tokens than a step may have
 MODELS = {
     "native": lambda patch, family: tiny_model(family, mx.float32),
     "compiled": make_resident,
@@ -38,7 +38,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("family, kind", drawn(FAMILIES, MODELS))
-def test_spans_and_tokens_turn_by_it_in_every_form(monkeypatch, family, kind):
+def test_every_form_rotates_by_position(monkeypatch, family, kind):
     model, plain = MODELS[kind](monkeypatch, family), plain_model(family)
     parts = 9, SPAN, [3], [4, 5, 6], -4, [7], [8]
     want = logits(plain, PROMPT, *parts)
@@ -51,7 +51,7 @@ def test_spans_and_tokens_turn_by_it_in_every_form(monkeypatch, family, kind):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
-def test_kernels_turn_by_it(monkeypatch, family):
+def test_kernels_rotate_by_position(monkeypatch, family):
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model, parts = tiny_model(family, mx.float32), (9, [3], [4])
     want = logits(model, PROMPT, *parts)
@@ -63,14 +63,14 @@ def test_kernels_turn_by_it(monkeypatch, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_the_distance_between_positions_counts(family):
-    """What is shifted from its first token on gives what is not, but for rounding."""
+    """A text that is shifted from its first token on gives the results of one that is not, up to rounding."""
     model = tiny_model(family, mx.float32)
     want = logits(model, [], PROMPT, [3])
     np.testing.assert_allclose(logits(model, [], 50, PROMPT, [3]), want, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_going_back_before_a_shift_forgets_it(family):
+def test_going_back_before_a_shift_removes_it(family):
     model = tiny_model(family, mx.float32)
     cache = start(model, PROMPT)
     step(model, (cache, [1, 2, 3])).rewind(0, 2)
@@ -87,7 +87,7 @@ def test_going_back_before_a_shift_forgets_it(family):
     assert {layer.position for layer in cache} == {len(PROMPT) + 2 + 9}
 
 
-def test_a_fork_takes_the_shifts_along_and_a_snapshot_refuses_them():
+def test_a_fork_keeps_the_shifts_and_a_snapshot_refuses_them():
     model = tiny_model("qwen3_moe", mx.float32)
     cache, saved = start(model, PROMPT), save_state(model, start(model, PROMPT))
     shift(cache, 0)

@@ -33,7 +33,7 @@ def model():
 
 
 def test_the_text_passes_everything(model):
-    """The budget of four blocks, ends of texts, and the reach of the n-grams' convolution, in two layers of each."""
+    """The text passes the budget of four blocks, ends of texts and the convolution's reach, in two layers of each."""
     blocks = [mixer.blocks for mixer in model.args.mixers if isinstance(mixer, kinds.GroupedQuery)]
     assert [(one.ratio, one.indexer.top) for one in blocks] == [(4, 4)] * 2
     assert [part.remembered for part in model.args.ngrams.values()] == [9, 9]
@@ -51,7 +51,7 @@ def test_calls_that_end_about_blocks_texts_and_the_budget(model, lengths):
 
 
 def test_rows_are_asked_for_before_the_first_layer(model, monkeypatch):
-    """Of a prompt once for all of its tokens, and of a token at once."""
+    """The rows of all tokens of a prompt are requested once, and those of a single token at once."""
     asked, right = [], tables.Tables.begin
 
     def begin(self, tokens, caches):
@@ -67,7 +67,7 @@ def test_rows_are_asked_for_before_the_first_layer(model, monkeypatch):
 
 
 def wrong_keys(change):
-    """`block_keys` with other arguments."""
+    """Returns `block_keys` with other arguments."""
     right = attention.block_keys
     return lambda *given: right(*change(*given))
 
@@ -157,7 +157,7 @@ def test_results_of_the_delta_rule_gated_by_silu(monkeypatch):
 @given(tokens=st.lists(st.integers(0, 255), min_size=3, max_size=12), seed=st.integers(0, 2**31))
 @settings(max_examples=examples(25), deadline=None)
 def test_row_numbers_are_those_of_exact_integers(tokens, seed):
-    """Python's integers, which cannot overflow, with factors as large as a vocabulary of 256 allows."""
+    """Compares with Python's integers, which cannot overflow, with factors as large as a vocabulary of 256 allows."""
     rng = np.random.default_rng(seed)
     factors = tuple(int(n) for n in rng.integers(1 << 53, (1 << 63) // 256 - 1, 3) | 1)
     part = kinds.NGrams((53, 59, 61, 67), factors, 256, 8, END, 4, 64)
@@ -174,7 +174,7 @@ def test_row_numbers_are_those_of_exact_integers(tokens, seed):
 
 
 def test_a_gate_of_the_kernels_of_delta_rules_is_told():
-    """The switch reaches the launches; their text is tested with both."""
+    """The switch reaches the launches. Their kernels are tested with both values."""
     sizes = kinds.Delta(2, 4, 32, 32, 4, "sigmoid")
     launch = delta.plan_step("metal", (1, 1, 256), (1, 3, 256), (1, 4, 32, 32), *(mx.float32,) * 3, sizes)
     assert dict(launch.template)["SIGMOID"] == 1

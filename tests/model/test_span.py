@@ -16,9 +16,9 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops import attend, backend, grouped
 
-TOLERANCE = 2e-4  # max abs on logits of standard deviation 1, float32
+TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 FAMILIES = goldens.families()
-SIZES = [(64, 64), (64, 7), (64, 1), (20, 20), (20, 8), (9, 64), (8, 3), (1, 1)]  # span, block
+SIZES = [(64, 64), (64, 7), (64, 1), (20, 20), (20, 8), (9, 64), (8, 3), (1, 1)]  # sizes of span and block
 POOL = 10 * 16384
 
 
@@ -33,7 +33,7 @@ def model_of(family, **options):
 
 @pytest.fixture
 def computing(request, monkeypatch):
-    """On the CPU by native kernels, and by MLX's operations, where experts are taken apart in pieces."""
+    """Computes with native kernels on the CPU, and with MLX's operations, where experts are dequantised in pieces."""
     if request.param == "operations":
         use_plain_operations(monkeypatch)
         monkeypatch.setitem(grouped.DENSE_FROM, "ops", 4)
@@ -80,7 +80,7 @@ MODES = {
 
 
 def bits(logits, cache):
-    """The numbers of a result and of the caches' contents, without unused capacity."""
+    """Returns the numbers of a result and of the caches' contents, without unused capacity."""
     held = [a[..., : layer.offset, :] if layer.is_trimmable() else a for layer in cache for a in layer.state[:2]]
     return [np.array(logits), *map(np.array, held)]
 
@@ -110,7 +110,7 @@ class Stop(Exception):
 
 
 def stopping(at):
-    """A progress callback that raises when it is called for the `at`-th time."""
+    """Returns a progress callback that raises an exception at its `at`-th call."""
     calls = []
 
     def progress(done, total):
@@ -135,7 +135,7 @@ def test_a_span_stopped_anywhere_goes_on_with_the_same_bits(family, options):
         prefill = Prefill(model, cache, tokens, keep=[3, 20, 30])
         with pytest.raises(Stop):
             prefill.run(stopping(at))
-        model(mx.array([[1] * 12]))  # another text in between
+        model(mx.array([[1] * 12]))  # another text is computed in between
         logits = prefill.run()
         assert same(bits(logits, cache), wanted), f"stopped at report {at} of {len(reports)}"
         assert prefill.kept.keys() == kept.keys()
@@ -164,7 +164,7 @@ def test_a_span_that_is_dropped_leaves_the_caches_where_it_began(family):
 
 
 def test_an_interruption_between_two_layers_is_undone(monkeypatch):
-    """After a layer is done and before that is noted: the layer does not see the span twice."""
+    """The interruption comes after a layer is done and before that is noted. The layer must not see the span twice."""
     tokens, _ = prompt("qwen3_next")
     model = model_of("qwen3_next")
     cache = model.make_cache()
@@ -188,7 +188,7 @@ def test_an_interruption_between_two_layers_is_undone(monkeypatch):
     monkeypatch.undo()
     logits = prefill.run()
     assert same(bits(logits, cache), wanted)
-    assert prefill.run() is logits  # there is nothing left to do
+    assert prefill.run() is logits  # nothing is left to do
 
 
 def test_a_call_that_fails_leaves_the_caches_as_they_were(monkeypatch):
@@ -248,7 +248,7 @@ def test_spans_are_equal():
     assert span_lengths(17, 8) == [6, 6, 5] and span_lengths(9, 8) == [5, 4]
 
 
-def test_blocks_end_where_a_state_is_to_be_kept():
+def test_blocks_end_where_a_state_must_be_kept():
     cache = model_of("qwen3_next").make_cache()
     span = Span(mx.zeros((1, 20), mx.uint32), 0, 8, [3, 16, 18])
     recurrent, attention = cache[0], cache[-1]

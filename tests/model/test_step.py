@@ -30,13 +30,13 @@ def full(family):
 
 
 class Alone:
-    """What each token of a text gives when the text is computed by itself, from nothing, token by token."""
+    """Returns what each token of a text gives when the text is computed from the beginning, alone, token by token."""
 
     def __init__(self, model):
         self.model, self.known = model, {}
 
     def logits(self, prompt, text):
-        """After the last token of `text`, which follows `prompt`."""
+        """Returns the logits after the last token of `text`, which follows `prompt`."""
         if (prompt, text) not in self.known:
             cache = start(self.model, prompt)
             for i in range(len(text)):
@@ -61,7 +61,7 @@ def step(model, *sequences):
 
 
 def check(model, alone, prompts, plan):
-    """Steps as `plan` says, with some rows of each taken back: [([tokens of each sequence], [rows kept of each])]."""
+    """Runs the steps of `plan`, [([tokens of each sequence], [rows kept of each])], and takes the other rows back."""
     caches, texts = [start(model, prompt) for prompt in prompts], [()] * len(prompts)
     for rows, kept in plan:
         taken = [i for i, tokens in enumerate(rows) if tokens]
@@ -87,7 +87,7 @@ def plans(draw):
     return prompts, draw(st.lists(st.tuples(rows, kept), min_size=1, max_size=4))
 
 
-# Rows of each sequence, also of none and of as many as there may be, and how many of them are kept.
+# The numbers of rows of each sequence, including none and as many as allowed, and how many of them are kept.
 STEPS = [
     ([(3,), (4, 5), (9,)], [1, 1, 0]),
     ([(9, 8, 7), (), (6, 5)], [2, 0, 2]),
@@ -97,7 +97,7 @@ STEPS = [
 
 
 def plain_model(family):
-    """A model of plain MLX operations."""
+    """Returns a model of plain MLX operations."""
     with pytest.MonkeyPatch.context() as patch:
         use_plain_operations(patch)
         return load_model(tiny_directory(family), dtype=mx.float32)
@@ -134,7 +134,7 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     plan = [([(3,), (4, 5)], [1, 1]), ([(9, 8, 7), (6,)], [2, 0]), *[([(1,), (2,)], [0, 1])] * 3]
     plan += [([tuple(range(count)), ()], [kept, 0]) for count, kept in [(3, 1), (8, 8), (2, 0), (8, 5), (8, 7), (8, 8)]]
     check(model, Alone(model), [tuple(PROMPT), ()], plan)
-    several = set() if family in CHOOSING else {3, 4}  # refused where only some of a sequence's rows attend to all
+    several = set() if family in CHOOSING else {3, 4}  # only some of a sequence's rows attend to all: refused
     assert {1, 2, 8} | several <= set(together)
 
 
@@ -143,7 +143,7 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", full("gemma4")])
 def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
-    """Metal's text executed by the harness."""
+    """Metal's source is executed by the harness."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = tiny_model(family, mx.float32)
     with msl.launching():
@@ -155,7 +155,7 @@ def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss", "nemotron_h"])])
 def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
-    """Sequences of different lengths, also together with one that has two rows."""
+    """The sequences have different lengths. One case has a sequence with two rows."""
     model, shared, of_rows = tiny_model(family, mx.float32), [], Launch.of_rows
     monkeypatch.setattr(Launch, "of_rows", lambda self, *given: shared.append(given[1]) or of_rows(self, *given))
     for module in (attend, delta, latent):
@@ -167,7 +167,7 @@ def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
 
 
 def test_the_graphs_that_were_used_last_are_kept(monkeypatch):
-    """Each is made once for its capacities as long as there are not too many others."""
+    """Each graph is made once for its capacities, as long as there are not too many others."""
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
     made = []
     one = DecodeStep(lambda tokens, caches, *more: made.append(caches[0].keys.shape[2]) or [tokens])
@@ -180,7 +180,7 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch):
 
 
 def test_the_graphs_of_a_text_with_drafts_are_kept_together():
-    """Rows of one sequence at every place among the entries of 4 and of 16 positions."""
+    """The rows of one sequence are at every place among the entries of 4 and of 16 positions."""
     mixers = tiny_model("deepseek_v4", mx.float32).args.mixer_counts
     caches, ways = [make_cache(mixer) for mixer in mixers], set()
     for place in range(100):
@@ -203,7 +203,7 @@ def test_a_text_goes_on_with_a_prompt_after_rows_were_taken_back():
         made.rewind(0, 0)
 
 
-def test_what_a_step_keeps_is_said_and_goes_with_its_rows():
+def test_a_step_states_the_memory_that_it_keeps_for_its_rows():
     model = tiny_model("qwen3_next", mx.float32)
     cache = start(model, PROMPT)
     before = sum(layer.nbytes for layer in cache)
@@ -215,7 +215,7 @@ def test_what_a_step_keeps_is_said_and_goes_with_its_rows():
         assert made.nbytes == 0
 
 
-def test_what_makes_no_step_is_refused_before_anything_changes():
+def test_impossible_steps_are_refused_before_anything_changes():
     model = tiny_model("qwen3_next", mx.float32)
     caches = [start(model, PROMPT) for _ in range(3)]
     vocab = model.args.vocab_size
@@ -229,7 +229,7 @@ def test_what_makes_no_step_is_refused_before_anything_changes():
         ([(caches[0], [1]), (caches[0], [2])], "a cache is in two sequences"),
         ([(caches[0], [1]), ([*caches[1][:-1], caches[0][-1]], [2])], "a cache is in two sequences"),
         ([(caches[0], [1]), (caches[1], [vocab])], f"token {vocab} is outside"),
-        # On a GPU an array of one id is believed.
+        # On a GPU the ids in an array are not checked.
         *([] if backend.has_kernels() else [([(caches[1], mx.array([vocab]))], f"token {vocab} is outside")]),
         ([(caches[0], [1]), (caches[1][1:], [2])], "caches for"),
     ]:
@@ -248,7 +248,7 @@ def test_what_makes_no_step_is_refused_before_anything_changes():
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("reached", [0, 1, 4, 9, 11])
 def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch, reached):
-    """It is interrupted before that many rows have been mixed, 4 in each layer."""
+    """The step is interrupted before that many rows have passed their mixer, 4 in each layer."""
     model, mixed, each = tiny_model("qwen3_5_moe", mx.float32), [], RowCaches.each
     caches = [start(model, PROMPT), start(model, [])]
 
@@ -272,7 +272,7 @@ def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch, reached):
 
 
 def test_a_step_whose_text_was_written_anew_is_not_taken_back():
-    """As many tokens, but others."""
+    """The new text has as many tokens, but different ones."""
     model = tiny_model("qwen3_moe", mx.float32)
     cache = start(model, PROMPT)
     made = step(model, (cache, [1, 2]))

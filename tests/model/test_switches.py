@@ -24,7 +24,7 @@ from moeflux_mlx.state.cache import make_cache
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HIDDEN, EPS = 48, 1e-2
 PLAIN = GroupedQuery(4, 2, 32, Rotation(16, 1e4))
-CUTS = (0, 5, 6, 7, 21, 22, 23)  # of a text that fills the ring of a small window
+CUTS = (0, 5, 6, 7, 21, 22, 23)  # length of a text that fills the ring of a small window
 CASES = {
     "norm of each head": PLAIN,
     "flat norms": replace(PLAIN, norm="flat"),
@@ -49,7 +49,7 @@ CASES = {
 
 
 def filled(module, seed=0):
-    """The module with random parameters."""
+    """Returns the module with random parameters."""
     rng = np.random.default_rng(seed)
     for part in module.modules():
         for name, value in part.items():
@@ -71,7 +71,7 @@ def normed(x, norm):
 
 
 def turned(x, rotation):
-    """x [L, heads, D], at positions from 0."""
+    """Rotates x [L, heads, D] at positions from 0 on."""
     angle = np.arange(len(x))[:, None] * np.frombuffer(Rope(rotation).frequencies)
     cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
     half = rotation.dims // 2
@@ -84,7 +84,7 @@ def projected(layer, x):
 
 
 def wanted(layer, part, norm, x):
-    """The layer over x [L, HIDDEN] in float64, written plainly (Vaswani et al., arXiv:1706.03762, equation 1)."""
+    """Computes the layer over x [L, HIDDEN] in float64, in the plain form (Vaswani et al., arXiv:1706.03762, eq. 1)."""
     h, L, D = normed(x, norm), len(x), part.head_dim
     q, k, v = (projected(layer[f"{name}_proj"], h) for name in ("qkk" if part.value_is_key else "qkv"))
     q, gate = np.split(q.reshape(L, part.heads, -1), [D], axis=-1)
@@ -116,7 +116,7 @@ def wanted(layer, part, norm, x):
 
 @pytest.fixture(params=["native", "plain operations", "kernels"])
 def array(request, monkeypatch):
-    """What activations are where the fixture's way of computing runs."""
+    """Returns the type of activations for the fixture's way of computing."""
     if request.param == "native":
         if not native.available():
             pytest.skip("the extension is not built")
@@ -155,7 +155,7 @@ DIFFERENT += [{"gate": "sigmoid head"}, {"gate": "softplus head"}, {"value_scale
 
 @pytest.mark.parametrize("switch", DIFFERENT)
 def test_each_switch_makes_a_difference(switch):
-    """Else the comparison above would prove nothing."""
+    """Otherwise the comparison above would prove nothing."""
     x = wide(np.random.default_rng(1).normal(size=(7, HIDDEN)))
     norm = RMSNorm(HIDDEN, EPS)
     parts = [PLAIN, replace(PLAIN, **switch)]
@@ -187,7 +187,7 @@ ROUTERS = [
 @pytest.mark.parametrize("rule", ROUTERS, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_routers_with_biases_and_limits_of_their_logits(rule, gated, array):
-    """gpt-oss takes the softmax of the best logits: that of all, normalised over the best."""
+    """gpt-oss takes the softmax of the best logits, which equals that of all logits, normalised over the best."""
     shared, rng = SharedExpert(32, gated=True) if gated else None, np.random.default_rng(4)
     moe, norm = filled(MoE(Experts(rule, 32, shared), 64, 0, None)), RMSNorm(64, EPS)
     x = rng.normal(size=(1, 3, 64)).astype(np.float32)
