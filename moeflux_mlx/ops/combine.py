@@ -16,7 +16,7 @@ THREADS = 256
 Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # dtypes of the experts' values, the residual and the shared expert
 
 
-def combine(rows: Array, where: np.ndarray, weights: Array, residual: Array, shared: Array | None) -> Array:
+def combine(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
     """residual + sum_k weights[:, k] * rows[where[:, k]] + shared, k ascending, rounded once: [T, H].
 
     Args:
@@ -27,7 +27,7 @@ def combine(rows: Array, where: np.ndarray, weights: Array, residual: Array, sha
     """
     if isinstance(rows, np.ndarray):
         return native.combine(rows, where, weights, residual, shared)
-    return moe_combine(rows, mx.array(where), weights, residual, shared)
+    return moe_combine(rows, where if isinstance(where, mx.array) else mx.array(where), weights, residual, shared)
 
 
 def moe_combine(

@@ -103,6 +103,7 @@ class GroupedRows:
         self._firsts = np.cumsum([0, *map(len, waves)])
         self._is_native = isinstance(x, np.ndarray) and not native_refusal(record)
         self._x: Any = x
+        self._waves = waves
         if self._is_native:
             self._rows, own = rows, np.arange(flat.size, dtype=np.int32)
             self._outputs: list[Any] = [np.empty((flat.size, x.shape[1]), np.float32)]
@@ -110,10 +111,16 @@ class GroupedRows:
             if isinstance(x, np.ndarray):
                 self._x = mx.array(x)
             self._batches, own, source = arrange([counts[wave] for wave in waves], backend.name(), among)
-            self._source, self._outputs = mx.array(rows[source]), []
+            self._outputs = []
         places = np.empty(flat.size, np.int32)
         places[order] = own
         self._places = places.reshape(ids.shape)
+        if not self._is_native:
+            # In one array: on CUDA the first kernel that reads an array of the host waits for a page fault, which
+            # took 0.1 ms on an H200.
+            numbers = mx.array(np.concatenate([rows[source], places, experts]).astype(np.int32))
+            self._source, where, self._experts = mx.split(numbers, [len(source), len(source) + flat.size])
+            self._where = where.reshape(ids.shape)
 
     def multiply(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
@@ -126,10 +133,13 @@ class GroupedRows:
             return self._multiply_native(index, slots, records, between)
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
+        first, last = self._firsts[index : index + 2]
+        numbers = self._experts[first:last] if slots is self._waves[index] else mx.array(slots.astype(np.int32))
         made: list[mx.array] = []
         most, gathered = piece_rows(records.record), 0
         for batch in self._batches[index]:
-            for piece in _products(self._x, self._source, batch, slots[batch.experts], records):
+            some = batch.experts
+            for piece in _products(self._x, self._source, batch, slots[some], numbers[some], records):
                 gathered += len(piece)
                 if gathered > most:
                     gpu_time.commit(gathered, *made)
@@ -155,8 +165,9 @@ class GroupedRows:
 
     def outputs(self) -> Any:
         """The experts' outputs in the order of the ids: [T * K, H]. Every wave must have been multiplied."""
-        out, places = self._outputs[0] if self._is_native else mx.concatenate(self._outputs), self._places.reshape(-1)
-        return out[places if isinstance(out, np.ndarray) else mx.array(places)]
+        if self._is_native:
+            return self._outputs[0][self._places.reshape(-1)]
+        return gather_rows(mx.concatenate(self._outputs), self._where.reshape(-1))
 
     def combined(self, weights: Array, residual: Array, shared: Array | None) -> Array:
         """residual + sum_k weights[:, k] * (output of expert ids[:, k]) + shared, all [T, H].
@@ -165,10 +176,11 @@ class GroupedRows:
         """
         out: Any = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
-        return combined(out, self._places, weights, residual, shared)
+        where = self._places if isinstance(residual, np.ndarray) else self._where
+        return combined(out, where, weights, residual, shared)
 
 
-def combined(rows: Array, where: np.ndarray, weights: Array, residual: Array, shared: Array | None) -> Array:
+def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
     """As `combine`, for any number of tokens."""
     if isinstance(residual, np.ndarray):
         return combine(view(rows), where, weights, residual, shared)
@@ -254,13 +266,16 @@ def filled(counts: np.ndarray) -> np.ndarray:
 # ---- products on MLX's side
 
 
-def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, records: Records) -> Iterator[mx.array]:
+def _products(
+    x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, numbers: mx.array, records: Records
+) -> Iterator[mx.array]:
     """The outputs [n, H] of a batch's rows, in pieces, in the order of their places.
 
     Args:
         x: [T, H].
         source: [P] the row of x at each place.
-        slots: where the batch's experts lie in the records.
+        slots: where the batch's experts lie in the records, on the host.
+        numbers: the same, int32.
     """
     start, H, most = batch.start, x.shape[1], piece_rows(records.record)
     if not batch.rows:
@@ -273,9 +288,11 @@ def _products(x: mx.array, source: mx.array, batch: Batch, slots: np.ndarray, re
             yield grouped_ffn(taken, parts, records.record, own, biases).reshape(-1, H)
         return
     for part, width in batch.parts(most // batch.rows):
-        count = part.stop - part.start
-        some = np.concatenate([slots[part], np.repeat(slots[part][:1], width - count)])  # others' places
-        gate_up, down = dequantized_records(records, mx.array(some.astype(np.uint32)), x.dtype)
+        count, own = part.stop - part.start, numbers[part]
+        if width > count:  # the places of others
+            own = mx.concatenate([own, mx.broadcast_to(own[:1], (width - count,))])
+        gate_up, down = dequantized_records(records, own, x.dtype)
+        some = np.concatenate([slots[part], np.repeat(slots[part][:1], width - count)])
         biases = linear_biases(records, some, x.dtype)
         for rows in _parts(batch.rows, most):
             length = rows.stop - rows.start
