@@ -28,7 +28,7 @@ MXFP4, ROWS = Quant(4, 32, "mxfp4"), ("gate_proj", "up_proj", "down_proj")
 
 
 def with_biases(fields):
-    """A family that has what gpt-oss has in its experts, with limits that differ by layer."""
+    """Returns the fields of a family whose experts are like those of gpt-oss, with limits that differ by layer."""
     plain = PLAIN.read(fields)
     layers = []
     for i, layer in enumerate(plain["layers"]):
@@ -51,12 +51,12 @@ def family(monkeypatch):
 
 
 def words(values):
-    """An array of MLX's, bfloat16 as uint16."""
+    """Returns an array of MLX as numpy, bfloat16 as uint16."""
     return np.array(values.view(mx.uint16) if values.dtype == mx.bfloat16 else values)
 
 
 class Checkpoint:
-    """Random experts in several forms, beside the resident tensors of the golden model."""
+    """Random experts in several forms, with the resident tensors of the golden model."""
 
     def __init__(self, folder):
         self.folder = goldens.write_variant(folder / "plain", FAMILY, "mlx4")
@@ -91,11 +91,11 @@ class Checkpoint:
         return path
 
     def stated(self):
-        """What mlx-lm writes into config.json."""
+        """Returns what mlx-lm writes into config.json."""
         return {"quantization": {**self.config["quantization"], **{f"{p}.{n}": MXFP4.entry() for p, n in self.experts}}}
 
     def of_mlx(self, path):
-        """mlx-lm's: a stack for each matrix, of eight codes to a word."""
+        """Writes mlx-lm's form: a stack for each matrix, with eight codes to a word."""
         tensors = {}
         for (stem, name), (codes, exponents, bias) in self.experts.items():
             words = codes.reshape(*codes.shape[:-1], -1, 8).astype(np.uint32) << (4 * np.arange(8, dtype=np.uint32))
@@ -105,12 +105,12 @@ class Checkpoint:
         return self.saved(path, tensors, self.stated())
 
     def fused(self, stem):
-        """Rows of gate and up in turns, by array: codes, exponents and biases."""
+        """Returns rows of gate and up in turn, by array: codes, exponents and biases."""
         pairs = zip(self.experts[stem, ROWS[0]], self.experts[stem, ROWS[1]], strict=True)
         return [np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:]) for gate, up in pairs]
 
     def published(self, path, fault=lambda parts: parts, mlx=True):
-        """OpenAI's; `mlx`: beside other tensors that MLX has quantised."""
+        """Writes OpenAI's form. With `mlx`, the other tensors are quantised by MLX."""
         tensors = {}
         for stem in dict.fromkeys(stem for stem, _ in self.experts):
             for name, parts in (("gate_up_proj", fault(self.fused(stem))), (ROWS[2], self.experts[stem, ROWS[2]])):
@@ -120,7 +120,7 @@ class Checkpoint:
         return self.saved(path, tensors, stated | {"quantization_config": PUBLISHED})
 
     def floats(self, path, transposed):
-        """transformers' own: a stack [experts, columns, rows]; or each expert's matrices by themselves."""
+        """Writes transformers' own form: a stack [experts, columns, rows], or the matrices of each expert apart."""
         tensors = {}
         for stem in dict.fromkeys(stem for stem, _ in self.experts):
             if transposed:
@@ -161,14 +161,14 @@ def test_every_form_of_one_model_makes_the_same_records(checkpoint, tmp_path):
 
 
 def logits_of(model):
-    """Of a prompt and of steps after it."""
+    """Returns the logits of a prompt and of the steps after it."""
     cache = model.make_cache()
     calls = ([*range(3, 40)], [5], [9, 11, 2], [7])
     return [np.array(model(mx.array([ids]), cache).astype(mx.float32)) for ids in calls]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_logits_do_not_depend_on_where_experts_lie(checkpoint, tmp_path, dtype):
+def test_logits_do_not_depend_on_where_experts_are(checkpoint, tmp_path, dtype):
     path = checkpoint.of_mlx(tmp_path / "mlx")
     there = packed(path)
     want = logits_of(load_model(there, dtype=dtype, expert_io="resident"))
@@ -179,7 +179,7 @@ def test_logits_do_not_depend_on_where_experts_lie(checkpoint, tmp_path, dtype):
 
 
 def test_what_is_published_runs_as_it_lies(checkpoint, tmp_path):
-    """With the matrices of its other parts, which are no codes, as they are."""
+    """The matrices of its other parts, which have no codes, are used as they are."""
     there = goldens.write_variant(tmp_path / "floats", FAMILY, "transformers5")
     tensors = read_header(there / "model.safetensors").items()
     floats = {name: (one.dtype, words(one.read())) for name, one in tensors if ".experts." not in name}

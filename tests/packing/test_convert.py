@@ -46,7 +46,7 @@ def converted(tmp_path, family, variant, **options):
 
 
 def resident(path):
-    """{name: (dtype, numpy array)} of the output; bf16 as bit patterns."""
+    """Returns {name: (dtype, numpy array)} of the output, bf16 as bit patterns."""
     tensors = [t for file in sorted(path.glob("resident*.safetensors")) for t in read_header(file).values()]
     return {t.name: (t.dtype, as_numpy(t.read())) for t in tensors}
 
@@ -56,13 +56,13 @@ def as_numpy(array):
 
 
 def tree(path):
-    """Contents by file name, but for the state, which names the source."""
+    """Returns the contents by file name, except for the state, which names the source."""
     files = [file for file in path.rglob("*") if file.is_file() and file.name != "convert_state.json"]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def write_tiny(path, kind="F32", config=None, **change):
-    """A random qwen3_moe checkpoint of any sizes; tensors named in `change` are replaced or left out."""
+    """Writes a random qwen3_moe checkpoint of any sizes. Tensors named in `change` are replaced or left out."""
     config = {**TINY, **(config or {})}
     args, rng = ModelArgs.from_dict(config), np.random.default_rng(0)
     shapes, others = resident_file.needed(args, split_latent=False)
@@ -111,7 +111,7 @@ def test_resident_tensors(family, variant):
 
 
 def flat(family, tensors):
-    """The canonical form of MLX tensors, fused projections taken apart head by head."""
+    """Returns the canonical form of MLX tensors, with fused projections separated head by head."""
     c = goldens.text_config(family)
     result = {}
     for name, (kind, array) in tensors.items():
@@ -169,7 +169,7 @@ def test_blocks_equal_mx_quantize_of_the_bfloat16_tensor(tmp_path):
             codes = mx.quantize(values.astype(mx.bfloat16), 64, 4)
             for part, wanted in zip(PARTS, codes, strict=True):
                 assert np.array_equal(parts[f"{projection}.{part}"], as_numpy(wanted))
-            from_float32 = mx.quantize(values, 64, 4)  # what skipping the cast would give
+            from_float32 = mx.quantize(values, 64, 4)  # the result without the cast
             assert not np.array_equal(parts[f"{projection}.weight"], np.array(from_float32[0]))
 
 
@@ -236,7 +236,7 @@ def test_config_and_tokenizer_files_are_kept(tmp_path):
     assert before == after
 
 
-# ---- checkpoints that are quantised already ----
+# ---- checkpoints that are already quantised ----
 
 
 def restack(source, config, change):
@@ -250,7 +250,7 @@ def restack(source, config, change):
 
 
 def stacked(name, group_size, bits):
-    """The stack `name` of the tiny qwen3_moe, stored in another way: its tensors, and what they stand for."""
+    """Returns the stack `name` of the tiny qwen3_moe in another form: its tensors, and the values that they store."""
     weight, *affine = mx.quantize(mx.array(stack_of(name)).astype(mx.bfloat16), group_size, bits)
     stem = name.removesuffix("weight")
     tensors = {name: ("U32", np.array(weight))}
@@ -284,7 +284,7 @@ def test_experts_in_other_bits_are_copied(tmp_path, group_size, bits):
         assert block[field.offset : field.end] == tensor[1][3].tobytes()
 
 
-def test_what_experts_are_asked_to_be_needs_requantize(tmp_path):
+def test_experts_in_another_form_need_requantize(tmp_path):
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "mlx4")
     assert convert(source, tmp_path / "kept", expert_bits=3).lossy == ()
     assert PackedExperts.open(tmp_path / "kept", ModelArgs.from_file(tmp_path / "kept")).layout.is_uniform
@@ -306,7 +306,7 @@ def test_what_experts_are_asked_to_be_needs_requantize(tmp_path):
 @pytest.mark.parametrize("down", [{"bits": 4}, {"bits": 6, "group_size": 32, "dtype": mx.float16}])
 @pytest.mark.parametrize("form", [(2, 64), (5, 32), (8, 64), (4, 32, "mxfp4")])
 def test_every_geometry_is_kept_byte_for_byte(tmp_path, form, down):
-    """A checkpoint as MLX stores it, gate and up in one form, down in another, the rest in the first."""
+    """Gate and up have one form, down has another, and the rest has the first one."""
     usual = Quant(*form)
     down = dict(down)
     dtype = down.pop("dtype", mx.bfloat16)
@@ -337,13 +337,13 @@ def test_every_geometry_is_kept_byte_for_byte(tmp_path, form, down):
 
 
 def stored(path, array, quant):
-    """The tensors of a module, as MLX names them."""
+    """Returns the tensors of a module under MLX's names."""
     made = mx.quantize(array, quant.group_size, quant.bits, quant.mode)
     return {f"{path}.{part}": one for part, one in zip(quant.parts, made, strict=True)}
 
 
 def check_kept(out, tensors, resident_too=True):
-    """Every byte of `tensors` lies where the packed model's own description says."""
+    """Checks that every byte of `tensors` is where the packed model's own description says."""
     args = ModelArgs.from_file(out)
     packed = PackedExperts.open(out, args)
     for name, (_, array) in resident(out).items() if resident_too else ():
@@ -369,7 +369,7 @@ def check_kept(out, tensors, resident_too=True):
         ({"expert_bits": 3, "down_bits": 4}, Quant(4, 64), (Quant(3, 64), Quant(3, 64), Quant(4, 64))),
     ],
 )
-def test_floats_become_what_is_asked_for(tmp_path, options, resident_quant, experts):
+def test_floats_get_the_requested_form(tmp_path, options, resident_quant, experts):
     source = write_tiny(tmp_path / "source")
     report = convert(source, tmp_path / "out", verify=True, **options)
     assert report.quantized and report.made_experts and not report.lossy
@@ -428,7 +428,7 @@ def test_scales_of_two_dtypes_become_float32_exactly(tmp_path):
 
 
 def test_microscaling_checkpoints(tmp_path):
-    """Everything in nvfp4, as `mlx_lm.convert --q-mode nvfp4` stores it."""
+    """Everything is in nvfp4, as `mlx_lm.convert --q-mode nvfp4` stores it."""
     config = {**TINY, "quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
     source = write_tiny(tmp_path / "source", "BF16")
     tensors = {}
@@ -446,7 +446,7 @@ def test_microscaling_checkpoints(tmp_path):
 
 
 def test_a_module_without_a_mode_is_affine_in_any_file(tmp_path):
-    """mlx-lm writes routers of an mxfp4 model so; and null group sizes where its user gave none."""
+    """mlx-lm writes the routers of an mxfp4 model like this, and null group sizes if its user gave none."""
     gate = "model.layers.0.mlp.gate"
     source, tensors = write_tiny(tmp_path / "source", "BF16"), {}
     for name, array in mx.load(str(source / "model.safetensors")).items():
@@ -472,7 +472,7 @@ def test_a_module_without_a_mode_is_affine_in_any_file(tmp_path):
 
 
 def moeflux_like(tmp_path, config):
-    """A moeflux directory whose experts need no padding, made from a conversion."""
+    """Returns a moeflux directory whose experts need no padding, made from a conversion."""
     convert(write_tiny(tmp_path / "hf", "BF16", config), tmp_path / "packed")
     source = tmp_path / "moeflux"
     (source / "packed_experts").mkdir(parents=True)
@@ -562,7 +562,7 @@ def test_tensors_that_do_not_fit(tmp_path, name, tensor, message):
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.experts.2.up_proj.weight", "model.norm.weight"])
-def test_values_that_are_no_numbers(tmp_path, name):
+def test_nan_values_are_refused(tmp_path, name):
     shape = {"lm_head.weight": (96, 128), "model.norm.weight": (128,)}.get(name, (64, 128))
     values = np.ones(shape, np.float32)
     values[..., 7] = np.inf
@@ -592,7 +592,7 @@ def test_options_and_directories_that_are_refused(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A small Hub that holds one repository; its folder, and the hub."""
+    """Returns the folder of a small Hub with one repository, and the Hub."""
     source = write_tiny(tmp_path / "snapshot")
     with SmallHub(source, "some/model") as served, connected(served, tmp_path / "cache"):
         yield source, served
@@ -623,7 +623,7 @@ def test_a_repository_that_cannot_be_reached(hub, tmp_path):
 # ---- the command ----
 
 
-def test_the_command_says_what_it_did(tmp_path, capsys):
+def test_the_command_reports_what_it_did(tmp_path, capsys):
     source = write_tiny(tmp_path / "source")
     arguments = ["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--verify"]
     assert main(arguments) == 0
@@ -644,7 +644,7 @@ def test_the_command_reports_what_is_lossy(tmp_path, capsys):
     assert f"1 quantised tensors were quantised again (lossy), the first is {STACK}" in capsys.readouterr().err
 
 
-def test_options_without_effect_and_files_that_lack_are_said(tmp_path, capsys):
+def test_options_without_effect_and_missing_files_are_reported(tmp_path, capsys):
     quantised = goldens.write_variant(tmp_path / "mlx4", "qwen3_moe", "mlx4")
     arguments = ["--hf-path", str(quantised), "--mlx-path", str(tmp_path / "out"), "--requantize", "--q-bits", "8"]
     assert main(arguments) == 0
@@ -658,7 +658,7 @@ def test_options_without_effect_and_files_that_lack_are_said(tmp_path, capsys):
     assert "no effect" not in err and "warning" not in err
 
 
-def test_a_form_that_experts_do_not_get_is_said(tmp_path, capsys):
+def test_a_form_that_experts_cannot_have_is_reported(tmp_path, capsys):
     quantised = goldens.write_variant(tmp_path / "mlx4", "qwen3_moe", "mlx4")
     arguments = ["--hf-path", str(quantised), "--mlx-path", str(tmp_path / "out"), "--expert-bits", "3"]
     assert main(arguments) == 0
@@ -678,7 +678,7 @@ def test_a_log_has_a_line_for_each_file(tmp_path, capsys):
     assert lines[0] == "  0% resident.safetensors"
 
 
-def test_an_unfinished_conversion_is_no_checkpoint(tmp_path, capsys):
+def test_an_unfinished_conversion_is_not_a_checkpoint(tmp_path, capsys):
     source = write_tiny(tmp_path / "source")
     convert(source, tmp_path / "out")
     (tmp_path / "out" / "packed_experts" / "layout.json").unlink()
@@ -703,7 +703,7 @@ def test_usage_errors(tmp_path, capsys):
     assert "--hf-path" in capsys.readouterr().err
 
 
-def test_control_c_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+def test_control_c_names_the_command_that_continues(monkeypatch, tmp_path, capsys):
     def interrupted(**_):
         raise KeyboardInterrupt
 
@@ -735,12 +735,12 @@ def test_a_quantisation_that_is_not_supported_costs_no_download(hub, tmp_path):
 
 @pytest.mark.parametrize("name", ["models/qwen--4bit", "models/qwen-"])
 def test_names_that_the_hub_refuses(tmp_path, name):
-    """Its library refuses them before it asks anybody, with an error of its own."""
+    """Its library refuses them without a request, with an error of its own."""
     with pytest.raises(ModelFileError, match=f"{name} is no directory here"):
         convert(name, tmp_path / "out")
 
 
-def test_layers_that_cannot_be_linked_need_room(tmp_path, monkeypatch):
+def test_layers_that_cannot_be_linked_need_disk_space(tmp_path, monkeypatch):
     source = moeflux_like(tmp_path, WIDE)
     layers = sum(file.stat().st_size for file in (source / "packed_experts").glob("layer_*.bin"))
     asked = []
@@ -753,7 +753,7 @@ def test_layers_that_cannot_be_linked_need_room(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob(".link-*"))
 
 
-def test_a_directory_under_repair_is_no_model(tmp_path, monkeypatch):
+def test_a_directory_under_repair_is_not_a_model(tmp_path, monkeypatch):
     source, out = write_tiny(tmp_path / "source"), tmp_path / "out"
     convert(source, out)
     layer = out / "packed_experts" / "layer_00.bin"

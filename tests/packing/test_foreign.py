@@ -36,14 +36,14 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # of a code's lowest three bits; the fourth
 
 
 def drawn(rows, columns, seed=0):
-    """Codes 0..15 and positive scales in float16's and bfloat16's range, as float32."""
+    """Returns codes 0..15 and positive scales in the range of float16 and bfloat16, as float32."""
     rng = np.random.default_rng(seed)
     scales = rng.integers(1, 255, (rows, columns // GROUP)).astype(np.float32) / 1024
     return rng.integers(0, 16, (rows, columns)), scales, rng
 
 
 def packed_tensors(path, codes, scales):
-    """As compressed-tensors packs integers -8..7: 8 is added, and eight go into an int32 from its low end up."""
+    """Packs integers -8..7 as compressed-tensors does: 8 is added, and eight go into an int32 from its low end."""
     rows, columns = codes.shape
     words = np.zeros((rows, columns // 8), np.uint64)
     for column in range(columns):
@@ -56,7 +56,7 @@ def packed_tensors(path, codes, scales):
 
 
 def awq_tensors(path, codes, zeros, scales):
-    """As AutoAWQ packs along the output axis: of eight columns the k-th nibble holds column order[k]."""
+    """Packs along the output axis as AutoAWQ does: the k-th nibble of eight columns holds column order[k]."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ, WQLinear_GEMM.from_linear, order_map
 
     def along(values):
@@ -74,7 +74,7 @@ def awq_tensors(path, codes, zeros, scales):
 
 
 def block_tensors(path, codes, exponents):
-    """As OpenAI publishes mxfp4: sixteen bytes to a group of 32, the first code in the low half."""
+    """Packs mxfp4 as OpenAI publishes it: sixteen bytes for a group of 32, the first code in the low half."""
     pairs = codes.reshape(*codes.shape[:-1], -1, 16, 2).astype(np.uint8)
     return {
         f"{path}_blocks": ("U8", pairs[..., 0] | pairs[..., 1] << 4),
@@ -83,7 +83,7 @@ def block_tensors(path, codes, exponents):
 
 
 def write(path, tensors, config=None):
-    """Like goldens.write_safetensors, with integers."""
+    """Writes tensors like goldens.write_safetensors, including integers."""
     header, data = {}, b""
     for name, (kind, array) in tensors.items():
         held = np.ascontiguousarray(array).tobytes()
@@ -138,7 +138,7 @@ def test_a_wrong_order_of_nibbles_shows(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(6, 96), (3, 4, 64)])
-def test_blocks_are_a_matter_of_looking(tmp_path, shape):
+def test_blocks_are_only_another_view(tmp_path, shape):
     rng = np.random.default_rng(0)
     codes, exponents = rng.integers(0, 16, shape), rng.integers(100, 140, (*shape[:-1], shape[-1] // GROUP))
     matrix = matrix_of(tmp_path, block_tensors("m", codes, exponents), shape, MXFP4)
@@ -149,7 +149,7 @@ def test_blocks_are_a_matter_of_looking(tmp_path, shape):
 
 
 @pytest.mark.parametrize("scale", [0, 255])
-def test_the_ends_of_e8m0(tmp_path, scale):
+def test_the_smallest_and_the_largest_e8m0(tmp_path, scale):
     tensors = block_tensors("m", np.full((1, 32), 2), np.full((1, 1), scale))
     matrix = matrix_of(tmp_path, tensors, (1, 32), MXFP4)
     if scale:
@@ -163,7 +163,7 @@ def test_the_ends_of_e8m0(tmp_path, scale):
 
 
 def mlx_of(path, codes, scales, biases):
-    """What a packed model must hold of a matrix that stands for scale * code + bias."""
+    """Returns what a packed model must hold of a matrix with the values scale * code + bias."""
     shifts = 4 * np.arange(8, dtype=np.uint32)
     words = (codes.reshape(len(codes), -1, 8).astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
     return {f"{path}.{name}": mx.array(part) for name, part in zip(PARTS, (words, scales, biases), strict=True)}
@@ -211,7 +211,7 @@ def test_experts_are_packed_without_a_loss(tmp_path, method):
 
 
 def test_experts_in_blocks_are_refused_with_the_reason(tmp_path):
-    """gpt-oss, whose form it is, has rows of gate and up in turns; of other families nothing is known."""
+    """gpt-oss has this form, with rows of gate and up in turn. For other families the form is unknown."""
     source = goldens.write_variant(tmp_path / "source", "qwen3_moe", "transformers5")
     config = json.loads((source / "config.json").read_text())
     shape = config["num_local_experts"], 2 * config["moe_intermediate_size"], config["hidden_size"]
@@ -247,7 +247,7 @@ def test_experts_in_blocks_are_refused_with_the_reason(tmp_path):
         ({**PACKED, "config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": False}}}}, "symmetric False"),
     ],
 )
-def test_a_refusal_names_method_tensor_and_what_was_found(tmp_path, hub, words):
+def test_a_refusal_names_method_tensor_and_cause(tmp_path, hub, words):
     tensors = write(tmp_path / "x.safetensors", {"m.qweight": ("I32", np.zeros((4, 8), np.uint32))})
     with pytest.raises(ConfigError) as refused:
         SourceFormat({"quantization_config": hub}, tensors)

@@ -35,7 +35,7 @@ INT4 = {
 
 
 def logits(path, family, **options):
-    """[T, V] of the golden's tokens from position 0 on, one token alone among them."""
+    """Returns the logits [T, V] of the golden's tokens from position 0 on. One token is computed alone."""
     model = load_model(path, dtype=mx.float32, **options)
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
     rows = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
@@ -61,7 +61,7 @@ LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
 
 @pytest.mark.parametrize("family, ways", drawn(goldens.KIN, [({}, LEAST), (LEAST, {})]))
 def test_mlx_conversions_in_place_and_packed(tmp_path, family, ways):
-    """Each has the bits of the packed model that is made of the floats: mapped, read and resident."""
+    """Each conversion, mapped, read and resident, has the bits of the packed model that is made from the floats."""
     wanted = logits(tiny_directory(family, "hub"), family)
     if not goldens.first_position(family):
         assert np.abs(wanted - goldens.golden(family)[1]).max() < TOLERANCE
@@ -71,7 +71,7 @@ def test_mlx_conversions_in_place_and_packed(tmp_path, family, ways):
 
 
 def test_a_last_matrix_that_is_the_embedding_or_is_not(tmp_path):
-    """Gemma's checkpoints may hold it twice; without `tie_word_embeddings` it is the model's own."""
+    """Gemma's checkpoints may contain it twice. Without `tie_word_embeddings` the last matrix is a separate one."""
     family, config = "gemma4", goldens.config("gemma4")
     tensors = goldens.hub_tensors(family)
     copied = {**tensors, "lm_head.weight": tensors["model.language_model.embed_tokens.weight"]}
@@ -85,7 +85,7 @@ def test_a_last_matrix_that_is_the_embedding_or_is_not(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen4_exp", "minimax_m3_vl"])
 def test_norms_of_mlx_conversions_with_their_one_and_without(tmp_path, family):
-    """mlx-lm and mlx-vlm leave them as they are published, others add it."""
+    """mlx-lm and mlx-vlm leave norms as they are published, other tools add the one."""
     tensors = goldens.mlx_tensors(family)
     plain = {}
     for name, (kind, array) in tensors.items():
@@ -106,7 +106,7 @@ JOINED = {
 
 
 def test_what_mlx_vlm_joins_of_glm5_next(tmp_path):
-    """Rows of one matrix behind those of the other, in every layer that has them."""
+    """In every layer that has both matrices, the rows of one follow those of the other."""
     family = "glm5_next"
     tensors, joined = goldens.mlx_tensors(family), 0
     for layer in range(goldens.text_config(family)["num_hidden_layers"]):
@@ -125,7 +125,7 @@ def test_what_mlx_vlm_joins_of_glm5_next(tmp_path):
 
 @pytest.mark.parametrize("family", ["kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe"])
 def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
-    """Its overrides name modules as its own model does. MiniMax's routers have 8 bits, Mistral's 4."""
+    """The overrides name modules as mlx-lm's own model does. MiniMax's routers have 8 bits, Mistral's 4."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     model, config = utils.load_model(tiny_checkpoint(family, tmp_path / "floats"), lazy=True)
     model, config = utils.quantize_model(model, config, 64, 4)
@@ -140,7 +140,7 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
 
 
 def tiny_checkpoint(family, path):
-    """The floats without what a text model skips, which mlx-lm does not always."""
+    """Writes the floats without what a text model skips, because mlx-lm does not always skip it."""
     return write(path, goldens.config(family), goldens.hub_tensors(family))
 
 
@@ -156,14 +156,14 @@ def tiny_checkpoint(family, path):
         ("gemma4", "language_model.model.layers.1.mlp.up_proj", "model.layers.1.mlp.shared_expert.up_proj"),
     ],
 )
-def test_overrides_name_modules_as_their_writer_does(family, theirs, ours):
+def test_overrides_name_modules_like_their_writer(family, theirs, ours):
     config = {"quantization": {"group_size": 64, "bits": 4, theirs: {"group_size": 64, "bits": 8}}}
     form = SourceFormat(config, renames=FAMILIES[family].renames)
     assert form.of(ours) == Quant(8, 64) and form.of(f"{ours}_other") == Quant(4, 64)
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe", pytest.param("glm5_next", marks=marks(False))])
-def test_block_fp8_has_the_bits_of_its_values(tmp_path, family):
+def test_block_fp8_gives_the_bits_of_its_values(tmp_path, family):
     coded = goldens.fp8_tensors(family)
     config = goldens.variant_config(family, "fp8")
     found = packed(write(tmp_path / "fp8", config, {**coded, **goldens.skipped_tensors(family)}))
@@ -172,9 +172,9 @@ def test_block_fp8_has_the_bits_of_its_values(tmp_path, family):
 
 
 def with_one_scale(tensors, endings):
-    """Each linear layer as float8 codes with one scale for a matrix, and a scale of activations; and their values.
+    """Returns each linear layer as float8 codes with one scale per matrix and a scale of activations, and their values.
 
-    `endings`: of the names of both scales, in place of the layer's own ending or behind it.
+    `endings` are the endings of the names of both scales, which replace the layer's own ending or follow it.
     """
     coded, values = {}, {}
     for name, tensor in tensors.items():
@@ -200,7 +200,7 @@ TENCENTS, MISTRALS = (".weight_scale", ".input_scale"), ("_scale_inv", "_activat
 
 @pytest.mark.parametrize("family, endings", [("hy_v3", TENCENTS), ("mistral4", MISTRALS)])
 def test_fp8_with_one_scale_for_a_matrix(tmp_path, family, endings):
-    """As Tencent and Mistral publish it, with scales of activations, which are not needed here."""
+    """Tencent and Mistral publish this form. The scales of activations are not needed."""
     coded, values = with_one_scale(goldens.hub_tensors(family), endings)
     config = {**goldens.config(family), "quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
     found = packed(write(tmp_path / "fp8", config, coded))
@@ -209,8 +209,8 @@ def test_fp8_with_one_scale_for_a_matrix(tmp_path, family, endings):
 
 
 def fused_attention(tensors, shards, block):
-    """Attention's projections of MiMo as V2.6 has them: shards of queries, keys and values, each with its own blocks
-    of codes; and the values of q, k and v."""
+    """Returns the attention projections of MiMo in V2.6's form, shards of queries, keys and values with their own
+    blocks of codes; and the values of q, k and v."""
     coded, values = dict(tensors), dict(tensors)
     for stem in {name.removesuffix("q_proj.weight") for name in tensors if name.endswith("q_proj.weight")}:
         parts = [goldens.as_float(coded.pop(f"{stem}{one}_proj.weight")) for one in "qkv"]
@@ -226,7 +226,7 @@ def fused_attention(tensors, shards, block):
 
 
 def _coded(w, block):
-    """Codes, scales and values in blocks of so many rows and columns, the last of which may be partial."""
+    """Returns codes, scales and values in blocks of so many rows and columns. The last blocks may be partial."""
     starts = [np.arange(0, n, block) for n in w.shape]
     scale = np.maximum.reduceat(np.maximum.reduceat(np.abs(w), starts[0], 0), starts[1], 1) / np.float32(448)
     scale = goldens.as_float(goldens._bf16(scale))
@@ -236,7 +236,10 @@ def _coded(w, block):
 
 
 def mimo_v26(shards, block, **fields):
-    """(config, tensors, values) of a checkpoint of MiMo-V2.6; keys and values are doubled so that they can be split."""
+    """Returns (config, tensors, values) of a checkpoint of MiMo-V2.6.
+
+    Keys and values are doubled so that they can be split.
+    """
     config = {**goldens.config("mimo_v2_flash"), "model_type": "mimo_v2", "num_key_value_heads": 2, **fields}
     tensors = dict(goldens.hub_tensors("mimo_v2_flash"))
     for layer in (i for i, windowed in enumerate(config["hybrid_layer_pattern"]) if not windowed):
@@ -248,7 +251,7 @@ def mimo_v26(shards, block, **fields):
 
 @pytest.mark.parametrize("shards, block", [(2, 32), (1, 32)])
 def test_fused_attention_of_shards(tmp_path, shards, block):
-    """A shard ends in the middle of a block, and the next one begins another."""
+    """A shard ends in the middle of a block, and the next shard begins a new block."""
     config, coded, values = mimo_v26(shards, block)
     found = packed(write(tmp_path / "fp8", config, coded))
     wanted = packed(write(tmp_path / "floats", config, values))
@@ -256,14 +259,17 @@ def test_fused_attention_of_shards(tmp_path, shards, block):
 
 
 def test_shards_that_cannot_be_told(tmp_path):
-    """Where all shards end near the end of a block, one and two of them have as many scales."""
+    """If all shards end near the end of a block, one shard and two shards have equally many scales."""
     config, coded, _ = mimo_v26(2, 64)
     with pytest.raises(ModelFileError, match=r"qkv_proj.weight_scale_inv: the scales allow \[1, 2\] shards"):
         packed(write(tmp_path / "fp8", config, coded))
 
 
 def test_kimi_as_published(tmp_path):
-    """A text part under a prefix, experts of 4-bit integers, and an image encoder: the bits of MLX's form of it."""
+    """The text part has a prefix, experts are 4-bit integers, and there is an image encoder.
+
+    The bits are those of MLX's form.
+    """
     family, rng = "kimi_k2", np.random.default_rng(7)
     floats, ours = goldens.hub_tensors(family), goldens.mlx_tensors(family)
     theirs = {f"language_model.{name}": tensor for name, tensor in floats.items() if ".experts." not in name}
@@ -287,7 +293,10 @@ def test_kimi_as_published(tmp_path):
 
 
 def test_deepseek_v4_as_published(tmp_path):
-    """Experts of 4-bit floats and float8 blocks, with scales of a power of two: the bits of MLX's mxfp4 and mxfp8."""
+    """Experts are 4-bit floats, other matrices float8 blocks, with scales that are powers of two.
+
+    The bits are those of MLX's mxfp4 and mxfp8.
+    """
     family, rng, forms = "deepseek_v4", np.random.default_rng(5), {"group_size": 64, "bits": 4}
     theirs, replaced = dict(goldens.hub_tensors(family)), (".switch_mlp.", ".attn.w")
     ours = {n: tensor for n, tensor in goldens.mlx_tensors(family).items() if not any(one in n for one in replaced)}
@@ -324,7 +333,10 @@ def test_deepseek_v4_as_published(tmp_path):
 
 @pytest.mark.parametrize("width", [64, 192])
 def test_fused_experts_in_either_order_of_axes(tmp_path, width):
-    """As Qwen published them, and as transformers saves them: where gate and up are square, down tells."""
+    """Qwen published one order, and transformers saves the other.
+
+    If gate and up are square, the shape of down decides.
+    """
     family, rng = "qwen3_vl_moe", np.random.default_rng(width)
     config, shapes = goldens.config(family), {"gate_up_proj": (9, 128, 2 * width), "down_proj": (9, width, 128)}
     config["text_config"]["moe_intermediate_size"] = width
@@ -340,7 +352,7 @@ def test_fused_experts_in_either_order_of_axes(tmp_path, width):
 
 @pytest.mark.parametrize("count", [119, 96, 80])
 def test_numbers_of_experts_that_pruning_leaves(tmp_path, count):
-    """The golden's experts come last, behind others that their biases keep from being chosen."""
+    """The golden's experts come last, after others that are never chosen because of their biases."""
     family, config, tensors = "hy_v3", goldens.config("hy_v3"), {}
     more = count - config["num_experts"]
     config["num_experts"] = count
@@ -361,7 +373,10 @@ def test_numbers_of_experts_that_pruning_leaves(tmp_path, count):
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "glm4v_moe", "hy_v3"])
 def test_image_encoders_and_drafting_heads_are_kept_aside(tmp_path, family):
-    """Under their own names and with their own bytes, without effect on the model; in place they are not read."""
+    """They are kept under their own names and with their own bytes, without effect on the model.
+
+    In place they are not read.
+    """
     source = goldens.write_variant(tmp_path / "hub", family, "hub")
     skipped = goldens.skipped_tensors(family)
     kept = read_header(packed(source) / "aside.safetensors")
@@ -376,7 +391,7 @@ def test_image_encoders_and_drafting_heads_are_kept_aside(tmp_path, family):
     assert np.array_equal(logits(path, family), logits(packed(source), family))
 
 
-def test_any_dtype_is_kept_and_frequencies_are_not(tmp_path):
+def test_tensors_of_any_dtype_are_kept_but_rotary_frequencies_are_not(tmp_path):
     family = "qwen3_moe"
     more = {
         "mtp.fc.weight": ("F8_E4M3", np.arange(32, dtype=np.uint8).reshape(4, 8)),

@@ -17,7 +17,7 @@ RANKS = 3
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def directories(request, tmp_path_factory):
-    """A whole model, and one directory for each rank: do not write into them."""
+    """Returns a whole model, and one directory for each rank. Do not write into them."""
     source, folder = goldens.checkpoint_dir(request.param), tmp_path_factory.mktemp("held")
     convert(source, folder / "whole")
     for rank in range(RANKS):
@@ -26,7 +26,7 @@ def directories(request, tmp_path_factory):
 
 
 def records(path):
-    """[E, stride] of each layer."""
+    """Returns the records [E, stride] of each layer."""
     experts = open_weights(path).experts
     return {
         layer: np.fromfile(file, np.uint8).reshape(experts.layout.num_experts, -1)
@@ -64,7 +64,7 @@ def test_all_have_one_fingerprint_and_take_less_of_the_disk(directories):
     assert max(taken[1:]) < taken[0] and len(set(sizes)) == 1
 
 
-def test_nobody_else_loads_it(directories):
+def test_other_ranks_and_single_processes_refuse_it(directories):
     with pytest.raises(
         ModelFileError, match="holds the experts of rank 1 of 3 only, not expert . of layer .*needs all"
     ) as failure:
@@ -79,19 +79,19 @@ def test_nobody_else_loads_it(directories):
 
 
 @pytest.mark.parametrize("options", [{"ranks": 2}, {"rank": 0}, {"ranks": 2, "rank": 2}, {"ranks": 1, "rank": 0}])
-def test_ranks_that_are_none(tmp_path, options):
+def test_impossible_ranks(tmp_path, options):
     with pytest.raises(ConfigError, match="give 2 to 64 ranks"):
         convert(goldens.checkpoint_dir("qwen3_moe"), tmp_path / "out", **options)
 
 
-def test_a_checkpoint_that_goes_or_comes_is_refused(tmp_path):
+def test_a_checkpoint_that_is_deleted_or_downloaded_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="a directory that stays"):
         convert(goldens.checkpoint_dir("qwen3_moe"), tmp_path / "out", ranks=2, rank=0, delete_source=True)
     with pytest.raises(ConfigError, match="a directory that stays"):
         convert("org/name", tmp_path / "out", ranks=2, rank=0)
 
 
-def test_a_directory_of_another_rank_is_not_gone_on_with(directories, tmp_path):
+def test_a_directory_of_another_rank_is_not_continued(directories, tmp_path):
     source = goldens.checkpoint_dir("qwen3_moe")
     convert(source, tmp_path / "out", ranks=2, rank=0)
     with pytest.raises(ModelFileError, match="with other options"):

@@ -26,8 +26,8 @@ from moeflux_mlx.spec import ModelArgs
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3")
 TOLERANCE = 2e-4
-AGREED = ("qwen3_moe", "qwen3_next", "qwen3_5_moe")  # mlx-lm's DeepSeek routers treat groups of experts in another way
-FORMS = [  # of gate and up, and of down
+AGREED = ("qwen3_moe", "qwen3_next", "qwen3_5_moe")  # mlx-lm's DeepSeek routers treat groups of experts differently
+FORMS = [  # forms of gate and up, and of down
     ((3, 64), (6, 32)),
     ((8, 64), (5, 64)),
     ((2, 32), (4, 64)),
@@ -40,7 +40,7 @@ FORMS = [  # of gate and up, and of down
 
 
 def records_of(files, layer, direct=True):
-    """[experts, bytes] as the reader brings them, without what follows up to the stride."""
+    """Returns the records [experts, bytes] that the reader brings, without the bytes up to the stride."""
     layout, reader = files.layout, ExpertReader(files, direct=direct, workers=2)
     record = layout.records[layer]
     memory = np.frombuffer(memoryview(private_pages(layout.layer_bytes(layer))), np.uint8).reshape(-1, record.stride)
@@ -89,7 +89,7 @@ def test_every_residue_of_offsets(tmp_path, residue):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_ways_one_answer(tmp_path, family):
-    """Converted, in place with the least pool, and in place with all experts in memory."""
+    """The model is converted, or in place with the smallest pool, or in place with all experts in memory."""
     path = write_model(tmp_path, family, count=2, seed=3, residues=[5, 11])
     tokens, wanted = goldens.golden(family)
     logits = {}
@@ -124,7 +124,7 @@ def test_every_geometry_gives_the_packed_models_records(tmp_path, forms):
 
 
 def converted(folder, usual, down):
-    """A checkpoint with experts in these forms, and the packed model of it."""
+    """Returns a checkpoint with experts in these forms, and the packed model of it."""
     path = write_model(folder / "checkpoint", "qwen3_moe", residues=[7, 12], forms=(usual, down))
     convert(path, folder / "packed")
     return path, folder / "packed"
@@ -143,7 +143,7 @@ def test_every_geometry_gives_the_packed_models_bits(tmp_path, forms):
 
 
 @pytest.mark.parametrize("family", goldens.families())
-def test_a_fingerprint_does_not_tell_a_checkpoint_from_what_is_converted_from_it(tmp_path, family):
+def test_a_checkpoint_and_its_packed_model_have_the_same_fingerprint(tmp_path, family):
     path = write_model(tmp_path / "checkpoint", family, count=2, seed=1)
     with on_cpu():
         convert(path, tmp_path / "packed")
@@ -163,7 +163,7 @@ def test_mlx_lm_runs_the_same_directory(tmp_path, family):
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     path = write_model(tmp_path, family, count=2, seed=5)
     tokens = mx.array(goldens.golden(family)[0])[None]
-    with on_cpu():  # mlx-lm 0.32.2's gated delta rule has other results on an NVIDIA GPU: logits 3 apart
+    with on_cpu():  # mlx-lm 0.32.2's gated delta rule gives other results on an NVIDIA GPU: logits differ by 3
         theirs, _ = utils.load_model(path)
         theirs.set_dtype(mx.float32)
         wanted = np.array(theirs(tokens))
@@ -172,7 +172,7 @@ def test_mlx_lm_runs_the_same_directory(tmp_path, family):
 
 
 @pytest.mark.parametrize(("forms", "field", "value"), [(FORMS[0], 7, b"\xc0\x7f"), (FORMS[3], 5, b"\xff")])
-def test_a_scale_that_is_no_number(tmp_path, forms, field, value):
+def test_a_nan_scale(tmp_path, forms, field, value):
     path = write_model(tmp_path, "qwen3_moe", residues=[7, 12], forms=[Quant(*form) for form in forms])
     piece = open_in_place(path).experts.pieces(1, 3)[field]
     assert model_is_read(path) is None
@@ -191,7 +191,7 @@ def test_a_scale_that_is_no_number(tmp_path, forms, field, value):
 
 
 def model_is_read(path):
-    """What is said while all experts are read into memory, if anything."""
+    """Returns the lines that are printed while all experts are read into memory, if any."""
     try:
         load_model(path, dtype=mx.float32).experts.close()
     except ModelFileError as error:

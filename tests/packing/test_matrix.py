@@ -34,7 +34,7 @@ def matrix_of(tmp_path, tensors, shape, config):
 
 
 def triplet(w, bits=4):
-    """A stored matrix's three tensors, by the oracle."""
+    """Returns the three tensors of a stored matrix, computed by the oracle."""
     weight, scales, biases = oracle.quantize(w, bits=bits)
     return {"m.weight": ("U32", weight), "m.scales": ("BF16", scales), "m.biases": ("BF16", biases)}
 
@@ -140,7 +140,7 @@ def test_microscaling_modes_dequantise(tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode, value", [("mxfp4", 0xFF), ("nvfp4", 0x7F), ("nvfp4", 0xFF)])  # E4M3 has a signed NaN
-def test_a_scale_of_8_bits_that_is_no_number(tmp_path, mode, value):
+def test_a_nan_scale_of_8_bits(tmp_path, mode, value):
     weight, scales = mx.quantize(mx.array(normal(4, 128)), MODES[mode].group_size, 4, mode)
     scales[2, 1] = value
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
@@ -154,7 +154,7 @@ def test_a_scale_of_8_bits_that_is_no_number(tmp_path, mode, value):
 
 @pytest.mark.parametrize("part", ["scales", "biases"])
 @pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN, -infinity
-def test_scales_that_are_no_numbers(tmp_path, part, value):
+def test_infinite_and_nan_scales(tmp_path, part, value):
     tensors = triplet(normal(4, 64))
     tensors[f"m.{part}"][1][2, 0] = value
     made = matrix_of(tmp_path, tensors, (4, 64), MLX)
@@ -164,7 +164,7 @@ def test_scales_that_are_no_numbers(tmp_path, part, value):
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
-def test_weights_that_are_no_numbers(tmp_path, kind):
+def test_nan_weights(tmp_path, kind):
     w = normal(4, 64)
     w[3, 3] = np.nan
     held = w if kind == "F32" else w.view(np.uint32).__rshift__(16).astype(np.uint16)
@@ -180,7 +180,7 @@ def test_a_float32_too_large_for_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["weight", "weight_scale_inv"])
-def test_fp8_that_is_no_number(tmp_path, where):
+def test_nan_in_fp8(tmp_path, where):
     codes, scale = np.full((4, 64), 0x38, np.uint8), np.ones((1, 1), np.float32)
     if where == "weight":
         codes[2, 2] = 0x7F
@@ -243,7 +243,7 @@ def test_quantisation_that_is_not_known(config):
 def test_a_quantization_config_that_repeats_mlx_settings():
     form = SourceFormat({"quantization_config": {"group_size": 64, "bits": 8}})
     assert form.mlx and form.of("m") == Quant(8, 64)
-    both = {**MLX, "quantization_config": {"quant_method": "fp8"}}  # left over from the checkpoint before
+    both = {**MLX, "quantization_config": {"quant_method": "fp8"}}  # left over from an earlier checkpoint
     assert SourceFormat(both).of("m") == Quant(4, 64)
 
 

@@ -97,7 +97,7 @@ def convolution(args, hf):
     return {name: tensor(name, *((channels, 1, taps) if hf else (channels, taps, 1)))}
 
 
-def test_the_convolution_tells_whether_norms_are_centred():
+def test_the_convolutions_shape_shows_whether_norms_are_centred():
     args = next_args()
     assert sanitize.has_zero_centred_norms(args, convolution(args, hf=True))
     assert not sanitize.has_zero_centred_norms(args, convolution(args, hf=False))
@@ -105,7 +105,7 @@ def test_the_convolution_tells_whether_norms_are_centred():
         sanitize.has_zero_centred_norms(args, {})
 
 
-def test_without_convolutions_stacked_experts_tell():
+def test_without_convolutions_stacked_experts_show_it():
     args = next_args(layer_types=["full_attention"] * 4)
     assert sanitize.has_zero_centred_norms(args, {})
     assert not sanitize.has_zero_centred_norms(args, {"model.layers.0.mlp.switch_mlp.up_proj.weight": None})
@@ -131,7 +131,7 @@ def test_adding_one_keeps_every_bit_of_a_small_weight():
     got = np.array(sanitize.add_one(weight)).astype(np.float64)
     assert np.abs(got - exact).max() < 1e-7
     rounded = np.array((weight + 1).astype(mx.float32))
-    assert np.abs(rounded - exact).max() > 1e-4  # what adding in bfloat16 would lose
+    assert np.abs(rounded - exact).max() > 1e-4  # adding in bfloat16 would lose this
 
 
 def test_convolution_axes():

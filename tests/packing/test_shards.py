@@ -31,7 +31,7 @@ NAMES = [f"model-{i + 1:05d}-of-{COUNT:05d}.safetensors" for i in range(COUNT)]
 
 
 def split(path, family, variant, shuffled=False):
-    """A checkpoint in `COUNT` shards of about the same size, in the order of names, or each tensor in any."""
+    """Writes a checkpoint in `COUNT` shards of about the same size, with tensors in the order of names or shuffled."""
     goldens.write_variant(path, family, variant)
     (path / "model.safetensors").unlink(missing_ok=True)
     tensors = goldens.variant_tensors(family, variant)
@@ -54,19 +54,19 @@ def tree(path):
 
 
 def allocated(path):
-    """Bytes of disk used below `path`."""
+    """Returns the bytes of disk used below `path`."""
     return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Do not write into it."""
+    """Returns a checkpoint. Do not write into it."""
     return split(tmp_path_factory.mktemp("source") / "checkpoint", "qwen3_moe", "hub")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, source):
-    """What comes of `source` at once."""
+    """Returns the conversion of `source` in one piece."""
     out = tmp_path_factory.mktemp("whole") / "out"
     convert(source, out)
     return tree(out)
@@ -81,7 +81,7 @@ def hub(source, tmp_path):
 # ---- from the hub ----
 
 
-def test_a_repository_gives_the_same_files_and_two_shards_at_most_lie_on_the_disk(hub, source, whole, tmp_path):
+def test_a_repository_gives_the_same_files_with_at_most_two_shards_on_the_disk(hub, source, whole, tmp_path):
     out, steps, most = tmp_path / "out", [], 0
 
     def progress(*step):
@@ -98,7 +98,7 @@ def test_a_repository_gives_the_same_files_and_two_shards_at_most_lie_on_the_dis
     assert most <= sum(map(len, whole.values())) + 2 * largest + 100_000
     assert all(a[0] <= b[0] for a, b in zip(steps, steps[1:], strict=False)) and steps[-1][0] == steps[-1][1]
     cached = [file for file in (tmp_path / "cache").rglob("*.safetensors")]
-    assert not cached  # nothing large in the Hub's cache
+    assert not cached  # nothing large is in the Hub's cache
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_every_kind_of_checkpoint_gives_the_same_files(tmp_path, family, variant
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-def test_a_finished_one_downloads_nothing_and_a_damaged_file_only_what_it_needs(hub, whole, tmp_path):
+def test_a_finished_conversion_downloads_nothing_and_a_damaged_file_only_what_it_needs(hub, whole, tmp_path):
     out = tmp_path / "out"
     convert("org/model", out)
     hub.requests.clear()
@@ -130,7 +130,7 @@ def test_a_finished_one_downloads_nothing_and_a_damaged_file_only_what_it_needs(
     assert 0 < len(hub.fetched()) < COUNT
 
 
-def test_cut_connections_are_taken_up_again(hub, source, whole, tmp_path):
+def test_downloads_continue_after_cut_connections(hub, source, whole, tmp_path):
     size = (source / NAMES[1]).stat().st_size
     hub.cut = {NAMES[1]: [size // 2, size // 4]}
     with pytest.warns(MoefluxWarning, match="does not answer, trying again: Error while downloading from .*$"):
@@ -160,7 +160,7 @@ convert(sys.argv[1], sys.argv[2], delete_source=sys.argv[5] == "delete", progres
 
 
 def killed(source, out, name, environment=None, how="keep"):
-    """A conversion whose process is killed as soon as it tells of `name`, something being done."""
+    """Runs a conversion whose process is killed as soon as it prints `name`, while work is in progress."""
     command = [sys.executable, "-c", KILLED, str(source), str(out), name, "1", how]
     child = subprocess.run(command, env={**child_environment(), **(environment or {})}, cwd=ROOT, timeout=60)
     assert child.returncode == -signal.SIGKILL
@@ -171,7 +171,7 @@ class Stopped(Exception):
 
 
 def stopped(source, out, name, **options):
-    """The same without a process of its own: nothing is tidied up on the way out."""
+    """Does the same in this process: nothing is cleaned up on the way out."""
 
     def progress(done, total, what):
         if what == name and done:
@@ -190,14 +190,14 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("ended", "name"), STEPS)
-def test_ended_and_started_again_it_goes_on_at_the_last_shard(hub, whole, tmp_path, ended, name):
+def test_after_an_interruption_it_continues_at_the_last_shard(hub, whole, tmp_path, ended, name):
     out = tmp_path / "out"
     ended("org/model", out, name, **({"environment": hub.environment} if ended is killed else {}))
     assert not (out / "packed_experts" / "layout.json").exists()
     hub.requests.clear()
     convert("org/model", out)
     done = {"download": 2, "pack": 1 + NAMES.index(name[-len(NAMES[0]) :]) if name[0] == "p" else 0, "check": COUNT}
-    assert hub.fetched() == NAMES[done[name.split()[0]] :]  # one that had come whole is not asked for again
+    assert hub.fetched() == NAMES[done[name.split()[0]] :]  # a shard that had arrived completely is not requested again
     assert tree(out) == whole
 
 
@@ -209,7 +209,7 @@ def test_what_a_journal_says_of_a_lost_file_is_forgotten(hub, whole, tmp_path):
     assert tree(out) == whole
 
 
-def test_a_moved_branch_does_not_matter_to_one_that_is_begun(hub, whole, tmp_path):
+def test_a_moved_branch_does_not_matter_to_a_conversion_that_has_begun(hub, whole, tmp_path):
     out = tmp_path / "out"
     stopped("org/model", out, f"pack {NAMES[1]}")
     begun, hub.commit = hub.commit, "f" * 40
@@ -246,7 +246,7 @@ def test_a_disk_that_fills_up_on_the_way(hub, whole, tmp_path, monkeypatch):
     assert tree(tmp_path / "out") == whole
 
 
-def test_what_does_not_read_back_is_not_deleted(hub, whole, tmp_path, monkeypatch):
+def test_a_shard_is_kept_if_reading_back_fails(hub, whole, tmp_path, monkeypatch):
     real, lost = os.pwrite, [3]
 
     def pwrite(descriptor, data, offset):
@@ -269,7 +269,7 @@ def own(source, tmp_path):
     return shutil.copytree(source, tmp_path / "own")
 
 
-def test_a_directory_s_shards_go_one_by_one(own, whole, tmp_path):
+def test_a_directory_s_shards_are_deleted_one_by_one(own, whole, tmp_path):
     out, most = tmp_path / "out", 0
 
     def progress(*_):
@@ -280,12 +280,12 @@ def test_a_directory_s_shards_go_one_by_one(own, whole, tmp_path):
     convert(own, out, delete_source=True, progress=progress)
     assert tree(out) == whole and not list(own.glob("*.safetensors"))
     assert (own / "config.json").exists()
-    assert most < sum(sizes) + sum(map(len, whole.values())) / 2  # never both whole
+    assert most < sum(sizes) + sum(map(len, whole.values())) / 2  # never both complete
     assert not (out / JOURNAL).exists() and not (out / SHARDS).exists()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_killed_one_goes_on_without_what_was_deleted(own, whole, tmp_path, at_once, capsys):
+def test_a_killed_conversion_continues_without_the_deleted_shards(own, whole, tmp_path, at_once, capsys):
     out = tmp_path / "out"
     if at_once:
         killed(own, out, f"pack {NAMES[2]}", how="delete")
@@ -297,7 +297,7 @@ def test_a_killed_one_goes_on_without_what_was_deleted(own, whole, tmp_path, at_
     assert tree(out) == whole and not list(own.glob("*.safetensors"))
 
 
-def test_an_unfinished_one_says_how_to_go_on(own, tmp_path, capsys):
+def test_an_unfinished_conversion_names_the_command_that_continues(own, tmp_path, capsys):
     from moeflux_mlx.generate.__main__ import main as generate
 
     stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
@@ -334,7 +334,7 @@ def test_what_others_share_is_never_deleted(own, tmp_path, shared):
 
 
 @pytest.mark.parametrize("shared", [links, second_names])
-def test_what_becomes_shared_on_the_way_stays(own, whole, tmp_path, shared):
+def test_a_file_that_becomes_shared_meanwhile_is_not_deleted(own, whole, tmp_path, shared):
     other = tmp_path / "other"
     other.mkdir()
 
@@ -356,7 +356,7 @@ def test_a_directory_that_is_a_link_is_refused(own, tmp_path):
     assert sorted(own.iterdir()) == before
 
 
-def test_nobody_is_told_to_delete_all_that_is_left(own, tmp_path):
+def test_the_advice_never_deletes_the_only_copy(own, tmp_path):
     stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
     with pytest.raises(ModelFileError, match="with other options; choose another directory; this one may hold all"):
         convert(own, tmp_path / "out", delete_source=True, q_bits=8)
@@ -369,7 +369,7 @@ def test_a_shard_that_changed_is_refused(own, tmp_path):
         convert(own, tmp_path / "out", delete_source=True)
 
 
-def test_what_was_deleted_and_lost_is_said(own, tmp_path):
+def test_a_deleted_and_lost_shard_is_reported(own, tmp_path):
     stopped(own, tmp_path / "out", f"pack {NAMES[2]}", delete_source=True)
     (tmp_path / "out" / f"resident.safetensors{PARTIAL}").unlink()
     with pytest.raises(ModelFileError, match=f"{NAMES[0]} was packed and deleted, but its converted form is gone"):
@@ -378,7 +378,7 @@ def test_what_was_deleted_and_lost_is_said(own, tmp_path):
 
 @pytest.mark.parametrize("ends_at", ["packed_experts/layer_01.bin", STATE])
 def test_ended_between_a_file_s_name_and_its_note_nothing_is_lost(own, whole, tmp_path, monkeypatch, ends_at):
-    """Whichever of the two comes first, when the shards are gone already."""
+    """The shards are already deleted. The file may get its name before the note, or after it."""
     real, out = writer._rename, tmp_path / "out"
 
     def rename(partial, file):
@@ -395,7 +395,7 @@ def test_ended_between_a_file_s_name_and_its_note_nothing_is_lost(own, whole, tm
 
 
 def test_a_second_process_that_was_stopped_in_between_changes_nothing(own, whole, tmp_path, monkeypatch):
-    """It asks for the directory after the first one has finished, and deleted the shards."""
+    """The second process requests the directory after the first one has finished and deleted the shards."""
     real, out = fcntl.flock, tmp_path / "out"
 
     def flock(descriptor, how):
@@ -410,7 +410,7 @@ def test_a_second_process_that_was_stopped_in_between_changes_nothing(own, whole
     assert json.loads((out / STATE).read_text())["files"]
 
 
-def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, own, whole, tmp_path, monkeypatch):
+def test_a_conversion_that_ends_while_the_journal_is_removed_is_finished_later(hub, own, whole, tmp_path, monkeypatch):
     real, out = Path.unlink, tmp_path / "out"
 
     def unlink(path, **options):
@@ -428,7 +428,7 @@ def test_ended_while_the_journal_is_put_away_it_is_finished_all_the_same(hub, ow
     assert (tree(out).keys() - {JOURNAL}) == whole.keys()
 
 
-def test_a_shard_goes_only_when_all_that_was_written_is_durable(own, tmp_path, monkeypatch):
+def test_a_shard_is_deleted_only_when_all_that_was_written_is_durable(own, tmp_path, monkeypatch):
     pwrite, sync, unlink, unsynced, gone = os.pwrite, shards.sync, Path.unlink, set(), []
 
     def write(descriptor, data, offset):
@@ -452,7 +452,7 @@ def test_a_shard_goes_only_when_all_that_was_written_is_durable(own, tmp_path, m
     assert gone == NAMES
 
 
-def test_a_new_file_s_name_lasts_before_a_shard_goes(own, tmp_path, monkeypatch):
+def test_a_new_file_s_name_is_durable_before_a_shard_is_deleted(own, tmp_path, monkeypatch):
     real, last = shards.sync_folder, []
     monkeypatch.setattr(shards, "sync_folder", lambda folder: (last.append(folder), real(folder)))
     stopped(own, tmp_path / "out", f"pack {NAMES[0]}", delete_source=True)
@@ -490,7 +490,7 @@ def test_what_to_do_with_a_damaged_directory_depends_on_what_was_deleted(hub, ow
         convert(checkpoint, out, delete_source=alone)
 
 
-def test_deleting_is_for_directories(hub, own, tmp_path):
+def test_deleting_needs_a_local_directory(hub, own, tmp_path):
     with pytest.raises(ModelFileError, match=r"holds no \*.safetensors, .*: leave --delete-source out"):
         convert(tmp_path, tmp_path / "out", delete_source=True)
     with pytest.raises(ModelFileError, match="nowhere does not exist"):
@@ -502,7 +502,7 @@ def test_deleting_is_for_directories(hub, own, tmp_path):
         convert("org/model", tmp_path / "out", delete_source=True)
 
 
-def test_nobody_is_there_to_be_asked(own, tmp_path, capsys):
+def test_without_a_terminal_nobody_is_asked(own, tmp_path, capsys):
     before = tree(own)
     assert main(["--hf-path", str(own), "--mlx-path", str(tmp_path / "out"), "--delete-source"]) == 1
     assert re.search(r"deleted one by one.*there is no terminal to ask on: add --yes", capsys.readouterr().err)

@@ -30,7 +30,7 @@ NVFP4 = Quant(4, 16, "nvfp4", has_global_scale=True)
 
 
 def quantized(values, mode):
-    """Bytes of codes and of scales, as `mx.quantize` makes them, and the values that they stand for in float64."""
+    """Returns bytes of codes and of scales, as `mx.quantize` makes them, and their values in float64."""
     quant = {"mxfp4": MXFP4, "mxfp8": MXFP8}[mode]
     codes, scales = map(np.array, mx.quantize(mx.array(values), quant.group_size, quant.bits, mode))
     bits = unpacked(codes, quant.bits)
@@ -39,25 +39,25 @@ def quantized(values, mode):
 
 
 def mxfp4_packed(path, values):
-    """compressed-tensors "mxfp4-pack-quantized"."""
+    """Writes compressed-tensors' "mxfp4-pack-quantized"."""
     codes, scales, wanted = quantized(values, "mxfp4")
     return {f"{path}.weight_packed": ("U8", codes), f"{path}.weight_scale": ("U8", scales)}, wanted
 
 
 def mxfp4_bytes(path, values):
-    """MiMo-V2.6's experts beside fp8 in blocks (mlx-vlm 0.7.10, `mimo_v2/language.py`)."""
+    """Writes MiMo-V2.6's experts, next to fp8 in blocks (mlx-vlm 0.7.10, `mimo_v2/language.py`)."""
     codes, scales, wanted = quantized(values, "mxfp4")
     return {f"{path}.weight": ("U8", codes), f"{path}.weight_scale": ("U8", scales)}, wanted
 
 
 def mxfp8(path, values):
-    """MiniMax's, and compressed-tensors "mxfp8-quantized" but for the scales' name."""
+    """Writes MiniMax's form, which is compressed-tensors' "mxfp8-quantized" except for the scales' name."""
     codes, scales, wanted = quantized(values, "mxfp8")
     return {f"{path}.weight": ("F8_E4M3", codes), f"{path}.weight_scale_inv": ("U8", scales)}, wanted
 
 
 def blocks(path, values, size=128, dtype="F8_E8M0"):
-    """DeepSeek's fp8 with scales that are powers of two, one for `size` rows and columns."""
+    """Writes DeepSeek's fp8 with scales that are powers of two, one for `size` rows and columns."""
     rows, columns = values.shape
     exponents = np.random.default_rng(rows).integers(112, 118, (-(-rows // size), -(-columns // size)))
     scale = np.repeat(np.repeat(2.0 ** (exponents - 127.0), size, 0), size, 1)[:rows, :columns]
@@ -67,7 +67,7 @@ def blocks(path, values, size=128, dtype="F8_E8M0"):
 
 
 def nvfp4(path, values, divides):
-    """compressed-tensors "nvfp4-pack-quantized" if the global scale `divides`, else ModelOpt's."""
+    """Writes compressed-tensors' "nvfp4-pack-quantized" if the global scale `divides`, otherwise ModelOpt's form."""
     largest = mx.array(np.abs(values).max(), mx.float32)
     codes, scales = map(np.array, mx.quantize(mx.array(values), 16, 4, "nvfp4", global_scale=largest))
     factor = np.float32(2688 / largest.item()) if divides else np.float32(largest.item() / 2688)
@@ -132,7 +132,10 @@ def test_blocks_of_a_fused_matrix_begin_anew_in_each_shard(tmp_path):
 
 
 def write_model(folder, make, hub):
-    """The family's tiny model with experts stored so; returns all weights in float64 under the hub's names."""
+    """Writes the family's tiny model with experts in this form.
+
+    Returns all weights in float64 under the hub's names.
+    """
     tensors, weights = {}, {}
     for name, tensor in goldens.split_experts(goldens.source("qwen3_moe")).items():
         values = goldens.as_float(tensor)
@@ -172,7 +175,7 @@ def test_experts_are_packed_without_a_loss(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["mxfp4 of compressed-tensors", "mxfp8"])
-def test_what_is_mlxs_byte_for_byte_runs_as_it_lies(tmp_path, name):
+def test_forms_with_mlxs_bytes_run_in_place(tmp_path, name):
     make, hub, quant = FORMS[name]
     weights = write_model(tmp_path / "source", make, hub)
     tokens = goldens.golden("qwen3_moe")[0]
@@ -223,7 +226,7 @@ def test_tensors_that_do_not_fit(tmp_path, name, change, message):
         matrix_of(tmp_path, given, (48, 64), hub).values()
 
 
-def test_blocks_that_are_no_groups(tmp_path):
+def test_blocks_that_are_not_groups(tmp_path):
     tensors, _ = blocks("m", drawn(48, 64), size=16)
     with pytest.raises(ModelFileError, match="has a scale for 16 columns; mxfp8 has one for 32"):
         matrix_of(tmp_path, tensors, (48, 64), {**DEEPSEEK, "weight_block_size": [16, 16]})
@@ -260,7 +263,7 @@ def test_a_tagged_float_is_one(tmp_path):
 
 
 def test_a_module_that_config_json_does_not_name_is_told_by_its_tensors(tmp_path):
-    """As mlx-lm loads it: what stands for the whole model is only a default."""
+    """mlx-lm loads it in the same way: the form of the whole model is only a default."""
     weight, scales = mx.quantize(mx.array(drawn(48, 64)), 32, 8, "mxfp8")
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
     tensors = read_header(tmp_path / "x.safetensors")

@@ -27,7 +27,10 @@ FAMILY = "qwen3_moe"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model in one directory, `whole`, and the same in three, `first`, `b` and `c`: do not write into them."""
+    """Returns a model in one directory, `whole`, and the same model in three, `first`, `b` and `c`.
+
+    Do not write into them.
+    """
     folder, source = tmp_path_factory.mktemp("striped"), goldens.checkpoint_dir(FAMILY)
     convert(source, folder / "whole")
     convert(source, folder / "first", also=[folder / "b", folder / "c"], verify=True)
@@ -41,7 +44,7 @@ def record(files: ExpertFiles, layer, expert):
         return file.read(piece.length)
 
 
-def test_each_layer_lies_in_all_directories_by_turns(folders):
+def test_each_layer_is_distributed_over_all_directories(folders):
     whole, striped = open_weights(folders / "whole").experts, open_weights(folders / "first").experts
     for layer in whole.layout.moe_layers:
         for expert in range(whole.layout.num_experts):
@@ -65,7 +68,7 @@ def test_it_computes_the_same_and_is_the_same_model(folders, expert_io):
 
 
 def edited(folders, tmp_path, change):
-    """The model with another layout.json."""
+    """Returns the model with another layout.json."""
     (tmp_path / FOLDER).mkdir()
     for file in (folders / "first").rglob("*"):
         if file.is_file():
@@ -79,19 +82,19 @@ def edited(folders, tmp_path, change):
 
 
 @pytest.mark.parametrize("names", [[], ["."], ["b", "."], [".", "b", "b"], [".", 3], [".", ""], "..", {"a": 1}])
-def test_nonsense_about_directories_is_refused(folders, tmp_path, names):
+def test_impossible_directories_are_refused(folders, tmp_path, names):
     path = edited(folders, tmp_path, lambda geometries: [one.update(directories=names) for one in geometries])
     with pytest.raises(ModelFileError, match="directories|bytes"):
         open_weights(path)
 
 
-def test_a_directory_that_is_gone_is_named(folders, tmp_path):
+def test_a_missing_directory_is_named(folders, tmp_path):
     path = edited(folders, tmp_path, lambda given: [one["directories"].__setitem__(1, "/no/drive") for one in given])
     with pytest.raises(ModelFileError, match="/no/drive, which has some of the experts, does not exist: connect"):
         open_weights(path)
 
 
-def test_directories_that_cannot_be_written_by_turns(folders, tmp_path):
+def test_directories_that_cannot_be_written_in_turn(folders, tmp_path):
     source = goldens.checkpoint_dir(FAMILY)
     for also, options, error in [
         ([tmp_path / "out"], {}, ConfigError),
@@ -103,7 +106,7 @@ def test_directories_that_cannot_be_written_by_turns(folders, tmp_path):
             convert(source, tmp_path / "out", also=also, **options)
 
 
-def test_a_conversion_that_was_interrupted_goes_on(folders, tmp_path):
+def test_an_interrupted_conversion_continues(folders, tmp_path):
     def stop(done, total, name):
         if "layer_01" in name:
             raise KeyboardInterrupt
@@ -122,12 +125,12 @@ def test_a_conversion_that_was_interrupted_goes_on(folders, tmp_path):
 
 
 def reader_of(files, preadv):
-    """Each directory is a drive of its own."""
+    """Returns a reader for which each directory is a separate drive."""
     return ExpertReader(files, workers=2, preadv=preadv, drive_of=lambda path, stat: path.parent)
 
 
 def on_drive(files, number):
-    """A preadv of which only the calls for one directory do `held` first."""
+    """Returns a preadv that does `held` first for calls for one directory."""
 
     def make(held):
         def preadv(fd, buffers, offset):
@@ -140,7 +143,7 @@ def on_drive(files, number):
     return make
 
 
-def test_a_drive_that_hangs_keeps_no_other_waiting(folders):
+def test_a_drive_that_hangs_does_not_delay_others(folders):
     files, go_on = open_weights(folders / "first").experts, threading.Event()
     answers = []
     with_slow = on_drive(files, 1)(lambda: answers.append(go_on.wait(10)))
@@ -159,7 +162,7 @@ def test_a_drive_that_hangs_keeps_no_other_waiting(folders):
     loader.close()
 
 
-def test_a_drive_that_is_lost_is_one_clear_error(folders):
+def test_a_lost_drive_is_one_clear_error(folders):
     files = open_weights(folders / "first").experts
 
     def lost():
@@ -174,7 +177,10 @@ def test_a_drive_that_is_lost_is_one_clear_error(folders):
 
 
 def test_shards_of_a_checkpoint_in_several_directories(tmp_path):
-    """One of three files lies elsewhere: the same logits, and an error that says where a missing one was looked for."""
+    """One of three files is in another directory.
+
+    The logits are the same, and the error for a missing file names where it was looked for.
+    """
     whole, first, other = tmp_path / "whole", tmp_path / "first", tmp_path / "other"
     whole.mkdir()
     write_model(whole, FAMILY, "mlx4", count=3)

@@ -39,7 +39,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, source):
-    """A conversion that was never disturbed: do not write into it."""
+    """Returns a conversion that was never disturbed. Do not write into it."""
     out = tmp_path_factory.mktemp("whole") / "out"
     convert(source, out)
     return out
@@ -88,7 +88,7 @@ class Stopped(Exception):
 
 
 def test_stopped_anywhere_the_directory_is_no_model_until_it_is_whole(tmp_path, source, whole):
-    """Stops at each step of the progress in turn; the conversion then resumes there."""
+    """The conversion stops at each step of the progress in turn, and then resumes there."""
     out, steps = tmp_path / "out", 0
 
     def stop_after(count):
@@ -130,7 +130,7 @@ def test_a_damaged_layer_is_made_again(tmp_path, source, whole, damage):
     assert tree(out) == tree(whole)
 
 
-def test_what_was_repaired_is_said(tmp_path, source, whole, capsys):
+def test_repairs_are_reported(tmp_path, source, whole, capsys):
     out = copy_of(whole, tmp_path)
     arguments = ["--hf-path", str(source), "--mlx-path", str(out), "--verify"]
     assert main(arguments) == 0 and "damaged" not in capsys.readouterr().err
@@ -174,7 +174,7 @@ def test_an_unfinished_conversion_says_how_to_finish_it(tmp_path, source, whole,
         {},
     ],
 )
-def test_a_foreign_state_file_is_not_repeated(tmp_path, state, capsys):
+def test_names_in_a_foreign_state_file_are_not_used(tmp_path, state, capsys):
     (tmp_path / STATE).write_text(json.dumps(state))
     assert generate(["--model", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
@@ -193,7 +193,7 @@ def test_verify_finds_one_flipped_bit(tmp_path, source, whole, name, at):
     damaged[at] ^= 0x10
 
     def damage(done, total, what):
-        if 2 * done == total:  # everything is written or kept, nothing is verified yet
+        if 2 * done == total:  # everything is written or kept, and nothing is verified yet
             (out / name).write_bytes(damaged)
 
     with pytest.raises(ModelFileError, match=f"{name} differs from the checkpoint at byte {at % len(sound)};"):
@@ -212,7 +212,7 @@ def test_verify_finds_another_length(tmp_path, source, whole, change, at):
         convert(source, out, verify=True, progress=damage)
 
 
-def test_verify_passes_what_is_sound(tmp_path, source, whole):
+def test_verify_accepts_a_sound_model(tmp_path, source, whole):
     seen = []
     report = convert(source, copy_of(whole, tmp_path), verify=True, progress=lambda *step: seen.append(step))
     assert report.verified and len(report.kept) == 4
@@ -327,7 +327,7 @@ print(peak() - before)
 
 
 def write_sparse(path, config, tensors):
-    """A bf16 checkpoint of zeros that takes no disk space."""
+    """Writes a bf16 checkpoint of zeros that takes no disk space."""
     header, offset = {}, 0
     for name, shape in tensors.items():
         end = offset + math.prod(shape) * ITEM_BYTES["BF16"]
@@ -347,7 +347,7 @@ def kilobytes(source, out, what):
 
 
 def test_memory_holds_a_few_experts_and_never_a_layer(tmp_path):
-    """A layer is 192 MiB of bfloat16 here and an expert 0.75 MiB; the largest resident tensor has 8 MiB."""
+    """Here a layer has 192 MiB in bfloat16 and an expert 0.75 MiB; the largest resident tensor has 8 MiB."""
     config = goldens.config("qwen3_5_moe")
     text = config["text_config"]
     text |= {"num_hidden_layers": 1, "layer_types": ["full_attention"], "vocab_size": 8192}
@@ -374,13 +374,13 @@ def test_memory_holds_a_few_experts_and_never_a_layer(tmp_path):
     write_sparse(tmp_path / "source", config, tensors)
     limit = 64 * 1024
     assert kilobytes(tmp_path / "source", tmp_path / "out", "convert") < limit
-    assert kilobytes(tmp_path / "source", tmp_path / "out", "whole") > limit  # one stack would be seen
+    assert kilobytes(tmp_path / "source", tmp_path / "out", "whole") > limit  # a whole stack would be noticed
     args = ModelArgs.from_file(tmp_path / "out")
     assert PackedExperts.open(tmp_path / "out", args).layout == ExpertLayout.from_args(args)
 
 
 def test_macs_empty_the_drive_s_cache(tmp_path, monkeypatch):
-    """fsync does not there; where the stronger call is refused it has to do."""
+    """On macOS fsync does not do that. If the stronger call is refused, fsync must do."""
     asked, synced = [], []
     monkeypatch.setattr(paths.os, "fsync", synced.append)
     monkeypatch.setattr(paths.fcntl, "F_FULLFSYNC", 51, raising=False)

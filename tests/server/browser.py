@@ -1,4 +1,4 @@
-"""Headless Chromium, Debian's own, driven by paths so that nothing is looked for or fetched."""
+"""Headless Chromium from Debian, driven by its path so that nothing is searched for or downloaded."""
 
 import os
 import shutil
@@ -7,14 +7,14 @@ CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 
 
 def missing():
-    """What is not installed, in words; nothing if a browser can be driven."""
+    """Returns what is not installed, in words; nothing if a browser can be driven."""
     wanted = {"chromium": CHROMIUM, "chromium-driver": DRIVER}
     names = [package for package, path in wanted.items() if path is None]
     return f"install {' and '.join(names)} (Debian's packages) to test the page" if names else ""
 
 
 def start(width=1360, height=860, folder=None):
-    """A browser of that size; what it downloads goes to `folder`."""
+    """Starts a browser with a window of that size. Its downloads go to `folder`."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -37,12 +37,12 @@ def start(width=1360, height=860, folder=None):
 
 
 def resize(browser, width, height, scale=1.0, mobile=False):
-    """The viewport itself; windows of a headless browser are not narrower than 500."""
+    """Sets the size of the viewport itself, because windows of a headless browser are at least 500 pixels wide."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 def colours(browser, scheme):
-    """What the system prefers: "light" or "dark"."""
+    """Sets the colour scheme that the system prefers: "light" or "dark"."""
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})

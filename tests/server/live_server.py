@@ -34,7 +34,7 @@ from moeflux_mlx.text.tokenizer import load_tokenizer
 
 class Live:
     """Args:
-        load: makes the engine, or of several models each, by name.
+        load: makes the engine, or, if there are several models, the engine of a name.
 
     Attributes: url, socket, models, worker, listener.
     """
@@ -85,7 +85,7 @@ class Live:
 
     @property
     def worker(self):
-        """Of the model that is loaded."""
+        """Returns the worker of the loaded model."""
         return self.models.loaded.worker
 
     def __exit__(self, *_):
@@ -104,7 +104,7 @@ class Live:
             return json.loads(reply.read())
 
     def raw(self, data, seconds=10):
-        """What comes back for some bytes, until the server closes the connection or has no more to say."""
+        """Sends bytes and returns the answer, until the server closes the connection or has no more to send."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
             connection.sendall(data)
             received = b""
@@ -117,7 +117,7 @@ class Live:
 
 
 def whole_reply(data):
-    """Whether an answer with a Content-Length is all there."""
+    """Returns whether an answer with a Content-Length has arrived completely."""
     head, separator, body = data.partition(b"\r\n\r\n")
     if separator and b" 204 " in head.split(b"\r\n")[0]:
         return True
@@ -142,7 +142,7 @@ def tokenizer_of(template):
 
 
 class FakeSession:
-    """Knows tokens as a session does, and says what `script` answers to a prompt's text."""
+    """Has tokens as a session does, and gives the answer of `script` to a prompt's text."""
 
     def __init__(self, engine):
         self.engine, self.tokenizer = engine, engine.tokenizer
@@ -196,7 +196,7 @@ class FakeSession:
 
 
 class FakeAnswer:
-    """One of a `FakeSession`: the responses that `respond` yields, which begin anew after an exception."""
+    """An answer of a `FakeSession`: it yields the responses of `respond`, and begins again after an exception."""
 
     shares_steps, asked = False, Asked()
 
@@ -238,7 +238,7 @@ class FakeExperts:
 
 
 class FakeEngine:
-    """What a server asks of an engine. `script` maps the text of a prompt to the answer."""
+    """What a server needs of an engine. `script` maps the text of a prompt to the answer."""
 
     def __init__(self, script, template="qwen35_style", context=8192, prompt_seconds=0.0, token_seconds=0.0, step=256):
         self.script, self.step = script, step
@@ -249,7 +249,7 @@ class FakeEngine:
         self.model = types.SimpleNamespace(args=args, drafting=drafting, vision=None)
         self.plan = types.SimpleNamespace(context=context, total=1000, pool=10)
         self.experts = FakeExperts()
-        self.prompts, self.asked = [], []  # what was done of each, and their tokens
+        self.prompts, self.asked = [], []  # what was done with each session, and their tokens
 
     def session(self, **_):
         return FakeSession(self)

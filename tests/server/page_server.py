@@ -13,12 +13,12 @@ LAYERS, EXPERTS = [3, 4, 5, 6, 7, 8], 16
 
 
 def text(words):
-    """Deltas of an answer, a word each."""
+    """Returns the deltas of an answer, one word each."""
     return [{"content": word} for word in words.split(" ") for word in (word, " ")][:-1]
 
 
 def call(name, *pieces):
-    """Deltas of a tool's call, its arguments in pieces."""
+    """Returns the deltas of a tool call, with its arguments in pieces."""
     first = {"index": 0, "id": "call_1", "type": "function", "function": {"name": name, "arguments": ""}}
     return [{"tool_calls": [first]}] + [
         {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces
@@ -26,13 +26,13 @@ def call(name, *pieces):
 
 
 def rates(tokens):
-    """Of a model that writes `tokens` in a second; one that writes none stands still."""
+    """Returns the rates of a model that writes `tokens` per second; a model that writes none is idle."""
     rest = {"hit_rate": 0.875, "gb_per_second": 3.25, "prompt_tokens_per_second": 410.0}
     return {**(rest if tokens else dict.fromkeys(rest, 0.0)), "tokens_per_second": tokens}
 
 
 def feed(step):
-    """Live figures of a model of a few experts, where a hit wanders through the map."""
+    """Returns live figures of a model with a few experts, in which a hit moves through the map."""
     cells = bytearray(len(LAYERS) * EXPERTS)
     for i in range(len(cells)):
         cells[i] = 1 if i % 3 else 0
@@ -47,10 +47,10 @@ def feed(step):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection; `self.server` holds the script and what was asked."""
+    """One connection. `self.server` has the script and the requests."""
 
     def log_message(self, *args):
-        """Says nothing."""
+        """Writes nothing."""
 
     def reply(self, status, body, kind="application/json", **headers):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -139,7 +139,7 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"http://127.0.0.1:{self.server_port}/"
 
     def handle_error(self, request, client_address):
-        """A browser that hangs up is nothing to report."""
+        """Ignores a browser that closes the connection."""
 
     def __enter__(self):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

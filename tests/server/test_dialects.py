@@ -14,7 +14,7 @@ ARGUMENTS = {"city": "Paris é", "days": 3}
 
 
 def says(name, asked):
-    """What a model of the style says: a thought and a call, or an answer once it has the result."""
+    """Returns what a model of this style writes: a thought and a call, or an answer once it has the result."""
     dialect, _, channels = STYLES[name]
 
     def script(prompt):
@@ -33,7 +33,7 @@ def says(name, asked):
 
 @pytest.fixture(scope="module", params=[name for name in STYLES if name != "text_only"])
 def style(request, tmp_path_factory):
-    """Its name, a client, and the prompts that the model was asked."""
+    """Returns the style's name, a client, and the prompts that the model got."""
     asked = []
 
     def load():
@@ -76,7 +76,7 @@ def test_a_call_streams(style):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_call_that_is_demanded(style, choice):
+def test_a_call_can_be_required(style, choice):
     name, client, asked = style
     found = ask(client, QUESTION, tool_choice=choice)
     (call,) = found.message.tool_calls
@@ -92,7 +92,7 @@ def test_an_answer_that_has_begun_follows_its_schema(style):
     assert asked[-1].endswith('{"city": "Par')
 
 
-def test_none_may_be_called(style):
+def test_calls_can_be_forbidden(style):
     _, client, _ = style
     found = ask(client, QUESTION, tool_choice="none")
     assert not found.message.tool_calls and found.finish_reason == "stop"

@@ -25,7 +25,7 @@ def live():
 
 
 def request(path, body=CHAT, method="POST", length=None, **headers):
-    """The bytes of a request; a header of None is left out."""
+    """Returns the bytes of a request. A header of None is left out."""
     given = {
         "Host": "localhost",
         "Content-Type": "application/json",
@@ -38,7 +38,7 @@ def request(path, body=CHAT, method="POST", length=None, **headers):
 
 
 def answer(live, data):
-    """Status, headers and body."""
+    """Returns status, headers and body."""
     reply = live.raw(data)
     head, _, body = reply.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
@@ -73,7 +73,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_bodies_that_make_no_sense(live, path):
+def test_invalid_bodies(live, path):
     for body in BODIES:
         status, headers, reply = answer(live, request(path, body))
         parsed = json.loads(reply)
@@ -116,7 +116,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("status", "change"), REFUSED, ids=str)
 @pytest.mark.parametrize("path", PATHS[:2])
-def test_requests_that_may_not(live, path, status, change):
+def test_forbidden_requests(live, path, status, change):
     changed = {name.replace("Content_", "Content-"): value for name, value in change.items()}
     length = changed.pop("length", None)
     got, headers, body = answer(live, request(path, MESSAGES, length=length, **changed))
@@ -125,7 +125,7 @@ def test_requests_that_may_not(live, path, status, change):
     assert ("www-authenticate" in headers) == (status == 401)
 
 
-def test_requests_that_may(live):
+def test_allowed_requests(live):
     for change in (
         {},
         {"Authorization": None, "x-api-key": KEY},
@@ -143,7 +143,7 @@ def test_requests_that_may(live):
     assert answer(live, request("/metrics", b"", "GET", Authorization=None))[0] == 401
 
 
-def test_pages_of_other_sites_only_if_asked_for(live):
+def test_pages_of_other_sites_are_allowed_only_if_configured(live):
     origin = {"Origin": "https://chat.example"}
     status, headers, _ = answer(live, request(PATHS[0], b"", "OPTIONS", Authorization=None, **origin))
     assert status == 204 and headers["access-control-allow-origin"] == origin["Origin"]
@@ -155,7 +155,7 @@ def test_pages_of_other_sites_only_if_asked_for(live):
 
 
 def test_pages_of_other_sites_see_nothing_live(live):
-    """A request without Origin, as an image or a link makes it."""
+    """An image or a link makes a request without Origin."""
     elsewhere = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
     for path in ("/live", "/metrics", "/v1/models"):
         status, _, body = answer(live, request(path, b"", "GET", **elsewhere))
@@ -164,7 +164,7 @@ def test_pages_of_other_sites_see_nothing_live(live):
 
 
 def chunked(live, piece, count):
-    """A body without a stated length."""
+    """Sends a body without a stated length."""
     head = request("/v1/messages", b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
         connection.sendall(head)
@@ -193,7 +193,7 @@ def test_a_body_in_pieces_is_counted():
         assert answer(live, request(PATHS[0]))[0] == 200
 
 
-def test_bodies_are_bounded_together():
+def test_the_sum_of_bodies_is_limited():
     with Live(lambda: FakeEngine(lambda prompt: "Yes.")) as live:
         guard = live.listener.config.app.app
         guard.max_bodies = 1000
@@ -286,7 +286,7 @@ def test_each_request_is_told_in_a_line():
     assert counts[0][1] == counts[1][1] and int(counts[0][2]) == 0 < int(counts[1][2]) and counts[2][3] == "4"
 
 
-def test_as_many_wait_as_may():
+def test_a_limited_number_of_requests_waits():
     may_answer = threading.Event()
     slow = FakeEngine(lambda prompt: "</think>Yes." if may_answer.wait(60) else "")
     with Live(lambda: slow, queue=3, parallel=1) as live:

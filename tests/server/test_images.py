@@ -37,7 +37,7 @@ def fetch_from_here(url, until):
 
 @pytest.fixture(scope="module")
 def live():
-    """It fetches images from this machine alone."""
+    """Starts a server that fetches images only from this machine."""
     with Live(lambda: open_engine(image_directory(FAMILY), dtype=mx.float32), fetch=fetch_from_here) as server:
         yield server
 
@@ -130,7 +130,7 @@ def test_a_result_of_a_tool_may_hold_an_image(claude):
 
 
 def png_of(width, height, data=b"", text=b""):
-    """A PNG that says how large it is, with a text that is compressed too."""
+    """Returns a PNG that states its size and contains a compressed text."""
 
     def chunk(name, body):
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -163,7 +163,7 @@ HOSTILE = {
 
 @needs_encoder
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_no_image_is_a_400(gpt, name):
+def test_anything_but_an_image_is_a_400(gpt, name):
     data, said = HOSTILE[name]
     data = image_goldens.png(FAMILY, 0)[:300] if data is None else data
     with pytest.raises(openai.BadRequestError, match=said):
@@ -202,8 +202,8 @@ THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 @needs_encoder
 def test_reasoning_schemas_tools_and_drafts_work_beside_images(live, monkeypatch):
-    """An answer that thinks, one that thinks and keeps to a schema, one that calls a tool, and one that has the tool's
-    result, which is an image too, and computes nothing before it again."""
+    """Checks an answer with reasoning, one with reasoning and a schema, one that calls a tool, and one after the tool's
+    result, which is an image too; nothing before the result is computed again."""
     drafting = Drafting("lookup", most=2, fixed=True)
     monkeypatch.setattr(live.worker.state.engine.model, "drafting", drafting)
     asked = [{"role": "user", "content": [ASKED, image_url(url(0))]}]
@@ -228,7 +228,7 @@ def test_reasoning_schemas_tools_and_drafts_work_beside_images(live, monkeypatch
 
 @needs_encoder
 def test_all_apis_fetch_images_and_refuse_what_is_none(gpt, claude):
-    """Each refuses in its own shape."""
+    """Each API refuses in its own form."""
     with SmallSite({"/a.png": reply(image_goldens.png(FAMILY, 0)), "/moved": moved("/a.png")}) as site:
         good, bad = f"{site.url}/moved", f"{site.url}/missing"
         by_url = lambda source: {"type": "image", "source": {"type": "url", "url": source}}  # noqa: E731
@@ -255,7 +255,7 @@ def test_text_cannot_make_a_place_for_an_image(gpt):
 
 
 def test_states_are_kept_at_the_same_ends_as_in_text():
-    """Of the system's message, of what was said before the last message, and of that."""
+    """States are kept after the system's message, after the messages before the last one, and after the last one."""
     tokenizer, token = load_tokenizer(image_directory(FAMILY)), image_goldens.special_tokens(FAMILY)[1]
     reader = SimpleNamespace(token=token, image=lambda data: random_image(FAMILY, seed=len(data)))
     prepare = Preparer(tokenizer, 256, 4096, Defaults(Sampling(temperature=0.0), {}), reader)

@@ -28,7 +28,7 @@ def body(n, **more):
 
 
 def send(live, data):
-    """A connection that has asked."""
+    """Returns a connection that has sent its request."""
     connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
     connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return connection
@@ -62,7 +62,7 @@ def test_sixty_four_clients_are_served_in_turn():
         assert len(live.worker._sessions) <= 4
 
 
-def test_clients_that_vanish():
+def test_clients_that_disconnect():
     with Live(lambda: FakeEngine(lambda prompt: ANSWER, token_seconds=0.001, prompt_seconds=0.002)) as live:
         rng = random.Random(1)
         for n in range(40):
@@ -77,7 +77,7 @@ def test_clients_that_vanish():
             assert b"[DONE]" in read_whole(connection)
 
 
-def test_who_leaves_the_queue_takes_no_place_in_it():
+def test_a_client_that_leaves_the_queue_takes_no_place_in_it():
     with Live(lambda: FakeEngine(lambda prompt: ANSWER, token_seconds=0.05)) as live, send(live, body(1)):
         wait_for(lambda: live.worker.state.running)
         with send(live, body(2)):
@@ -86,7 +86,7 @@ def test_who_leaves_the_queue_takes_no_place_in_it():
         assert live.worker.state.running[0].job.prepared.request.messages[0]["content"] == "Client 1 asks."
 
 
-def test_a_slow_reader_holds_nobody_up():
+def test_a_slow_reader_delays_nobody():
     long = "</think>" + "word " * 600
     with Live(lambda: FakeEngine(lambda prompt: long if "slow" in prompt else ANSWER, context=100_000)) as live:
         message = [{"role": "user", "content": "slow"}]
@@ -98,7 +98,7 @@ def test_a_slow_reader_holds_nobody_up():
 
 
 def send_and_never_read(live, data):
-    """A connection through which little goes that is not read."""
+    """Returns a connection with small buffers that is not read."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", live.port))
@@ -107,7 +107,7 @@ def send_and_never_read(live, data):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_never_reads_is_given_up(monkeypatch, stream):
+def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
     monkeypatch.setattr(PatientProtocol, "read_seconds", 0.3)
     endless = "</think>" + "word " * 20_000
     with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
@@ -126,7 +126,7 @@ def test_who_never_reads_is_given_up(monkeypatch, stream):
             assert b"[DONE]" in read_whole(connection)
 
 
-def test_what_waits_to_be_read_is_bounded(monkeypatch):
+def test_unread_output_is_limited(monkeypatch):
     monkeypatch.setattr(reply, "MOST_UNREAD", 50)
     monkeypatch.setattr(PatientProtocol, "read_seconds", 20)
     endless = "</think>" + "word " * 20_000
@@ -139,7 +139,7 @@ def test_what_waits_to_be_read_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_sends_no_more_gets_the_answer(stream, monkeypatch):
+def test_a_client_that_closed_its_sending_side_gets_the_answer(stream, monkeypatch):
     monkeypatch.setattr(listen, "KNOCK_SECONDS", 0.02)
     with Live(lambda: FakeEngine(lambda prompt: ANSWER, prompt_seconds=0.02, step=8, context=100_000)) as live:
         with send(live, body(1, stream=stream)) as connection:
@@ -149,17 +149,17 @@ def test_whoever_sends_no_more_gets_the_answer(stream, monkeypatch):
             said = answer.read().decode()
             assert answer.status == 200 and ("[DONE]" if stream else "An owl flew over the lake.") in said
             assert connection.recv(1) == b""
-        wait_for(lambda: not live.worker.state.running)  # the answer is whole before the worker has forgotten it
+        wait_for(lambda: not live.worker.state.running)  # the answer is complete before the worker has forgotten it
         left = body(2, messages=[{"role": "user", "content": "a" * 20_000}], stream=stream)
         with send(live, left) as connection:
             wait_for(lambda: live.worker.state.running)
-            while stream and b'"role"' not in connection.recv(65536):  # what is not read would tell that it is gone
+            while stream and b'"role"' not in connection.recv(65536):  # unread data would show that the client has left
                 pass
         wait_for(lambda: not live.worker.state.running, 2)
         assert live.models.totals.cancelled == 1
 
 
-def test_no_answer_waits_for_what_is_counted(monkeypatch):
+def test_no_answer_waits_for_statistics(monkeypatch):
     monkeypatch.setattr(app, "MAX_BODY", 1000)
     begun, go_on, entered = threading.Event(), threading.Event(), []
 

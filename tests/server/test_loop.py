@@ -20,12 +20,12 @@ ANSWER = "</think>An owl."
 
 
 def engine(**options):
-    """A long prompt takes at least a second."""
+    """Returns an engine for which a long prompt takes at least a second."""
     return FakeEngine(lambda prompt: ANSWER, prompt_seconds=0.02, token_seconds=0.005, step=16, **options)
 
 
 class Client(threading.Thread):
-    """Asks at once, and notes when it was answered."""
+    """Sends its request at once, and notes when it was answered."""
 
     def __init__(self, live, text, order, name=None):
         super().__init__(daemon=True)
@@ -47,19 +47,19 @@ def said(client):
 
 
 def texts(live):
-    """What those that run were asked, in the order in which they began."""
+    """Returns the questions of the running requests, in the order in which they began."""
     return [one.job.prepared.request.messages[0]["content"] for one in live.worker.state.running]
 
 
 def begun(live, order):
-    """A client whose long prompt is being computed."""
+    """Returns a client whose long prompt is being computed."""
     client = Client(live, LONG, order)
     wait_for(lambda: LONG in texts(live) and live.worker.state.running[texts(live).index(LONG)].progress[0] > 0)
     return client
 
 
 def answering(live, order, words=400):
-    """A client whose long answer is being written."""
+    """Returns a client whose long answer is being written."""
     live.worker.state.engine.script = lambda prompt: "</think>" + ("word " * words if "write" in prompt else "An owl.")
     client = Client(live, "write", order)
     wait_for(lambda: live.models.totals.generated_tokens > 5)
@@ -127,7 +127,7 @@ def test_answers_have_their_share_while_a_prompt_is_computed(share, least, most)
         wait_for(lambda: len(order) == 2)
 
 
-def test_one_that_goes_first_and_fails_harms_nobody(capfd):
+def test_a_prompt_that_goes_first_and_fails_affects_nobody(capfd):
     with Live(engine) as live:
         order, served = [], live.worker.state.engine
         right = served.script
@@ -147,9 +147,7 @@ def test_one_that_goes_first_and_fails_harms_nobody(capfd):
 
 
 def test_one_that_is_cancelled_meanwhile_ends_at_once():
-    """Its session can be taken again, and the others continue: a half-computed prompt, and an answer next to a
-    prompt.
-    """
+    """Its session can be used again, and the others continue: a half-computed prompt, an answer next to a prompt."""
     with Live(engine) as live:
         order, sessions = [], live.worker._sessions
         story = answering(live, order)
@@ -164,7 +162,7 @@ def test_one_that_is_cancelled_meanwhile_ends_at_once():
         wait_for(lambda: not any(kept.busy for kept in sessions._kept))  # the last answer ends before it is free
 
 
-def test_all_that_run_end_with_the_server():
+def test_all_running_requests_end_with_the_server():
     with Live(engine) as live:
         order, heard = [], []
         served = live.worker.state.engine
@@ -181,10 +179,10 @@ def test_all_that_run_end_with_the_server():
     assert served.experts.closed and heard == [worker.CANCELLED], "nobody begins any more"
 
 
-def test_a_client_with_many_requests_shuts_out_nobody():
+def test_a_client_with_many_requests_does_not_block_others():
     with Live(engine, parallel=2, queue=8) as live:
         order, served = [], live.worker.state.engine
-        served.prompt_seconds = 1  # nobody is answered before all have asked
+        served.prompt_seconds = 1  # nobody is answered before all have sent their requests
         many = [Client(live, f"many {n}", order, "many") for n in range(2)]
         wait_for(lambda: len(texts(live)) == 2)
         many += [Client(live, f"many {n}", order, "many") for n in range(2, 10)]
@@ -200,7 +198,7 @@ def test_a_client_with_many_requests_shuts_out_nobody():
         assert [said(one) for one in many] == ["An owl."] * 10
 
 
-def test_subagents_compute_what_they_share_once():
+def test_subagents_compute_their_common_prompt_once():
     system = {"role": "system", "content": LONG}
     with Live(engine, sessions=4) as live:
         replies = []
@@ -226,7 +224,7 @@ def running(tokens, set_aside=None, client=""):
     return types.SimpleNamespace(length=tokens, set_aside=set_aside or tokens, job=job(client))
 
 
-def test_who_does_not_fit_waits_and_nobody_passes():
+def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it():
     room = Admission(4, 1000, lambda tokens: tokens)
     large, small = job(tokens=600), job(tokens=10)
     assert room.choose([large, small], []) is large
@@ -237,7 +235,7 @@ def test_who_does_not_fit_waits_and_nobody_passes():
     assert room.choose([job("a"), other := job("b")], [running(1, client="a")]) is other
 
 
-def test_an_answer_that_outgrows_its_room_waits_for_others(monkeypatch):
+def test_an_answer_that_outgrows_its_memory_waits_for_others(monkeypatch):
     monkeypatch.setattr(admission, "AHEAD", 100)
     room = Admission(4, 1000, lambda tokens: tokens)
     first, second, third = all_of = [running(400), running(390, 400), running(150)]
@@ -256,7 +254,7 @@ def test_an_answer_that_must_wait_goes_on_when_another_has_ended(monkeypatch):
         assert all(said(one) == ("word " * 20).strip() or said(one) == "word " * 20 for one in clients)
 
 
-def test_a_lane_for_each_that_runs():
+def test_every_running_request_has_a_lane():
     with Live(engine) as live, urlopen(Request(f"{live.url}/live"), timeout=10) as feed:
         order, lanes = [], []
         answering(live, order, words=100)

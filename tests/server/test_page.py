@@ -70,7 +70,7 @@ $$
 |---|---|
 | $\unheard{x}_1$ | $5 and $10, `$x$`, $HOME/bin:$PATH, \$3 |
 """
-# What takes a careless pattern time in the square of its length, or a careless parser its whole stack.
+# Texts for which a careless pattern takes quadratic time, or a careless parser its whole stack.
 LENGTHY = [
     *("*a " * 3000, "**a*" * 2000, "_" * 4000, "[" * 4000, "[a](" * 1000, "![" * 3000, "\\" * 4000),
     *("> " * 4000 + "x", "- " * 4000 + "x", "\n".join(" " * i + "- x" for i in range(300))),
@@ -86,13 +86,13 @@ LENGTHY = [
         "$$" + "x_" * 9000 + "$$",
     ),
     *("$" + "{" * 1800 + "}" * 1800 + "$", "$$" + r"\begin{matrix}" * 900 + "$$"),
-    "`" * 9000 + "x",  # a fence that nothing closes: the last
+    "`" * 9000 + "x",  # the last one is a fence that nothing closes
 ]
 GO_ON = threading.Event()
 
 
 def lasting():
-    """An answer that comes when the test says so."""
+    """Returns an answer that comes when the test says so."""
     yield {"prompt_progress": {"processed": 1, "total": 4096, "cache": 0}}
     GO_ON.wait(30)
     yield {"content": "at last"}
@@ -103,7 +103,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def script(request):
-    """What the server answers, by the last message's text."""
+    """Returns the server's answer to the text of the last message."""
     last = request["messages"][-1]
     answers = {
         "slow": SLOW,
@@ -143,7 +143,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens the page of a new server, whose storage is empty; afterwards, nothing may be in the browser's log."""
+    """Opens the page of a new server with empty storage. Afterwards the browser's log must be empty."""
     with PageServer(script) as server:
         driven = Page(browser, server)
         resize(browser, 1360, 860)
@@ -156,11 +156,11 @@ def open_page(browser):
 
 
 class Page:
-    """What a person does with the page and sees of it."""
+    """What a person does with the page and sees on it."""
 
     def __init__(self, browser, server):
         self.browser, self.server = browser, server
-        self.failures = ()  # parts of messages in the browser's log that the test brings about
+        self.failures = ()  # parts of messages in the browser's log that the test causes
 
     def is_expected(self, message):
         return any(part in message for part in self.failures)
@@ -169,7 +169,7 @@ class Page:
         return self.browser.execute_script(f"return {code}", *arguments)
 
     def see(self, selector):
-        """The text of all that match, joined."""
+        """Returns the text of all elements that match, joined."""
         return self.run("[...document.querySelectorAll(arguments[0])].map(e => e.textContent).join('|')", selector)
 
     def count(self, selector):
@@ -202,7 +202,7 @@ class Page:
         self.browser.find_element("css selector", selector).click()
 
     def point(self, selector):
-        """At the middle of it."""
+        """Moves the pointer to the middle of an element."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         target = self.browser.find_element("css selector", selector)
@@ -214,7 +214,7 @@ class Page:
         field.send_keys(message)
 
     def send(self, message):
-        """Sends it and waits for the end of the answer."""
+        """Sends the message and waits for the end of the answer."""
         self.write(message)
         self.press("\ue007")
         self.ended()
@@ -228,7 +228,7 @@ def keys():
     return pytest.importorskip("selenium.webdriver.common.keys").Keys
 
 
-def test_the_policy_names_what_is_in_the_page():
+def test_the_policy_names_the_contents_of_the_page():
     source = page.content().decode()
     for tag in ("script", "style"):
         (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", source, re.DOTALL)
@@ -237,7 +237,7 @@ def test_the_policy_names_what_is_in_the_page():
     assert "unsafe" not in page.csp() and "default-src 'none'" in page.csp()
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_makes_no_markup_of_text():
+def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_text():
     source = page.content().decode()
     places = re.findall(r"https?://[\w.]+", source)
     assert set(places) == {"http://www.w3.org"}, "the name space of SVG, which nobody fetches"
@@ -360,7 +360,7 @@ def test_a_stopped_conversation_leaves_the_others(open_page):
     assert open_page.see(".assistant .md") == "at last"
 
 
-def test_memory_that_was_given_back_is_shown(open_page):
+def test_released_memory_is_shown(open_page):
     open_page.until(lambda: open_page.see("#memory-text") == "6.2 GB of 8.0 GB planned")
     memory = {**feed(1)["memory"], "given_back": 1_500_000_000}
     open_page.server.feed = lambda step: {**feed(1), "memory": memory}
@@ -374,7 +374,7 @@ def test_drafts_are_shown_where_there_are_any(open_page):
     open_page.until(lambda: open_page.see("#drafts-text") == "930 of 1,240 taken, by a draft head")
 
 
-def test_whoever_is_computed_has_a_lane(open_page):
+def test_every_running_request_has_a_lane(open_page):
     open_page.send("Mine")
     own = open_page.server.requests[0]["prompt_cache_key"]
     lanes = [
@@ -480,14 +480,14 @@ def test_errors_are_shown_and_can_be_tried_again(open_page):
     assert open_page.see(".note") == "Ended at the limit of tokens."
 
 
-def test_a_server_that_is_gone_is_told(open_page):
+def test_a_server_that_is_gone_is_reported(open_page):
     open_page.failures = ("ERR_",)
     open_page.run("(window.fetch = () => Promise.reject(new TypeError('Failed to fetch')), 1)")
     open_page.send("Anyone?")
     assert "cannot be reached" in open_page.see(".fault p")
 
 
-def test_a_key_is_asked_for_before_anything_is_sent(open_page):
+def test_a_key_is_requested_before_anything_is_sent(open_page):
     open_page.failures = ("401 (Unauthorized)",)
     open_page.server.key = "s3cret"
     open_page.browser.refresh()
@@ -594,7 +594,7 @@ def test_markdown_becomes_elements(open_page):
     open_page.until(lambda: open_page.see(".code header button") == "Copied")
 
 
-def test_formulas_are_set_and_money_is_not(open_page):
+def test_formulas_are_typeset_and_money_is_not(open_page):
     open_page.send("formulas")
     seen = {selector: open_page.see(f".md {selector}") for selector in ("mfrac", "munderover", "mover > mi", "msqrt")}
     assert seen == {"mfrac": "1n", "munderover": "∑i=1n", "mover > mi": "x|p", "msqrt": "x2"}
@@ -639,7 +639,10 @@ def test_the_map_moves_and_the_figures_are_shown(open_page):
 
 
 def test_the_map_is_coloured_by_the_conversation_that_asked_last(open_page):
-    """Column by column: the first layers were asked for by this conversation, the next by another, the last by none."""
+    """The colours go column by column.
+
+    The first layers were last requested by this conversation, the next by another, the last by none.
+    """
     open_page.send("Mine")
     own = open_page.server.requests[0]["prompt_cache_key"]
     lanes = [
@@ -654,7 +657,7 @@ def test_the_map_is_coloured_by_the_conversation_that_asked_last(open_page):
     swatch = "getComputedStyle(document.querySelector(`.${arguments[0]}`)).backgroundColor.match(/\\d+/g)"
 
     def columns():
-        """A colour of each layer's."""
+        """Returns one colour for each layer."""
         shown = Image.open(io.BytesIO(base64.b64decode(open_page.run(picture)))).convert("RGB")
         return [shown.getpixel((shown.width * (2 * i + 1) // 12 + 3, 3)) for i in range(6)]
 
@@ -672,7 +675,7 @@ def test_the_map_is_coloured_by_the_conversation_that_asked_last(open_page):
     open_page.until(lambda: set(columns()) == {memory})
 
 
-def test_the_last_answers_rates_stand_when_it_has_ended(open_page):
+def test_the_last_answers_rates_stay_when_it_has_ended(open_page):
     answer = ".figure:nth-child(1) dd"
     open_page.until(lambda: open_page.see(f"{answer}:not(.past) span") == "17.6")
     open_page.until(lambda: open_page.see(f"{answer}.past span") == "195")
@@ -746,7 +749,7 @@ def test_the_settings_of_a_phone_can_be_closed_without_scrolling(open_page, heig
     assert not open_page.run("document.getElementById('settings').open")
 
 
-def test_the_keyboard_is_enough(open_page, keys):
+def test_the_page_works_with_the_keyboard(open_page, keys):
     first = "document.querySelector('a[href], button, input, textarea, select')"
     assert open_page.run(f"({first}.focus(), {first}.textContent)") == "Skip to the message field"
     open_page.press(keys.ENTER)
@@ -770,7 +773,7 @@ def test_the_keyboard_is_enough(open_page, keys):
     assert open_page.count("[tabindex]:not([tabindex='-1'], [tabindex='0'])") == 0, "the order is the document's"
 
 
-def test_icons_stand_in_the_middle_of_their_buttons(open_page):
+def test_icons_are_in_the_middle_of_their_buttons(open_page):
     away = """
         const middle = (e) => (r => [r.left + r.width / 2, r.top + r.height / 2])(e.getBoundingClientRect());
         const away = (b) => middle(b).map((x, i) => Math.abs(x - middle(b.querySelector("svg"))[i]));

@@ -12,9 +12,9 @@ CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n
 
 
 def opened(browser, server, **settings):  # noqa: F811
-    """The page, freshly opened with these settings."""
+    """Returns the page, newly opened with these settings."""
     page = Page(browser, server)
-    browser.get_log("browser")  # what is in it is another page's
+    browser.get_log("browser")  # the storage belongs to another page
     browser.get(server.url)
     page.run("localStorage.setItem('moeflux.settings', arguments[0])", json.dumps(settings))
     browser.refresh()
@@ -28,7 +28,7 @@ def number(text):
 
 @pytest.fixture
 def log(browser):  # noqa: F811
-    """Nothing may be in the browser's log: no fault of a script, nothing that the policy refused."""
+    """Checks that the browser's log is empty: no script error, and nothing that the policy refused."""
     yield
     browser.get("about:blank")
     assert browser.get_log("browser") == []

@@ -42,7 +42,7 @@ def test_models(chat, claude):
     assert claude.models.list().data[0].id == "tiny"
 
 
-def test_chat_streams_what_it_says_whole(chat):
+def test_chat_streams_the_text_of_the_whole_reply(chat):
     options = {"model": "m", "messages": QUESTION, "max_tokens": 24, "temperature": 0}
     whole = chat.chat.completions.create(**options)
     assert whole.model == "m" and whole.choices[0].finish_reason == "length"
@@ -61,14 +61,14 @@ def test_chat_with_the_stream_helper(chat):
     assert "content.delta" in kinds and stream.get_final_completion().choices[0].message.content
 
 
-def test_a_second_turn_computes_what_is_new(chat):
+def test_a_second_turn_computes_only_new_tokens(chat):
     first = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=40)
     more = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And then?"}]
     usage = chat.chat.completions.create(model="m", messages=more, max_tokens=4).usage
     assert usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 2
 
 
-def test_the_same_seed_says_the_same(chat):
+def test_the_same_seed_gives_the_same_text(chat):
     options = {"model": "m", "messages": QUESTION, "max_tokens": 16, "temperature": 1.5}
     said = [chat.chat.completions.create(**options, seed=seed).choices[0].message.content for seed in (1, 1, 2)]
     assert said[0] == said[1] != said[2]
@@ -97,7 +97,7 @@ def test_a_conversation_is_known_by_its_header_or_field(live, chat):
     assert taken == ["a", "b", "c", None]
 
 
-def test_looking_without_reading_ends(live):
+def test_a_stream_that_is_polled_but_not_read_ends(live):
     import urllib.request
 
     for path in ("/live", "/", "/health", "/v1/models"):
@@ -130,14 +130,14 @@ def test_logprobs_of_what_was_held_back_for_a_stop_text(chat):
     assert held.message.content == whole.message.content and held.logprobs == whole.logprobs
 
 
-def test_a_client_that_leaves_within_its_body_is_no_fault(live, capfd):
+def test_a_client_that_leaves_within_its_body_is_not_an_error(live, capfd):
     head = f"POST /v1/responses HTTP/1.1\r\nHost: localhost:{live.port}\r\nContent-Type: application/json\r\n"
     live.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode(), seconds=0.2)
     wait_for(lambda: 'path="/v1/responses",status="499"' in live.get("/metrics"))
     assert "a request failed" not in capfd.readouterr().err
 
 
-def test_what_only_the_server_s_owner_can_mend_is_in_its_log(chat, monkeypatch, capfd):
+def test_errors_that_only_the_servers_owner_can_fix_are_in_its_log(chat, monkeypatch, capfd):
     def ends(*_, **__):
         raise DeviceError("computing failed: Caused GPU Timeout Error; give a smaller --prefill-step-size")
 
@@ -249,7 +249,7 @@ def test_responses(chat):
     assert json.loads(final.output_text) == "an owl" and final.status == "completed"
 
 
-def test_what_does_not_fit_says_both_numbers(chat, claude):
+def test_a_request_that_does_not_fit_names_both_numbers(chat, claude):
     long = [{"role": "user", "content": "owl " * 2000}]
     with pytest.raises(openai.BadRequestError, match=r"prompt is too long: \d+ tokens > 1024 maximum") as error:
         chat.chat.completions.create(model="m", messages=long)
@@ -279,7 +279,7 @@ def test_text_far_beyond_the_context_is_not_tokenised_whole(live, chat, monkeypa
         assert error.value.code == "context_length_exceeded" or "messages" in path
         assert 2048 <= int(error.value.message.split(" tokens >")[0].split()[-1]) < 40_000
     assert sum(encoded) < 400_000
-    # What only looks too long is counted in pieces, and served.
+    # A text that only looks too long is counted in pieces, and served.
     monkeypatch.setattr("moeflux_mlx.server.prepare.SUSPECT", 1)
     monkeypatch.setattr("moeflux_mlx.server.prepare.PIECE", 64)
     words = [{"role": "user", "content": "Tell me of an owl. " * 150}]
@@ -338,7 +338,7 @@ def test_live_pictures(live, chat):
 def test_a_client_that_leaves_stops_the_work(live):
     import socket
 
-    endless = {"1": -100, "3": -100}  # no token that ends an answer
+    endless = {"1": -100, "3": -100}  # not a token that ends an answer
     body = json.dumps({"model": "m", "messages": QUESTION, "max_tokens": 900, "logit_bias": endless}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     before = live.models.totals.cancelled

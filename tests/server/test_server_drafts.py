@@ -45,7 +45,7 @@ def test_answers_alone_and_together_are_those_without_drafts(monkeypatch, kind):
 
 
 def picture(monkeypatch, engine):
-    """What the page is shown."""
+    """Returns what the page is shown."""
     monkeypatch.setattr(live_module, "EVERY", 0)
     watch = live_module.Watch()
     watch.begin()

@@ -21,7 +21,7 @@ def make(count, max_bytes=1 << 30):
 
 
 def answered(sessions, prompt, answer=(7, 8, 9), hint=None):
-    """A prompt and its answer; the session, and what it knew of the prompt."""
+    """Answers a prompt. Returns the session, and how much of the prompt it knew."""
     kept = sessions.take(prompt, hint)
     known = kept.session.known(prompt)
     kept.session.tokens = [*prompt, *answer]
@@ -29,13 +29,13 @@ def answered(sessions, prompt, answer=(7, 8, 9), hint=None):
     return kept.session, known
 
 
-def test_a_conversation_goes_on_in_its_session(sessions):
+def test_a_conversation_continues_in_its_session(sessions):
     first, _ = answered(sessions, SHARED)
     second, known = answered(sessions, [*SHARED, 7, 8, 9, 1, 2])
     assert second is first and known == 203 and len(sessions) == 1
 
 
-def test_an_answer_may_be_made_anew(sessions):
+def test_an_answer_may_be_regenerated(sessions):
     first, _ = answered(sessions, SHARED, range(1000, 2000))
     again, known = answered(sessions, [*SHARED, 5])
     assert again is first and known == 200
@@ -50,17 +50,17 @@ def test_agents_that_share_a_beginning_get_copies(sessions):
     assert third is first and known == 403
 
 
-def test_texts_of_their_own_get_sessions_of_their_own(sessions):
+def test_separate_texts_get_separate_sessions(sessions):
     used = [answered(sessions, list(range(1000 * n, 1000 * n + 200)))[0] for n in range(3)]
     assert len({id(session) for session in used}) == 3
-    answered(sessions, list(range(1000, 1200)))  # used again, so not the oldest any more
+    answered(sessions, list(range(1000, 1200)))  # used again, so it is not the oldest any more
     answered(sessions, list(range(9000, 9200)))
     assert len(sessions) == 3
     assert answered(sessions, list(range(1000, 1201)))[1] == 200
     assert answered(sessions, list(range(200)))[1] == 0
 
 
-def test_titles_do_not_push_out_conversations(sessions):
+def test_titles_do_not_evict_conversations(sessions):
     long = list(range(400))
     answered(sessions, long)
     for n in range(1, 6):
@@ -78,7 +78,7 @@ def test_a_session_in_use_is_nobody_else_s(sessions):
     assert first.session is not second.session
 
 
-def test_idle_sessions_go_when_they_hold_too_much():
+def test_idle_sessions_are_dropped_when_they_hold_too_much():
     sessions = make(4, max_bytes=250)
     for n in range(3):
         kept = sessions.take(list(range(1000 * n, 1000 * n + 200)))

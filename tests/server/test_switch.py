@@ -53,7 +53,7 @@ def ask(live, name):
 
 
 def refused(ask, *arguments):
-    """The status of what is refused."""
+    """Returns the status of a refusal."""
     with pytest.raises(HTTPError) as told:
         ask(*arguments)
     with told.value as error:
@@ -65,7 +65,7 @@ def statuses(live):
         return {model.id: model.status["value"] for model in client.models.list()}
 
 
-def test_a_model_is_loaded_when_it_is_asked_for():
+def test_a_model_is_loaded_when_it_is_requested():
     loads = Loads("a", "b")
     with Live(loads.of) as live:
         assert statuses(live) == {"a": "loaded", "b": "unloaded"} and loads.order == ["a"]
@@ -95,7 +95,7 @@ def test_an_unknown_name_is_not_found():
 
 
 def held_and_waiting(live):
-    """How many requests use the loaded model, and how many wait."""
+    """Returns how many requests use the loaded model, and how many wait."""
     return live.models.loaded.uses, live.models.queue - live.worker.queue
 
 
@@ -114,14 +114,14 @@ def test_requests_for_a_model_go_together(monkeypatch):
     assert loads.order == ["a", "b"]
 
 
-def test_who_comes_after_the_time_of_a_group_waits_behind_the_others(monkeypatch):
+def test_a_request_after_the_time_of_a_group_waits_behind_the_others(monkeypatch):
     monkeypatch.setattr(switch, "GROUP_SECONDS", 60)
     loads = Loads("a", "b")
     loads.may_answer.clear()
     with Live(loads.of) as live, ThreadPoolExecutor(4) as clients:
         asked = []
         for name, counts in (("a", (1, 0)), ("b", (1, 1)), ("a", (2, 1)), ("a", (2, 2))):
-            if counts == (2, 2):  # the time is over
+            if counts == (2, 2):  # the time of the group is over
                 monkeypatch.setattr(switch, "GROUP_SECONDS", 0)
                 live.models.loaded.seconds = 0.0
             asked.append(clients.submit(ask, live, name))
@@ -131,7 +131,7 @@ def test_who_comes_after_the_time_of_a_group_waits_behind_the_others(monkeypatch
     assert loads.order == ["a", "b", "a"]
 
 
-def test_a_model_in_demand_shuts_out_no_other(monkeypatch):
+def test_a_model_in_demand_does_not_block_others(monkeypatch):
     monkeypatch.setattr(switch, "GROUP_SECONDS", 0.1)
     loads, over = Loads("a", "b", token_seconds=0.01), threading.Event()
     with Live(loads.of) as live, ThreadPoolExecutor(4) as clients:
@@ -167,7 +167,7 @@ def test_the_first_one_that_cannot_be_loaded_leaves_the_others():
         assert ask(live, "b") == "b" and '"ok"' in live.get("/health")
 
 
-def test_what_nobody_uses_is_unloaded():
+def test_an_unused_model_is_unloaded():
     loads = Loads("a", token_seconds=0.02)
     with Live(loads.of, idle_seconds=0.1) as live:
         assert ask(live, "any") == "a"
@@ -183,7 +183,7 @@ def test_a_request_that_comes_while_the_model_is_idle_keeps_it():
     assert loads.order == ["a"]
 
 
-def test_who_leaves_waits_no_more():
+def test_a_client_that_leaves_does_not_wait_any_more():
     loads = Loads("a", "b", token_seconds=0.5)
     body = b'{"model": "%s", "stream": true, "messages": [{"role": "user", "content": "Hi"}]}'
     with Live(loads.of, queue=1) as live, send(live, body % b"a") as first:
@@ -197,7 +197,7 @@ def test_who_leaves_waits_no_more():
     assert loads.order == ["a"]
 
 
-def test_who_waits_for_a_model_hears_of_the_end():
+def test_a_client_that_waits_for_a_model_is_told_that_the_server_ends():
     loads = Loads("a", "b", token_seconds=0.1)
     with Live(loads.of) as live, ThreadPoolExecutor(2) as clients:
         asked = [clients.submit(ask, live, "a")]
@@ -210,7 +210,7 @@ def test_who_waits_for_a_model_hears_of_the_end():
 
 
 def test_memory_is_given_back_before_the_next_is_loaded():
-    """As weak references and MLX's own count say, in the moment when the next one is about to be loaded."""
+    """Weak references and MLX's own count are checked at the moment when the next model is about to be loaded."""
     held, there, memory = [], [], []
 
     def load(make):
@@ -230,7 +230,7 @@ def test_memory_is_given_back_before_the_next_is_loaded():
     wait_for(lambda: all(one() is None for one in held))
 
 
-def test_a_model_that_fails_half_loaded_is_given_back():
+def test_a_model_that_fails_while_it_is_loaded_frees_its_memory():
     engines = []
 
     def half_loaded():
@@ -245,7 +245,7 @@ def test_a_model_that_fails_half_loaded_is_given_back():
         wait_for(lambda: engines[1]() is None)
 
 
-def test_any_requests_and_departures_leave_the_switch_in_order():
+def test_any_requests_and_departures_leave_the_switch_consistent():
     rng, loads = random.Random(3), Loads("a", "b", "c", token_seconds=0.001)
     with Live(loads.of, idle_seconds=0.02) as live, ThreadPoolExecutor(6) as clients:
 

@@ -104,7 +104,7 @@ class Bench:
         self.alone = {}
 
     def run(self, asks):
-        """The events of each, all that came together."""
+        """Runs the requests. Returns the events of each."""
         heard, pending, over, count = [[] for _ in asks], list(range(len(asks))), threading.Event(), 0
         jobs = {}
 
@@ -129,7 +129,7 @@ class Bench:
         return heard
 
     def submit(self, ask, number, hear, jobs):
-        """Its prompt begins as no other does, so that what a session knows is of no use."""
+        """Submits a request whose prompt begins like no other, so that no session knows it."""
         tokens = [int(n) for n in np.random.default_rng([ask.length, number]).integers(0, 200, ask.length)]
         tokens[0] = 201 + number
         sampling = Sampling(temperature=0.0 if ask.seed is None else 0.9, seed=ask.seed)
@@ -166,7 +166,7 @@ class Bench:
 
 
 def told(events):
-    """The text, and how it ended."""
+    """Returns the text, and how it ended."""
     text = "".join(event.text for event in events if isinstance(event, Text))
     last = events[-1]
     how = (last.reason, last.completion_tokens) if isinstance(last, Finish) else (last.status, last.code)
@@ -201,7 +201,7 @@ def bench(request):
 
 @settings(max_examples=examples(6))
 @given(asks=st.lists(ASKS, min_size=2, max_size=7))
-def test_whoever_comes_leaves_or_fails_each_is_answered_as_if_alone(bench, asks):
+def test_each_request_is_answered_as_if_alone(bench, asks):
     check(bench, asks)
 
 
@@ -213,7 +213,7 @@ def test_all_at_once(bench):
 
 
 def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
-    """And no others of the step. A lone request fails, or does not, where the same one does among others."""
+    """Other requests of the step do not end. A lone request fails if and only if the same one fails among others."""
     directory = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
     bench = Bench(open_engine(directory, expert_io="pread", expert_cache_bytes=1, span=512))
     file = directory / "packed_experts" / "layer_01.bin"
@@ -228,7 +228,7 @@ def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
 
 
 def test_what_each_request_asked_for_is_counted(tmp_path):
-    """The same experts alone and among others; a record that several requests read is counted once."""
+    """The experts are the same alone and among others. A record that several requests read is counted once."""
     engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512, prefetch="off")
     bench, asks = Bench(engine), [Ask(3 + n, 5, None, 0, None, "a") for n in range(4)]
     layers, stats = len(engine.model.args.moe_layers), engine.experts.stats
@@ -244,7 +244,7 @@ def test_what_each_request_asked_for_is_counted(tmp_path):
 
 
 def test_an_expert_is_put_down_to_whoever_asked_for_it():
-    """Of experts that a client asks for alone, those that it asked for last among others."""
+    """Experts that a client requests alone are those that it requested last among others."""
     engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512)
     bench, asks = Bench(engine), [Ask(1, 4, None, 0, None, client) for client in "ab"]
 
@@ -360,7 +360,7 @@ def test_official_clients_at_once_are_answered_as_one_alone(count):
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
-def test_mixed_requests_and_departures_leave_nothing(count):
+def test_mixed_requests_and_departures_leave_nothing_behind(count):
     rng = random.Random(5)
     with Live(demo_engine, parallel=6, sessions=4) as live, ThreadPoolExecutor(12) as threads:
         chat, claude = clients(live)

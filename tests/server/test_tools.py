@@ -19,7 +19,7 @@ QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
 
 
 def script(prompt):
-    """What the model says to a prompt."""
+    """Returns the model's answer to a prompt."""
     if prompt.endswith("<think>\n\n</think>\n\nThe owl"):
         return " flew."
     if prompt.endswith("<think>\nI must."):
@@ -68,7 +68,7 @@ def test_a_call_and_its_result(chat):
 
 
 def test_a_call_comes_back_as_it_was_written(chat):
-    """The template would write it with other spaces, and clients leave the reasoning out."""
+    """The template would write the call with other spaces, and clients leave the reasoning out."""
     odd = [{"role": "user", "content": "oddly"}]
     first = chat.chat.completions.create(model="m", messages=odd, tools=[TOOL])
     message = first.choices[0].message
@@ -100,7 +100,7 @@ def test_one_call_where_one_is_wanted(chat):
     assert [len(completion.choices[0].message.tool_calls) for completion in (both, one)] == [2, 1]
 
 
-def test_a_call_that_is_demanded(chat):
+def test_a_call_can_be_required(chat):
     choice = {"type": "function", "function": {"name": "weather"}}
     demanded = chat.chat.completions.create(model="m", messages=QUESTION, tools=[TOOL], tool_choice=choice).choices[0]
     assert json.loads(demanded.message.tool_calls[0].function.arguments) == {"city": "Paris"}
@@ -108,7 +108,7 @@ def test_a_call_that_is_demanded(chat):
     assert not none.message.tool_calls and none.finish_reason == "stop"
 
 
-def test_a_limit_ends_in_the_thought(chat):
+def test_a_limit_may_end_the_answer_inside_its_reasoning(chat):
     thought = [{"role": "user", "content": "only think"}]
     completion = chat.chat.completions.create(model="m", messages=thought, max_tokens=20)
     assert completion.choices[0].finish_reason == "length" and not completion.choices[0].message.content
@@ -138,7 +138,7 @@ def test_responses_with_tools(chat):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_items_that_are_named_instead_of_sent(chat, stream):
+def test_items_that_are_referenced_instead_of_sent(chat, stream):
     tool = {"type": "function", **TOOL["function"]}
     options = {"model": "m", "tools": [tool]}
 
@@ -170,7 +170,7 @@ def test_a_tool_runner_that_would_keep_its_messages_in_a_thread(claude):
 
     @anthropic.beta_tool
     def weather(city: str) -> str:
-        """Tells."""
+        """Returns the weather."""
         asked.append(city)
         return "18 C"
 
@@ -184,7 +184,7 @@ def test_a_tool_runner_that_would_keep_its_messages_in_a_thread(claude):
     assert runner.until_done().content[-1].text == "It is 18 C." and asked == ["Paris"]
 
 
-def test_an_answer_that_has_begun_goes_on(chat, claude):
+def test_an_answer_that_has_begun_continues(chat, claude):
     begun = [*QUESTION, {"role": "assistant", "content": "The owl"}]
     assert chat.chat.completions.create(model="m", messages=begun).choices[0].message.content == " flew."
     assert chat.responses.create(model="m", input=begun).output_text == " flew."
@@ -196,7 +196,7 @@ def test_an_answer_that_has_begun_goes_on(chat, claude):
     assert empty.choices[0].message.content == "I look.\n\n" + CALL
 
 
-def test_what_no_answer_can_follow(chat, claude):
+def test_messages_after_which_no_answer_can_come(chat, claude):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
     block = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
     item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
@@ -258,7 +258,7 @@ def test_keepalives_while_a_prompt_is_computed_and_in_the_queue():
         assert in_queue > 2 and len(times) - in_queue > 3, "1.2 s each, and longer on a slow machine"
 
 
-def test_a_prompt_that_was_given_up_is_not_computed_again():
+def test_an_abandoned_prompt_is_not_computed_again():
     with Live(slow_engine) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as client:
         messages = [{"role": "user", "content": "a" * 6_000}]
         body = json.dumps({"messages": messages}).encode()
@@ -272,7 +272,7 @@ def test_a_prompt_that_was_given_up_is_not_computed_again():
 
 
 def test_calls_of_several_clients_at_once(live, chat, claude):
-    """Each has the calls that it has alone, streamed or not, by either API."""
+    """Each client has the calls that it has alone, streamed or not, with either API."""
 
     def streamed():
         with chat.chat.completions.stream(model="m", messages=QUESTION, tools=[TOOL]) as stream:

@@ -25,14 +25,14 @@ def ask(live, messages, **more):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Each answered by a server that has seen nothing else."""
+    """Returns each answer of a server that has received nothing else."""
     with Live(lambda: demo_engine(span=512, prefill_step_size=64), sessions=1) as live:
         return ask(live, SHORT)[0], ask(live, LONG)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}])
 def test_a_short_prompt_in_the_middle_of_a_long_one(alone, options):
-    """It goes first, and its answer continues while the rest of the long prompt is computed."""
+    """The short prompt goes first, and its answer continues while the rest of the long prompt is computed."""
     with Live(lambda: demo_engine(span=512, prefill_step_size=64, **options)) as live:
         answers = []
         long = threading.Thread(target=lambda: answers.append(("long", ask(live, LONG)[0])))
@@ -57,7 +57,7 @@ def test_agents_share_what_they_have_in_common(alone):
         assert ask(live, more)[1] > answers[1][1]
 
 
-def test_the_map_says_which_conversation_asked_last(monkeypatch):
+def test_the_map_shows_which_conversation_requested_an_expert_last(monkeypatch):
     monkeypatch.setattr(live_module, "EVERY", 0.01)
     with Live(lambda: demo_engine(expert_io="pread", expert_cache_bytes=1)) as live:
         watch = live.worker.watch
@@ -66,7 +66,7 @@ def test_the_map_says_which_conversation_asked_last(monkeypatch):
         wait_for(lambda: watch.latest)
 
         def asked_by(name):
-            """The numbers in the map, once a conversation has been answered."""
+            """Returns the numbers in the map after a conversation has been answered."""
             ask(live, SHORT, prompt_cache_key=name)
             last = watch.latest
             wait_for(lambda: watch.latest is not last and not watch.latest["busy"])
@@ -76,7 +76,7 @@ def test_the_map_says_which_conversation_asked_last(monkeypatch):
         watch.end()
 
 
-def test_a_conversation_that_cannot_be_kept_ends_nobody_elses(alone, capfd):
+def test_a_conversation_that_cannot_be_kept_ends_no_other(alone, capfd):
     with Live(demo_engine) as live:
         sessions = live.worker._sessions
         right = sessions.give_back
@@ -91,7 +91,7 @@ def test_a_conversation_that_cannot_be_kept_ends_nobody_elses(alone, capfd):
 
 
 def test_a_client_that_comes_back_goes_on(alone):
-    """What a request that was given up has computed is not computed again, and the answer is the same."""
+    """What an abandoned request has computed is not computed again, and the answer is the same."""
     with Live(lambda: demo_engine(span=128, prefill_step_size=64)) as live:
         look = live.worker._look
 
@@ -111,7 +111,7 @@ def test_a_client_that_comes_back_goes_on(alone):
 
 @pytest.fixture(scope="module")
 def letters():
-    """A model that says whole letters, and a token for each of their bytes."""
+    """Returns a model whose tokens are the bytes of whole letters."""
     with Live(lambda: FakeEngine(lambda prompt: "né€🙂", "cogito_style")) as live:
         yield live
 
@@ -119,7 +119,7 @@ def letters():
 @settings(max_examples=examples(25))
 @given(turns=st.lists(st.tuples(st.integers(1, 11), st.sampled_from(["again", "on", "whole letters on"])), max_size=6))
 def test_a_prompt_depends_on_its_messages_alone(letters, turns):
-    """After any earlier requests, and with an answer cut anywhere, even within a character."""
+    """The prompt is the same after any earlier requests, and with an answer cut anywhere, even within a character."""
     engine, messages = letters.worker.state.engine, SHORT
     history = History(engine.tokenizer)
     for limit, how in turns:

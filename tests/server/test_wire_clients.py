@@ -50,7 +50,7 @@ SAID = {"model": "m", "messages": HI}
 
 
 def final_completion(stream):
-    """Also of an answer that was cut, which the client's parser calls an error."""
+    """Returns the completion, also of a cut answer, which the client's parser calls an error."""
     try:
         return stream.get_final_completion()
     except openai.LengthFinishReasonError as error:
@@ -58,7 +58,7 @@ def final_completion(stream):
 
 
 def is_cut(events):
-    """Whether the last call never ended."""
+    """Returns whether the last call is incomplete."""
     return type(events[-2]).__name__ in ("CallStart", "CallDelta")
 
 
@@ -143,7 +143,7 @@ def test_openai_responses(events):
 @settings(max_examples=examples(30))
 @given(rows())
 def test_each_event_is_of_the_clients_own_types(events):
-    """The clients build types without checking them; their pydantic models do check here."""
+    """The clients build types without checking them; here their pydantic models check."""
     reply = [data for _, data in decoded(sent(chat, CHAT, events, waits=(0, 2)))]
     for data in reply[:-1]:
         if "error" not in data:
@@ -188,7 +188,7 @@ def test_models():
     assert models.listing([])["first_id"] is None
 
 
-def test_a_whole_reply_is_a_clients_own_type():
+def test_a_whole_reply_has_the_clients_own_type():
     for events in (SCENES["calls"], SCENES["cut"]):
         SERVER.refuses(200, chat.whole(CHAT, events))
         assert OPENAI.chat.completions.create(**SAID).choices[0].message.role == "assistant"

@@ -17,7 +17,7 @@ APIS = [(chat, CHAT), (completions, COMPLETIONS), (messages, MESSAGES), (respons
 
 
 def words_of(value):
-    """All keys and short texts of a body."""
+    """Returns all keys and short texts of a body."""
     if isinstance(value, dict):
         return {*value, *(word for inner in value.values() for word in words_of(inner))}
     if isinstance(value, list):
@@ -35,7 +35,7 @@ JSON = st.recursive(
 
 
 def places(value, path=()):
-    """The path of everything inside a body."""
+    """Yields the path of everything inside a body."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         yield (*path, key)
@@ -52,7 +52,7 @@ def changed(body, path, value):
 
 
 def attempt(api, body):
-    """A request whose parts are JSON again, or one line of refusal."""
+    """Returns a request whose parts are JSON again, or a refusal of one line."""
     try:
         request = api.read(body)
     except RequestError as error:
@@ -68,7 +68,7 @@ def attempt(api, body):
 
 
 @pytest.mark.parametrize(("api", "body"), APIS, ids=["chat", "completions", "messages", "responses"])
-def test_one_thing_is_wrong(api, body):
+def test_one_value_is_wrong(api, body):
     where = st.sampled_from(list(places(body)))
 
     @settings(max_examples=examples(125))
@@ -80,7 +80,7 @@ def test_one_thing_is_wrong(api, body):
 
 
 @pytest.mark.parametrize(("api", "body"), APIS, ids=["chat", "completions", "messages", "responses"])
-def test_every_place_takes_every_kind(api, body):
+def test_every_place_gets_every_type(api, body):
     for path in places(body):
         for value in (None, True, 5, -0.5, "x", "", [], [5], ["x"], [[]], {}, {"x": 5}, [{"type": "x"}], {"type": "x"}):
             attempt(api, changed(body, path, value))
@@ -88,5 +88,5 @@ def test_every_place_takes_every_kind(api, body):
 
 @settings(max_examples=examples(125))
 @given(st.sampled_from([api for api, _ in APIS]), JSON)
-def test_all_is_wrong(api, body):
+def test_everything_is_wrong(api, body):
     attempt(api, body)

@@ -115,7 +115,7 @@ def test_responses():
     assert (request.template_variables, request.effort) == ({}, "medium")
 
 
-def test_agent_headers_stay_where_asked():
+def test_agent_headers_may_be_anywhere():
     kept = messages.read(MESSAGES, keep_agent_headers=True).messages[0]["content"]
     assert kept == "\n".join(block["text"] for block in MESSAGES["system"])
     text = "x-anthropic-billing-header: a; cch=1;\nYou are.\n<total_tokens>5 tokens left</total_tokens>"
@@ -193,7 +193,7 @@ def test_tool_choice(choice, wanted, left):
         assert (request.tool_choice, len(request.tools)) == (wanted, left)
 
 
-def test_a_choice_of_a_servers_tool_is_none():
+def test_a_choice_of_a_servers_tool_means_none():
     for tools in ([], [{"type": "function", "name": "Read"}, {"type": "web_search"}]):
         assert of_input(tools=tools, tool_choice={"type": "web_search"}).tool_choice == "auto"
 
@@ -249,7 +249,7 @@ def test_tools_of_a_namespace(namespace):
     assert request.extra["known"]["mcp__x__find"].namespace == namespace
 
 
-def test_sealed_reasoning_comes_back():
+def test_encrypted_reasoning_comes_back():
     items = [
         {"type": "reasoning", "summary": [], "encrypted_content": sealed("Grüße")},
         {"role": "user", "content": ""},
@@ -353,11 +353,11 @@ def nested(levels):
         (nested(100_000), "levels deep"),
     ],
 )
-def test_bodies_that_are_none(data, words):
+def test_invalid_bodies(data, words):
     with pytest.raises(BadRequestError, match=words):
         parse(data)
 
 
-def test_bodies_that_are_some():
+def test_valid_bodies():
     assert parse('{"a": "ü😀", "b": [null]}'.encode()) == {"a": "ü😀", "b": [None]}
     assert parse(nested(DEEPEST - 1))

@@ -71,12 +71,12 @@ def test_headers_of_errors():
     assert replies.error_headers(400) == {}
 
 
-def test_a_refusal_knows_its_answer():
+def test_an_error_knows_its_reply():
     error = BadRequestError("no", "n", status=413, code="too_large")
     assert (str(error), error.param, error.status, error.code) == ("no", "n", 413, "too_large")
 
 
-def test_models_are_dated():
+def test_models_have_a_date():
     assert models.model("a", 0.9, 5)["created_at"] == "1970-01-01T00:00:00Z"
 
 
@@ -95,7 +95,7 @@ def token(text):
     return TokenLogprob(text, 1, -1.0, text.encode())
 
 
-def test_logprobs_are_told_of_the_text_alone():
+def test_logprobs_are_given_for_text_only():
     told = [Reasoning("a"), Text("b"), Text(""), Text("c")]
     events = [event for said in told for event in (Logprobs((token(said.text or "held"),)), said)]
     answer = folded([*events, Logprobs((token("end"),)), ENDS[0]])

@@ -29,7 +29,7 @@ REQUESTS = {
 
 
 def scene_of(name, scene):
-    """The bytes of a scene, and the file that has them."""
+    """Returns the bytes of a scene, and the file that has them."""
     return sent(APIS[name], REQUESTS[name], SCENES[scene], waits=(0, 2)), GOLDEN / f"{name}-{scene}.txt"
 
 
@@ -60,7 +60,7 @@ def spoken(events, kind):
 
 
 def reason_of(events):
-    """The rule of finishing, said another way than the code does."""
+    """Returns the finish reason by a rule that is written differently from the code's."""
     ended, started = calls_of(events)
     if started:
         return "tool_calls" if len(ended) == started else "length"
@@ -152,7 +152,7 @@ def test_response_stream(events, waits):
     ended, started = calls_of(events)
     calls = [item["item"] for item in done if item["item"]["type"].endswith("_call")]
     cut = started - len(ended)
-    if isinstance(events[-1], Failed):  # nor is what was said last
+    if isinstance(events[-1], Failed):  # neither is what was said last
         cut = sum(not item["item"]["type"].endswith("_call") for item in added[-1:])
     assert len(calls) == len(ended) and len(done) == len(added) - cut
     for call, end in zip(calls, ended, strict=True):
@@ -196,7 +196,7 @@ def test_ids_of_calls_are_known():
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_an_answer_that_nothing_ends_has_failed(name):
+def test_an_answer_without_an_end_has_failed(name):
     reply = APIS[name].stream(REQUESTS[name], fixed_ids())
     reply.events(SCENES["calls"][0])
     assert b"before it was finished" in reply.end()
@@ -206,7 +206,7 @@ def test_an_answer_that_nothing_ends_has_failed(name):
 
 
 @pytest.mark.parametrize("name", ["chat", "completions"])
-def test_progress_and_logprobs_where_asked(name):
+def test_progress_and_logprobs_if_requested(name):
     body = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "return_progress": True}
     told = [data for _, data in decoded(sent(APIS[name], APIS[name].read(body), SCENES["calls"]))]
     assert [data["prompt_progress"] for data in told if "prompt_progress" in data] == [

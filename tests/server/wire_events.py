@@ -19,7 +19,7 @@ def fixed_ids():
 
 
 def sent(api, request, events, ids=None, waits=()):
-    """The stream's bytes, with a keepalive before each of the events that `waits` names."""
+    """Returns the stream's bytes, with a keepalive before each of the events in `waits`."""
     reply, out = api.stream(request, ids or fixed_ids()), []
     for place, event in enumerate(events):
         out += [reply.keepalive()] if place in waits else []
@@ -28,7 +28,7 @@ def sent(api, request, events, ids=None, waits=()):
 
 
 def decoded(stream):
-    """(event name or None, data) of each server-sent event; "[DONE]" as it is."""
+    """Returns (event name or None, data) of each server-sent event; "[DONE]" stays as it is."""
     for block in stream.decode("ascii").split("\n\n")[:-1]:
         lines = dict(line.split(": ", 1) for line in block.split("\n"))
         assert set(lines) <= {"event", "data"}
@@ -51,7 +51,7 @@ values = st.dictionaries(texts, texts | st.integers() | st.lists(st.booleans(), 
 
 @st.composite
 def calls(draw, index, whole=True):
-    """One call, in pieces that need not reach to its end."""
+    """Draws one call, in pieces that need not reach its end."""
     arguments = json.dumps(draw(values), ensure_ascii=draw(st.booleans()))
     cuts = sorted(draw(st.lists(st.integers(0, len(arguments)), max_size=3)))
     pieces = [arguments[start:end] for start, end in zip([0, *cuts], cuts, strict=False)]
@@ -62,7 +62,7 @@ def calls(draw, index, whole=True):
 
 @st.composite
 def rows(draw):
-    """All events of an answer: accepted, computed, said, called, and ended in one of the ways."""
+    """Draws all events of an answer: accepted, computed, said, called, and ended in one of the ways."""
     events = [Accepted(9, 4), *([PromptProgress(5, 9)] if draw(st.booleans()) else [])]
     index = 0
     for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "told", "call"]), max_size=6)):

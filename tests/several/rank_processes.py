@@ -18,7 +18,7 @@ LIMIT = 90  # seconds
 
 
 def ring(folder, ranks):
-    """A host file for a number of ranks, with ports that were free a moment ago."""
+    """Writes a host file for a number of ranks, with ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(ranks)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))
@@ -30,14 +30,14 @@ def ring(folder, ranks):
 
 
 def started(file, rank, *arguments, **more):
-    """One rank, `python *arguments`."""
+    """Starts one rank, `python *arguments`."""
     environment = child_environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(file)}
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *map(str, arguments)], env=environment, **(streams | more))
 
 
 def command(*arguments):
-    """Of the package, as `started` takes it; one thread, for ranks share this machine."""
+    """Returns a command of the package for `started`, with one thread because the ranks share this machine."""
     code = (
         "import sys; from moeflux_mlx.ops import native; native.set_threads(1)\n"
         "from moeflux_mlx.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -46,7 +46,7 @@ def command(*arguments):
 
 
 def ended(processes, inputs=()):
-    """(exit code, stdout, stderr) of each; none outlives the limit."""
+    """Returns (exit code, stdout, stderr) of each process. None lives longer than the limit."""
     given = [*inputs, *([""] * (len(processes) - len(inputs)))]
     results = []
     try:
@@ -62,7 +62,7 @@ def ended(processes, inputs=()):
 
 
 def alone(*arguments, text=""):
-    """(exit code, stdout, stderr) of a command that is no rank, in this process."""
+    """Runs a command that is no rank in this process. Returns (exit code, stdout, stderr)."""
     streams = given, out, err = [io.TextIOWrapper(io.BytesIO(data), "utf-8") for data in (text.encode(), b"", b"")]
     with pytest.MonkeyPatch.context() as patch:
         for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
@@ -73,7 +73,7 @@ def alone(*arguments, text=""):
 
 
 def together(folder, ranks, *arguments, options=(), text=""):
-    """A command on all ranks at once; `options` are more of each rank."""
+    """Runs a command on all ranks at once. `options` are further options of each rank."""
     file = ring(folder, ranks)
     more = [*options, *([()] * (ranks - len(options)))]
     return ended([started(file, rank, *command(*arguments, *more[rank])) for rank in range(ranks)], [text])
@@ -83,7 +83,7 @@ MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).p
 
 
 def by_mpi(ranks, *arguments):
-    """`python *arguments` on all ranks of MPI: (the launcher's exit code, all that was printed, all that was said)."""
+    """Runs `python *arguments` on all ranks of MPI. Returns (the launcher's exit code, stdout, stderr)."""
     library = Path(MPIRUN).parent.parent / "lib" / "libmpi.so.40"
     environment = child_environment() | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     environment |= {"MLX_MPI_LIBNAME": str(library)} if library.exists() else {}

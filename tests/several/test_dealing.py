@@ -1,4 +1,4 @@
-"""Assigned reads of experts: even, to the process that has the expert, and with the bits of one process."""
+"""Assigned reads of experts: even, by the process that has the expert, and with the bits of one process."""
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ tokens = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=8, unique=Tr
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), tokens), max_size=30), st.integers(2, 4), st.integers(1, 40))
-def test_what_is_known_stays_and_the_rest_is_even(asked, ranks, slots):
+def test_known_records_stay_and_the_rest_is_even(asked, ranks, slots):
     dealing, twin = (Dealing(Owners((1,) * ranks), [slots] * ranks) for _ in range(2))
     home = {}
     for layer, experts in asked:
@@ -38,7 +38,7 @@ def test_what_is_known_stays_and_the_rest_is_even(asked, ranks, slots):
         assert all(home[key] == rank for key, rank in dealing.home.items())
 
 
-def test_who_has_a_larger_share_reads_more():
+def test_a_rank_with_a_larger_share_reads_more():
     dealing = Dealing(Owners((3, 1)), [100, 100])
     ranks = np.concatenate([dealing.deal(layer, np.arange(8)[None])[0] for layer in range(4)])
     assert np.bincount(ranks).tolist() == [24, 8]
@@ -55,7 +55,7 @@ def test_a_prompt_leaves_its_experts_with_their_owners():
 @pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_bits_of_one_process(family):
-    """In pools that have evicted records of the account."""
+    """The pools have evicted records that the account still has."""
     lengths = (1, 31, 5)
     alone = logits_of(load_model(tiny_directory(family), dtype=mx.float32), lengths, 12)
     dealt = set()

@@ -31,14 +31,14 @@ def agreed(*settings):
 
 
 @pytest.mark.parametrize("name", REMEDIES)
-def test_what_must_not_differ_is_an_error_that_names_the_rank_and_the_remedy(name):
+def test_a_difference_is_an_error_that_names_the_rank_and_the_remedy(name):
     errors = agreed(OWN, OWN, replace(OWN, **{name: 99}))
     assert all(isinstance(error, RankError) for error in errors) and len({str(error) for error in errors}) == 1
     assert str(errors[0]).startswith(f"rank 2 has another {name} than rank 0") and REMEDIES[name] in str(errors[0])
 
 
 @pytest.mark.parametrize("name, said", [("mlx", "different MLX versions"), ("chip", "different chips")])
-def test_unlike_machines_use_the_choice_of_the_first(name, said):
+def test_different_machines_use_the_choice_of_the_first(name, said):
     agreements = agreed(OWN, replace(OWN, **{name: 99}))
     assert all(one.shares_routing and said in one.note for one in agreements)
 
@@ -49,7 +49,7 @@ def test_all_take_the_smallest_span_and_block():
     assert all(agreement.shares_routing for agreement in agreed(OWN, replace(OWN, shares_routing=1)))
 
 
-def test_experts_are_dealt_out_where_every_rank_has_room_for_any():
+def test_reads_are_assigned_if_every_rank_has_room_for_any_expert():
     assert {one.slots for one in agreed(replace(OWN, slots=7), replace(OWN, slots=9))} == {(7, 9)}
     assert {one.slots for one in agreed(replace(OWN, slots=7), OWN)} == {()}
 
@@ -58,13 +58,13 @@ def test_a_rank_that_cannot_take_part_is_named_to_all():
     assert all("rank 1 cannot take part" in str(error) for error in agreed(OWN, None))
 
 
-def test_shares_are_told_and_checked():
+def test_shares_are_exchanged_and_checked():
     assert together(2, lambda rank, exchange: greet(exchange, rank + 1)) == [(1, 2)] * 2
     assert all("asks for a share of 65" in str(error) for error in together(2, lambda rank, e: greet(e, 1 + 64 * rank)))
 
 
 def test_another_protocol_is_refused(monkeypatch):
-    """The second rank's words are those of a version that is to come."""
+    """The second rank answers like a future version."""
 
     def work(rank, exchange):
         if rank == 0:

@@ -47,13 +47,13 @@ def test_the_environment_decides(environ, asked, backend):
         ),
     ],
 )
-def test_half_a_set_or_several_are_refused(environ, asked, message):
+def test_incomplete_or_several_settings_are_refused(environ, asked, message):
     with pytest.raises(RequestError, match=message):
         backend_of(environ, asked)
     assert {"ring", "jaccl", "nccl", "mpi"} == set(BACKENDS)
 
 
-def test_the_watchdog_barks_when_it_must():
+def test_when_the_watchdog_ends_the_process():
     said, barked = [], threading.Event()
     watchdog = Watchdog(lambda message: (said.append(message), barked.set()))
     with watchdog.within(5.0, "never"):
@@ -80,7 +80,7 @@ for i in range(int(sys.argv[2])):
 
 
 def start(tmp_path, ranks, hosts, *arguments):
-    """Processes of these ranks of a ring."""
+    """Starts processes of these ranks of a ring."""
     addresses = []
     for _ in range(hosts):
         with socket.socket() as free:
@@ -108,7 +108,7 @@ def test_two_processes_gather(tmp_path):
     assert [code for _, code in ended(start(tmp_path, (0, 1), 2, 30, 20, 0))] == [0, 0]
 
 
-def test_a_rank_that_never_comes_ends_the_others(tmp_path):
+def test_a_rank_that_never_joins_ends_the_others(tmp_path):
     ((said, code),) = ended(start(tmp_path, (0,), 2, 2, 1, 0))
     assert code == -signal.SIGKILL and "did not come within 2 s" in said
 

@@ -65,19 +65,19 @@ class Pair:
 
 
 def state(session):
-    """Bytes of all caches, and the tokens they hold."""
+    """Returns the bytes of all caches, and the tokens that they hold."""
     arrays = [array for layer in session.cache for array in layer.state[:2] if array is not None]
     return list(session.tokens), session.points.positions, [np.array(a.astype(mx.float32)).tobytes() for a in arrays]
 
 
 def twins(pair, session):
-    """The session's contents on both ranks, after the other one has carried out all orders."""
+    """Returns the session's contents on both ranks, after rank 1 has carried out all orders."""
     pair.lead.send(Order.IDLE, 0)
     return state(session), state(pair.follower.sessions[session.number])
 
 
 def answer(session, prompt, tokens=4, stop_at=None, close_at=None):
-    """Tokens of an answer that its caller may stop while the prompt is computed, or close after so many tokens."""
+    """Returns the tokens of an answer, which may be stopped during the prompt or closed after some tokens."""
 
     def progress(done, total):
         if stop_at is not None and done >= stop_at:
@@ -136,7 +136,7 @@ def test_caches_are_the_same_whatever_happens(family, actions):
     assert pair.code == 7 and not pair.said and not pair.ends
 
 
-def test_a_prompt_that_was_stopped_goes_on_where_it_was():
+def test_a_prompt_that_was_stopped_continues():
     with Pair("qwen3_moe") as pair:
         session, prompt = pair.session(), prompt_of(48)
         answer(session, prompt, stop_at=20)
@@ -145,7 +145,7 @@ def test_a_prompt_that_was_stopped_goes_on_where_it_was():
         assert answer(session, prompt) == answer(alone, prompt)
 
 
-def test_a_sampler_that_fails_leaves_sessions_that_go_on():
+def test_a_failing_sampler_leaves_usable_sessions():
     def fails(logprobs):
         raise ExpertIOError("no such luck")
 
@@ -158,7 +158,7 @@ def test_a_sampler_that_fails_leaves_sessions_that_go_on():
         assert mine == theirs
 
 
-def test_what_stops_rank_0_inside_the_model_ends_all():
+def test_an_error_inside_rank_0s_model_ends_all():
     with Pair("qwen3_moe") as pair:
         session = pair.session()
         layer = pair.models[0].layers[1]
@@ -173,7 +173,7 @@ def test_what_stops_rank_0_inside_the_model_ends_all():
             list(session.respond(prompt_of(20)))
         with pytest.raises(RankError, match="connection between the ranks is lost"):
             list(session.respond(prompt_of(20)))
-        pair.follower.exchange.group.meeting.barrier.abort()  # as a transport does when a process ends
+        pair.follower.exchange.group.meeting.barrier.abort()  # as a transport fails when a process ends
     assert isinstance(pair.code, RankError)
 
 
@@ -203,7 +203,7 @@ def test_sessions_that_are_forgotten_are_dropped_by_all():
 
 
 @pytest.mark.parametrize("words, said", [([99, 0], "ordered 99"), ([4, 1 << 50], "not a known order")])
-def test_an_order_that_is_none_is_refused(words, said):
+def test_an_invalid_order_is_refused(words, said):
     class Echo:
         rank, size, on_device = 0, 1, False
 

@@ -20,11 +20,11 @@ from moeflux_mlx.several.experts import Owners, RankedExperts
 from moeflux_mlx.several.group import FAILED, Exchange
 
 pytestmark = pytest.mark.skipif(backend.has_kernels(), reason="threads of one process share its GPU")
-FAMILIES = (*goldens.families(), "gpt_oss")  # which has windows, and experts that add biases
+FAMILIES = (*goldens.families(), "gpt_oss")  # a family with windows, and with experts that add biases
 
 
 class Meeting:
-    """Where threads meet to gather; `on_device`: MLX's arrays."""
+    """Where threads meet to gather arrays. `on_device`: the arrays are MLX's."""
 
     def __init__(self, size, on_device=False):
         self.on_device = on_device
@@ -56,7 +56,7 @@ class Member:
 
 
 def together(size, work, on_device=False):
-    """work(rank, exchange) of every rank at once: what each returned or raised."""
+    """Runs work(rank, exchange) of every rank at once. Returns what each returned or raised."""
     meeting = Meeting(size, on_device)
 
     def run(rank):
@@ -70,7 +70,7 @@ def together(size, work, on_device=False):
 
 
 def ranked(family, exchange, owners, dtype=mx.float32, **options):
-    """A model whose experts are spread."""
+    """Returns a model whose experts are distributed."""
     model = load_model(tiny_directory(family), dtype=dtype, **options)
     for layer in model.args.moe_layers:
         model.layers[layer].mlp.experts = RankedExperts(model.experts, exchange, owners)
@@ -79,7 +79,7 @@ def ranked(family, exchange, owners, dtype=mx.float32, **options):
 
 @pytest.mark.parametrize("dense_from, on_device", drawn([1, 32], [False, True]))
 def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
-    """A product's bits may depend on its shape, so that none may be made which one process does not make."""
+    """A product's bits may depend on its shape, so no product may be computed that one process does not compute."""
     monkeypatch.setitem(grouped.DENSE_FROM, "ops", dense_from)
     monkeypatch.setattr(grouped, "LEAST_STEP", 1)
     monkeypatch.setattr(waves, "WAVE_BYTES", 5 * 10240)
@@ -98,7 +98,7 @@ def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device
 
 
 def logits_of(model, lengths=(1, 8, 31), decoded=4):
-    """Bytes of all logits: prompts of these lengths, and tokens after each."""
+    """Returns the bytes of all logits: prompts of these lengths, and tokens after each."""
     logits = []
     for length in lengths:
         cache = model.make_cache()
@@ -126,13 +126,13 @@ def test_several_spans():
     assert together(2, work) == [alone] * 2
 
 
-def test_everybody_takes_the_choice_of_the_first():
+def test_all_ranks_use_the_choice_of_the_first():
     def work(rank, exchange):
         model = ranked("qwen3_moe", exchange, Owners((1, 1)))
         for layer in model.args.moe_layers:
             experts = model.layers[layer].mlp.experts
             experts.shares_routing = True
-        if rank:  # another machine, whose router is a little off
+        if rank:  # another machine, whose router's results differ slightly
             for layer in model.args.moe_layers:
                 mlp = model.layers[layer].mlp
                 mlp.route = lambda logits, *tokens, right=mlp.route: right(-logits, *tokens)
@@ -174,7 +174,7 @@ def test_a_read_that_fails_is_an_error_on_all(length):
     assert isinstance(first, RankError) and "rank 1 could not compute" in str(first)
 
 
-def test_a_stop_on_one_rank_stops_all():
+def test_an_interruption_of_one_rank_stops_all():
     def work(rank, exchange):
         model = ranked("qwen3_moe", exchange, Owners((1, 1)))
         experts = model.layers[model.args.moe_layers[1]].mlp.experts
@@ -202,7 +202,7 @@ def test_a_rank_out_of_step_is_named():
     assert "rank 2" in str(errors[0]) and "rank 2" in str(errors[1])
 
 
-def test_flags_reach_all():
+def test_flags_reach_all_ranks():
     told = together(2, lambda rank, exchange: exchange(1, np.full(2, rank, np.uint32), flag=rank * FAILED))
     assert all(one.flags == (0, FAILED) and one.first(FAILED) == 1 for one in told)
     assert all(one.words.tolist() == [[0, 0], [1, 1]] for one in told)

@@ -50,7 +50,7 @@ LENGTHS = [(1, 3), (31, 6), (100, 1)]
 
 
 def digest_alone(path, lengths, **options):
-    """What WORK prints, of one process."""
+    """Returns what WORK prints in one process."""
     model = load_model(path, dtype=mx.float32, **options)
     digest = hashlib.sha256()
     for length, decoded in lengths:
@@ -66,8 +66,8 @@ def digest_alone(path, lengths, **options):
     [
         ("qwen3_5_moe", [{"expert_io": "pread", "prefetch": "off"}, {"share": 3, "expert_io": "pread"}]),
         ("qwen3_moe", [{"expert_io": "mmap"}, LEAST, {"prefetch": "previous"}]),
-        pytest.param("qwen3_moe", [LEAST] * 2, marks=pytest.mark.full),  # experts are dealt out, as in test_dealing.py
-        ("gpt_oss", [LEAST, {"expert_io": "mmap"}]),  # it has windows, and experts that add biases
+        pytest.param("qwen3_moe", [LEAST] * 2, marks=pytest.mark.full),  # reads are assigned, as in test_dealing.py
+        ("gpt_oss", [LEAST, {"expert_io": "mmap"}]),  # a family with windows, and with experts that add biases
     ],
 )
 def test_the_bits_of_one_process(tmp_path, family, options):
@@ -90,7 +90,7 @@ def test_the_bits_of_one_process_over_mpi():
 
 
 def full(*values):
-    """A case of which test_handshake.py and test_joining.py have the like, in threads or with fewer processes."""
+    """Marks a case that test_handshake.py or test_joining.py also checks, in threads or with fewer processes."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -105,7 +105,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def answer(model):
-    """What one process writes."""
+    """Returns what one process writes."""
     code, out, err = alone(*GENERATE, PROMPT, "--model", model)
     assert code == 0, err
     return out
@@ -119,13 +119,13 @@ def test_generate_writes_what_one_process_writes_and_the_others_are_silent(tmp_p
 
 @needs_mpi
 def test_a_command_over_mpi_ends_well(model, answer):
-    """MPI takes it for a crash if a process ends while it still holds the group."""
+    """MPI reports a crash if a process ends while it still holds the group."""
     code, out, err = by_mpi(2, *command(*GENERATE, PROMPT, "--model", model))
     assert code == 0 and printable(out) == printable(answer), err
 
 
 def printable(text):
-    """What an MPI launcher passes on of a text."""
+    """Returns what an MPI launcher passes on of a text."""
     return "".join(filter(str.isprintable, text))
 
 
@@ -145,7 +145,7 @@ def test_saved_prompts_are_those_of_rank_0(tmp_path, model, answer):
     assert out == expected and "prompt cache: 0 of" not in err
 
 
-def test_each_rank_with_its_own_experts_alone(tmp_path, answer):
+def test_each_rank_with_only_its_own_experts(tmp_path, answer):
     checkpoint = goldens.write_variant(tmp_path / "checkpoint", "qwen3_5_moe", "mlx4")
     for rank in range(2):
         convert(checkpoint, tmp_path / str(rank), ranks=2, rank=rank)
@@ -178,7 +178,7 @@ def test_a_chat_of_several_answers(tmp_path, model):
         (("--expert-cache-gb", "-1"), "rank 1 is gone"),
     ],
 )
-def test_what_differs_is_said_by_all(tmp_path, model, options, said):
+def test_a_difference_is_reported_by_all(tmp_path, model, options, said):
     first, second = together(tmp_path, 2, *GENERATE, PROMPT, "--model", model, options=[(), options])
     assert first[0] == second[0] == 1 and first[1] == second[1] == ""
     assert said in first[2] and first[2].count("error:") == second[2].count("error:") == 1
@@ -214,7 +214,7 @@ def long_answer(file, rank, model, seconds):
         full(signal.SIGTERM, 0, "rank 0 is gone"),
     ],
 )
-def test_the_end_of_one_is_the_end_of_all(tmp_path, model, number, rank, said, interruptible):
+def test_all_ranks_end_with_one(tmp_path, model, number, rank, said, interruptible):
     file = ring(tmp_path, 2)
     ranks = [long_answer(file, i, model, seconds=3 if number == signal.SIGSTOP else 60) for i in range(2)]
     assert ranks[0].stdout.read(1), "it is answering"
@@ -264,7 +264,7 @@ def test_ctrl_c_stops_an_answer_of_a_chat_and_not_the_chat(tmp_path, model, inte
 
 
 def test_a_record_that_cannot_be_read_is_an_error_on_all(tmp_path, model):
-    """The file is cut short during a chat; the answer fails on both ranks, and the chat continues."""
+    """The file is cut short during a chat. The answer fails on both ranks, and the chat continues."""
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     file = ring(tmp_path, 2)
@@ -292,18 +292,18 @@ def test_a_record_that_cannot_be_read_is_an_error_on_all(tmp_path, model):
 
 
 def asked(port, prompt, tokens):
-    """The server's completion."""
+    """Returns the server's completion."""
     body = json.dumps({"prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=LIMIT) as response:
         text = json.load(response)["choices"][0]["text"]
-    return text.replace("\r", "\n").rstrip("\n")  # as it comes through a pipe
+    return text.replace("\r", "\n").rstrip("\n")  # as it arrives through a pipe
 
 
 def serving(file, model):
-    """A server on two ranks, and its port once it is ready."""
+    """Starts a server on two ranks, and yields its port once it is ready."""
     options = ("--model", model, "--dtype", "float32", "--port", "0", "--sessions", "2", "--rank-seconds", "20")
     ranks = [started(file, rank, *command("serve", *options)) for rank in range(2)]
     for line in ranks[0].stderr:
@@ -323,7 +323,7 @@ def test_a_server_of_two_ranks(tmp_path, model, interruptible):
     ranks, port = serving(ring(tmp_path, 2), model)
     for i in range(9):
         assert asked(port, prompts[i % 3], 6) == expected[i % 3]
-    time.sleep(1.5)  # longer than the longest nap
+    time.sleep(1.5)  # longer than the longest sleep
     assert asked(port, prompts[0], 6) == expected[0]
     ranks[0].send_signal(signal.SIGINT)
     first, second = ended(ranks)
@@ -331,7 +331,7 @@ def test_a_server_of_two_ranks(tmp_path, model, interruptible):
 
 
 def cpu_seconds(process):
-    """What a process has computed so far (Linux)."""
+    """Returns the processor time of a process so far (Linux)."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -339,7 +339,7 @@ def cpu_seconds(process):
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_200_requests_and_an_idle_minute(tmp_path, model, interruptible):
-    """Two at a time; then no requests, and no rank keeps a core busy; then requests as before."""
+    """Two requests run at a time. Then there are none, and no rank keeps a core busy; then requests run as before."""
     prompts = [f"{who} can talk to owls, and why would anybody want to?" for who in ("She", "He", "She who", "Who")]
     ranks, port = serving(ring(tmp_path, 2), model)
     expected = [asked(port, prompt, 6) for prompt in prompts]
@@ -356,7 +356,7 @@ def test_200_requests_and_an_idle_minute(tmp_path, model, interruptible):
     assert first[0] == second[0] == 130 and second[1:] == ("", ""), (first, second)
 
 
-def test_a_server_ends_when_a_rank_is_gone(tmp_path, model):
+def test_a_server_ends_if_a_rank_ends(tmp_path, model):
     ranks, port = serving(ring(tmp_path, 2), model)
     assert asked(port, "Hello", 3)
     ranks[1].kill()

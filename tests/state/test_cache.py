@@ -25,7 +25,7 @@ def attend(kv, length, seed):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """The caches take the default device for a GPU."""
+    """Makes the caches treat the default device as a GPU."""
 
     def switch(on):
         monkeypatch.setattr(backend, "has_kernels", lambda: on)
@@ -55,7 +55,7 @@ def test_entries_that_were_trimmed_are_not_seen(on_gpu):
     assert mx.array_equal(attend(whole, 1, 9)[0], attend(fresh, 1, 9)[0])
 
 
-def test_a_mask_that_shows_one_too_many_is_noticed(on_gpu, monkeypatch):
+def test_a_mask_with_one_position_too_many_is_noticed(on_gpu, monkeypatch):
     up_to = growing.up_to
     monkeypatch.setattr(growing, "up_to", lambda position, capacity: up_to(position + 1, capacity))
     with pytest.raises(AssertionError):

@@ -35,7 +35,7 @@ from moeflux_mlx.state.prompt_store import PromptDirectory, PromptFile, reuse_pr
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 N = 40
-ROUNDING = 1e-4 if backend.has_kernels() else 2e-5  # a GPU multiplies one row by other kernels than a span
+ROUNDING = 1e-4 if backend.has_kernels() else 2e-5  # a GPU multiplies a single row with other kernels than a span
 ATTENTION, RECURRENT = "qwen3_moe", "qwen3_next"
 HERE = Path(__file__).parents[1]
 
@@ -65,7 +65,7 @@ def keep(store, model, tokens):
 
 
 def restored(store, model, tokens, **options):
-    """(how many tokens, the state) after `reuse_prefix` into new caches."""
+    """Returns (the number of tokens, the state) after `reuse_prefix` into new caches."""
     cache = model.make_cache()
     return reuse_prefix(model, cache, tokens, store, **options), cache
 
@@ -96,13 +96,13 @@ def test_the_same_prompt_gives_the_same_answer_after_a_restart(family, kind, tmp
     first, tokens, wanted = run()
     again, again_tokens, got = run()
     assert (first.disk, again.disk, again.computed) == (0, N - 1, 1) and tokens == again_tokens
-    for one, other in zip(wanted, got, strict=True):  # the last token went through in a span of its own
+    for one, other in zip(wanted, got, strict=True):  # the last token had a span of its own
         np.testing.assert_allclose(one, other, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_for_the_store_does_not_double_the_caches(tmp_path, family):
-    """Keys and values are cut out of the caches afterwards; they hold the boundary's, whatever came behind it."""
+    """Keys and values are copied from the caches afterwards. They are those of the boundary, whatever followed it."""
     tokenizer, store = load_tokenizer(tiny_directory(family)), directory(tmp_path, family)
     session = Session(tiny_model(family, mx.float32), tokenizer, store=store)
     responses = session.respond(text(), boundaries=[20, 30], max_tokens=8)
@@ -145,7 +145,7 @@ def test_the_longest_saved_prefix_is_taken(tmp_path):
     assert save_state(model, cache) == save_state(model, absorbed(model, text(n)))
 
 
-def test_attention_caches_are_cut_where_the_texts_part(tmp_path):
+def test_attention_caches_are_cut_where_the_texts_diverge(tmp_path):
     model = tiny_model(ATTENTION, mx.float32)
     store = directory(tmp_path)
     keep(store, model, text(30))
@@ -185,7 +185,7 @@ def test_one_file_keeps_the_last_prompt(tmp_path):
 
 
 def changed(source, target, name, at=None):
-    """A copy of a model directory in which one byte of one file differs."""
+    """Returns a copy of a model directory in which one byte of one file differs."""
     shutil.copytree(source, target)
     data = bytearray((target / name).read_bytes())
     data[len(data) // 2 if at is None else at] ^= 1
@@ -198,7 +198,7 @@ SHAPES = {"qwen3.6-35b-a3b": "a181c9e6d57f6b37", "cogito-v2-671b": "49d65ce853c5
 
 @pytest.mark.parametrize("variant", SHAPES)
 def test_prompts_that_were_saved_long_ago_keep_their_model(variant, tmp_path):
-    """What a fingerprint holds of the configuration is the same from release to release."""
+    """The parts of the configuration in a fingerprint are the same from release to release."""
     shutil.copy(ROOT / "configs" / f"{variant}.json", tmp_path / "config.json")
     text = json.dumps(fingerprint._shape(ModelArgs.from_file(tmp_path)), sort_keys=True, default=str)
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == SHAPES[variant]
@@ -248,7 +248,7 @@ def test_files_of_something_else_are_refused(part, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A file of three tokens, and its bytes."""
+    """Returns a file of three tokens, and its bytes."""
     path = tmp_path_factory.mktemp("saved") / "prompt"
     keep(PromptFile(path, printed(RECURRENT)), tiny_model(RECURRENT, mx.float32), text(3))
     return path, path.read_bytes()
@@ -277,7 +277,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(saved, data):
 
 
 def rebuilt(good, *, metadata=None, tokens=None, start=None):
-    """The file with another part, and right checksums."""
+    """Returns the file with another part and correct checksums."""
     magic, version, size, count, body = START.unpack_from(good)
     old = good[START.size : START.size + size]
     end = START.size + size + 4 * count
@@ -288,7 +288,7 @@ def rebuilt(good, *, metadata=None, tokens=None, start=None):
     return head + struct.pack("<I", zlib.crc32(head)) + good[end + 4 :]
 
 
-def test_well_formed_lies_are_noticed(saved):
+def test_wrong_values_in_well_formed_files_are_noticed(saved):
     path, good = saved
     path = path.with_name("lie")
     assert rebuilt(good) == good
@@ -309,7 +309,7 @@ def test_well_formed_lies_are_noticed(saved):
         read_prompt_header(path.parent)
 
 
-def test_an_entry_that_cannot_be_read_now_is_left(tmp_path, monkeypatch):
+def test_an_entry_that_cannot_be_read_now_is_kept(tmp_path, monkeypatch):
     store, model = directory(tmp_path), tiny_model(ATTENTION, mx.float32)
     keep(store, model, text(10))
     before = files(tmp_path)
@@ -323,7 +323,7 @@ def test_an_entry_that_cannot_be_read_now_is_left(tmp_path, monkeypatch):
     assert files(tmp_path) == before and restored(store, model, text())[0] == 10
 
 
-def test_damaged_entries_are_passed_over_and_removed(tmp_path):
+def test_damaged_entries_are_skipped_and_removed(tmp_path):
     model = tiny_model(RECURRENT, mx.float32)
     store = directory(tmp_path, RECURRENT)
     for n in (10, 20, 30):
@@ -344,7 +344,7 @@ def test_damaged_entries_are_passed_over_and_removed(tmp_path):
 # ---- room ----
 
 
-def test_the_least_recently_used_goes_first(tmp_path):
+def test_the_least_recently_used_is_removed_first(tmp_path):
     model = tiny_model(RECURRENT, mx.float32)
     store = directory(tmp_path, RECURRENT)
     keep(store, model, text(10))
@@ -355,14 +355,14 @@ def test_the_least_recently_used_goes_first(tmp_path):
     for age, name in enumerate(files(tmp_path)):
         os.utime(tmp_path / name, (age, age))
     first = read_prompt_header(tmp_path / files(tmp_path)[0]).tokens.tolist()
-    assert restored(store, model, first + [1])[0] == 10  # a use makes it the youngest
+    assert restored(store, model, first + [1])[0] == 10  # use makes it the most recent
     keep(store, model, text(10, 3))
     kept = [read_prompt_header(tmp_path / name).tokens.tolist() for name in files(tmp_path)]
     assert len(kept) == 3 and first in kept and text(10, 3) in kept
 
 
 def test_what_was_just_saved_stays_whatever_the_clock_says(tmp_path):
-    """Other files may have dates that are still to come."""
+    """Other files may have dates in the future."""
     model = tiny_model(RECURRENT, mx.float32)
     store = directory(tmp_path, RECURRENT)
     keep(store, model, text(10))
@@ -395,7 +395,7 @@ def test_temporary_files_of_dead_writers_are_removed(tmp_path):
 
 @contextlib.contextmanager
 def no_file_beyond(size):
-    """What a full disk does, for one process: writing past `size` fails."""
+    """Makes this process fail to write past `size`, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -483,7 +483,7 @@ def test_two_processes_share_a_directory(tmp_path):
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= size
 
 
-# ---- what must be given ----
+# ---- required arguments ----
 
 
 def test_states_that_do_not_fit_the_tokens(tmp_path):

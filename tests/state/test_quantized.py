@@ -49,29 +49,32 @@ def test_a_row_is_rounded_to_the_nearest_code_of_its_group(width, seed, size):
 
 
 def is_tie(x, step):
-    """Whether two codes are about as near."""
+    """Returns whether two codes are about equally near."""
     return np.abs(np.abs(x / np.maximum(step, 1e-300)) % 1 - 0.5) < 1e-4
 
 
-def test_a_row_of_zeros_stays_one():
+def test_a_row_of_zeros_stays_zeros():
     rows = kv_rows.encode(mx.zeros((2, 64)))
     assert mx.array_equal(kv_rows.decode(rows, 64, mx.float32), mx.zeros((2, 64)))
 
 
 def test_rows_take_little():
-    """Of what bfloat16 takes."""
+    """Compares with the bytes of bfloat16."""
     assert kv_rows.row_bytes(128) / 256 == kv_rows.row_bytes(64) / 128 <= 0.54
 
 
 def feed(cache, count):
-    """Attends with the next positions; [count, HEADS * VALUE_WIDTH]. A lone one goes through the native kernel."""
+    """Attends with the next positions.
+
+    Returns [count, HEADS * VALUE_WIDTH]. A single position uses the native kernel.
+    """
     parts = (part[:, cache.offset : cache.offset + count] for part in (QUERIES, KEYS, VALUES))
     more = {"q_norm": None, "k_norm": None, "rope": None, "scale": 0.1, "window": cache.part.window}
     return np.array(attend.attend(*parts, cache, **more))[0]
 
 
 class Text(RuleBasedStateMachine):
-    """What can become of a cache; its rows are always those that its positions have."""
+    """All that can happen to a cache. Its rows are always those that belong to its positions."""
 
     @initialize(windowed=st.booleans())
     def begin(self, windowed):
@@ -87,7 +90,7 @@ class Text(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, MAX_OF_SEQUENCE), keep=st.integers(0, MAX_OF_SEQUENCE))
     def step(self, count, keep):
-        """Takes rows one by one and takes the last ones back."""
+        """Takes rows one by one, and takes the last ones back."""
         ways = []
         for _ in range(min(count, LONGEST - self.length)):
             ways.append(self.cache.way_back())
@@ -144,14 +147,14 @@ def check_texts(**more):
     )
 
 
-def test_whatever_becomes_of_a_text_its_rows_are_those_of_its_positions():
+def test_after_any_operations_rows_are_those_of_their_positions():
     check_texts()
 
 
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 @pytest.mark.parametrize("part", [PART, WINDOW])
 def test_whole_in_blocks_and_one_by_one_give_the_same_bits(part):
-    """On the CPU, whose kernel sums a row alone as among others."""
+    """The native kernel sums a row alone as it does among others."""
     whole = feed(make_cache(part), 90)
     for lengths in ([40, 30, 20], [1] * 90, [31, *[1] * 40, 19]):
         cache = make_cache(part)
@@ -159,7 +162,7 @@ def test_whole_in_blocks_and_one_by_one_give_the_same_bits(part):
 
 
 def test_it_attends_to_rounded_rows_alone():
-    """Its own too: what a cache of values gives for what the rows say."""
+    """Every row is rounded, also the token's own: the results equal those of a cache with the decoded values."""
     rounded, plain = make_cache(PART), make_cache(replace(PART, kv_bits=None))
     got, widths = feed(rounded, 50), (WIDTH, VALUE_WIDTH)
     k, v = (kv_rows.decode(mx.array(rows), width, mx.float32) for rows, width in zip(BYTES, widths, strict=True))
@@ -181,7 +184,7 @@ FAULTS = {
 
 
 def restored_of_values(self, first, second, length, dtype):
-    """As it would be with rows that were saved as values."""
+    """Restores rows as if they had been saved as values."""
     if not length:
         return None, None, 0
     again = (

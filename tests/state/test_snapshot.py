@@ -19,7 +19,7 @@ from moeflux_mlx.state.cache import RecurrentCache
 from moeflux_mlx.state.snapshot import MAX_LENGTH, load_state, save_state, state_size
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
-# Version 2, empty: the header, a length for each attention layer, the states of the linear layers. Per token.
+# Version 2, empty: the header, a length for each attention layer, the states of the linear layers. Then per token.
 REAL_SIZES = {
     "qwen3.5-397b-a17b": (195_379_300, 61_440),
     "qwen3.5-122b-a10b": (156_303_448, 49_152),
@@ -33,7 +33,7 @@ def tokens(n, seed=0):
 
 
 def after(model, n):
-    """Caches that have absorbed n tokens, in chunks of 100."""
+    """Returns caches that have absorbed n tokens, in chunks of 100."""
     cache = model.make_cache()
     for start in range(0, n, 100):
         model(tokens(n)[None, start : start + 100], cache)
@@ -42,12 +42,12 @@ def after(model, n):
 
 
 def decode(model, cache, n=3):
-    """The logits of n tokens, one by one."""
+    """Returns the logits of n tokens, one by one."""
     return [np.array(model(tokens(n, 1)[None, i : i + 1], cache).astype(mx.float32)) for i in range(n)]
 
 
 def described(args, n, seed=0, version=2):
-    """Header and random body in the words of the format, and the arrays in it, layer by layer."""
+    """Returns header and random body as the format describes them, and the arrays in it, layer by layer."""
     rng = np.random.default_rng(seed)
     first = args.mixers[0]
     linear, latent = isinstance(first, Delta), isinstance(args.attention, Latent)
@@ -74,7 +74,7 @@ def described(args, n, seed=0, version=2):
 
 
 def held(layer, n):
-    """A cache's arrays as the format orders them: time first."""
+    """Returns a cache's arrays in the format's order: time first."""
     arrays = [np.array(array.astype(mx.float32)) for array in layer.state[:2]]
     if isinstance(layer, RecurrentCache):
         return [array[0] for array in arrays]
@@ -113,7 +113,7 @@ def test_bytes_made_from_the_description_load(family, version):
 
 
 def check_exact(model, cache):
-    """Save, decode, restore, decode: the same bits, in the same caches and in new ones."""
+    """Saves, decodes, restores and decodes: the bits must be the same, in the same caches and in new ones."""
     data = save_state(model, cache)
     assert len(data) == state_size(model, cache) == state_size(model, cache[-1].offset)
     want = decode(model, cache)
@@ -131,7 +131,7 @@ def test_a_restored_state_gives_the_same_bits(family, n):
     check_exact(model, after(model, n))
 
 
-# MLX's half precision is slow on CPUs, so long states are made up instead of computed.
+# MLX's half precision is slow on CPUs, so long states are random instead of computed.
 @pytest.mark.parametrize("family, n", drawn(FAMILIES, [0, 1, 10, 255, 256, 257, 700], turns=2))
 def test_a_restored_bfloat16_state_gives_the_same_bits(family, n):
     model = tiny_model(family, mx.bfloat16)
@@ -177,7 +177,7 @@ def set_word(data, index, value):
 
 
 def refused(model, data, kind):
-    """The error, after checking that nothing changed."""
+    """Returns the error, after checking that nothing changed."""
     cache = after(model, 4)
     before = [layer.state for layer in cache]
     with pytest.raises(kind) as caught:
@@ -268,7 +268,7 @@ def saved():
 
 @st.composite
 def damage(draw, size):
-    """A function that cuts, flips a bit of, or overwrites a word of `size` bytes, the header most often."""
+    """Draws a function that cuts, flips a bit of, or overwrites a word of `size` bytes, usually in the header."""
     where = draw(st.integers(0, 79) | st.integers(0, size - 1))
     kind = draw(st.sampled_from(["cut", "flip", "word", "insert"]))
     bit, value = draw(st.integers(0, 7)), draw(st.integers(0, 2**32 - 1) | st.integers(0, 9))

@@ -22,7 +22,7 @@ from moeflux_mlx.state.traced import REACH, SPARE
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HEADS, WIDTH = 2, 16
-TEXT = mx.random.normal((3, HEADS, 300, WIDTH), key=mx.random.key(0))  # a query, key and value of each position
+TEXT = mx.random.normal((3, HEADS, 300, WIDTH), key=mx.random.key(0))  # a query, key and value for each position
 
 
 def window_cache(window=5):
@@ -30,7 +30,7 @@ def window_cache(window=5):
 
 
 def feed(cache, count):
-    """Attends with the next positions of TEXT; [heads, count, WIDTH]."""
+    """Attends with the next positions of TEXT. Returns [heads, count, WIDTH]."""
     start = cache.offset
     q, k, v = (part[None, :, start : start + count].transpose(0, 2, 1, 3) for part in TEXT)
     more = {"q_norm": None, "k_norm": None, "rope": None, "scale": 0.3, "window": cache.window}
@@ -38,7 +38,7 @@ def feed(cache, count):
 
 
 def wanted(position, window):
-    """Of one position, in float64."""
+    """Computes one position in float64."""
     q, k, v = (np.array(part, np.float64) for part in TEXT)
     seen = slice(max(position - window + 1, 0), position + 1)
     weights = np.exp(0.3 * np.einsum("hd,hpd->hp", q[:, position], k[:, seen]))
@@ -51,7 +51,7 @@ def close(got, position, window):
 
 @pytest.fixture(params=[False, True], ids=["plain operations", "as on a GPU"])
 def on_gpu(request, monkeypatch):
-    """A single token attends over all slots, as it does on a GPU where no kernel takes it."""
+    """Lets a single token attend to all slots, as on a GPU without a kernel for it."""
     if request.param:
         monkeypatch.setattr(backend, "has_kernels", lambda: True)
 
@@ -63,7 +63,7 @@ def test_each_position_sees_its_window(on_gpu):
         assert all(close(got[:, i], at - count + i, 5) for i in range(count))
 
 
-def test_a_long_prompt_is_cut_into_parts_that_see_little(monkeypatch):
+def test_a_long_prompt_is_cut_into_parts_that_see_few_positions(monkeypatch):
     monkeypatch.setattr(attend, "LEAST_ROWS", 8)
     cache = window_cache(12)
     feed(cache, 7)
@@ -80,7 +80,7 @@ def test_a_long_prompt_is_cut_into_parts_that_see_little(monkeypatch):
 @settings(max_examples=examples(25), deadline=None)
 @given(st.integers(1, 20), st.lists(st.integers(1, 30), min_size=1, max_size=5), st.integers(1, 8))
 def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, rows):
-    """Each has the bits that it has in a text that was never taken back, and is not cut elsewhere."""
+    """Each row has the bits of a text that was never taken back, and is not cut elsewhere."""
     cache, whole = window_cache(window), window_cache(window)
     for count in cuts:
         feed(cache, count)
@@ -99,7 +99,7 @@ def test_rows_of_a_step_are_taken_back_over_the_end_of_the_ring(window, cuts, ro
 
 
 def feed_rows(cache, count):
-    """The last of a number of positions that are appended one by one."""
+    """Appends positions one by one. Returns the result of the last one."""
     return [feed(cache, 1) for _ in range(count)][-1]
 
 
@@ -107,7 +107,7 @@ def test_it_has_room_for_the_rows_of_a_step():
     assert REACH >= MAX_OF_SEQUENCE
 
 
-def test_it_goes_back_as_far_as_it_holds_what_is_seen_there():
+def test_it_goes_back_as_far_as_it_has_the_visible_positions():
     cache = window_cache(5)
     feed(cache, 12)
     assert cache.reaches(3) and cache.first == 0  # nothing is lost yet
@@ -117,12 +117,12 @@ def test_it_goes_back_as_far_as_it_holds_what_is_seen_there():
     with pytest.raises(RequestError, match="17 positions cannot go back from 32 to 22: it holds none before 19"):
         cache.go_back(22, None)
     assert cache.trim(9) == 9 and close(feed(cache, 1)[:, 0], 23, 5)
-    assert not cache.reaches(22)  # what was lost stays lost
+    assert not cache.reaches(22)  # lost positions stay lost
 
 
 @pytest.mark.parametrize("rows", [1, MOST_DRAFTS])
 def test_rows_that_were_taken_back_leave_no_trace(rows):
-    """As far as drafts go: later it goes back as far as if they had never been."""
+    """Within the range of drafts, the ring can later go back as far as if the rows had never been there."""
     cache, other = window_cache(5), window_cache(5)
     for one in (cache, other):
         feed(one, 30)
@@ -134,7 +134,7 @@ def test_rows_that_were_taken_back_leave_no_trace(rows):
         assert cache.trim(steps) == other.trim(steps)
 
 
-def test_a_state_that_was_kept_leads_further_back():
+def test_a_kept_state_reaches_further_back():
     cache = window_cache(5)
     points = RewindPoints([cache], 1 << 20)
     feed(cache, 20)
@@ -161,7 +161,7 @@ def test_what_is_saved_is_what_the_next_token_sees(length):
     assert other.reaches(length) and (length < 5 or not other.reaches(length - 1))
 
 
-def test_another_text_parts_from_it():
+def test_another_text_diverges_from_it():
     cache = window_cache(5)
     feed(cache, 30)
     kept = cache.state[:2]
@@ -175,7 +175,7 @@ def test_another_text_parts_from_it():
         far.take_from(cache, 20, None)
 
 
-def test_its_stand_in_in_a_compiled_step_gives_the_same(monkeypatch):
+def test_its_traced_stand_in_gives_the_same(monkeypatch):
     cache, other = window_cache(5), window_cache(5)
     monkeypatch.setattr(backend, "has_kernels", lambda: True)
     for one in (cache, other):
@@ -191,7 +191,7 @@ def test_its_stand_in_in_a_compiled_step_gives_the_same(monkeypatch):
     assert cache.offset == other.offset == 32 and cache.traced(1) is traced.FixedRing
 
 
-def test_what_is_planned_for_its_text_is_what_it_takes():
+def test_the_plan_equals_the_memory_of_its_text():
     args = ModelArgs.from_variant("gpt-oss-20b")
     ring, row = 140 * 8 * (64 + 64) * 2, 8 * (64 + 64) * 2
     assert state_bytes(args, 4096, 2) == 12 * (ring + 4096 * row)

@@ -53,7 +53,7 @@ NASTY = [
 
 
 def read(text, dialect, cuts=(), cut=False, **options):
-    """All events of `text` given in pieces, put together."""
+    """Returns all events of `text`, which is given in pieces, put together."""
     options = {
         "channels": {GPT_OSS.name: HARMONY, SOLAR_OPEN.name: SOLAR}.get(dialect and dialect.name, THINK)
     } | options
@@ -68,7 +68,7 @@ def text_of(events):
 
 
 def calls_of(events):
-    """(name, arguments) of the whole calls, after a look at the order of what belongs to each."""
+    """Returns (name, arguments) of the complete calls, after checking the order of their events."""
     for end in (event for event in events if isinstance(event, CallEnd)):
         own = [event for event in events if getattr(event, "index", None) == end.index]
         assert own[0] == CallStart(end.index, end.name) and own[-1] is end
@@ -124,7 +124,7 @@ def test_any_string_arrives_as_it_was_written(dialect, write, value):
 
 @settings(max_examples=examples(80), deadline=None)
 @given(text=st.lists(st.sampled_from(NASTY), max_size=12).map("".join), inside=st.booleans())
-def test_without_tools_only_reasoning_is_told_apart(text, inside):
+def test_without_tools_only_reasoning_is_separated(text, inside):
     events = read(text, QWEN_XML, tools=(), inside_reasoning=inside)
     pieces, rest = {Text: "", Reasoning: ""}, text
     while rest:
@@ -149,7 +149,7 @@ def test_a_call_in_reasoning_counts(dialect, write):
 
 
 @EVERY_TAGGED_FORM
-def test_a_call_that_the_limit_cuts_is_none(dialect, write):
+def test_a_call_that_the_limit_cuts_is_not_a_call(dialect, write):
     text = write({"city": "Oslo"})
     for length in range(1, len(text) - 40):
         events = read(text[:length], dialect, cut=True)
@@ -166,7 +166,7 @@ def test_a_call_that_breaks_off_comes_back_as_text(dialect, write):
 
 
 @EVERY_TAGGED_FORM
-def test_only_one_call_if_they_may_not_be_parallel(dialect, write):
+def test_only_one_call_if_parallel_calls_are_forbidden(dialect, write):
     reader = AnswerReader(dialect, TOOLS, parallel=False)
     events = reader.feed(write({"city": "A"}) + "\n" + write({"city": "B"}) + "more")
     assert reader.done and reader.calls == 1
@@ -238,7 +238,7 @@ def test_a_second_call_survives_a_malformed_one():
         ("<tool_call><function=get_weather><parameter=city>A</parameter></function>", {"city": "A"}),
     ],
 )
-def test_forms_that_are_understood(text, arguments):
+def test_accepted_spellings(text, arguments):
     events = read(text, QWEN_XML)
     assert calls_of(events) == [("get_weather", arguments)] and text_of(events) == ""
 
@@ -308,7 +308,7 @@ def test_parameters_have_the_types_of_the_schema(key, text, value):
         {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 20}}},  # 20 ** 8 parts
     ],
 )
-def test_a_schema_that_says_nothing_means_a_string(schema):
+def test_a_parameter_without_a_schema_is_a_string(schema):
     tools = [{"function": {"name": "f", "parameters": schema}}]
     assert calls_of(read(xml_call({"a": "3"}, "f"), QWEN_XML, tools=tools)) == [("f", {"a": "3"})]
 
@@ -344,7 +344,7 @@ def test_it_is_known_whether_a_call_is_open():
     ]
 
 
-def test_dialects_are_known_by_what_their_templates_write():
+def test_dialects_are_recognised_by_what_their_templates_write():
     for dialect, write in FORMS:
         assert dialect_of(write({"city": "Oslo"})) is dialect
     assert dialect_of("<tool_calls:v2>\n<tool_call:v2>f<tool_sep:v2>") is hunyuan(":v2")
@@ -355,7 +355,7 @@ def test_dialects_are_known_by_what_their_templates_write():
 
 
 def marked(text):
-    """A call of MiniMax-M3 in which "@" stands for the mark, that at the beginning left out."""
+    """Returns a call of MiniMax-M3 in which "@" stands for the mark. The mark at the beginning is left out."""
     return MARK + text.replace("@", MARK)
 
 
@@ -433,7 +433,7 @@ def test_several_calls_in_one_section():
     assert len(calls_of(events)) == 2 and text_of(events) == ""
 
 
-def test_values_of_minimax_are_typed_inside_of_each_other():
+def test_nested_values_of_minimax_are_typed():
     item = {"type": "object", "properties": {"n": {"type": "integer"}, "on": {"type": "boolean"}}}
     fields = {
         "rows": {"type": "array", "items": item},

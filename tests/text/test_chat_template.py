@@ -34,7 +34,7 @@ def render_source(source, **kwargs):
 
 
 def mismatches():
-    """(template, case) pairs whose rendering is not the recorded one."""
+    """Returns the (template, case) pairs whose rendering is not the recorded one."""
     wrong = []
     for name, cases in GOLDENS.items():
         template = open_fixture(name)

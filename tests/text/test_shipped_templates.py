@@ -27,7 +27,7 @@ CALLS = st.dictionaries(st.sampled_from(["x", "y", "long name"]), VALUES, max_si
 
 @st.composite
 def turns(draw):
-    """A user's message, and perhaps calls with their results, and an answer."""
+    """Draws a user's message, and perhaps calls with their results, and an answer."""
     messages = [{"role": "user", "content": draw(TEXT)}]
     for calls in draw(st.lists(st.lists(CALLS, min_size=1, max_size=2), max_size=2)):
         functions = [{"name": "f", "arguments": arguments} for arguments in calls]
@@ -39,7 +39,7 @@ def turns(draw):
 
 
 def as_text(message):
-    """Their program takes arguments as JSON text."""
+    """Converts arguments to JSON text, which their program expects."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -73,7 +73,7 @@ def test_deepseek_v4_is_written_as_its_own_program_writes_it(case):
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, V4])
-def test_tools_without_a_system_message_are_told_too(template):
+def test_tools_are_described_without_a_system_message_too(template):
     assert "## Tools" in template.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
 
 
@@ -88,7 +88,7 @@ def test_tools_without_a_system_message_are_told_too(template):
         (None, {}, False),
     ],
 )
-def test_a_shipped_template_is_used_where_the_checkpoint_has_none(tmp_path, config, tokenizer_config, found):
+def test_a_shipped_template_is_used_if_the_checkpoint_has_none(tmp_path, config, tokenizer_config, found):
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     templates = find_templates(tmp_path, tokenizer_config)
@@ -100,7 +100,7 @@ def test_a_shipped_template_is_used_where_the_checkpoint_has_none(tmp_path, conf
     "kind, text, value", [("true", "3", "3"), ("false", "3", 3), ("false", "null", None), ("true", "null", "null")]
 )
 def test_a_value_is_what_it_says_it_is(dialect, kind, text, value):
-    """Whether a tool's schema names the parameter or not."""
+    """The type does not depend on whether a tool's schema names the parameter."""
     parameter = f'<｜DSML｜parameter name="x" string="{kind}">{text}</｜DSML｜parameter>'
     call = f'<｜DSML｜invoke name="f">\n{parameter}\n</｜DSML｜invoke>'
     reader = AnswerReader(dialect, TOOLS)

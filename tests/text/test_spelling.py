@@ -19,14 +19,14 @@ def spelt(tokenizer, tokens):
     return Spelling(tokenizer, tokens)
 
 
-def test_a_text_that_goes_on_keeps_its_tokens(tokenizer):
+def test_a_text_that_continues_keeps_its_tokens(tokenizer):
     first = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n")
     more = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>"
     assert spelt(tokenizer, first).encode(more) == tokenizer.encode(more)
     assert spelt(tokenizer, first).known(more) == (len("<|im_start|>user\nHi<|im_end|>\n"), len(first))
 
 
-def test_a_text_that_parts_keeps_them_up_to_the_last_special_one(tokenizer):
+def test_a_text_that_diverges_keeps_them_up_to_the_last_special_one(tokenizer):
     first = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\nA")
     assert spelt(tokenizer, first).known("<|im_start|>user\nHo") == (len("<|im_start|>"), 1)
     assert spelt(tokenizer, first).known("other") == (0, 0)
@@ -34,7 +34,7 @@ def test_a_text_that_parts_keeps_them_up_to_the_last_special_one(tokenizer):
 
 
 def test_tokens_that_a_tokenizer_would_not_choose_are_kept(tokenizer):
-    """A model may write `<think>` in letters; encoded again it would be one token."""
+    """A model may write `<think>` in letters. Encoded again it would be one token."""
     odd = [*tokenizer.encode("<thi"), *tokenizer.encode("nk>"), *tokenizer.encode("<|im_end|>")]
     assert spelt(tokenizer, odd).encode("<think><|im_end|>\n")[: len(odd)] == odd
     assert tokenizer.encode("<think><|im_end|>\n")[: len(odd)] != odd

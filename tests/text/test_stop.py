@@ -19,12 +19,12 @@ def test_a_stop_text_is_not_part_of_the_answer():
     assert fed(["END"], ["one E", "N"]) == ("one EN", None)
 
 
-def test_nothing_is_given_out_that_may_become_one():
+def test_text_that_may_become_a_stop_text_is_held_back():
     stop = StopTexts(["</s>"])
     assert [stop.feed(piece) for piece in ("a<", "/", "b")] == ["a", "", "</b"]
 
 
-def test_the_first_one_counts_and_of_two_at_one_place_the_longer():
+def test_the_first_one_counts_and_the_longer_of_two_at_one_place():
     assert fed(["b", "ab"], ["xab"]) == ("x", "ab")
     assert fed(["a", "ab"], ["xab"]) == ("x", "ab")
 
@@ -35,7 +35,7 @@ def test_no_text_comes_after_it():
 
 
 @given(st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3), st.lists(LETTERS, max_size=6))
-def test_the_text_before_the_first_place_comes_out_in_any_cut(texts, pieces):
+def test_any_cut_gives_the_text_before_the_first_place(texts, pieces):
     whole = "".join(pieces)
     out, stop = fed(texts, pieces)
     assert whole.startswith(out)

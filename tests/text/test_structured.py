@@ -51,7 +51,7 @@ SPECIAL = ["<think>", "</think>", *sorted(CALL_MARKERS - HARMONY.tags - SOLAR_OP
 
 
 def directory(path, kind):
-    """A tokenizer of this kind; of "marked" ones, every tag of calls and reasoning is a token."""
+    """Writes a tokenizer of this kind. In "marked" ones, every tag of calls and reasoning is a token."""
     write_json(path / "tokenizer_config.json", {"eos_token": "<|im_end|>"})
     if kind in SPACING:
         (path / "tokenizer.model").write_bytes(train_sentencepiece(**SPACING[kind]))
@@ -71,7 +71,7 @@ def constrainer(request, tmp_path_factory):
 
 
 def passes(mask, tokenizer, text, prefix=""):
-    """How much of `text` the mask lets pass, and whether its end may follow."""
+    """Returns how much of `text` the mask allows, and whether the end may follow."""
     tokens = tokenizer.encode_after(text)
     for i, token in enumerate(tokens):
         if not mask.allowed()[token]:
@@ -85,7 +85,10 @@ def follows(constrainer, grammar, text, **options):
 
 
 def can_write(constrainer, dialect):
-    """sentencepiece spells a space as U+2581, so it cannot tell it from the one in DeepSeek's tags."""
+    """Returns whether the tokenizer can write the dialect's tags.
+
+    sentencepiece spells a space as U+2581, which DeepSeek's tags also contain.
+    """
     tokenizer = constrainer.tokenizer
     able = tokenizer.decode(tokenizer.encode_after(dialect.begin)) == dialect.begin
     assert able or "\u2581" in dialect.begin
@@ -133,7 +136,7 @@ def test_reasoning_is_free_and_the_answer_is_not(constrainer):
 
 
 def test_an_answer_that_is_owed_cannot_end_inside_its_reasoning(constrainer):
-    """What would end it ends the reasoning, where that is one token."""
+    """A token that would end the answer ends the reasoning instead, if the tags are single tokens."""
     tokenizer, wants_to_end = constrainer.tokenizer, mx.zeros((1, constrainer.tokenizer.vocab_size))
     wants_to_end[:, tokenizer.eos_token_id] = 5
     mask = constrainer.mask(constrainer.grammar(SCHEMA), inside_reasoning=True)
@@ -194,7 +197,7 @@ def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write
 
 @pytest.fixture(scope="module", params=[GPT_OSS, SOLAR_OPEN], ids=lambda dialect: dialect.name)
 def messages(request, tmp_path_factory):
-    """A tokenizer that has the markers of messages, and the dialect of their calls."""
+    """Returns a tokenizer with the markers of messages, and the dialect of their calls."""
     dialect, channels = request.param, HARMONY if request.param is GPT_OSS else SOLAR
     path = tmp_path_factory.mktemp("messages")
     tokenizer = train_bpe()
@@ -204,7 +207,7 @@ def messages(request, tmp_path_factory):
     return Constrainer(load_tokenizer(path)), dialect, channels
 
 
-def test_a_grammar_holds_in_the_messages_that_are_no_reasoning(messages):
+def test_a_grammar_applies_to_messages_that_are_not_reasoning(messages):
     constrainer, dialect, channels = messages
     assert {constrainer.tokenizer.convert_tokens_to_ids(end) for end in channels.ends} == (
         constrainer.tokenizer.eos_token_ids
@@ -231,7 +234,7 @@ def test_a_grammar_holds_in_the_messages_that_are_no_reasoning(messages):
     assert follows(constrainer, required, write({"city": "A"}).removeprefix(prefix), prefix=prefix)
 
 
-def test_an_id_that_a_model_chooses_is_one(messages):
+def test_an_id_that_a_model_chooses_is_valid(messages):
     constrainer, dialect, _ = messages
     if not dialect.id_rule:
         return
@@ -295,7 +298,7 @@ NESTED = pytest.mark.parametrize("dialect", [GEMMA, MINIMAX_M3], ids=lambda dial
 
 
 @NESTED
-def test_what_a_schema_allows_in_calls_that_are_no_json(constrainer, dialect):
+def test_schemas_of_calls_that_are_not_json(constrainer, dialect):
     item = {"type": "object", "properties": {"on": {"type": "boolean"}, "n": {"type": ["number", "null"]}}}
     fields = {"a": {"type": "integer"}, "b": {"type": "array", "items": item}, "c": {}, "d": {"enum": [1, "x"]}}
     tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": fields, "required": ["c"]}}
@@ -328,7 +331,7 @@ def test_a_value_may_be_a_string_or_something_else(constrainer, dialect):
         assert not follows(constrainer, grammar, write(bad, "f"))
 
 
-def test_an_answer_may_begin_with_the_end_of_no_reasoning(tmp_path):
+def test_an_answer_may_begin_with_an_empty_reasoning(tmp_path):
     tokenizer = train_bpe()
     tokenizer.add_tokens([AddedToken(tag, special=False) for tag in sorted(MINIMAX.tags | {MARK})])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -340,7 +343,7 @@ def test_an_answer_may_begin_with_the_end_of_no_reasoning(tmp_path):
     assert not follows(constrainer, grammar, f"</mm:think></mm:think>{good}")
 
 
-def test_a_token_that_may_not_come_is_an_error(constrainer):
+def test_a_forbidden_token_is_an_error(constrainer):
     mask = constrainer.mask(constrainer.grammar(SCHEMA))
     token = constrainer.tokenizer.encode_after("Sure")[0]
     with pytest.raises(RequestError, match="cannot go on"):
@@ -390,7 +393,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
         Constrainer(load_tokenizer(tmp_path))
 
 
-def test_it_is_loaded_late():
+def test_llguidance_is_imported_late():
     import subprocess
 
     code = "import sys, moeflux_mlx.text.structured; print('llguidance' in sys.modules)"

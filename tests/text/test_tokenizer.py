@@ -33,7 +33,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# How a sentencepiece model treats spaces: kept as they are, one added in front, or squeezed as well.
+# How a sentencepiece model treats spaces: it keeps them, adds one in front, or also squeezes several into one.
 SPACING = {
     "exact": dict(add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity"),
     "prefix": dict(add_dummy_prefix=True, remove_extra_whitespaces=False, normalization_rule_name="identity"),
@@ -90,7 +90,7 @@ def bpe_dir(tmp_path_factory):
 
 
 def train_in_characters():
-    """A tokenizer as Gemma's: spaces become another character, and bytes have tokens of their own."""
+    """Trains a tokenizer like Gemma's: spaces become another character, and bytes have tokens of their own."""
     bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
     special = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_of, *MARKERS]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
@@ -161,7 +161,7 @@ def any_tokenizer(request, bpe, spms):
 
 
 def stream(tokenizer, ids):
-    """The segments of a token stream, the last one from finalize."""
+    """Returns the segments of a stream of tokens, the last one from finalize."""
     detokenizer = tokenizer.detokenizer
     segments = []
     for token in ids:
@@ -192,7 +192,7 @@ class TestBytePair:
     @given(data=st.data())
     def test_decode_of_any_ids_is_the_library_s(self, bpe, bpe_dir, data):
         reference = Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
-        # The library reads this added token in the byte alphabet and so loses it; see the next test.
+        # The library reads this added token in the byte alphabet and so loses it (see the next test).
         plain = [i for i in range(bpe.vocab_size + 3) if i != bpe.convert_tokens_to_ids("éé")]
         ids = data.draw(st.lists(st.sampled_from(plain), max_size=30))
         for skip in (False, True):
@@ -205,7 +205,7 @@ class TestBytePair:
         assert bpe.decode(bpe.encode(text)) == text
 
     def test_tokens_that_only_the_config_lists_are_added(self, bpe, bpe_dir, tmp_path):
-        """Ids and texts as transformers 5.23 gives them for the same files."""
+        """The ids and texts are those of transformers 5.23 for the same files."""
         last = bpe.vocab_size
         listed = {
             str(last + 1): {"content": "<tool>", "lstrip": True, "special": False, "normalized": False},
@@ -254,7 +254,7 @@ class TestInCharacters:
     @QUICK
     @given(data=st.data())
     def test_decode_of_any_ids_is_the_library_s(self, gemma, gemma_dir, data):
-        """But for bytes that are no character: the library gives a U+FFFD for each."""
+        """Bytes that are not a character differ: the library gives a U+FFFD for each."""
         reference = Tokenizer.from_file(str(gemma_dir / "tokenizer.json"))
         names = {token_id: token for token, token_id in gemma.get_vocab().items()}
         plain = [i for i in names if not names[i].startswith("<0x") or int(names[i][3:5], 16) < 128]
@@ -296,7 +296,7 @@ class TestSentencePiece:
     def test_decode_of_any_pieces_is_the_library_s(self, spms, spm_dirs, data):
         for name, tokenizer in spms.items():
             reference = SentencePieceProcessor(model_file=str(spm_dirs[name] / "tokenizer.model"))
-            # Bytes are left to the round trips: invalid ones give a U+FFFD each here, and fewer in ours.
+            # The round trips test bytes: the library gives a U+FFFD for each invalid byte, and our decoder gives fewer.
             pieces = [i for i in range(tokenizer.vocab_size) if not reference.is_byte(i)]
             spaced = [i for i in pieces if reference.id_to_piece(i).startswith("\u2581")]
             ids = data.draw(st.lists(st.sampled_from(pieces) | st.sampled_from(spaced), max_size=12))
@@ -321,7 +321,7 @@ class TestSentencePiece:
         for tokenizer in spms.values():
             ids = tokenizer.encode("the red ball")
             assert "".join(stream(tokenizer, ids)) == "the red ball"
-        # Each piece on its own keeps its space after the first one.
+        # Each piece, decoded alone, keeps its space after the first one.
         assert stream(spms["prefix"], spms["prefix"].encode("the moon"))[-2:] == [" moon", ""]
 
     def test_defaults_come_from_the_model(self, spm_dirs, tmp_path):
@@ -349,11 +349,11 @@ class TestStreaming:
 
     def test_half_a_character_is_held_back(self, any_tokenizer):
         ids = any_tokenizer.encode("a🦊")
-        assert len(ids) >= 4  # no token holds the whole fox
+        assert len(ids) >= 4  # no token has the whole fox
         assert stream(any_tokenizer, ids)[-2:] == ["🦊", ""]
         cut = stream(any_tokenizer, ids[:-1])
         assert cut[-2:] == ["", "\ufffd"]
-        # A planted fault: decoding token by token does show halves.
+        # A planted fault: if each token is decoded alone, half characters appear.
         assert "\ufffd" in "".join(any_tokenizer.decode([token]) for token in ids)
 
     def test_reset_forgets(self, any_tokenizer):
@@ -380,7 +380,7 @@ class TestStreaming:
                 assert detokenizer.last_segment is not None
             return time.process_time() - begin
 
-        # Quadratic work would make this ratio about 32.
+        # Quadratic work would give a ratio of about 32.
         assert seconds(many) / many < 8 * min(seconds(few) for _ in range(5)) / few
 
 
@@ -528,7 +528,7 @@ class TestChat:
 
 
 class TestTiktoken:
-    """`tiktoken.model` of Kimi models; the goldens are tiktoken's."""
+    """`tiktoken.model` of Kimi models. The goldens are tiktoken's."""
 
     def test_ids_are_tiktoken_s(self, kimi):
         for golden in json.loads((KIMI / "goldens.json").read_text("utf-8"))["goldens"]:
@@ -566,7 +566,7 @@ class TestTiktoken:
 
 
 class TestTekken:
-    """`tekken.json` of Mistral models; the goldens are mistral_common's."""
+    """`tekken.json` of Mistral models. The goldens are mistral_common's."""
 
     def test_ids_are_mistral_common_s(self, tekken):
         for golden in json.loads((TEKKEN / "goldens.json").read_text("utf-8"))["goldens"]:

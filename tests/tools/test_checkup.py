@@ -14,7 +14,7 @@ def test_values_are_right_here():
     assert all(check.is_right and check.seconds >= 0 for check in checks), checks
 
 
-def test_nan_is_not_right():
+def test_nan_is_an_error():
     assert not checkup.Check("product", float("nan"), 1.0, 0.0).is_right
 
 
@@ -42,7 +42,7 @@ def test_other_weights_of_the_chosen_experts_are_seen(monkeypatch):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("given", [384, 1024])
 def test_the_threads_that_metal_gives_are_found(monkeypatch, given):
-    """By MLX's words where it refuses them; and the text computes."""
+    """Checks MLX's words of refusal, and that the kernel computes."""
     texts = []
 
     class Kernel(msl.HostKernel):

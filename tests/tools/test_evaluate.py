@@ -33,12 +33,12 @@ def opens(family="qwen3_moe", variant="mlx4", change=None, **options):
 
 
 def spoil(model):
-    """Another model, a little."""
+    """Changes the model a little."""
     model.model.norm.weight = model.model.norm.weight * mx.linspace(0.9, 1.1, model.args.hidden_size)
 
 
 def log_probabilities(opened):
-    """Of each window, from the whole table of logits in float64, and the tokens."""
+    """Returns the log-probabilities of each window from the whole table of logits in float64, and the tokens."""
     engine = opened()
     ids = engine.tokenizer.encode(TEXT)
     tables = []
@@ -77,7 +77,7 @@ def test_divergence_is_that_of_whole_tables():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
 def test_a_model_does_not_diverge_from_itself(family):
-    """Streamed with the least pool it is the same model as mapped."""
+    """Streamed with the smallest pool, it is the same model as mapped."""
     streamed = opens(family, expert_io="pread", expert_cache_bytes=1)
     measured = evaluate(streamed, TEXT, against=opens(family, expert_io="mmap"), window=WINDOW)
     assert measured.kl.max() == 0 and measured.same.all() and np.array_equal(measured.nll, measured.reference_nll)
@@ -102,7 +102,7 @@ def test_a_window_longer_than_the_plan_s_span_goes_through_in_several():
         ({"text": "a"}, "the text has 0 tokens; give one with at least 2"),
     ],
 )
-def test_what_cannot_be_measured(given, message):
+def test_impossible_measurements(given, message):
     text = given.pop("text", TEXT)
     with pytest.raises(RequestError, match=message):
         evaluate(opens(), text, **given)
@@ -135,7 +135,7 @@ def test_the_command_prints_a_table_a_line_and_a_chart(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == 50
 
 
-def test_files_elsewhere_and_a_limit_of_memory(tmp_path, capsys):
+def test_files_in_another_folder_and_a_limit_of_memory(tmp_path, capsys):
     (tmp_path / "text").write_text(TEXT)
     model, other = write_model(tmp_path / "model", "qwen3_moe"), tmp_path / "other"
     write_tokenizer(model, "qwen3_style")
@@ -168,5 +168,5 @@ def test_steps_of_an_axis_are_round():
     assert [round_step(x) for x in (0.03, 1, 1.1, 4, 7)] == pytest.approx([0.05, 1, 2, 5, 10])
 
 
-def test_a_chart_of_nothing_much():
+def test_a_chart_of_nearly_nothing():
     ElementTree.fromstring(line_chart("<a & b>", "x", "y", [1], {"one": [0.0]}))

@@ -1,4 +1,4 @@
-"""The search for tiles: its path with an invented clock, what it refuses, and what it records of a model's launches."""
+"""The search for tiles: its path with an invented clock, what it refuses, and how it records a model's launches."""
 
 from argparse import Namespace
 from collections import Counter
@@ -67,7 +67,7 @@ TINY = {
 
 @pytest.fixture
 def host(monkeypatch):
-    """The kernels' text runs here, for every product however small."""
+    """Runs the kernels' source on this machine, for products of any size."""
     monkeypatch.setattr(linear, "PAYS_FROM", 1)
     monkeypatch.setattr(tuning, "TOKENS", (1, 20, 2))
     with msl.launching():
@@ -89,7 +89,10 @@ def tiny_samples():
 
 @given(st.sampled_from(KERNELS), st.integers(0, 2**32))
 def test_the_search_ends_at_the_best_of_a_made_up_machine(where, seed):
-    """One on which each field costs what it is away from a wanted value: then every way of faster ones leads there."""
+    """Each field of a tile costs time in proportion to its distance from a wanted value.
+
+    Then every path of faster tiles leads to that value.
+    """
     target, kernel = where
     code = TILES[target][kernel]
     ways, random = list(neighbours(target, kernel, code)), seed
@@ -130,7 +133,7 @@ def test_wrong_values_are_never_measured():
 
 
 def test_measurements_alternate():
-    """A machine that slows down during a measurement favours no tile."""
+    """If a machine slows down during a measurement, no tile has an advantage."""
     code, other, turns = Tile(1, 32), Tile(2, 32), []
 
     def seconds(tile):
@@ -153,7 +156,7 @@ def test_neighbours_are_usable_and_differ(target, kernel):
 
 
 def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
-    """The real launches of a tiny model: noted once each, made again with another tile, and compared."""
+    """The launches of a tiny model are recorded once each, repeated with another tile, and compared."""
     met = set()
     for spot, sample in tiny_samples():
         if sample.kernel in met:
@@ -169,7 +172,7 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
 
 @pytest.mark.parametrize("family", goldens.families())
 def test_every_family_has_layers_to_try(host, monkeypatch, family):
-    """Its files say the shapes; of products nothing but the launch is of interest here."""
+    """Its files give the shapes. Only the launch of a product matters here."""
     monkeypatch.setattr(
         msl.HostKernel,
         "__call__",
@@ -181,7 +184,7 @@ def test_every_family_has_layers_to_try(host, monkeypatch, family):
     assert "qmv" in {sample.kernel for sample in tuning.samples(shapes).values()}
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # of registers, and of threads on Metal
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # limits of registers, and of threads on Metal
 def test_a_tile_that_does_not_build_is_not_right(host, kind):
     spot, sample = next(iter(tiny_samples()))
     trial = trials.Trial(spot, sample)
@@ -200,7 +203,7 @@ def test_a_value_that_is_missing_is_infinitely_wrong():
 
 
 def test_the_clock_runs_a_chain(host, monkeypatch):
-    """On the host it measures nothing of a GPU, but goes through all of it."""
+    """On the host this measures nothing of a GPU, but it runs all of the code."""
     monkeypatch.setattr(trials, "SPREAD_BYTES", 1)
     monkeypatch.setattr(trials, "LAUNCHES", 8)
     for spot, sample in tiny_samples():
@@ -210,7 +213,7 @@ def test_the_clock_runs_a_chain(host, monkeypatch):
 
 
 def test_a_spot_says_nothing_of_slots_and_tokens(host):
-    """Else two ways to one result could have two tiles."""
+    """Otherwise two ways to one result could have two tiles."""
     names = [spot for spot, _ in tiny_samples()]
     assert len(set(names)) == len(names)
     assert "expert_gate_up 64x128 4 bits, group_size 64, mode affine, bfloat16" in names
@@ -232,7 +235,7 @@ def test_a_choice_reaches_launches_and_ends_with_its_block(host):
 
 
 def test_bits_under_one_choice_do_not_depend_on_where_records_lie(host):
-    """A resident layer is read by id, a streamed one by slot."""
+    """A resident layer is read by id, a streamed layer by slot."""
     record = Record.make(128, 64)
     whole = random_weights.random_records(record, 4)
     pool = Records(mx.take(whole.blob, mx.array([2, 0]), axis=0), record)
@@ -258,7 +261,7 @@ def test_bits_under_one_choice_do_not_depend_on_where_records_lie(host):
 # ---- the processes
 
 
-def test_a_process_of_the_crew_searches_what_it_is_told(host, monkeypatch):
+def test_a_process_of_the_crew_searches_its_spots(host, monkeypatch):
     monkeypatch.setattr(tuning.signal, "signal", lambda *given: None)
     monkeypatch.setattr(tuning, "Bench", lambda spot, sample, turn: Bench(spot, sample))
     shapes = tiny_shapes()
@@ -276,14 +279,14 @@ def test_random_weights_are_of_a_trained_models_size(quant):
 
 
 def test_what_fails_in_a_process_of_the_crew_is_heard_here(monkeypatch):
-    """Without a GPU there is nothing to be found, so the process does not know the name."""
+    """Without a GPU the process does not know the name, and raises an error."""
     monkeypatch.setattr(tuning, "PROCESSES", 1)
     with pytest.raises(KeyError, match="nothing of that name"):
         list(tuning.crew(tiny_shapes(), ["nothing of that name"], 60))
 
 
 class Pool:
-    """Every task takes a second, and is done when it is looked at."""
+    """Every task takes a second, and is done when it is checked."""
 
     now = 0.0
 
@@ -323,7 +326,7 @@ def cached(monkeypatch, tmp_path):
 
 
 class Bench:
-    """A machine on which twice the rows are twice as fast, and four times as many wrong."""
+    """A machine on which twice the rows are twice as fast, and four times as many give wrong results."""
 
     def __init__(self, spot, sample):
         self.start = TILES[backend.name()][sample.kernel]
@@ -337,11 +340,11 @@ class Bench:
 
 
 def alone(shapes, spots, seconds):
-    """This process in place of several."""
+    """Runs the search in this process instead of several."""
     return tuning.tune(spots, tuning.samples(shapes), Bench)
 
 
-def test_what_is_found_is_kept_shown_used_and_forgotten(host, cached, monkeypatch, capsys):
+def test_tiles_are_found_stored_shown_used_and_forgotten(host, cached, monkeypatch, capsys):
     monkeypatch.setattr(screen, "shapes_of", lambda options: tiny_shapes())
     monkeypatch.setattr(screen, "crew", alone)
     assert command.main(["--variant", variants()[0]]) == 0
@@ -362,7 +365,7 @@ def test_what_is_found_is_kept_shown_used_and_forgotten(host, cached, monkeypatc
         file_of.choose(str(cached))
 
 
-def test_a_cpu_has_nothing_to_tune(monkeypatch, cached, capsys):
+def test_a_cpu_has_no_tiles_to_tune(monkeypatch, cached, capsys):
     monkeypatch.setattr(backend, "name", lambda: "ops")
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("\n") == 1 and not cached.exists()

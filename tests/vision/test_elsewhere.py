@@ -27,7 +27,7 @@ REFUSED = "^images are off on several ranks; start one$"
 
 
 def in_plan(capfd, model, *more):
-    """The lines of a plan, but for that of what is to be downloaded, and a GPU's free memory, which others share."""
+    """Returns the lines of a plan, except those of the download and of a GPU's free memory, which others share."""
     assert plan(["--model", model, "--dtype", "float32", *more]) == 0
     out = re.sub(r"free GPU memory .*", "", capfd.readouterr().out)
     return [line for line in out.splitlines() if not line.startswith("org/model: ")]
@@ -63,7 +63,7 @@ def test_a_model_that_was_downloaded_reads_images(tmp_path, capfd):
 
 
 class Company:
-    """Of one process."""
+    """A company of one process."""
 
     def io_mode(self, asked, weights):
         return asked

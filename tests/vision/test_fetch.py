@@ -1,5 +1,5 @@
-"""Images from other machines: what is fetched, and what is refused. The other machine is this one, which is not
-public.
+"""Images from other machines: what is fetched, and what is refused. In the tests the other machine is this one, whose
+address is not public.
 """
 
 import socket
@@ -34,7 +34,7 @@ def site():
 
 @pytest.fixture
 def names(monkeypatch):
-    """Addresses of names, by the name; of several lists each look-up takes the next."""
+    """Returns addresses of names. If a name has several lists, each look-up takes the next one."""
     known, real = {}, socket.getaddrinfo
 
     def look_up(host, port, *args, **options):
@@ -56,7 +56,7 @@ def test_addresses_that_are_public():
     assert [address for address in OTHERS if is_public(address)] == []
 
 
-def test_a_file_is_fetched_also_where_it_was_moved_to(site, names):
+def test_a_file_is_fetched_also_after_a_redirect(site, names):
     names["pictures.test"] = [HERE]
     site.answers = {
         "/a%20b%C3%BC.png?x=1&y=%20": moved("two/down?"),
@@ -75,14 +75,14 @@ def test_a_file_is_fetched_also_where_it_was_moved_to(site, names):
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:{}/", "http://u:p@localhost:{}/", "http://2130706433:{}/", "http://[::ffff:7f00:1]:{}/"]
 )
-def test_what_is_on_this_machine_is_refused(site, url):
+def test_files_on_this_machine_are_refused(site, url):
     with pytest.raises(RequestError, match="not at a public address; send a data: URL"):
         fetch(url.format(site.port), time.monotonic() + 60)
     assert not site.asked
 
 
 @pytest.mark.parametrize("target", ["http://{1}:{0}/secret", "//{1}:{0}/secret", "file:///etc/passwd", "ftp://{2}/"])
-def test_a_file_that_was_moved_elsewhere_is_refused(site, target):
+def test_a_redirect_to_another_machine_is_refused(site, target):
     site.answers = {"/": moved(target.format(site.port, ELSEWHERE, HERE)), "/secret": reply(b"secret")}
     with pytest.raises(RequestError, match="not at a public address|is not at http"):
         get(site.url)
@@ -96,14 +96,14 @@ def test_one_address_that_is_not_public_is_enough(site, names):
     assert not site.asked
 
 
-def test_a_name_that_has_another_address_the_next_time_is_not_asked_again(site, names):
+def test_a_name_is_looked_up_only_once(site, names):
     names["two.test"] = [[HERE], [ELSEWHERE]]
     site.answers["/a.png"] = reply(b"picture")
     assert get(f"http://two.test:{site.port}/a.png") == b"picture"
     assert names["two.test"] == [[ELSEWHERE]]
 
 
-def test_the_next_address_is_tried_where_one_does_not_answer(site, names):
+def test_the_next_address_is_tried_if_one_does_not_answer(site, names):
     with socket.socket() as deaf:
         deaf.bind((HERE, 0))
         with pytest.raises(RequestError, match="cannot be fetched: .*refused"):
@@ -114,11 +114,11 @@ def test_the_next_address_is_tried_where_one_does_not_answer(site, names):
 
 
 @pytest.mark.parametrize("length", [{}, {"Content-Length": 1 << 40}])
-def test_reading_ends_where_a_file_is_too_large(site, monkeypatch, length):
+def test_reading_ends_if_a_file_is_too_large(site, monkeypatch, length):
     monkeypatch.setattr(fetching, "FILE_BYTES", 100_000)
 
     def more():
-        """More bytes than the system buffers."""
+        """Yields more bytes than the system buffers."""
         yield reply(**length)
         for _ in range(500):
             yield bytes(1 << 16)
@@ -131,7 +131,7 @@ def test_reading_ends_where_a_file_is_too_large(site, monkeypatch, length):
 
 @pytest.mark.parametrize("start", [b"", b"HTTP/1.1 200 OK\r\n", reply(), reply(**{"Content-Length": 1000})])
 def test_reading_ends_where_a_file_comes_too_slowly(site, start):
-    """Bytes keep coming, for a minute at most: a time for each of them alone would not end it."""
+    """Bytes arrive for at most a minute. A limit for each piece alone would not end the reading."""
 
     def drip():
         yield start
@@ -146,7 +146,7 @@ def test_reading_ends_where_a_file_comes_too_slowly(site, start):
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x00\xff\n\n", reply(status="500 Oh"), moved(""), moved("http://[/")])
-def test_answers_that_hold_no_file_are_refused(site, answer):
+def test_answers_without_a_file_are_refused(site, answer):
     site.answers["/"] = answer
     with pytest.raises(RequestError, match="the image cannot be fetched: ."):
         get(site.url)
@@ -160,7 +160,7 @@ def test_damaged_urls_are_refused(url):
         get(url)
 
 
-def test_a_certificate_must_be_known_and_of_that_name(tmp_path, monkeypatch, names):
+def test_a_certificate_must_be_trusted_and_match_the_name(tmp_path, monkeypatch, names):
     made, name = tmp_path / "made.pem", "pictures.test"
     command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN={name} -days 2"
     more = ["-addext", f"subjectAltName=DNS:{name}", "-keyout", made, "-out", tmp_path / "certificate.pem"]
@@ -179,7 +179,7 @@ def test_a_certificate_must_be_known_and_of_that_name(tmp_path, monkeypatch, nam
             get(f"https://other.test:{site.port}/a.png")
 
 
-def test_nothing_is_fetched_unless_the_server_was_told_to(tmp_path):
+def test_nothing_is_fetched_unless_the_server_allows_it(tmp_path):
     with pytest.raises(RequestError, match="serve --allow-image-urls"):
         image_bytes("https://example.com/a.png", None)
 

@@ -24,7 +24,7 @@ CUTS = [{}, {"block": 7}, {"span": 9}, {"span": 5, "block": 1}]
 
 @pytest.fixture(scope="module")
 def models():
-    """Of each family, made when it is asked for."""
+    """Makes the model of each family when it is requested."""
     made = {}
 
     def model(family):
@@ -36,7 +36,7 @@ def models():
 
 
 def logits_of(model, prompt):
-    """[T, V] of a prompt that goes through the model together."""
+    """Returns the logits [T, V] of a prompt that is computed in one call."""
     cache = model.make_cache()
     span = Span(prompt.tokens[None], 0, 4096, images=prompt.images)
     model.advance(span, cache)
@@ -70,7 +70,7 @@ def test_logits_match_hugging_face(models, family, count):
 
 @pytest.mark.parametrize("family, cut, computing", drawn(FAMILIES, CUTS, ["native", "plain operations"]))
 def test_any_cut_gives_them_and_text_goes_on(monkeypatch, models, family, cut, computing):
-    """The last logits, and those of the tokens after the last image, which are computed one by one."""
+    """Compares the last logits, and those of the tokens after the last image, which are computed one by one."""
     if computing == "plain operations":
         use_plain_operations(monkeypatch)
     model = models(family)
@@ -124,13 +124,13 @@ MISTAKES = [*((family, "positions") for family in BY_AXES), ("kimi_k25", "embedd
 
 
 @pytest.mark.parametrize("family, name", MISTAKES)
-def test_what_is_left_out_shows(monkeypatch, models, family, name):
+def test_omissions_show(monkeypatch, models, family, name):
     deaf(name)(monkeypatch)
     assert error(models(family), family) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", BY_AXES)
-def test_positions_behind_an_image_that_are_places_show(monkeypatch, models, family):
+def test_positions_after_an_image_that_are_places_show(monkeypatch, models, family):
     monkeypatch.setattr(images.Images, "shifts", FORGOTTEN["shifts"])
     model = models(family)
     prompt, wanted = golden_prompt(family, model.vision, 1)

@@ -34,7 +34,7 @@ FAMILY = "qwen3_5_moe"  # some of its layers cannot be cut
 
 
 def prompt_of(family, *seeds, tail=6, grid=(3, 4)):
-    """Text, then an image for each seed, each followed by text."""
+    """Returns a text, then an image for each seed, each followed by text."""
     draw, tokens = np.random.default_rng(0), []
     for _ in seeds:
         tokens += [*draw.integers(0, 240, 9).tolist(), ROW]
@@ -61,7 +61,7 @@ def same(ours, theirs, atol=2e-4):
 
 
 def slow_positions(images, length, by):
-    """Token by token, as transformers' `get_rope_index` counts them."""
+    """Counts positions token by token, as transformers' `get_rope_index` does."""
     rows, position, place = [], by, 0
     starts = dict(images)
     while place < length:
@@ -100,7 +100,7 @@ def test_positions_are_those_of_transformers_wherever_a_text_is_cut(data):
     assert shift == last
 
 
-def test_keys_are_of_the_image_alone_and_beyond_any_vocabulary():
+def test_keys_depend_on_the_image_and_are_beyond_any_vocabulary():
     one, again, other = (prompt_of(FAMILY, seed) for seed in (1, 1, 2))
     assert one == again and one != other and one.tokens.tolist() == other.tokens.tolist()
     keys = [key for key in one if key >= FIRST_KEY]
@@ -135,7 +135,7 @@ def test_a_prefix_with_another_image_is_another_prefix(family):
     assert np.abs(got[0][1] - first[0][1]).max() > 1e-2
 
 
-def test_a_text_goes_on_behind_its_image_without_looking_at_it_again():
+def test_a_text_continues_after_its_image_without_encoding_it_again():
     session, prompt = make(), prompt_of(FAMILY, 1)
     said = answer(session, prompt)
     longer = prompt_of(FAMILY, 1)
@@ -149,7 +149,7 @@ def test_a_text_goes_on_behind_its_image_without_looking_at_it_again():
 
 
 @pytest.mark.parametrize("family", [FAMILY, pytest.param("qwen3_moe", marks=marks(False))])
-def test_a_prompt_that_is_stopped_within_an_image_goes_on_there(family):
+def test_a_prompt_that_is_stopped_within_an_image_continues_there(family):
     session, prompt = make(family, span=8), prompt_of(family, 1)
 
     def stop(done, total):
@@ -171,7 +171,7 @@ def test_texts_decode_together_as_alone():
         assert tokens == [token for token in alone if token not in tokenizer.eos_token_ids]
 
 
-def test_a_prompt_behind_what_a_cache_has_seen():
+def test_a_prompt_after_what_a_cache_has_seen():
     model, tokenizer = tiny_model(FAMILY, mx.float32), load_tokenizer(tiny_directory(FAMILY))
     whole, cache = prompt_of(FAMILY, 1, 2), model.make_cache()
     alone = [np.array(one.logprobs) for one in stream_generate(model, tokenizer, whole, max_tokens=3)]
@@ -207,7 +207,7 @@ def headed():
 
 @pytest.mark.parametrize("kind", ["lookup", "head"])
 def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
-    """Two turns with an image each, of which the second reuses the first; every third draft is wrong."""
+    """There are two turns with an image each. The second one reuses the first, and every third draft is wrong."""
     answers, checked = [], []
     drafting, off = Drafting(kind, most=2, fixed=True), Drafting()
     told = lambda text: Told(text, answers, (True, True, False))  # noqa: E731
@@ -240,7 +240,7 @@ def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
 
 @pytest.mark.skipif(backend.has_kernels(), reason="a GPU is a token ahead when drafts begin")
 def test_an_image_that_was_looked_up_is_no_draft_that_is_taken(monkeypatch):
-    """What follows the text's end is an image, whose tokens the model would say if it said what it is proposed."""
+    """An image follows the end of the text. The model would say its tokens if it said what is proposed."""
     model, tokenizer = tiny_model(FAMILY, mx.float32), load_tokenizer(tiny_directory(FAMILY))
     prompt = with_images([5, 6, ROW, 7, 8, 5], [random_image(FAMILY, 1)], ROW)
     always = lambda logprobs: mx.array([6])  # noqa: E731
