@@ -14,7 +14,6 @@ from ..ops.compressed import (
     attend_compressed,
     attend_token,
     choose_entries,
-    grouped_projection,
     pooled,
     refusal,
     token_inputs,
@@ -23,6 +22,7 @@ from ..ops.compressed import (
 from ..ops.elementwise import float32, split
 from ..ops.index import Index
 from ..ops.launch import in_turn
+from ..ops.linear import grouped_linear
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..state.compressed import CompressedCache
@@ -112,7 +112,7 @@ class CompressedAttention(nn.Module):
         else:
             out = attend_compressed(q, seen, self.attn_sink, self.mixer)
             out = turned(out, self.back, position).reshape(B, L, -1)
-        return self.wo_b(grouped_projection(out, self.wo_a, self.mixer.groups))
+        return self.wo_b(grouped_linear(out, self.wo_a, self.mixer.groups))
 
     def _pools(self) -> list[Any]:
         own = [self.compressor] if "compressor" in self else []

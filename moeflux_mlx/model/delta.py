@@ -10,6 +10,8 @@ import mlx.nn as nn
 from ..kinds import Delta
 from ..ops.backend import Array, library_of
 from ..ops.delta import DeltaWeights, State, delta
+from ..ops.elementwise import split
+from ..ops.linear import grouped_linear
 from ..ops.rows import RowCaches
 from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
@@ -80,11 +82,13 @@ class KimiDelta(MixerModule):
         self.arrange()
 
     def arrange(self) -> None:
-        """Joins the layers that read x, and the convolutions; called again once all have their tensors."""
+        """Joins the layers that read x, those that read the low ranks, and the convolutions; called again once all have
+        their tensors.
+        """
         inputs = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.f_a_proj, self.g_a_proj
         self._inputs = Stack(*inputs)
-        for layer in (self.f_b_proj, self.g_b_proj, self.o_proj):
-            layer.pack()
+        self.o_proj.pack()
+        self._raised = Stack(self.f_b_proj, self.g_b_proj)
         self._taps = mx.concatenate([one.weight for one in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
         self._weights = packed(self.A_log, self.dt_bias, self._taps, self.o_norm.weight)
 
@@ -92,7 +96,11 @@ class KimiDelta(MixerModule):
         joined, (q, k, v, b, low, gate) = self._inputs(x, norm)
         library = library_of(x)
         qkv = library.concatenate([q, k, v], axis=-1) if joined is None else joined[..., : self.mixer.channels]
-        return [qkv, self.g_b_proj(gate), b, self.f_b_proj(low)]
+        raised, widths = self._raised.stacked, (self.mixer.key_width, self.mixer.value_width)
+        if joined is None or raised is None or widths[0] != widths[1]:
+            return [qkv, self.g_b_proj(gate), b, self.f_b_proj(low)]
+        a, z = split(grouped_linear(joined[..., -2 * low.shape[-1] :], raised, 2), widths[0])
+        return [qkv, z, b, a]
 
     def mix(self, parts: Sequence[Array], cache: State | RowCaches, *more: Any) -> Array:
         parameters = self._taps, self.A_log, self.dt_bias, self.o_norm.weight, self.o_norm.eps

@@ -17,10 +17,9 @@ from ..kinds import Compressed
 from . import backend, gpu_time
 from .attend import SEVERAL
 from .backend import Array, arange, library_of, view
-from .elementwise import softmax, split
+from .elementwise import softmax
 from .index import Index, choose
 from .launch import NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
-from .linear import Weights, linear, multiply, part_of_heads, rows_of
 from .norm import Norm
 from .rope import Rope
 from .tiles import planned
@@ -162,19 +161,6 @@ def _mixed(weights: Any, values: Any) -> Any:
         return weights @ values
     B, rows, heads, count = weights.shape
     return (weights.reshape(B, rows * heads, count) @ values[:, 0]).reshape(B, rows, heads, -1)
-
-
-def grouped_projection(x: Array, w: Weights, groups: int) -> Any:
-    """[B, L, groups * rows] of x [B, L, groups * columns]: each group's columns times its own rows of w."""
-    if isinstance(x, mx.array):  # all texts in one product for each group: on CUDA a product of MLX 0.32 that repeats
-        B, L, _ = x.shape  # the matrices for each text is wrong
-        parts = x.reshape(B * L, groups, -1).swapaxes(0, 1)
-        out = multiply(parts, part_of_heads(w, groups, slice(None)), transpose=True)
-        return out.swapaxes(0, 1).reshape(B, L, -1)
-    rows, columns = w.shape[0] // groups, w.shape[1]
-    columns_of = split(x, *range(columns, groups * columns, columns))
-    made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(columns_of)]
-    return np.concatenate(made, axis=-1)
 
 
 # ---- kernels, for one token on a GPU

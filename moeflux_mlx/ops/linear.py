@@ -15,6 +15,7 @@ import numpy as np
 from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
+from .elementwise import split
 from .forms import (
     MULTIPLE,
     Form,
@@ -126,6 +127,23 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
     if not 1 < count <= MAX_TOKENS:
         return operation(*arrays)
     return mx.concatenate([operation(*(rows[t : t + 1] for rows in arrays)) for t in range(count)])
+
+
+def grouped_linear(x: Array, w: Weights, groups: int) -> Any:
+    """[..., groups * rows] of x [..., groups * columns]: each group's columns times the transpose of its own rows of w
+    [groups * rows, columns]. On a GPU all groups are one product."""
+    if isinstance(x, mx.array):
+        return _by_mlx(lambda rows: _groups_at_once(rows, w, groups), x)
+    rows, columns = w.shape[0] // groups, w.shape[1]
+    columns_of = split(x, *range(columns, groups * columns, columns))
+    made = [linear(part, rows_of(w, slice(i * rows, (i + 1) * rows))) for i, part in enumerate(columns_of)]
+    return np.concatenate(made, axis=-1)
+
+
+def _groups_at_once(x: mx.array, w: Weights, groups: int) -> mx.array:
+    parts = x.reshape(-1, groups, w.shape[1]).swapaxes(0, 1)
+    made = multiply(parts, part_of_heads(w, groups, slice(None)), transpose=True)
+    return made.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
 
 
 def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
