@@ -69,7 +69,7 @@ def down(slots):
         (gate_up("cuda", RECORD, 33), "a token has 33 experts, more than 32"),
         (down(33), "a token has 33 experts, more than 32"),
         (gate_up("metal", NARROW), "down_proj has rows of 96 columns in 4 bits"),
-        (combine.plan("ops", (1, 2, 64), (mx.float32, mx.float32, None)), NO_KERNELS),
+        (combine.plan("ops", (1, 2), 64, (mx.float32, mx.float32, None)), NO_KERNELS),
         (dequantize.plan("cuda", (4, NARROW.stride // 4), (2,), mx.float32, NARROW, 1), "no kernel reads the records"),
     ],
 )
