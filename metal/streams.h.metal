@@ -10,11 +10,11 @@ inline void streams_behind(const device X* h, const device X* out, M mixing, uin
   }
   const float added = float(out[column]);
   for (uint k = 0; k < N; k++) {
-    float sum = float(mixing[k]) * added;
+    float sum = MIXED ? float(mixing[k]) * added : metal::fma(float(mixing[k]), added, own[k]);
     for (uint j = 0; j < (MIXED ? N : 0); j++) {
       sum = metal::fma(float(mixing[N + j * N + k]), own[j], sum);
     }
-    v[k] = float(X(MIXED ? sum : sum + own[k]));
+    v[k] = float(X(sum));
   }
 }
 

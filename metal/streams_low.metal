@@ -1,7 +1,8 @@
 // needs: codes.h.metal stored.h.metal lane.h.metal
 // made[O] = M (v / rms(v) * weight) of each of N streams v of a token, where the streams h[N, D] X lie side by side, and
 // behind these products the N factors 1 / rms(v) = 1 / sqrt(mean(v^2) + eps[0]). M[O, N * D] in any form (stored.h.metal);
-// weight[N, D] W; made[O + N] float.
+// weight[N, D] W; made[O + N] float. With ADDS the streams are first those behind a part of a layer whose output is out[D]
+// X: mixing[N] * out is added, as streams_scatter.metal does it, and next[N, D] X gets them.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup takes R rows of M, whose columns its
 // threads share. The factor of a stream comes last, so it is computed together with the products.
@@ -25,6 +26,17 @@
       }
       float v[8], by[8], total = 0;
       codes_x8(h + 8 * at, v);
+      if (ADDS) {
+        float added[8];
+        codes_x8(out + 8 * piece, added);
+        MLX_MTL_PRAGMA_UNROLL
+        for (uint j = 0; j < 8; j++) {
+          v[j] = float(X(metal::fma(float(mixing[stream]), added[j], v[j])));
+          if (top == 0) {
+            next[8 * at + j] = X(v[j]);
+          }
+        }
+      }
       codes_x8(weight + 8 * at, by);
       MLX_MTL_PRAGMA_UNROLL
       for (uint j = 0; j < 8; j++) {

@@ -13,7 +13,7 @@ from ..kinds import Connections, GatedConnections, HyperConnections
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
-from ..ops.gated_streams import gated_mean, injected, takes_token, token_mean
+from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
 from ..ops.rows import RowCaches
 from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
@@ -95,27 +95,27 @@ class GatedConnection(nn.Module):
 
     def gather(self, h: Array) -> tuple[Any, ...]:
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
-        return self._mean(h)
+        return self._mean(h)[1:]
 
     def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
-        streams = self.scatter(h, out, *mixing)
-        return streams, *self.gather(streams)
+        return self._mean(h, Behind(out, *mixing))
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer."""
-        return self._mean(h)[0]
+        return self._mean(h)[1]
 
-    def _mean(self, h: Any) -> tuple[Any, ...]:
-        """The weighed mean of the normed streams, and the weights [B, L, n] for an output."""
+    def _mean(self, h: Any, behind: Behind | None = None) -> tuple[Any, ...]:
+        """The streams h after `behind`, the weighed mean of them, normed, and the weights [B, L, n] for an output."""
         low, up = self._inputs.stacked, self.input_mix_weight_up
         if low is not None and takes_token(h, low, up, self.rule):
-            return token_mean(h, self.hc_norm.weight, low, up, self.rule, self.eps)
+            return token_mean(h, self.hc_norm.weight, low, up, self.rule, self.eps, behind)
+        h = h if behind is None else injected(h, *behind)
         normed = normed_streams(h, self.hc_norm.weight, self.eps, self.rule.streams)
         _, (down, *inject) = self._inputs(normed)
         act: Any = down / self.rule.streams
         mean = gated_mean(normed, up(act * sigmoid(act)), self.rule.streams)
-        return mean, *(2 * sigmoid(one / self.rule.streams) for one in inject)
+        return h, mean, *(2 * sigmoid(one / self.rule.streams) for one in inject)
 
     def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
         """The streams behind the part (`injected`)."""

@@ -1,10 +1,10 @@
 """Gated connections between several residual streams (transformers, `Qwen4ExpTextGatedResidual`).
 
-For a single token a GPU computes a part's input in two launches, and the streams after the part in one. Those kernels
-compute in float32 up to their results.
+For a single token a GPU computes a part's input in two launches, of which the first also adds the output of the part
+before; after a layer's last part a launch only adds. The kernels compute in float32 up to their results.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -15,12 +15,12 @@ from .attend import SEVERAL
 from .backend import Array
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
-from .launch import NO_KERNELS, Kernel, Launch, Reason, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, stored
 from .streams import plan_scatter
 from .tiles import lanes_of, planned
 
-LOW = Kernel("streams_low", "h weight eps w scales biases", "made")
+LOW = Kernel("streams_low", "h out mixing weight eps w scales biases", "made next")
 MEAN = Kernel("streams_mean", "h weight made w scales biases", "x mixing")
 ROWS, SIMDGROUPS = 2, 4  # of a threadgroup of LOW
 THREADS, LANES = 256, 8  # of a threadgroup of MEAN; and of those that share a column, at most
@@ -66,11 +66,18 @@ def takes_token(h: Array, low: Weights, up: Weights, rule: GatedConnections) -> 
     return not (D % 8 or form_refusal(low.quant, low.shape[1]) or form_refusal(up.quant, up.shape[1]))
 
 
+class Behind(NamedTuple):
+    """What is added to the streams: a part's output [1, 1, D], and its weight in each stream, [1, 1, n] float32."""
+
+    out: mx.array
+    weights: mx.array
+
+
 def token_mean(
-    h: mx.array, norm: mx.array, low: Weights, up: Weights, rule: GatedConnections, eps: float
-) -> tuple[mx.array, mx.array]:
-    """A part's input [1, 1, D] from the streams of a token, h [1, 1, n * D]; and the weights [1, 1, n] float32 for
-    adding its output.
+    h: mx.array, norm: mx.array, low: Weights, up: Weights, rule: GatedConnections, eps: float, behind: Behind | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The streams h [1, 1, n * D] of a token after `behind`, a part's input [1, 1, D] from them, and the weights
+    [1, 1, n] float32 for adding its output.
 
     Args:
         norm: [n * D], the weight of the norm of the streams.
@@ -78,11 +85,12 @@ def token_mean(
         up: [n * D, rank].
     """
     (w_low, low_form), (w_up, up_form) = stored(low), stored(up)
-    shapes = h.shape[-1], low.shape[0]
-    products, mean = plan_mean(backend.name(), shapes, (h.dtype, norm.dtype), (low_form, up_form), rule)
-    (made,) = products(h, norm, eps, *w_low)
+    shapes, types, forms = (h.shape[-1], low.shape[0]), (h.dtype, norm.dtype), (low_form, up_form)
+    products, mean = plan_mean(backend.name(), shapes, types, forms, rule, behind is not None)
+    made, following = products(h, *(behind or (h, h)), norm, eps, *w_low)
+    h = h if behind is None else following
     x, mixing = mean(h, norm, made, *w_up)
-    return x, mixing
+    return h, x, mixing
 
 
 @planned()
@@ -92,13 +100,15 @@ def plan_mean(
     types: tuple[mx.Dtype, mx.Dtype],
     forms: tuple[StoredForm, StoredForm],
     rule: GatedConnections,
+    adds: bool,
 ) -> tuple[Launch, Launch]:
-    """The launch of the products with the normed streams, and that of the mean."""
+    """The launch of the products with the normed streams, which `adds` to them first, and that of the mean."""
     (width, rows), n = shapes, rule.streams
     common = {"X": types[0], "W": types[1], "N": n, "D": width // n, "O": rows}
-    template = common | {"R": ROWS, "SG": SIMDGROUPS} | stored_template(forms[0])
-    groups = ceildiv(rows, ROWS), 1
-    products = Launch(target, LOW, template, groups, 32 * SIMDGROUPS, [((rows + n,), mx.float32)])
+    template = common | {"R": ROWS, "SG": SIMDGROUPS, "ADDS": int(adds)} | stored_template(forms[0])
+    made: list[tuple[Shape, mx.Dtype]] = [((rows + n,), mx.float32)]
+    made += [((1, 1, width if adds else LEAST_ELEMENTS), types[0])]  # streams, if there are new ones
+    products = Launch(target, LOW, template, (ceildiv(rows, ROWS), 1), 32 * SIMDGROUPS, made)
     lanes = lanes_of(rule.rank // 8, LANES)
     template = common | {"LOW": rule.rank, "L": lanes, "T": THREADS} | stored_template(forms[1])
     outputs = [((1, 1, width // n), types[0]), ((1, 1, n), mx.float32)]

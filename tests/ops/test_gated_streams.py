@@ -59,6 +59,9 @@ def check(D=72, rank=64, streams=4, dtype=mx.float32, quant=None, is_last=False)
         post = 2 * sigmoid(inject[0] @ normed / streams)
         behind = streams_of + post[:, None] * wide(out)[0, 0]
         pairs = [(x, mean), (weights, post), (by.scatter(h, out, weights), behind.reshape(-1))]
+        following = by.gather_behind(h, out, weights)
+        for one, same in zip(following, (pairs[2][0], *by.gather(pairs[2][0])), strict=True):
+            assert mx.array_equal(one, same), "in one launch or in two"
     for got, want in pairs:
         assert np.abs(wide(got)[0, 0] - want).max() < LIMITS[dtype] * np.abs(want).max()
 
@@ -89,13 +92,14 @@ def test_a_token_on_kernels(monkeypatch, case):
     "file, old, new",
     [
         ("streams_low.metal", "piece < PIECES", "piece < PIECES - 1"),
+        pytest.param("streams_low.metal", "out + 8 * piece", "out + 8 * at", marks=pytest.mark.full),
         pytest.param("streams_low.metal", "metal::fma(sum, factor, whole)", "sum * factor", marks=pytest.mark.full),
         ("streams_mean.metal", "float(weight[i * D + at])", "float(weight[at])"),
         pytest.param("streams_mean.metal", "made[O + i]", "made[O]", marks=pytest.mark.full),
         pytest.param(
             "streams_mean.metal", "-made[LOW + index] / float(N)", "-made[LOW + index]", marks=pytest.mark.full
         ),
-        pytest.param("streams.h.metal", "sum + own[k]", "sum", marks=pytest.mark.full),
+        pytest.param("streams.h.metal", "added, own[k])", "added, own[0])", marks=pytest.mark.full),
     ],
 )
 def test_a_planted_fault_is_caught(monkeypatch, file, old, new):
