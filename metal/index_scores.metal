@@ -29,7 +29,7 @@
     return;
   }
   for (uint i = mine; i < DIMS / 2; i += T) {
-    const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
     turns[i] = magnitude[0] * metal::cos(angle);
     turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
   }

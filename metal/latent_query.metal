@@ -62,7 +62,7 @@
   for (uint i = mine; i < R / 2; i += T) {
     const uint first = INTERLEAVED ? 2 * i : i;
     const uint second = INTERLEAVED ? first + 1 : i + R / 2;
-    const float angle = float(positions[3]) * (1.0f / periods[i]);  // in this order as MLX's rotation of many tokens
+    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
     const float cosine = magnitude[0] * metal::cos(angle), sine = magnitude[0] * metal::sin(angle);
     if (is_key) {
       const float a = float(kv[N + first]), b = float(kv[N + second]);

@@ -10,7 +10,7 @@ from ..kinds import Indexer, KeyBlocks, Latent
 from ..ops.backend import Array, library_of
 from ..ops.compressed import pooled
 from ..ops.elementwise import float32, split
-from ..ops.index import Index, IndexTerms, Projections
+from ..ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ..ops.indexed import Chosen, attend_indexed, attend_pools
 from ..ops.latent import Queries, Up
 from ..ops.norm import Norm, layer_norm
@@ -19,7 +19,7 @@ from ..ops.route import router_logits
 from ..ops.rows import RowCaches
 from ..state.compressed import CompressedCache
 from .latent import MLA
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, Stack
 
 INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 
@@ -124,7 +124,7 @@ class PoolScoring(nn.Module):
         super().__init__()
         assert mixer.q_latent is not None
         indexer = blocks.indexer
-        self.heads, self.ratio = indexer.heads, blocks.ratio
+        self.blocks, self.ratio = blocks, blocks.ratio
         self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
         self.wk, self.wgate = Linear(hidden_size, indexer.dim), Linear(hidden_size, indexer.dim)
         self.k_norm = LayerNorm(indexer.dim, INDEX_NORM_EPS)
@@ -132,16 +132,20 @@ class PoolScoring(nn.Module):
         self.weights_proj = Linear(hidden_size, indexer.heads)
         self.scale = (indexer.heads * indexer.dim) ** -0.5
 
-    def __call__(self, x: Array, latent: Array, norm: Norm, cache: CompressedCache) -> Index:
-        """The index of tokens x [B, L, D], which `cache` absorbs, and of the queries' latent, which must be normed by
-        `norm`; it has the keys of all whole blocks.
+    def __call__(
+        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[Array], cache: CompressedCache
+    ) -> Projections:
+        """For `attend_pools`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
+        and of the outputs of `wk`, `weights_proj` and `wgate`. `cache` absorbs the keys; the result has those of all
+        whole blocks.
         """
-        queries = self.wq_b(latent, norm).reshape(*x.shape[:2], self.heads, -1)
-        keys = self.k_norm(self.wk(x))
-        library = library_of(x)
-        rows = library.concatenate([keys, self.wgate(float32(x)).astype(keys.dtype)], axis=-1)
-        _, _, joined = cache.absorb(rows, self._keys)
-        return Index(queries, joined, self.weights_proj(float32(x)) * self.scale)
+        queries = None if latent is None else self.wq_b(latent, norm)
+        (weights, gates), library, put = floats, library_of(keys), None
+        rows = library.concatenate([self.k_norm(keys), gates.astype(keys.dtype)], axis=-1)
+        if isinstance(keys, mx.array) and keys.shape[:2] == (1, 1) and takes_step(self.blocks):
+            put = put_in_ring(keys, gates, self.k_norm)
+        _, _, joined = cache.absorb(rows, self._keys, put)
+        return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
     def _keys(self, rows: Any, first: Any, count: int) -> Any:
         """Keys of so many blocks, of what the cache has of their positions."""
@@ -157,21 +161,33 @@ class PooledMLA(MLA):
         super().__init__(mixer, hidden_size, split_latent)
         self.blocks = mixer.blocks
         self.indexer = PoolScoring(mixer.blocks, mixer, hidden_size)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the layers that read x; called again once all have their tensors."""
+        super().arrange()
+        if "indexer" in self:
+            self._floats = Stack(self.indexer.weights_proj, self.indexer.wgate)
+
+    def _reading_x(self) -> list[Linear]:
+        return [*super()._reading_x(), *([self.indexer.wk] if "indexer" in self else [])]
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
-        x = x if norm is None else norm(x)
-        outputs: list[Array] = [x]
-        return outputs + self._inputs.outputs(x)
+        weights_proj, wgate = self._floats.layers
+        made: Any = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
+        more: list[Any] = [] if self._floats.stacked else [wgate(float32(made[0]))]
+        return [*made[1:], *more, *self._inputs.outputs(made[0])]
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
         if isinstance(cache, RowCaches):
             return cache.each(lambda row, one: self.mix([part[:, row] for part in parts], one))
-        normed, (_, (q, kv)) = parts[0], self._inputs.parted(parts[1:])
-        index = self.indexer(normed, q, self.q_a_layernorm, cache.beside)
+        _, floats = self._floats.parted(parts)
+        _, (q, kv, keys) = self._inputs.parted(parts[1 if self._floats.stacked else 2 :])
+        latent = None if cache.own.whole(q.shape[1]) == q.shape[1] else q
         return attend_pools(
             *(q, kv, cache.own, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
             *(self._key(), self._value()),
-            index=index,
+            made=self.indexer(latent, self.q_a_layernorm, keys, floats, cache.beside),
             blocks=self.blocks,
             norm=self.kv_a_layernorm,
             rope=self.rope,

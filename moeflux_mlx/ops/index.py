@@ -5,7 +5,7 @@ The score of a position is sum over heads of weight * relu(query key). On a GPU 
 which also makes its queries and its key and appends the key as `attend` appends keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ SCORES = Kernel(
     "scores next",
 )
 CHOOSE = Kernel("index_choose", "scores positions", "chosen")
+RING = Kernel("index_ring", "ring key gates weight bias eps offset", "next")
 PIECE, THREADS = 128, 256  # positions and threads of a threadgroup that scores
 ROOM = 4096  # values of queries in its memory, which each of its positions meets: 16 KB
 WIDEST = 256  # a thread has half as many values of keys in registers
@@ -170,13 +171,13 @@ def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
         return NO_KERNELS
     if not is_alone:
         return SEVERAL
-    width, sizes = indexer_of(rule).dim, sizes_of(rule)
+    width = indexer_of(rule).dim
     if width > WIDEST:
         return Reason(f"index keys of {width} values are wider than {WIDEST}")
-    if isinstance(rule, HeadBlocks) and (PIECE % rule.ratio or not sizes.top):
-        return Reason(
-            f"{PIECE} positions are no whole number of blocks of {rule.ratio}, of which {sizes.top} are chosen"
-        )
+    if isinstance(rule, HeadBlocks) and PIECE % rule.ratio:
+        return Reason(f"{PIECE} is no multiple of blocks of {rule.ratio} positions")
+    if not sizes_of(rule).top:
+        return Reason("no block is chosen")
     return Reason(f"index keys of {width} values are no multiple of 8") if width % 8 else None
 
 
@@ -236,6 +237,23 @@ def _choose_kernel(
     numbers = eps, 1.0 if rope is None else rope.magnitude, scale
     found, kept = scores(*inputs, *numbers, positions, keys, keys if recent is None else recent)
     return choice(found, positions)[0] if chooses else None, kept
+
+
+def put_in_ring(key: mx.array, gates: mx.array, norm: CentredNorm) -> Callable[[mx.array, mx.array], mx.array]:
+    """A function that puts the row of one token into a ring [1, 1, slots, 2 * D] at the token's place: its key
+    [1, 1, D], normed, and behind it its gates [1, 1, D] float32."""
+
+    def put(ring: mx.array, offset: mx.array) -> mx.array:
+        launch = plan_ring(backend.name(), (ring.dtype, norm.weight.dtype), ring.shape, key.shape[-1])
+        return launch(ring, key, gates, norm.weight, norm.bias, norm.eps, offset.reshape(1))[0]
+
+    return put
+
+
+@lru_cache(512)
+def plan_ring(target: str, types: tuple[mx.Dtype, mx.Dtype], ring: Shape, width: int) -> Launch:
+    template = {"X": types[0], "W": types[1], "D": width, "SLOTS": ring[2], "ROW": ring[3], "T": THREADS}
+    return Launch(target, RING, template, (1, 1), THREADS, [(ring, types[0])])
 
 
 class Kinds(NamedTuple):

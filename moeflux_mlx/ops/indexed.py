@@ -16,7 +16,7 @@ from ..kinds import Indexer, KeyBlocks
 from . import backend, gpu_time, index, native
 from .attend import Positions, SeenBlocks
 from .backend import Array, arange, library_of, view
-from .index import Index, Projections, append_keys, choose, choose_step, slices
+from .index import Index, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
 from .latent import (
     ABSORB_AT_MOST,
     HeadMatrices,
@@ -101,44 +101,51 @@ def attend_indexed(
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale))
 
 
-def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, indexer: Indexer) -> bool:
+def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index.Rule) -> bool:
     """Whether the kernels for one token attend."""
     if not isinstance(q, mx.array):
         return False
     target = backend.name()
-    return not (refusal(target, is_alone, latent, rotated) or index.refusal(target, is_alone, indexer))
+    return not (refusal(target, is_alone, latent, rotated) or index.refusal(target, is_alone, rule))
 
 
 def attend_pools(
     q: Array,
     kv: Array,
-    cache: Positions,
+    cache: Any,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
     *,
-    index: Index,
+    made: Projections,
     blocks: KeyBlocks,
     norm: Norm,
     rope: Rope | None,
     scale: float,
 ) -> Array:
-    """`attend_latent` over the positions of the blocks that `index` chooses, and those behind the last whole block.
+    """`attend_latent` over the positions of the blocks that an indexer chooses, and those behind the last whole block.
 
     Args:
-        index: of these tokens, with the keys of all blocks that are whole with the last of them; None: there are none.
+        made: of these tokens, with the keys of all blocks that are whole with the last of them; None: there are none.
         blocks: how many positions each has, and how many are chosen.
 
     Returns:
         [B, L, heads * v]
     """
-    L, first, position = q.shape[1], cache.offset, cache.position
-    whole, chosen = cache.whole(L), None
+    (B, L), chosen, rotated = q.shape[:2], None, rope.dims if rope else 0
+    whole = cache.whole(L)
+    if _takes_step(q, B * L == 1, kv.shape[-1] - rotated, rotated, blocks):
+        if not whole:
+            positions = cache.held(kv.dtype).positions
+            chosen = SeenBlocks(choose_blocks_step(made, positions, blocks), blocks.ratio)
+        return attend_latent(q, kv, cache, queries, key, value, norm=norm, rope=rope, scale=scale, seen=chosen)
+    first, position = cache.offset, cache.position
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
     latents, keys, mask = _append(cache, *parts[2:])
     if whole < L:
         library = library_of(q)
-        late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
+        index_queries = made.terms.queries(made.queries, blocks.indexer.heads, position)[:, whole:]
+        late = Index(index_queries, made.keys, made.weights[:, whole:] * made.terms.scale)
         places = first + whole + arange(L - whole, library)
         chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
     held = Held(latents, keys, mask, first, whole, chosen, has_gaps=True)

@@ -187,7 +187,6 @@ def attend_latent(
         has_kernel = isinstance(q, mx.array) and takes_step(kv.shape[-1] - rotated, rotated)
         return cache.each(of_row, of_rows if has_kernel else None, TOGETHER.get(backend.name(), 1))
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
-        assert rope is not None
         return _step_kernel(q, kv, [cache], queries, key, value, norm, rope, scale, seen)
     q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
@@ -244,8 +243,6 @@ def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | 
         return SEVERAL
     if latent > WIDEST or _abreast(1, latent + rotated) != 1:
         return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
-    if not rotated:
-        return Reason("there is no rotated key")
     return Reason(f"widths {latent} and {rotated} are no multiples of 8") if latent % 8 or rotated % 8 else None
 
 
@@ -263,7 +260,7 @@ def _step_kernel(
     key: HeadMatrices,
     value: HeadMatrices,
     norm: Norm,
-    rope: Rope,
+    rope: Rope | None,
     scale: float,
     seen: SeenBlocks | None = None,
 ) -> mx.array:
@@ -281,16 +278,18 @@ def _step_kernel(
         form,
         (keys.form, values.form),
         (values.rows, keys.transposed),
-        (rope.dims, rope.interleaved),
+        (0, False) if rope is None else (rope.dims, rope.interleaved),
         None if seen is None else seen.sizes,
     )
     several = (count, queries.scale is not None)
     query, attend, combine = plan(target, *given) if count == 1 else plan_rows(*several, target, *given)
     x = queries(q) if form is None else q
-    numbers = norm.eps, rope.magnitude, _scale_of(positions, scale, queries.scale)
+    periods, magnitude = (norm.weight, 1.0) if rope is None else (rope.periods, rope.magnitude)
+    numbers = norm.eps, magnitude, _scale_of(positions, scale, queries.scale)
     norms = q_norm.weight, norm.weight
-    rows, token = query(x, kv, *norms, rope.periods, *positions, *numbers, *made, *keys.arrays)
-    arrays = [getattr(one, name) for name in ("keys", "values", "recent") for one in held]
+    rows, token = query(x, kv, *norms, periods, *positions, *numbers, *made, *keys.arrays)
+    # Without rotated keys their array is empty, and the latents stand for it.
+    arrays = [getattr(one, name) for name in ("keys", "values" if rope else "keys", "recent") for one in held]
     parts, stats, *recent = attend(rows, token, *positions, *arrays, positions[0] if seen is None else seen.chosen)
     for one, kept in zip(caches, recent, strict=True):
         one.advance(kept)

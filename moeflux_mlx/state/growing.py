@@ -305,8 +305,8 @@ class Stepping(Growing[Part]):
 def takes_steps(part: GroupedQuery | Latent) -> bool:
     """Whether there are kernels for a token alone of the attention, and of its indexer."""
     if isinstance(part, Latent):
-        chooses = part.indexer is None or index.takes_step(part.indexer)
-        return part.blocks is None and latent.takes_step(part.latent, part.rotated) and chooses
+        rule = part.blocks or part.indexer
+        return latent.takes_step(part.latent, part.rotated) and (rule is None or index.takes_step(rule))
     return attend.takes_step(part.head_dim, part.value_width) and (part.blocks is None or index.takes_step(part.blocks))
 
 

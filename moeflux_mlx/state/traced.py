@@ -18,6 +18,9 @@ REACH = 8  # positions that a ring can go back: the rows of one sequence in a st
 SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that rejected drafts do not limit the way back
 
 
+Put = Callable[[mx.array, mx.array], mx.array]  # a ring with a token's row, of a ring and the token's place
+
+
 class Traced(Protocol):
     """The traced stand-in of a cache: arrays of fixed shape, and positions that are arrays."""
 
@@ -214,11 +217,16 @@ class FixedEntries:
     def whole(self, length: int) -> int:
         return length if self._kind.sees_all else 0
 
-    def absorb(self, rows: mx.array, make: Callable[..., mx.array]) -> tuple[mx.array, mx.array, mx.array | None]:
+    def absorb(
+        self, rows: mx.array, make: Callable[..., mx.array], put: Put | None = None
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
         """As `CompressedCache.absorb`, of a token's rows [B, 1, row]; the positions come in the order of slots."""
         kind, (ring, *entries), part = self._kind, self.arrays, self._kind.part
         slots = ring.shape[2]
-        ring = mx.slice_update(ring, rows[:, None], (self.offset % slots)[None], axes=(2,))
+        if put is None:
+            ring = mx.slice_update(ring, rows[:, None], (self.offset % slots)[None], axes=(2,))
+        else:
+            ring = put(ring, self.offset)
         if next(self._ends):
             count, number = part.ratio + (0 if kind.is_first else part.overlap), self.offset // part.ratio
             newest = ring[:, 0, (self.offset - count + 1 + arange(count, mx)) % slots]

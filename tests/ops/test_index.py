@@ -145,6 +145,27 @@ def test_blocks_with_keys_of_their_own(offset):
     assert mx.array_equal(found, index.choose(made, mx.array([(offset + 1) // 4]), blocks.indexer))
 
 
+def check_ring(offset=13, slots=5, width=40):
+    """A key that is normed, and gates, get into their slot; the other rows stay."""
+    rng, norm = np.random.default_rng(offset), LayerNorm(width, 0.1)
+    norm.weight, norm.bias = (mx.array(rng.normal(size=width).astype(np.float32)) for _ in range(2))
+    ring, key, gates = (
+        mx.array(rng.normal(size=shape).astype(np.float32))
+        for shape in ((1, 1, slots, 2 * width), (1, 1, width), (1, 1, width))
+    )
+    got = index.put_in_ring(key, gates, norm)(ring, mx.array(offset))
+    want = np.array(ring)
+    want[0, 0, offset % slots] = np.concatenate([np.array(norm(key))[0, 0], np.array(gates)[0, 0]])
+    np.testing.assert_allclose(np.array(got), want, atol=1e-5)
+
+
+@msl.needed
+@pytest.mark.parametrize("offset", [13, 15, 19])
+def test_the_row_of_a_token_in_a_ring(offset):
+    with msl.launching():
+        check_ring(offset)
+
+
 def chosen_of(scores, top):
     """By the kernel."""
     scores = mx.array(scores, mx.float32)
@@ -199,6 +220,8 @@ FAULTS = {
     "the blocks of the first threadgroup": ("index_scores", "scores[(top / RATIO + pair", "scores[(pair"),
     "scores of another head": ("index_scores", "* H + begin + pair / WHOLE", "* H + pair / WHOLE"),
     "missing barrier": ("index_scores", "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    "a ring without slots": ("index_ring", "% SLOTS * ROW", "* ROW"),
+    "gates of the first column": ("index_ring", "gates[i - at - D]", "gates[0]"),
     "the last of equal ones": ("index_choose", "key == high && equal < left", "key == high"),
     "bins that overlap": ("index_choose", "low += found[0] << shift", "low += found[0] << (shift / 2)"),
     "those of higher bins again": ("index_choose", "left -= found[1]", "left -= 0"),
@@ -219,6 +242,10 @@ def test_planted_fault_is_caught(monkeypatch, name):
         if file == "index_choose":
             with pytest.raises(AssertionError):
                 test_the_best_are_chosen_and_the_first_of_equal_ones("a few values", 200)
+            return
+        if file == "index_ring":
+            with pytest.raises(AssertionError):
+                check_ring()
             return
         if name in BY_HEAD:
             with pytest.raises(AssertionError):

@@ -25,6 +25,7 @@ YARN = Yarn(4.0, 32, attention_factor=1.7)
 PAIRS = Rotation(8, 1e4, interleaved=True)
 CASES = {  # heads, nope, latent, v, columns, rotation, stored queries, keys and values, whether the keys are transposed
     "values": (3, 12, 72, 5, 44, PAIRS, (None,) * 3, False),
+    "no rotation": (3, 16, 72, 5, 44, None, (None,) * 3, False),
     "transposed values": (2, 24, 40, 16, 16, PAIRS, (None,) * 3, True),
     "transposed values that are no multiples of 8": (2, 12, 40, 16, 24, PAIRS, (None,) * 3, True),
     "codes": (4, 16, 192, 24, 320, Rotation(64, 1e6, YARN), (Quant(5, 64), Quant(4, 64), Quant(3, 32)), False),
@@ -49,14 +50,15 @@ class Layer:
         self.rng = np.random.default_rng([heads, width])
         self.dtype, self.heads, self.nope, self.width, self.columns = dtype, heads, nope, width, columns
         keys = (heads, width, nope) if transposed else (heads, nope, width)
-        shapes = (heads * (nope + rotation.dims), columns), keys, (heads, v, width)
+        self.rotated = rotation.dims if rotation else 0
+        shapes = (heads * (nope + self.rotated), columns), keys, (heads, v, width)
         parts = [self.matrix(quant, *shape) for quant, shape in zip(quants, shapes, strict=True)]
         self.norm, norm = RMSNorm(width, 0.1), RMSNorm(columns, 0.1)
         self.norm.weight, norm.weight = self.normal(width), self.normal(columns)
         self.queries = latent.Queries(heads, latent.Up(parts[0], norm))
         self.key = latent.HeadMatrices(parts[1], heads, transposed=transposed)
         self.value = latent.HeadMatrices(parts[2], heads)
-        self.rope, self.interleaved = Rope(rotation), rotation.interleaved
+        self.rope, self.interleaved = rotation and Rope(rotation), rotation and rotation.interleaved
         self.part = Latent(heads, columns, width, nope, v, rotation)
         self.tokens = []
 
@@ -76,12 +78,12 @@ class Layer:
     def fill(self, cache, tokens):
         """Appends the latents and keys of `tokens` new tokens."""
         _, kv = self.draw(tokens)
-        unused = self.normal(1, tokens, 1, self.rope.dims)
+        unused = self.normal(1, tokens, 1, self.rotated)
         *_, latents, keys = latent.parts_of(unused, kv, self.norm, self.rope, cache.offset)
         cache.update_and_fetch(latents[:, None], keys)
 
     def draw(self, tokens=1):
-        parts = [self.normal(1, tokens, width) for width in (self.columns, self.width + self.rope.dims)]
+        parts = [self.normal(1, tokens, width) for width in (self.columns, self.width + self.rotated)]
         self.tokens += [[wide(part)[0, t] for part in parts] for t in range(tokens)]
         return parts
 
@@ -94,6 +96,8 @@ class Layer:
         return latent.attend_latent(*parts, cache, self.queries, self.key, self.value, **more)
 
     def turned(self, x, position):
+        if self.rope is None:
+            return x
         angle = position * np.frombuffer(self.rope.frequencies)
         pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
         first, second = pairs.T if self.interleaved else pairs

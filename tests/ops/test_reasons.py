@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import ChannelDecay, Delta, Router
-from moeflux_mlx.ops import attend, combine, delta, dequantize, experts, latent, linear, route
+from moeflux_mlx.kinds import ChannelDecay, Delta, HeadBlocks, Indexer, Router
+from moeflux_mlx.ops import attend, combine, delta, dequantize, experts, index, latent, linear, route
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.launch import NO_KERNELS, Launch, Reason
 from moeflux_mlx.ops.tiles import MAX_TOKENS
@@ -50,13 +50,16 @@ def down(slots):
         (latent.refusal("cuda", False, 512, 64), "several tokens"),
         (latent.refusal("cuda", True, 4096, 64), "latents of 4096 and keys of 64 values do not fit"),
         (latent.refusal("cuda", True, 512, 60), "512 and 60 are no multiples of 8"),
+        (index.refusal("metal", False, Indexer(2, 64, 8)), "several tokens"),
+        (index.refusal("metal", True, Indexer(2, 512, 8)), "index keys of 512 values are wider than 256"),
+        (index.refusal("metal", True, Indexer(2, 60, 8)), "60 values are no multiple of 8"),
+        (index.refusal("cuda", True, HeadBlocks(96, Indexer(2, 64, 8))), "128 is no multiple of blocks of 96"),
         (attend.native_refusal(False), "attend_step takes a single token"),
         (latent.native_refusal(9), "for more than 8 tokens"),
         (linear.native_refusal(Quant(4, 32), 96), "4 bits, group_size 32, mode affine in rows of 96 columns"),
         (experts.native_refusal(NARROW), "down_proj has rows of 96 columns in 4 bits"),
         (route.native_refusal(Router(16, 4, score="sigmoid")), "knows softmax, not sigmoid"),
         (route.native_refusal(GROUPED), "neither groups"),
-        (latent.refusal("metal", True, 512, 0), "there is no rotated key"),
         (delta.refusal("metal", 2, Delta(2, 2, 128, 128, 4)), "there are 2 sequences"),
         (delta.refusal("metal", 1, Delta(2, 2, 48, 128, 4)), "keys of 48 values"),
         (delta.refusal("cuda", 1, CHANNELS), "channels of 1 keys decay by themselves for 2 values"),
