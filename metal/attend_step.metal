@@ -214,15 +214,24 @@
   }
   const bool has_column = V == D || column < V;
   const uint end = has_column ? metal::min(uint(P), earlier) : 0, start = low > top ? low - top : 0;
-  CODES_UNROLL(8)
-  for (uint row = start + share; row < end; row += SHARES) {
-    const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + row, offset);
-    const device K* from =
-        p < begun ? values + (kept + (WINDOW ? p % capacity : p)) * VD : recent + values_later + (p - begun) * VD;
-    const float value = kv_value<V>(from, column);
+  constexpr uint AT_ONCE = 8;  // values on their way: CUDA's compiler waits for each one where it is used at once
+  CODES_UNROLL(1)
+  for (uint next_row = start + share; next_row < end; next_row += AT_ONCE * SHARES) {
+    float value[AT_ONCE];
     MLX_MTL_PRAGMA_UNROLL
-    for (uint h = 0; h < GH; h++) {
-      acc[h] = metal::fma(weights[row * GH + h], value, acc[h]);
+    for (uint i = 0; i < AT_ONCE; i++) {
+      const uint row = metal::min(next_row + i * SHARES, end - 1);
+      const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + row, offset);
+      const device K* from =
+          p < begun ? values + (kept + (WINDOW ? p % capacity : p)) * VD : recent + values_later + (p - begun) * VD;
+      value[i] = kv_value<V>(from, column);
+    }
+    MLX_MTL_PRAGMA_UNROLL
+    for (uint i = 0; i < AT_ONCE; i++) {
+      const uint row = next_row + i * SHARES;
+      for (uint h = 0; h < GH && row < end; h++) {
+        acc[h] = metal::fma(weights[row * GH + h], value[i], acc[h]);
+      }
     }
   }
   if (share == 1) {
