@@ -8,6 +8,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
 from importlib import metadata
@@ -29,6 +30,7 @@ PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
 EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
 MEASURED_FILE = 512 << 20
 EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
+M5_GENERATION, M5_MACOS, NAX = 17, (26, 2), b"gather_qmm_rhs_nax"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise RequestError(f"--{name} is for --launches; give both")
     figures, dtype = machine_figures(), default_dtype()
-    print("\n".join([*machine_lines(figures), *thread_lines()]))
+    print("\n".join([*machine_lines(figures), *thread_lines(), *matrix_lines()]))
     lines, is_right = value_lines(dtype)
     print("\n".join(lines))
     disk = None if options.no_disk else print_disk(options.directory or hub_folder())
@@ -75,6 +77,34 @@ def thread_lines() -> list[str]:
     alone, named = thread_limits()
     granted = f"Metal gives a kernel of many registers {alone} of {ASKED}, {named} if its text names them"
     return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {granted}"]
+
+
+def matrix_lines() -> list[str]:
+    """A line on the matrix units of an M5, which MLX's own products use for many rows of 16-bit floats."""
+    if backend.name() != "metal":
+        return []
+    library = Path(mx.__file__).parent / "lib" / "mlx.metallib"
+    held = library.read_bytes() if library.exists() else b""
+    return [f"matrices  {matrix_units(str(mx.device_info()['architecture']), platform.mac_ver()[0], held)}"]
+
+
+def matrix_units(architecture: str, macos: str, library: bytes) -> str:
+    """Whether prompts use matrix units, by the conditions of MLX 0.32 (`is_nax_available` in its
+    backend/metal/device.cpp).
+
+    Args:
+        architecture: the GPU's, as MLX names it: "applegpu_g17s".
+        macos: the version of macOS.
+        library: MLX's compiled kernels.
+    """
+    generation = re.search(r"(\d\d)[a-z]$", architecture)
+    if generation is None or int(generation[1]) < M5_GENERATION:
+        return f"{architecture} has no matrix units; GPUs from M5 on have them"
+    if tuple(map(int, macos.split(".")[:2])) < M5_MACOS:
+        return f"matrix units are not used: they need macOS {'.'.join(map(str, M5_MACOS))} or later"
+    if NAX not in library:
+        return "matrix units are not used: this build of MLX has no kernels for them; the wheel from PyPI has"
+    return "a prompt's products use the matrix units; moeflux tune finds how many rows they should have"
 
 
 def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:

@@ -8,6 +8,7 @@ between the two. On the CPU the native kernels read records in place.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,15 +21,15 @@ from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
-from .forms import factors, settings
+from .forms import factors, form_of, settings
 from .gather_rows import gather_rows
+from .tiles import tile_of
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
 # rows; not measured.
 BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
-# Number of rows from which an expert is dequantised (results.tsv, "prompt"). Metal: not measured.
-DENSE_FROM = {"cuda": 1, "metal": 32, "ops": 32}
+PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
@@ -110,7 +111,9 @@ class GroupedRows:
         else:
             if isinstance(x, np.ndarray):
                 self._x = mx.array(x)
-            self._batches, own, source = arrange([counts[wave] for wave in waves], backend.name(), among)
+            target = backend.name()
+            parts, dense = [counts[wave] for wave in waves], dense_from(target, record)
+            self._batches, own, source = arrange(parts, BLOCK_ROWS[target], dense, among)
             self._outputs = []
         places = np.empty(flat.size, np.int32)
         places[order] = own
@@ -206,29 +209,40 @@ def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool 
 # ---- where rows go on MLX's side
 
 
+def dense_from(target: str, record: Record) -> int:
+    """The number of rows from which such an expert is dequantised in a prompt."""
+    return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", _shapes(record)).dense
+
+
+@cache
+def _shapes(record: Record) -> str:
+    return ", ".join(f"{one.rows}x{one.columns} {form_of(one)}" for one in record.projections)
+
+
 def arrange(
-    waves: Sequence[np.ndarray], target: str, among: Sequence[Among] | None = None
+    waves: Sequence[np.ndarray], block: int, dense: int, among: Sequence[Among] | None = None
 ) -> tuple[list[list[Batch]], np.ndarray, np.ndarray]:
     """Assigns to each row, sorted by wave and expert, its place among the rows of the products.
 
     Args:
         waves: for each wave the row counts of its experts, preferably with similar counts next to each other.
-        target: the backend.
+        block: the rows that a product with codes takes at a time.
+        dense: the number of rows from which an expert is dequantised.
         among: as `GroupedRows` has it.
 
     Returns:
         The batches of each wave; each row's place, int32 [N]; the row at each place, int32 [P]: surplus places of an
         expert repeat its first row.
     """
-    counts, block = np.concatenate(waves), BLOCK_ROWS[target]
-    sizes = sizes_of(counts, target)
+    counts = np.concatenate(waves)
+    sizes = sizes_of(counts, dense)
     taken = np.where(sizes, sizes, -(-counts // block) * block)
     first = np.cumsum(taken) - taken  # the first of each expert's places
     batches, start = [], 0
     for i, wave in enumerate(waves):
         part = slice(start, start + len(wave))
         every, own = (wave, np.arange(len(wave))) if among is None else among[i]
-        runs = np.cumsum(np.diff(sizes_of(every, target), prepend=0) != 0)  # neighbours of one size
+        runs = np.cumsum(np.diff(sizes_of(every, dense), prepend=0) != 0)  # neighbours of one size
         batches.append(list(_batches(sizes[part], taken[part], int(first[start]), block, runs, own)))
         start = part.stop
     counts, taken, first = (array.astype(np.int32) for array in (counts, taken, first))
@@ -251,9 +265,9 @@ def _batches(
         start += (end - one) * rows if rows else int(taken[one:end].sum())
 
 
-def sizes_of(counts: np.ndarray, target: str) -> np.ndarray:
+def sizes_of(counts: np.ndarray, dense: int) -> np.ndarray:
     """The number of places in a batched product for experts with these row counts; 0: they are multiplied in blocks."""
-    return np.where(counts < DENSE_FROM[target], 0, filled(counts))
+    return np.where(counts < dense, 0, filled(counts))
 
 
 def filled(counts: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ class Tile:
     ahead: int = 1  # 16-byte pieces per row that a lane has in flight (loop unrolling; CUDA only), or steps of a block
     spread: int = 0  # a row's columns are split until this many simdgroups are busy
     narrow: int = 0  # lanes are halved, down to 8, while this many threadgroups remain (0: never)
+    dense: int = 0  # rows of an expert in a prompt from which its matrices are dequantised for MLX's dense product
 
 
 # CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
@@ -38,6 +39,7 @@ class Tile:
 #   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
 #     registers, and blocks of 16 steps are not unrolled.
 #   router, expert_dequantize: not measured.
+#   prompt_experts: CUDA's product with codes is slower at any number of rows (results.tsv, "prompt").
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
 TILES = {
@@ -53,6 +55,7 @@ TILES = {
         "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
+        "prompt_experts": Tile(rows=1, lanes=32, dense=1),
     },
     "metal": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=2),
@@ -64,6 +67,7 @@ TILES = {
         "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
+        "prompt_experts": Tile(rows=1, lanes=32, dense=32),
     },
 }
 
@@ -81,6 +85,7 @@ TUNED = {
     "delta_step": ("rows",),
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_dequantize": ("rows", "simdgroups"),
+    "prompt_experts": ("dense",),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
 }
 UNROLLED = {"cuda": tuple(TUNED), "metal": ("gated_delta_tokens",)}  # kernels whose text does something with `ahead`
 LIMITS = {
@@ -90,6 +95,7 @@ LIMITS = {
     "ahead": (1, 8),
     "spread": (512, 8192),
     "narrow": (64, 1024),
+    "dense": (1, 1024),
 }
 
 

@@ -31,7 +31,8 @@ from ..model.layers import Linear
 from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
-from ..ops.experts import expert_ffn
+from ..ops.experts import Records, expert_ffn
+from ..ops.grouped import GroupedRows, dense_from
 from ..ops.launch import Input, Launch, Reason
 from ..ops.streams import spread
 from ..ops.tiles import MAX_TOKENS, TILES, Tile, Tiles, spot_of, using
@@ -42,6 +43,7 @@ from .trial import Bench, Sample, others
 
 WORTH = 1.02  # a tile replaces another one if it is faster by this factor
 FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # alternating measurements: of a candidate, and of the best tile
+ROWS = tuple(2 ** (i // 3) for i in range(28))  # of each expert in a prompt: 1 to 512, three experts with each number
 TOKENS = (1, 512, MAX_TOKENS // 4)  # tokens of each pass: a single one, a prompt's, and a few
 PROCESSES, PROCESS_BYTES = 6, 2 << 30  # the most processes that compile at once; the GPU memory for each
 
@@ -87,20 +89,24 @@ def ratio(one: Tile, other: Tile, seconds: Seconds, rounds: int) -> float:
 class Listening(Tiles):
     """Uses the built-in tiles; records the first launch of each spot in `samples` when it is called, and returns noise
     as its outputs.
+
+    Attributes:
+        samples: by spot.
+        asked: the kernels and shapes for which the last `planned` function asked for a tile.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.samples: dict[str, Sample] = {}
-        self._asked: list[tuple[str, str]] = []
+        self.asked: list[tuple[str, str]] = []
 
     def tile(self, target: str, kernel: str, shape: str) -> Tile:
-        self._asked.append((kernel, shape))
+        self.asked.append((kernel, shape))
         return super().tile(target, kernel, shape)
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        self._asked.clear()
-        made, asked = make(*given), tuple(self._asked)
+        self.asked.clear()
+        made, asked = make(*given), tuple(self.asked)
         if not asked or isinstance(made, Reason):
             return made
         if not isinstance(made, tuple):
@@ -134,6 +140,39 @@ def _depends(make: Callable[[], Launch], launch: Launch, kernel: str, shape: str
     return any(True for _ in others(make, launch, spot_of(kernel, shape), kernel, TILES[launch.target][kernel]))
 
 
+@dataclass(frozen=True)
+class PromptExperts:
+    """A layer's experts with the rows of a prompt, called like a launch: some experts have few rows and some many.
+
+    Args:
+        target: the backend.
+        record: the geometry of the experts.
+        dense: the number of rows from which an expert is dequantised.
+    """
+
+    target: str
+    record: Record
+    dense: int
+
+    def __call__(self, x: mx.array, blob: mx.array) -> list[mx.array]:
+        """The experts' outputs for the rows x [sum of `ROWS`, hidden_size]; blob [len(ROWS), words] are records."""
+        experts = np.arange(len(ROWS))
+        rows = GroupedRows(x, np.repeat(experts, ROWS)[:, None], np.array(ROWS), [experts], self.record)
+        rows.multiply(0, experts, Records(blob, self.record))
+        return [rows.outputs()]
+
+
+def _prompt_sample(record: Record, dtype: mx.Dtype) -> dict[str, Sample]:
+    """The spot of an expert's products in prompts, if they ask for a tile."""
+    target, blob = backend.name(), random_records(record, len(ROWS)).blob
+    listening = Listening()
+    with using(listening):
+        dense_from(target, record)
+    x = mx.random.normal((sum(ROWS), record.hidden_size)).astype(dtype)
+    make = lambda: PromptExperts(target, record, dense_from(target, record))  # noqa: E731
+    return {spot_of(kernel, shape): Sample(kernel, cast(Any, make), (x, blob)) for kernel, shape in listening.asked}
+
+
 class TrialExperts:
     """Routed experts with random weights for one layer, as many as a token uses, so that every token uses all of
     them.
@@ -158,11 +197,15 @@ class TrialExperts:
 
 
 def samples(shapes: Shapes) -> dict[str, Sample]:
-    """Every spot of the model's layers and head with its launch, those of a single token first."""
+    """Every spot of the model's layers and head with its launch, those of a single token first; then the experts'
+    products in prompts.
+    """
     listening = Listening()
     for run in passes(shapes):
         with using(listening):
             run()
+    for record in dict.fromkeys(shapes.layout.records.values()):
+        listening.samples |= _prompt_sample(record, shapes.dtype)
     return listening.samples
 
 

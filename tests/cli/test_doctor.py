@@ -54,6 +54,20 @@ def test_metals_limit_on_threads_is_reported(monkeypatch):
     assert "at most 256" in line and "384 of 1024, 1024 if" in line
 
 
+@pytest.mark.parametrize(
+    "architecture, macos, library, said",
+    [
+        ("applegpu_g16s", "26.4", b"", "GPUs from M5 on"),
+        ("applegpu_g17s", "26.1.1", diagnosis.NAX, "need macOS 26.2"),
+        ("applegpu_g17g", "26.2", b"steel_gemm", "this build of MLX"),
+        ("applegpu_g17c", "27.0", b"..." + diagnosis.NAX, "moeflux tune"),
+    ],
+)
+def test_whether_matrix_units_are_used_is_said(architecture, macos, library, said):
+    assert said in diagnosis.matrix_units(architecture, macos, library)
+    assert diagnosis.matrix_lines() == []
+
+
 def launches(capsys, *options):
     assert doctor.main(["--launches", *options]) == 0
     return capsys.readouterr().out.splitlines()

@@ -192,7 +192,7 @@ def merciless(loader):
 @on_cpu()  # on CUDA the records are elsewhere
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_no_block_is_released_while_something_lazy_reads_it(chunk, small_waves, monkeypatch):
-    monkeypatch.setitem(grouped.DENSE_FROM, "ops", 5)  # so that a wave is several products
+    monkeypatch.setattr(grouped, "dense_from", lambda *_: 5)  # so that a wave is several products
     tokens, path = tokens_of("qwen3_moe"), tiny_directory("qwen3_moe")
     want = run(streamed(path), tokens, chunk)
     model = streamed(path, least_slots=4 * TOP_K, cache_bytes=1, copied=False)

@@ -18,12 +18,13 @@ from moeflux_mlx.quant import Quant
 @given(
     counts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
     size=st.integers(1, 5),
-    target=st.sampled_from(["cuda", "metal", "ops"]),
+    block=st.sampled_from([1, 16]),
+    dense=st.sampled_from([1, 32]),
 )
-def test_every_row_has_a_place_with_its_expert(counts, size, target):
+def test_every_row_has_a_place_with_its_expert(counts, size, block, dense):
     counts = np.sort(counts)
     waves = [counts[i : i + size] for i in range(0, len(counts), size)]
-    batches, places, source = grouped.arrange(waves, target)
+    batches, places, source = grouped.arrange(waves, block, dense)
     owner = np.repeat(np.arange(len(counts)), counts)
     assert np.array_equal(source[places], np.arange(len(owner)))
     end = first = 0
@@ -31,14 +32,14 @@ def test_every_row_has_a_place_with_its_expert(counts, size, target):
         assert [i for batch in batches_of_wave for i in range(len(wave))[batch.experts]] == list(range(len(wave)))
         for batch in batches_of_wave:
             assert batch.start == end
-            block = batch.rows or grouped.BLOCK_ROWS[target]
+            each = batch.rows or block
             members = range(len(wave))[batch.experts]
-            assert all((wave[i] >= grouped.DENSE_FROM[target]) == bool(batch.rows) for i in members)
+            assert all((wave[i] >= dense) == bool(batch.rows) for i in members)
             owners = batch.owners.tolist() if not batch.rows else range(len(members))
             for local in owners:
-                rows = owner[source[end : end + block]]
+                rows = owner[source[end : end + each]]
                 assert (rows == first + members[local]).all()
-                end += block
+                end += each
         first += len(wave)
     assert end == len(source)
 
@@ -87,7 +88,7 @@ def test_every_way_of_multiplying_gives_the_same(monkeypatch, sizes, dense_from)
     by_rows = np.array(model(tokens))
     block, piece = sizes
     monkeypatch.setitem(grouped.BLOCK_ROWS, backend.name(), block)
-    monkeypatch.setitem(grouped.DENSE_FROM, backend.name(), dense_from)
+    monkeypatch.setattr(grouped, "dense_from", lambda *_: dense_from)
     monkeypatch.setattr(grouped, "PIECE_ROWS", piece)
     np.testing.assert_allclose(np.array(model(tokens)), by_rows, atol=2e-5)
     monkeypatch.setattr(grouped, "arrange", shifted(grouped.arrange))

@@ -80,7 +80,7 @@ def ranked(family, exchange, owners, dtype=mx.float32, **options):
 @pytest.mark.parametrize("dense_from, on_device", drawn([1, 32], [False, True]))
 def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
     """A product's bits may depend on its shape, so no product may be computed that one process does not compute."""
-    monkeypatch.setitem(grouped.DENSE_FROM, "ops", dense_from)
+    monkeypatch.setattr(grouped, "dense_from", lambda *_: dense_from)
     monkeypatch.setattr(grouped, "LEAST_STEP", 1)
     monkeypatch.setattr(waves, "WAVE_BYTES", 5 * 10240)
     right, made = grouped.dense_ffn, set()
