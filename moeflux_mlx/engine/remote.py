@@ -30,7 +30,8 @@ from ..formats.record import ExpertLayout
 from ..packing.aside import NAME as ASIDE
 from ..packing.in_place import runs_in_place, states_mlx
 from ..packing.plan import make_plan
-from ..packing.resident import DTYPES, ResidentFile
+from ..packing.resident import ResidentFile
+from ..packing.sources import DTYPES
 from ..packing.suggest import not_packed_error
 from ..packing.wanted import Wanted
 from ..spec import ModelArgs

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..families.names import is_aside
 from ..formats.checkpoint import Tensor, read_bytes
-from .resident import TensorFile, Written
+from .resident import TensorFile
+from .sources import Written
 
 NAME = "aside.safetensors"
 

@@ -21,9 +21,10 @@ from ..quant import Quant, of_packed
 from ..spec import ModelArgs
 from .expert_parts import find_experts
 from .layer_files import LayerFile, plan_experts
-from .resident import DTYPES, ResidentPlan, plan_resident
+from .resident import ResidentPlan, plan_resident
 from .sanitize import head_tensors
 from .source_format import SourceFormat
+from .sources import DTYPES
 from .wanted import Wanted
 
 RESIDENT = Quant(8, 64)  # for floats: a head is small, and wrong drafts cost more than its bytes

@@ -26,9 +26,10 @@ from .expert_parts import SingleExperts
 from .layer_files import LayerFile
 from .matrix import Matrix
 from .plan import ConversionPlan, make_plan, read_args
-from .resident import DTYPES, ResidentFile, Source
+from .resident import ResidentFile
 from .samples import LayerSamples, ResidentSamples
 from .source_format import MXFP4, MXFP8, SourceFormat
+from .sources import DTYPES, Source
 from .suggest import packing_command
 from .unit import Unit
 from .wanted import Wanted

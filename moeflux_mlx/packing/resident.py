@@ -1,4 +1,4 @@
-"""The resident tensors of a packed model: the sources of each, and the safetensors files that contain them.
+"""The resident tensors of a packed model: the plan of their sources, and the safetensors files that contain them.
 
 Everything is planned from shapes first; tensors are then read, converted and passed on one by one.
 """
@@ -10,23 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
-from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor
+from ..formats.checkpoint import FLOATS, Tensor
 from ..model.decoder import Model
 from ..model.head import DraftHead
 from ..model.tensors import ROUTERS, TABLE, needed, split_latent, stored_as
 from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
-from .matrix import Matrix, finite
-from .sanitize import add_one, channels_first, has_zero_centred_norms, is_zero_centred, lack_their_one
+from .matrix import Matrix
+from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat
+from .sources import MatrixSource, Pieces, PlainSource, Source, TableSource
 from .unit import Bytes
 from .wanted import Wanted
 
@@ -34,22 +35,7 @@ SHARD_BYTES = 4 << 30
 INTEGERS = ("U32", "I32", "I64")  # dtypes that a table of ids may have
 MAX_SHARDS = 64  # of one matrix; more than any checkpoint has
 File = TypeVar("File")
-Pieces = tuple[tuple[str, np.ndarray | None], ...]
 FusedPieces = tuple[tuple[str, np.ndarray], ...]
-DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
-
-
-@dataclass(frozen=True)
-class Written:
-    """One tensor of the output."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Part(NamedTuple):
@@ -58,125 +44,6 @@ class Part(NamedTuple):
     stored: str
     rows: np.ndarray
     total: int
-
-
-class Source(Protocol):
-    """Tensors that are made together; `arrays` yields them in the order of `written`."""
-
-    @property
-    def written(self) -> tuple[Written, ...]: ...
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]: ...
-
-    def arrays(self) -> Iterator[mx.array]: ...
-
-
-@dataclass(frozen=True)
-class PlainSource:
-    """A tensor that is never quantised: norm, convolution, decay rate, router bias; `rows` are its own if it is stored
-    with others.
-    """
-
-    name: str
-    tensor: Tensor
-    centred: bool = False
-    convolution: bool = False
-    rows: np.ndarray | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
-
-    @property
-    def written(self) -> tuple[Written, ...]:
-        shape = self.tensor.shape
-        if self.rows is not None:
-            shape = (len(self.rows), *shape[1:])
-        if self.convolution:
-            shape = (shape[0], shape[2], shape[1])
-        return (Written(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
-
-    def arrays(self) -> Iterator[mx.array]:
-        values = finite(self.tensor, self.tensor.read())
-        if self.rows is not None:
-            values = values[mx.array(self.rows)]
-        if self.centred:
-            values = add_one(values)
-        yield channels_first(values) if self.convolution else values
-
-
-@dataclass(frozen=True)
-class TableSource:
-    """A table of ids, in any integer dtype."""
-
-    name: str
-    tensor: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
-
-    @property
-    def written(self) -> tuple[Written, ...]:
-        return (Written(self.name, "U32", self.tensor.shape),)
-
-    def arrays(self) -> Iterator[mx.array]:
-        yield self.tensor.read().astype(mx.uint32)
-
-
-@dataclass(frozen=True)
-class MatrixSource:
-    """A matrix, kept as stored (`made` None, `dense` empty), quantised to `made`, or kept in floats `dense`.
-
-    `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
-    """
-
-    matrix: Matrix
-    pieces: Pieces
-    made: Quant | None = None
-    dense: str = ""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.matrix.tensors
-
-    @property
-    def quant(self) -> Quant | None:
-        """The form of the output; None: floats."""
-        return None if self.dense else self.made or self.matrix.quant
-
-    @property
-    def written(self) -> tuple[Written, ...]:
-        return tuple(
-            Written(f"{path}.{suffix}", dtype, shape if rows is None else (len(rows), *shape[1:]))
-            for path, rows in self.pieces
-            for suffix, dtype, shape in self._parts()
-        )
-
-    def _parts(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        *lead, cols = self.matrix.shape
-        if self.quant is None:
-            return [("weight", self.dense, self.matrix.shape)]
-        floating = "BF16" if self.made else self.matrix.dtypes[1]
-        each = ((part, *self.quant.of_part(part, cols, floating)) for part in self.quant.parts)
-        return [(part, dtype, (*lead, values)) for part, values, dtype in each]
-
-    def arrays(self) -> Iterator[mx.array]:
-        parts = self._make()
-        for _, rows in self.pieces:
-            for part in parts:
-                yield part if rows is None else part[mx.array(rows)]
-
-    def _make(self) -> tuple[mx.array, ...]:
-        if self.made:
-            return self.matrix.quantized(self.made)
-        if not self.dense:
-            weight, scales, *third = self.matrix.codes()
-            return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
-        values = self.matrix.values()
-        kept = next(dtype for dtype, name in DTYPES.items() if name == self.dense)
-        return (finite(self.matrix.weight, values.astype(kept)),)
 
 
 @dataclass(frozen=True)

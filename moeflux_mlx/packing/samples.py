@@ -12,7 +12,8 @@ from typing import Protocol
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.pieces import ExpertFiles
 from .matrix import Matrix
-from .resident import MatrixSource, PlainSource, ResidentFile, Source, array_bytes
+from .resident import ResidentFile, array_bytes
+from .sources import MatrixSource, PlainSource, Source
 
 
 class Part(Protocol):

@@ -20,7 +20,8 @@ from ..files import sync, sync_folder
 from ..formats.packed import FOLDER, LAYOUT
 from .journal import Journal
 from .layer_files import LayerFile
-from .resident import Source, TensorFile, array_bytes
+from .resident import TensorFile, array_bytes
+from .sources import Source
 from .supply import Supply
 from .unit import Bytes, Unit
 from .writer import READ_BYTES, Output, begin_again, check_space, deletes_source, writing

@@ -14,8 +14,9 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
 from .matrix import Matrix, finite
-from .resident import DTYPES, TensorFile, Written, in_files
+from .resident import TensorFile, in_files
 from .source_format import SourceFormat
+from .sources import DTYPES, Written
 from .wanted import Wanted
 
 HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")

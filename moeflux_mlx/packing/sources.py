@@ -1,0 +1,152 @@
+"""The sources of resident tensors: what is read from a checkpoint for each, and what is written.
+
+A source is described by shapes alone; `arrays` reads and converts its tensors.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..formats.checkpoint import ITEM_BYTES, Tensor
+from ..quant import Quant
+from .matrix import Matrix, finite
+from .sanitize import add_one, channels_first
+
+Pieces = tuple[tuple[str, np.ndarray | None], ...]
+DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """One tensor of the output."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Source(Protocol):
+    """Tensors that are made together; `arrays` yields them in the order of `written`."""
+
+    @property
+    def written(self) -> tuple[Written, ...]: ...
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]: ...
+
+    def arrays(self) -> Iterator[mx.array]: ...
+
+
+@dataclass(frozen=True)
+class PlainSource:
+    """A tensor that is never quantised: norm, convolution, decay rate, router bias; `rows` are its own if it is stored
+    with others.
+    """
+
+    name: str
+    tensor: Tensor
+    centred: bool = False
+    convolution: bool = False
+    rows: np.ndarray | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        shape = self.tensor.shape
+        if self.rows is not None:
+            shape = (len(self.rows), *shape[1:])
+        if self.convolution:
+            shape = (shape[0], shape[2], shape[1])
+        return (Written(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        values = finite(self.tensor, self.tensor.read())
+        if self.rows is not None:
+            values = values[mx.array(self.rows)]
+        if self.centred:
+            values = add_one(values)
+        yield channels_first(values) if self.convolution else values
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """A table of ids, in any integer dtype."""
+
+    name: str
+    tensor: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        return (Written(self.name, "U32", self.tensor.shape),)
+
+    def arrays(self) -> Iterator[mx.array]:
+        yield self.tensor.read().astype(mx.uint32)
+
+
+@dataclass(frozen=True)
+class MatrixSource:
+    """A matrix, kept as stored (`made` None, `dense` empty), quantised to `made`, or kept in floats `dense`.
+
+    `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
+    """
+
+    matrix: Matrix
+    pieces: Pieces
+    made: Quant | None = None
+    dense: str = ""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.matrix.tensors
+
+    @property
+    def quant(self) -> Quant | None:
+        """The form of the output; None: floats."""
+        return None if self.dense else self.made or self.matrix.quant
+
+    @property
+    def written(self) -> tuple[Written, ...]:
+        return tuple(
+            Written(f"{path}.{suffix}", dtype, shape if rows is None else (len(rows), *shape[1:]))
+            for path, rows in self.pieces
+            for suffix, dtype, shape in self._parts()
+        )
+
+    def _parts(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        *lead, cols = self.matrix.shape
+        if self.quant is None:
+            return [("weight", self.dense, self.matrix.shape)]
+        floating = "BF16" if self.made else self.matrix.dtypes[1]
+        each = ((part, *self.quant.of_part(part, cols, floating)) for part in self.quant.parts)
+        return [(part, dtype, (*lead, values)) for part, values, dtype in each]
+
+    def arrays(self) -> Iterator[mx.array]:
+        parts = self._make()
+        for _, rows in self.pieces:
+            for part in parts:
+                yield part if rows is None else part[mx.array(rows)]
+
+    def _make(self) -> tuple[mx.array, ...]:
+        if self.made:
+            return self.matrix.quantized(self.made)
+        if not self.dense:
+            weight, scales, *third = self.matrix.codes()
+            return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
+        values = self.matrix.values()
+        kept = next(dtype for dtype, name in DTYPES.items() if name == self.dense)
+        return (finite(self.matrix.weight, values.astype(kept)),)
