@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
-from ..experts.source import Asked, ExpertLoader
+from ..experts.source import ExpertLoader
+from ..experts.stats import Asked
 from ..model.decoder import Model
 from ..model.step import SequenceRows, Step
 from ..ops.elementwise import log_softmax

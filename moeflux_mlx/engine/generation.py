@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.source import LoaderStats
+from ..experts.stats import LoaderStats
 from ..model.decoder import Model
 from ..spec import ModelArgs
 from ..state.cache import Cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..experts.source import Asked
+from ..experts.stats import Asked
 from ..model.decoder import Model
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt

@@ -24,19 +24,8 @@ from ..ops.experts import Records
 from .pool import Slot, SlotPool
 from .pools import Pools
 from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
-from .source import (
-    ARRIVING,
-    CLOSED,
-    IN_MEMORY,
-    Asked,
-    ExpertLoader,
-    IoMode,
-    Key,
-    Lease,
-    LoaderStats,
-    TooManyExpertsError,
-    asked_for,
-)
+from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, TooManyExpertsError, asked_for
+from .stats import Asked, LoaderStats
 
 DEFAULT_CACHE_BYTES = 2 << 30
 WATCH_SECONDS = 0.5  # seconds between two checks while nothing is computed

@@ -7,7 +7,7 @@ from typing import cast
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..experts.source import Asked
+from ..experts.stats import Asked
 from ..ops.rows import RowCaches
 from ..state.cache import Cache
 from ..state.layer_cache import Arrays

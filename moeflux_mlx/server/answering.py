@@ -6,7 +6,7 @@ from typing import cast
 
 from ..engine.generation import GenerationResponse
 from ..engine.sampling import likeliest
-from ..experts.source import Asked
+from ..experts.stats import Asked
 from ..text.calls.reader import AnswerReader
 from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from ..text.stop import StopTexts

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.machine import used_memory
-from ..experts.source import LoaderStats
+from ..experts.stats import LoaderStats
 from .running import Running, Totals
 
 EVERY = 0.5  # seconds between pictures

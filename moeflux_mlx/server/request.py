@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..experts.source import Asked
+from ..experts.stats import Asked
 from ..text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 from .wire.images import ImageParts
 

@@ -15,7 +15,7 @@ from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
 from ..errors import DeviceError, MoefluxError, RequestError
-from ..experts.source import Asked
+from ..experts.stats import Asked
 from .answering import Answering
 from .job import Job
 from .prepare import sampler_settings

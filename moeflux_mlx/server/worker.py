@@ -20,7 +20,7 @@ from ..engine.engine import Engine
 from ..engine.running_text import Stopped
 from ..engine.session import advance_answers
 from ..errors import BadRequestError, DeviceError, RequestError
-from ..experts.source import Asked, LoaderStats
+from ..experts.stats import Asked, LoaderStats
 from ..model.step import MAX_ROWS
 from .admission import Admission
 from .job import Job

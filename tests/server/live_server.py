@@ -18,7 +18,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import GenerationResponse
 from moeflux_mlx.engine.running_text import Reuse, Stopped
-from moeflux_mlx.experts.source import Asked, LoaderStats
+from moeflux_mlx.experts.stats import Asked, LoaderStats
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.app import Served, make_app

@@ -1,0 +1,55 @@
+"""What a source of experts has counted: hits, misses, bytes and times."""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class LoaderStats:
+    """Counts since the last `reset_stats`, in experts, bytes and seconds.
+
+    A hit was in the pool when it was requested; `prefetch_hits` are hits that a prefetch had read. `late` are misses
+    that a prefetch had already begun to read. `wasted` were read ahead and evicted unused. `given_back` is the number
+    of bytes by which the pool shrank because the machine was short of memory. `wait_seconds` is how long the
+    computation waited for reads, `busy_seconds` how long the drive was reading.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    prefetch_hits: int = 0
+    late: int = 0
+    prefetched: int = 0
+    wasted: int = 0
+    bytes_read: int = 0
+    given_back: int = 0
+    wait_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        """Rate while the drive was reading, in units of 1e9 bytes per second."""
+        return self.bytes_read / self.busy_seconds / 1e9 if self.busy_seconds else 0.0
+
+    def since(self, earlier: "LoaderStats") -> "LoaderStats":
+        """The counts since `earlier`, an older copy of these counts."""
+        before = asdict(earlier)
+        return LoaderStats(**{name: value - before[name] for name, value in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Counts of requested experts: how many were in memory, how many were not, and the bytes read for them.
+
+    A record that several rows request is read once; its bytes are divided equally among the rows.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    nbytes: float = 0.0
+
+    def __add__(self, other: "Asked") -> "Asked":
+        return Asked(self.hits + other.hits, self.misses + other.misses, self.nbytes + other.nbytes)
