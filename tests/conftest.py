@@ -86,12 +86,13 @@ def no_extension(monkeypatch):
 def team():
     """Lets the native kernels compute in as many threads as there are cores. A test may set another number."""
     from moeflux_mlx.ops import native
+    from moeflux_mlx.ops.cores import cores
 
     if not native.available():
         yield
         return
     before = native.threads()
-    native.set_threads(native.cores())
+    native.set_threads(cores())
     yield
     native.set_threads(before)
 

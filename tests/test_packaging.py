@@ -19,7 +19,7 @@ from tiny_models import child_environment, on_cpu, tiny_directory
 
 from moeflux_mlx.files import directory
 from moeflux_mlx.generate.__main__ import main
-from moeflux_mlx.ops import native
+from moeflux_mlx.ops import installation
 from moeflux_mlx.spec import variants
 from moeflux_mlx.version import FILE, VERSION
 
@@ -216,10 +216,10 @@ def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeyp
             assert name == "direct_url.json"
             return None if origin is None else json.dumps(origin)
 
-    monkeypatch.setattr(native.metadata, "distributions", lambda name: [Installed()])
-    assert native.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
-    monkeypatch.setattr(native, "__file__", "/usr/lib/site-packages/moeflux_mlx/ops/native.py")
-    reinstall = native.reinstall_command()
+    monkeypatch.setattr(installation.metadata, "distributions", lambda name: [Installed()])
+    assert installation.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
+    monkeypatch.setattr(installation, "__file__", "/usr/lib/site-packages/moeflux_mlx/ops/installation.py")
+    reinstall = installation.reinstall_command()
     if command is None:
         assert "from where it came" in reinstall
     else:
@@ -230,7 +230,7 @@ def test_a_command_without_native_kernels_says_so_in_one_line(no_extension, caps
     with on_cpu():
         assert main(["--model", str(tiny_directory("qwen3_moe")), "-p", "a", "-m", "1"]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "native" in line]
-    assert line.startswith("warning: the native CPU kernels are not built") and native.reinstall_command() in line
+    assert line.startswith("warning: the native CPU kernels are not built") and installation.reinstall_command() in line
 
 
 def test_a_misspelt_backend_is_named(tmp_path):

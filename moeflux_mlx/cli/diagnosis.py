@@ -21,6 +21,7 @@ from ..errors import ModelFileError, MoefluxError, RequestError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..ops import backend, native
+from ..ops.installation import reinstall_command
 from ..ops.launch import MOST_THREADS
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from .known_models import known_models, machine_of, table
@@ -163,7 +164,7 @@ def missing_lines() -> list[str]:
     """What is not installed, and the command that installs it."""
     lines = []
     if not native.available() and mx.default_device() == mx.cpu:
-        lines.append(f"missing   native CPU kernels: install a C compiler, then {native.reinstall_command()}")
+        lines.append(f"missing   native CPU kernels: install a C compiler, then {reinstall_command()}")
     for extra, packages in EXTRAS.items():
         absent = [name for name in packages if importlib.util.find_spec(name) is None]
         if absent:

@@ -24,19 +24,13 @@ Does not know: models, files, MLX streams. If there was no compiler at installat
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import shlex
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import unquote, urlparse
 
 import numpy as np
 
@@ -44,6 +38,8 @@ from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..kinds import FORMS, SILU, Activation
 from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, Quant
+from .cores import cores
+from .installation import reinstall_command
 from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 
@@ -103,23 +99,6 @@ def warn_once() -> None:
     warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=3)
 
 
-def reinstall_command() -> str:
-    """The command that installs the package again from its source; it is on no index."""
-    here = Path(__file__).resolve().parents[1]
-    installed = [one for one in metadata.distributions(name="moeflux-mlx") if one.read_text("direct_url.json")]
-    origin = json.loads(installed[0].read_text("direct_url.json") or "") if installed else {}
-    url = str(origin.get("url", ""))
-    if (here.parent / "pyproject.toml").exists():  # the source tree, independent of other installations
-        source = ["-e", str(here.parent)]
-    elif "vcs_info" in origin:
-        source = [f"{origin['vcs_info'].get('vcs', 'git')}+{url}"]
-    elif url.startswith("file:"):
-        source = [unquote(urlparse(url).path)]
-    else:
-        return "install moeflux-mlx again from where it came, with pip's --force-reinstall --no-deps --no-cache-dir"
-    return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])
-
-
 def extension() -> Any:
     """The extension with the kernels, or its stand-in.
 
@@ -129,33 +108,6 @@ def extension() -> Any:
     if not available():
         raise MoefluxError(MISSING + reinstall_command())
     return stand_ins().extension or _native
-
-
-def _first_sibling(cpu: int) -> int:
-    """Lowest logical CPU on the same core; hyperthreads share one core's bandwidth and vector units."""
-    try:
-        text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-    except OSError:
-        return cpu
-    return int(text.replace("-", ",").split(",")[0])
-
-
-def _quota() -> float:
-    """CPUs that a container limit allows (cgroup v2), or infinity."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return float("inf")
-    return float("inf") if limit == "max" else int(limit) / int(period)
-
-
-def cores() -> int:
-    """Physical cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len({_first_sibling(cpu) for cpu in os.sched_getaffinity(0)})
-    else:
-        cpus = os.cpu_count() or 1
-    return max(1, int(min(cpus, _quota())))
 
 
 def set_threads(count: int) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import native
+from moeflux_mlx.ops.cores import cores
 from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, Quant
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
@@ -178,7 +179,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1, help="rows per call (default 1)")
     parser.add_argument("--rounds", type=int, default=7, help="repetitions (default 7)")
-    parser.add_argument("--threads", type=int, default=native.cores(), help="team size (default: the cores)")
+    parser.add_argument("--threads", type=int, default=cores(), help="team size (default: the cores)")
     parser.add_argument("--forms", action="store_true", help="every stored form beside 4 bits in groups of 64")
     args = parser.parse_args()
     native.set_threads(args.threads)
