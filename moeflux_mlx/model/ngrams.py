@@ -8,7 +8,7 @@ from ..kinds import NGrams
 from ..ops.backend import Array, view
 from ..ops.ngrams import NGramWeights, with_ngrams
 from ..state.joined import NGramCache
-from .layers import Linear, RMSNorm
+from .layers import Linear, RMSNorm, Stack
 from .tokens import Tokens
 
 
@@ -23,6 +23,11 @@ class NGramLayer(nn.Module):
         self.norm_key, self.norm_query, self.norm_conv = (RMSNorm(part.channels, eps) for _ in range(3))
         self.conv1d = nn.Module()
         self.conv1d.weight = mx.zeros((part.channels, part.taps, 1))
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the layers that read the rows; called again once they have their tensors."""
+        self._inputs = Stack(self.key_proj, self.value_proj)
 
     def __call__(self, h: Array, tokens: Tokens | None, cache: NGramCache) -> Array:
         """The streams h [B, L, n * D] of `tokens`, which `cache` absorbs. Without tokens the rows are zeros."""
@@ -30,10 +35,11 @@ class NGramLayer(nn.Module):
         if tokens is None:
             tokens = Tokens(mx.zeros((B, L), mx.uint32))
         rows = tokens.rows(self.layer, self.part.embedded, h)
-        key, query, conv_input = (norm.weight for norm in (self.norm_key, self.norm_query, self.norm_conv))
-        weights = NGramWeights(key, query, conv_input, self.eps, self.conv1d.weight)
+        norms = self.norm_key.weight, self.norm_query.weight, self.norm_conv.weight
+        weights = NGramWeights(*norms, self.eps, self.conv1d.weight)
         begun = view(cache.conv) if cache.conv is not None and isinstance(h, np.ndarray) else cache.conv
-        h, inputs = with_ngrams(h, self.key_proj(rows), self.value_proj(rows), begun, weights, self.part)
+        _, (key, value) = self._inputs(rows)
+        h, inputs = with_ngrams(h, key, value, begun, weights, self.part)
         cache.conv = inputs if isinstance(inputs, mx.array) else mx.array(inputs)
         ids = tokens.ids.astype(mx.int32)
         before = mx.full((B, self.part.longest - 1), self.part.end) if cache.recurrent is None else cache.recurrent

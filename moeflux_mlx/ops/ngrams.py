@@ -2,7 +2,7 @@
 `Qwen4ExpTextPLELayer`).
 
 Row numbers are computed on the host, in numpy's int64: they are known as soon as the token is, and 32 bits cannot count
-the rows. Everything else has one form for MLX's and numpy's arrays.
+the rows. Everything else has one form for MLX's and numpy's arrays, and a kernel for one token on a GPU.
 """
 
 import math
@@ -12,9 +12,16 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import NGrams
+from . import backend
+from .attend import SEVERAL
 from .backend import Array, library_of, view
 from .elementwise import float32, sigmoid
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
 from .streams import normed_streams
+from .tiles import planned
+
+STEP = Kernel("ngrams_step", "h key value key_norm query_norm conv_norm eps taps conv", "next next_conv")
+THREADS = 256  # of a threadgroup
 
 
 def row_numbers(tokens: np.ndarray, part: NGrams) -> np.ndarray:
@@ -54,6 +61,8 @@ def with_ngrams(h: Array, key: Array, value: Array, before: Any, w: NGramWeights
         key, value: [B, L, n * D] and [B, L, D], projections of the rows.
         before: [B, remembered, n * D], the convolution's inputs before these tokens; None: zeros.
     """
+    if isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1]):
+        return _on_kernel(h, key, value, before, w, part)
     library = library_of(h)
     (B, L, width), streams = h.shape, h.shape[-1] // value.shape[-1]
     key, query = (normed_streams(x, n, w.eps, streams) for x, n in ((key, w.key), (h, w.query)))
@@ -75,3 +84,32 @@ def _convolved(inputs: Any, weight: mx.array, part: NGrams, count: int) -> Any:
         start = i * part.longest
         total = total + float32(inputs[:, start : start + count]) * float32(taps[:, i, 0])
     return (total * sigmoid(total)).astype(inputs.dtype)
+
+
+# ---- the kernel for one token on a GPU
+
+
+@planned()
+def refusal(target: str, tokens: int) -> Reason | None:
+    """Why the kernel does not take this number of tokens."""
+    if target == "ops":
+        return NO_KERNELS
+    return None if tokens == 1 else SEVERAL
+
+
+def _on_kernel(h: mx.array, key: Any, value: Any, before: Any, w: NGramWeights, part: NGrams) -> Any:
+    """`with_ngrams` of one token."""
+    shape = 1, part.remembered, h.shape[-1]
+    before = mx.zeros(shape, h.dtype) if before is None else before.astype(h.dtype)
+    dtypes = h.dtype, w.key.dtype, w.conv.dtype
+    launch = plan(backend.name(), shape, value.shape[-1], dtypes, part.taps, part.longest)
+    h, inputs = launch(h, key, value, w.key, w.query, w.conv_input, w.eps, w.conv, before)
+    return h, inputs
+
+
+@planned()
+def plan(target: str, kept: Shape, width: int, dtypes: tuple[mx.Dtype, ...], taps: int, far: int) -> Launch:
+    streams, blocks = kept[-1] // width, ceildiv(width, THREADS)
+    template = dict(zip("XVW", dtypes, strict=True)) | {"N": streams, "D": width, "TAPS": taps, "FAR": far}
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, kept[-1]), dtypes[0]), (kept, dtypes[0])]
+    return Launch(target, STEP, template | {"T": THREADS}, (blocks, streams), THREADS, outputs)
