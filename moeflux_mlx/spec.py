@@ -14,30 +14,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ConfigError
-from .families.fields import LARGEST, WIDEST_HEAD, Fields
+from .families.conditions import check_experts, check_mixer
+from .families.fields import Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
 from .kinds import (
     SILU,
     Attention,
-    Compressed,
     Connections,
     Delta,
     Experts,
     GroupedQuery,
-    HeadBlocks,
-    Indexer,
-    KeyBlocks,
     Latent,
     LayerSpec,
-    Mamba2,
     Mixer,
     NGrams,
     unsupported,
 )
-from .quant import EXPERTS, Quantization, of_packed
-
-WIDEST_WINDOW = 1 << 20  # far beyond any model's
+from .quant import Quantization, of_packed
 
 
 @dataclass(frozen=True)
@@ -269,109 +263,12 @@ def _check(args: ModelArgs) -> None:
         if isinstance(layer.feed_forward, Experts) and _plain(layer.feed_forward) != _plain(args.experts):
             raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
     for mixer in dict.fromkeys(args.mixers):
-        _check_mixer(mixer)
-    _check_experts(args.experts, args.hidden_size)
-
-
-def _check_mixer(mixer: Mixer) -> None:
-    match mixer:
-        case Delta():
-            if mixer.ngrams is not None:
-                _check_ngrams(mixer.ngrams)
-            if mixer.value_heads % mixer.key_heads:
-                raise _not_multiple(
-                    "linear_num_value_heads", mixer.value_heads, "linear_num_key_heads", mixer.key_heads
-                )
-            if mixer.channel_decay is not None:
-                _check_width("linear_num_heads * linear_head_dim", mixer.channel_decay.rank * mixer.key_heads)
-            _check_width("linear attention", mixer.channels)
-            _check_width("linear attention's convolution", mixer.channels * mixer.taps)
-        case GroupedQuery():
-            if mixer.heads % mixer.kv_heads:
-                raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
-            _check_head(mixer)
-            if mixer.gate == "joined" and mixer.value_width != mixer.head_dim:
-                raise ConfigError(f"v_head_dim {mixer.value_width} is not head_dim {mixer.head_dim}, as the gate wants")
-            joined = 2 if mixer.gate == "joined" else 1
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * joined)
-            _check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
-            if mixer.window is not None and not 1 <= mixer.window <= WIDEST_WINDOW:
-                raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
-            if mixer.blocks is not None:
-                _check_blocks(mixer, mixer.blocks)
-        case Latent():
-            _check_head(mixer)
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
-            name = "num_attention_heads * (qk_nope_head_dim + v_head_dim)"
-            _check_width(name, mixer.heads * (mixer.nope + mixer.value))
-            _check_width("kv_lora_rank + qk_rope_head_dim", mixer.latent + mixer.rotated)
-            indexer = mixer.blocks.indexer if mixer.blocks else mixer.indexer
-            if indexer is not None:
-                _check_indexer(mixer, indexer)
-            if mixer.blocks is not None and mixer.blocks.ratio > WIDEST_WINDOW:
-                raise ConfigError(f"index_kpool is {mixer.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
-        case Compressed():
-            _check_compressed(mixer)
-        case Mamba2():
-            if mixer.heads % mixer.groups:
-                raise _not_multiple("mamba_num_heads", mixer.heads, "n_groups", mixer.groups)
-            _check_width("Mamba's projection", mixer.projected)
-            _check_width("Mamba's convolution", mixer.channels * mixer.taps)
-
-
-def _check_indexer(mixer: Latent, indexer: Indexer) -> None:
-    if mixer.q_latent is None:
-        raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
-    if not mixer.rotated <= indexer.dim <= WIDEST_HEAD:
-        raise ConfigError(f"index_head_dim is {indexer.dim}; expected an integer from {mixer.rotated} to {WIDEST_HEAD}")
-    _check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
-
-
-def _check_blocks(mixer: GroupedQuery, blocks: KeyBlocks | HeadBlocks) -> None:
-    if isinstance(blocks, HeadBlocks) and blocks.indexer.heads != mixer.kv_heads:
-        heads = f"index_n_heads {blocks.indexer.heads} is not num_key_value_heads {mixer.kv_heads}"
-        raise ConfigError(f"{heads}, which is not implemented")
-    dims = mixer.rotation.dims if mixer.rotation else 1
-    if not dims <= blocks.indexer.dim <= WIDEST_HEAD:
-        raise ConfigError(
-            f"the indexer's head_dim is {blocks.indexer.dim}; expected an integer from {dims} to {WIDEST_HEAD}"
-        )
-    if blocks.ratio > WIDEST_WINDOW:
-        raise ConfigError(f"indexer_compress_ratio is {blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
-    _check_width("(indexer_n_heads + 1) * indexer_head_dim", (blocks.indexer.heads + 1) * blocks.indexer.dim)
-
-
-def _check_ngrams(ngrams: NGrams) -> None:
-    _check_width("hc_count * hidden_size", ngrams.channels)
-    _check_width("ple_embed_dim", ngrams.embedded)
-
-
-def _check_compressed(mixer: Compressed) -> None:
-    _check_head(mixer)
-    if mixer.heads % mixer.groups:
-        raise _not_multiple("num_attention_heads", mixer.heads, "o_groups", mixer.groups)
-    if not 1 <= mixer.window <= WIDEST_WINDOW:
-        raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
-    _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
-    _check_width("o_groups * o_lora_rank", mixer.groups * mixer.group_latent)
-    indexer = mixer.compressor and mixer.compressor.indexer
-    if indexer:
-        _check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
-        if not mixer.rotation.dims <= indexer.dim <= WIDEST_HEAD:
-            least = f"an integer from {mixer.rotation.dims} to {WIDEST_HEAD}"
-            raise ConfigError(f"index_head_dim is {indexer.dim}; expected {least}")
+        check_mixer(mixer)
+    check_experts(args.experts, args.hidden_size)
 
 
 def _rounds_keys(mixer: Mixer) -> bool:
     return isinstance(mixer, GroupedQuery) and mixer.blocks is None
-
-
-def _check_head(mixer: Attention) -> None:
-    if not 1 <= mixer.head_dim <= WIDEST_HEAD:
-        raise ConfigError(f"head_dim is {mixer.head_dim}; expected an integer from 1 to {WIDEST_HEAD}")
-    rotation = mixer.rotation
-    if rotation and not (0 < rotation.dims <= mixer.head_dim and rotation.dims % 2 == 0):
-        raise ConfigError(f"{rotation.dims} rotary dimensions do not fit a head of {mixer.head_dim}")
 
 
 def _plain(experts: Experts) -> Experts:
@@ -379,31 +276,3 @@ def _plain(experts: Experts) -> Experts:
     shared = experts.shared and replace(experts.shared, activation=SILU)
     router = replace(experts.router, table=None, correction_bias=False)
     return replace(experts, activation=SILU, shared=shared, router=router)
-
-
-def _check_experts(experts: Experts, hidden_size: int) -> None:
-    router = experts.router
-    if router.top_k > router.experts:
-        raise ConfigError(f"num_experts_per_tok {router.top_k} exceeds num_experts {router.experts}")
-    for name, value in (("hidden_size", hidden_size), ("moe_intermediate_size", experts.width)):
-        if value % EXPERTS.group_size:
-            raise ConfigError(f"{name} {value} is not a multiple of the quantisation group, {EXPERTS.group_size}")
-    if not 1 <= router.kept_groups <= router.groups or router.experts % router.groups:
-        groups = f"n_group {router.groups}, topk_group {router.kept_groups}"
-        raise ConfigError(f"num_experts {router.experts}, {groups} do not divide")
-    if router.top_k > router.kept_groups * (router.experts // router.groups):
-        raise ConfigError(
-            f"num_experts_per_tok {router.top_k} exceeds the experts of {router.kept_groups} of {router.groups} groups"
-        )
-    if experts.shared:
-        _check_width("shared_expert_intermediate_size", experts.shared.width)
-
-
-def _check_width(name: str, value: int) -> None:
-    """Checks the width of a projection's result: a product of fields that are each in range."""
-    if not 0 < value <= LARGEST:
-        raise ConfigError(f"{name} is {value}; expected a width from 1 to {LARGEST}")
-
-
-def _not_multiple(name: str, value: int, of: str, unit: int) -> ConfigError:
-    return ConfigError(f"{name} {value} is not a multiple of {of} {unit}")
