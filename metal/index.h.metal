@@ -2,10 +2,10 @@
 // The queries and keys by which an indexer scores positions.
 
 // row[D] float = x[D], normed and rotated, as X. A simdgroup does it. NORM 0: unchanged; 1: divided by the root mean
-// square (+ eps) and multiplied by weight[D]; 2: the same with the mean taken away before, and with bias[D] added. The
-// first DIMS values are rotated by turns[DIMS]: cosines, then sines. INTERLEAVED: neighbours form a pair; else i and i +
-// DIMS / 2.
-template <int D, int NORM, int DIMS, int INTERLEAVED, typename X, typename W, typename B, typename P>
+// square (+ eps) and multiplied by weight[D]; 2: the same with the mean taken away before, and with bias[D] added. DIMS
+// values from FROM on, the first or the last ones, are rotated by turns[DIMS]: cosines, then sines. INTERLEAVED:
+// neighbours form a pair; else i and i + DIMS / 2.
+template <int D, int NORM, int DIMS, int FROM, int INTERLEAVED, typename X, typename W, typename B, typename P>
 inline void index_row(
     const device X* x, const device W* weight, const device B* bias, float eps, P turns, P row, uint lane) {
   float mean = 0, factor = 1;
@@ -24,7 +24,7 @@ inline void index_row(
   }
   for (uint i = lane; i < D - DIMS / 2; i += 32) {
     const bool turned = i < DIMS / 2;
-    const uint first = !turned ? i + DIMS / 2 : INTERLEAVED ? 2 * i : i;
+    const uint first = turned ? FROM + (INTERLEAVED ? 2 * i : i) : FROM ? i - DIMS / 2 : i + DIMS / 2;
     const uint second = INTERLEAVED ? first + 1 : first + DIMS / 2;
     float a = (float(x[first]) - mean) * factor;
     a = NORM ? metal::fma(a, float(weight[first]), NORM == 2 ? float(bias[first]) : 0.0f) : a;

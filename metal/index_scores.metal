@@ -1,8 +1,8 @@
 // needs: codes.h.metal index.h.metal lane.h.metal seen.h.metal
 // How well the blocks that one token sees fit an indexer's queries. q[H, D] X and the token's own key[D] X are normed
-// (QNORM, KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W) and rotated by angles positions[3] /
-// periods[DIMS / 2], times magnitude[0]. positions = offset, begun, capacity, and the token's rotary position. Of block
-// number b with key k_b
+// (QNORM, KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W) and rotated by angles turning[AT] /
+// periods[DIMS / 2], times magnitude[0], where turning[AT] is the token's rotary position. positions = offset, begun. Of
+// block number b with key k_b
 //     scores[b] float = sum over heads h of scale[0] * max(q_h k_b, 0), with WEIGHED times weights[h] float;
 // or with BY_HEAD, where a block has RATIO positions p, and P is a multiple of RATIO,
 //     scores[b, H] float = for each head h the largest q_h k_p
@@ -21,7 +21,7 @@
   threadgroup float products[BY_HEAD ? GH * P : 1];
   const uint mine = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
-  const uint offset = uint(positions[0]), begun = uint(positions[1]);
+  const uint offset = uint(positions[0]), begun = KEYED ? uint(positions[1]) : 0;
   const uint blocks = seen_blocks<RATIO, OWN>(offset), count = KEYED ? offset + 1 : blocks;
   const uint top = threadgroup_position_in_grid.x * P;
   const bool has_own = KEYED && (H == 0 || offset / P == threadgroup_position_in_grid.x);
@@ -29,14 +29,14 @@
     return;
   }
   for (uint i = mine; i < DIMS / 2; i += T) {
-    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
+    const float angle = float(turning[AT]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
     turns[i] = magnitude[0] * metal::cos(angle);
     turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (has_own) {
     if (simdgroup == 0) {
-      index_row<D, KNORM, DIMS, INTERLEAVED>(key, k_weight, k_bias, eps[0], turns, own, lane);
+      index_row<D, KNORM, DIMS, FROM, INTERLEAVED>(key, k_weight, k_bias, eps[0], turns, own, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint used = (offset - begun) * D;
@@ -79,7 +79,7 @@
     const uint end = metal::min(begin + GH, uint(H));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint h = begin + simdgroup; h < end; h += T / 32) {
-      index_row<D, QNORM, DIMS, INTERLEAVED>(q + h * D, q_weight, q_weight, eps[0], turns, heads + (h - begin) * D, lane);
+      index_row<D, QNORM, DIMS, FROM, INTERLEAVED>(q + h * D, q_weight, q_weight, eps[0], turns, heads + (h - begin) * D, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint h = begin; h < end; h++) {

@@ -17,16 +17,15 @@ from ..ops.compressed import (
     pooled,
     refusal,
     token_inputs,
-    turned,
 )
-from ..ops.elementwise import float32, split
-from ..ops.index import Index
+from ..ops.elementwise import split
+from ..ops.index import IndexTerms, Projections
 from ..ops.launch import in_turn
 from ..ops.linear import grouped_linear
 from ..ops.norm import rms_norm
-from ..ops.rope import Rope
+from ..ops.rope import Rope, turned
 from ..state.compressed import CompressedCache
-from .layers import Linear, RMSNorm, Stack
+from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 
 class Pooling(nn.Module):
@@ -93,7 +92,6 @@ class CompressedAttention(nn.Module):
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
-        width = self.mixer.head_dim
         joined, (latent, *parts) = self._inputs(x, norm)
         q: Any = self.wq_b(latent, self.q_norm)
         if on_kernels:
@@ -105,8 +103,8 @@ class CompressedAttention(nn.Module):
             row = library_of(x).concatenate([key, *parts[1:]], axis=-1)
         seen = Seen(cache.offset, *cache.absorb(row, self._entries))
         if whole < L:
-            index = self._index(norm(x), latent, seen.entries[..., width:], position)
-            seen = seen._replace(chosen=choose_entries(index, seen.first, whole, self.mixer))
+            made = self._index(x, norm, latent, seen.entries)
+            seen = seen._replace(chosen=choose_entries(made, seen, whole, position, self.mixer))
         if on_kernels:
             out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
         else:
@@ -129,7 +127,8 @@ class CompressedAttention(nn.Module):
         made = [pool(*parts[2 * i : 2 * i + 2], first, count) for i, pool in enumerate(self._pools())]
         return library_of(rows).concatenate(made, axis=-1)
 
-    def _index(self, x: Array, latent: Array, keys: Any, position: Any) -> Index:
+    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: Any) -> Projections:
         own = self.indexer
-        queries = own.wq_b(latent, self.q_norm).reshape(*x.shape[:2], own.heads, -1)
-        return Index(turned(queries, self.rope, position), keys, own.weights_proj(float32(x)) * own.scale)
+        _, weights = normed_with_weights(x, norm, own.weights_proj)
+        terms = IndexTerms(None, self.rope, own.scale, rotates_last=True)
+        return Projections(own.wq_b(latent, self.q_norm), entries, weights, terms)

@@ -15,11 +15,10 @@ from ..ops.indexed import Chosen, attend_indexed, attend_pools
 from ..ops.latent import Queries, Up
 from ..ops.norm import Norm, layer_norm
 from ..ops.rope import Rope
-from ..ops.route import router_logits
 from ..ops.rows import RowCaches
 from ..state.compressed import CompressedCache
 from .latent import MLA
-from .layers import Linear, RMSNorm, Stack
+from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 
@@ -56,13 +55,6 @@ class Scoring(nn.Module):
         and of the outputs of `wk` and `weights_proj`."""
         queries = None if latent is None else self.wq_b(latent, norm)
         return Projections(queries, keys, weights, IndexTerms(self.k_norm, self.rope, self.scale))
-
-
-def normed_with_weights(x: Array, norm: RMSNorm | None, weights: Linear) -> tuple[Any, Any]:
-    """norm(x) [B, L, D], and its product with the matrix of the heads' weights, float32 [B, L, heads]."""
-    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    normed, made = router_logits(x, weight, eps, weights)
-    return normed.reshape(x.shape), made.reshape(*x.shape[:2], -1)
 
 
 class IndexedMLA(MLA):

@@ -19,6 +19,7 @@ from ..ops.elementwise import activate, plus, softcap, split
 from ..ops.launch import ArrayPiece, pack
 from ..ops.linear import embed, linear
 from ..ops.norm import Norm, rms_norm
+from ..ops.route import router_logits
 from ..quant import Quant
 
 
@@ -91,6 +92,13 @@ class Linear(Weight):
             return linear(x, self, norm, residual)
         y = plus(linear(x, self, norm), self.bias)
         return y if residual is None else residual + y
+
+
+def normed_with_weights(x: Array, norm: Norm | None, weights: Linear) -> tuple[Any, Any]:
+    """norm(x) [B, L, D], and its product with `weights`, float32 [B, L, rows of `weights`]."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    normed, made = router_logits(x, weight, eps, weights)
+    return normed.reshape(x.shape), made.reshape(*x.shape[:2], -1)
 
 
 class Stack:

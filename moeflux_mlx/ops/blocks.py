@@ -19,6 +19,7 @@ from .backend import Array, arange, library_of, view
 from .elementwise import float32, sigmoid
 from .index import (
     Index,
+    Place,
     Projections,
     append_keys,
     best,
@@ -69,7 +70,7 @@ def attend_blocks(
         if isinstance(blocks, HeadBlocks):
             chosen = choose_step(made, cache.beside, blocks)
         else:
-            chosen = None if whole else choose_blocks_step(made, own.held(k.dtype).positions, blocks)
+            chosen = None if whole else choose_blocks_step(made, Place(own.held(k.dtype).positions), blocks)
         seen = None if chosen is None else SeenBlocks(chosen, blocks.ratio, by_head)
         return attend(q, k, v, own, **terms._asdict(), whole=joined, seen=seen)
     first, position, library = own.offset, own.position, library_of(q)

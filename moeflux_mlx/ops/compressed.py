@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Compressed
-from . import backend, gpu_time
+from ..kinds import Compressed, KeyBlocks
+from . import backend, gpu_time, index
 from .attend import SEVERAL
 from .backend import Array, arange, library_of, view
 from .elementwise import softmax
-from .index import Index, choose
+from .index import Index, Place, Projections, choose, choose_blocks_step
 from .launch import NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import Norm
 from .rope import Rope
@@ -55,15 +55,6 @@ class Part(NamedTuple):
     chosen: Any
 
 
-def turned(x: Array, rope: Rope, position: int | mx.array) -> Array:
-    """x [B, L, heads, D] of tokens from a rotary position on, the last values of each head rotated."""
-    start = x.shape[-1] - rope.dims
-    if isinstance(x, mx.array):
-        part = rope(x[..., start:].transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
-        return mx.concatenate([x[..., :start], part], axis=-1)
-    return np.concatenate([x[..., :start], rope(np.ascontiguousarray(x[..., start:]), position)], axis=-1)
-
-
 def pooled(values: Array, gates: Array, bias: mx.array, overlaps: bool, is_first: bool) -> Array:
     """Entries [B, n, W], before their norm, of values and gates [B, n, ratio, S * W] of the positions of each.
 
@@ -86,17 +77,23 @@ def pooled(values: Array, gates: Array, bias: mx.array, overlaps: bool, is_first
     return (values.swapaxes(2, 3) * weights.astype(values.dtype)).sum(axis=-1)
 
 
-def choose_entries(index: Index, first: Any, whole: int, mixer: Compressed) -> Any:
+def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> Any:
     """The entries that the tokens after the first `whole` attend to; the first ones attend to all: int32 [B, rows,
     top].
 
-    `index` is of all tokens from place `first` on, with the keys of all entries.
+    `made` is of all tokens, the first of which has the rotary `position`. Its keys are all entries; the index keys are
+    their last values.
     """
-    compressor, count = mixer.compressor, index.queries.shape[1]
+    compressor, (B, count) = mixer.compressor, made.queries.shape[:2]
     assert compressor is not None and compressor.indexer is not None
-    library = library_of(index.keys)
-    late = Index(index.queries[:, whole:], index.keys, index.weights[:, whole:])
-    return choose(late, (first + 1 + whole + arange(count - whole, library)) // compressor.ratio, compressor.indexer)
+    library, indexer = library_of(made.keys), compressor.indexer
+    rule = KeyBlocks(compressor.ratio, indexer)
+    target = backend.name()
+    if library is mx and not (refusal(target, B * count, mixer) or index.refusal(target, B * count == 1, rule)):
+        return choose_blocks_step(made, Place(_number(seen.first), _number(position)), rule)
+    queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]
+    late = Index(queries, made.keys[..., -indexer.dim :], made.weights[:, whole:] * made.terms.scale)
+    return choose(late, (seen.first + 1 + whole + arange(count - whole, library)) // compressor.ratio, indexer)
 
 
 def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:

@@ -19,13 +19,13 @@ from .backend import Array, arange, library_of, view
 from .elementwise import float32
 from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
-from .rope import Rope
+from .rope import Rope, turned
 from .tiles import planned
 
 Rule = Indexer | KeyBlocks | HeadBlocks
 SCORES = Kernel(
     "index_scores",
-    "q key weights q_weight k_weight k_bias periods eps magnitude scale positions keys recent",
+    "q key weights q_weight k_weight k_bias periods eps magnitude scale positions turning keys recent",
     "scores next",
 )
 CHOOSE = Kernel("index_choose", "scores positions", "chosen")
@@ -51,13 +51,15 @@ class IndexTerms(NamedTuple):
     """How an `Index` is made of `Projections`.
 
     key_norm, query_norm: of the keys and of each query; None: no norm, or keys are whole already. rope: rotates both;
-    None: no rotation. scale: a factor of the weights. The norms have one epsilon.
+    None: no rotation. scale: a factor of the weights. rotates_last: it rotates the last values, not the first ones. The
+    norms have one epsilon.
     """
 
     key_norm: Norm | CentredNorm | None
     rope: Rope | None
     scale: float = 1.0
     query_norm: Norm | None = None
+    rotates_last: bool = False
 
     def keys(self, keys: Array, position: Any) -> Any:
         """The keys [B, L, D] of tokens from a rotary position on."""
@@ -72,6 +74,8 @@ class IndexTerms(NamedTuple):
     def _turned(self, x: Array, position: Any) -> Any:
         if self.rope is None:
             return x
+        if self.rotates_last:
+            return turned(x, self.rope, position)
         if not isinstance(x, mx.array):
             return self.rope(x, position)
         return self.rope(x.transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
@@ -202,41 +206,50 @@ def choose_step(made: Projections, cache: Stepping, rule: Indexer | HeadBlocks) 
         None: the token attends to all positions, so there are no queries.
     """
     held = cache.held(made.keys.dtype)
-    chosen, recent = _choose_kernel(made, held.keys, held.recent, held.positions, rule)
+    chosen, recent = _choose_kernel(made, held.keys, held.recent, Place(held.positions), rule)
     cache.advance(recent)
     return chosen
 
 
-def choose_blocks_step(made: Projections, positions: mx.array, rule: KeyBlocks) -> mx.array:
+class Place(NamedTuple):
+    """A token's place: `positions` as in `Held`, or an array of which only the first number, the token's place in the
+    cache, is given; then `position` [1] is the rotary position.
+    """
+
+    positions: mx.array
+    position: mx.array | None = None
+
+
+def choose_blocks_step(made: Projections, place: Place, rule: KeyBlocks) -> mx.array:
     """Chooses blocks for one token: int32 [1, 1, top], ascending.
 
     Args:
-        made: its queries, and the keys of all blocks.
-        positions: of the token, as in `Held`.
+        made: its queries, and the keys of all blocks; a key may lie behind other values of its row.
     """
-    chosen, _ = _choose_kernel(made, made.keys, None, positions, rule)
+    chosen, _ = _choose_kernel(made, made.keys, None, place, rule)
     assert chosen is not None
     return chosen
 
 
 def _choose_kernel(
-    made: Projections, keys: mx.array, recent: mx.array | None, positions: mx.array, rule: Rule
+    made: Projections, keys: mx.array, recent: mx.array | None, place: Place, rule: Rule
 ) -> tuple[mx.array | None, mx.array]:
     """What is chosen, and if there are `recent` keys, these with the token's own."""
     norms, rope, scale = (made.terms.query_norm, made.terms.key_norm), made.terms.rope, made.terms.scale
     own, chooses, bias = made.keys, made.queries is not None, getattr(norms[1], "bias", None)
     weights = [own if norm is None else norm.weight for norm in norms]
-    kinds = Kinds(chooses, made.weights is not None, *(0 if norm is None else 1 for norm in norms))
-    kinds = kinds if bias is None else kinds._replace(key_norm=2)
+    numbers = 0 if norms[0] is None else 1, 0 if norms[1] is None else 1 if bias is None else 2
+    kinds = Kinds(chooses, made.weights is not None, *numbers, made.terms.rotates_last, place.position is None)
     eps = max(0.0 if norm is None else norm.eps for norm in norms)
     rotation = (0, False) if rope is None else (rope.dims, rope.interleaved)
     types = own.dtype, next((norm.weight.dtype for norm in norms if norm is not None), own.dtype)
-    scores, choice = plan(backend.name(), types, rule, kinds, keys.shape[-2], rotation)
+    scores, choice = plan(backend.name(), types, rule, kinds, keys.shape[-2:], rotation)
     q, factors = own if made.queries is None else made.queries, own if made.weights is None else made.weights
     inputs = q, own, factors, *weights, own if bias is None else bias, own if rope is None else rope.periods
-    numbers = eps, 1.0 if rope is None else rope.magnitude, scale
-    found, kept = scores(*inputs, *numbers, positions, keys, keys if recent is None else recent)
-    return choice(found, positions)[0] if chooses else None, kept
+    factors_of = eps, 1.0 if rope is None else rope.magnitude, scale
+    turning = place.positions if place.position is None else place.position
+    found, kept = scores(*inputs, *factors_of, place.positions, turning, keys, keys if recent is None else recent)
+    return choice(found, place.positions)[0] if chooses else None, kept
 
 
 def put_in_ring(key: mx.array, gates: mx.array, norm: CentredNorm) -> Callable[[mx.array, mx.array], mx.array]:
@@ -257,13 +270,17 @@ def plan_ring(target: str, types: tuple[mx.Dtype, mx.Dtype], ring: Shape, width:
 
 
 class Kinds(NamedTuple):
-    """What a token's launches depend on besides their sizes: whether it chooses at all, whether heads have weights, and
-    the norms of queries and keys, as metal/index.h.metal numbers them."""
+    """What a token's launches depend on besides their sizes: whether it chooses at all, whether heads have weights; the
+    norms of queries and keys, as metal/index.h.metal numbers them; whether the last values are rotated; and whether the
+    rotary position is among `Held.positions`.
+    """
 
     chooses: bool
     is_weighed: bool
     query_norm: int
     key_norm: int
+    rotates_last: bool = False
+    is_held: bool = True
 
 
 @lru_cache(512)
@@ -272,23 +289,25 @@ def plan(
     types: tuple[mx.Dtype, mx.Dtype],
     rule: Rule,
     kinds: Kinds,
-    capacity: int,
+    keys: tuple[int, ...],
     rotation: tuple[int, bool],
 ) -> tuple[Launch, Launch]:
     """The launches that score and choose; without a choice the first one only appends the token's key.
 
     Args:
         types: of keys, and of the norms' weights.
-        capacity: number of keys, without those of the newest positions.
+        keys: the number of rows of keys, without those of the newest positions, and of the values of a row, the last
+            of which are the key.
     """
     indexer, sizes, by_head = indexer_of(rule), sizes_of(rule), isinstance(rule, HeadBlocks)
     width, heads, has_key = indexer.dim, indexer.heads if kinds.chooses else 0, not isinstance(rule, KeyBlocks)
-    pieces = ceildiv(capacity + RECENT, PIECE) if heads else 1
+    pieces, stride = ceildiv(keys[0] + RECENT, PIECE) if heads else 1, keys[1]
     blocks = {"RATIO": sizes.ratio, "OWN": int(sizes.has_own)}
     template = {"X": types[0], "W": types[1], "H": heads, "D": width, "GH": _abreast(heads, width, by_head)}
     template |= {"P": PIECE, "T": THREADS, "QNORM": kinds.query_norm, "KNORM": kinds.key_norm, **blocks}
     template |= {"WEIGHED": int(kinds.is_weighed), "BY_HEAD": int(by_head), "KEYED": int(has_key)}
-    template |= {"DIMS": rotation[0], "INTERLEAVED": int(rotation[1]), "STRIDE": width, "FIRST": 0}
+    template |= {"DIMS": rotation[0], "INTERLEAVED": int(rotation[1]), "STRIDE": stride, "FIRST": stride - width}
+    template |= {"FROM": width - rotation[0] if kinds.rotates_last else 0, "AT": 3 if kinds.is_held else 0}
     scored = pieces * PIECE // sizes.ratio * sizes.lists if by_head else pieces * PIECE
     recent: Shape = (RECENT, width) if has_key else (LEAST_ELEMENTS,)
     threads = MOST_THREADS[target]

@@ -16,7 +16,7 @@ from ..kinds import Indexer, KeyBlocks
 from . import backend, gpu_time, index, native
 from .attend import Positions, SeenBlocks
 from .backend import Array, arange, library_of, view
-from .index import Index, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
+from .index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
 from .latent import (
     ABSORB_AT_MOST,
     HeadMatrices,
@@ -136,8 +136,8 @@ def attend_pools(
     whole = cache.whole(L)
     if _takes_step(q, B * L == 1, kv.shape[-1] - rotated, rotated, blocks):
         if not whole:
-            positions = cache.held(kv.dtype).positions
-            chosen = SeenBlocks(choose_blocks_step(made, positions, blocks), blocks.ratio)
+            place = Place(cache.held(kv.dtype).positions)
+            chosen = SeenBlocks(choose_blocks_step(made, place, blocks), blocks.ratio)
         return attend_latent(q, kv, cache, queries, key, value, norm=norm, rope=rope, scale=scale, seen=chosen)
     first, position = cache.offset, cache.position
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)

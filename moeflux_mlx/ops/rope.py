@@ -74,6 +74,15 @@ class Rope:
         return angles(self.frequencies, self.magnitude, offset, length)
 
 
+def turned(x: Array, rope: Rope, position: int | mx.array) -> Array:
+    """x [B, L, heads, D] of tokens from a rotary position on, the last values of each head rotated."""
+    start = x.shape[-1] - rope.dims
+    if isinstance(x, mx.array):
+        part = rope(x[..., start:].transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
+        return mx.concatenate([x[..., :start], part], axis=-1)
+    return np.concatenate([x[..., :start], rope(np.ascontiguousarray(x[..., start:]), position)], axis=-1)
+
+
 def rotated(x: mx.array, cosine: mx.array, sine: mx.array, neighbours: bool) -> mx.array:
     """The first R values of x [..., L, D] turned by angles [L, R/2]; which make pairs as for `native.rope`."""
     half = cosine.shape[-1]

@@ -171,8 +171,8 @@ def pretended_attention(q, k, v, *, scale, mask=None, sinks=None):
 VIEWS = ("Reshape", "Slice", "Split", "Broadcast", "ExpandDims", "Squeeze", "Unflatten", "Transpose")
 # Moonlight's shared expert is as wide as two routed ones. One of Step's layers has a limit for routed experts only.
 MOST = {"moonlight": 10, "step3p5": 8, ("step3p5", 3): 10, "laguna": 9}
-# A token that attends to chosen positions or entries, partly by MLX's own operations; and several streams.
-MOST |= {"deepseek_v4": 37, ("deepseek_v4", 0): 18, ("deepseek_v4", 2): 17}
+# A token that attends to chosen positions or entries; and several streams.
+MOST |= {"deepseek_v4": 22, ("deepseek_v4", 0): 18, ("deepseek_v4", 2): 17}
 MOST |= {"glm5_next": 12, ("glm5_next", 2): 17, ("glm5_next", 4): 17}
 MOST |= {"qwen4_exp": 14, ("qwen4_exp", 0): 11}
 MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2): 12, "minimax_m3_vl": 9}

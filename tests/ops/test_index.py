@@ -131,18 +131,27 @@ def test_blocks_that_each_head_chooses(before, ratio):
         check_blocks_by_head(before, ratio=ratio)
 
 
+def check_key_blocks(offset=40, rotates_last=False):
+    """A token chooses blocks as plain operations do, by keys that stand behind 16 other values."""
+    rng, blocks, heads, width = np.random.default_rng(offset), KeyBlocks(4, Indexer(3, 40, 5)), 3, 40
+    terms = index.IndexTerms(None, Rope(ROTATION), 0.3, norm_of(width, rng), rotates_last)
+    queries, keys = (mx.array(rng.normal(size=(1, *shape)).astype(np.float32)) for shape in ((1, 120), (256, 56)))
+    position, made = offset + 7, index.Projections(queries, keys, None, terms)
+    place = index.Place(mx.array([offset, 0, 256, position], mx.int32))
+    if rotates_last:
+        place = index.Place(mx.array([offset]), mx.array([position]))
+    found = index.choose_blocks_step(made, place, blocks)
+    made = index.Index(terms.queries(queries, heads, position), keys[..., 16:], mx.ones((1, 1, heads)))
+    assert mx.array_equal(found, index.choose(made, mx.array([(offset + 1) // 4]), blocks.indexer))
+
+
 @msl.needed
 @pytest.mark.parametrize("offset", [38, 39, 40])
-def test_blocks_with_keys_of_their_own(offset):
+@pytest.mark.parametrize("rotates_last", [False, True])
+def test_blocks_with_keys_of_their_own(offset, rotates_last):
     """Whose scores are sums over heads of equal weights."""
-    rng, blocks, heads, width = np.random.default_rng(offset), KeyBlocks(4, Indexer(3, 40, 5)), 3, 40
-    terms = index.IndexTerms(None, Rope(ROTATION), 0.3, norm_of(width, rng))
-    queries, keys = (mx.array(rng.normal(size=(1, *shape)).astype(np.float32)) for shape in ((1, 120), (256, 40)))
-    positions, made = mx.array([offset, 0, 256, offset], mx.int32), index.Projections(queries, keys, None, terms)
     with msl.launching():
-        found = index.choose_blocks_step(made, positions, blocks)
-    made = index.Index(terms.queries(queries, heads, offset), keys, mx.ones((1, 1, heads)))
-    assert mx.array_equal(found, index.choose(made, mx.array([(offset + 1) // 4]), blocks.indexer))
+        check_key_blocks(offset, rotates_last)
 
 
 def check_ring(offset=13, slots=5, width=40):
@@ -170,7 +179,7 @@ def chosen_of(scores, top):
     """By the kernel."""
     scores = mx.array(scores, mx.float32)
     kinds = index.Kinds(True, True, 0, 2)
-    terms = backend.name(), (mx.float32, mx.float32), Indexer(1, 8, top), kinds, 256, (8, False)
+    terms = backend.name(), (mx.float32, mx.float32), Indexer(1, 8, top), kinds, (256, 8), (8, False)
     positions = mx.array([len(scores) - 1] * 4, mx.int32)
     return index.plan(*terms)[1](scores, positions)[0][0, 0]
 
@@ -205,7 +214,9 @@ FAULTS = {
     "no bias": ("index.h", "float(bias[first])", "0.0f"),
     "no bias of the second of a pair": ("index.h", "float(bias[second])", "0.0f"),
     "turned backwards": ("index.h", "a * cosine - b * sine", "a * cosine + b * sine"),
-    "pairs of the other kind": ("index.h", "INTERLEAVED ? 2 * i", "!INTERLEAVED ? 2 * i"),
+    "pairs of the other kind": ("index.h", "(INTERLEAVED ? 2 * i", "(!INTERLEAVED ? 2 * i"),
+    "the first values rotated": ("index.h", "turned ? FROM + (", "turned ? ("),
+    "the values before a key": ("index_scores", "* STRIDE + FIRST", "* STRIDE"),
     "no magnitude": ("index_scores", "magnitude[0] * metal::sin", "metal::sin"),
     "negative products": ("index_scores", "metal::fmax(product, 0.0f)", "product"),
     "weights of the first head": ("index_scores", "weights[h]", "weights[0]"),
@@ -246,6 +257,10 @@ def test_planted_fault_is_caught(monkeypatch, name):
         if file == "index_ring":
             with pytest.raises(AssertionError):
                 check_ring()
+            return
+        if name in ("the first values rotated", "the values before a key"):
+            with pytest.raises(AssertionError):
+                check_key_blocks(rotates_last=True)
             return
         if name in BY_HEAD:
             with pytest.raises(AssertionError):
