@@ -289,12 +289,13 @@ def test_the_pool_has_what_nobody_else_needs(memory, tokens, state):
     demand = Demand(GB, itemsize=4, native=True, expert_io="pread")
     made = plan_memory(args, layout, Figures(memory), demand)
     span = min(tokens, made.sizes.span)
-    held = int(state * (state_bytes(args, made.context, 4) - state_bytes(args, span + 256, 4)))
+    growth = state_bytes(args, min(span + 256, made.context), 4)
+    held = int(state * (state_bytes(args, made.context, 4) - growth))
     used = {"get_active_memory": lambda: GB + max(held, 0), "get_cache_memory": lambda: 0}
     with mock.patch.multiple(mx, **used):
         allowed = Breath(args, layout, made, PoolLimit([], made.most))(span, 0)
     sizes = PromptSizes(span, min(made.sizes.block, span))
-    need = activation_bytes(args, layout, demand, made.context, sizes) + state_bytes(args, span + 256, 4)
+    need = activation_bytes(args, layout, demand, made.context, sizes) + growth
     assert allowed + GB + max(held, 0) + made.runtime + need <= room(made.figures) or allowed == least_pool(
         args, layout
     )
