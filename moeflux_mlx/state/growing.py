@@ -87,6 +87,8 @@ class Growing(LayerCache[Part]):
     def _placed(self, array: mx.array | None, new: mx.array, start: int, length: int) -> mx.array:
         """`array` with the entries of positions from `start` on, and with room for `length` positions."""
         room = grown(array, new.shape, new.dtype, start, length, self.step)
+        if new.shape == room.shape:
+            return mx.contiguous(new)  # which assigning would not copy: all that it is a part of would stay
         room[..., start : start + new.shape[2], :] = new
         return room
 

@@ -46,6 +46,19 @@ def test_one_token_on_a_gpu_attends_over_the_capacity_and_sees_the_same(lengths,
         assert np.abs(np.array(got - want)).max() < 1e-6
 
 
+def test_entries_that_fill_an_array_keep_nothing_else():
+    """They are a part of what was projected for queries, keys and values together."""
+    cache = KVCache(GroupedQuery(1, 1, 64, None))
+    before = mx.get_active_memory()
+    joined = mx.random.normal((1, cache.step, 20 * 64))
+    mx.eval(joined)
+    keys, values = (joined[..., i * 64 : (i + 1) * 64][:, None] for i in (18, 19))
+    cache.append(keys, values)
+    mx.eval(cache.keys, cache.values)
+    del joined, keys, values
+    assert mx.get_active_memory() - before < 2 * cache.nbytes
+
+
 def test_entries_that_were_trimmed_are_not_seen(on_gpu):
     on_gpu(True)
     whole, fresh = KVCache(PART), KVCache(PART)
