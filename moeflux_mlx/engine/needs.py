@@ -7,7 +7,7 @@ from ..experts.reader import in_pieces_bytes
 from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
-from ..kinds import Latent, Mixer, NGrams
+from ..kinds import Delta, Latent, Mixer, NGrams
 from ..model.span import PromptSizes
 from ..ops.attend import SCORES
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
@@ -74,7 +74,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     """
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
-    count = args.connections.streams if args.connections else 1
+    count = _streams(args)
     # Experts add to zeros before a norm or a projection.
     zeros = args.experts.latent is not None or any(layer.residual.output_norms for layer in args.layers)
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
@@ -84,6 +84,10 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     block += max(cache.bytes_for(context, demand.itemsize) for cache in caches)
     block += max(cache.fetched_bytes(context, demand.itemsize) for cache in caches)
     return max(streams + max(block, _experts_bytes(args, layout, demand, span)), demand.encoding)
+
+
+def _streams(args: ModelArgs) -> int:
+    return args.connections.streams if args.connections else 1
 
 
 def _chosen_bytes(mixer: Mixer) -> int:
@@ -101,8 +105,11 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
-        scores = 0 if demand.native else SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
-        return mixer.temporaries(tokens, context) + scores
+        if demand.native:
+            # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
+            own = mixer.native_temporaries(tokens) if isinstance(mixer, Delta) else mixer.temporaries(tokens, context)
+            return own - (_streams(args) + 2) * tokens * args.hidden_size
+        return mixer.temporaries(tokens, context) + SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
 
     mlp = 3 * tokens * max(layer.row_width for layer in args.layers)
     blocks = 1 if demand.native else 2  # a GPU gets the next block before this one is done

@@ -71,7 +71,8 @@ class GroupedQuery:
         results, and keys and values that are not in a cache because they have left the window.
         """
         seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
-        chosen = self.blocks.temporaries(tokens, positions) if self.blocks else 0
+        chooses = self.seeing_all(0, positions) < positions
+        chosen = self.blocks.temporaries(tokens, positions) if self.blocks and chooses else 0
         return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen
 
     def scores(self, tokens: int, positions: int) -> int:
@@ -146,7 +147,8 @@ class Latent:
         positions.
         """
         rule = self.blocks or self.indexer
-        chosen = rule.temporaries(tokens, positions) if rule else 0
+        chooses = self.seeing_all(0, positions) < positions
+        chosen = rule.temporaries(tokens, positions) if rule and chooses else 0
         expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
         return expanded + 3 * self.heads * tokens * self.head_dim + chosen
 

@@ -114,8 +114,17 @@ class Delta:
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once: the projections, the convolution's results, queries and keys in float32; or those
         of the n-grams and of their convolution."""
-        grams = (8 * self.ngrams.channels + 2 * self.ngrams.embedded) * tokens if self.ngrams else 0
-        return max(4 * (self.channels + self.value_width) * tokens, grams)
+        return max(4 * (self.channels + self.value_width) * tokens, self._of_grams(tokens))
+
+    def native_temporaries(self, tokens: int) -> int:
+        """The same of the native kernels, which compute at once: the projections and the convolution's results, queries
+        and keys, values and results."""
+        decays = 2 * self.key_width if self.channel_decay else 0
+        own = 2 * self.channels + 2 * self.key_width + 3 * self.value_width + decays
+        return max(own * tokens, self._of_grams(tokens))
+
+    def _of_grams(self, tokens: int) -> int:
+        return (8 * self.ngrams.channels + 2 * self.ngrams.embedded) * tokens if self.ngrams else 0
 
     def scores(self, tokens: int, positions: int) -> int:
         """It has none."""

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.kinds import Router
+from moeflux_mlx.kinds import ChannelDecay, Delta, Router
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layers import Embedding, Linear, Weight
 from moeflux_mlx.ops import attend, backend, delta, experts, latent, native
@@ -20,6 +20,7 @@ from moeflux_mlx.ops.latent import HeadMatrices
 from moeflux_mlx.ops.linear import by_head, dequantized
 from moeflux_mlx.ops.route import route
 from moeflux_mlx.quant import Quant
+from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.skipif(
     not native.available() or mx.default_device() != mx.cpu, reason="needs the extension, and the CPU as device"
@@ -208,3 +209,27 @@ def test_expanded_latents_are_held_once():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1.3 * 4 * heads * N * (nope + 16 + value)
+
+
+@pytest.mark.parametrize("decay", [None, ChannelDecay(-5.0, 64)])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_the_delta_rule_holds_what_is_planned(decay, key_heads):
+    """Its projections and all that is made of them."""
+    if decay is not None and key_heads < 4:
+        return  # a channel's decay belongs to one head
+    sizes, L = Delta(key_heads, 4, 64, 64, 4, channel_decay=decay), 800
+    a_width = sizes.key_width if decay else sizes.value_heads
+    conv, log = mx.zeros((sizes.channels, 4, 1)), mx.zeros((sizes.value_heads,))
+    weights = delta.DeltaWeights(conv, log, mx.zeros((a_width,)), mx.ones((64,)), 1e-6)
+    widths = sizes.channels, sizes.value_width, sizes.value_heads, a_width
+
+    def peak():
+        tracemalloc.start()
+        parts = [np.ones((1, L, width), np.float32) for width in widths]
+        delta.delta(*parts, make_cache(sizes), weights, sizes)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most
+
+    peak()
+    assert 0.95 < peak() / (4 * sizes.native_temporaries(L)) < 1.05
