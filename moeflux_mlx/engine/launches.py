@@ -201,10 +201,14 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
         title = TITLES[type(mixer)]
         mix = partial(_mix, args, mixer, module, before)
         yield title, layers, mix, False
+        if isinstance(mixer, Compressed):
+            yield f"{title}, full window", layers, _late(mix, shapes.dtype, mixer.window), True
         if not isinstance(mixer, Delta | Mamba2) and mixer.seeing_all(0, MAX_LENGTH) < MAX_LENGTH:
-            yield f"{title}, chosen positions", layers, _late(mix, shapes.dtype), True
+            length = mixer.seeing_all(0, MAX_LENGTH)
+            yield f"{title}, chosen positions", layers, _late(mix, shapes.dtype, length), True
     if args.connections is not None:
         yield "streams", range(args.num_hidden_layers), _between(shapes, args.connections), False
+        yield "streams, after the last layer", (), _behind(shapes, args.connections), False
     for layer, part in args.ngrams.items():
         yield "n-grams", [layer], _of_ngrams(shapes, layer, part), False
     parts = [(layer.feed_forward, records.get(i), _forms(shapes, i, True)) for i, layer in enumerate(args.layers)]
@@ -238,12 +242,11 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     return module.mixed(x, norm, made.own if isinstance(made, NGramsCache) else made)
 
 
-def _late(mix: Run, dtype: mx.Dtype) -> Run:
-    """`mix` with caches of so many positions that the next token attends to only some of them."""
+def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:
+    """`mix` with caches of `length` positions."""
 
     def filled(mixer: Any) -> Any:
         cache: Any = make_cache(mixer)
-        length = mixer.seeing_all(0, MAX_LENGTH)
         stored = (np.zeros(shape, cache.stored_dtype) for shape in cache.stored_shapes(length))
         cache.state = cache.restored(*stored, length, dtype)
         return cache
@@ -273,6 +276,13 @@ def _between(shapes: Shapes, rule: Connections) -> Run:
         made.scatter(h, x, *mixing)
 
     return run
+
+
+def _behind(shapes: Shapes, rule: Connections) -> Run:
+    """Joins the streams after the last layer."""
+    made = connection(rule, shapes.args.hidden_size, shapes.args.rms_norm_eps, is_last=True)
+    _fill(made, "model.hc_head.", shapes)
+    return lambda x, _: made.last(spread(x, rule.streams))
 
 
 def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
