@@ -1,7 +1,8 @@
 """Computes the routed experts of a layer, from any source.
 
-A few tokens (decode) use kernels that read records by slot; more tokens go in waves. The result has the same bits in
-every I/O mode: the path depends only on the tokens and the sizes, never on the contents of memory.
+A few tokens (decode) use kernels that read records by slot; more tokens go in waves, if not all experts are in memory
+also where such kernels compute them (`grouped.by_steps`). The result has the same bits in every I/O mode: they depend
+only on the tokens and the sizes, never on the contents of memory.
 """
 
 import threading
@@ -25,6 +26,7 @@ from ..ops.experts import (
     handed_over,
     native_refusal,
 )
+from ..ops.grouped import by_steps
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
@@ -60,6 +62,9 @@ class RoutedExperts:
     ) -> Array:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
+            whole = self.source.whole(routing.layer) if isinstance(x, mx.array) else None
+            if whole is not None and by_steps(x, whole.record):
+                return _in_steps(routing, x, whole, residual, shared, report)
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
         records = self.source.whole(routing.layer)
@@ -115,6 +120,21 @@ class RoutedExperts:
 
             self._compiled[place] = mx.compile(run)
         return cast(Any, self._compiled[place])
+
+
+def _in_steps(
+    routing: Routing, x: mx.array, records: Records, residual: mx.array, shared: mx.array | None, report: Report
+) -> mx.array:
+    """The experts of a short prompt, which are all in memory, by the kernels of a step; the host does not wait for the
+    ids. The bits are those of `in_waves`.
+    """
+    ids, weights, parts = cast(mx.array, routing.ids), cast(mx.array, routing.weights), []
+    for start in range(0, len(x), MAX_TOKENS):
+        rows = slice(start, start + MAX_TOKENS)
+        own = None if shared is None else shared[rows]
+        parts.append(expert_ffn(x[rows], ids[rows], records, weights[rows], residual[rows], own))
+    report(1.0)
+    return mx.concatenate(parts)
 
 
 def _on_host(routing: Routing) -> Routing:

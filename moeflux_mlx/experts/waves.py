@@ -42,14 +42,16 @@ def in_waves(
         report: called after each wave with the share that is done.
     """
     ids = np.array(routing.ids)
-    rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)
-    return rows.combined(cast(Array, routing.weights), residual, shared)
+    weights = cast(Array, routing.weights)
+    rows = multiplied(source, routing.layer, ids, weights, x, ids.shape[1], reads_ahead, report)
+    return rows.combined(weights, residual, shared)
 
 
 def multiplied(
     source: ExpertLoader,
     layer: int,
     ids: np.ndarray,
+    weights: Array,
     x: Array,
     top_k: int,
     reads_ahead: bool,
@@ -62,6 +64,7 @@ def multiplied(
 
     Args:
         ids: [T, K], the experts of each token of x; with `tokens` [P, 1], `ids[p]` belongs to row `tokens[p]` of x.
+        weights: float32, of the `ids`.
         top_k: number of experts per token, which determines the waves.
         owned: selects the experts that the source serves.
         every: the experts [T, K] of all processes; `ids` are those of this one. Waves and products are cut as in a
@@ -72,7 +75,7 @@ def multiplied(
     whole = [wave for wave in waves_of(total, wave_size(source.layout, top_k)) if counts[wave].any()]
     waves = [wave[counts[wave] > 0] for wave in whole]
     among = [(total[wave], np.flatnonzero(counts[wave])) for wave in whole]
-    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer], tokens, among)
+    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer], tokens, among, weights)
     path = _Path(source, layer, waves, counts, reads_ahead, owned)
     under_way: deque[Any] = deque()
     done = 0

@@ -172,6 +172,14 @@ def zeros_like(x: Any) -> Any:
     return _zeros(x.shape, x.dtype, str(mx.default_device())) if x.size <= FEW else mx.zeros_like(x)
 
 
+@cache
+def constant(value: float, shape: tuple[int, ...]) -> mx.array:
+    """An array of one value, float32, made once: on a GPU the host's numbers come late."""
+    array = mx.full(shape, value, mx.float32)
+    mx.eval(array)
+    return array
+
+
 @lru_cache(32)
 def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
     zeros = mx.zeros(shape, dtype)

@@ -3,14 +3,15 @@ once.
 
 With MLX, an expert with few rows is multiplied from its codes, in blocks of rows. An expert with many rows is
 dequantised, and experts with similar row counts share one batched product. Only the number of an expert's rows decides
-between the two. On the CPU the native kernels read records in place.
+between the two. If there are few tokens, CUDA computes all of them with the kernels of a step instead. On the CPU the
+native kernels read records in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -20,10 +21,10 @@ from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
-from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
+from .experts import Records, expert_down_combine, expert_gate_up, is_read, joined, native_refusal
 from .forms import factors, form_of, settings
 from .gather_rows import gather_rows
-from .tiles import tile_of
+from .tiles import MAX_TOKENS, tile_of
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
@@ -31,6 +32,9 @@ from .tiles import tile_of
 BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
+# Tokens of a prompt up to which the kernels of a step compute its experts, MAX_TOKENS at a time: these read an expert
+# anew for each of its rows, but dequantising takes as long for few rows as for many. Metal: not measured.
+FEW_TOKENS = {"cuda": 256, "metal": MAX_TOKENS, "ops": MAX_TOKENS}
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
 COMBINED = 8192  # tokens whose outputs are gathered at once
@@ -81,6 +85,7 @@ class GroupedRows:
         record: the geometry of the experts.
         tokens: [T], the rows of x that `ids` belong to, if not all.
         among: what a single process would multiply in each wave, if this is one of several.
+        weights: [T, K] float32, of the rows. The kernels of a step multiply rows with their weights.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class GroupedRows:
         record: Record,
         tokens: np.ndarray | None = None,
         among: Sequence[Among] | None = None,
+        weights: Array | None = None,
     ):
         flat, experts = ids.reshape(-1), np.concatenate(waves)
         rank = np.zeros(len(counts), np.uint8 if len(experts) <= 256 else np.uint16)  # sorted by radix: short is fast
@@ -104,26 +110,35 @@ class GroupedRows:
         self._firsts = np.cumsum([0, *map(len, waves)])
         self._is_native = isinstance(x, np.ndarray) and not native_refusal(record)
         self._x: Any = x
-        self._waves = waves
+        self._waves, self._weights = waves, cast(Any, weights)
+        self._by_steps = weights is not None and by_steps(x, record)
         if self._is_native:
             self._rows, own = rows, np.arange(flat.size, dtype=np.int32)
             self._outputs: list[Any] = [np.empty((flat.size, x.shape[1]), np.float32)]
         else:
             if isinstance(x, np.ndarray):
                 self._x = mx.array(x)
+            self._outputs = []
+        if self._by_steps:
+            own = source = np.arange(flat.size, dtype=np.int32)
+            experts = np.repeat(experts, counts[experts])
+        elif not self._is_native:
             target = backend.name()
             parts, dense = [counts[wave] for wave in waves], dense_from(target, record)
             self._batches, own, source = arrange(parts, BLOCK_ROWS[target], dense, among)
-            self._outputs = []
         places = np.empty(flat.size, np.int32)
         places[order] = own
         self._places = places.reshape(ids.shape)
         if not self._is_native:
             # In one array: on CUDA the first kernel that reads an array of the host waits for a page fault, which
             # took 0.1 ms on an H200.
-            numbers = mx.array(np.concatenate([rows[source], places, experts]).astype(np.int32))
-            self._source, where, self._experts = mx.split(numbers, [len(source), len(source) + flat.size])
+            numbers = [rows[source], places, order if self._by_steps else order[:0], experts]
+            ends = np.cumsum([len(part) for part in numbers[:-1]]).tolist()
+            given = mx.split(mx.array(np.concatenate(numbers).astype(np.int32)), ends)
+            self._source, where, in_order, self._experts = given
             self._where = where.reshape(ids.shape)
+            if self._by_steps:
+                self._weights = mx.array(self._weights).reshape(-1)[in_order][:, None]
 
     def multiply(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
@@ -136,6 +151,8 @@ class GroupedRows:
             return self._multiply_native(index, slots, records, between)
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
+        if self._by_steps:
+            return self._multiply_by_steps(index, slots, records)
         first, last = self._firsts[index : index + 2]
         numbers = self._experts[first:last] if slots is self._waves[index] else mx.array(slots.astype(np.int32))
         made: list[mx.array] = []
@@ -152,11 +169,33 @@ class GroupedRows:
         self._outputs += made
         return made[-1]
 
+    def _multiply_by_steps(self, index: int, slots: np.ndarray, records: Records) -> mx.array:
+        first, last = self._rows_of(index)
+        if slots is self._waves[index]:
+            own = self._experts[first:last]
+        else:
+            counts = np.diff(self._ends[self._firsts[index] : self._firsts[index + 1]], prepend=first)
+            own = mx.array(np.repeat(slots, counts).astype(np.int32))
+        made = []
+        for start in range(first, last, MAX_TOKENS):
+            part = slice(start, min(start + MAX_TOKENS, last))
+            x, where = gather_rows(self._x, self._source[part]), own[start - first : part.stop - first, None]
+            act = expert_gate_up(x, where, records)
+            zeros = backend.constant(0.0, (MAX_TOKENS, x.shape[1]))[: len(x)]
+            made.append(expert_down_combine(act, where, records, self._weights[part], zeros))
+        backend.start(*made)
+        self._outputs += made
+        return made[-1]
+
+    def _rows_of(self, index: int) -> tuple[int, int]:
+        """The first row of a wave, and the one after its last."""
+        start, stop = self._firsts[index : index + 2]
+        return (int(self._ends[start - 1]) if start else 0), int(self._ends[stop - 1])
+
     def _multiply_native(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None
     ) -> np.ndarray:
-        experts = slice(self._firsts[index], self._firsts[index + 1])
-        first, last = self._ends[experts.start - 1] if experts.start else 0, self._ends[experts.stop - 1]
+        experts, (first, last) = slice(self._firsts[index], self._firsts[index + 1]), self._rows_of(index)
         for start in range(first, last, NATIVE_ROWS):
             if between is not None:
                 between()
@@ -167,7 +206,9 @@ class GroupedRows:
         return self._outputs[0]
 
     def outputs(self) -> Any:
-        """The experts' outputs in the order of the ids: [T * K, H]. Every wave must have been multiplied."""
+        """The experts' outputs in the order of the ids, [T * K, H]: in x's dtype, or if `by_steps` and weights were
+        given, times these, in float32. Every wave must have been multiplied.
+        """
         if self._is_native:
             return self._outputs[0][self._places.reshape(-1)]
         return gather_rows(mx.concatenate(self._outputs), self._where.reshape(-1))
@@ -180,7 +221,14 @@ class GroupedRows:
         out: Any = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
         where = self._places if isinstance(residual, np.ndarray) else self._where
+        if self._by_steps:
+            weights = cast(Any, backend.constant(1.0, weights.shape))
         return combined(out, where, weights, residual, shared)
+
+
+def by_steps(x: Array, record: Record) -> bool:
+    """Whether the kernels of a step compute the experts of so many tokens x [T, H]."""
+    return isinstance(x, mx.array) and len(x) <= FEW_TOKENS[backend.name()] and is_read(record)
 
 
 def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:

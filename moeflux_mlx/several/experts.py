@@ -6,7 +6,6 @@ bits are those of one machine: each row is computed in the same way, and no sum 
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,9 +17,9 @@ from ..experts.routing import Report, Routing, ignore_report, in_parts
 from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
-from ..ops.backend import Array, leave, library_of, view
+from ..ops.backend import Array, constant, leave, library_of, view
 from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
-from ..ops.grouped import combined, expert_rows
+from ..ops.grouped import by_steps, combined, expert_rows
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered
@@ -101,8 +100,8 @@ class RankedExperts:
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
             weighed = weights if isinstance(x, np.ndarray) else mx.array(weights)
-        if not isinstance(x, np.ndarray) and len(x) <= MAX_TOKENS:  # rows of a few tokens are already weighted
-            weighed = _constant(1.0, weights.shape)
+        if self._weighs(x, routing.layer):
+            weighed = constant(1.0, weights.shape)
         rows, where = self._all_rows(routing, ids, weights, x, report)
         return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
 
@@ -113,7 +112,7 @@ class RankedExperts:
         owner = self._dealt(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
-        dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
+        dtype = self._dtype(x, routing.layer)
 
         def watched(share: float) -> None:
             report(share)
@@ -131,6 +130,14 @@ class RankedExperts:
         where[first] = np.arange(ids.size) + np.repeat(np.arange(len(counts)) * counts.max() - starts, counts)
         return gathered, where.reshape(ids.shape)
 
+    def _weighs(self, x: Array, layer: int) -> bool:
+        """Whether the rows of so many tokens are already multiplied with their weights, in float32."""
+        return isinstance(x, mx.array) and (len(x) <= MAX_TOKENS or by_steps(x, self.source.layout.records[layer]))
+
+    def _dtype(self, x: Array, layer: int) -> mx.Dtype | None:
+        """Of the rows, as `_zeros` takes it."""
+        return None if isinstance(x, np.ndarray) else mx.float32 if self._weighs(x, layer) else x.dtype
+
     def _stop_if_wanted(self) -> None:
         if self.exchange.pending is not None:
             raise self.exchange.pending
@@ -144,17 +151,15 @@ class RankedExperts:
         layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
-            grouped = multiplied(
-                self.source, layer, own[:, None], x, ids.shape[1], reads_ahead, report, tokens, self._owned, ids
-            )
+            given = own[:, None], weights.reshape(-1)[mine][:, None], x, ids.shape[1]
+            grouped = multiplied(self.source, layer, *given, reads_ahead, report, tokens, self._owned, ids)
             rows = grouped.outputs()
             return view(rows) if isinstance(x, np.ndarray) else rows
         with self.source.request(layer, own) as lease:  # before reading ahead
             if len(x) <= MAX_TOKENS:
                 self.lookahead.requested(routing, ids)
             if not len(mine):
-                dtype = None if isinstance(x, np.ndarray) else mx.float32 if len(x) <= MAX_TOKENS else x.dtype
-                return _zeros((0, x.shape[1]), dtype)
+                return _zeros((0, x.shape[1]), self._dtype(x, layer))
             lease.wait()
             records, slots = lease.records()
             rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
@@ -248,14 +253,6 @@ def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> Any:
     return np.zeros(shape, np.float32) if dtype is None else mx.zeros(shape, dtype)
 
 
-@cache
-def _constant(value: float, shape: tuple[int, ...]) -> mx.array:
-    """An array of one value, float32, made once: on a GPU the host's numbers come late."""
-    array = mx.full(shape, value, mx.float32)
-    mx.eval(array)
-    return array
-
-
 def _float32(rows: Any) -> np.ndarray:
     return rows if isinstance(rows, np.ndarray) else np.array(leave(rows).astype(mx.float32))
 
@@ -277,6 +274,6 @@ def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weigh
         part = slice(start, start + MAX_TOKENS)
         taken = mx.contiguous(x[where[part]])
         act = expert_gate_up(taken, own[part], copies)
-        zeros = _constant(0.0, taken.shape)
+        zeros = constant(0.0, taken.shape)
         parts.append(expert_down_combine(act, own[part], copies, weighed[part], zeros))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)

@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import on_cpu, tiny_directory
 
+from metal import msl
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.random_weights import random_records
+from moeflux_mlx.experts import routed
+from moeflux_mlx.experts.routing import Routing, ignore_report
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, dequantize, grouped
 from moeflux_mlx.ops.experts import Records, expert_ffn
@@ -149,3 +153,31 @@ def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
         each[t, k] = down @ (g / (1 + np.exp(-g)) * (up @ x[t]))
     want = mid + sum(weights[:, k, None] * np.array([each[t, k] for t in range(3)]) for k in range(2))
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_short_prompt_has_the_bits_of_steps_in_waves_too(monkeypatch, dtype, shared):
+    """Whether all experts are in memory, or come a few at a time and anywhere, and the parts of several processes."""
+    monkeypatch.setitem(grouped.FEW_TOKENS, "metal", 40)
+    random = np.random.default_rng(11)
+    T, K, E, record = 37, 3, 6, Record.make(64, 128)
+    x, residual, beside = (mx.array(random.normal(size=(T, 64)), dtype) for _ in range(3))
+    ids = np.stack([random.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
+    weights, beside = mx.array(random.uniform(size=(T, K)), mx.float32), beside if shared else None
+    blob, elsewhere = random_records(record, E).blob, random.permutation(E)
+    moved = mx.array(np.array(blob)[np.argsort(elsewhere)])
+    counts, waves = np.bincount(ids.reshape(-1), minlength=E), [np.array([4, 1]), np.array([0, 5, 2, 3])]
+    with msl.launching():
+        routing = Routing(0, mx.array(ids), weights)
+        want = routed._in_steps(routing, x, Records(blob, record), residual, beside, ignore_report)
+        for records, slots in ((Records(blob, record), waves), (Records(moved, record), [elsewhere[w] for w in waves])):
+            rows = grouped.GroupedRows(x, ids, counts, waves, record, weights=weights)
+            for i, own in enumerate(slots):
+                rows.multiply(i, own, records)
+            assert rows.outputs().dtype == mx.float32
+            got = rows.combined(weights, residual, beside)
+            mx.eval(got)
+            assert got.dtype == dtype and mx.array_equal(got, want)
