@@ -20,7 +20,19 @@ from .attend import SEVERAL
 from .backend import Array, contiguous, leave, library_of, view
 from .delta import STATE_ROWS, State
 from .elementwise import activate, float32, sigmoid, softplus, split
-from .launch import MOST_THREADS, NO_KERNELS, TOGETHER, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import (
+    MOST_THREADS,
+    NO_KERNELS,
+    SHARED_BYTES,
+    TOGETHER,
+    ArrayPiece,
+    Input,
+    Kernel,
+    Launch,
+    Reason,
+    Shape,
+    ceildiv,
+)
 from .norm import rms_norm
 from .rows import RowCaches
 from .tiles import planned
@@ -66,13 +78,13 @@ def mamba(projected: Array, state: State | RowCaches, w: MambaWeights, sizes: Ma
     """
     batch, length, _ = projected.shape
     if isinstance(state, RowCaches):
-        has_kernels = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1)
+        has_kernels = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1, sizes)
         return state.each(
             lambda row, one: mamba(projected[:, row], one, w, sizes),
             (lambda rows, some: _on_kernels(projected[:, rows], some, w, sizes)) if has_kernels else None,
             TOGETHER.get(backend.name(), 1),
         )
-    if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length):
+    if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length, sizes):
         return _on_kernels(projected, [state], w, sizes)
     library: Any = library_of(projected)
     z, inputs, dt = split(projected, sizes.width, sizes.width + sizes.channels)
@@ -157,13 +169,18 @@ def _chunk(x: Any, B: Any, C: Any, decay: Any, S: Any) -> tuple[Any, Any]:
 
 
 @planned()
-def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
-    """Why the kernels do not take this number of sequences in one array, with this number of tokens of each."""
+def refusal(target: str, sequences: int, tokens: int, sizes: Mamba2) -> Reason | None:
+    """Why the kernels do not take this number of sequences in one array, with this number of tokens of each, or states
+    of these sizes.
+    """
     if target == "ops":
         return NO_KERNELS
     if tokens > 1:
         return SEVERAL
-    return Reason(f"there are {sequences} sequences; the kernels take one") if sequences > 1 else None
+    if sequences > 1:
+        return Reason(f"there are {sequences} sequences; the kernels take one")
+    width = sizes.head_dim + 2 * sizes.state_dim
+    return Reason(f"{width} values of a head do not fit a threadgroup") if 4 * width > SHARED_BYTES else None
 
 
 def _on_kernels(projected: Any, states: Sequence[State], w: MambaWeights, sizes: Mamba2) -> Any:

@@ -94,7 +94,7 @@ def tokens_on_kernels(sizes, dtype):
     arrays = [mx.array(one) for one in parameters]
     weights = MambaWeights(*arrays, 1e-5, pack(arrays))
     together, alone = ([RecurrentCache(sizes) for _ in range(4)] for _ in range(2))
-    assert not operation.refusal(backend.name(), 1, 1)
+    assert not operation.refusal(backend.name(), 1, 1, sizes)
     for row in rows:
         outs = mamba(row[None], RowCaches(together, lambda i: None), weights, sizes)
         own = [mamba(row[None, i : i + 1], cache, weights, sizes) for i, cache in enumerate(alone)]

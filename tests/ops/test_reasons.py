@@ -4,8 +4,33 @@ import mlx.core as mx
 import pytest
 
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import ChannelDecay, Delta, HeadBlocks, Indexer, Router
-from moeflux_mlx.ops import attend, combine, delta, dequantize, experts, index, latent, linear, route
+from moeflux_mlx.kinds import (
+    ChannelDecay,
+    Compressed,
+    Delta,
+    HeadBlocks,
+    HyperConnections,
+    Indexer,
+    Mamba2,
+    Rotation,
+    Router,
+)
+from moeflux_mlx.ops import (
+    attend,
+    combine,
+    compressed,
+    delta,
+    dequantize,
+    experts,
+    gated_streams,
+    index,
+    latent,
+    linear,
+    mamba,
+    ngrams,
+    route,
+    streams,
+)
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.launch import NO_KERNELS, Launch, Reason
 from moeflux_mlx.ops.tiles import MAX_TOKENS
@@ -15,8 +40,14 @@ RECORD, NARROW = Record.make(256, 128), Record.make(256, 96, (Quant(4, 32),) * 3
 RULE = Router(16, 4)
 GROUPED = Router(16, 4, groups=4, kept_groups=2)
 CHANNELS = Delta(1, 2, 128, 128, 4, channel_decay=ChannelDecay(-5.0, 128))
+MAMBA, WIDE = Mamba2(4, 64, 128, 2, 4), Mamba2(4, 64, 8192, 2, 4)
 FORM = Form(EXPERTS, mx.bfloat16)
 NORMS = mx.bfloat16, mx.bfloat16, mx.uint32
+
+
+def window(width):
+    """A layer that attends to a window, with heads of `width` values."""
+    return Compressed(4, width, 64, Rotation(16, 1e4), 128, 2, 64)
 
 
 def logits(target, tokens, hidden, rows=16):
@@ -63,6 +94,19 @@ def down(slots):
         (delta.refusal("metal", 2, Delta(2, 2, 128, 128, 4)), "there are 2 sequences"),
         (delta.refusal("metal", 1, Delta(2, 2, 48, 128, 4)), "keys of 48 values"),
         (delta.refusal("cuda", 1, CHANNELS), "channels of 1 keys decay by themselves for 2 values"),
+        (mamba.refusal("metal", 2, 1, MAMBA), "there are 2 sequences"),
+        (mamba.refusal("metal", 1, 2, MAMBA), "several tokens"),
+        (mamba.refusal("cuda", 1, 1, WIDE), "16448 values of a head do not fit"),
+        (compressed.refusal("metal", 2, window(64)), "several tokens"),
+        (compressed.refusal("metal", 1, window(60)), "rows of 60, 60 and 0 values are no multiples of 8"),
+        (compressed.refusal("cuda", 1, window(4096)), "heads of 4096 values do not fit"),
+        (streams.refusal("metal", 1, HyperConnections(3, 20, 1e-6)), "there are 3 streams, not 2 or 4"),
+        (gated_streams.refusal("metal", 2), "several tokens"),
+        (gated_streams.form_refusal(None, 60), "rows of 60 columns"),
+        (gated_streams.form_refusal(Quant(4, 64), 32), "do not read 4 bits"),
+        (ngrams.refusal("cuda", 2), "several tokens"),
+        (route.table_refusal("metal", Router(16, 4, table=9)), "does not know a softmax"),
+        (route.table_refusal("metal", Router(64, 33, "sigmoid", table=9)), "33 experts, more than 32"),
         (route.refusal("metal", GROUPED), "the router's rule"),
         (route.refusal("ops", RULE), NO_KERNELS),
         (logits("metal", MAX_TOKENS + 1, 256), f"more than {MAX_TOKENS} rows"),
