@@ -102,8 +102,11 @@ class GatedConnection(nn.Module):
         return self._mean(h, Behind(out, *mixing))
 
     def last(self, h: Array) -> Any:
-        """The stream behind the last layer."""
-        return self._mean(h)[1]
+        """The stream behind the last layer. A step's rows are computed one by one, because the kernels take one."""
+        count = h.shape[1]
+        if not isinstance(h, mx.array) or not 1 < count <= MAX_TOKENS:
+            return self._mean(h)[1]
+        return mx.concatenate([self._mean(h[:, i : i + 1])[1] for i in range(count)], axis=1)
 
     def _mean(self, h: Any, behind: Behind | None = None) -> tuple[Any, ...]:
         """The streams h after `behind`, the weighed mean of them, normed, and the weights [B, L, n] for an output."""

@@ -153,6 +153,18 @@ def test_rows_of_the_kernels_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", [full(family) for family in ("deepseek_v32", *CHOOSING)])
+def test_rows_that_choose_positions_have_the_same_bits(monkeypatch, family):
+    """The first sequence is behind the budget, the other before or about it."""
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    model = tiny_model(family, mx.float32)
+    with msl.launching():
+        check(model, Alone(model), [tuple(PROMPT), tuple(PROMPT[:11])], [([(3, 4), (3,)], [1, 0])])
+
+
+@pytest.mark.usefixtures("plain_operations")
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss", "nemotron_h"])])
 def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
     """The sequences have different lengths. One case has a sequence with two rows."""
