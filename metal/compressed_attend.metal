@@ -1,4 +1,4 @@
-// needs: codes.h.metal dense.h.metal lane.h.metal
+// needs: codes.h.metal lane.h.metal
 // Compressed attention of one token, up to the sum over pieces (compressed_combine.metal). Keys are values, and one head
 // of both serves all H queries, query[H, D] X. The newest positions are in ring[SLOTS, ROW] X, position p in slot p % SLOTS;
 // the token sees WINDOW of them, its own, offset[0], among them. It also sees entries[., ENTRY] X: the first (offset + 1)

@@ -5,6 +5,6 @@ inline float delta_decay(float u, float rate, float least) {
   if (EACH) {
     return metal::exp(least / (1.0f + metal::exp(-rate * u)));
   }
-  const float softplus = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-  return metal::exp(-rate * softplus);
+  const float soft = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
+  return metal::exp(-rate * soft);
 }

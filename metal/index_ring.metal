@@ -1,4 +1,4 @@
-// needs: index.h.metal lane.h.metal
+// needs: index.h.metal
 // next[SLOTS, ROW] X = ring[SLOTS, ROW] with the row of one token at place offset[0] % SLOTS: its key[D] X, normed
 // (index.h.metal, by weight and bias, W), and behind it gates[D] float.
 //

@@ -1,4 +1,4 @@
-// needs: lane.h.metal streams.h.metal
+// needs: streams.h.metal
 // What n-grams add to N streams h[N, D] X of one token (ops/ngrams.py). For each stream v with its key k[D], of key[N, D] X,
 // and n(x) = x / sqrt(mean(x^2) + eps[0]):
 //     g = n(k) key_norm . n(v) query_norm / sqrt(D);  gated = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value

@@ -1,4 +1,4 @@
-// needs: codes.h.metal stored.h.metal lane.h.metal
+// needs: stored.h.metal lane.h.metal
 // The input of a layer's part from N streams h[N, D] X of one token, and the weights for adding its output (gated
 // connections, ops/gated_streams.py). x[D] X is the mean of the normed streams, each value times the sigmoid of its row of
 // up silu(low / N). made[O + N] float is the result of streams_low.metal: low[LOW], the logits of the N weights where O

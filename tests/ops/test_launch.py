@@ -185,7 +185,7 @@ def test_each_text_names_the_headers_that_it_uses():
 
 def test_headers_follow_those_that_they_need():
     assert launch.headers_of("expert_choice.metal", "planes") == [
-        f"{name}.h.metal" for name in ("codes", "planes", "lane", "swiglu", "topk")
+        f"{name}.h.metal" for name in ("codes", "planes", "lane", "swiglu", "softplus", "topk")
     ]
 
 
