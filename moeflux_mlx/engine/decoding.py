@@ -22,9 +22,10 @@ from ..ops.limits import within_limits
 from ..state.cache import Cache, KVCache
 from .constrained import Constraint
 from .drafts import Drafts, Lookup
-from .sampling import LogitsProcessor, Sampler, make_sampler
+from .sampling import LogitsProcessor, Sampler, greedy, make_sampler
 
 Chosen = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], whether they are NaN [1]
+Proposed = Sequence[int] | mx.array  # drafts
 
 
 class _OwnStep:
@@ -32,7 +33,7 @@ class _OwnStep:
 
     Args:
         step: the step; its tokens are the last one chosen and then `drafts`.
-        drafts: the proposed tokens.
+        drafts: the proposed tokens; an array of them need not be evaluated.
         ahead: whether the step began before the host knew its first token.
         sequence: the text's place in the step; every other text has one row.
         experts: the source of experts, which should first evict what was read only for rejected drafts.
@@ -42,13 +43,15 @@ class _OwnStep:
         hidden: input for a draft head, [1, 1 + drafts, hidden_size]; None if the model has no head.
         asked: the experts that these rows asked for.
         followed: number of rows whose next token has been handed out.
+        chosen: the next token of each row, if they were chosen together.
         seconds: time spent on this step so far.
     """
 
     def __init__(
-        self, step: Step, drafts: list[int], ahead: bool, sequence: int = 0, experts: ExpertLoader | None = None
+        self, step: Step, drafts: Proposed, ahead: bool, sequence: int = 0, experts: ExpertLoader | None = None
     ):
         self._step, self._sequence, self._experts = step, sequence, experts
+        self.chosen: list[Chosen] = []
         self._drafts, self.ahead, self.drafted = drafts, ahead, len(drafts)
         rows = slice(sequence, sequence + 1 + len(drafts))
         self.logits = step.logits[rows]
@@ -80,6 +83,8 @@ class _OwnStep:
         self.followed += 1
         if not self.rows_left:
             return False
+        if isinstance(self._drafts, mx.array):
+            self._drafts = cast("list[int]", self._drafts.tolist())
         was_drafted = token == self._drafts[self.followed - 1]
         if not was_drafted:
             self.take_back()
@@ -88,7 +93,7 @@ class _OwnStep:
     def take_back(self) -> None:
         """Rewinds the caches to the rows that were followed."""
         if self.rows_left:
-            del self._drafts[max(self.followed - 1, 0) :]  # first, so that an interrupt rewinds only once
+            self._drafts = self._drafts[: max(self.followed - 1, 0)]  # first, so that an interrupt rewinds only once
             self._step.rewind(self._sequence, self.followed)
             if self._experts is not None:
                 self._experts.take_back(self.followed)
@@ -169,11 +174,16 @@ class Decoding:
             self._seen = mx.concatenate([self._seen, self._last])
             for process in self.processors:
                 logits = process(self._seen, logits)
-        logprobs = log_softmax(logits)
-        token = self.sampler(logprobs)
-        self._next = token, logprobs[0], mx.isnan(logprobs[0, :1])
-        self._last = token.astype(mx.uint32)
+        self._go_on(self._choice(logits))
         mx.async_eval(self._next)
+
+    def _choice(self, logits: mx.array) -> Chosen:
+        logprobs = log_softmax(logits.astype(mx.float32))
+        return self.sampler(logprobs), logprobs[0], mx.isnan(logprobs[0, :1])
+
+    def _go_on(self, chosen: Chosen) -> None:
+        """Takes the next token, which the host may not know yet."""
+        self._next, self._last = chosen, chosen[0].astype(mx.uint32)
 
     def advance(self) -> tuple[int, mx.array]:
         """Returns the next token and its logprobs [vocab_size] float32.
@@ -221,8 +231,14 @@ class Decoding:
         """Hands out the next token, which the host may not know yet, and counts it. Must not be called while a row is
         needed.
         """
-        if self._next is None:
-            self.take(cast(_OwnStep, self._step).next_logits if self._logits is None else self._logits)
+        if self._next is None and self._logits is not None:
+            self.take(self._logits)
+        elif self._next is None:
+            step = cast(_OwnStep, self._step)
+            if step.chosen:
+                self._go_on(step.chosen[step.followed])
+            else:
+                self.take(step.next_logits)
         chosen = cast(Chosen, self._next)
         self._followed = self._step if self._step is not None and self._step.rows_left else None
         self._next = self._logits = None
@@ -251,12 +267,19 @@ class Decoding:
             self._step.take_back()
         self._next = self._step = self._followed = None
 
-    def _begin_step(self, drafts: list[int], ahead: bool = False) -> None:
+    def _begin_step(self, drafts: Proposed, ahead: bool = False) -> None:
         """Computes the last token, which the host may not know yet, and `drafts` after it."""
-        tokens = [cast(int, self._last.item()), *drafts] if drafts else self._last
+        tokens: Proposed = self._last
+        if isinstance(drafts, mx.array):
+            tokens = mx.concatenate([self._last, drafts])
+        elif drafts:
+            tokens = [cast(int, self._last.item()), *drafts]
         made = self.model.step([SequenceRows(self.cache, tokens)])
-        self._step = _OwnStep(made, drafts, ahead, experts=self.model.experts)
-        self.asked += self._step.asked
+        self._step = step = _OwnStep(made, drafts, ahead, experts=self.model.experts)
+        self.asked += step.asked
+        if step.drafted and self.sampler is greedy and not self.processors:  # no choice depends on one before it
+            step.chosen = [self._choice(step.logits[row : row + 1]) for row in range(step.rows_left)]
+            mx.async_eval(step.chosen)
 
     @property
     def may_run_ahead(self) -> bool:
@@ -276,13 +299,14 @@ class Decoding:
             room = min(room, self.max_tokens - self.count - 1)
         return max(min(count, room), 0)
 
-    def _drafts(self, count: int) -> list[int]:
+    def _drafts(self, count: int) -> Proposed:
         """At most `count` proposals for the tokens that follow the known ones."""
         room = self._room(count)
         if self._drafting is None or not room:
             return []
         drafts = self._drafting.propose(room)
-        for process in self.processors if drafts else ():
+        for process in self.processors if len(drafts) else ():
             if isinstance(process, Constraint):
+                drafts = cast("list[int]", drafts.tolist()) if isinstance(drafts, mx.array) else drafts
                 drafts = drafts[: max(process.mask.accepts([cast(int, self._last.item()), *drafts]), 1) - 1]
         return drafts

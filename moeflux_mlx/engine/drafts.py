@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import mlx.core as mx
 import numpy as np
 
 SHORTEST, LONGEST = 2, 32  # how many last tokens of a text are searched for; a single one predicts too little
@@ -15,8 +16,8 @@ class Drafts(Protocol):
         """Appends `token` to the text. `hidden` [1, 1, hidden_size] is a head's input from the position before it."""
         ...
 
-    def propose(self, count: int) -> list[int]:
-        """Proposes at most `count` next tokens."""
+    def propose(self, count: int) -> Sequence[int] | mx.array:
+        """Proposes at most `count` next tokens; an array of them, uint32 [n], need not be evaluated."""
         ...
 
     def may_propose(self) -> bool:

@@ -106,9 +106,9 @@ class HeadDrafts:
         """Whether the hidden state of the last position is known."""
         return self._shown == len(self._tokens) - 1
 
-    def propose(self, count: int) -> list[int]:
+    def propose(self, count: int) -> Sequence[int] | mx.array:
         """Proposes at most `count` tokens, each the most likely one; none if the last position's hidden state is not
-        known.
+        known. The host does not wait for them.
         """
         if count < 1 or not self.may_propose():
             return []
@@ -123,8 +123,8 @@ class HeadDrafts:
         while len(self._drafted) < count:
             self._next_out, token = self._head.follow(self._next_out, self._drafted[-1], self.cache)
             self._drafted.append(token)
-        mx.eval(self._drafted)
-        return [cast(int, token.item()) for token in self._drafted[:count]]
+        mx.async_eval(self._drafted)
+        return mx.concatenate([token.reshape(-1) for token in self._drafted[:count]])
 
     def _show(self, hidden: Any, position: int) -> None:
         """Takes hidden states [1, n, hidden_size] of the positions from `position` on."""

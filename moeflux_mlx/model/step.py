@@ -23,8 +23,7 @@ class SequenceRows:
 
     Args:
         cache: a cache for each layer, from `Model.make_cache`; it may be empty.
-        tokens: ids in order. An array of one id need not be evaluated yet: on a GPU it is assumed to be in the
-            vocabulary.
+        tokens: ids in order. An array need not be evaluated yet: on a GPU its ids are assumed to be in the vocabulary.
     """
 
     cache: list[Cache]
@@ -133,10 +132,10 @@ class Step:
 
 
 def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int, believed: bool) -> list[SequenceRows]:
-    """The same with their tokens as arrays [n]; an array of one is `believed`. Raises RequestError: they cannot form a
+    """The same with their tokens as arrays [n]; an array of ids is `believed`. Raises RequestError: they cannot form a
     step.
     """
-    checked = [rows if believed and _is_lone(rows.tokens) else _as_array(rows, vocab_size) for rows in sequences]
+    checked = [rows if believed and _are_ids(rows.tokens) else _as_array(rows, vocab_size) for rows in sequences]
     if len(checked) == 1 and checked[0].count == 1:
         return checked
     longest, total = max((rows.count for rows in checked), default=0), sum(rows.count for rows in checked)
@@ -152,8 +151,8 @@ def checked_rows(sequences: Sequence[SequenceRows], vocab_size: int, believed: b
     return checked
 
 
-def _is_lone(tokens: Sequence[int] | mx.array) -> bool:
-    return isinstance(tokens, mx.array) and tokens.shape == (1,)
+def _are_ids(tokens: Sequence[int] | mx.array) -> bool:
+    return isinstance(tokens, mx.array) and tokens.dtype == mx.uint32 and tokens.ndim == 1 and tokens.size > 0
 
 
 def _as_array(rows: SequenceRows, vocab_size: int) -> SequenceRows:

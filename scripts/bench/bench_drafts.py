@@ -55,7 +55,7 @@ class Guided(HeadDrafts):
 
     def propose(self, count: int) -> list[int]:
         self.told.count = len(self._tokens) - self.told.start
-        return self.told.propose(count) if super().propose(count) else []
+        return self.told.propose(count) if len(super().propose(count)) else []
 
 
 class Told:

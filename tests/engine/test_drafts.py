@@ -357,3 +357,20 @@ def test_states_to_return_to_are_planned():
 def test_an_unknown_source_of_drafts_is_refused():
     with pytest.raises(RequestError, match="draft 'luck' is neither one of auto, off, lookup, head nor a directory"):
         load_model(tiny_directory("qwen3_moe"), draft="luck")
+
+
+@pytest.mark.parametrize("seed, penalty, together", [(None, None, 3), (7, None, 0), (None, 1.2, 0)])
+def test_greedy_tokens_of_a_check_are_chosen_together(monkeypatch, seed, penalty, together):
+    """So that the host waits once for all of them. Other choices depend on a key, or on the tokens before."""
+    model = tiny_model("qwen3_moe", mx.float32)
+    plain = [token for token, _ in generate_step(PROMPT, model, max_tokens=8)]
+    drafts(monkeypatch, model, [[*PROMPT, *plain]], most=2)
+    made, begin = [], decoding.Decoding._begin_step
+
+    def noted(self, *given, **named):
+        begin(self, *given, **named)
+        made.append((self._step.drafted, len(self._step.chosen)))
+
+    monkeypatch.setattr(decoding.Decoding, "_begin_step", noted)
+    list(generate_step(PROMPT, model, max_tokens=4, **choice(seed, penalty)))
+    assert made[0] == (2, together)

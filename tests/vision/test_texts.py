@@ -197,7 +197,7 @@ class GuidedHead(HeadDrafts):
 
     def propose(self, count):
         self.told.text = list(self._tokens)
-        return self.told.propose(count) if super().propose(count) else []
+        return self.told.propose(count) if len(super().propose(count)) else []
 
 
 @pytest.fixture(scope="module")
