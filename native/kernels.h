@@ -52,7 +52,7 @@ INLINE void FN(store)(const vf *acc, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, fl
 #if W == 16
 INLINE vu FN(permute)(vu v, vi from) { return (vu)_mm512_permutexvar_epi32((__m512i)from, (__m512i)v); }
 
-INLINE vu FN(every)(const uint32_t *p, const int step) {
+INLINE vu FN(strided)(const uint32_t *p, const int step) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     return (vu)_mm512_i32gather_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(step)), p, 4);
 }
@@ -78,7 +78,7 @@ INLINE vu FN(e2m1)(vu codes) {
 
 /* Sets out[k] to words k, k + 3, k + 6, ... of p. Word n is loaded into lane n % 8 of a vector. The words of one k
  * are then in different lanes, so one blend collects them and one permutation puts them in order. */
-INLINE void FN(deal3)(const uint32_t *p, vu *out) {
+INLINE void FN(deinterleave3)(const uint32_t *p, vu *out) {
     const vi order = {0, 3, 6, 1, 4, 7, 2, 5};
     __m256i a = _mm256_loadu_si256((const __m256i *)p), b = _mm256_loadu_si256((const __m256i *)(p + 8));
     __m256i c = _mm256_loadu_si256((const __m256i *)(p + 16));
@@ -87,7 +87,7 @@ INLINE void FN(deal3)(const uint32_t *p, vu *out) {
     out[2] = FN(permute)((vu)BLEND3(b, c, a), (order + 2) & 7);
 }
 
-INLINE void FN(deal5)(const uint32_t *p, vu *out) {
+INLINE void FN(deinterleave5)(const uint32_t *p, vu *out) {
     const vi order = {0, 5, 2, 7, 4, 1, 6, 3};
     __m256i v[5];
     UNROLL for (int i = 0; i < 5; i++) v[i] = _mm256_loadu_si256((const __m256i *)(p + 8 * i));
@@ -100,7 +100,7 @@ INLINE void FN(deal5)(const uint32_t *p, vu *out) {
 #undef BLEND3
 #undef BLEND5
 #else
-INLINE vu FN(every)(const uint32_t *p, const int step) {
+INLINE vu FN(strided)(const uint32_t *p, const int step) {
     vu v;
     for (int i = 0; i < W; i++) v[i] = p[step * i];
     return v;
@@ -116,22 +116,22 @@ INLINE vu FN(e2m1)(vu codes) {
 }
 #endif
 #if W != 8
-INLINE void FN(deal3)(const uint32_t *p, vu *out) {
-    UNROLL for (int k = 0; k < 3; k++) out[k] = FN(every)(p + k, 3);
+INLINE void FN(deinterleave3)(const uint32_t *p, vu *out) {
+    UNROLL for (int k = 0; k < 3; k++) out[k] = FN(strided)(p + k, 3);
 }
 
-INLINE void FN(deal5)(const uint32_t *p, vu *out) {
-    UNROLL for (int k = 0; k < 5; k++) out[k] = FN(every)(p + k, 5);
+INLINE void FN(deinterleave5)(const uint32_t *p, vu *out) {
+    UNROLL for (int k = 0; k < 5; k++) out[k] = FN(strided)(p + k, 5);
 }
 #endif
 
-INLINE vf FN(pick)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf FN(select)(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
 /* Returns exp(x) to about 2 ulp for x in [-87.3, 88]; outside, x is clamped. x = n ln2 + r with |r| <= ln2/2, and
  * exp(r) is the Taylor polynomial of degree 7. */
 INLINE vf FN(vexp)(vf x) {
-    x = FN(pick)((vi)(x > 88.0f), FN(splat)(88.0f), x);
-    x = FN(pick)((vi)(x < -87.3f), FN(splat)(-87.3f), x);
+    x = FN(select)((vi)(x > 88.0f), FN(splat)(88.0f), x);
+    x = FN(select)((vi)(x < -87.3f), FN(splat)(-87.3f), x);
     /* Adding 1.5 * 2^23 rounds to an integer, which is then in the low bits of the mantissa. */
     vf shifted = x * 1.44269504088896341f + 12582912.0f;
     vf n = shifted - 12582912.0f;
@@ -151,16 +151,16 @@ INLINE vf FN(vexp)(vf x) {
 INLINE vf FN(vsilu)(vf x) { return x / (1.0f + FN(vexp)(-x)); }
 
 /* Returns the smaller of x and limit; NaN stays NaN. */
-INLINE vf FN(below)(vf x, vf limit) { return FN(pick)((vi)(x > limit), limit, x); }
+INLINE vf FN(vmin)(vf x, vf limit) { return FN(select)((vi)(x > limit), limit, x); }
 
 /* Combines gate g and up u. The factor 1.5957691 of GELU is 2 sqrt(2 / pi), because (1 + tanh z) / 2 = sigmoid(2 z). */
 INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
     if (form == SILU) return FN(vsilu)(g) * u;
     if (form == GELU) return g / (1.0f + FN(vexp)(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
-    if (form == RELU) return FN(pick)((vi)(g < 0.0f), FN(splat)(0), g) * u;
-    u = -FN(below)(-FN(below)(u, limit), limit);
-    if (form == SILU_THEN_CLIP) return FN(below)(FN(vsilu)(g), limit) * u;
-    g = FN(below)(g, limit);
+    if (form == RELU) return FN(select)((vi)(g < 0.0f), FN(splat)(0), g) * u;
+    u = -FN(vmin)(-FN(vmin)(u, limit), limit);
+    if (form == SILU_THEN_CLIP) return FN(vmin)(FN(vsilu)(g), limit) * u;
+    g = FN(vmin)(g, limit);
     if (form == CLIP_THEN_SILU) return FN(vsilu)(g) * u;
     return g / (1.0f + FN(vexp)(-1.702f * g)) * (u + 1.0f);
 }
@@ -262,7 +262,7 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = F32 ? 4 : 2, k = 0;
     /* Prefetches whole blocks of rows ahead, so that every cache line is requested before it is needed. */
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
-    const uint32_t *soon = soon_of(m, ahead, r1);
+    const uint32_t *soon = address_ahead(m, ahead, r1);
     const uint32_t *w[4];
     const char *s[4], *b[4];
     vf acc[8], scale[4], bias[4];
@@ -272,7 +272,7 @@ INLINE void FN(row_block)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
         w[i] = m->w + row * words;
         s[i] = (const char *)m->s + row * groups * unit;
         b[i] = (const char *)m->b + row * groups * unit;
-        fetch_tables(m, ahead + i, r1);
+        prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (; k + W <= words; k += W) {
@@ -368,7 +368,7 @@ static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind 
     enum { TABLE = 128 };
     float values[TABLE + W];
     for (ptrdiff_t i = 0; i < n; i += TABLE) {
-        const ptrdiff_t count = least(TABLE, n - i);
+        const ptrdiff_t count = min(TABLE, n - i);
         FN(decode)(bias, first + i, count, kind, values);
         for (ptrdiff_t j = 0; j < count; j++) y[i + j] += values[j];
     }
@@ -424,20 +424,20 @@ INLINE void FN(e4m3_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
     enum { TABLE = 128, EACH = 4 * W };
     float scales[4][TABLE + W];
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->in)), first[4];
-    const char *soon = (const char *)soon_of(m, ahead, r1);
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
     const uint8_t *w[4];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
         ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
         w[i] = (const uint8_t *)(m->w + row * m->words), first[i] = row * m->groups;
-        fetch_tables(m, ahead + i, r1);
+        prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (ptrdiff_t c = 0; c < m->in; c += EACH) {
         const ptrdiff_t group = c / 32, local = group % TABLE;
         if (local == 0 && c % 32 == 0)
             UNROLL for (int i = 0; i < R; i++)
-                FN(decode)(m->s, first[i] + group, least(TABLE, m->groups - group), m->kind, scales[i]);
+                FN(decode)(m->s, first[i] + group, min(TABLE, m->groups - group), m->kind, scales[i]);
         UNROLL for (int i = 0; i < R; i++) {
             vf q[4];
             for (int n = 0; n < EACH; n += 64) __builtin_prefetch(soon + i * m->in + c + n);
@@ -498,7 +498,7 @@ static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) 
 }
 
 /* Returns values[from[i]] in lane i: the scales or biases of W blocks, which FN(decode) has written to `values`. */
-INLINE vf FN(of_blocks)(const float *values, vi from) {
+INLINE vf FN(block_values)(const float *values, vi from) {
 #if W > 4
     return (vf)FN(permute)(*(const vu *)values, from);
 #else
@@ -529,21 +529,21 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     float scales[4][TABLE + W], biases[4][TABLE + W];
     uint32_t tail[MOST * W] = {0};
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->words * 4)), at = 0;
-    const uint32_t *soon = soon_of(m, ahead, r1), *w[4];
+    const uint32_t *soon = address_ahead(m, ahead, r1), *w[4];
     ptrdiff_t first[4];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
         ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
         w[i] = m->w + row * m->words, first[i] = row * groups;
-        fetch_tables(m, ahead + i, r1);
+        prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + 1) * W) {
         const ptrdiff_t group = b >> shift, local = group % TABLE;
         if (local == 0 && (b == 0 || (b - 1) >> shift != group))
             UNROLL for (int i = 0; i < R; i++) {
-                FN(decode)(m->s, first[i] + group, least(TABLE, groups - group), m->kind, scales[i]);
-                if (!MX) FN(decode)(m->b, first[i] + group, least(TABLE, groups - group), m->kind, biases[i]);
+                FN(decode)(m->s, first[i] + group, min(TABLE, groups - group), m->kind, scales[i]);
+                if (!MX) FN(decode)(m->b, first[i] + group, min(TABLE, groups - group), m->kind, biases[i]);
             }
         vu word[4][MOST];
         vf sum[8], scale[4], bias[4];
@@ -554,11 +554,11 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             if (MX) {
                 vu both = *(const vu *)from;
                 word[i][0] = FN(e2m1)(both & 0x0F0F0F0Fu), word[i][1] = FN(e2m1)(both >> 4 & 0x0F0F0F0Fu);
-            } else if (each == 3) FN(deal3)(from, word[i]);
-            else if (each == 5) FN(deal5)(from, word[i]);
+            } else if (each == 3) FN(deinterleave3)(from, word[i]);
+            else if (each == 5) FN(deinterleave5)(from, word[i]);
             else word[i][0] = *(const vu *)from;
-            scale[i] = FN(of_blocks)(scales[i] + local, from_lane);
-            if (!MX) bias[i] = FN(of_blocks)(biases[i] + local, from_lane);
+            scale[i] = FN(block_values)(scales[i] + local, from_lane);
+            if (!MX) bias[i] = FN(block_values)(biases[i] + local, from_lane);
         }
         UNROLL32 for (int j = 0; j < codes; j++) {
             vf xv[4];
@@ -702,7 +702,7 @@ static TARGET void FN(softmax)(float *row, ptrdiff_t n, const float *sink) {
     for (ptrdiff_t i = n; i % W; i++) row[i] = -INFINITY;
     for (ptrdiff_t i = 0; i < n; i += W) {
         vf v = *(vf *)(row + i);
-        top = FN(pick)((vi)(v > top), v, top);
+        top = FN(select)((vi)(v > top), v, top);
     }
     float peak = top[0];
     for (int i = 1; i < W; i++) peak = top[i] > peak ? top[i] : peak;
@@ -722,7 +722,7 @@ static TARGET void FN(softmax)(float *row, ptrdiff_t n, const float *sink) {
  * so that they stay in the L1 cache. */
 INLINE void FN(mix)(const float *p, ptrdiff_t pad, const float *v, ptrdiff_t n, ptrdiff_t dv, float *out, const int G) {
     for (ptrdiff_t i0 = 0; i0 < n; i0 += CACHE_AHEAD) {
-        ptrdiff_t i1 = least(i0 + CACHE_AHEAD, n);
+        ptrdiff_t i1 = min(i0 + CACHE_AHEAD, n);
         for (ptrdiff_t d = 0; d < dv; d += W) {
             vf acc[8];
             UNROLL for (int g = 0; g < G; g++) acc[g] = *(vf *)(out + g * dv + d);
@@ -754,7 +754,7 @@ INLINE const float *FN(row_values)(const char *rows, ptrdiff_t n, const RowForm 
 /* Attention of one token for up to GQA_HEADS query heads that share a key head. `seen` has up to three runs of cache
  * rows, in order; the bits do not depend on where a run ends. scores: GQA_HEADS rows of `pad` floats. sinks: a logit
  * for each head, or NULL. room: memory to decode CACHE_AHEAD rows of keys or of values, if rows are codes. */
-static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen, const RowForm *keys,
+static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const KvRows *seen, const RowForm *keys,
                               const RowForm *values, float scale, const float *sinks, float *scores, ptrdiff_t pad,
                               float *room, float *out) {
     const ptrdiff_t dk = keys->width, dv = values->width;
@@ -773,7 +773,7 @@ static TARGET void FN(attend)(const float *q, ptrdiff_t heads, const Seen *seen,
         /* Codes are decoded a few rows at a time, as many as FN(mix) takes at a time. */
         const ptrdiff_t step = values->group ? CACHE_AHEAD : seen[s].n;
         for (ptrdiff_t i = 0; i < seen[s].n; i += step) {
-            const ptrdiff_t n = least(step, seen[s].n - i);
+            const ptrdiff_t n = min(step, seen[s].n - i);
             const float *v = FN(row_values)(seen[s].v + i * values->stride, n, values, room);
             for (ptrdiff_t g = 0; g < heads;) {
                 const float *p = scores + g * pad + at[s] + i;

@@ -29,17 +29,17 @@
 #define CHUNK_BYTES 262144
 #define MAX_CHUNK_ROWS 512
 #define SMALL_CHUNK 16384 /* floats in a chunk of an elementwise operation */
-#define DENSE_BATCH 64    /* rows of x that are multiplied by one row of a dense matrix at a time */
-#define GQA_HEADS 8       /* query heads that share one pass over keys and values */
-#define BLOCK_FROM 6      /* from so many rounded rows of x on, blocks of eight are faster than four rows at a time */
-#define TOGETHER 32       /* rounded rows of x for which the codes of a matrix are unpacked once */
+#define DENSE_BATCH 64   /* rows of x that are multiplied by one row of a dense matrix at a time */
+#define GQA_HEADS 8      /* query heads that share one pass over keys and values */
+#define MIN_BLOCK_ROWS 6 /* from so many rounded rows of x on, blocks of eight are faster than four at a time */
+#define UNPACK_ROWS 32   /* rounded rows of x for which the codes of a matrix are unpacked once */
 #define MAX_ARGS 12
 #define GLOBAL_UNIT (1.0f / 2688) /* MLX stores a global scale as 448 * 6 times the factor of the scales */
 #define MOST_EXPERTS 4096 /* the scores of a token's experts are on the stack */
 
 /* Declares that after the last row of `m` the work continues with row `row` of `then`, whose rows have the same
  * size. This is only a hint for prefetching. */
-static void follow(Matrix *m, const Matrix *then, ptrdiff_t row) {
+static void set_next(Matrix *m, const Matrix *then, ptrdiff_t row) {
     m->next = then->w + row * then->words;
     m->next_s = (const char *)then->s + row * table_bytes(then);
     m->next_b = then->b ? (const char *)then->b + row * table_bytes(then) : NULL;
@@ -153,7 +153,8 @@ static Kind kind_of(const Py_buffer *view) {
 /* Describes a matrix of codes with rows of `in` values. Returns 0 with an exception if no kernel reads the form. */
 static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Kind kind, int has_biases) {
     if (kind >= E8M0) kind = group == 16 ? E4M3_SCALE : E8M0;
-    int is_float = kind >= E8M0 && !has_biases && ((bits == 4 && group == 16) || (group == 32 && (bits == 4 || bits == 8)));
+    int is_float = kind >= E8M0 && !has_biases &&
+                   ((bits == 4 && group == 16) || (group == 32 && (bits == 4 || bits == 8)));
     int is_affine = kind < E8M0 && has_biases && bits > 0 && bits < 9 && bits != 7 &&
                     (group == 32 || group == 64 || group == 128);
     if (!is_float && !is_affine) {
@@ -220,7 +221,7 @@ static ptrdiff_t chunk_rows(ptrdiff_t rows, ptrdiff_t row_bytes, ptrdiff_t batch
 /* How rows of x are multiplied by a matrix. FLOATING and STEP use float activations: STEP the kernel for the rows of
  * a step, FLOATING the other one. ROUNDED and BLOCKS use rounded activations: ROUNDED up to four rows at a time,
  * BLOCKS eight. */
-typedef enum { FLOATING, STEP, ROUNDED, BLOCKS } Way;
+typedef enum { FLOATING, STEP, ROUNDED, BLOCKS } Method;
 
 /* Returns the number of byte planes if activations are rounded to `bits` bits for `m`; 0: they are not rounded. */
 static int planes_of(const Path *p, const Matrix *m, int bits) {
@@ -233,7 +234,7 @@ static ptrdiff_t packed_words(const Path *p, const Matrix *m, int planes) {
     if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
     if (m->codes == E4M3) return m->in;
     ptrdiff_t codes = m->codes == E2M1 || m->is_plain ? 8 : BLOCK_CODES(m->bits);
-    return chunks_of(m->in / codes, p->width) * (codes + 1) * p->width;
+    return ceil_div(m->in / codes, p->width) * (codes + 1) * p->width;
 }
 
 typedef struct {
@@ -281,18 +282,18 @@ static void block_job(void *ctx, ptrdiff_t block, int member) {
 }
 
 /* Joins packed rows to blocks. Rows first[s] to first[s + 1] - 1 are multiplied by the same matrix; if they are
- * fewer than BLOCK_FROM, they stay single. *memory gets the memory of the blocks. Returns 0 if memory is short. */
+ * fewer than MIN_BLOCK_ROWS, they stay single. *memory gets the memory of the blocks. Returns 0 if memory is short. */
 static int make_blocks(ptrdiff_t sets, const ptrdiff_t *first, const float **x, ptrdiff_t words, uint32_t **memory) {
     Blocks c = {.x = x, .words = words};
-    ptrdiff_t n = 0, most = first[sets] / 8 + least(sets, first[sets] / BLOCK_FROM);
+    ptrdiff_t n = 0, most = first[sets] / 8 + min(sets, first[sets] / MIN_BLOCK_ROWS);
     *memory = NULL;
     if (!most) return 1;
     c.start = scratch(2 * most * (ptrdiff_t)sizeof *c.start);
     c.out = *memory = scratch(most * words * 32);
     if (c.start && c.out) {
         for (ptrdiff_t s = 0; s < sets; s++)
-            for (ptrdiff_t at = first[s]; first[s + 1] - first[s] >= BLOCK_FROM && at < first[s + 1]; at += 8, n++)
-                c.start[2 * n] = at, c.start[2 * n + 1] = least(8, first[s + 1] - at);
+            for (ptrdiff_t at = first[s]; first[s + 1] - first[s] >= MIN_BLOCK_ROWS && at < first[s + 1]; at += 8, n++)
+                c.start[2 * n] = at, c.start[2 * n + 1] = min(8, first[s + 1] - at);
         team_run(block_job, &c, n);
     }
     int ok = c.start && c.out;
@@ -300,14 +301,14 @@ static int make_blocks(ptrdiff_t sets, const ptrdiff_t *first, const float **x, 
     return ok;
 }
 
-static Way way_of(int planes, int step, ptrdiff_t rows) {
-    return planes ? rows >= BLOCK_FROM ? BLOCKS : ROUNDED : step ? STEP : FLOATING;
+static Method method_of(int planes, int step, ptrdiff_t rows) {
+    return planes ? rows >= MIN_BLOCK_ROWS ? BLOCKS : ROUNDED : step ? STEP : FLOATING;
 }
 
 /* Returns the bytes that one thread needs to unpack rows of `m`, if `rows` rows of x are enough for blocks,
  * otherwise 0. */
-static ptrdiff_t room_of(const Matrix *m, int planes, ptrdiff_t rows) {
-    return planes && rows >= BLOCK_FROM ? chunks_of(8 * (m->in + 64) + 16 * rounded_groups(m) * 4, 64) * 64 : 0;
+static ptrdiff_t workspace_bytes(const Matrix *m, int planes, ptrdiff_t rows) {
+    return planes && rows >= MIN_BLOCK_ROWS ? ceil_div(8 * (m->in + 64) + 16 * rounded_groups(m) * 4, 64) * 64 : 0;
 }
 
 /* ---- linear, dequantize ------------------------------------------------------------------- */
@@ -319,26 +320,26 @@ typedef struct {
     const float **x;
     float **y; /* the start of each output row */
     int step, planes;
-    char *room; /* memory to unpack rows, for each thread */
+    char *workspace; /* memory to unpack rows, for each thread */
     const float *norm, *residual; /* [in] and [batch, rows], or NULL */
     float eps, *out;
 } Product;
 
-/* Returns how many of the `left` remaining rows of x are multiplied at a time: up to TOGETHER in blocks, otherwise
+/* Returns how many of the `left` remaining rows of x are multiplied at a time: up to UNPACK_ROWS in blocks, otherwise
  * up to 4. In floats, 5 rows are taken as 3 and 2, because a single row is slow. */
-static ptrdiff_t share(Way way, ptrdiff_t left) {
-    if (way == BLOCKS) return least(TOGETHER, left);
-    return left == 5 && way == FLOATING ? 3 : least(4, left);
+static ptrdiff_t rows_at_once(Method method, ptrdiff_t left) {
+    if (method == BLOCKS) return min(UNPACK_ROWS, left);
+    return left == 5 && method == FLOATING ? 3 : min(4, left);
 }
 
 /* Multiplies rows r0 to r1-1 of m by n packed rows of x. */
-static void multiply(const Path *path, Way way, int planes, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n,
-                     const float *const *x, void *room, float *const *y) {
-    if (way == ROUNDED) path->rounded->rows[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, y);
-    else if (way == BLOCKS)
-        path->rounded->tiles[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, room, y);
+static void multiply(const Path *path, Method method, int planes, const Matrix *m, ptrdiff_t r0, ptrdiff_t r1,
+                     ptrdiff_t n, const float *const *x, void *workspace, float *const *y) {
+    if (method == ROUNDED) path->rounded->rows[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, y);
+    else if (method == BLOCKS)
+        path->rounded->tiles[form_of(m)][planes - 1](m, r0, r1, n, (const uint32_t *const *)x, workspace, y);
     else if (!m->is_plain) path->rows_of_blocks(m, r0, r1, n, x, y);
-    else if (way == STEP) path->step_rows(m, r0, r1, n, x, y);
+    else if (method == STEP) path->step_rows(m, r0, r1, n, x, y);
     else path->rows(m, r0, r1, n, x, y);
     for (ptrdiff_t t = 0; m->factor != 1 && t < n; t++)
         for (ptrdiff_t r = 0; r < r1 - r0; r++) y[t][r] *= m->factor;
@@ -352,24 +353,24 @@ static void add_residual(const Product *c, ptrdiff_t r0, ptrdiff_t r1) {
 
 static void product_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
-    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
-    const Way way = way_of(c->planes, c->step, c->batch);
-    void *room = c->room + member * room_of(&c->m, c->planes, c->batch);
+    ptrdiff_t r0 = chunk * c->chunk, r1 = min(r0 + c->chunk, c->rows);
+    const Method method = method_of(c->planes, c->step, c->batch);
+    void *workspace = c->workspace + member * workspace_bytes(&c->m, c->planes, c->batch);
     for (ptrdiff_t t = 0, n; t < c->batch; t += n) {
-        float *y[TOGETHER];
-        n = share(way, c->batch - t);
+        float *y[UNPACK_ROWS];
+        n = rows_at_once(method, c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
-        multiply(c->path, way, c->planes, &c->m, r0, r1, n, c->x + t, room, y);
+        multiply(c->path, method, c->planes, &c->m, r0, r1, n, c->x + t, workspace, y);
     }
     add_residual(c, r0, r1);
 }
 
 static void dense_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
-    ptrdiff_t r0 = chunk * c->chunk, r1 = least(r0 + c->chunk, c->rows);
+    ptrdiff_t r0 = chunk * c->chunk, r1 = min(r0 + c->chunk, c->rows);
     float *y[DENSE_BATCH];
     for (ptrdiff_t t = 0; t < c->batch; t += DENSE_BATCH) {
-        ptrdiff_t n = least(DENSE_BATCH, c->batch - t);
+        ptrdiff_t n = min(DENSE_BATCH, c->batch - t);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[t + i] + r0;
         c->path->dense_rows(&c->m, r0, r1, n, c->x + t, y);
     }
@@ -388,13 +389,13 @@ typedef struct {
 static void rms_norm_job(void *ctx, ptrdiff_t chunk, int member) {
     Rowwise *c = ctx;
     (void)member;
-    for (ptrdiff_t r = chunk * c->chunk; r < least((chunk + 1) * c->chunk, c->rows); r++)
+    for (ptrdiff_t r = chunk * c->chunk; r < min((chunk + 1) * c->chunk, c->rows); r++)
         c->path->rms_norm(c->x + r * c->width, c->weight, c->eps, c->out + r * c->width, c->width);
 }
 
 static void run_rms_norm(Rowwise *c) {
     c->chunk = 1 + SMALL_CHUNK / c->width;
-    team_run(rms_norm_job, c, chunks_of(c->rows, c->chunk));
+    team_run(rms_norm_job, c, ceil_div(c->rows, c->chunk));
 }
 
 static int multiply_rows(Product *c, const float *x) {
@@ -404,16 +405,16 @@ static int multiply_rows(Product *c, const float *x) {
     uint32_t *blocks = NULL;
     c->x = scratch(c->batch * (ptrdiff_t)sizeof *c->x);
     c->y = scratch(c->batch * (ptrdiff_t)sizeof *c->y);
-    c->room = scratch(MAX_TEAM * room_of(&c->m, c->planes, c->batch));
-    int ok = (memory || !is_packed) && c->x && c->y && c->room;
+    c->workspace = scratch(MAX_TEAM * workspace_bytes(&c->m, c->planes, c->batch));
+    int ok = (memory || !is_packed) && c->x && c->y && c->workspace;
     if (ok) {
         for (ptrdiff_t t = 0; t < c->batch; t++)
             c->x[t] = (is_packed ? memory : x) + t * size, c->y[t] = c->out + t * c->rows;
         if (is_packed) team_run(pack_job, &(Pack){c->path, &c->m, x, memory, c->step, c->planes}, c->batch);
         ok = !c->planes || make_blocks(1, ends, c->x, size, &blocks);
     }
-    if (ok) team_run(is_packed ? product_job : dense_job, c, chunks_of(c->rows, c->chunk));
-    free(memory), free(blocks), free(c->x), free(c->y), free(c->room);
+    if (ok) team_run(is_packed ? product_job : dense_job, c, ceil_div(c->rows, c->chunk));
+    free(memory), free(blocks), free(c->x), free(c->y), free(c->workspace);
     return ok;
 }
 
@@ -477,7 +478,7 @@ static void dequantize_job(void *ctx, ptrdiff_t chunk, int member) {
     Product *c = ctx;
     ptrdiff_t r0 = chunk * c->chunk;
     (void)member;
-    c->path->dequantize(&c->m, r0, least(r0 + c->chunk, c->rows), c->out + r0 * c->m.in);
+    c->path->dequantize(&c->m, r0, min(r0 + c->chunk, c->rows), c->out + r0 * c->m.in);
 }
 
 /* dequantize(w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, out[O, I]) */
@@ -490,7 +491,7 @@ static PyObject *op_dequantize(PyObject *self, PyObject *const *a, Py_ssize_t n)
         return args_done(&args, 0);
     c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.words * 4, 1);
     Py_BEGIN_ALLOW_THREADS;
-    team_run(dequantize_job, &c, chunks_of(c.rows, c.chunk));
+    team_run(dequantize_job, &c, ceil_div(c.rows, c.chunk));
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
@@ -525,7 +526,7 @@ typedef struct {
     float *out;
     int step;                     /* the kernel for the rows of a step is used */
     int bits, planes;             /* bits and byte planes of activations */
-    char *room;                   /* memory to unpack rows, for each thread */
+    char *workspace;                   /* memory to unpack rows, for each thread */
 } Experts;
 
 /* Returns matrix `which` of the record in `slot`. */
@@ -589,7 +590,8 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
     }
     const Py_ssize_t *form = number + 3 * count, *bias = form + 3;
     if (form[2] < BF16 || form[2] > E4M3_SCALE) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
-    if (bias[count] < BF16 || bias[count] > F32) return PyErr_Format(PyExc_ValueError, "biases of kind %zd", bias[count]), 0;
+    if (bias[count] < BF16 || bias[count] > F32)
+        return PyErr_Format(PyExc_ValueError, "biases of kind %zd", bias[count]), 0;
     c->bias_kind = (Kind)bias[count];
     if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] < E8M0)) return 0;
     c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
@@ -597,7 +599,7 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
     int fits = rows <= c->stride / c->form.words;
     for (int i = 0; i < 3 * count; i++) {
         ptrdiff_t words = 0, at = number[i];
-        if (fits) words = i % 3 ? chunks_of(rows * table_bytes(&c->form), 4) : rows * c->form.words;
+        if (fits) words = i % 3 ? ceil_div(rows * table_bytes(&c->form), 4) : rows * c->form.words;
         if (i % 3 == 2 && c->form.codes) {
             words = 1, at = number[i] == number[i - 1] || c->form.kind == E8M0 ? -1 : at;
             fits = fits && at >= -1;
@@ -606,7 +608,7 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
         c->place[i / 3][i % 3] = at;
     }
     for (int i = 0; i < count; i++) {
-        fits = fits && bias[i] >= -1 && bias[i] <= c->stride - chunks_of(rows * unit_of(c->bias_kind), 4);
+        fits = fits && bias[i] >= -1 && bias[i] <= c->stride - ceil_div(rows * unit_of(c->bias_kind), 4);
         c->bias[i] = bias[i];
     }
     if (!fits)
@@ -635,16 +637,16 @@ static void add_bias(const Experts *c, ptrdiff_t slot, int which, ptrdiff_t r0, 
 }
 
 /* Computes columns r0 to r1-1 of act for the n pairs from p on, if rows of gate and up alternate. */
-static void gate_up_in_turns(const Experts *c, Way way, ptrdiff_t slot, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t p,
-                             ptrdiff_t n, void *room) {
-    float both[TOGETHER][MAX_CHUNK_ROWS], gate[MAX_CHUNK_ROWS / 2], up[MAX_CHUNK_ROWS / 2], *y[TOGETHER];
+static void gate_up_interleaved(const Experts *c, Method method, ptrdiff_t slot, ptrdiff_t r0, ptrdiff_t r1,
+                                ptrdiff_t p, ptrdiff_t n, void *workspace) {
+    float both[UNPACK_ROWS][MAX_CHUNK_ROWS], gate[MAX_CHUNK_ROWS / 2], up[MAX_CHUNK_ROWS / 2], *y[UNPACK_ROWS];
     for (int half = 0; half < 2; half++) {
         const ptrdiff_t begin = half ? c->inner : 0, from = 2 * r0 > begin ? 2 * r0 : begin;
-        const ptrdiff_t to = least(2 * r1, begin + c->inner);
+        const ptrdiff_t to = min(2 * r1, begin + c->inner);
         if (from >= to) continue;
         Matrix m = projection(c, slot, half);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = both[i] + from - 2 * r0;
-        multiply(c->path, way, c->planes, &m, from - begin, to - begin, n, c->x + p, room, y);
+        multiply(c->path, method, c->planes, &m, from - begin, to - begin, n, c->x + p, workspace, y);
         add_bias(c, slot, half, from - begin, to - begin, n, y);
     }
     for (ptrdiff_t i = 0; i < n; i++) {
@@ -655,32 +657,32 @@ static void gate_up_in_turns(const Experts *c, Way way, ptrdiff_t slot, ptrdiff_
 
 static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
-    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->inner);
+    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = min(r0 + c->chunk, c->inner);
     ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix gate = projection(c, slot, 0), up = projection(c, slot, 1);
-    float other[TOGETHER][MAX_CHUNK_ROWS];
-    const int one = c->place[0][0] == c->place[1][0]; /* there is no gate: up is read from gate's place */
-    Matrix *last = one ? &gate : &up;
-    const Way way = way_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
-    void *room = c->room + member * room_of(&c->form, c->planes, c->most);
-    if (!one) follow(&gate, &up, r0);
-    if (r1 < c->inner) follow(last, &gate, r1);
+    float other[UNPACK_ROWS][MAX_CHUNK_ROWS];
+    const int is_single = c->place[0][0] == c->place[1][0]; /* there is no gate: up is read from gate's place */
+    Matrix *last = is_single ? &gate : &up;
+    const Method method = method_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
+    void *workspace = c->workspace + member * workspace_bytes(&c->form, c->planes, c->most);
+    if (!is_single) set_next(&gate, &up, r0);
+    if (r1 < c->inner) set_next(last, &gate, r1);
     else if (g + 1 < c->groups) {
         Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
-        follow(last, &then, 0);
+        set_next(last, &then, 0);
     }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
-        float *y[TOGETHER], *u[TOGETHER];
-        n = share(way, c->group[g + 1] - p);
+        float *y[UNPACK_ROWS], *u[UNPACK_ROWS];
+        n = rows_at_once(method, c->group[g + 1] - p);
         if (c->interleaved) {
-            gate_up_in_turns(c, way, slot, r0, r1, p, n, room);
+            gate_up_interleaved(c, method, slot, r0, r1, p, n, workspace);
             continue;
         }
-        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = one ? y[i] : other[i];
-        multiply(c->path, way, c->planes, &gate, r0, r1, n, c->x + p, room, y);
-        if (!one) multiply(c->path, way, c->planes, &up, r0, r1, n, c->x + p, room, u);
+        for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0, u[i] = is_single ? y[i] : other[i];
+        multiply(c->path, method, c->planes, &gate, r0, r1, n, c->x + p, workspace, y);
+        if (!is_single) multiply(c->path, method, c->planes, &up, r0, r1, n, c->x + p, workspace, u);
         add_bias(c, slot, 0, r0, r1, n, y);
-        if (!one) add_bias(c, slot, 1, r0, r1, n, u);
+        if (!is_single) add_bias(c, slot, 1, r0, r1, n, u);
         for (ptrdiff_t i = 0; i < n; i++) c->path->activate(c->activation, c->limit, y[i], u[i], y[i], r1 - r0);
     }
 }
@@ -689,11 +691,12 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
 static int run_experts(Experts *c, const float *x, float *packed, ptrdiff_t rows, Job *job, ptrdiff_t chunks) {
     uint32_t *blocks = NULL;
     team_run(pack_job, &(Pack){c->path, &c->form, x, packed, c->step, c->planes}, rows);
-    c->room = scratch(MAX_TEAM * room_of(&c->form, c->planes, c->most));
-    int ok = c->room != NULL;
-    if (c->planes) ok = ok && make_blocks(c->groups, c->group, c->x, packed_words(c->path, &c->form, c->planes), &blocks);
+    c->workspace = scratch(MAX_TEAM * workspace_bytes(&c->form, c->planes, c->most));
+    int ok = c->workspace != NULL;
+    if (c->planes)
+        ok = ok && make_blocks(c->groups, c->group, c->x, packed_words(c->path, &c->form, c->planes), &blocks);
     if (ok) team_run(job, c, chunks);
-    free(blocks), free(c->room);
+    free(blocks), free(c->workspace);
     return ok;
 }
 
@@ -706,8 +709,8 @@ static int run_gate_up(Experts *c, const float *x) {
         c->y[p] = c->out + c->pair[p].index * c->inner;
     }
     c->chunk = chunk_rows(c->inner * c->groups, c->form.words * 4, c->tokens);
-    if (c->interleaved) c->chunk = least(c->chunk, MAX_CHUNK_ROWS / 2);
-    c->per_group = chunks_of(c->inner, c->chunk);
+    if (c->interleaved) c->chunk = min(c->chunk, MAX_CHUNK_ROWS / 2);
+    c->per_group = ceil_div(c->inner, c->chunk);
     int ok = run_experts(c, x, packed, c->tokens, gate_up_job, c->groups * c->per_group);
     free(packed);
     return ok;
@@ -749,20 +752,20 @@ static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_
 
 static void down_job(void *ctx, ptrdiff_t chunk, int member) {
     Experts *c = ctx;
-    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = least(r0 + c->chunk, c->hidden);
-    void *room = c->room + member * room_of(&c->form, c->planes, c->most);
-    const Way way = way_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
+    ptrdiff_t g = chunk / c->per_group, r0 = chunk % c->per_group * c->chunk, r1 = min(r0 + c->chunk, c->hidden);
+    void *workspace = c->workspace + member * workspace_bytes(&c->form, c->planes, c->most);
+    const Method method = method_of(c->planes, c->step, c->group[g + 1] - c->group[g]);
     const ptrdiff_t slot = c->pair[c->group[g]].slot;
     Matrix down = projection(c, slot, 0);
     if (r1 == c->hidden && g + 1 < c->groups) {
         Matrix then = projection(c, c->pair[c->group[g + 1]].slot, 0);
-        follow(&down, &then, 0);
+        set_next(&down, &then, 0);
     }
     for (ptrdiff_t p = c->group[g], n; p < c->group[g + 1]; p += n) {
-        float *y[TOGETHER];
-        n = share(way, c->group[g + 1] - p);
+        float *y[UNPACK_ROWS];
+        n = rows_at_once(method, c->group[g + 1] - p);
         for (ptrdiff_t i = 0; i < n; i++) y[i] = c->y[p + i] + r0;
-        multiply(c->path, way, c->planes, &down, r0, r1, n, c->x + p, room, y);
+        multiply(c->path, method, c->planes, &down, r0, r1, n, c->x + p, workspace, y);
         add_bias(c, slot, 0, r0, r1, n, y);
     }
 }
@@ -794,7 +797,7 @@ static int run_down(Experts *c, const float *act) {
             c->by_token[p] = rows + p * c->hidden;
         }
         c->chunk = chunk_rows(c->hidden * c->groups, c->form.words * 4, c->tokens);
-        c->per_group = chunks_of(c->hidden, c->chunk);
+        c->per_group = ceil_div(c->hidden, c->chunk);
         ok = run_experts(c, act, packed, c->pairs, down_job, c->groups * c->per_group);
         if (ok) team_run(combine_job, &(Combine){c->path, c->by_token, c->weight, c->mid, c->shared, c->out, c->tokens,
                                                  c->top_k, c->hidden}, c->tokens);
@@ -906,7 +909,7 @@ static void activate_job(void *ctx, ptrdiff_t chunk, int member) {
     Activate *c = ctx;
     ptrdiff_t at = chunk * SMALL_CHUNK;
     (void)member;
-    c->path->activate(c->activation, c->limit, c->gate + at, c->up + at, c->out + at, least(SMALL_CHUNK, c->n - at));
+    c->path->activate(c->activation, c->limit, c->gate + at, c->up + at, c->out + at, min(SMALL_CHUNK, c->n - at));
 }
 
 /* activate(gate[N, D], up[N, D], activation, limit, out[N, D]) */
@@ -922,14 +925,14 @@ static PyObject *op_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return args_done(&args, 0);
     c.gate = gate->buf, c.up = up->buf, c.out = out->buf, c.n = gate->len / 4;
     Py_BEGIN_ALLOW_THREADS;
-    team_run(activate_job, &c, chunks_of(c.n, SMALL_CHUNK));
+    team_run(activate_job, &c, ceil_div(c.n, SMALL_CHUNK));
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
 
 static void conv_job(void *ctx, ptrdiff_t chunk, int member) {
     Rowwise *c = ctx;
-    ptrdiff_t c0 = chunk * c->chunk, c1 = least(c0 + c->chunk, c->width);
+    ptrdiff_t c0 = chunk * c->chunk, c1 = min(c0 + c->chunk, c->width);
     (void)member;
     for (ptrdiff_t j = 0; j < c->taps - 1; j++)
         memcpy(c->next + j * c->width + c0, c->state + j * c->width + c0, (size_t)(c1 - c0) * 4);
@@ -954,7 +957,7 @@ static PyObject *op_conv_silu(PyObject *self, PyObject *const *a, Py_ssize_t n) 
     c.x = x->buf, c.weight = weight->buf, c.state = state->buf, c.next = next->buf, c.out = out->buf;
     c.rows = x->shape[0], c.width = x->shape[1], c.taps = weight->shape[0];
     Py_BEGIN_ALLOW_THREADS;
-    team_run(conv_job, &c, chunks_of(c.width, c.chunk));
+    team_run(conv_job, &c, ceil_div(c.width, c.chunk));
     Py_END_ALLOW_THREADS;
     return args_done(&args, 1);
 }
@@ -963,17 +966,17 @@ typedef struct {
     const Path *path;
     const float *q;
     const char *k, *v;
-    const char *recent; /* keys [kv_heads, room, Dk], then values, of the positions from `begun` on; or NULL */
+    const char *recent; /* keys [kv_heads, recent_rows, Dk], then values, of the positions from `begun` on; or NULL */
     RowForm keys, values;
     const float *sinks;  /* [q_heads] or NULL */
     float *out, *scores;
     float scale;
-    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, room, n, window, pad, unit, parts;
+    ptrdiff_t tokens, q_heads, kv_heads, capacity, begun, recent_rows, n, window, pad, unit, parts;
 } Attention;
 
-static Seen seen_at(const Attention *c, const char *k, const char *v, ptrdiff_t rows, ptrdiff_t kv, ptrdiff_t first,
-                    ptrdiff_t n) {
-    return (Seen){k + (kv * rows + first) * c->keys.stride, v + (kv * rows + first) * c->values.stride, n};
+static KvRows kv_rows_at(const Attention *c, const char *k, const char *v, ptrdiff_t rows, ptrdiff_t kv,
+                         ptrdiff_t first, ptrdiff_t n) {
+    return (KvRows){k + (kv * rows + first) * c->keys.stride, v + (kv * rows + first) * c->values.stride, n};
 }
 
 static void attend_job(void *ctx, ptrdiff_t unit, int member) {
@@ -981,24 +984,24 @@ static void attend_job(void *ctx, ptrdiff_t unit, int member) {
     ptrdiff_t part = unit % c->parts, kv = unit / c->parts % c->kv_heads, t = unit / c->parts / c->kv_heads;
     ptrdiff_t group = c->q_heads / c->kv_heads, first = part * GQA_HEADS;
     ptrdiff_t row = t * c->q_heads + kv * group + first, n = c->n - c->tokens + t + 1;
-    ptrdiff_t begun = c->recent ? c->begun : n, from = n > c->window ? n - c->window : 0, old = least(from, begun);
+    ptrdiff_t begun = c->recent ? c->begun : n, from = n > c->window ? n - c->window : 0, old = min(from, begun);
     /* Position p is in row p % capacity, so the rows from `old` on may continue in row 0. */
-    ptrdiff_t slot = old % c->capacity, kept = begun - old, turn = least(kept, c->capacity - slot);
-    Seen seen[3] = {seen_at(c, c->k, c->v, c->capacity, kv, slot, turn),
-                    seen_at(c, c->k, c->v, c->capacity, kv, 0, kept - turn), {NULL, NULL, 0}};
+    ptrdiff_t slot = old % c->capacity, kept = begun - old, turn = min(kept, c->capacity - slot);
+    KvRows seen[3] = {kv_rows_at(c, c->k, c->v, c->capacity, kv, slot, turn),
+                    kv_rows_at(c, c->k, c->v, c->capacity, kv, 0, kept - turn), {NULL, NULL, 0}};
     if (c->recent) {
-        const char *v = c->recent + c->kv_heads * c->room * c->keys.stride;
-        seen[2] = seen_at(c, c->recent, v, c->room, kv, from - old, n - begun - (from - old));
+        const char *v = c->recent + c->kv_heads * c->recent_rows * c->keys.stride;
+        seen[2] = kv_rows_at(c, c->recent, v, c->recent_rows, kv, from - old, n - begun - (from - old));
     }
     float *scores = c->scores + member * c->unit;
-    c->path->attend(c->q + row * c->keys.width, least(GQA_HEADS, group - first), seen, &c->keys, &c->values, c->scale,
+    c->path->attend(c->q + row * c->keys.width, min(GQA_HEADS, group - first), seen, &c->keys, &c->values, c->scale,
                     c->sinks ? c->sinks + row % c->q_heads : NULL, scores, c->pad, scores + GQA_HEADS * c->pad,
                     c->out + row * c->values.width);
 }
 
 static int run_attend(Attention *c) {
-    c->pad = chunks_of(least(c->n, c->window), 16) * 16;
-    c->parts = chunks_of(c->q_heads / c->kv_heads, GQA_HEADS);
+    c->pad = ceil_div(min(c->n, c->window), 16) * 16;
+    c->parts = ceil_div(c->q_heads / c->kv_heads, GQA_HEADS);
     const ptrdiff_t widest = c->keys.width > c->values.width ? c->keys.width : c->values.width;
     c->unit = GQA_HEADS * c->pad + (c->keys.group ? CACHE_AHEAD * widest : 0);
     /* Memory for the largest team, because another thread may resize the team meanwhile. Pages that nobody touches
@@ -1012,7 +1015,7 @@ static int run_attend(Attention *c) {
 
 /* Checks that window is positive and that sinks has one logit for each query head, or none. Returns 0 with an
  * exception. */
-static int limited(Attention *c, const Py_buffer *sinks) {
+static int check_limits(Attention *c, const Py_buffer *sinks) {
     if (c->window < 1) PyErr_Format(PyExc_ValueError, "window is %zd, expected at least 1", (Py_ssize_t)c->window);
     c->sinks = sinks->shape[0] ? sinks->buf : NULL;
     return c->window > 0 && (!c->sinks || dim(sinks, "sinks", 0, c->q_heads));
@@ -1045,7 +1048,7 @@ static PyObject *op_attend(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     c.q = q->buf, c.k = k->buf, c.v = v->buf, c.out = out->buf, c.tokens = q->shape[0], c.q_heads = q->shape[1];
     c.kv_heads = k->shape[0], c.capacity = k->shape[1];
     c.keys = (RowForm){q->shape[2], 4 * q->shape[2], 0}, c.values = (RowForm){v->shape[2], 4 * v->shape[2], 0};
-    if (!limited(&c, sinks)) return args_done(&args, 0);
+    if (!check_limits(&c, sinks)) return args_done(&args, 0);
     int ok;
     Py_BEGIN_ALLOW_THREADS;
     ok = run_attend(&c);
@@ -1063,7 +1066,7 @@ typedef struct {
     int neighbours;
 } Token;
 
-static void norm_and_turn(const Path *path, const Token *token, const float *weight, const float *x, float *normed,
+static void norm_and_rotate(const Path *path, const Token *token, const float *weight, const float *x, float *normed,
                           float *out, ptrdiff_t width) {
     if (weight) path->rms_norm(x, weight, token->eps, normed, width);
     path->rope(weight ? normed : x, token->cosine, token->sine, token->half, token->neighbours, out, width);
@@ -1078,11 +1081,13 @@ static void keep_row(const float *x, const RowForm *form, char *row) {
     uint8_t *codes = (uint8_t *)row;
     float *scales = (float *)(row + form->width);
     for (ptrdiff_t at = 0; at < form->width; at += form->group) {
-        float largest = 0, spoilt = 0; /* NaN if a value is NaN or infinite; then the scale is NaN too */
-        for (ptrdiff_t j = at; j < at + form->group; j++) largest = fmaxf(largest, fabsf(x[j])), spoilt += 0.0f * x[j];
+        float largest = 0, not_finite = 0; /* NaN if a value is NaN or infinite; then the scale is NaN too */
+        for (ptrdiff_t j = at; j < at + form->group; j++)
+            largest = fmaxf(largest, fabsf(x[j])), not_finite += 0.0f * x[j];
         const float inverse = largest > KV_TINY ? 127.0f / largest : 0.0f;
-        for (ptrdiff_t j = at; j < at + form->group; j++) codes[j] = (uint8_t)fmaxf(rintf(x[j] * inverse) + 128.0f, 0.0f);
-        scales[at / form->group] = largest * (1.0f / 127.0f) + spoilt;
+        for (ptrdiff_t j = at; j < at + form->group; j++)
+            codes[j] = (uint8_t)fmaxf(rintf(x[j] * inverse) + 128.0f, 0.0f);
+        scales[at / form->group] = largest * (1.0f / 127.0f) + not_finite;
     }
 }
 
@@ -1100,15 +1105,15 @@ static int row_form(const Py_buffer *view, const char *name, ptrdiff_t width, in
 /* Stores the token's key and value in row `at` of `recent`. Then its queries attend to all positions. */
 static int run_attend_step(Attention *c, const Token *token, char *recent, ptrdiff_t at) {
     const ptrdiff_t width = c->keys.width;
-    char *values = recent + c->kv_heads * c->room * c->keys.stride;
-    float *q = scratch((c->q_heads + 2) * width * 4), *normed = q + c->q_heads * width, *turned = normed + width;
+    char *values = recent + c->kv_heads * c->recent_rows * c->keys.stride;
+    float *q = scratch((c->q_heads + 2) * width * 4), *normed = q + c->q_heads * width, *rotated = normed + width;
     if (!q) return 0;
     for (ptrdiff_t h = 0; h < c->q_heads; h++)
-        norm_and_turn(c->path, token, token->q_norm, token->q + h * width, normed, q + h * width, width);
+        norm_and_rotate(c->path, token, token->q_norm, token->q + h * width, normed, q + h * width, width);
     for (ptrdiff_t h = 0; h < c->kv_heads; h++) {
-        const ptrdiff_t row = h * c->room + at;
-        norm_and_turn(c->path, token, token->k_norm, token->k + h * width, normed, turned, width);
-        keep_row(turned, &c->keys, recent + row * c->keys.stride);
+        const ptrdiff_t row = h * c->recent_rows + at;
+        norm_and_rotate(c->path, token, token->k_norm, token->k + h * width, normed, rotated, width);
+        keep_row(rotated, &c->keys, recent + row * c->keys.stride);
         keep_row(token->v + h * c->values.width, &c->values, values + row * c->values.stride);
     }
     c->q = q, c->recent = recent;
@@ -1143,18 +1148,20 @@ static PyObject *op_attend_step(PyObject *self, PyObject *const *a, Py_ssize_t n
     if (!multiple("Dk", width, 16) || !multiple("Dv", wide, 16) || !multiple("k: heads", heads, 1) ||
         !multiple("q: heads", b[0]->shape[0], heads) || !dim(b[0], "q", 1, width) || !dim(b[2], "v", 0, heads) ||
         !dim(b[3], "q_norm", 0, normed) || !dim(b[4], "k_norm", 0, normed) ||
-        !dims2(b[5], "cosine", 1, least(b[5]->shape[1], width / 2)) || !dims2(b[6], "sine", 1, b[5]->shape[1]) ||
+        !dims2(b[5], "cosine", 1, min(b[5]->shape[1], width / 2)) || !dims2(b[6], "sine", 1, b[5]->shape[1]) ||
         !row_form(b[7], "keys", width, coded, &c.keys) || !row_form(b[8], "values", wide, coded, &c.values) ||
         !dim(b[7], "keys", 0, heads) || !dim(b[8], "values", 0, heads) || !dim(b[8], "values", 1, keys[1]) ||
-        !multiple("recent", b[9]->len, heads * (c.keys.stride + c.values.stride)) || !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
+        !multiple("recent", b[9]->len, heads * (c.keys.stride + c.values.stride)) ||
+        !dims2(b[11], "out", b[0]->shape[0], wide) || !disjoint(&args))
         return args_done(&args, 0);
-    c.room = b[9]->len / (heads * (c.keys.stride + c.values.stride)), c.q_heads = b[0]->shape[0];
-    if (c.begun < 0 || least(c.begun, c.window) > keys[1] || keys[1] < 1 || c.n <= c.begun || c.n - c.begun > c.room) {
+    c.recent_rows = b[9]->len / (heads * (c.keys.stride + c.values.stride)), c.q_heads = b[0]->shape[0];
+    if (c.begun < 0 || min(c.begun, c.window) > keys[1] || keys[1] < 1 || c.n <= c.begun ||
+        c.n - c.begun > c.recent_rows) {
         PyErr_Format(PyExc_ValueError, "begun is %zd and n %zd, expected 0 to %zd, and 1 to %zd more",
-                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], (Py_ssize_t)c.room);
+                     (Py_ssize_t)c.begun, (Py_ssize_t)c.n, keys[1], (Py_ssize_t)c.recent_rows);
         return args_done(&args, 0);
     }
-    if (!limited(&c, b[10])) return args_done(&args, 0);
+    if (!check_limits(&c, b[10])) return args_done(&args, 0);
     token.q = b[0]->buf, token.k = b[1]->buf, token.v = b[2]->buf;
     token.q_norm = normed ? b[3]->buf : NULL, token.k_norm = normed ? b[4]->buf : NULL;
     token.cosine = b[5]->buf, token.sine = b[6]->buf, token.half = b[5]->shape[1];
@@ -1212,7 +1219,7 @@ static PyObject *op_choose(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return args_done(&args, 0);
     c.logits = logits->buf, c.stride = logits->shape[1], c.ids = ids->buf, c.weights = weights->buf;
     c.top_k = ids->shape[1];
-    if (c.experts < 1 || c.experts > least(c.stride, MOST_EXPERTS) || c.top_k > c.experts) {
+    if (c.experts < 1 || c.experts > min(c.stride, MOST_EXPERTS) || c.top_k > c.experts) {
         PyErr_Format(PyExc_ValueError, "%zd of %zd experts by %zd logits", (Py_ssize_t)c.top_k, (Py_ssize_t)c.experts,
                      (Py_ssize_t)c.stride);
         return args_done(&args, 0);
@@ -1306,7 +1313,7 @@ static PyObject *op_rope(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_buffer *cosine = x ? take(&args, a[1], "cosine", FLOATS, 2, 0) : NULL;
     Py_buffer *sine = cosine ? take(&args, a[2], "sine", FLOATS, 2, 0) : NULL;
     Py_buffer *out = sine ? take(&args, a[4], "out", FLOATS, 3, 1) : NULL;
-    if (!out || !dims2(cosine, "cosine", x->shape[0], least(cosine->shape[1], x->shape[2] / 2)) ||
+    if (!out || !dims2(cosine, "cosine", x->shape[0], min(cosine->shape[1], x->shape[2] / 2)) ||
         !dims2(sine, "sine", x->shape[0], cosine->shape[1]) ||
         !dims3(out, "out", x->shape[0], x->shape[1], x->shape[2]) || !disjoint(&args))
         return args_done(&args, 0);
@@ -1333,7 +1340,7 @@ static void fold_job(void *ctx, ptrdiff_t chunk, int member) {
     Fold *c = ctx;
     ptrdiff_t at = chunk * FOLD_WORDS;
     (void)member;
-    atomic_fetch_xor(&c->folded, c->path->fold(c->words + at, least(FOLD_WORDS, c->n - at)));
+    atomic_fetch_xor(&c->folded, c->path->fold(c->words + at, min(FOLD_WORDS, c->n - at)));
 }
 
 /* fold(words[N]) -> XOR of all words */
@@ -1343,7 +1350,7 @@ static PyObject *op_fold(PyObject *self, PyObject *object) {
     if (!words) return args_done(&args, 0);
     Fold c = {.path = path, .words = words->buf, .n = words->shape[0]};
     Py_BEGIN_ALLOW_THREADS;
-    team_run(fold_job, &c, chunks_of(c.n, FOLD_WORDS));
+    team_run(fold_job, &c, ceil_div(c.n, FOLD_WORDS));
     Py_END_ALLOW_THREADS;
     args_done(&args, 0);
     return PyLong_FromUnsignedLong(atomic_load(&c.folded));
@@ -1395,7 +1402,7 @@ static PyObject *op_set_threads(PyObject *self, PyObject *object) {
     if (size < 1) return PyErr_Format(PyExc_ValueError, "threads: %zd, expected at least 1", size);
     Py_BEGIN_ALLOW_THREADS;
     pthread_mutex_lock(&team.turn);
-    atomic_store(&team.size, (int)least(size, MAX_TEAM));
+    atomic_store(&team.size, (int)min(size, MAX_TEAM));
     pthread_mutex_unlock(&team.turn);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;

@@ -79,7 +79,7 @@ typedef struct {
 typedef struct {
     const char *k, *v;
     ptrdiff_t n;
-} Seen;
+} KvRows;
 
 /* The products with rounded activations of one instruction set. */
 typedef struct {
@@ -107,7 +107,7 @@ typedef struct {
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);
     void (*softmax)(float *, ptrdiff_t, const float *);
-    void (*attend)(const float *, ptrdiff_t, const Seen *, const RowForm *, const RowForm *, float, const float *, float *,
+    void (*attend)(const float *, ptrdiff_t, const KvRows *, const RowForm *, const RowForm *, float, const float *, float *,
                    ptrdiff_t, float *, float *);
     void (*delta)(const float *, float *, const float *, const float *, const float *, const float *, int, float, float *,
                   ptrdiff_t, ptrdiff_t);
@@ -123,7 +123,7 @@ static inline ptrdiff_t table_bytes(const Matrix *m) { return m->groups * unit_o
 
 /* Prefetches the scales and biases of a row; for a row past r1, those of the rows that come next. Without this the
  * kernel waits for memory every few rows. */
-static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
+static inline void prefetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
     ptrdiff_t bytes = table_bytes(m);
     int over = row >= r1 && m->next;
     const char *s = over ? m->next_s + (row - r1) * bytes : (const char *)m->s + row * bytes;
@@ -135,14 +135,14 @@ static inline void fetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
 }
 
 /* Returns the address of `row`; for a row past r1, the address where the work continues. It is used for prefetching. */
-static inline const uint32_t *soon_of(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
+static inline const uint32_t *address_ahead(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
     return row < r1 || !m->next ? m->w + row * m->words : m->next + (row - r1) * m->words;
 }
 
-static inline ptrdiff_t chunks_of(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
+static inline ptrdiff_t ceil_div(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
 
 /* Returns the number of groups of a row, rounded up to whole vectors of eight. */
-static inline ptrdiff_t rounded_groups(const Matrix *m) { return chunks_of(m->groups, 8) * 8; }
+static inline ptrdiff_t rounded_groups(const Matrix *m) { return ceil_div(m->groups, 8) * 8; }
 
 /* Returns the index of a matrix's form in the tables of Rounded, or -1 if these have no kernel for it. */
 static inline int form_of(const Matrix *m) {
@@ -151,7 +151,7 @@ static inline int form_of(const Matrix *m) {
     return m->bits == 4 ? group : m->bits == 8 ? 3 + group : -1;
 }
 
-static inline ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+static inline ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
 #define DPBUSD 1 /* the instruction that multiplies bytes in rounded.h */
 #define MADDUBS 2

@@ -7,7 +7,7 @@
  * of unsigned bytes. Lane i (32 bits) of all these vectors together has the codes of consecutive columns, in an order
  * that is cheap to make; packing puts activations in the same order.
  *
- * The sum of a lane must fit 32 bits. Therefore codes of 5 and 6 bits are multiplied as if an offset (`middle`) had
+ * The sum of a lane must fit 32 bits. Therefore codes of 5 and 6 bits are multiplied as if an offset (`offset`) had
  * been subtracted: the sum of each lane starts at minus the offset times its activations, and the offset times the
  * scale is added to the bias. E2M1 codes become bytes of twice their value plus an offset of 16.
  *
@@ -35,7 +35,7 @@ typedef __m512i FN(bytes);
 #define CHOICE(bits) {{FROM(0, bits)}, {FROM(1, bits)}}
 
 /* Unpacks the codes of a step to bytes. */
-INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1, __m512i *out) {
+INLINE void FN(unpack_codes)(const uint8_t *from, const int bits, const int is_e2m1, __m512i *out) {
     static const uint8_t choice[3][2][64] = {CHOICE(3), CHOICE(5), CHOICE(6)};
     static const uint8_t shift[3][8] = {{SHIFTS(3)}, {SHIFTS(5)}, {SHIFTS(6)}};
     const __m512i mask = _mm512_set1_epi8((char)((1 << bits) - 1));
@@ -66,7 +66,7 @@ INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1,
 #undef CHOICE
 
 /* Returns `sum` plus the products of n vectors of codes and one plane, lane by lane. */
-INLINE __m512i FN(plus)(__m512i sum, const __m512i *codes, const int8_t *x, const int n) {
+INLINE __m512i FN(add_plane)(__m512i sum, const __m512i *codes, const int8_t *x, const int n) {
     UNROLL for (int i = 0; i < n; i++) sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_loadu_si512(x + 64 * i));
     return sum;
 }
@@ -74,16 +74,16 @@ INLINE __m512i FN(plus)(__m512i sum, const __m512i *codes, const int8_t *x, cons
 /* Returns the sums of the products of n vectors of codes and the integers in three planes, lane by lane. */
 INLINE vu FN(products)(const __m512i *codes, const int8_t *x, const int n) {
     const __m512i zero = _mm512_setzero_si512();
-    __m512i high = _mm512_slli_epi32(FN(plus)(zero, codes, x + 128 * n, n), 8);
-    high = _mm512_slli_epi32(FN(plus)(high, codes, x + 64 * n, n), 8);
-    return (vu)_mm512_add_epi32(high, FN(plus)(zero, codes, x, n));
+    __m512i high = _mm512_slli_epi32(FN(add_plane)(zero, codes, x + 128 * n, n), 8);
+    high = _mm512_slli_epi32(FN(add_plane)(high, codes, x + 64 * n, n), 8);
+    return (vu)_mm512_add_epi32(high, FN(add_plane)(zero, codes, x, n));
 }
 
-INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm512_permutexvar_ps((__m512i)from, (__m512)values); }
+INLINE vf FN(permute_floats)(vf values, vi from) { return (vf)_mm512_permutexvar_ps((__m512i)from, (__m512)values); }
 #else
 typedef __m256i FN(bytes);
 
-INLINE void FN(unpacked)(const uint8_t *from, const int bits, const int is_e2m1, __m256i *out) {
+INLINE void FN(unpack_codes)(const uint8_t *from, const int bits, const int is_e2m1, __m256i *out) {
     const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1)), v = _mm256_loadu_si256((const __m256i *)from);
     for (int n = 0; n < BYTES(bits); n++) out[n] = _mm256_and_si256(_mm256_srli_epi16(v, n * bits), mask);
     const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(E2M1_BYTES));
@@ -107,11 +107,11 @@ INLINE vu FN(products)(const __m256i *codes, const int8_t *x, const int n) {
     return (vu)_mm256_add_epi32(_mm256_slli_epi32(high, 8), FN(product)(codes, x, n, 1));
 }
 
-INLINE vf FN(chosen)(vf values, vi from) { return (vf)_mm256_permutevar8x32_ps((__m256)values, (__m256i)from); }
+INLINE vf FN(permute_floats)(vf values, vi from) { return (vf)_mm256_permutevar8x32_ps((__m256)values, (__m256i)from); }
 #endif
 
 /* The offset that is subtracted from a code. */
-#define MIDDLE(bits, is_e2m1) ((is_e2m1) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
+#define CODE_OFFSET(bits, is_e2m1) ((is_e2m1) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
 
 static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m->bits); }
 
@@ -124,10 +124,10 @@ static int FN(in_planes)(const Matrix *m) {
 #define STEP_BYTES(bits) (3 * 4 * W * BYTES(bits) + 4 * W)
 
 static inline float *FN(plane_factors)(const Matrix *m, const float *packed) {
-    return (float *)((char *)packed + chunks_of(m->in, FN(plane_step)(m)) * STEP_BYTES(m->bits));
+    return (float *)((char *)packed + ceil_div(m->in, FN(plane_step)(m)) * STEP_BYTES(m->bits));
 }
 
-static inline ptrdiff_t FN(plane_groups)(const Matrix *m) { return chunks_of(m->in / m->group, W) * W; }
+static inline ptrdiff_t FN(plane_groups)(const Matrix *m) { return ceil_div(m->in / m->group, W) * W; }
 
 /* Returns the size of a packed row in floats; 0: it is packed in blocks. */
 static ptrdiff_t FN(plane_floats)(const Matrix *m) {
@@ -143,12 +143,12 @@ INLINE ptrdiff_t FN(column)(ptrdiff_t at, const int bits) {
 }
 
 /* Splits the integers of a step into three planes, and writes its start values. */
-INLINE void FN(split)(const int32_t *x, int8_t *out, const int middle, const int bits) {
+INLINE void FN(split_planes)(const int32_t *x, int8_t *out, const int offset, const int bits) {
     enum { MOST = 4 * 4 * W };
     const int size = 4 * W * BYTES(bits);
     int32_t mixed[MOST], start[W] = {0};
     for (int at = 0; at < size; at++) mixed[at] = x[FN(column)(at, bits)];
-    for (int at = 0; at < size; at++) start[at / 4 % W] -= middle * mixed[at];
+    for (int at = 0; at < size; at++) start[at / 4 % W] -= offset * mixed[at];
     for (int p = 0; p < 3; p++)
         for (int at = 0; at < size; at++) {
             out[p * size + at] = (int8_t)mixed[at];
@@ -158,12 +158,12 @@ INLINE void FN(split)(const int32_t *x, int8_t *out, const int middle, const int
 }
 
 /* Converts the activations of a group to integers, and writes their sum. Returns the factor of the integers. */
-INLINE float FN(integers)(const float *x, ptrdiff_t n, int32_t *out, float *sum) {
+INLINE float FN(quantize_group)(const float *x, ptrdiff_t n, int32_t *out, float *sum) {
     float lanes[W];
     vf top = FN(splat)(LEAST_PEAK), total = {0};
     for (ptrdiff_t i = 0; i < n; i += W) {
         const vf v = *(const vf *)(x + i), size = (vf)((vi)v & 0x7FFFFFFF);
-        top = FN(pick)((vi)(size > top), size, top);
+        top = FN(select)((vi)(size > top), size, top);
         total += v;
     }
     *(vf *)lanes = top, *sum = FN(hsum)(total);
@@ -178,16 +178,16 @@ static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) 
     const ptrdiff_t step = FN(plane_step)(m), unit = step > m->group ? step : m->group, padded = FN(plane_groups)(m);
     float *factor = FN(plane_factors)(m, out);
     int8_t *to = (int8_t *)out;
-    const int middle = MIDDLE(m->bits, m->codes == E2M1);
+    const int offset = CODE_OFFSET(m->bits, m->codes == E2M1);
     int32_t whole[MOST];
     memset(factor, 0, (size_t)(2 * padded) * sizeof *factor);
     for (ptrdiff_t c = 0; c < m->in; c += unit) {
         for (ptrdiff_t i = 0; i < unit; i += m->group, factor++)
-            *factor = FN(integers)(x + c + i, m->group, whole + i, factor + padded);
+            *factor = FN(quantize_group)(x + c + i, m->group, whole + i, factor + padded);
         for (ptrdiff_t i = 0; i < unit; i += step, to += STEP_BYTES(m->bits)) {
-            if (m->bits == 2) FN(split)(whole + i, to, middle, 2);
-            else if (m->bits == 4) FN(split)(whole + i, to, middle, 4);
-            else FN(split)(whole + i, to, middle, 3);
+            if (m->bits == 2) FN(split_planes)(whole + i, to, offset, 2);
+            else if (m->bits == 4) FN(split_planes)(whole + i, to, offset, 4);
+            else FN(split_planes)(whole + i, to, offset, 3);
         }
     }
 }
@@ -227,15 +227,15 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int n = BYTES(BITS), shift = __builtin_ctzl((unsigned long)(m->group / (4 * n))), each = n * W * BITS / 2;
     const ptrdiff_t groups = m->in / m->group, row_bytes = m->words * 4, padded = FN(plane_groups)(m);
-    const int middle = MIDDLE(BITS, MX);
+    const int offset = CODE_OFFSET(BITS, MX);
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * row_bytes)), first[MOST], at = 0;
-    const char *soon = (const char *)soon_of(m, ahead, r1);
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
     const uint8_t *w[MOST];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
         ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
         w[i] = (const uint8_t *)(m->w + row * m->words), first[i] = row * groups;
-        fetch_tables(m, ahead + i, r1);
+        prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (ptrdiff_t g = 0; g < groups; g += W) {
@@ -243,7 +243,7 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
         UNROLL for (int i = 0; i < R; i++) {
             const vf scales = FN(table)(m->s, first[i] + g, groups - g, m->kind);
             vf biases = {0};
-            if (!MX) biases = FN(table)(m->b, first[i] + g, groups - g, m->kind) + (float)middle * scales;
+            if (!MX) biases = FN(table)(m->b, first[i] + g, groups - g, m->kind) + (float)offset * scales;
             UNROLL for (int t = 0; t < T; t++) {
                 const float *factor = FN(plane_factors)(m, x[t]) + g;
                 scale[i * T + t] = scales * *(const vf *)factor * (MX ? 0.5f : 1.0f);
@@ -255,13 +255,13 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             UNROLL for (int i = 0; i < R; i++) {
                 FN(bytes) codes[4];
                 for (int b = 0; b < each; b += 64) __builtin_prefetch(soon + i * row_bytes + at + b);
-                FN(unpacked)(w[i] + at, BITS, MX, codes);
+                FN(unpack_codes)(w[i] + at, BITS, MX, codes);
                 UNROLL for (int t = 0; t < T; t++) {
                     const int8_t *plane = (const int8_t *)x[t] + at / each * STEP_BYTES(BITS);
                     vu sum = FN(products)(codes, plane, n);
-                    if (middle) sum += *(const vu *)(plane + 3 * 4 * W * n);
+                    if (offset) sum += *(const vu *)(plane + 3 * 4 * W * n);
                     const vf value = __builtin_convertvector((vi)sum, vf);
-                    acc[i * T + t] += value * FN(chosen)(scale[i * T + t], from);
+                    acc[i * T + t] += value * FN(permute_floats)(scale[i * T + t], from);
                 }
             }
         }
@@ -320,7 +320,7 @@ void FN(use_planes)(Path *path) {
 #undef EVERY
 #undef THREE
 #undef STEP_BYTES
-#undef MIDDLE
+#undef CODE_OFFSET
 #undef BYTES
 #undef vf
 #undef vi

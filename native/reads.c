@@ -23,7 +23,7 @@
 #include <emmintrin.h>
 #endif
 
-enum { AT_ONCE = 32, RUN_NUMBERS = 6, PIECE_NUMBERS = 3 };
+enum { QUEUE_DEPTH = 32, RUN_NUMBERS = 6, PIECE_NUMBERS = 3 };
 
 typedef struct {
     int64_t file, offset, bytes; /* which file, and which bytes to request from it: whole blocks */
@@ -54,7 +54,7 @@ static void close_queue(PyObject *capsule) {
 /* queue() -> the context of one thread's reads; raises OSError if the system does not have such reads */
 static PyObject *op_queue(PyObject *self, PyObject *none) {
     aio_context_t queue = 0;
-    if (syscall(SYS_io_setup, AT_ONCE, &queue)) return PyErr_SetFromErrno(PyExc_OSError);
+    if (syscall(SYS_io_setup, QUEUE_DEPTH, &queue)) return PyErr_SetFromErrno(PyExc_OSError);
     return PyCapsule_New((void *)(uintptr_t)queue, QUEUE, close_queue);
 }
 
@@ -63,7 +63,7 @@ static int inside(int64_t start, int64_t bytes, int64_t size) {
 }
 
 /* Finds the runs in `numbers`. Returns their number, or -1 if one of them is not inside its memory. */
-static Py_ssize_t checked(const int64_t *numbers, int64_t count, const Memory *memory, const Run **runs) {
+static Py_ssize_t find_runs(const int64_t *numbers, int64_t count, const Memory *memory, const Run **runs) {
     int64_t at = 0;
     Py_ssize_t found = 0;
     while (at < count) {
@@ -76,7 +76,8 @@ static Py_ssize_t checked(const int64_t *numbers, int64_t count, const Memory *m
         if (run->place < 0 && !inside(0, run->bytes, memory->scratch_bytes)) return -1;
         const FilePiece *piece = (const FilePiece *)(numbers + at);
         for (int64_t i = 0; i < run->pieces; i++, piece++)
-            if (!inside(piece->from, piece->bytes, run->needed) || !inside(piece->to, piece->bytes, memory->target_bytes))
+            if (!inside(piece->from, piece->bytes, run->needed) ||
+                !inside(piece->to, piece->bytes, memory->target_bytes))
                 return -1;
         at += run->pieces * PIECE_NUMBERS;
         runs[found++] = run;
@@ -104,9 +105,9 @@ static void copy(char *to, const char *from, size_t bytes) {
 }
 
 /* Copies the pieces of a run to their places, if all bytes that it needs have arrived. */
-static void move(const Run *run, const char *source, const Memory *memory, int64_t came) {
+static void move(const Run *run, const char *source, const Memory *memory, int64_t received) {
     const FilePiece *piece = (const FilePiece *)(run + 1);
-    if (run->place >= 0 || came < run->needed) return;
+    if (run->place >= 0 || received < run->needed) return;
     for (int64_t i = 0; i < run->pieces; i++)
         copy(memory->target + piece[i].to, source + piece[i].from, (size_t)piece[i].bytes);
 }
@@ -120,12 +121,12 @@ static int64_t part_bytes(const Run **runs, Py_ssize_t count) {
 }
 
 /* Submits the read of one run. Returns 0 or a negative error number. The event of its end has `name`. */
-static int64_t ask(aio_context_t queue, const Run *run, const Memory *memory, char *goal, uint64_t name) {
+static int64_t submit(aio_context_t queue, const Run *run, const Memory *memory, char *destination, uint64_t name) {
     struct iocb read = {
         .aio_data = name,
         .aio_lio_opcode = IOCB_CMD_PREAD,
         .aio_fildes = (uint32_t)memory->files[run->file],
-        .aio_buf = (uint64_t)(uintptr_t)goal,
+        .aio_buf = (uint64_t)(uintptr_t)destination,
         .aio_nbytes = (uint64_t)run->bytes,
         .aio_offset = run->offset,
     };
@@ -136,35 +137,36 @@ static int64_t ask(aio_context_t queue, const Run *run, const Memory *memory, ch
 
 /* Reads all runs, each through a part of scratch memory. While the pieces of one run are copied, the drive reads
  * others. As soon as a part is free, it is used for the next run. */
-static void fill(aio_context_t queue, const Run **runs, Py_ssize_t count, const Memory *memory, int64_t *came) {
+static void fill(aio_context_t queue, const Run **runs, Py_ssize_t count, const Memory *memory, int64_t *received) {
     int64_t part = part_bytes(runs, count), parts = memory->scratch_bytes / part;
-    int free[AT_ONCE], all = parts < AT_ONCE ? (int)parts : AT_ONCE, left = all;
+    int free[QUEUE_DEPTH], all = parts < QUEUE_DEPTH ? (int)parts : QUEUE_DEPTH, left = all;
     for (int i = 0; i < all; i++) free[i] = i;
     for (Py_ssize_t next = 0; next < count || left < all;) { /* no read may be in flight when this returns */
         if (next < count && left) {
             int own = free[left - 1];
-            char *goal = runs[next]->place < 0 ? memory->scratch + own * part : memory->target + runs[next]->place;
-            came[next] = ask(queue, runs[next], memory, goal, (uint64_t)next * AT_ONCE + (uint64_t)own);
-            left -= came[next] == 0;
+            const Run *run = runs[next];
+            char *destination = run->place < 0 ? memory->scratch + own * part : memory->target + run->place;
+            received[next] = submit(queue, run, memory, destination, (uint64_t)next * QUEUE_DEPTH + (uint64_t)own);
+            left -= received[next] == 0;
             next++;
             continue;
         }
         struct io_event event;
         if (syscall(SYS_io_getevents, queue, 1L, 1L, &event, NULL) != 1) continue; /* a signal may interrupt the wait */
-        size_t at = event.data / AT_ONCE, own = event.data % AT_ONCE;
-        came[at] = event.res;
-        move(runs[at], memory->scratch + (int64_t)own * part, memory, came[at]);
+        size_t at = event.data / QUEUE_DEPTH, own = event.data % QUEUE_DEPTH;
+        received[at] = event.res;
+        move(runs[at], memory->scratch + (int64_t)own * part, memory, received[at]);
         free[left++] = (int)own;
     }
 }
 
 /* Returns the bytes of the complete runs and the indices of the others. */
-static PyObject *brought(const Run **runs, Py_ssize_t count, const int64_t *came) {
+static PyObject *results_of(const Run **runs, Py_ssize_t count, const int64_t *received) {
     int64_t total = 0;
     PyObject *missed = PyList_New(0);
     for (Py_ssize_t i = 0; missed && i < count; i++) {
-        if (came[i] >= runs[i]->needed) {
-            total += came[i];
+        if (received[i] >= runs[i]->needed) {
+            total += received[i];
             continue;
         }
         PyObject *index = PyLong_FromSsize_t(i);
@@ -178,20 +180,20 @@ static PyObject *read_all(aio_context_t queue, const Py_buffer *numbers, const M
     PyObject *result = NULL;
     size_t most = (size_t)numbers->len / sizeof(Run) + 1;
     const Run **runs = PyMem_Calloc(most, sizeof *runs);
-    int64_t *came = PyMem_Calloc(most, sizeof *came);
+    int64_t *received = PyMem_Calloc(most, sizeof *received);
     Py_ssize_t count = -1;
-    if (!runs || !came) {
+    if (!runs || !received) {
         PyErr_NoMemory();
-    } else if ((count = checked(numbers->buf, numbers->len / (Py_ssize_t)sizeof(int64_t), memory, runs)) < 0) {
+    } else if ((count = find_runs(numbers->buf, numbers->len / (Py_ssize_t)sizeof(int64_t), memory, runs)) < 0) {
         PyErr_SetString(PyExc_ValueError, "a run leaves its memory");
     } else {
         Py_BEGIN_ALLOW_THREADS;
-        fill(queue, runs, count, memory, came);
+        fill(queue, runs, count, memory, received);
         Py_END_ALLOW_THREADS;
-        result = brought(runs, count, came);
+        result = results_of(runs, count, received);
     }
     PyMem_Free(runs);
-    PyMem_Free(came);
+    PyMem_Free(received);
     return result;
 }
 

@@ -58,7 +58,7 @@ INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
 }
 
 /* Returns the sum of the lanes of v[n] in lane n. */
-INLINE i8 FN(sums)(const i8 *v) {
+INLINE i8 FN(lane_sums)(const i8 *v) {
     int32x4_t half[8];
     i8 out;
     UNROLL for (int n = 0; n < 8; n++)
@@ -88,7 +88,7 @@ INLINE i8 FN(dot)(i8 acc, b32 codes, b32 x) {
 #endif
 }
 
-INLINE i8 FN(sums)(const i8 *v) {
+INLINE i8 FN(lane_sums)(const i8 *v) {
     __m256i four[2];
     UNROLL for (int n = 0; n < 2; n++) {
         const __m256i *of = (const __m256i *)(v + 4 * n);
@@ -144,7 +144,7 @@ INLINE i8 FN(group_dot)(const b32 *codes, const int8_t *x, const int BITS, const
 
 /* Puts the bytes of a group in the order in which FN(codes) unpacks codes: 4-bit codes of even columns, then of odd
  * ones. */
-INLINE void FN(ordered)(const int8_t *plain, int8_t *out, const int GROUP, const int BITS) {
+INLINE void FN(reorder)(const int8_t *plain, int8_t *out, const int GROUP, const int BITS) {
     const int unit = GROUP < 64 ? GROUP : 64;
     if (BITS == 8) memcpy(out, plain, GROUP);
     else
@@ -162,16 +162,16 @@ INLINE void FN(round_groups)(const float *x, int planes, ptrdiff_t groups, int8_
     const f8 zero = {0}, magic = zero + 12582912.0f; /* 1.5 * 2^23: the addition rounds to an integer */
     for (ptrdiff_t g = 0; g < groups; g++, x += GROUP, out += GROUP * planes) {
         int8_t plain[2][128];
-        f8 top = zero + LEAST_PEAK, spoilt = zero;
+        f8 top = zero + LEAST_PEAK, not_finite = zero;
         i8 total = {0};
         UNROLL for (int i = 0; i < GROUP; i += 8) {
             f8 v = *(const f8 *)(x + i), size = (f8)((u8)v & 0x7FFFFFFFu);
             i8 more = size > top;
             top = (f8)(((i8)size & more) | ((i8)top & ~more));
-            spoilt += v * 0.0f; /* NaN if a value is NaN or infinite */
+            not_finite += v * 0.0f; /* NaN if a value is NaN or infinite */
         }
-        float peak = top[0], bad = spoilt[0];
-        for (int i = 1; i < 8; i++) peak = top[i] > peak ? top[i] : peak, bad += spoilt[i];
+        float peak = top[0], bad = not_finite[0];
+        for (int i = 1; i < 8; i++) peak = top[i] > peak ? top[i] : peak, bad += not_finite[i];
         const f8 up = zero + most / peak;
         UNROLL for (int i = 0; i < GROUP; i += 8) {
             i8 n = (i8)FN(fma8)(*(const f8 *)(x + i), up, magic) - 0x4B400000;
@@ -182,7 +182,7 @@ INLINE void FN(round_groups)(const float *x, int planes, ptrdiff_t groups, int8_
         int all = 0;
         for (int i = 0; i < 8; i++) all += total[i];
         factor[g] = peak / most + bad, sum[g] = factor[g] * (float)all;
-        for (int p = 0; p < planes; p++) FN(ordered)(plain[p], out + p * GROUP, GROUP, BITS);
+        for (int p = 0; p < planes; p++) FN(reorder)(plain[p], out + p * GROUP, GROUP, BITS);
     }
 }
 
@@ -292,7 +292,7 @@ INLINE void FN(eight_groups)(f8 *acc, const FN(Row) *row, ptrdiff_t g, ptrdiff_t
         for (int n = 0; n < left; n++) FN(group_dots)(dots, w, row->planes, g, n, T, BITS, GROUP, PLANES, MX);
     FN(scales)(row->tables, g, left, kind, MX, &scale, &bias);
     UNROLL for (int t = 0; t < T; t++) {
-        const f8 sums = __builtin_convertvector(FN(sums)(dots[t]), f8);
+        const f8 sums = __builtin_convertvector(FN(lane_sums)(dots[t]), f8);
         acc[t] = FN(fma8)(sums, scale * *(const f8 *)(row->factor[t] + g), acc[t]);
         acc[t] = FN(fma8)(bias, *(const f8 *)(row->sum[t] + g), acc[t]);
     }
@@ -330,11 +330,12 @@ INLINE void FN(row_dot)(const Matrix *m, ptrdiff_t r, const uint32_t *soon, cons
 }
 
 INLINE void FN(row_dots)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const uint32_t *const *x, float *const *y,
-                         const int T, const Kind kind, const int BITS, const int GROUP, const int PLANES, const int MX) {
+                         const int T, const Kind kind, const int BITS, const int GROUP, const int PLANES,
+                         const int MX) {
     const ptrdiff_t ahead = 1 + PREFETCH_BYTES / (m->words * 4);
     for (ptrdiff_t r = r0; r < r1; r++) {
-        fetch_tables(m, r + ahead, r1);
-        FN(row_dot)(m, r, soon_of(m, r + ahead, r1), x, y, r - r0, T, kind, BITS, GROUP, PLANES, MX);
+        prefetch_tables(m, r + ahead, r1);
+        FN(row_dot)(m, r, address_ahead(m, r + ahead, r1), x, y, r - r0, T, kind, BITS, GROUP, PLANES, MX);
     }
 }
 
@@ -348,9 +349,10 @@ INLINE void FN(unpack_tile)(const Matrix *m, ptrdiff_t r, ptrdiff_t r1, uint8_t 
     const ptrdiff_t groups = m->groups;
     for (int i = 0; i < 8; i++, codes += stride) {
         const ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
-        const uint8_t *w = (const uint8_t *)(m->w + row * m->words), *ahead = (const uint8_t *)soon_of(m, r + i + 8, r1);
+        const uint8_t *w = (const uint8_t *)(m->w + row * m->words);
+        const uint8_t *ahead = (const uint8_t *)address_ahead(m, r + i + 8, r1);
         const FN(Tables) tables = FN(tables_of)(m, row);
-        fetch_tables(m, r + i + 8, r1);
+        prefetch_tables(m, r + i + 8, r1);
         for (ptrdiff_t g = 0; g < groups; g++) {
             if (bytes >= 64 || g % 2 == 0) __builtin_prefetch(ahead + g * bytes);
             if (bytes == 128) __builtin_prefetch(ahead + g * bytes + 64);
@@ -364,7 +366,7 @@ INLINE void FN(unpack_tile)(const Matrix *m, ptrdiff_t r, ptrdiff_t r1, uint8_t 
     }
 }
 
-INLINE f8 FN(all)(float v) { return (f8){v, v, v, v, v, v, v, v}; }
+INLINE f8 FN(splat8)(float v) { return (f8){v, v, v, v, v, v, v, v}; }
 
 /* Multiplies the tile by a block of eight rows of x. y[i] gets the results of row i of the tile. */
 INLINE void FN(tile_times_block)(const Matrix *m, const uint8_t *codes, ptrdiff_t stride, const float *scale,
@@ -391,8 +393,8 @@ INLINE void FN(tile_times_block)(const Matrix *m, const uint8_t *codes, ptrdiff_
             i8 dot = dots[0][i];
             if (PLANES == 2) dot += dots[1][i] << 8;
             f8 *to = &acc[g % 8][i];
-            *to = FN(fma8)(__builtin_convertvector(dot, f8), factor[g] * FN(all)(scale[8 * g + i]), *to);
-            *to = FN(fma8)(FN(all)(bias[8 * g + i]), sum[g], *to);
+            *to = FN(fma8)(__builtin_convertvector(dot, f8), factor[g] * FN(splat8)(scale[8 * g + i]), *to);
+            *to = FN(fma8)(FN(splat8)(bias[8 * g + i]), sum[g], *to);
         }
     }
     UNROLL for (int i = 0; i < 8; i++) {
@@ -402,18 +404,19 @@ INLINE void FN(tile_times_block)(const Matrix *m, const uint8_t *codes, ptrdiff_
 }
 
 /* Multiplies rows r0 to r1-1 of m by n rows of x, which are in blocks of eight. */
-INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room,
-                      float *const *y, const int BITS, const int GROUP, const int PLANES, const int MX) {
+INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x,
+                      void *workspace, float *const *y, const int BITS, const int GROUP, const int PLANES,
+                      const int MX) {
     const ptrdiff_t stride = m->in + 64, padded = rounded_groups(m);
-    uint8_t *codes = room;
+    uint8_t *codes = workspace;
     float *scale = (float *)(codes + 8 * stride), *bias = scale + 8 * padded;
     f8 out[8];
     for (ptrdiff_t r = r0; r < r1; r += 8) {
         FN(unpack_tile)(m, r, r1, codes, stride, scale, bias, BITS, GROUP, MX);
         for (ptrdiff_t t = 0; t < n; t += 8) {
             FN(tile_times_block)(m, codes, stride, scale, bias, x[t], out, BITS, GROUP, PLANES);
-            for (ptrdiff_t j = 0; j < least(8, n - t); j++)
-                for (ptrdiff_t i = 0; i < least(8, r1 - r); i++) y[t + j][r - r0 + i] = out[i][j];
+            for (ptrdiff_t j = 0; j < min(8, n - t); j++)
+                for (ptrdiff_t i = 0; i < min(8, r1 - r); i++) y[t + j][r - r0 + i] = out[i][j];
         }
     }
 }
@@ -440,9 +443,9 @@ INLINE void FN(tiles)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, 
         for (; t < n; t++) FN(row_1_##BITS##_##GROUP##_##PLANES##_##MX)(m, r0, r1, x + t, y + t);   \
     }                                                                                               \
     static __attribute__((noinline)) TARGET void FN(tiles_##BITS##_##GROUP##_##PLANES##_##MX)(      \
-    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *room, \
+    const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const uint32_t *const *x, void *workspace, \
     float *const *y) {                                                                              \
-        FN(tiles)(m, r0, r1, n, x, room, y, BITS, GROUP, PLANES, MX);                               \
+        FN(tiles)(m, r0, r1, n, x, workspace, y, BITS, GROUP, PLANES, MX);                               \
     }
 #define EVERY(BITS, GROUP, MX) \
     ROWS(2, BITS, GROUP, 1, MX) ROWS(4, BITS, GROUP, 1, MX) FORM(BITS, GROUP, 1, MX) FORM(BITS, GROUP, 2, MX)

@@ -30,15 +30,15 @@ typedef struct {
 } Range;
 
 static struct {
-    pthread_mutex_t turn, door;
-    pthread_cond_t bell, end;
+    pthread_mutex_t turn, lock;
+    pthread_cond_t wake, end;
     Job *job;
     void *ctx;
     Range range[MAX_TEAM];
     atomic_uint generation;
     atomic_int open, active, sleepers, waiting, size;
     int started;
-} team = {.turn = PTHREAD_MUTEX_INITIALIZER, .door = PTHREAD_MUTEX_INITIALIZER, .bell = PTHREAD_COND_INITIALIZER,
+} team = {.turn = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER,
           .end = PTHREAD_COND_INITIALIZER, .size = 1};
 
 static inline void relax(void) {
@@ -70,7 +70,7 @@ static ptrdiff_t team_take(int member) {
 
 /* Moves the later half of what another member has left to the range of `member`. Returns 0 if nobody has any chunks
  * left. A range that was read cannot return with a different meaning, because no chunk is given out twice. */
-static int team_rob(int member) {
+static int team_steal(int member) {
     int size = atomic_load(&team.size);
     for (int i = 1; i < size; i++) {
         atomic_ullong *left = &team.range[(member + i) % size].left;
@@ -89,7 +89,7 @@ static int team_rob(int member) {
 static void team_work(int member) {
     do
         for (ptrdiff_t chunk; (chunk = team_take(member)) >= 0;) team.job(team.ctx, chunk, member);
-    while (team_rob(member));
+    while (team_steal(member));
 }
 
 /* Waits until the generation differs from `seen`, and returns it. The wait spins, then sleeps. */
@@ -101,11 +101,11 @@ static unsigned team_wait(unsigned seen, int member) {
             relax();
         }
     } while (nanoseconds() < end);
-    pthread_mutex_lock(&team.door);
+    pthread_mutex_lock(&team.lock);
     atomic_fetch_add(&team.sleepers, 1);
-    while (atomic_load(&team.generation) == seen) pthread_cond_wait(&team.bell, &team.door);
+    while (atomic_load(&team.generation) == seen) pthread_cond_wait(&team.wake, &team.lock);
     atomic_fetch_sub(&team.sleepers, 1);
-    pthread_mutex_unlock(&team.door);
+    pthread_mutex_unlock(&team.lock);
     return atomic_load(&team.generation);
 }
 
@@ -119,9 +119,9 @@ static void *team_worker(void *arg) {
         atomic_fetch_add(&team.active, 1);
         if (atomic_load(&team.open) && member < atomic_load(&team.size)) team_work(member);
         if (atomic_fetch_sub(&team.active, 1) == 1 && atomic_load(&team.waiting)) {
-            pthread_mutex_lock(&team.door);
+            pthread_mutex_lock(&team.lock);
             pthread_cond_signal(&team.end);
-            pthread_mutex_unlock(&team.door);
+            pthread_mutex_unlock(&team.lock);
         }
     }
     return NULL;
@@ -150,11 +150,11 @@ static void team_end(void) {
         if (!atomic_load(&team.active)) return;
         relax();
     }
-    pthread_mutex_lock(&team.door);
+    pthread_mutex_lock(&team.lock);
     atomic_store(&team.waiting, 1);
-    while (atomic_load(&team.active)) pthread_cond_wait(&team.end, &team.door);
+    while (atomic_load(&team.active)) pthread_cond_wait(&team.end, &team.lock);
     atomic_store(&team.waiting, 0);
-    pthread_mutex_unlock(&team.door);
+    pthread_mutex_unlock(&team.lock);
 }
 
 static void team_share(Job *job, void *ctx, ptrdiff_t chunks, int size) {
@@ -164,9 +164,9 @@ static void team_share(Job *job, void *ctx, ptrdiff_t chunks, int size) {
     atomic_store(&team.open, 1);
     atomic_fetch_add(&team.generation, 1);
     if (atomic_load(&team.sleepers)) {
-        pthread_mutex_lock(&team.door);
-        pthread_cond_broadcast(&team.bell);
-        pthread_mutex_unlock(&team.door);
+        pthread_mutex_lock(&team.lock);
+        pthread_cond_broadcast(&team.wake);
+        pthread_mutex_unlock(&team.lock);
     }
     team_work(0);
     atomic_store(&team.open, 0);
@@ -188,8 +188,8 @@ static void team_run(Job *job, void *ctx, ptrdiff_t chunks) {
 /* The child has no workers, and it may have inherited locks that are held by threads which it does not have. */
 static void team_after_fork(void) {
     pthread_mutex_init(&team.turn, NULL);
-    pthread_mutex_init(&team.door, NULL);
-    pthread_cond_init(&team.bell, NULL);
+    pthread_mutex_init(&team.lock, NULL);
+    pthread_cond_init(&team.wake, NULL);
     pthread_cond_init(&team.end, NULL);
     team.started = 0;
     atomic_store(&team.generation, 0);

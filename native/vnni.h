@@ -15,10 +15,10 @@
 #define VNNI_BLOCK 384 /* bytes of the planes of 128 columns */
 
 /* Returns the number of groups, rounded up to whole vectors. */
-static ptrdiff_t vnni_groups(ptrdiff_t in) { return chunks_of(in / 64, 16) * 16; }
+static ptrdiff_t vnni_groups(ptrdiff_t in) { return ceil_div(in / 64, 16) * 16; }
 
 static float *vnni_factors(const float *packed, ptrdiff_t in) {
-    return (float *)((char *)packed + chunks_of(in, 128) * VNNI_BLOCK);
+    return (float *)((char *)packed + ceil_div(in, 128) * VNNI_BLOCK);
 }
 
 static VNNI void vnni_pack(const float *x, float *out, ptrdiff_t in) {
@@ -77,7 +77,7 @@ VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrd
                                 float *const *y, const int R, const int T, const int is_f32) {
     ptrdiff_t words = m->in / 8, groups = m->in / 64, unit = is_f32 ? 4 : 2;
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * words * 4));
-    const uint32_t *soon = soon_of(m, ahead, r1), *w[4];
+    const uint32_t *soon = address_ahead(m, ahead, r1), *w[4];
     const char *s[4], *b[4];
     __m512 acc[8], scale[8];
     UNROLL for (int i = 0; i < R; i++) {
@@ -85,11 +85,11 @@ VNNI_INLINE void vnni_row_block(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrd
         w[i] = m->w + row * words;
         s[i] = (const char *)m->s + row * groups * unit;
         b[i] = (const char *)m->b + row * groups * unit;
-        fetch_tables(m, ahead + i, r1);
+        prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = _mm512_setzero_ps();
     for (ptrdiff_t g = 0; g < groups; g += 16) {
-        ptrdiff_t left = least(16, groups - g);
+        ptrdiff_t left = min(16, groups - g);
         __mmask16 some = (__mmask16)((1u << left) - 1);
         UNROLL for (int i = 0; i < R; i++) {
             const __m512 scales = vnni_table(s[i], g, some, is_f32), biases = vnni_table(b[i], g, some, is_f32);
