@@ -5,9 +5,10 @@
 // square (+ eps) and multiplied by weight[D]; 2: the same with the mean taken away before, and with bias[D] added. DIMS
 // values from FROM on, the first or the last ones, are rotated by turns[DIMS]: cosines, then sines. INTERLEAVED:
 // neighbours form a pair; else i and i + DIMS / 2.
-template <int D, int NORM, int DIMS, int FROM, int INTERLEAVED, typename X, typename W, typename B, typename P>
+template <typename X, int D, int NORM, int DIMS, int FROM, int INTERLEAVED, typename S, typename W, typename B,
+          typename P>
 inline void index_row(
-    const device X* x, const device W* weight, const device B* bias, float eps, P turns, P row, uint lane) {
+    S x, const device W* weight, const device B* bias, float eps, P turns, P row, uint lane) {
   float mean = 0, factor = 1;
   if (NORM == 2) {
     for (uint i = lane; i < D; i += 32) {

@@ -7,7 +7,7 @@
   threadgroup float turns[1];  // there is no rotation
   const uint mine = thread_index_in_threadgroup, at = uint(offset[0]) % SLOTS * ROW;
   if (simdgroup_index_in_threadgroup == 0) {
-    index_row<D, 2, 0, 0, 0>(key, weight, bias, eps[0], turns, own, thread_index_in_simdgroup);
+    index_row<X, D, 2, 0, 0, 0>(key, weight, bias, eps[0], turns, own, thread_index_in_simdgroup);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint i = mine; i < SLOTS * ROW; i += T) {

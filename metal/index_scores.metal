@@ -36,7 +36,7 @@
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (has_own) {
     if (simdgroup == 0) {
-      index_row<D, KNORM, DIMS, FROM, INTERLEAVED>(key, k_weight, k_bias, eps[0], turns, own, lane);
+      index_row<X, D, KNORM, DIMS, FROM, INTERLEAVED>(key, k_weight, k_bias, eps[0], turns, own, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint used = (offset - begun) * D;
@@ -79,7 +79,7 @@
     const uint end = metal::min(begin + GH, uint(H));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint h = begin + simdgroup; h < end; h += T / 32) {
-      index_row<D, QNORM, DIMS, FROM, INTERLEAVED>(q + h * D, q_weight, q_weight, eps[0], turns, heads + (h - begin) * D, lane);
+      index_row<X, D, QNORM, DIMS, FROM, INTERLEAVED>(q + h * D, q_weight, q_weight, eps[0], turns, heads + (h - begin) * D, lane);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint h = begin; h < end; h++) {

@@ -29,7 +29,7 @@ from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
 from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
-from ..ops.launch import NO_KERNELS, Kernel, Place, Reason
+from ..ops.launch import NO_KERNELS, Kernel, Place, Reason, ceildiv
 from ..ops.rows import RowCaches
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
@@ -202,7 +202,9 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
         mix = partial(_mix, args, mixer, module, before)
         yield title, layers, mix, False
         if isinstance(mixer, Compressed):
-            yield f"{title}, full window", layers, _late(mix, shapes.dtype, mixer.window), True
+            ratio = mixer.ratio or 1
+            length = ceildiv(mixer.window + 1, ratio) * ratio - 1  # the next token ends an entry
+            yield f"{title}, full window", layers, _late(mix, shapes.dtype, length), True
         if not isinstance(mixer, Delta | Mamba2) and mixer.seeing_all(0, MAX_LENGTH) < MAX_LENGTH:
             length = mixer.seeing_all(0, MAX_LENGTH)
             yield f"{title}, chosen positions", layers, _late(mix, shapes.dtype, length), True

@@ -12,11 +12,13 @@ from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
 from ..ops.attend import Whole, attend
 from ..ops.backend import Array
 from ..ops.blocks import Terms, attend_blocks, block_keys
+from ..ops.compressed import Pool
 from ..ops.elementwise import HEAD_GATES, gated_heads, split
-from ..ops.index import IndexTerms, Projections
+from ..ops.index import IndexTerms, Projections, takes_step
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
+from ..state.traced import PLAIN, OnKernels
 from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
 
@@ -38,7 +40,10 @@ class BlockIndexer(nn.Module):
     def __call__(self, outputs: Sequence[Array], cache: Any) -> Projections:
         """For `attend_blocks`, of what `layers` made of tokens; `cache.beside` absorbs their keys."""
         queries, keys = split(outputs[0], self.blocks.indexer.heads * self.blocks.indexer.dim)
-        _, _, of_blocks = cache.beside.absorb(keys, self._keys)
+        kernels, width = PLAIN, keys.shape[-1]
+        if isinstance(keys, mx.array) and keys.shape[:2] == (1, 1) and takes_step(self.blocks):
+            kernels = OnKernels(pool=Pool(width, self.blocks.ratio, norm=self.k_layernorm, rope=self.block_rope).entry)
+        _, _, of_blocks = cache.beside.absorb(keys, self._keys, kernels)
         terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
         return Projections(queries, of_blocks, None, terms)
 

@@ -10,10 +10,12 @@ from ..kinds import Compressed, Compressor, Rotation
 from ..ops import backend
 from ..ops.backend import Array, library_of
 from ..ops.compressed import (
+    Pool,
     Seen,
     attend_compressed,
     attend_token,
     choose_entries,
+    pool_refusal,
     pooled,
     refusal,
     token_inputs,
@@ -25,6 +27,7 @@ from ..ops.linear import grouped_linear
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope, turned
 from ..state.compressed import CompressedCache
+from ..state.traced import PLAIN, OnKernels
 from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 
@@ -101,7 +104,8 @@ class CompressedAttention(nn.Module):
             q = turned(rms_norm(q.reshape(B, L, self.mixer.heads, -1), None, self.eps), self.rope, position)
             key = turned(self.kv_norm(parts[0])[:, :, None], self.rope, position)[:, :, 0]
             row = library_of(x).concatenate([key, *parts[1:]], axis=-1)
-        seen = Seen(cache.offset, *cache.absorb(row, self._entries))
+        kernels = OnKernels(pool=self._pooled) if on_kernels and self._pools_on_kernels() else PLAIN
+        seen = Seen(cache.offset, *cache.absorb(row, self._entries, kernels))
         if whole < L:
             made = self._index(x, norm, latent, seen.entries)
             seen = seen._replace(chosen=choose_entries(made, seen, whole, position, self.mixer))
@@ -126,6 +130,20 @@ class CompressedAttention(nn.Module):
         parts = split(rows, *widths[:-1])
         made = [pool(*parts[2 * i : 2 * i + 2], first, count) for i, pool in enumerate(self._pools())]
         return library_of(rows).concatenate(made, axis=-1)
+
+    def _pools_on_kernels(self) -> bool:
+        return not any(pool_refusal(backend.name(), pool.norm.weight.size) for pool in self._pools())
+
+    def _pooled(self, ring: mx.array, offset: mx.array, is_first: bool) -> mx.array:
+        """`_entries` of one entry by kernels, one for each part."""
+        parts, column = [], self.mixer.head_dim
+        for pool in self._pools():
+            values, width = pool.wkv.shape[0], pool.norm.weight.size
+            turning: Any = {"norm": pool.norm, "rope": pool.rope, "rotates_last": True}
+            made = Pool(width, self.mixer.ratio, column, column + values, pool.ape, values // width, **turning)
+            parts.append(made.entry(ring, offset, is_first))
+            column += 2 * values
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: Any) -> Projections:
         own = self.indexer

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..kinds import Indexer, KeyBlocks, Latent
 from ..ops.backend import Array, library_of
-from ..ops.compressed import pooled
+from ..ops.compressed import Pool, pooled
 from ..ops.elementwise import float32, split
 from ..ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ..ops.indexed import Chosen, attend_indexed, attend_pools
@@ -17,6 +17,7 @@ from ..ops.norm import Norm, layer_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
 from ..state.compressed import CompressedCache
+from ..state.traced import PLAIN, OnKernels
 from .latent import MLA
 from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
@@ -132,11 +133,12 @@ class PoolScoring(nn.Module):
         whole blocks.
         """
         queries = None if latent is None else self.wq_b(latent, norm)
-        (weights, gates), library, put = floats, library_of(keys), None
+        (weights, gates), library, kernels = floats, library_of(keys), PLAIN
         rows = library.concatenate([self.k_norm(keys), gates.astype(keys.dtype)], axis=-1)
         if isinstance(keys, mx.array) and keys.shape[:2] == (1, 1) and takes_step(self.blocks):
-            put = put_in_ring(keys, gates, self.k_norm)
-        _, _, joined = cache.absorb(rows, self._keys, put)
+            pool = Pool(keys.shape[-1], self.ratio, gates=keys.shape[-1], bias=self.ape)
+            kernels = OnKernels(put_in_ring(keys, gates, self.k_norm), pool.entry)
+        _, _, joined = cache.absorb(rows, self._keys, kernels)
         return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
     def _keys(self, rows: Any, first: Any, count: int) -> Any:

@@ -11,7 +11,7 @@ from ..ops.attend import Rows
 from ..ops.backend import library_of, view
 from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
-from .traced import EntriesKind, Put
+from .traced import PLAIN, EntriesKind, OnKernels
 from .window import WindowCache
 
 
@@ -60,13 +60,15 @@ class CompressedCache(WindowCache):
         ring = self._placed(None, rows, length - rows.shape[2], length)
         return ring, entries if entries.size else None, length
 
-    def absorb(self, rows: Any, make: Callable[[Any, Any, int], Any], put: Put | None = None) -> tuple[Any, Any, Any]:
+    def absorb(
+        self, rows: Any, make: Callable[[Any, Any, int], Any], kernels: OnKernels = PLAIN
+    ) -> tuple[Any, Any, Any]:
         """Appends rows [B, L, row] of positions, and the entries that end with them.
 
         Args:
             make: (the rows [B, n, row] that entries are made of, the number of the first entry, how many) -> these
                 entries [B, ., entry]. The rows begin with those of the `overlap`, if the entry is not the first.
-            put: a kernel that puts a single token's row into the ring; None: there is none.
+            kernels: of a single token.
 
         Returns:
             The newest rows [B, n, row], their places [n], and all entries [B, T, entry]; None: there are none. Places
@@ -76,7 +78,7 @@ class CompressedCache(WindowCache):
         if sees_capacity(count) and not self.empty():  # as in the compiled step
             self.reserve(1)
             stand_in = self.traced(1)(*self.step_arrays(), mx.array(first), None, None)
-            found = stand_in.absorb(rows, make, put)
+            found = stand_in.absorb(rows, make, kernels)
             self.take_step(stand_in.arrays)
             return found
         appended = self.append_rows(mx.array(rows[:, None]) if here else rows[:, None])

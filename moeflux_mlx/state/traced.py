@@ -6,7 +6,7 @@ is traced for each.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -18,7 +18,18 @@ REACH = 8  # positions that a ring can go back: the rows of one sequence in a st
 SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that rejected drafts do not limit the way back
 
 
-Put = Callable[[mx.array, mx.array], mx.array]  # a ring with a token's row, of a ring and the token's place
+class OnKernels(NamedTuple):
+    """Kernels that absorb a single token, or None for plain operations.
+
+    put: the ring [1, 1, slots, row] with the token's row, from the ring and the token's place. pool: the entry
+    [1, 1, 1, entry] that ends with the token, from the ring, the token's place, and whether it is the first entry.
+    """
+
+    put: Callable[[mx.array, mx.array], mx.array] | None = None
+    pool: Callable[[mx.array, mx.array, bool], mx.array] | None = None
+
+
+PLAIN = OnKernels()
 
 
 class Traced(Protocol):
@@ -218,19 +229,22 @@ class FixedEntries:
         return length if self._kind.sees_all else 0
 
     def absorb(
-        self, rows: mx.array, make: Callable[..., mx.array], put: Put | None = None
+        self, rows: mx.array, make: Callable[..., mx.array], kernels: OnKernels = PLAIN
     ) -> tuple[mx.array, mx.array, mx.array | None]:
         """As `CompressedCache.absorb`, of a token's rows [B, 1, row]; the positions come in the order of slots."""
         kind, (ring, *entries), part = self._kind, self.arrays, self._kind.part
         slots = ring.shape[2]
-        if put is None:
+        if kernels.put is None:
             ring = mx.slice_update(ring, rows[:, None], (self.offset % slots)[None], axes=(2,))
         else:
-            ring = put(ring, self.offset)
+            ring = kernels.put(ring, self.offset)
         if next(self._ends):
             count, number = part.ratio + (0 if kind.is_first else part.overlap), self.offset // part.ratio
-            newest = ring[:, 0, (self.offset - count + 1 + arange(count, mx)) % slots]
-            entry = make(newest, number, 1)[:, None]
+            if kernels.pool is None:
+                newest = ring[:, 0, (self.offset - count + 1 + arange(count, mx)) % slots]
+                entry = make(newest, number, 1)[:, None]
+            else:
+                entry = kernels.pool(ring, self.offset, kind.is_first)
             entries = [mx.slice_update(entries[0], entry, number[None], axes=(2,))]
         self.arrays = [ring, *entries]
         places = self.offset - (self.offset - arange(slots, mx)) % slots
