@@ -363,7 +363,7 @@ def test_an_unknown_source_of_drafts_is_refused():
 def test_greedy_tokens_of_a_check_are_chosen_together(monkeypatch, seed, penalty, together):
     """So that the host waits once for all of them. Other choices depend on a key, or on the tokens before."""
     model = tiny_model("qwen3_moe", mx.float32)
-    plain = [token for token, _ in generate_step(PROMPT, model, max_tokens=8)]
+    plain = [token for token, _ in generate_step(PROMPT, model, max_tokens=8, **choice(seed, penalty))]
     drafts(monkeypatch, model, [[*PROMPT, *plain]], most=2)
     made, begin = [], decoding.Decoding._begin_step
 
