@@ -1,40 +1,40 @@
 // needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). H / KV query heads share a
-// key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D], values[KV, capacity, V],
-// with WINDOW at place p % capacity. Those of later positions are at place p - begun of recent: keys[KV, RECENT, D],
-// then values[KV, RECENT, V]. The token's own, of position offset, are k[KV, D], v[KV, V]. Rows have dtype K, X or
-// bytes (kv_rows.h.metal: then every row, including the token's own, is read as it is stored). positions = offset,
-// begun, capacity, and the token's rotary position. WINDOW is the number of positions that the token sees, including
-// its own; 0: all. V <= D. With TOP it sees the positions of chosen blocks (seen.h.metal): chosen[LISTS, TOP], where each
-// key head has its own list, or all share one.
+// key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D] and values[KV, capacity,
+// V]; if WINDOW is set, they are at place p % capacity. Those of later positions are at place p - begun of recent:
+// keys[KV, RECENT, D], then values[KV, RECENT, V]. The token has position offset; its own key and value are k[KV, D]
+// and v[KV, V]. Rows have dtype K, which is X or bytes. With bytes (kv_rows.h.metal) every row, including the token's
+// own, is read as it is stored. positions = offset, begun, capacity, and the token's rotary position. WINDOW is the
+// number of positions that the token sees, including its own; 0 means all. V <= D. If TOP is set, the token sees the
+// positions of chosen blocks (seen.h.metal), chosen[LISTS, TOP]: each key head has its own list, or all share one.
 //
-// q[H, STRIDE] (the first D values of each head) and k are with NORM divided by their root mean square (+ eps[0]) and
-// multiplied by q_weight or k_weight[D] W. Their first DIMS values (possibly 0) are rotated by angles positions[3] /
-// periods[DIMS / 2] and multiplied by magnitude[0]. INTERLEAVED: neighbours form a pair; else i and i + DIMS / 2. With
-// VNORM v is divided by its root mean square too.
+// If NORM is 1, q[H, STRIDE] (the first D values of each head) and k are divided by their root mean square (+ eps[0])
+// and multiplied by q_weight or k_weight[D] W. Their first DIMS values (possibly 0) are rotated by angles positions[3]
+// / periods[DIMS / 2] and multiplied by magnitude[0]. If INTERLEAVED is 1, neighbours form a pair, otherwise i and i +
+// DIMS / 2. If VNORM is 1, v is divided by its root mean square too.
 //
-// For each piece of P visible positions and each head, parts[., PIECE, V + 2] float: the values, weighted by exp(score
-// - largest), where score = scale[0] q k; then the largest score, and the sum of the weights. PIECE is H, or the heads
-// of all tokens of the launch. The order of sums depends only on positions. next: `recent` with the token's key and
-// value. All other arrays are X.
+// For each piece of P visible positions and each head, parts[., PIECE, V + 2] float gets the sum of the values,
+// weighted by exp(score - largest), where score = scale[0] q k; then the largest score, and the sum of the weights.
+// PIECE is H, or the number of heads of all tokens of the launch. The order of sums depends only on positions. next is
+// `recent` with the token's key and value added. All other arrays are X.
 //
 // grid: (SHARES * D * pieces, H / GH, 1), threadgroup (SHARES * D, 1, 1). A threadgroup has GH heads that share a key
-// head, and P positions: a thread first has pairs of a position and a head, then a column of the values and, where SHARES
-// is 2, half of the positions; where it is 1, all of them.
-// Few threadgroups run this code once, so fetching its instructions takes time: loops are not unrolled.
+// head, and P positions. A thread first computes pairs of a position and a head. Then it has a column of the values,
+// for all positions if SHARES is 1, or for half of them if SHARES is 2.
+// Few threadgroups run this code, each once, so fetching its instructions takes time: loops are not unrolled.
   constexpr uint G = H / KV, THREADS = SHARES * D, SG = THREADS / 32;
-  constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in other banks
+  constexpr uint EACH = 16 / sizeof(X), UNITS = D / EACH, ROW = UNITS + 1;  // one more: rows begin in different banks
   constexpr uint LOADS = (P * UNITS + THREADS - 1) / THREADS, KD = kv_elements<K>(D), VD = kv_elements<K>(V);
   typedef typename KvUnit<K>::type Unit;
   constexpr uint KEY_UNITS = KD * sizeof(K) / sizeof(Unit), VALUE_UNITS = VD * sizeof(K) / sizeof(Unit);
   constexpr uint COPIES = (RECENT * KEY_UNITS + THREADS - 1) / THREADS;
   constexpr float NONE = -3.4e38f;
-  alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key; in the end half of the sums
+  alignas(16) threadgroup float heads[(GH + 1) * D];  // queries, then the token's key; later half of the sums
   alignas(16) threadgroup float weights[P * GH];
   threadgroup uint4 tile[P * ROW];  // keys
   threadgroup float turns[DIMS + (DIMS == 0)];  // cosines, then sines
   threadgroup float norms[2 * D];   // q_weight, then k_weight
-  threadgroup float own_value[sizeof(K) == 1 || VNORM ? V : 1];  // as it is kept
+  threadgroup float own_value[sizeof(K) == 1 || VNORM ? V : 1];  // as the cache stores it
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint mine = thread_index_in_threadgroup;
@@ -44,19 +44,19 @@
   const uint offset = uint(positions[0]), begun = uint(positions[1]), capacity = uint(positions[2]);
   const size_t kept = size_t(kv) * capacity;
   const uint later = kv * RECENT * KD, values_later = KV * RECENT * KD + kv * RECENT * VD;
-  const uint low = WINDOW && offset >= WINDOW ? offset + 1 - WINDOW : 0;  // the first position that is seen
+  const uint low = WINDOW && offset >= WINDOW ? offset + 1 - WINDOW : 0;  // the first visible position
   const uint top = (low / P + part) * P;
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
   if (top >= visible) {
     return;
   }
   const auto blocks = chosen + (LISTS > 1 ? kv * TOP : 0);
-  // Rows of the piece that earlier positions have, perhaps with others behind them; and the row of the token's own
+  // The rows of the piece that belong to earlier positions, perhaps followed by others; and the row of the token's own
   // position, if it is below P.
   const bool sees_own = seen_position<TOP, RATIO, OWN>(blocks, visible - 1, offset) == offset;
   const uint earlier = visible - top - (sees_own ? 1 : 0), own = sees_own ? earlier : P;
 
-  // What is read from far is asked for at once, keys in 16 bytes at a time, values for later.
+  // Starts all loads from memory together: keys in units of 16 bytes, and prefetches of the values.
   uint4 loaded[LOADS];
   Unit copied[2 * COPIES];
   MLX_MTL_PRAGMA_UNROLL
@@ -95,7 +95,7 @@
   }
   CODES_UNROLL(1)
   for (uint i = mine; i < DIMS / 2; i += THREADS) {
-    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // as MLX rotates many tokens
+    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // as in MLX's rotation of many tokens
     turns[i] = float(magnitude[0]) * metal::cos(angle);
     turns[DIMS / 2 + i] = float(magnitude[0]) * metal::sin(angle);
   }
@@ -108,7 +108,8 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // All simdgroups make as many turns, so that lanes meet: those without a head of their own take the last and drop it.
+  // All simdgroups run the same number of turns, so that lanes meet at barriers. A simdgroup without a head of its own
+  // computes the last one and drops it.
   CODES_UNROLL(1)
   for (uint turn = 0; turn <= GH; turn += SG) {
     const uint h = metal::min(turn + simdgroup, uint(GH));
@@ -214,7 +215,7 @@
   }
   const bool has_column = V == D || column < V;
   const uint end = has_column ? metal::min(uint(P), earlier) : 0, start = low > top ? low - top : 0;
-  constexpr uint AT_ONCE = 8;  // values on their way: CUDA's compiler waits for each one where it is used at once
+  constexpr uint AT_ONCE = 8;  // loads in flight: CUDA's compiler waits for each value that is used at once
   CODES_UNROLL(1)
   for (uint next_row = start + share; next_row < end; next_row += AT_ONCE * SHARES) {
     float value[AT_ONCE];

@@ -1,20 +1,21 @@
 // needs: codes.h.metal lane.h.metal
-// Compressed attention of one token, up to the sum over pieces (compressed_combine.metal). Keys are values, and one head
-// of both serves all H queries, query[H, D] X. The newest positions are in ring[SLOTS, ROW] X, position p in slot p % SLOTS;
-// the token sees WINDOW of them, its own, offset[0], among them. It also sees entries[., ENTRY] X: the first (offset + 1)
-// / RATIO of them, or with TOP the entries chosen[TOP]; RATIO 0: none. A row's first D values are the key.
+// Compressed attention of one token, up to the sum over pieces (compressed_combine.metal). Keys are also the values,
+// and all H queries, query[H, D] X, share one key head. The newest positions are in ring[SLOTS, ROW] X, position p in
+// slot p % SLOTS. The token has position offset[0] and sees WINDOW positions, including its own. It also sees
+// entries[., ENTRY] X: the first (offset + 1) / RATIO of them, or, if TOP is set, the entries chosen[TOP]. If RATIO is
+// 0, there are none. The first D values of a row are the key.
 //
-// A piece is of P slots, and behind these RINGS pieces of P entries. For each piece and head: stats[., H, 2] float, the
-// largest score and the sum of exp(score - largest); parts[., H, D] float, the rows with these weights. A score is
-// scale[0] q k. The order of sums depends only on positions.
+// First come the pieces of P slots, then RINGS pieces of P entries. For each piece and head, stats[., H, 2] float gets
+// the largest score and the sum of exp(score - largest), and parts[., H, D] float the sum of the rows with these
+// weights. A score is scale[0] q k. The order of sums depends only on positions.
 //
-// grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores ACROSS lanes share a
-// row; then a simdgroup has a head; then a thread has eight columns of every SHARES-th row.
+// grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores, ACROSS lanes share
+// a row. Then a simdgroup has a head. Then a thread has eight columns of every SHARES-th row.
   constexpr uint ACROSS = 4, ABREAST = T / ACROSS, COLUMNS = D / 8, SHARES = T / COLUMNS > 0 ? T / COLUMNS : 1;
   constexpr float NONE = -3.4e38f;
-  alignas(16) threadgroup float heads[SHARES * GH * D];  // queries; then the sums of each share
+  alignas(16) threadgroup float heads[SHARES * GH * D];  // queries; later the sums of each share
   threadgroup float weights[P * GH];
-  threadgroup uint place[P];  // of a row
+  threadgroup uint place[P];  // place of a row
   const uint lane = thread_index_in_simdgroup;
   const uint mine = thread_index_in_threadgroup;
   const uint piece = threadgroup_position_in_grid.x;

@@ -1,9 +1,9 @@
 // needs: lane.h.metal rotate.h.metal
-// out[H, D] X = the sum of the pieces of compressed_attend.metal, each weighted by its share of the whole sum of
-// exponentials, of which exp(sinks[H]) is a part; the last R values of a head are rotated (rotate.h.metal) by the token's
-// rotary position[0]. offset[0] is its place; periods[R / 2] float.
+// out[H, D] X = the sum of the pieces of compressed_attend.metal, each weighted by its share of the sum of all
+// exponentials, which includes exp(sinks[H]). The last R values of a head are rotated (rotate.h.metal) by the token's
+// rotary position[0]. offset[0] is the token's place; periods[R / 2] float.
 //
-// grid: (T * H, 1, 1), threadgroup (T, 1, 1): a threadgroup per head.
+// grid: (T * H, 1, 1), threadgroup (T, 1, 1): one threadgroup per head.
   threadgroup float tail[R];
   const uint head = threadgroup_position_in_grid.x;
   const uint index = thread_index_in_threadgroup;

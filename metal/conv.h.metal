@@ -1,6 +1,6 @@
-// silu of the newest output of a causal depthwise convolution over time, for one of C channels: sum + taps[column, TAPS]
-// times the channel's inputs, which are conv[TAPS - 1, C], oldest first, and then now[C]. If `keeps` is set, the inputs
-// that the next token needs are written to next[TAPS - 1, C].
+// silu of the newest output of a causal depthwise convolution over time, for one of C channels. The output is sum plus
+// taps[column, TAPS] times the channel's inputs: conv[TAPS - 1, C], the oldest first, and then now[C]. If `keeps` is
+// set, the inputs that the next token needs are written to next[TAPS - 1, C].
 template <int TAPS, typename X, typename W>
 inline float convolved(
     const device X* conv, const device X* now, const device W* taps, uint C, uint column, float sum, bool keeps,

@@ -1,5 +1,5 @@
-// How much of the delta rule's state a token keeps, of u = a + dt_bias and rate = exp(A_log): exp(-rate * softplus(u)); or,
-// where each channel decays by itself, exp(least / (1 + exp(-rate * u))).
+// The factor by which a token decays the delta rule's state, from u = a + dt_bias and rate = exp(A_log): exp(-rate *
+// softplus(u)). If each channel has its own decay, it is exp(least / (1 + exp(-rate * u))).
 template <bool EACH>
 inline float delta_decay(float u, float rate, float least) {
   if (EACH) {

@@ -1,7 +1,7 @@
-// The work of the L lanes that share a row in gated_delta_tokens.metal. A lane has M pieces of four of the row's
-// columns, L pieces from one of its own to the next, so that the lanes read side by side.
+// Functions for the L lanes that share a row in gated_delta_tokens.metal. A lane has M pieces of four columns of the
+// row. The distance between its pieces is L pieces, so that neighbouring lanes read neighbouring pieces.
 
-// The lane's part of a product: two sums that do not wait for each other, and more rows whose sums do not either.
+// The lane's part of a product. The two sums do not wait for each other, and neither do the sums of other rows.
 template <int M>
 inline float delta_dot(const thread float4* a, const thread float4* b) {
   float even = 0, odd = 0;
@@ -24,7 +24,7 @@ inline float4 delta_learn(float4 s, float decay, float learnt, float4 k) {
   return s;
 }
 
-// Each of COUNT values, summed over the L lanes; the shuffles of one round do not wait for each other.
+// Sums each of COUNT values over the L lanes. The shuffles of one round do not wait for each other.
 template <int COUNT, int L>
 inline void delta_sums(thread float* v) {
   MLX_MTL_PRAGMA_UNROLL
@@ -36,7 +36,8 @@ inline void delta_sums(thread float* v) {
   }
 }
 
-// The same sums, shared out: value i * L + lane is left in v[i]. Of two values a lane keeps one and gives the other.
+// The same sums, distributed over the lanes: value i * L + lane is left in v[i]. Of each two values, a lane keeps one
+// and passes the other on.
 template <int COUNT, int L>
 inline void delta_shares(thread float* v, uint lane) {
   int count = COUNT;

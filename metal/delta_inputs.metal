@@ -1,10 +1,10 @@
 // needs: lane.h.metal decay.h.metal
 // The inputs of the gated delta rule's steps, for all T tokens at once (used by gated_delta_tokens.metal). qkv[T, C] X
-// holds q of all NK key heads, k, then what is not read here; a, b[T, NV] X; A_log, dt_bias[NV] float; length[0] = T.
-// qk[T, 2, NK, DK] float: q / sqrt(DK), then k, each divided by its length over the head. gates[T, 2, NV] float: decay
-// = exp(-exp(A_log) * softplus(a + dt_bias)), then beta = sigmoid(b). With EACH every channel of NV = NK keys decays by
-// itself: a[T, NV, DK] X, dt_bias[NV, DK] float; then qk[T, 3, NK, DK] has the decays behind k, and gates has 1 for
-// them.
+// has q of all NK key heads, then k, then values that this kernel does not read; a, b[T, NV] X; A_log, dt_bias[NV]
+// float; length[0] = T. qk[T, 2, NK, DK] float: q / sqrt(DK), then k, each divided by its length over the head.
+// gates[T, 2, NV] float: decay = exp(-exp(A_log) * softplus(a + dt_bias)), then beta = sigmoid(b). If EACH is 1, every
+// channel of NV = NK keys has its own decay: a[T, NV, DK] X, dt_bias[NV, DK] float; then qk[T, 3, NK, DK] has the
+// decays after k, and the decays in gates are 1.
 //
 // grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1); one simdgroup per token and key head.
   constexpr uint N = DK / 32, SHARED = NV / NK, VECTORS = EACH ? 3 : 2;

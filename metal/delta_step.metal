@@ -1,12 +1,14 @@
 // needs: lane.h.metal conv.h.metal decay.h.metal
-// A gated delta layer for one token, between its projections: for each value head the convolution of its channels
-// (conv_silu.metal), a step of the delta rule (gated_delta.metal), the gated norm (gated_norm.metal), each with the
-// rounding that it has alone. With C = 2 NK DK + NV DV: qkv[C], conv[TAPS - 1, C], next_conv X; z, out[NV, DV] X;
-// a, b[NV] X; A_log, dt_bias[NV] float; taps[C, TAPS] W; weight[DV] V; state, next[NV, DV, DK] float. With EACH every
-// column of the state decays by itself: a[NV, DK] X, dt_bias[NV, DK] float, and FLOOR the least logarithm (decay.h.metal).
+// A gated delta layer for one token, between its projections. For each value head it computes the convolution of its
+// channels (conv_silu.metal), a step of the delta rule (gated_delta.metal) and the gated norm (gated_norm.metal), each
+// with the same rounding as in its own kernel. With C = 2 NK DK + NV DV: qkv[C], conv[TAPS - 1, C], next_conv X; z,
+// out[NV, DV] X; a, b[NV] X; A_log, dt_bias[NV] float; taps[C, TAPS] W; weight[DV] V; state, next[NV, DV, DK] float. If
+// EACH is 1, every column of the state has its own decay: a[NV, DK] X, dt_bias[NV, DK] float, and FLOOR is the least
+// logarithm (decay.h.metal).
 //
-// grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head, a simdgroup R rows of its state
-// at a time in registers, DK / 32 columns to a lane. Value heads that share a key head each convolve its channels.
+// grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head. A simdgroup has R rows of the
+// head's state at a time in registers, DK / 32 columns to a lane. Value heads that share a key head each compute the
+// convolution of its channels.
   constexpr uint N = DK / 32, C = 2 * NK * DK + NV * DV, SHARED = NV / NK;
   constexpr uint TURNS = (DV + R * SG - 1) / (R * SG);
   threadgroup float mixed[2 * DK + DV];  // q, k, v
@@ -27,7 +29,7 @@
         s[r * N + i] = state[(head * DV + row[r]) * DK + lane * N + i];
       }
     }
-    if (turn == 0) {  // while the first rows are on their way
+    if (turn == 0) {  // while the first rows are being loaded
       for (uint i = thread_index_in_threadgroup; i < 2 * DK + DV; i += 32 * SG) {
         const bool is_value = i >= 2 * DK;
         const uint key = (i / DK * NK + head / SHARED) * DK + i % DK;

@@ -1,11 +1,11 @@
 // needs: lane.h.metal decay.h.metal
 // The gated delta rule over T steps. For each value head, with its state S[DV, DK]:
 //     S *= decay;  S += outer((v - S k) * beta, k);  out = S q
-// decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b); q and k are divided by their length over the
-// head, q also by sqrt(DK). qkv[T, C] X holds q of all NK key heads, k, then v of all NV value heads; value head h reads
-// key head h / (NV / NK). a, b[T, NV] X; A_log, dt_bias[NV] float; state, next[NV, DV, DK] float; out[T, NV, DV] X;
-// length[0] = T. With EACH every column of the state decays by itself: a[T, NV, DK] X, dt_bias[NV, DK] float, and FLOOR the
-// least logarithm (decay.h.metal).
+// decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b). q and k are divided by their length over the
+// head, q also by sqrt(DK). qkv[T, C] X has q of all NK key heads, then k, then v of all NV value heads; value head h
+// reads key head h / (NV / NK). a, b[T, NV] X; A_log, dt_bias[NV] float; state, next[NV, DV, DK] float; out[T, NV, DV]
+// X; length[0] = T. If EACH is 1, every column of the state has its own decay: a[T, NV, DK] X, dt_bias[NV, DK] float,
+// and FLOOR is the least logarithm (decay.h.metal).
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). A simdgroup keeps R rows of one head's state in
 // registers, DK / 32 columns to a lane.

@@ -1,15 +1,15 @@
 // needs: delta.h.metal
-// The gated delta rule over T steps, for many of them. For each value head, with its state S[DV, DK]:
+// The gated delta rule over T steps, for many steps. For each value head, with its state S[DV, DK]:
 //     learnt = beta * (v - decay * S k);  S = decay * S + outer(learnt, k);  out = S q
-// qkv[T, C] X holds v of all NV value heads in its last columns; qk[T, 2, NK, DK] float is q and k of all key heads, and
-// gates[T, 2, NV] float decay and beta, as delta_inputs.metal writes them; value head h reads key head h / (NV / NK). With
-// EACH qk is [T, 3, NK, DK], decays of the state's columns behind k, by which S is multiplied first; gates has 1 for decay.
-// state, next[NV, DV, DK] float; out[T, NV, DV] X; length[0] = T.
+// The last columns of qkv[T, C] X are v of all NV value heads. qk[T, 2, NK, DK] float has q and k of all key heads, and
+// gates[T, 2, NV] float has decay and beta, as delta_inputs.metal writes them. Value head h reads key head h / (NV /
+// NK). If EACH is 1, qk[T, 3, NK, DK] has the decays of the state's columns after k; S is multiplied by them first, and
+// decay in gates is 1. state, next[NV, DV, DK] float; out[T, NV, DV] X; length[0] = T.
 //
 // grid: (32 * SG * blocks, NV, 1), threadgroup (32 * SG, 1, 1). L lanes share a row of a head's state, so a simdgroup
-// holds 32 / L rows abreast and R such sets of rows. A threadgroup computes B steps from threadgroup memory while it
-// loads the inputs of the next B: single steps' loads, even early ones, were waited for together (results.tsv). A step
-// past the last does not change the state. B and L are powers of two.
+// holds 32 / L rows at a time, and R such sets of rows. A threadgroup computes B steps from threadgroup memory while it
+// loads the inputs of the next B steps. If each step loaded its own inputs, even early, the threadgroup would wait for
+// all loads together (results.tsv). A step past the last one does not change the state. B and L are powers of two.
   constexpr uint M = DK / 4 / L, ABREAST = 32 / L, ROWS = SG * R * ABREAST, THREADS = 32 * SG;
   constexpr uint VECTORS = EACH ? 3 : 2, PIECES = B * VECTORS * DK / 4, P = (PIECES + THREADS - 1) / THREADS;
   constexpr uint NOTES = B * ROWS, V = (NOTES + THREADS - 1) / THREADS;

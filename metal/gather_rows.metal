@@ -1,4 +1,4 @@
-// out[N, UNITS] = x[places[N], UNITS]: rows of 16-byte units, whatever values they hold.
+// out[N, UNITS] = x[places[N], UNITS]: rows of 16-byte units, which may hold values of any type.
 //
 // grid: (UNITS, N, 1) rounded up to whole threadgroups; one thread per unit.
   const uint unit = thread_position_in_grid.x;

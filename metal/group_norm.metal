@@ -1,8 +1,8 @@
 // needs: lane.h.metal
-// out[T, G, D] X = x / sqrt(mean(x^2) + eps[0]) * weight, where the mean is that of a group's D values. x[T, G, D] and
-// weight[G, D] float.
+// out[T, G, D] X = x / sqrt(mean(x^2) + eps[0]) * weight. The mean is that of the D values of a group. x[T, G, D] and
+// weight[G, D] are float.
 //
-// grid: (32 * SG * G, T, 1), threadgroup (32 * SG, 1, 1): a threadgroup for each group of a token.
+// grid: (32 * SG * G, T, 1), threadgroup (32 * SG, 1, 1): one threadgroup per group of a token.
   threadgroup float partial[SG];
   const uint lane = thread_index_in_simdgroup;
   const uint group = threadgroup_position_in_grid.x;

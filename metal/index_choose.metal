@@ -1,22 +1,23 @@
 // needs: seen.h.metal topk.h.metal
-// The TOP best of the blocks that one token sees: chosen[ROWS, TOP] int, ascending, by scores[., ROWS] float; ties go to
-// the first. positions[0] is the token's own; the others are as in seen.h.metal.
+// Chooses the TOP best of the blocks that one token sees: chosen[ROWS, TOP] int, ascending, by scores[., ROWS] float.
+// Among equal scores the first blocks are chosen. positions[0] is the token's own position; the other constants are as
+// in seen.h.metal.
 //
-// A radix select: the key of the last one that is chosen lies in [low, high]; in each round the keys in it are counted
-// in BINS bins of equal width, and the bin that has it becomes the interval. Then every thread writes the chosen ones of
-// its range, behind those of the threads before it.
+// This is a radix select. The key of the last chosen block is in [low, high]. In each round the keys in this interval
+// are counted in BINS bins of equal width, and the bin with that key becomes the interval. Then every thread writes the
+// chosen blocks of its range after those of the threads before it.
 //
 // grid: (T, ROWS, 1), threadgroup (T, 1, 1).
   constexpr uint BINS = 256;
   threadgroup atomic_uint bins[BINS];
   threadgroup uint lowest[T / 32];
   threadgroup uint highest[T / 32];
-  threadgroup uint found[2];    // the bin, and how many keys lie in higher ones
-  threadgroup uint sums[2 * T];  // of each thread's range: keys above the interval, and in it
+  threadgroup uint found[2];    // the bin, and the number of keys in higher bins
+  threadgroup uint sums[2 * T];  // for each thread's range: the keys above the interval, and those in it
   const uint mine = thread_index_in_threadgroup, row = threadgroup_position_in_grid.y;
   const uint count = seen_blocks<RATIO, OWN>(uint(positions[0]));
 
-  uint low = 0xFFFFFFFFu, high = 0, left = TOP;  // `left`: how many of the keys in the interval are chosen
+  uint low = 0xFFFFFFFFu, high = 0, left = TOP;  // `left`: how many keys of the interval are chosen
   for (uint i = mine; i < count; i += T) {
     const uint key = topk_key(scores[i * ROWS + row]);
     low = metal::min(low, key);

@@ -1,19 +1,22 @@
 // needs: codes.h.metal dense.h.metal lane.h.metal seen.h.metal
-// Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). The latent and
-// the rotated key of position p < begun, shared by all H heads, are at place p of latents[capacity, N] and
-// keys[capacity, R]; those of later positions at place p - begun of recent[RECENT, N + R]; the token's own, of position
-// offset, are token[N + R]. positions = offset, begun, capacity, and the rotary position. query[H, N + R] float is
-// already scaled. The token sees all positions up to its own, or those of TOP blocks in `chosen` (seen.h.metal).
+// Latent attention of one token (MLA), up to the sum over pieces of the context (latent_combine.metal). All H heads
+// share the latent and the rotated key of a position. Those of position p < begun are at place p of latents[capacity,
+// N] and keys[capacity, R]; those of later positions are at place p - begun of recent[RECENT, N + R]. The token has
+// position offset; its own are token[N + R]. positions = offset, begun, capacity, and the rotary position. query[H, N +
+// R] float is already scaled. The token sees all positions up to its own, or those of TOP blocks in `chosen`
+// (seen.h.metal).
 //
-// For each piece of P positions that it sees: stats[., PIECE, 2] float, the largest score and the sum of exp(score -
-// largest); parts[., PIECE, N] float, the latents with these weights. PIECE is H, or the heads of all tokens of the
-// launch. The order of sums depends only on positions. next: `recent` with the token. All other arrays are X.
+// For each piece of P visible positions, stats[., PIECE, 2] float gets the largest score and the sum of exp(score -
+// largest), and parts[., PIECE, N] float the sum of the latents with these weights. PIECE is H, or the number of heads
+// of all tokens of the launch. The order of sums depends only on positions. next is `recent` with the token added. All
+// other arrays are X.
 //
-// grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores ACROSS lanes share
-// EACH positions; then a simdgroup has a head; then a thread has eight columns of every second latent. A value from the
-// threadgroup's memory meets EACH keys or eight columns: reading it takes as long as four sums.
+// grid: (T * pieces, H / GH, 1), threadgroup (T, 1, 1). A threadgroup has GH heads. For the scores, ACROSS lanes share
+// EACH positions. Then a simdgroup has a head. Then a thread has eight columns of every second latent. A value that is
+// read from threadgroup memory is multiplied by EACH keys or eight columns, because the read takes as long as four
+// sums.
   constexpr uint ACROSS = 4, EACH = P * ACROSS / T, ROW = N + R, HALF = T / 2;
-  // Aligned for loads of four. A position's weights lie together.
+  // Aligned for loads of four. The weights of one position are adjacent.
   alignas(16) threadgroup float heads[GH * ROW];
   alignas(16) threadgroup float weights[P * GH];
   const uint lane = thread_index_in_simdgroup;
@@ -44,7 +47,7 @@
   const device X* tail[EACH];
   MLX_MTL_PRAGMA_UNROLL
   for (uint e = 0; e < EACH; e++) {
-    const uint i = metal::min(top + e * (P / EACH) + mine / ACROSS, visible - 1);  // beyond, nobody reads the score
+    const uint i = metal::min(top + e * (P / EACH) + mine / ACROSS, visible - 1);  // nobody reads the scores beyond
     const uint at = seen_position<TOP, RATIO, OWN>(chosen, i, offset);
     const device X* later = at < offset ? recent + (at - begun) * ROW : token;
     row[e] = at < begun ? latents + size_t(at) * N : later;
@@ -120,7 +123,7 @@
         acc[k] = metal::fma(weights[i * GH + k / 8], value[k % 8], acc[k]);
       }
     }
-    // The queries are no longer needed: their memory is used to add the sums of both halves.
+    // The queries are not needed any more: their memory is used to add the sums of both halves.
     if (second && column < N) {
       MLX_MTL_PRAGMA_UNROLL
       for (uint k = 0; k < GH * 8; k++) {

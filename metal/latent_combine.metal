@@ -1,10 +1,11 @@
 // needs: lane.h.metal seen.h.metal stored.h.metal
 // out[H, V] X = each head's matrix of values [V, N] times the sum of the pieces of latent_attend.metal, each weighted
-// by its share of the whole sum of exponentials. The matrix: codes w, scales and biases S (stored.h.metal).
-// positions[0] is the token's own; TOP, RATIO and OWN say how many positions it sees (seen.h.metal).
+// by its share of the sum of all exponentials. The matrix has codes w, scales and biases S (stored.h.metal).
+// positions[0] is the token's own position; TOP, RATIO and OWN give the number of positions that it sees
+// (seen.h.metal).
 //
-// grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread has a column of the latents, then a simdgroup EACH rows of the
-// matrix at a time.
+// grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread first has a column of the latents. Then a simdgroup has EACH
+// rows of the matrix at a time.
   constexpr uint SIMDGROUPS = T / 32, ROWS = (V + SIMDGROUPS - 1) / SIMDGROUPS, EACH = ROWS < 8 ? ROWS : 8, AHEAD = 8;
   constexpr uint TURNS = (N / 8 + 31) / 32;
   alignas(16) threadgroup float mixed[N];
@@ -40,7 +41,7 @@
   _Pragma("unroll 1")
   for (uint done = 0; done < ROWS; done += EACH) {
     const uint top = done * SIMDGROUPS + simdgroup_index_in_threadgroup;
-    // Read before the barrier, so that all are on their way at once.
+    // Loaded before the barrier, so that all loads are in flight together.
     StoredEight<BITS> held[EACH * TURNS];
     MLX_MTL_PRAGMA_UNROLL
     for (uint e = 0; e < EACH * TURNS; e++) {

@@ -1,15 +1,16 @@
 // needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal stored.h.metal
 // The queries and the key of one token's latent attention (MLA). q[H, NOPE + R] = w_q times n(x[COLS]) * q_norm[COLS]
-// W, where n divides by the root mean square (+ eps[0]); or q = x with PRECOMPUTED. query[H, N + R] float: for each
-// head the first NOPE values of q times its matrix of keys, and the rotated rest of q, both times scale[0]. token[N +
-// R]: n of the first N values of kv[N + R] times kv_norm[N] W, and the rotated rest. Rotated: by angles positions[3] /
-// periods[R / 2], times magnitude[0]. INTERLEAVED: neighbours form a pair; else i and i + R / 2. x, kv, token X.
+// W, where n divides by the root mean square (+ eps[0]). If PRECOMPUTED is 1, q = x. query[H, N + R] float has for each
+// head the first NOPE values of q times the head's matrix of keys, and then the rotated rest of q, both times scale[0].
+// token[N + R] has n of the first N values of kv[N + R] times kv_norm[N] W, and then the rotated rest. The rotation is
+// by angles positions[3] / periods[R / 2], times magnitude[0]. If INTERLEAVED is 1, neighbours form a pair, otherwise i
+// and i + R / 2. x, kv and token are X.
 //
-// w_q[H, NOPE + R, COLS]: codes.h.metal. A head's matrix of keys [NOPE, N], or TRANSPOSED [N, NOPE]: codes, scales and
-// biases (stored.h.metal).
+// w_q[H, NOPE + R, COLS] is stored as in codes.h.metal. A head's matrix of keys is [NOPE, N], or [N, NOPE] if
+// TRANSPOSED is 1, with codes, scales and biases (stored.h.metal).
 //
-// grid: (T * (H + 1), 1, 1), threadgroup (T, 1, 1); one for each head, and the last for kv. L lanes share rows of q, EACH
-// in turn; then a thread has eight columns of its team's rows of the keys, or whole columns.
+// grid: (T * (H + 1), 1, 1), threadgroup (T, 1, 1): one threadgroup per head, and the last one for kv. L lanes share
+// rows of q, EACH in turn. Then a thread has eight columns of its team's rows of the keys, or whole columns.
   constexpr uint HEIGHT = NOPE + R, ROW = N + R, ABREAST = T / L, EACH = (HEIGHT + ABREAST - 1) / ABREAST;
   constexpr uint GROUPS = Q_CHUNK < Q_GROUP ? 1 : Q_CHUNK / Q_GROUP;
   constexpr uint ACROSS = N / 8, TEAMS = T / ACROSS, AHEAD = 8;

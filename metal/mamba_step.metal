@@ -3,12 +3,13 @@
 // with its state S[DV, DK] and x, B and C from silu(convolution + bias):
 //     dt = softplus(dt + dt_bias), from LEAST to MOST;  S = exp(-exp(A_log) * dt) * S + outer(dt * x, B)
 //     y = S C + skip * x;  out = y * silu(z)
-// projected X holds z[NV, DV], the convolution's C = NV DV + 2 NK DK inputs (x[NV, DV], B[NK, DK], C[NK, DK]) and dt[NV];
-// head h reads B and C of group h / (NV / NK). conv[TAPS - 1, C], next_conv X; taps[C, TAPS], bias[C], A_log, dt_bias and
-// skip[NV] float; state, next[NV, DV, DK], out[NV, DV] float.
+// projected X has z[NV, DV], then the C = NV DV + 2 NK DK inputs of the convolution (x[NV, DV], B[NK, DK], C[NK, DK]),
+// then dt[NV]. Head h reads B and C of group h / (NV / NK). conv[TAPS - 1, C], next_conv X; taps[C, TAPS], bias[C],
+// A_log, dt_bias and skip[NV] float; state, next[NV, DV, DK], out[NV, DV] float.
 //
-// grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head, a simdgroup R rows of its state
-// at a time in registers, every 32nd column to a lane. Heads of a group each convolve its channels.
+// grid: (32 * SG * NV, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has a head. A simdgroup has R rows of the
+// head's state at a time in registers, every 32nd column to a lane. Heads of a group each compute the convolution of
+// its channels.
   constexpr uint N = (DK + 31) / 32, WIDTH = NV * DV, C = WIDTH + 2 * NK * DK, SHARED = NV / NK;
   constexpr uint TURNS = (DV + R * SG - 1) / (R * SG);
   threadgroup float mixed[DV + 2 * DK];  // x, B, C
@@ -30,7 +31,7 @@
         s[r * N + i] = column < DK ? state[row[r] * DK + column] : 0.0f;
       }
     }
-    if (turn == 0) {  // while the first rows are on their way
+    if (turn == 0) {  // while the first rows are being loaded
       for (uint i = thread_index_in_threadgroup; i < DV + 2 * DK; i += 32 * SG) {
         const bool is_own = i < DV;
         const uint other = is_own ? 0 : i - DV;

@@ -230,7 +230,7 @@ inline void codes_dot(
         whole = 256 * whole + sum[r * PLANES + p];
       }
       const int at = r * GROUPS + g;
-      const float b = BITS == 4 ? 0.0f : bias[at];  // no number times 0 is none, as it should be
+      const float b = BITS == 4 ? 0.0f : bias[at];  // 0 * NaN is NaN, as it should be
       acc[r] = metal::fma(scale[at] * factor, float(whole), metal::fma(b, x_sum, acc[r]));
     }
   }

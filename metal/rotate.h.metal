@@ -1,5 +1,5 @@
-// Rotates pair `i` of the R values at `from` by position / periods[i], times magnitude, and stores it at `to`. INTERLEAVED:
-// neighbours form a pair; else i and i + R / 2.
+// Rotates pair `i` of the R values at `from` by position / periods[i], times magnitude, and stores it at `to`. If
+// INTERLEAVED is 1, neighbours form a pair, otherwise i and i + R / 2.
 template <int R, int INTERLEAVED, typename F, typename A, typename X>
 inline void rotate_pair(F from, A periods, float position, float magnitude, uint i, device X* to) {
   const uint first = INTERLEAVED ? 2 * i : i;

@@ -1,6 +1,6 @@
 // needs: codes.h.metal
-// The RMS norm before a router, computed by all threads of a threadgroup in pieces of eight columns. Without NORM a row
-// stays as it is.
+// The RMS norm before a router, computed by all threads of a threadgroup in pieces of eight columns. If NORM is 0, a
+// row stays unchanged.
 
 // A thread's part of the sum of squares of x[H].
 template <int H, int THREADS, typename X>
@@ -17,7 +17,7 @@ inline float router_squares(const device X* x, uint index) {
   return squares;
 }
 
-// Eight normed columns, rounded as a stored row would be.
+// Eight normed columns, rounded like a stored row.
 template <int NORM, typename X, typename N>
 inline void router_x8(const device X* x, const device N* weight, float scale, thread float* v) {
   float w[8];
@@ -32,7 +32,7 @@ inline void router_x8(const device X* x, const device N* weight, float scale, th
   }
 }
 
-// x[H] = the normed row h[H], by BLOCKS threadgroups together.
+// x[H] = the normed row h[H]. BLOCKS threadgroups share this work.
 template <int NORM, int H, int THREADS, int BLOCKS, typename X, typename N>
 inline void router_store(
     const device X* h, const device N* weight, float scale, uint block, uint index, device X* x) {

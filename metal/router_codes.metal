@@ -1,11 +1,10 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal router.h.metal
-// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * x_norm, and logits[T, O] = the same with norm in its place, times
-// dequantised w, transposed, in float32;
-// where BIASED is 1, plus bias[O] float.
-// Without NORM, x is h. h[T, H] X; norm[H] and x_norm[H] floats; w[O, H * BITS / 32] u32; scales and biases[O, H / GROUP] S.
+// x[T, H] = h / sqrt(mean(h^2) + eps[0]) * x_norm. logits[T, O] = the row normed with norm instead of x_norm, times
+// dequantised w, transposed, in float32. If BIASED is 1, bias[O] float is added. If NORM is 0, x is h. h[T, H] X;
+// norm[H] and x_norm[H] are floats; w[O, H * BITS / 32] u32; scales and biases[O, H / GROUP] S.
 //
-// grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup computes the norm of the row and takes
-// R rows of w, whose columns its threads share.
+// grid: (32 * SG * BLOCKS, T, 1), threadgroup (32 * SG, 1, 1). Every threadgroup computes the norm of the row. It has R
+// rows of w, whose columns its threads share.
   constexpr uint THREADS = 32 * SG, WORDS = CHUNK * BITS / 32, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   threadgroup float squares[SG];
   threadgroup float part[SG * R];

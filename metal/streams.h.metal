@@ -1,7 +1,7 @@
 // needs: lane.h.metal
-// A column of N streams h[N, D] behind a part of a layer whose output is out[D]: v[k] = sum over j of comb[j, k] * h[j] +
-// post[k] * out, rounded as a stored stream would be. mixing is post[N] and then comb[N, N]; without MIXED it is post
-// alone, and v[k] = h[k] + post[k] * out.
+// A column of N streams h[N, D] after a part of a layer whose output is out[D]: v[k] = sum over j of comb[j, k] * h[j]
+// + post[k] * out, rounded like a stored stream. mixing has post[N] and then comb[N, N]. If MIXED is 0, it has only
+// post, and v[k] = h[k] + post[k] * out.
 template <int N, int MIXED, int D, typename X, typename M>
 inline void streams_behind(const device X* h, const device X* out, M mixing, uint column, thread float* v) {
   float own[N];
@@ -18,7 +18,7 @@ inline void streams_behind(const device X* h, const device X* out, M mixing, uin
   }
 }
 
-// The sum over all threads of a threadgroup of SG simdgroups, in every one of them; `part` has room for SG values.
+// The sum over all threads of a threadgroup of SG simdgroups; every thread gets it. `part` has room for SG values.
 template <int SG, typename P>
 inline float streams_sum(float v, P part, uint lane, uint simdgroup) {
   const float own = lane_sum<32>(v);

@@ -1,10 +1,10 @@
-// The input of a layer's part from N streams h[N, D] X of one token, and the weights for adding its output
+// The input of a layer's part from N streams h[N, D] X of one token, and the weights with which its output is added
 // (hyper-connections, ops/streams.py). made[2 N + N N + 1] float is the result of streams_products.metal; base[2 N + N
-// N] and scale[3] float. x[D] X = sum of pre[i] * h[i]; mixing[N + N N] float: post, then comb[j, k] of stream j for
-// stream k.
+// N] and scale[3] are float. x[D] X = the sum of pre[i] * h[i]. mixing[N + N N] float has post, then comb[j, k] of
+// stream j for stream k.
 //     v = made / sqrt(mean(h^2) + NORM_EPS);  pre = sigmoid(v[0..N] * scale[0] + base) + EPS
-//     post = 2 sigmoid(v[N..2N] * scale[1] + base);  comb = softmax of rows of (v[2N..] * scale[2] + base) + EPS, whose columns,
-//     and then ROUNDS - 1 times its rows and columns, are divided by their sums plus EPS
+//     post = 2 sigmoid(v[N..2N] * scale[1] + base);  comb = softmax of each row of (v[2N..] * scale[2] + base), + EPS
+// The columns of comb are divided by their sums plus EPS; then, ROUNDS - 1 times, its rows and then its columns.
 //
 // grid: (D, 1, 1) rounded up to whole threadgroups of T. Every simdgroup computes all weights, with one value of comb
 // per lane: N is 2 or 4, so N N lanes hold comb and the other lanes repeat it.
@@ -40,7 +40,7 @@
     }
     comb = comb / (sum + EPS);
   }
-  if (column < CELLS) {  // the first lanes of the first threadgroup, each of which has its own
+  if (column < CELLS) {  // the first lanes of the first threadgroup; each has its own value
     mixing[N + column] = comb;
   }
   if (column < N) {

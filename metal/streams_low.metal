@@ -1,17 +1,17 @@
 // needs: codes.h.metal stored.h.metal lane.h.metal
-// made[O] = M (v / rms(v) * weight) of each of N streams v of a token, where the streams h[N, D] X lie side by side, and
-// behind these products the N factors 1 / rms(v) = 1 / sqrt(mean(v^2) + eps[0]). M[O, N * D] in any form (stored.h.metal);
-// weight[N, D] W; made[O + N] float. With ADDS the streams are first those behind a part of a layer whose output is out[D]
-// X: mixing[N] * out is added, as streams_scatter.metal does it, and next[N, D] X gets them.
+// made[O] = M (v / rms(v) * weight), where v are the N streams of a token, h[N, D] X, side by side. After these
+// products follow the N factors 1 / rms(v) = 1 / sqrt(mean(v^2) + eps[0]). M[O, N * D] has any form (stored.h.metal);
+// weight[N, D] W; made[O + N] float. If ADDS is 1, the output out[D] X of the part before is first added to the
+// streams, times mixing[N], as in streams_scatter.metal, and next[N, D] X gets the result.
 //
-// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup takes R rows of M, whose columns its
-// threads share. The factor of a stream comes last, so it is computed together with the products.
+// grid: (32 * SG * blocks, 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup has R rows of M, whose columns its threads
+// share. The factor of a stream is applied last, so it is computed together with the products.
   constexpr uint THREADS = 32 * SG, PIECES = D / 8, SUMS = N * (R + 1);
   threadgroup float part[SG * SUMS];
   const uint index = thread_index_in_threadgroup;
   const uint top = threadgroup_position_in_grid.x * R;
   for (uint stream = 0; stream < N; stream++) {
-    float acc[R + 1];  // the last one is of squares
+    float acc[R + 1];  // the last one is the sum of squares
     for (uint r = 0; r <= R; r++) {
       acc[r] = 0;
     }

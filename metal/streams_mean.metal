@@ -1,8 +1,9 @@
 // needs: stored.h.metal lane.h.metal
-// The input of a layer's part from N streams h[N, D] X of one token, and the weights for adding its output (gated
-// connections, ops/gated_streams.py). x[D] X is the mean of the normed streams, each value times the sigmoid of its row of
-// up silu(low / N). made[O + N] float is the result of streams_low.metal: low[LOW], the logits of the N weights where O
-// > LOW, and the streams' factors. up[N * D, LOW] in any form (stored.h.metal), weight[N, D] W; mixing[N] float.
+// The input of a layer's part from N streams h[N, D] X of one token, and the weights with which its output is added
+// (gated connections, ops/gated_streams.py). x[D] X is the mean of the normed streams, each value times the sigmoid of
+// its row of up silu(low / N). made[O + N] float is the result of streams_low.metal: low[LOW], then, if O > LOW, the
+// logits of the N weights, then the factors of the streams. up[N * D, LOW] has any form (stored.h.metal); weight[N, D]
+// W; mixing[N] float.
 //
 // grid: (T * blocks, 1, 1), threadgroup (T, 1, 1). L lanes share a column of the N streams.
   constexpr uint PIECES = LOW / 8;

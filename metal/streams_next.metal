@@ -1,9 +1,10 @@
 // needs: streams.h.metal
-// Both streams_scatter.metal and streams_products.metal: next[N, D] X, the streams of one token behind a part of a layer,
-// and of these made[O + 1] float. Every threadgroup computes all streams, which costs less than a launch.
+// Computes what streams_scatter.metal and then streams_products.metal compute: next[N, D] X, the streams of one token
+// after a part of a layer, and made[O + 1] float of these. Every threadgroup computes all streams, which costs less
+// than a launch.
 //
-// grid: (32 * SG * (O + 1), 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup makes one product; the last also stores the
-// streams.
+// grid: (32 * SG * (O + 1), 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup computes one product; the last one also
+// stores the streams.
   threadgroup float part[SG];
   const uint row = threadgroup_position_in_grid.x;
   const device float* weights = fn + size_t(metal::min(row, uint(O - 1))) * N * D;

@@ -1,7 +1,7 @@
 // needs: streams.h.metal
-// made[O + 1] = fn x h, and behind them the sum of h^2: of a token's N streams h[N, D] X and fn[O, N * D], in float.
+// made[O + 1] float: fn times h, and then the sum of h^2. h[N, D] X are a token's N streams; fn[O, N * D] is float.
 //
-// grid: (32 * SG * (O + 1), 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup makes one of them.
+// grid: (32 * SG * (O + 1), 1, 1), threadgroup (32 * SG, 1, 1). A threadgroup computes one value of made.
   threadgroup float part[SG];
   const uint row = threadgroup_position_in_grid.x;
   const device float* weights = fn + size_t(metal::min(row, uint(O - 1))) * N * D;

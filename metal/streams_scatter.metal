@@ -1,6 +1,6 @@
 // needs: streams.h.metal
-// next[N, D] X: the N streams h[N, D] X of one token behind a part of a layer whose output is out[D] X (streams.h.metal),
-// which is added by mixing[N + N N], or without MIXED mixing[N].
+// next[N, D] X: the N streams h[N, D] X of one token after a part of a layer whose output is out[D] X
+// (streams.h.metal). The output is added with the weights mixing[N + N N], or mixing[N] if MIXED is 0.
 //
 // grid: (D, 1, 1) rounded up to whole threadgroups of T; a thread has one value of all streams.
   const uint column = threadgroup_position_in_grid.x * T + thread_index_in_threadgroup;

@@ -1,22 +1,23 @@
 // needs: lane.h.metal softplus.h.metal
-// The K best of E experts of a token by their logits, found by one simdgroup: lane l holds experts l, l + 32, ...
-// Largest first, ties by lowest index.
+// The K best of E experts of a token by their logits, found by one simdgroup: lane l holds experts l, l + 32, ... The
+// largest come first, among equal ones the lowest index.
 
-#define TOPK_NONE -3.4e38f  // the value of what is taken or left out
+#define TOPK_NONE -3.4e38f  // the value of an expert that is taken or left out
 
-// An expert's score by its logit alone. SCORE: 1 sigmoid, 2 the root of softplus.
+// An expert's score, computed from its logit alone. SCORE is 1 for sigmoid, 2 for the square root of softplus.
 template <int SCORE>
 inline float topk_score(float v) {
   return SCORE == 2 ? metal::sqrt(softplus(v)) : 1.0f / (1.0f + metal::exp(-v));
 }
 
-// An integer in the order of what it is made of; 0 for what is taken, left out or not a number.
+// An integer that orders as its float does; 0 for an expert that is taken or left out, and for NaN.
 inline uint topk_key(float v) {
   const uint bits = as_type<uint>(v == 0.0f ? 0.0f : v);
   return v > TOPK_NONE ? bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u) : 0;
 }
 
-// Leaves out all but the KEPT best of GROUPS groups of neighbours; a group is as good as its two best experts.
+// Leaves out all but the KEPT best of GROUPS groups of adjacent experts. The value of a group is the sum of its two
+// best.
 template <int E, int GROUPS, int KEPT>
 inline void topk_groups(thread float* value, uint lane) {
   constexpr uint N = (E + 31) / 32, SIZE = E / GROUPS;
@@ -53,11 +54,12 @@ inline void topk_groups(thread float* value, uint lane) {
   }
 }
 
-// Choice number `wanted`, which may differ from lane to lane: its expert, and in `weight` its weight.
+// Choice number `wanted`, which may differ from lane to lane. Returns the expert, and sets `weight` to its weight.
 //
-// SCORE 0: by logit, weighed by the softmax over all experts. Another one: by topk_score, to which BIAS adds bias[E];
-// weighed without the bias. NORM: the weights of the K sum to one. All are multiplied by scale[0], or with SCALED each by its
-// expert's of scale[E].
+// If SCORE is 0, experts are chosen by logit, and their weights are the softmax over all experts. Otherwise they are
+// chosen by topk_score, to which bias[E] is added if BIAS is 1, and their weights are the scores without the bias. If
+// NORM is 1, the weights of the K experts sum to one. All weights are multiplied by scale[0], or, if SCALED is 1, each
+// by its expert's value of scale[E].
 template <int E, int K, int SCORE, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
           typename R>
 inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, thread float& weight) {

@@ -1,7 +1,6 @@
 // needs: topk.h.metal
-// The K experts of each token: ids[T, K] uint, largest first, and weights[T, K] float. logits[T, STRIDE] float, of which
-// the first E are the router's; bias[E] float, read when BIAS is 1; scale[0], or with
-// SCALED scale[E].
+// The K experts of each token: ids[T, K] uint, the largest first, and weights[T, K] float. The first E of logits[T,
+// STRIDE] float are the router's. bias[E] float is read if BIAS is 1; scale[0], or scale[E] if SCALED is 1.
 //
 // grid: (32, T, 1), threadgroup (32, 1, 1): one simdgroup per token.
   const uint lane = thread_index_in_simdgroup;

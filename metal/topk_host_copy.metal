@@ -1,6 +1,6 @@
 // needs: topk.h.metal
-// As topk for one token, whose choice the host waits for: host_copy, arrays of two words each, hold an id and above it
-// the upper half of its weight's bits.
+// As topk, for one token whose choice the host waits for. host_copy are arrays of two words each. A word has an id in
+// its lower half and the upper half of the weight's bits above it.
 //
 // grid: (32, 1, 1), threadgroup (32, 1, 1).
   const uint lane = thread_index_in_simdgroup;

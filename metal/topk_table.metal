@@ -1,6 +1,7 @@
 // needs: lane.h.metal topk.h.metal
-// The K experts that a table gives each token: ids[T, K] uint = table[tokens[T], K], and weights[T, K] float, their scores
-// by logits[T, STRIDE] float. NORM: those of a token sum to one. All are multiplied by scale[0].
+// The K experts that a table gives each token: ids[T, K] uint = table[tokens[T], K], and weights[T, K] float, which are
+// their scores by logits[T, STRIDE] float. If NORM is 1, the weights of a token sum to one. All are multiplied by
+// scale[0].
 //
 // grid: (32, T, 1), threadgroup (32, 1, 1): one simdgroup per token, one lane per expert.
   const uint lane = thread_index_in_simdgroup;
