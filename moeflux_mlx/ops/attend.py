@@ -11,7 +11,7 @@ into such an array: appending them with MLX takes as long as reading a tenth of 
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -34,8 +34,10 @@ from .launch import (
     in_turn,
 )
 from .norm import Norm, rms_norm
+from .positions import RECENT, Held, Steps
 from .rope import Rope, angles
 from .rows import RowCaches
+from .seen import SEEING_ALL, SeenBlocks, SeenSizes
 from .tiles import planned
 
 ATTEND_STEP = Kernel(
@@ -44,7 +46,6 @@ ATTEND_STEP = Kernel(
     "parts next",
 )
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
-RECENT = 32  # positions whose keys and values are in the small array
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 SEVERAL = Reason("there are several tokens")
@@ -53,7 +54,6 @@ SEVERAL = Reason("there are several tokens")
 SCORES = 1 << 27
 LEAST_ROWS = 256  # least rows of a part of an attention with a window
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
-Rows = tuple[Shape, Shape]  # (heads, width) of a position in each of a cache's two arrays
 
 
 def in_parts(
@@ -88,22 +88,6 @@ def _band(rows: int, positions: int, window: int) -> mx.array:
     return (age >= 0) & (age < window)
 
 
-class Held(NamedTuple):
-    """The contents of a cache before a token, as numpy arrays on the CPU.
-
-    keys, values: [1, kv heads, capacity, .], values or rows of bytes (`kv_rows`), with a window position p in row
-        p % capacity; or latents [1, 1, capacity, N] and turned keys [1, 1, capacity, R].
-    recent: the newest keys [kv heads, RECENT, .] and then values in one row, or [RECENT, N + R].
-    positions: int32, the token's place in the cache, the first of `recent`, the capacity, and the token's rotary
-        position.
-    """
-
-    keys: Any
-    values: Any
-    recent: Any
-    positions: Any
-
-
 class Whole(NamedTuple):
     """Arrays that a token's kernels take joined into one.
 
@@ -113,88 +97,6 @@ class Whole(NamedTuple):
 
     joined: mx.array
     weights: list[ArrayPiece]
-
-
-class Positions(Protocol):
-    """A cache of two arrays [B, heads, capacity, width], full to `offset`; the next token has rotary position
-    `position`, or the next L tokens have integers [3, L].
-    """
-
-    offset: Any
-    position: Any
-    keys: Any
-    values: Any
-
-    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
-        """Appends [B, heads, L, width] to each array; returns the arrays and the number of their first rows that the
-        new ones may see.
-        """
-        ...
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends [B, heads, L, width] to each array and returns the arrays that `mask` belongs to."""
-        ...
-
-    def mask(self, length: int) -> mx.array | str | None:
-        """The mask of the `length` newest positions over these arrays."""
-        ...
-
-    def whole(self, length: int) -> int:
-        """How many of the next `length` tokens attend to all that they see."""
-        ...
-
-
-class Steps(Positions, Protocol):
-    """A cache that also takes single tokens with the arrays of `Held`."""
-
-    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
-        """The contents before a token, with entries of `dtype`; `here`: as numpy arrays."""
-        ...
-
-    def advance(self, recent: Any) -> None:
-        """Replaces `recent` by a copy with one more token."""
-        ...
-
-
-class SeenSizes(NamedTuple):
-    """The constants of metal/seen.h.metal: the number of chosen blocks; positions of each; whether a token's own block
-    is never chosen, but always seen; and the number of lists of chosen blocks.
-    """
-
-    top: int
-    ratio: int
-    has_own: bool
-    lists: int
-
-    @property
-    def most(self) -> int:
-        """A limit of the positions that are seen; 0: there is none."""
-        return (self.top + 1) * self.ratio if self.top else 0
-
-    @property
-    def template(self) -> dict[str, int]:
-        return {"TOP": self.top, "RATIO": self.ratio, "OWN": int(self.has_own)}
-
-
-SEEING_ALL = SeenSizes(0, 1, False, 1)
-
-
-class SeenBlocks(NamedTuple):
-    """The positions to which one token attends, if not to all: chosen blocks of `ratio` positions, and the positions
-    behind the last whole block.
-
-    chosen: the numbers of the blocks, int32 [1, 1, top], or for each key head [1, 1, kv heads, top]; ascending.
-    has_own: the block of the token's own position is never among them, but always seen up to that position.
-    """
-
-    chosen: mx.array
-    ratio: int = 1
-    has_own: bool = False
-
-    @property
-    def sizes(self) -> SeenSizes:
-        top = self.chosen.shape[-1]
-        return SeenSizes(top, self.ratio, self.has_own, self.chosen.size // top)
 
 
 class Terms(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..kinds import HeadBlocks, KeyBlocks
 from . import backend, gpu_time, index, native
-from .attend import SeenBlocks, Whole, attend, prepared, refusal
+from .attend import Whole, attend, prepared, refusal
 from .backend import Array, arange, library_of, view
 from .elementwise import float32, sigmoid
 from .index import (
@@ -30,6 +30,7 @@ from .index import (
 )
 from .norm import Norm
 from .rope import Rope
+from .seen import SeenBlocks
 
 Blocks = KeyBlocks | HeadBlocks
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from ..kinds import Indexer, KeyBlocks
 from . import backend, gpu_time, index, native
-from .attend import Positions, SeenBlocks
 from .backend import Array, arange, library_of, view
 from .index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
 from .latent import (
@@ -35,7 +34,9 @@ from .latent import (
     values_native,
 )
 from .norm import Norm
+from .positions import Positions
 from .rope import Rope
+from .seen import SeenBlocks
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..ops.attend import Rows
 from ..ops.backend import library_of, view
+from ..ops.positions import Rows
 from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
 from .traced import PLAIN, EntriesKind, OnKernels

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..kinds import GroupedQuery, Latent
 from ..ops import attend, backend, index, latent
-from ..ops.attend import RECENT, Held, Rows
 from ..ops.backend import view
+from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
 from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
 

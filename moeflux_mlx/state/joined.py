@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import Delta, GroupedQuery, HeadBlocks, Indexer, Latent
-from ..ops.attend import RECENT, Rows
+from ..ops.positions import RECENT, Rows
 from .compressed import CompressedCache
 from .growing import KVCache, LatentCache, Stepping, takes_steps
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ..ops.attend import Held, Rows
 from ..ops.kv_rows import decode, encode, row_bytes
+from ..ops.positions import Held, Rows
 from .growing import KVCache
 from .layer_cache import FLOAT_BYTES, State
 from .traced import FixedCache, FixedRing

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..ops.attend import Held
 from ..ops.backend import arange
+from ..ops.positions import Held
 from .layer_cache import MOST_DRAFTS
 
 REACH = 8  # positions that a ring can go back: the rows of one sequence in a step

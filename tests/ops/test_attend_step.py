@@ -12,6 +12,7 @@ from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import attend, backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
+from moeflux_mlx.ops.seen import SeenBlocks
 from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -148,7 +149,7 @@ def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_o
     for _ in range(2):
         layer.feed(cache, 1)
     chosen = np.sort([layer.rng.permutation(whole)[:count] for _ in range(lists)])
-    got = layer.feed(cache, 1, attend.SeenBlocks(mx.array(chosen[None, None], mx.int32), ratio, has_own))
+    got = layer.feed(cache, 1, SeenBlocks(mx.array(chosen[None, None], mx.int32), ratio, has_own))
     tail = range(whole * ratio, before + 1)
     places = [[*(one[:, None] * ratio + np.arange(ratio)).reshape(-1), *tail] for one in chosen]
     want = layer.want(places=places * (2 // lists))

@@ -1,0 +1,46 @@
+"""The positions to which a token attends, if it does not attend to all: those of chosen blocks (metal/seen.h.metal)."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class SeenSizes(NamedTuple):
+    """The constants of metal/seen.h.metal: the number of chosen blocks; positions of each; whether a token's own block
+    is never chosen, but always seen; and the number of lists of chosen blocks.
+    """
+
+    top: int
+    ratio: int
+    has_own: bool
+    lists: int
+
+    @property
+    def most(self) -> int:
+        """A limit of the positions that are seen; 0: there is none."""
+        return (self.top + 1) * self.ratio if self.top else 0
+
+    @property
+    def template(self) -> dict[str, int]:
+        return {"TOP": self.top, "RATIO": self.ratio, "OWN": int(self.has_own)}
+
+
+SEEING_ALL = SeenSizes(0, 1, False, 1)
+
+
+class SeenBlocks(NamedTuple):
+    """The positions to which one token attends, if not to all: chosen blocks of `ratio` positions, and the positions
+    behind the last whole block.
+
+    chosen: the numbers of the blocks, int32 [1, 1, top], or for each key head [1, 1, kv heads, top]; ascending.
+    has_own: the block of the token's own position is never among them, but always seen up to that position.
+    """
+
+    chosen: mx.array
+    ratio: int = 1
+    has_own: bool = False
+
+    @property
+    def sizes(self) -> SeenSizes:
+        top = self.chosen.shape[-1]
+        return SeenSizes(top, self.ratio, self.has_own, self.chosen.size // top)
