@@ -1,12 +1,12 @@
 // needs: index.h.metal lane.h.metal
-// entry[W] X: an entry, or the key of a block, of the COUNT newest positions up to offset[0], which fill whole blocks of
-// RATIO positions. Position p is in slot p % SLOTS of ring[SLOTS, ROW] X. For each column the entry is a mean over the
-// positions, then normed (NORM: index.h.metal, by weight[W]) and rotated by angles offset[0] / RATIO / periods[DIMS / 2],
-// times magnitude[0].
+// entry[W] X: an entry, or the key of a block, of the COUNT newest positions up to offset[0], which fill whole blocks
+// of RATIO positions. Position p is in slot p % SLOTS of ring[SLOTS, ROW] X. Each column of the entry is a mean over
+// the positions. The entry is then normed (NORM: index.h.metal, by weight[W]) and rotated by angles offset[0] / RATIO /
+// periods[DIMS / 2], times magnitude[0].
 //
-// A row has SERIES * W values from VALUES on. The last W of them count for positions of the entry's own block, the W
-// before for those of the block before. GATED: the mean is weighted by a softmax over the positions of their gates, which
-// lie from GATES on as values do, plus bias[RATIO, SERIES * W].
+// A row has SERIES * W values from VALUES on. The last W of them count for the positions of the entry's own block, the
+// W before for those of the block before. If GATED is 1, the mean is weighted by a softmax over the positions of their
+// gates plus bias[RATIO, SERIES * W]; the gates are in the row from GATES on, in the same order as values.
 //
 // grid: (T, 1, 1), threadgroup (T, 1, 1).
   threadgroup float whole[W];

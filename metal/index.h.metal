@@ -1,10 +1,10 @@
 // needs: lane.h.metal
 // The queries and keys by which an indexer scores positions.
 
-// row[D] float = x[D], normed and rotated, as X. A simdgroup does it. NORM 0: unchanged; 1: divided by the root mean
-// square (+ eps) and multiplied by weight[D]; 2: the same with the mean taken away before, and with bias[D] added. DIMS
-// values from FROM on, the first or the last ones, are rotated by turns[DIMS]: cosines, then sines. INTERLEAVED:
-// neighbours form a pair; else i and i + DIMS / 2.
+// row[D] float = x[D], normed and rotated, rounded to X. One simdgroup calls this. NORM is 0: x stays unchanged; 1: x
+// is divided by the root mean square (+ eps) and multiplied by weight[D]; 2: the mean is subtracted first, and bias[D]
+// is added at the end. DIMS values from FROM on, the first or the last ones, are rotated by turns[DIMS]: cosines, then
+// sines. If INTERLEAVED is 1, neighbours form a pair, otherwise i and i + DIMS / 2.
 template <typename X, int D, int NORM, int DIMS, int FROM, int INTERLEAVED, typename S, typename W, typename B,
           typename P>
 inline void index_row(

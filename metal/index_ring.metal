@@ -1,6 +1,6 @@
 // needs: index.h.metal
-// next[SLOTS, ROW] X = ring[SLOTS, ROW] with the row of one token at place offset[0] % SLOTS: its key[D] X, normed
-// (index.h.metal, by weight and bias, W), and behind it gates[D] float.
+// next[SLOTS, ROW] X = ring[SLOTS, ROW] with the row of one token at place offset[0] % SLOTS. The row is the token's
+// key[D] X, normed (index.h.metal, by weight and bias, W), and then gates[D] float.
 //
 // grid: (T, 1, 1), threadgroup (T, 1, 1).
   threadgroup float own[D];

@@ -1,19 +1,20 @@
 // needs: codes.h.metal index.h.metal lane.h.metal seen.h.metal
-// How well the blocks that one token sees fit an indexer's queries. q[H, D] X and the token's own key[D] X are normed
-// (QNORM, KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W) and rotated by angles turning[AT] /
-// periods[DIMS / 2], times magnitude[0], where turning[AT] is the token's rotary position. positions = offset, begun. Of
-// block number b with key k_b
-//     scores[b] float = sum over heads h of scale[0] * max(q_h k_b, 0), with WEIGHED times weights[h] float;
-// or with BY_HEAD, where a block has RATIO positions p, and P is a multiple of RATIO,
+// How well the blocks that one token sees match an indexer's queries. q[H, D] X and the token's own key[D] X are normed
+// (QNORM and KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W). They are rotated by angles turning[AT] /
+// periods[DIMS / 2], times magnitude[0], where turning[AT] is the token's rotary position. positions = offset, begun.
+// For block b with key k_b
+//     scores[b] float = sum over heads h of scale[0] * max(q_h k_b, 0), times weights[h] float if WEIGHED is 1;
+// or, if BY_HEAD is 1, for a block of RATIO positions p (P is a multiple of RATIO)
 //     scores[b, H] float = for each head h the largest q_h k_p
 //
-// KEYED: there is a key for each position; without BY_HEAD a block is a position. The key of position p < begun is at
-// place p of keys, that of a later one at place p - begun of recent[., D]; next: `recent` with the token's own. With H =
-// 0 there are no scores. Otherwise the keys of all blocks of RATIO positions (seen.h.metal) are in keys, and nothing is
-// appended. Rows of keys have STRIDE values X, of which D from FIRST on are the index key.
+// If KEYED is 1, each position has a key; without BY_HEAD a block is then a single position. The key of position p <
+// begun is at place p of keys, that of a later position at place p - begun of recent[., D]; next is `recent` with the
+// token's own key added. If H is 0, there are no scores. If KEYED is 0, keys has the keys of all blocks of RATIO
+// positions (seen.h.metal), and nothing is appended. Rows of keys have STRIDE values X; the D values from FROM on are
+// the index key.
 //
-// grid: (T * pieces, 1, 1), threadgroup (T, 1, 1). A threadgroup has P keys in its registers: ACROSS lanes share EACH of
-// them. The queries of GH heads at a time are in its memory, made again by every threadgroup.
+// grid: (T * pieces, 1, 1), threadgroup (T, 1, 1). A threadgroup has P keys in its registers: ACROSS lanes share EACH
+// of them. Its memory has the queries of GH heads at a time, which every threadgroup computes again.
   constexpr uint ACROSS = 4, EACH = P * ACROSS / T, SLICES = (D / 8 + ACROSS - 1) / ACROSS;
   threadgroup float turns[DIMS + (DIMS == 0)];
   threadgroup float own[D];

@@ -1,11 +1,11 @@
 // needs: streams.h.metal
-// What n-grams add to N streams h[N, D] X of one token (ops/ngrams.py). For each stream v with its key k[D], of key[N, D] X,
-// and n(x) = x / sqrt(mean(x^2) + eps[0]):
+// What n-grams add to N streams h[N, D] X of one token (ops/ngrams.py). For each stream v with its key k[D], of key[N,
+// D] X, and n(x) = x / sqrt(mean(x^2) + eps[0]):
 //     g = n(k) key_norm . n(v) query_norm / sqrt(D);  gated = sigmoid(sign(g) sqrt(max(|g|, 1e-6))) * value
 //     input = n(gated) conv_norm;  next = v + gated + silu(the convolution of the inputs)
-// value[D] X serves all streams. The convolution of each channel has TAPS taps[N * D, TAPS] W, FAR inputs from one to the
-// next; the inputs before are conv[KEPT, N * D] X, oldest first, and next_conv gets those for the next token, KEPT =
-// (TAPS - 1) FAR. The norms' weights[N, D] are of V.
+// value[D] X serves all streams. The convolution of each channel has TAPS taps[N * D, TAPS] W, which are FAR inputs
+// apart. The earlier inputs are conv[KEPT, N * D] X, the oldest first, with KEPT = (TAPS - 1) FAR; next_conv gets those
+// for the next token. The norms' weights[N, D] are V.
 //
 // grid: (T * blocks, N, 1), threadgroup (T, 1, 1). A threadgroup sums over a whole stream, and has T of its columns.
   constexpr uint SG = T / 32, WIDTH = N * D, KEPT = (TAPS - 1) * FAR;
