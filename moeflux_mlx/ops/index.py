@@ -237,21 +237,25 @@ def _choose_kernel(
     made: Projections, keys: mx.array, recent: mx.array | None, place: Place, rule: Rule
 ) -> tuple[mx.array | None, mx.array]:
     """What is chosen, and if there are `recent` keys, these with the token's own."""
-    norms, rope, scale = (made.terms.query_norm, made.terms.key_norm), made.terms.rope, made.terms.scale
-    own, chooses, bias = made.keys, made.queries is not None, getattr(norms[1], "bias", None)
-    weights = [own if norm is None else norm.weight for norm in norms]
-    numbers = 0 if norms[0] is None else 1, 0 if norms[1] is None else 1 if bias is None else 2
-    kinds = Kinds(chooses, made.weights is not None, *numbers, made.terms.rotates_last, place.position is None)
-    eps = max(0.0 if norm is None else norm.eps for norm in norms)
+    key_norm, rope, scale, query_norm, rotates_last = made.terms
+    chooses, is_held, norms = made.queries is not None, place.position is None, (query_norm, key_norm)
+    is_weighed, numbers_of = made.weights is not None, (_number_of(query_norm), _number_of(key_norm))
+    kinds = Kinds(chooses, is_weighed, *numbers_of, rotates_last, is_held)
     rotation = (0, False) if rope is None else (rope.dims, rope.interleaved)
-    types = own.dtype, next((norm.weight.dtype for norm in norms if norm is not None), own.dtype)
+    weights = [None if norm is None else norm.weight for norm in norms]
+    types = made.keys.dtype, next((weight.dtype for weight in weights if weight is not None), made.keys.dtype)
     scores, choice = plan(backend.name(), types, rule, kinds, keys.shape[-2:], rotation)
-    q, factors = own if made.queries is None else made.queries, own if made.weights is None else made.weights
-    inputs = q, own, factors, *weights, own if bias is None else bias, own if rope is None else rope.periods
-    factors_of = eps, 1.0 if rope is None else rope.magnitude, scale
+    given = made.queries, made.keys, made.weights, *weights, getattr(key_norm, "bias", None), rope and rope.periods
+    inputs = [made.keys if one is None else one for one in given]  # the kernel needs an array for every input
+    numbers = max(0.0 if norm is None else norm.eps for norm in norms), rope.magnitude if rope else 1.0, scale
     turning = place.positions if place.position is None else place.position
-    found, kept = scores(*inputs, *factors_of, place.positions, turning, keys, keys if recent is None else recent)
+    found, kept = scores(*inputs, *numbers, place.positions, turning, keys, keys if recent is None else recent)
     return choice(found, place.positions)[0] if chooses else None, kept
+
+
+def _number_of(norm: Norm | CentredNorm | None) -> int:
+    """The norm's number in metal/index.h.metal."""
+    return 0 if norm is None else 2 if hasattr(norm, "bias") else 1
 
 
 def put_in_ring(key: mx.array, gates: mx.array, norm: CentredNorm) -> Callable[[mx.array, mx.array], mx.array]:

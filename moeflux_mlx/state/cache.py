@@ -1,10 +1,9 @@
 """The state of a model between calls: one cache per layer, with mlx-lm's cache protocol.
 
-A cache is made for the part of a layer that it serves. `KVCache`, `LatentCache` and `IndexedCache` grow in steps and
-can be trimmed; `WindowCache` and `CompressedCache` hold the newest positions and go back a few; `RecurrentCache` holds
-a state that has absorbed every token and goes back to states that were kept. `QuantizedKVCache` and
-`QuantizedWindowCache` keep 8 bits of each value. `BlocksCache` and `NGramsCache` each combine a mixer's cache with a
-second one.
+A cache is made for the part of a layer that it serves. `KVCache` and `LatentCache` grow in steps and can be trimmed;
+`WindowCache` and `CompressedCache` hold the newest positions and go back a few; `RecurrentCache` holds a state that has
+absorbed every token and goes back to states that were kept. `QuantizedKVCache` and `QuantizedWindowCache` keep 8 bits
+of each value. `IndexedCache`, `BlocksCache` and `NGramsCache` each combine a mixer's cache with a second one.
 """
 
 from collections.abc import Mapping
