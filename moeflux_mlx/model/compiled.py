@@ -10,9 +10,9 @@ place (in the cache or in an array of the newest entries), and attention ignores
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -27,6 +27,7 @@ Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of e
 # whenever the entries' capacity grows; for several sequences it is each combination of their capacities.
 MOST_GRAPHS = 64
 _BYTES = attrgetter("nbytes")
+Kind = tuple[int, Sequence[Any]]  # a number of rows, and what makes the stand-in of each layer's cache
 Begin = Callable[[int, int], None]  # called with the numbers of a row and of a layer before its cache absorbs the row
 
 
@@ -70,26 +71,31 @@ class DecodeStep:
         """Runs the graph on the inputs of `takes` and on `more`, and returns its arrays; advances the caches of all
         sequences, after a call of `begin`.
         """
-        state, runs = list[Any](), _runs(sequences)
-        for cache, count in runs:
-            for row in range(count):
-                state += _scalar(cache[0].offset + row), _scalar(cache[0].position + row)
-            for layer in cache:
-                layer.reserve(count)
-                state += layer.step_arrays(count)
-        kinds = tuple((count, tuple(layer.traced(count) for layer in cache)) for cache, count in runs)
-        outputs = self._graph(kinds, [*state, *more])(tokens, *state, *more)
-        of_rows = [own for count, own in kinds for _ in range(count)]
-        count = len(outputs) - sum(kind.num_outputs for own in of_rows for kind in own)
+        texts, first = list[_Text](), 0
+        for cache, count in _runs(sequences):
+            texts.append(_Text.of(cache, first, count))
+            first += count
+        if len(texts) > 1:
+            texts.sort(key=lambda text: hash((text.kind, text.sizes)))  # every other order would be another graph
+        kinds = tuple(text.kind for text in texts)
+        state = [array for text in texts for array in text.arrays]
+        there = [slice(text.first, text.first + text.kind[0]) for text in texts]
+        graph = self._graph(kinds, [*state, *more])
+        outputs = graph(_in_order(tokens, there), *state, *(_in_order(array, there) for array in more))
+        count = len(outputs) - sum(number * kind.num_outputs for number, own in kinds for kind in own)
         left = islice(outputs, count, None)
-        for row, (cache, own) in enumerate(zip(sequences, of_rows, strict=True)):
-            for i, (layer, kind) in enumerate(zip(cache, own, strict=True)):
-                if begin is not None:
-                    begin(row, i)
-                layer.take_step(list(islice(left, kind.num_outputs)))
-        return outputs[:count]
+        for text in texts:
+            number, own = text.kind
+            for row in range(text.first, text.first + number):
+                for i, (layer, kind) in enumerate(zip(text.cache, own, strict=True)):
+                    if begin is not None:
+                        begin(row, i)
+                    layer.take_step(list(islice(left, kind.num_outputs)))
+        ends = [0, *accumulate(number for number, _ in kinds)]
+        back = [slice(*ends[i : i + 2]) for i in sorted(range(len(texts)), key=lambda i: texts[i].first)]
+        return [_in_order(array, back) for array in outputs[:count]]
 
-    def _graph(self, kinds: Sequence[tuple[int, Sequence[Any]]], arrays: Sequence[mx.array]) -> Any:
+    def _graph(self, kinds: Sequence[Kind], arrays: Sequence[mx.array]) -> Any:
         """The graph for such caches and arrays; of too many the one that was not used for longest is freed."""
         own = self._graphs.setdefault(threading.get_ident(), {})  # another thread may call `forget` at any time
         key = kinds, tuple(map(_BYTES, arrays))  # which tell a layer's capacities apart
@@ -99,7 +105,7 @@ class DecodeStep:
             del own[next(iter(own))]
         return graph
 
-    def _trace(self, kinds: Sequence[tuple[int, Sequence[Any]]]) -> Callable[..., list[mx.array]]:
+    def _trace(self, kinds: Sequence[Kind]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
             left = iter(arrays)
             rows = [(one, row) for count, own in kinds for one in [_Standing(own, count, left)] for row in range(count)]
@@ -118,6 +124,37 @@ def by_prediction(run: Callable[..., list[Any]], experts: ExpertLoader) -> Calla
     for step in steps:
         experts.at_close(step.forget)
     return lambda predict: steps[predict]
+
+
+class _Text(NamedTuple):
+    """One sequence of a step: its caches, the number of its first row, its kind, and the arrays of the stand-ins."""
+
+    cache: Sequence[Any]
+    first: int
+    kind: Kind
+    arrays: list[Any]
+
+    @classmethod
+    def of(cls, cache: Sequence[Any], first: int, count: int) -> "_Text":
+        """Makes room in the caches for the rows."""
+        arrays = list[Any]()
+        for row in range(count):
+            arrays += _scalar(cache[0].offset + row), _scalar(cache[0].position + row)
+        for layer in cache:
+            layer.reserve(count)
+            arrays += layer.step_arrays(count)
+        return cls(cache, first, (count, tuple(layer.traced(count) for layer in cache)), arrays)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(map(_BYTES, self.arrays))
+
+
+def _in_order(array: mx.array, rows: Sequence[slice]) -> mx.array:
+    """The rows of [1, R, ...] in another order, if these parts of them are in another one."""
+    if all(before.start < after.start for before, after in pairwise(rows)):
+        return array
+    return mx.concatenate([array[:, part] for part in rows], axis=1)
 
 
 class _Standing:
