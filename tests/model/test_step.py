@@ -1,5 +1,7 @@
 """A step of rows: each has the bits that it has alone, and every sequence can go back to any row of it."""
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -189,6 +191,31 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch):
     for length in (10, 300, 10, 600, 10, 600, 300, 10):
         mx.eval(one(mx.array([[1]]), [[layers[length]]]))
     assert made == [256, 512, 768, 512, 256]
+
+
+def test_every_order_of_sequences_has_the_same_graph():
+    """Tokens and other arrays of the rows go to the caches of their sequence, and results come in the given order."""
+    made, begun = [], []
+
+    def run(tokens, caches, other):
+        def absorbed(row, cache):
+            entry = mx.broadcast_to(tokens[:, row, None, None].astype(mx.float32), (1, 1, 1, 8))
+            return cache.update_and_fetch(entry, entry)[0][:, 0, :1]
+
+        made.append(tokens.shape)
+        caches[0].each(absorbed)
+        return [tokens + other]
+
+    step, layers = DecodeStep(run), {length: make_cache(GroupedQuery(1, 1, 8, None)) for length in (10, 300, 600)}
+    for length, layer in layers.items():
+        layer.append(*(mx.zeros((1, 1, length, 8)) for _ in range(2)))
+    for turn, order in enumerate(itertools.permutations(layers)):
+        tokens, other = mx.array([[n + turn for n in order]]), mx.array([[7, 8, 9]])
+        out = step(tokens, [[layers[n]] for n in order], other, begin=lambda row, _: begun.append(row))[0]
+        assert mx.array_equal(out, tokens + other)
+        for n in order:
+            assert layers[n].offset == n + turn + 1 and layers[n].keys[0, 0, n + turn, 0].item() == n + turn
+    assert made == [(1, 3)] and sorted(begun[:3]) == [0, 1, 2]
 
 
 def test_the_graphs_of_a_text_with_drafts_are_kept_together():
