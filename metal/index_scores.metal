@@ -10,7 +10,7 @@
 // If KEYED is 1, each position has a key; without BY_HEAD a block is then a single position. The key of position p <
 // begun is at place p of keys, that of a later position at place p - begun of recent[., D]; next is `recent` with the
 // token's own key added. If H is 0, there are no scores. If KEYED is 0, keys has the keys of all blocks of RATIO
-// positions (seen.h.metal), and nothing is appended. Rows of keys have STRIDE values X; the D values from FROM on are
+// positions (seen.h.metal), and nothing is appended. Rows of keys have STRIDE values X; the D values from FIRST on are
 // the index key.
 //
 // grid: (T * pieces, 1, 1), threadgroup (T, 1, 1). A threadgroup has P keys in its registers: ACROSS lanes share EACH

@@ -53,7 +53,7 @@ def wide(a):
 
 
 def rotated(rows, position, interleaved, back=False):
-    """The last 16 values of rows [..., D], by angles position / 1e4 ** (2 i / 16) (arXiv:2104.09864)."""
+    """Rotates the last 16 values of rows [..., D] by angles position / 1e4 ** (2 i / 16) (arXiv:2104.09864)."""
     angle = position * 1e4 ** (-np.arange(0, 16, 2) / 16) * (-1 if back else 1)
     tail = rows[..., -16:].reshape(*rows.shape[:-1], *((8, 2) if interleaved else (2, 8)))
     a, b = np.moveaxis(tail, -1 if interleaved else -2, 0)
@@ -67,7 +67,7 @@ def error(got, want):
 
 
 def inputs_error(case, position=37):
-    """Of the queries, and of the row that the cache keeps."""
+    """Returns the error of the queries, and of the row that the cache stores."""
     mixer, rng = case.mixer, np.random.default_rng(case.offset)
     q, raw = (mx.array(rng.normal(size=(1, 1, n))).astype(case.dtype) for n in (case.heads * case.width, mixer.row))
     norm = RMSNorm(case.width, EPS)
@@ -83,7 +83,7 @@ def inputs_error(case, position=37):
 
 
 def attention_error(case, position=5):
-    """Of the result, rotated back by a position that differs from the place, as after a shift."""
+    """Returns the error of the result, rotated back by a position that differs from the place, as after a shift."""
     mixer, rng = case.mixer, np.random.default_rng(case.offset)
     shapes = (1, 1, case.heads, case.width), (1, case.slots, mixer.row), (1, max(case.entries, 1), mixer.entry)
     q, ring, entries = (mx.array(2 * rng.normal(size=shape)).astype(case.dtype) for shape in shapes)

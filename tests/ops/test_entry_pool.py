@@ -15,11 +15,14 @@ from moeflux_mlx.ops.compressed import Pool, pooled
 from moeflux_mlx.ops.rope import Rope, turned
 
 pytestmark = [pytest.mark.usefixtures("cpu_device"), msl.needed]
-WIDTH, RATIO, SLOTS, BEFORE = 24, 4, 11, 8  # BEFORE: values of a row before those of the entry
+WIDTH, RATIO, SLOTS, BEFORE = 24, 4, 11, 8  # BEFORE: the number of a row's values before those of the entry
 
 
 def check(series, offset=23, is_first=False):
-    """Makes one entry, whose gates weigh the positions; `series` 0: a block's key, the mean of its positions' keys."""
+    """Makes one entry, with gates that weigh the positions.
+
+    With `series` 0 it makes a block's key, the mean of its keys.
+    """
     rng, number = np.random.default_rng(offset), offset // RATIO
     normal = lambda *shape: mx.array(rng.normal(size=shape).astype(np.float32))  # noqa: E731
     norm, rope = RMSNorm(WIDTH, 0.1), Rope(Rotation(16, 1e2, interleaved=series > 0), RATIO)

@@ -18,7 +18,7 @@ def rows(count, width, dtype):
 
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("width, dtype", [(8, mx.bfloat16), (1032, mx.float16), (520, mx.float32)])
-def test_the_rows_asked_for(width, dtype):
+def test_the_requested_rows(width, dtype):
     x, places = rows(6, width, dtype)
     with msl.launching():
         got = gather_rows(x, places)
@@ -27,7 +27,7 @@ def test_the_rows_asked_for(width, dtype):
 
 
 @pytest.mark.usefixtures("cpu_device")
-def test_rows_that_are_no_whole_units_are_taken_by_mlx():
+def test_rows_that_are_not_whole_units_are_gathered_by_mlx():
     x, places = rows(6, 12, mx.bfloat16)
     assert isinstance(plan("metal", x.shape, x.dtype, 5), Reason)
     with msl.launching():
@@ -38,4 +38,4 @@ def test_rows_that_are_no_whole_units_are_taken_by_mlx():
 def test_a_planted_fault_is_caught(monkeypatch):
     msl.plant(monkeypatch, "gather_rows.metal", "size_t(places[row])", "size_t(places[0])")
     with pytest.raises(AssertionError):
-        test_the_rows_asked_for(1032, mx.float16)
+        test_the_requested_rows(1032, mx.float16)

@@ -50,14 +50,14 @@ class Layer:
         self.cache.update_and_fetch(keys, keys[..., :0])
 
     def wanted(self, made, offset):
-        """The float64 scores of all positions for a token that the cache has absorbed."""
+        """Returns the float64 scores of all positions for a token that the cache has absorbed."""
         rope, turn = self.terms.rope, lambda x: rope(x.astype(mx.float32), offset)
         queries = wide(turn(made.queries.reshape(1, -1, 1, self.indexer.dim)))[0, :, 0]
         keys = wide(self.cache.state[0])[0, 0, : offset + 1]
         return 0.3 * wide(made.weights)[0, 0] @ np.maximum(queries @ keys.T, 0)
 
     def error(self, monkeypatch, before, steps):
-        """The largest difference of scores and keys, by the largest value."""
+        """Returns the largest difference of scores and keys, relative to the largest value."""
         if before:
             self.fill(before)
         found, call = [], Launch.__call__
@@ -110,7 +110,10 @@ def norm_of(width, rng):
 
 
 def check_blocks_by_head(before=70, heads=26, width=40, ratio=8, chosen=3):
-    """A token chooses for each head as plain operations do, with one key behind a cache's arrays."""
+    """Checks that a token chooses for each head as plain operations do.
+
+    One key is not yet in the cache's large arrays.
+    """
     rng, blocks = np.random.default_rng(before), HeadBlocks(ratio, Indexer(heads, width, chosen + 1))
     terms = index.IndexTerms(norm_of(width, rng), Rope(ROTATION), query_norm=norm_of(width, rng))
     cache = make_cache(GroupedQuery(heads, heads, 32, ROTATION, blocks=blocks)).beside
@@ -132,7 +135,7 @@ def test_blocks_that_each_head_chooses(before, ratio):
 
 
 def check_key_blocks(offset=40, rotates_last=False):
-    """A token chooses blocks as plain operations do, by keys that stand behind 16 other values."""
+    """Checks that a token chooses blocks as plain operations do, by keys that follow 16 other values of a row."""
     rng, blocks, heads, width = np.random.default_rng(offset), KeyBlocks(4, Indexer(3, 40, 5)), 3, 40
     terms = index.IndexTerms(None, Rope(ROTATION), 0.3, norm_of(width, rng), rotates_last)
     queries, keys = (mx.array(rng.normal(size=(1, *shape)).astype(np.float32)) for shape in ((1, 120), (256, 56)))
@@ -149,13 +152,13 @@ def check_key_blocks(offset=40, rotates_last=False):
 @pytest.mark.parametrize("offset", [38, 39, 40])
 @pytest.mark.parametrize("rotates_last", [False, True])
 def test_blocks_with_keys_of_their_own(offset, rotates_last):
-    """Whose scores are sums over heads of equal weights."""
+    """Their scores are sums over heads with equal weights."""
     with msl.launching():
         check_key_blocks(offset, rotates_last)
 
 
 def check_ring(offset=13, slots=5, width=40):
-    """A key that is normed, and gates, get into their slot; the other rows stay."""
+    """Checks that a normed key and gates are written to their slot, and that the other rows stay."""
     rng, norm = np.random.default_rng(offset), LayerNorm(width, 0.1)
     norm.weight, norm.bias = (mx.array(rng.normal(size=width).astype(np.float32)) for _ in range(2))
     ring, key, gates = (
@@ -176,7 +179,7 @@ def test_the_row_of_a_token_in_a_ring(offset):
 
 
 def chosen_of(scores, top):
-    """By the kernel."""
+    """Returns the kernel's choice."""
     scores = mx.array(scores, mx.float32)
     kinds = index.Kinds(True, True, 0, 2)
     terms = backend.name(), (mx.float32, mx.float32), Indexer(1, 8, top), kinds, (256, 8), (8, False)
@@ -204,7 +207,7 @@ def test_the_best_are_chosen_and_the_first_of_equal_ones(name, top):
 
 
 @msl.needed
-def test_as_many_as_there_are():
+def test_as_many_as_there_are_are_chosen():
     with msl.launching():
         assert np.array(chosen_of(np.arange(9.0), 9)).tolist() == list(range(9))
 

@@ -26,8 +26,10 @@ def sigmoid(x):
 
 
 def error(D=300, dtype=mx.float32, has_before=True, streams=3, taps=4, far=3):
-    """Of the streams and of the convolution's next inputs, over the largest value (transformers,
-    `Qwen4ExpTextPLELayer`)."""
+    """Returns the error of the streams and of the convolution's next inputs, over the largest value.
+
+    The reference is transformers' `Qwen4ExpTextPLELayer`.
+    """
     rng, width = np.random.default_rng(D), streams * D
     part = NGrams((5,), (1,) * far, 5, 8, 0, taps, width)
     shapes = (1, 1, width), (1, 1, width), (1, 1, D), (1, part.remembered, width), *[(width,)] * 3, (width, taps, 1)
