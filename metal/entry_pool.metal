@@ -1,4 +1,4 @@
-// needs: index.h.metal lane.h.metal
+// needs: index.h.metal
 // entry[W] X: an entry, or the key of a block, of the COUNT newest positions up to offset[0], which fill whole blocks
 // of RATIO positions. Position p is in slot p % SLOTS of ring[SLOTS, ROW] X. Each column of the entry is a mean over
 // the positions. The entry is then normed (NORM: index.h.metal, by weight[W]) and rotated by angles offset[0] / RATIO /
@@ -12,13 +12,13 @@
   threadgroup float whole[W];
   threadgroup float made[W];
   threadgroup float turns[DIMS + (DIMS == 0)];
-  const uint mine = thread_index_in_threadgroup, own = uint(offset[0]);
-  for (uint i = mine; i < DIMS / 2; i += T) {
+  const uint tid = thread_index_in_threadgroup, own = uint(offset[0]);
+  for (uint i = tid; i < DIMS / 2; i += T) {
     const float angle = float(own / RATIO) * (1.0f / float(periods[i]));
     turns[i] = magnitude[0] * metal::cos(angle);
     turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
   }
-  for (uint column = mine; column < W; column += T) {
+  for (uint column = tid; column < W; column += T) {
     float largest = -3.4e38f, sum = 0, total = 0;
     for (uint i = 0; GATED && i < COUNT; i++) {
       const uint at = (SERIES - 1 - (COUNT - 1 - i) / RATIO) * W + column;
@@ -43,6 +43,6 @@
     index_row<X, W, NORM, DIMS, FROM, INTERLEAVED>(whole, weight, weight, eps[0], turns, made, thread_index_in_simdgroup);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint column = mine; column < W; column += T) {
+  for (uint column = tid; column < W; column += T) {
     entry[column] = X(made[column]);
   }
