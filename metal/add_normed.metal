@@ -9,13 +9,13 @@
   threadgroup float partial[2 * SG];
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
-  const uint mine = thread_index_in_threadgroup;
+  const uint tid = thread_index_in_threadgroup;
   const size_t row = size_t(threadgroup_position_in_grid.y) * D;
   float sum[EACH], other[PAIR ? EACH : 1];
   float squares = 0, others = 0;
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < EACH; t++) {
-    const uint i = mine + t * THREADS;
+    const uint i = tid + t * THREADS;
     sum[t] = i < D ? float(made[row + i]) : 0.0f;
     squares = metal::fma(sum[t], sum[t], squares);
     if (PAIR) {
@@ -39,7 +39,7 @@
       squares = 0;
       MLX_MTL_PRAGMA_UNROLL
       for (uint t = 0; t < EACH; t++) {
-        const uint i = metal::min(mine + t * THREADS, uint(D - 1));
+        const uint i = metal::min(tid + t * THREADS, uint(D - 1));
         const float a = float(X(sum[t] * first * float(made_weight[i])));
         const float b = float(X(other[PAIR ? t : 0] * second * float(beside_weight[i])));
         sum[t] = float(X(a + b));
@@ -50,7 +50,7 @@
   const float scale = metal::rsqrt(squares / float(D) + eps[0]);
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < EACH; t++) {
-    const uint i = mine + t * THREADS;
+    const uint i = tid + t * THREADS;
     if (i < D) {
       const float joined = float(X(float(h[row + i]) + float(X(sum[t] * scale * float(weight[i])))));
       out[row + i] = X(FACTOR ? joined * float(factor[0]) : joined);

@@ -10,7 +10,7 @@
   threadgroup float sums[(SHARES - 1) * C];
   threadgroup float totals[(SHARES - 1) * C];
   const uint head = threadgroup_position_in_grid.x;
-  const uint at = thread_index_in_threadgroup % C, mine = thread_index_in_threadgroup / C;
+  const uint at = thread_index_in_threadgroup % C, tid = thread_index_in_threadgroup / C;
   const uint column = threadgroup_position_in_grid.y * C + at;
   const uint offset = uint(positions[0]);
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
@@ -25,17 +25,17 @@
   const float sink = SINKS ? float(sinks[head]) : 0.0f;
   largest = SINKS && sink > largest ? sink : largest;
   float sum = 0, total = 0;
-  for (uint i = mine; i < pieces; i += SHARES) {
+  for (uint i = tid; i < pieces; i += SHARES) {
     const float share = metal::exp(parts[(i * PIECE + head) * (V + 2) + V] - largest);
     total = metal::fma(share, parts[(i * PIECE + head) * (V + 2) + V + 1], total);
     sum = metal::fma(share, parts[(i * PIECE + head) * (V + 2) + column], sum);
   }
-  if (mine > 0) {
-    sums[(mine - 1) * C + at] = sum;
-    totals[(mine - 1) * C + at] = total;
+  if (tid > 0) {
+    sums[(tid - 1) * C + at] = sum;
+    totals[(tid - 1) * C + at] = total;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (mine == 0) {
+  if (tid == 0) {
     for (uint s = 0; s < SHARES - 1; s++) {
       sum += sums[s * C + at];
       total += totals[s * C + at];

@@ -37,7 +37,7 @@
   threadgroup float own_value[sizeof(K) == 1 || VNORM ? V : 1];  // as the cache stores it
   const uint lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
-  const uint mine = thread_index_in_threadgroup;
+  const uint tid = thread_index_in_threadgroup;
   const uint part = threadgroup_position_in_grid.x;
   const uint head = threadgroup_position_in_grid.y * GH;
   const uint kv = head / G;
@@ -61,7 +61,7 @@
   Unit copied[2 * COPIES];
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
-    const uint unit = mine + t * THREADS, p = seen_position<TOP, RATIO, OWN>(blocks, top + unit / UNITS, offset);
+    const uint unit = tid + t * THREADS, p = seen_position<TOP, RATIO, OWN>(blocks, top + unit / UNITS, offset);
     loaded[t] = uint4{0, 0, 0, 0};
     if (unit / UNITS < P && p < offset && p >= low) {
       const device K* row =
@@ -70,7 +70,7 @@
     }
   }
   constexpr uint LINE = 128 / sizeof(K), LINES = (VD + LINE - 1) / LINE;
-  for (uint i = mine; i < P * LINES; i += THREADS) {
+  for (uint i = tid; i < P * LINES; i += THREADS) {
     const uint p = seen_position<TOP, RATIO, OWN>(blocks, top + i / LINES, offset);
     if (p < begun && p < offset && p >= low) {
       CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * VD + i % LINES * LINE);
@@ -80,7 +80,7 @@
   const uint filled = copies ? (offset - begun) * KEY_UNITS : 0, values_filled = copies ? (offset - begun) * VALUE_UNITS : 0;
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < COPIES; t++) {
-    const uint unit = mine + t * THREADS;
+    const uint unit = tid + t * THREADS;
     if (unit < filled) {
       copied[t] = ((const device Unit*)(recent + later))[unit];
     }
@@ -90,18 +90,18 @@
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < 2 / SHARES; t++) {
-    const uint i = mine + t * THREADS;
+    const uint i = tid + t * THREADS;
     norms[i] = NORM ? float(i < D ? q_weight[i] : k_weight[i - D]) : 1.0f;
   }
   CODES_UNROLL(1)
-  for (uint i = mine; i < DIMS / 2; i += THREADS) {
+  for (uint i = tid; i < DIMS / 2; i += THREADS) {
     const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // as in MLX's rotation of many tokens
     turns[i] = float(magnitude[0]) * metal::cos(angle);
     turns[DIMS / 2 + i] = float(magnitude[0]) * metal::sin(angle);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
-    const uint unit = mine + t * THREADS;
+    const uint unit = tid + t * THREADS;
     if (unit / UNITS < P) {
       tile[unit / UNITS * ROW + unit % UNITS] = kv_tile<K>(loaded[t], X(0));
     }
@@ -161,7 +161,7 @@
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   CODES_UNROLL(1)
-  for (uint pair = mine; pair < P * GH; pair += THREADS) {
+  for (uint pair = tid; pair < P * GH; pair += THREADS) {
     const uint row = pair % P, h = pair / P;
     float even = 0, odd = 0;
     CODES_UNROLL(2)
@@ -208,7 +208,7 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const uint column = mine % D, share = mine / D;
+  const uint column = tid % D, share = tid / D;
   float acc[GH];
   for (uint h = 0; h < GH; h++) {
     acc[h] = 0;
@@ -252,7 +252,7 @@
   if (copies) {
     MLX_MTL_PRAGMA_UNROLL
     for (uint t = 0; t < COPIES; t++) {
-      const uint unit = mine + t * THREADS;
+      const uint unit = tid + t * THREADS;
       if (unit < filled) {
         ((device Unit*)(next + later))[unit] = copied[t];
       }

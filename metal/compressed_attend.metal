@@ -17,7 +17,7 @@
   threadgroup float weights[P * GH];
   threadgroup uint place[P];  // place of a row
   const uint lane = thread_index_in_simdgroup;
-  const uint mine = thread_index_in_threadgroup;
+  const uint tid = thread_index_in_threadgroup;
   const uint piece = threadgroup_position_in_grid.x;
   const uint head = threadgroup_position_in_grid.y * GH;
   const uint own = uint(offset[0]);
@@ -29,22 +29,22 @@
   }
   const uint count = metal::min(uint(P), whole - top);
   const device X* rows = is_ring ? ring : entries;
-  for (uint i = mine; i < count; i += T) {
+  for (uint i = tid; i < count; i += T) {
     place[i] = (TOP && !is_ring ? uint(chosen[top + i]) : top + i) * (is_ring ? ROW : ENTRY);
   }
-  for (uint i = mine; i < GH * D; i += T) {
+  for (uint i = tid; i < GH * D; i += T) {
     heads[i] = float(query[head * D + i]) * scale[0];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint i = mine / ACROSS; i < (count + ABREAST - 1) / ABREAST * ABREAST; i += ABREAST) {
+  for (uint i = tid / ACROSS; i < (count + ABREAST - 1) / ABREAST * ABREAST; i += ABREAST) {
     const device X* row = rows + place[metal::min(i, count - 1)];
     float score[GH];
     for (uint h = 0; h < GH; h++) {
       score[h] = 0;
     }
     CODES_UNROLL(4)
-    for (uint c = mine % ACROSS * 8; c < D; c += ACROSS * 8) {
+    for (uint c = tid % ACROSS * 8; c < D; c += ACROSS * 8) {
       float key[8];
       codes_x8(row + c, key);
       MLX_MTL_PRAGMA_UNROLL
@@ -60,7 +60,7 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint h = 0; h < GH; h++) {
       const float sum = lane_sum<ACROSS>(score[h]);
-      if (mine % ACROSS == 0 && i < count) {
+      if (tid % ACROSS == 0 && i < count) {
         weights[i * GH + h] = is_seen ? sum : NONE;
       }
     }
@@ -87,7 +87,7 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint unit = mine; unit < SHARES * COLUMNS; unit += T) {
+  for (uint unit = tid; unit < SHARES * COLUMNS; unit += T) {
     const uint share = unit / COLUMNS, column = unit % COLUMNS * 8;
     float acc[GH * 8];
     MLX_MTL_PRAGMA_UNROLL
@@ -109,7 +109,7 @@
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = mine; i < GH * D; i += T) {
+  for (uint i = tid; i < GH * D; i += T) {
     float sum = 0;
     for (uint share = 0; share < SHARES; share++) {
       sum += heads[share * GH * D + i];

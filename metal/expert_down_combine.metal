@@ -20,9 +20,9 @@
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
-  const uint mine = thread_index_in_threadgroup;
-  const uint at = token * H + top + mine;
-  const bool finishes = mine < ROWS && top + mine < H;
+  const uint tid = thread_index_in_threadgroup;
+  const uint at = token * H + top + tid;
+  const bool finishes = tid < ROWS && top + tid < H;
   float sum = 0, last = 0;
 #ifdef CODES_PLANES
   threadgroup uint4 planes[SG * CODES_PLANES(SPAN)];
@@ -88,10 +88,10 @@
 
   if (finishes) {
     for (uint j = 0; j < K; j++) {
-      sum += part[j * ROWS + mine];
+      sum += part[j * ROWS + tid];
     }
     if (JOINED) {
-      last = part[K * ROWS + mine];
+      last = part[K * ROWS + tid];
     }
     out[at] = Y(sum + last);
   }

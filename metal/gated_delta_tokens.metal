@@ -17,7 +17,7 @@
   threadgroup float4 pieces[2 * PIECES];  // of q, k and decays
   threadgroup float4 notes[2 * NOTES];    // beta * v, beta * decay and decay, for each step and row
   const uint lane = thread_index_in_simdgroup % L;
-  const uint mine = thread_index_in_threadgroup;
+  const uint tid = thread_index_in_threadgroup;
   const uint head = threadgroup_position_in_grid.y;
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = simdgroup_index_in_threadgroup * (R * ABREAST) + thread_index_in_simdgroup / L;
@@ -40,7 +40,7 @@
     float decay[V], beta[V];
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < P; i++) {
-      const uint at = metal::min(mine + i * THREADS, PIECES - 1), part = at / (DK / 4);
+      const uint at = metal::min(tid + i * THREADS, PIECES - 1), part = at / (DK / 4);
       const size_t t = metal::min(from + part / VECTORS, steps - 1);
       const size_t vector = (VECTORS * t + part % VECTORS) * NK + head / (NV / NK);
       piece[i] = *(const device float4*)(qk + vector * DK + 4 * (at % (DK / 4)));
@@ -50,7 +50,7 @@
     }
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < V; i++) {
-      const uint at = metal::min(mine + i * THREADS, NOTES - 1);
+      const uint at = metal::min(tid + i * THREADS, NOTES - 1);
       const size_t t = metal::min(from + at / ROWS, steps - 1);
       v[i] = qkv[t * C + 2 * NK * DK + head * DV + metal::min(top + at % ROWS, uint(DV - 1))];
       decay[i] = gates[2 * t * NV + head];
@@ -111,13 +111,13 @@
     // The last reads of this side were before the last barrier.
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < P; i++) {
-      if (mine + i * THREADS < PIECES) {
-        pieces[side * PIECES + mine + i * THREADS] = piece[i];
+      if (tid + i * THREADS < PIECES) {
+        pieces[side * PIECES + tid + i * THREADS] = piece[i];
       }
     }
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < V; i++) {
-      const uint at = mine + i * THREADS;
+      const uint at = tid + i * THREADS;
       if (at < NOTES) {
         const bool taken = from + at / ROWS < steps;
         float4 note;

@@ -14,11 +14,11 @@
   threadgroup uint highest[T / 32];
   threadgroup uint found[2];    // the bin, and the number of keys in higher bins
   threadgroup uint sums[2 * T];  // for each thread's range: the keys above the interval, and those in it
-  const uint mine = thread_index_in_threadgroup, row = threadgroup_position_in_grid.y;
+  const uint tid = thread_index_in_threadgroup, row = threadgroup_position_in_grid.y;
   const uint count = seen_blocks<RATIO, OWN>(uint(positions[0]));
 
   uint low = 0xFFFFFFFFu, high = 0, left = TOP;  // `left`: how many keys of the interval are chosen
-  for (uint i = mine; i < count; i += T) {
+  for (uint i = tid; i < count; i += T) {
     const uint key = topk_key(scores[i * ROWS + row]);
     low = metal::min(low, key);
     high = metal::max(high, key);
@@ -40,18 +40,18 @@
     while ((high - low) >> shift >= BINS) {
       shift++;
     }
-    for (uint b = mine; b < BINS; b += T) {
+    for (uint b = tid; b < BINS; b += T) {
       atomic_store_explicit(&bins[b], 0u, memory_order_relaxed);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = mine; i < count; i += T) {
+    for (uint i = tid; i < count; i += T) {
       const uint key = topk_key(scores[i * ROWS + row]);
       if (key >= low && key <= high) {
         atomic_fetch_add_explicit(&bins[(key - low) >> shift], 1u, memory_order_relaxed);
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint b = mine; b < BINS; b += T) {
+    for (uint b = tid; b < BINS; b += T) {
       uint above = 0;
       for (uint other = b + 1; other < BINS; other++) {
         above += atomic_load_explicit(&bins[other], memory_order_relaxed);
@@ -67,18 +67,18 @@
     left -= found[1];
   }
 
-  const uint span = (count + T - 1) / T, begin = metal::min(mine * span, count), end = metal::min(begin + span, count);
+  const uint span = (count + T - 1) / T, begin = metal::min(tid * span, count), end = metal::min(begin + span, count);
   uint above = 0, equal = 0;
   for (uint i = begin; i < end; i++) {
     const uint key = topk_key(scores[i * ROWS + row]);
     above += key > high ? 1 : 0;
     equal += key == high ? 1 : 0;
   }
-  sums[mine] = above;
-  sums[T + mine] = equal;
+  sums[tid] = above;
+  sums[T + tid] = equal;
   threadgroup_barrier(mem_flags::mem_threadgroup);
   above = equal = 0;
-  for (uint i = 0; i < mine; i++) {
+  for (uint i = 0; i < tid; i++) {
     above += sums[i];
     equal += sums[T + i];
   }

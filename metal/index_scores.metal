@@ -20,7 +20,7 @@
   threadgroup float own[D];
   alignas(16) threadgroup float heads[GH * D];
   threadgroup float products[BY_HEAD ? GH * P : 1];
-  const uint mine = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
+  const uint tid = thread_index_in_threadgroup, lane = thread_index_in_simdgroup;
   const uint simdgroup = simdgroup_index_in_threadgroup;
   const uint offset = uint(positions[0]), begun = KEYED ? uint(positions[1]) : 0;
   const uint blocks = seen_blocks<RATIO, OWN>(offset), count = KEYED ? offset + 1 : blocks;
@@ -29,7 +29,7 @@
   if (top >= count && !has_own) {
     return;
   }
-  for (uint i = mine; i < DIMS / 2; i += T) {
+  for (uint i = tid; i < DIMS / 2; i += T) {
     const float angle = float(turning[AT]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
     turns[i] = magnitude[0] * metal::cos(angle);
     turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
@@ -41,10 +41,10 @@
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint used = (offset - begun) * D;
-    for (uint i = mine; i < used; i += T) {
+    for (uint i = tid; i < used; i += T) {
       next[i] = recent[i];
     }
-    for (uint i = mine; i < D; i += T) {
+    for (uint i = tid; i < D; i += T) {
       next[used + i] = X(own[i]);
     }
   }
@@ -55,12 +55,12 @@
   float keys_of[EACH * SLICES * 8];
   MLX_MTL_PRAGMA_UNROLL
   for (uint e = 0; e < EACH; e++) {
-    const uint at = metal::min(top + e * (P / EACH) + mine / ACROSS, count - 1);
+    const uint at = metal::min(top + e * (P / EACH) + tid / ACROSS, count - 1);
     const bool is_own = KEYED && at == offset;
     const device X* row = !KEYED || at < begun ? keys + size_t(at) * STRIDE + FIRST : recent + (at - begun) * D;
     MLX_MTL_PRAGMA_UNROLL
     for (uint s = 0; s < SLICES; s++) {
-      const uint column = (s * ACROSS + mine % ACROSS) * 8;
+      const uint column = (s * ACROSS + tid % ACROSS) * 8;
       thread float* slice = keys_of + (e * SLICES + s) * 8;
       if (column < D && !is_own) {
         codes_x8(row + column, slice);
@@ -91,7 +91,7 @@
       }
       MLX_MTL_PRAGMA_UNROLL
       for (uint s = 0; s < SLICES; s++) {
-        const uint column = metal::min((s * ACROSS + mine % ACROSS) * 8, uint(D - 8));
+        const uint column = metal::min((s * ACROSS + tid % ACROSS) * 8, uint(D - 8));
         MLX_MTL_PRAGMA_UNROLL
         for (uint j = 0; j < 8; j++) {
           const float value = heads[(h - begin) * D + column + j];
@@ -106,8 +106,8 @@
       for (uint e = 0; e < EACH; e++) {
         const float product = lane_sum<ACROSS>(score[e]);
         sums[e] = metal::fma(weight, metal::fmax(product, 0.0f), sums[e]);
-        if (BY_HEAD && mine % ACROSS == 0) {
-          products[(h - begin) * P + e * (P / EACH) + mine / ACROSS] = product;
+        if (BY_HEAD && tid % ACROSS == 0) {
+          products[(h - begin) * P + e * (P / EACH) + tid / ACROSS] = product;
         }
       }
     }
@@ -132,8 +132,8 @@
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint e = 0; e < EACH; e++) {
-    const uint at = top + e * (P / EACH) + mine / ACROSS;
-    if (mine % ACROSS == 0 && at < count) {
+    const uint at = top + e * (P / EACH) + tid / ACROSS;
+    if (tid % ACROSS == 0 && at < count) {
       scores[at] = sums[e];
     }
   }

@@ -20,7 +20,7 @@
   alignas(16) threadgroup float heads[GH * ROW];
   alignas(16) threadgroup float weights[P * GH];
   const uint lane = thread_index_in_simdgroup;
-  const uint mine = thread_index_in_threadgroup;
+  const uint tid = thread_index_in_threadgroup;
   const uint piece = threadgroup_position_in_grid.x;
   const uint head = threadgroup_position_in_grid.y * GH;
   const uint offset = uint(positions[0]), begun = uint(positions[1]);
@@ -32,7 +32,7 @@
   const uint count = metal::min(uint(P), visible - top);
 
   CODES_UNROLL(4)
-  for (uint i = 8 * mine; i < GH * ROW; i += 8 * T) {
+  for (uint i = 8 * tid; i < GH * ROW; i += 8 * T) {
     float value[8];
     codes_x8(query + head * ROW + i, value);
     MLX_MTL_PRAGMA_UNROLL
@@ -47,7 +47,7 @@
   const device X* tail[EACH];
   MLX_MTL_PRAGMA_UNROLL
   for (uint e = 0; e < EACH; e++) {
-    const uint i = metal::min(top + e * (P / EACH) + mine / ACROSS, visible - 1);  // nobody reads the scores beyond
+    const uint i = metal::min(top + e * (P / EACH) + tid / ACROSS, visible - 1);  // nobody reads the scores beyond
     const uint at = seen_position<TOP, RATIO, OWN>(chosen, i, offset);
     const device X* later = at < offset ? recent + (at - begun) * ROW : token;
     row[e] = at < begun ? latents + size_t(at) * N : later;
@@ -57,7 +57,7 @@
     }
   }
   CODES_UNROLL(2)
-  for (uint i = mine % ACROSS * 8; i < ROW; i += ACROSS * 8) {
+  for (uint i = tid % ACROSS * 8; i < ROW; i += ACROSS * 8) {
     float key[EACH * 8];
     MLX_MTL_PRAGMA_UNROLL
     for (uint e = 0; e < EACH; e++) {
@@ -78,8 +78,8 @@
   MLX_MTL_PRAGMA_UNROLL
   for (uint i = 0; i < EACH * GH; i++) {
     const float whole = lane_sum<ACROSS>(score[i]);
-    if (mine % ACROSS == 0) {
-      weights[(i / GH * (P / EACH) + mine / ACROSS) * GH + i % GH] = whole;
+    if (tid % ACROSS == 0) {
+      weights[(i / GH * (P / EACH) + tid / ACROSS) * GH + i % GH] = whole;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -104,9 +104,9 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  const uint second = mine / HALF;
+  const uint second = tid / HALF;
   for (uint left = 0; left < N; left += 8 * HALF) {
-    const uint column = left + 8 * (mine % HALF);
+    const uint column = left + 8 * (tid % HALF);
     float acc[GH * 8];
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < GH * 8; i++) {
@@ -145,10 +145,10 @@
   }
   if (piece == 0 && head == 0) {
     const uint used = (offset - begun) * ROW;
-    for (uint i = mine; i < used; i += T) {
+    for (uint i = tid; i < used; i += T) {
       next[i] = recent[i];
     }
-    for (uint i = mine; i < ROW; i += T) {
+    for (uint i = tid; i < ROW; i += T) {
       next[used + i] = token[i];
     }
   }

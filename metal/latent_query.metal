@@ -16,7 +16,7 @@
   constexpr uint ACROSS = N / 8, TEAMS = T / ACROSS, AHEAD = 8;
   threadgroup float whole[HEIGHT];  // of q
   threadgroup float part[TEAMS * N];
-  const uint mine = thread_index_in_threadgroup;
+  const uint tid = thread_index_in_threadgroup;
   const uint lane = thread_index_in_simdgroup;
   const uint head = threadgroup_position_in_grid.x;
   const bool is_key = head == H;
@@ -26,11 +26,11 @@
       squares = metal::fma(float(kv[i]), float(kv[i]), squares);
     }
     const float factor = metal::rsqrt(lane_sum<32>(squares) / float(N) + eps[0]);
-    for (uint i = mine; i < N; i += T) {
+    for (uint i = tid; i < N; i += T) {
       token[i] = X(float(kv[i]) * factor * float(kv_norm[i]));
     }
   } else if (PRECOMPUTED) {
-    for (uint i = mine; i < HEIGHT; i += T) {
+    for (uint i = tid; i < HEIGHT; i += T) {
       whole[i] = float(x[head * HEIGHT + i]);
     }
   } else {
@@ -38,11 +38,11 @@
     float acc[EACH];
     MLX_MTL_PRAGMA_UNROLL
     for (uint e = 0; e < EACH; e++) {
-      row[e] = head * HEIGHT + metal::min(mine / L + e * ABREAST, HEIGHT - 1);
+      row[e] = head * HEIGHT + metal::min(tid / L + e * ABREAST, HEIGHT - 1);
       acc[e] = 0;
     }
     const input_row<1, X, W> input = {x, q_norm, 0, &squares};
-    for (uint chunk = mine % L; chunk < COLS / Q_CHUNK; chunk += L) {
+    for (uint chunk = tid % L; chunk < COLS / Q_CHUNK; chunk += L) {
       uint code[EACH * (Q_CHUNK * Q_BITS / 32)];
       float scales_of[EACH * GROUPS], biases_of[EACH * GROUPS];
       codes_load<EACH, Q_BITS, Q_GROUP, Q_CHUNK, COLS>(
@@ -53,14 +53,14 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint e = 0; e < EACH; e++) {
       const float total = lane_sum<L>(acc[e]);
-      if (mine % L == 0 && mine / L + e * ABREAST < HEIGHT) {
-        whole[mine / L + e * ABREAST] = total * factor;
+      if (tid % L == 0 && tid / L + e * ABREAST < HEIGHT) {
+        whole[tid / L + e * ABREAST] = total * factor;
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint i = mine; i < R / 2; i += T) {
+  for (uint i = tid; i < R / 2; i += T) {
     const uint first = INTERLEAVED ? 2 * i : i;
     const uint second = INTERLEAVED ? first + 1 : i + R / 2;
     const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
@@ -81,7 +81,7 @@
   constexpr uint PIECES = H * NOPE * N / 8;
   if (TRANSPOSED) {
     for (uint left = 0; left < N; left += T) {
-      const uint column = metal::min(left + mine, uint(N - 1));
+      const uint column = metal::min(left + tid, uint(N - 1));
       float sum = 0;
       for (uint top = 0; top < NOPE / 8; top += AHEAD) {
         StoredEight<BITS> held[AHEAD];
@@ -101,13 +101,13 @@
           sum += stored_dot<KIND>(held[a], values, total);
         }
       }
-      if (left + mine < N) {
+      if (left + tid < N) {
         query[head * ROW + column] = sum * scale[0];
       }
     }
     return;
   }
-  const uint team = mine / ACROSS, across = mine % ACROSS;
+  const uint team = tid / ACROSS, across = tid % ACROSS;
   float acc[8];
   for (uint j = 0; j < 8; j++) {
     acc[j] = 0;
@@ -136,7 +136,7 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (uint column = mine; column < N; column += T) {
+  for (uint column = tid; column < N; column += T) {
     float sum = 0;
     for (uint i = 0; i < TEAMS; i++) {
       sum += part[i * N + column];

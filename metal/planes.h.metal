@@ -87,14 +87,14 @@ inline codes_blocks<PLANES, P> operator+(codes_blocks<PLANES, P> row, uint colum
   return {row.first + CODES_PLANES(columns), columns / 32 % 2};
 }
 
-// Stores x[columns] in blocks in `room`. All THREADS threads call this, in whole simdgroups; `mine` is the number of
+// Stores x[columns] in blocks in `room`. All THREADS threads call this, in whole simdgroups; `tid` is the number of
 // the thread.
 template <int BITS, int PLANES, int THREADS, typename X, typename P>
-inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint mine, P room) {
+inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint tid, P room) {
   const uint pieces = columns / 16;  // four lanes share a block
   CODES_UNROLL(2)
   for (uint from = 0; from < pieces; from += THREADS) {
-    const uint piece = metal::min(from + mine, pieces - 1), k = piece % 4;
+    const uint piece = metal::min(from + tid, pieces - 1), k = piece % 4;
     float v[16], sum = 0, peak = 1e-31f;
     MLX_MTL_PRAGMA_UNROLL
     for (int run = 0; run < 4; run++) {
@@ -110,7 +110,7 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint m
     peak = metal::fmax(peak, simd_shuffle_xor(peak, ushort(1)));
     peak = metal::fmax(peak, simd_shuffle_xor(peak, ushort(2)));
     const float other = simd_shuffle_xor(sum, ushort(2)), scale = codes_top<PLANES>() / peak;
-    if (from + mine < pieces) {
+    if (from + tid < pieces) {
       P block = room + CODES_PLANES(64) * (piece / 4);
       uint made[4 * PLANES];
       MLX_MTL_PRAGMA_UNROLL

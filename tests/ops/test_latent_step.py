@@ -279,7 +279,7 @@ FAULTS = {
     "the newest are old": ("latent_attend", "at < begun ? latents", "at <= begun ? latents"),
     "the latent for its key": ("latent_attend", "later + N", "later"),
     "its own position is left out": ("latent_attend", "uint(P), visible - top", "uint(P), visible - 1 - top"),
-    "keys of another position": ("latent_attend", "e * (P / EACH) + mine / ACROSS, v", "e * (P / EACH), v"),
+    "keys of another position": ("latent_attend", "e * (P / EACH) + tid / ACROSS, v", "e * (P / EACH), v"),
     "one latent for all": ("latent_attend", "latents + size_t(at) * N : later) + column", "latents : later) + column"),
     "every latent twice": ("latent_attend", "i = second", "i = 0"),
     "half of the latents": ("latent_attend", "acc[k] +=", "acc[k] ="),
