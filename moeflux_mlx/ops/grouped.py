@@ -33,8 +33,10 @@ BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
 # Tokens of a prompt up to which the kernels of a step compute its experts, MAX_TOKENS at a time: these read an expert
-# anew for each of its rows, but dequantising takes as long for few rows as for many. Metal: not measured.
-FEW_TOKENS = {"cuda": 256, "metal": MAX_TOKENS, "ops": MAX_TOKENS}
+# anew for each of its rows, but dequantising takes as long for few rows as for many. CUDA: by the times of the kernels
+# (35B's shape on an H200, us a layer: 54 for 8 tokens, 1,470 by dequantising for 64); whole prompts were not timed.
+# Metal: not measured.
+FEW_TOKENS = {"cuda": 128, "metal": MAX_TOKENS, "ops": MAX_TOKENS}
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
 COMBINED = 8192  # tokens whose outputs are gathered at once

@@ -43,7 +43,7 @@ def test_texts_side_by_side(family):
     model, tokens = opened(family)
     both = np.stack([tokens[:40], tokens[24:]])
     for got, text in zip(np.array(model(mx.array(both))), both, strict=True):
-        np.testing.assert_allclose(got, logits(model, text, (40,)), atol=2e-5)
+        np.testing.assert_allclose(got, logits(model, text, (40,)), atol=2e-4)
 
 
 @pytest.mark.parametrize("family", STARTS)

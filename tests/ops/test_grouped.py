@@ -87,6 +87,7 @@ def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
 @pytest.mark.parametrize("dense_from, sizes", drawn([1, 8, 10**9], [(16, 16384), (64, 16384), (4, 24)]))
 def test_every_way_of_multiplying_gives_the_same(monkeypatch, sizes, dense_from):
     """Products from codes in blocks, from dequantised experts and in pieces are equal up to rounding."""
+    monkeypatch.setitem(grouped.FEW_TOKENS, backend.name(), 0)
     model = load_model(tiny_directory("qwen3_moe"), dtype=mx.float32)
     tokens = mx.array(np.random.default_rng(4).integers(0, 240, (1, 45)))
     by_rows = np.array(model(tokens))
