@@ -178,13 +178,8 @@ class GroupedRows:
         else:
             counts = np.diff(self._ends[self._firsts[index] : self._firsts[index + 1]], prepend=first)
             own = mx.array(np.repeat(slots, counts).astype(np.int32))
-        made = []
-        for start in range(first, last, MAX_TOKENS):
-            part = slice(start, min(start + MAX_TOKENS, last))
-            x, where = gather_rows(self._x, self._source[part]), own[start - first : part.stop - first, None]
-            act = expert_gate_up(x, where, records)
-            zeros = backend.constant(0.0, (MAX_TOKENS, x.shape[1]))[: len(x)]
-            made.append(expert_down_combine(act, where, records, self._weights[part], zeros))
+        part = slice(first, last)
+        made = weighted_rows(self._x, self._source[part], own, records, self._weights[part])
         backend.start(*made)
         self._outputs += made
         return made[-1]
@@ -231,6 +226,27 @@ class GroupedRows:
 def by_steps(x: Array, record: Record) -> bool:
     """Whether the kernels of a step compute the experts of so many tokens x [T, H]."""
     return isinstance(x, mx.array) and len(x) <= FEW_TOKENS[backend.name()] and is_read(record)
+
+
+def weighted_rows(
+    x: mx.array, tokens: mx.array, slots: mx.array, records: Records, weights: mx.array
+) -> list[mx.array]:
+    """weights[p] * expert(slots[p])(x[tokens[p]]) for each of P pairs, by the kernels of a step: float32 [P, H], in
+    parts of at most `MAX_TOKENS` rows. A pair's bits are those that it has among all of its token's.
+
+    Args:
+        x: [T, H].
+        tokens, slots: [P] integers, rows of x and of the records.
+        weights: [P, 1] float32.
+    """
+    parts = []
+    for start in range(0, len(tokens), MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        taken, where = gather_rows(x, tokens[part]), slots[part, None]
+        zeros = backend.constant(0.0, (MAX_TOKENS, x.shape[1]))[: len(taken)]
+        act = expert_gate_up(taken, where, records)
+        parts.append(expert_down_combine(act, where, records, weights[part], zeros))
+    return parts
 
 
 def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:

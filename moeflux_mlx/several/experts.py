@@ -18,8 +18,8 @@ from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
 from ..ops.backend import Array, constant, leave, library_of, view
-from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
-from ..ops.grouped import by_steps, combined, expert_rows
+from ..ops.experts import Records, Shared, shared_rows
+from ..ops.grouped import by_steps, combined, expert_rows, weighted_rows
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered
@@ -268,12 +268,6 @@ def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weigh
     copies, index = records.for_mlx(slots)
     n = len(tokens)
     sent = mx.array(np.concatenate([index, tokens, weights.view(np.uint32)]).astype(np.uint32, copy=False))
-    own, where, weighed = sent[:n, None], sent[n : 2 * n], sent[2 * n :].view(mx.float32)[:, None]
-    parts = []
-    for start in range(0, n, MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        taken = mx.contiguous(x[where[part]])
-        act = expert_gate_up(taken, own[part], copies)
-        zeros = constant(0.0, taken.shape)
-        parts.append(expert_down_combine(act, own[part], copies, weighed[part], zeros))
+    own, where, weighed = sent[:n], sent[n : 2 * n], sent[2 * n :].view(mx.float32)[:, None]
+    parts = weighted_rows(x, where, own, copies, weighed)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
