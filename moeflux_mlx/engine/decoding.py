@@ -178,7 +178,8 @@ class Decoding:
         mx.async_eval(self._next)
 
     def _choice(self, logits: mx.array) -> Chosen:
-        logprobs = log_softmax(logits.astype(mx.float32))
+        """Chooses from logits [1, vocab_size] float32."""
+        logprobs = log_softmax(logits)
         return self.sampler(logprobs), logprobs[0], mx.isnan(logprobs[0, :1])
 
     def _go_on(self, chosen: Chosen) -> None:
@@ -278,7 +279,8 @@ class Decoding:
         self._step = step = _OwnStep(made, drafts, ahead, experts=self.model.experts)
         self.asked += step.asked
         if step.drafted and self.sampler is greedy and not self.processors:  # no choice depends on one before it
-            step.chosen = [self._choice(step.logits[row : row + 1]) for row in range(step.rows_left)]
+            logits = step.logits.astype(mx.float32)
+            step.chosen = [self._choice(logits[row : row + 1]) for row in range(step.rows_left)]
             mx.async_eval(step.chosen)
 
     @property
