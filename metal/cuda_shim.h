@@ -37,6 +37,23 @@ inline T simd_shuffle_xor(T v, ushort mask) {
   return __shfl_xor_sync(0xFFFFFFFFu, v, mask);
 }
 
+inline uint simd_shuffle(uint v, ushort lane) {
+  return __shfl_sync(0xFFFFFFFFu, v, lane);
+}
+
+inline uint simd_broadcast(uint v, ushort lane) {
+  return __shfl_sync(0xFFFFFFFFu, v, lane);
+}
+
+inline uint simd_prefix_exclusive_sum(uint v) {
+  uint sum = v;
+  for (int o = 1; o < 32; o *= 2) {
+    const uint before = __shfl_up_sync(0xFFFFFFFFu, sum, o);
+    sum += (threadIdx.x & 31u) < o ? 0 : before;
+  }
+  return sum - v;
+}
+
 #if __CUDA_ARCH__ >= 800
 inline uint simd_max(uint v) {
   return __reduce_max_sync(0xFFFFFFFFu, v);
@@ -136,3 +153,17 @@ inline int codes_dot4(uint codes, uint x, int sum) {
 }
 #define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
 #define CODES_BYTES(low, high, which) __byte_perm(low, high, which)
+
+// The matrix units (matrix.h.metal). Capabilities below 8.0 have none for bfloat16.
+#if __CUDA_ARCH__ >= 800
+#define MATRIX_PRODUCT
+#define MATRIX_PRODUCT_OF(kind, name)                                                                     \
+  inline void matrix_product(uint, const uint* a, uint low, uint high, kind, float* d) {                  \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, " \
+        "{%8, %9}, {%0, %1, %2, %3};"                                                                     \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));                               \
+  }
+MATRIX_PRODUCT_OF(bfloat16_t, "bf16")
+MATRIX_PRODUCT_OF(float16_t, "f16")
+#endif

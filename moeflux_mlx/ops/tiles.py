@@ -38,6 +38,8 @@ class Tile:
 #   qmv_tokens: 2 rows load x twice as often. Lanes and split are those of qmv.
 #   gated_delta_tokens: 1 row loads q and k from threadgroup memory twice as often, 4 rows take all
 #     registers, and blocks of 16 steps are not unrolled.
+#   expert_rows: 8 eights of rows unpack codes for more rows but cost registers; 2 are 1.3 times as slow for 2,048 tokens
+#     of the 35B's shape, and 1.07 times as fast for 64.
 #   router, expert_dequantize: not measured.
 #   prompt_experts: CUDA's product with codes is slower at any number of rows (results.tsv, "prompt").
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
@@ -55,6 +57,7 @@ TILES = {
         "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
+        "expert_rows": Tile(rows=4, lanes=32, simdgroups=4),
         "prompt_experts": Tile(rows=1, lanes=32, dense=1),
     },
     "metal": {
@@ -85,6 +88,7 @@ TUNED = {
     "delta_step": ("rows",),
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_dequantize": ("rows", "simdgroups"),
+    "expert_rows": ("rows", "simdgroups", "ahead"),
     "prompt_experts": ("dense",),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
 }
 UNROLLED = {"cuda": tuple(TUNED), "metal": ("gated_delta_tokens",)}  # kernels whose text does something with `ahead`

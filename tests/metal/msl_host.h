@@ -260,6 +260,10 @@ METAL_FUNC T simd_prefix_inclusive_sum(T x, int line = __builtin_LINE()) {
     if ((l.active >> i) & 1) s = s + l.v[i];
   return s;
 }
+template <typename T>
+METAL_FUNC T simd_prefix_exclusive_sum(T x, int line = __builtin_LINE()) {
+  return simd_prefix_inclusive_sum(x, line) - x;
+}
 METAL_FUNC bool simd_any(bool x, int line = __builtin_LINE()) {
   return simd_max(uint(x), line) != 0;
 }

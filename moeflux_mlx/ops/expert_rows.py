@@ -1,0 +1,125 @@
+"""The experts of a prompt's tokens on CUDA's matrix units: all rows of a layer, sorted by expert, take one launch for
+gate and up and one for down.
+
+The kernels unpack the codes where they multiply, so no matrix is written in floats, and they find an expert's rows
+themselves, so the host does not wait for the router. A row's bits do not depend on the other rows, nor on where the
+expert's record is.
+"""
+
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..formats.record import Projection, Record
+from ..kinds import FORMS
+from . import backend
+from .backend import Array
+from .experts import Records, biases_of, check_blob, is_read, places_of, unread_reason
+from .forms import form_of
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .tiles import planned, tile_of
+
+PLACES = Kernel("expert_places", "ids count", "starts source places")
+ROWS = Kernel("expert_rows", "x blob slots starts source", "out")
+EACH = 8  # experts, and simdgroups, of a threadgroup that sorts
+SPLIT = 4  # threadgroups that share an expert's rows, so that an expert with very many does not keep others waiting
+PIECE = 8  # columns that are unpacked at once; a tile's `ahead` is the number of such pieces, its `rows` that of eights
+
+
+class Sorted(NamedTuple):
+    """The pairs of a token and one of its experts, sorted by expert.
+
+    Args:
+        starts: [E + 1] int32, the place of each expert's first pair, and the number of pairs.
+        source: [P] int32, the token of the pair in each place.
+        places: [T, K] int32, the place of each pair.
+    """
+
+    starts: mx.array
+    source: mx.array
+    places: mx.array
+
+
+def refusal(x: Array, record: Record) -> Reason | None:
+    """Why the kernels do not compute the experts of a prompt's tokens x [T, H]."""
+    if not isinstance(x, mx.array):
+        return NO_KERNELS
+    return _refusal(backend.name(), x.dtype, record)
+
+
+@planned()
+def _refusal(target: str, dtype: mx.Dtype, record: Record) -> Reason | None:
+    if target != "cuda":
+        return NO_KERNELS if target == "ops" else Reason("the products of many rows were not measured on Metal")
+    if dtype == mx.float32:
+        return Reason("the matrix units do not multiply float32")
+    return None if is_read(record) else unread_reason(record)
+
+
+def sort_by_expert(ids: mx.array, experts: int) -> Sorted:
+    """Sorts the pairs of ids [T, K], int32 or uint32, by expert, and an expert's pairs by token."""
+    launch = plan_places(backend.name(), ids.shape, experts)
+    assert not isinstance(launch, Reason)
+    starts, source, places = launch(ids, count(ids.size))
+    return Sorted(starts, source, places)
+
+
+def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array, records: Records) -> mx.array:
+    """The output of each place's expert for its row of x, [P, H] in x's dtype.
+
+    Args:
+        x: [T, H] bfloat16 or float16, row-contiguous.
+        starts: [n + 1], as `Sorted` has it, of n experts.
+        source: [P], the row of x of each place.
+        slots: [n] uint32 or int32, the experts' rows of the records.
+        records: on MLX's side.
+
+    Raises:
+        RequestError: a shape or dtype the kernels do not take.
+    """
+    record, blob, pairs = records.record, records.blob, source.shape[0]
+    sizes = backend.name(), blob.shape, slots.shape[0], pairs, x.dtype, record
+    first, last = (plan_rows(*sizes, is_last) for is_last in (False, True))
+    assert isinstance(first, Launch) and isinstance(last, Launch)
+    act = first(x, blob, slots, starts, source)[0]
+    return last(act, blob, slots, starts, source)[0]
+
+
+@planned(256)
+def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
+    if target == "ops":
+        return NO_KERNELS
+    tokens, top_k = ids
+    template = {"E": experts, "K": top_k, "SG": EACH}
+    outputs = [((experts + 1,), mx.int32), ((tokens * top_k,), mx.int32), ((tokens, top_k), mx.int32)]
+    return Launch(target, PLACES, template, (ceildiv(experts, EACH), 1), 32 * EACH, outputs)
+
+
+@planned(256)
+def plan_rows(
+    target: str, blob: Shape, experts: int, pairs: int, dtype: mx.Dtype, record: Record, is_last: bool
+) -> Launch | Reason:
+    """The launch for gate and up, or for down (`is_last`)."""
+    check_blob(blob, record)
+    require(dtype in (mx.bfloat16, mx.float16), f"x is {dtype}; the kernel multiplies bfloat16 and float16")
+    if target == "ops" or not is_read(record):
+        return NO_KERNELS if target == "ops" else unread_reason(record)
+    matrices: tuple[Projection, ...] = (record.down,) * 2 if is_last else (record.gate, record.up)
+    first, last = matrices
+    form, activation = form_of(first), record.activation
+    tile = tile_of(target, "expert_rows", f"{2 - is_last}x{first.rows}x{first.columns} {form}")
+    template: dict[str, Any] = {"X": dtype, "ROWS": first.rows, "COLS": first.columns, "WORDS": blob[1]}
+    template |= places_of("FIRST", first) | places_of("LAST", last) | form.record_template
+    template |= {"JOINED": int(not is_last), "GATHERED": int(not is_last), "TILES": tile.rows, "SPLIT": SPLIT}
+    template |= {"SG": tile.simdgroups, "STEP": min(tile.ahead, form.chunk // PIECE)}
+    template |= {"ACTIVATION": FORMS.index(activation.form), "LIMIT": float(activation.limit or 0)}
+    template |= {"INTERLEAVED": int(record.interleaved and not is_last), **biases_of(FIRST=first, LAST=last)}
+    groups = (ceildiv(first.rows, 16 * tile.simdgroups), experts, SPLIT)
+    kernel = Kernel(ROWS.name, ROWS.inputs, ROWS.outputs, form.header)
+    return Launch(target, kernel, template, groups, 32 * tile.simdgroups, [((pairs, first.rows), dtype)])
+
+
+def starts_of(counts: np.ndarray) -> np.ndarray:
+    """The place of each expert's first row, and the number of rows, for these row counts: int32 [n + 1]."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
