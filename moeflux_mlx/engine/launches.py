@@ -24,9 +24,10 @@ from ..model.layers import Linear, RMSNorm, Weight
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend
+from ..ops.expert_rows import sort_by_expert
 from ..ops.experts import Records, chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.grouped import GroupedRows, by_steps
+from ..ops.grouped import GroupedRows, on_matrix_units
 from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
 from ..ops.launch import NO_KERNELS, Kernel, Place, Reason, ceildiv
@@ -49,7 +50,6 @@ TITLES: dict[type, str] = {
     Mamba2: "state space model",
 }
 TOKENS = (1, 4, 512)  # one, a few, and many
-FEW = MAX_TOKENS + 1  # of the shortest prompt
 Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
@@ -165,29 +165,20 @@ class SomeExperts:
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
         weights: Any = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
         if len(x) > MAX_TOKENS:
-            self._in_short_prompt(slots, records, x[:FEW], weights[:FEW], residual[:FEW], shared)
-            rows = GroupedRows(x, slots, np.full(self.count, len(x)), [slots[0]], records.record)
-            rows.multiply(0, slots[0], records)
-            return rows.combined(weights, residual, shared)
+            return self._in_prompt(slots, records, x, weights, residual, shared)
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
         return expert_ffn(x, slots if here else mx.array(slots), records, weights, residual, shared)
 
-    def _in_short_prompt(
-        self, slots: np.ndarray, records: Records, x: Any, weights: Any, residual: Any, shared: Any
-    ) -> None:
-        """The kernels of a step, if they compute the experts of `FEW` tokens."""
-        if not by_steps(x, records.record):
-            return
-        own = None if shared is None else shared[:FEW]
-        if self.is_resident:
-            part = slice(MAX_TOKENS)
-            beside = None if own is None else own[part]
-            expert_ffn(x[part], mx.array(slots[part]), records, weights[part], residual[part], beside)
-            return
-        rows = GroupedRows(x, slots[:FEW], np.full(self.count, FEW), [slots[0]], records.record, weights=weights)
-        rows.multiply(0, slots[0], records)
-        rows.combined(weights, residual, own)
+    def _in_prompt(self, slots: np.ndarray, records: Records, x: Any, weights: Any, residual: Any, shared: Any) -> Any:
+        """The experts of a prompt, first as on matrix units where these multiply, then as in a longer prompt."""
+        for on_units in (True, False)[not on_matrix_units(x, 1, records.record) :]:
+            if on_units and self.is_resident:
+                sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
+            rows = GroupedRows(x, slots, np.full(self.count, len(x)), [slots[0]], records.record, on_units=on_units)
+            rows.multiply(0, slots[0], records)
+            made = rows.combined(weights, residual, shared)
+        return made
 
     def expect(self, layer: int, tokens: int) -> None:
         pass

@@ -1,8 +1,8 @@
 """Computes the routed experts of a layer, from any source.
 
-A few tokens (decode) use kernels that read records by slot; more tokens go in waves, if not all experts are in memory
-also where such kernels compute them (`grouped.by_steps`). The result has the same bits in every I/O mode: they depend
-only on the tokens and the sizes, never on the contents of memory.
+A few tokens (decode) use kernels that read records by slot; more tokens go in waves, or all at once if all experts are
+in memory and `expert_rows` multiplies. The result has the same bits in every I/O mode: they depend only on the tokens
+and the sizes, never on the contents of memory.
 """
 
 import threading
@@ -16,6 +16,7 @@ import numpy as np
 from ..formats.record import Record
 from ..ops import backend
 from ..ops.backend import Array
+from ..ops.expert_rows import expert_rows, sort_by_expert
 from ..ops.experts import (
     Records,
     Shared,
@@ -26,7 +27,7 @@ from ..ops.experts import (
     handed_over,
     native_refusal,
 )
-from ..ops.grouped import by_steps
+from ..ops.grouped import PIECE_ROWS, combined, on_matrix_units
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
@@ -63,8 +64,8 @@ class RoutedExperts:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
             whole = self.source.whole(routing.layer) if isinstance(x, mx.array) else None
-            if whole is not None and by_steps(x, whole.record):
-                return _in_steps(routing, x, whole, residual, shared, report)
+            if whole is not None and on_matrix_units(x, routing.ids.shape[1], whole.record):
+                return _at_once(routing, x, whole, residual, shared, report)
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
         records = self.source.whole(routing.layer)
@@ -122,19 +123,20 @@ class RoutedExperts:
         return cast(Any, self._compiled[place])
 
 
-def _in_steps(
+def _at_once(
     routing: Routing, x: mx.array, records: Records, residual: mx.array, shared: mx.array | None, report: Report
 ) -> mx.array:
-    """The experts of a short prompt, which are all in memory, by the kernels of a step; the host does not wait for the
-    ids. The bits are those of `in_waves`.
+    """All experts of a prompt, which are in memory; the host does not wait for the ids. The bits are those of
+    `in_waves`.
     """
-    ids, weights, parts = cast(mx.array, routing.ids), cast(mx.array, routing.weights), []
-    for start in range(0, len(x), MAX_TOKENS):
-        rows = slice(start, start + MAX_TOKENS)
-        own = None if shared is None else shared[rows]
-        parts.append(expert_ffn(x[rows], ids[rows], records, weights[rows], residual[rows], own))
+    experts = len(records.blob)
+    starts, source, places = sort_by_expert(cast(mx.array, routing.ids), experts)
+    rows = expert_rows(x, starts, source, backend.arange(experts, mx), records)
     report(1.0)
-    return mx.concatenate(parts)
+    made: mx.array = combined(rows, places, cast(mx.array, routing.weights), residual, shared)
+    if len(source) > PIECE_ROWS:
+        backend.finish(made)  # as if in waves: the outputs of one layer are in memory
+    return made
 
 
 def _on_host(routing: Routing) -> Routing:

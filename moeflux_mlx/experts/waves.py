@@ -13,7 +13,7 @@ import numpy as np
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.grouped import GroupedRows
+from ..ops.grouped import GroupedRows, on_matrix_units
 from ..ops.tiles import LEASED_TOKENS
 from .routing import Report, Routing
 from .source import ExpertLoader, Owned, all_of
@@ -43,7 +43,7 @@ def in_waves(
     """
     ids = np.array(routing.ids)
     weights = cast(Array, routing.weights)
-    rows = multiplied(source, routing.layer, ids, weights, x, ids.shape[1], reads_ahead, report)
+    rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)
     return rows.combined(weights, residual, shared)
 
 
@@ -51,7 +51,6 @@ def multiplied(
     source: ExpertLoader,
     layer: int,
     ids: np.ndarray,
-    weights: Array,
     x: Array,
     top_k: int,
     reads_ahead: bool,
@@ -64,7 +63,6 @@ def multiplied(
 
     Args:
         ids: [T, K], the experts of each token of x; with `tokens` [P, 1], `ids[p]` belongs to row `tokens[p]` of x.
-        weights: float32, of the `ids`.
         top_k: number of experts per token, which determines the waves.
         owned: selects the experts that the source serves.
         every: the experts [T, K] of all processes; `ids` are those of this one. Waves and products are cut as in a
@@ -75,7 +73,8 @@ def multiplied(
     whole = [wave for wave in waves_of(total, wave_size(source.layout, top_k)) if counts[wave].any()]
     waves = [wave[counts[wave] > 0] for wave in whole]
     among = [(total[wave], np.flatnonzero(counts[wave])) for wave in whole]
-    rows = GroupedRows(x, ids, counts, waves, source.layout.records[layer], tokens, among, weights)
+    record = source.layout.records[layer]
+    rows = GroupedRows(x, ids, counts, waves, record, tokens, among, on_matrix_units(x, top_k, record))
     path = _Path(source, layer, waves, counts, reads_ahead, owned)
     under_way: deque[Any] = deque()
     done = 0

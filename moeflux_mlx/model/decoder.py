@@ -352,6 +352,7 @@ class Model(nn.Module):
                 )
                 h = span.images.deepened(h, span.start, i)
                 backend.start(h)
+                backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
             except BaseException:
                 span.undo(i, cache[i])
                 raise

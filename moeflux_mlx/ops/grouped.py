@@ -1,17 +1,17 @@
 """Computes the experts of many rows: rows are sorted by expert, and each expert is multiplied with all of its rows at
 once.
 
-With MLX, an expert with few rows is multiplied from its codes, in blocks of rows. An expert with many rows is
-dequantised, and experts with similar row counts share one batched product. Only the number of an expert's rows decides
-between the two. If there are few tokens, CUDA computes all of them with the kernels of a step instead. On the CPU the
-native kernels read records in place.
+In a prompt of moderate length, CUDA's matrix units multiply the rows from the codes (`expert_rows`). Otherwise, with
+MLX, an expert with few rows is multiplied from its codes, in blocks of rows. An expert with many rows is dequantised,
+and experts with similar row counts share one batched product. Only the number of an expert's rows decides between the
+two. On the CPU the native kernels read records in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,10 +21,11 @@ from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
-from .experts import Records, expert_down_combine, expert_gate_up, is_read, joined, native_refusal
+from .expert_rows import expert_rows, refusal, starts_of
+from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, form_of, settings
 from .gather_rows import gather_rows
-from .tiles import MAX_TOKENS, tile_of
+from .tiles import tile_of
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
@@ -32,12 +33,8 @@ from .tiles import MAX_TOKENS, tile_of
 BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
-# Tokens of a prompt up to which the kernels of a step compute its experts, MAX_TOKENS at a time: these read an expert
-# anew for each of its rows, but dequantising takes as long for few rows as for many. CUDA: by the times of the kernels
-# (35B's shape on an H200, us a layer: 54 for 8 tokens, 1,470 by dequantising for 64); whole prompts were not timed.
-# Metal: not measured.
-FEW_TOKENS = {"cuda": 128, "metal": MAX_TOKENS, "ops": MAX_TOKENS}
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
+UNIT_ROWS = PIECE_ROWS  # pairs of a token and an expert up to which `expert_rows` multiplies
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
 COMBINED = 8192  # tokens whose outputs are gathered at once
 NO_OWNERS = np.zeros(0, np.uint32)
@@ -87,7 +84,7 @@ class GroupedRows:
         record: the geometry of the experts.
         tokens: [T], the rows of x that `ids` belong to, if not all.
         among: what a single process would multiply in each wave, if this is one of several.
-        weights: [T, K] float32, of the rows. The kernels of a step multiply rows with their weights.
+        on_units: whether `expert_rows` multiplies them (`on_matrix_units`).
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class GroupedRows:
         record: Record,
         tokens: np.ndarray | None = None,
         among: Sequence[Among] | None = None,
-        weights: Array | None = None,
+        on_units: bool = False,
     ):
         flat, experts = ids.reshape(-1), np.concatenate(waves)
         rank = np.zeros(len(counts), np.uint8 if len(experts) <= 256 else np.uint16)  # sorted by radix: short is fast
@@ -112,8 +109,7 @@ class GroupedRows:
         self._firsts = np.cumsum([0, *map(len, waves)])
         self._is_native = isinstance(x, np.ndarray) and not native_refusal(record)
         self._x: Any = x
-        self._waves, self._weights = waves, cast(Any, weights)
-        self._by_steps = weights is not None and by_steps(x, record)
+        self._waves, self._on_units, starts = waves, on_units, np.zeros(0, np.int32)
         if self._is_native:
             self._rows, own = rows, np.arange(flat.size, dtype=np.int32)
             self._outputs: list[Any] = [np.empty((flat.size, x.shape[1]), np.float32)]
@@ -121,9 +117,9 @@ class GroupedRows:
             if isinstance(x, np.ndarray):
                 self._x = mx.array(x)
             self._outputs = []
-        if self._by_steps:
+        if on_units:
             own = source = np.arange(flat.size, dtype=np.int32)
-            experts = np.repeat(experts, counts[experts])
+            starts = np.concatenate([starts_of(counts[wave]) for wave in waves])
         elif not self._is_native:
             target = backend.name()
             parts, dense = [counts[wave] for wave in waves], dense_from(target, record)
@@ -134,13 +130,11 @@ class GroupedRows:
         if not self._is_native:
             # In one array: on CUDA the first kernel that reads an array of the host waits for a page fault, which
             # took 0.1 ms on an H200.
-            numbers = [rows[source], places, order if self._by_steps else order[:0], experts]
+            numbers = [rows[source], places, experts, starts]
             ends = np.cumsum([len(part) for part in numbers[:-1]]).tolist()
             given = mx.split(mx.array(np.concatenate(numbers).astype(np.int32)), ends)
-            self._source, where, in_order, self._experts = given
+            self._source, where, self._experts, self._starts = given
             self._where = where.reshape(ids.shape)
-            if self._by_steps:
-                self._weights = mx.array(self._weights).reshape(-1)[in_order][:, None]
 
     def multiply(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
@@ -153,11 +147,15 @@ class GroupedRows:
             return self._multiply_native(index, slots, records, between)
         if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
             records, slots = records.for_mlx(slots)
-        if self._by_steps:
-            return self._multiply_by_steps(index, slots, records)
         first, last = self._firsts[index : index + 2]
         numbers = self._experts[first:last] if slots is self._waves[index] else mx.array(slots.astype(np.int32))
         made: list[mx.array] = []
+        if self._on_units:
+            starts = self._starts[first + index : last + index + 1]  # each wave has one more than experts
+            made.append(expert_rows(self._x, starts, self._source[slice(*self._rows_of(index))], numbers, records))
+            backend.start(*made)
+            self._outputs += made
+            return made[-1]
         most, gathered = piece_rows(records.record), 0
         for batch in self._batches[index]:
             some = batch.experts
@@ -168,19 +166,6 @@ class GroupedRows:
                     gathered = len(piece)
                 made.append(piece)
         backend.start(*made)  # all of them, because a lazy result would read the records after they are overwritten
-        self._outputs += made
-        return made[-1]
-
-    def _multiply_by_steps(self, index: int, slots: np.ndarray, records: Records) -> mx.array:
-        first, last = self._rows_of(index)
-        if slots is self._waves[index]:
-            own = self._experts[first:last]
-        else:
-            counts = np.diff(self._ends[self._firsts[index] : self._firsts[index + 1]], prepend=first)
-            own = mx.array(np.repeat(slots, counts).astype(np.int32))
-        part = slice(first, last)
-        made = weighted_rows(self._x, self._source[part], own, records, self._weights[part])
-        backend.start(*made)
         self._outputs += made
         return made[-1]
 
@@ -199,12 +184,12 @@ class GroupedRows:
             stop = min(start + NATIVE_ROWS, last)
             owners = np.searchsorted(self._ends[experts], np.arange(start, stop), side="right")
             taken, where = self._x[self._rows[start:stop]], slots[owners].astype(np.int32)
-            self._outputs[0][start:stop] = expert_rows(taken, where, records)
+            self._outputs[0][start:stop] = native_rows(taken, where, records)
         return self._outputs[0]
 
     def outputs(self) -> Any:
-        """The experts' outputs in the order of the ids, [T * K, H]: in x's dtype, or if `by_steps` and weights were
-        given, times these, in float32. Every wave must have been multiplied.
+        """The experts' outputs in the order of the ids, [T * K, H] in x's dtype. Every wave must have been
+        multiplied.
         """
         if self._is_native:
             return self._outputs[0][self._places.reshape(-1)]
@@ -218,35 +203,12 @@ class GroupedRows:
         out: Any = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
         where = self._places if isinstance(residual, np.ndarray) else self._where
-        if self._by_steps:
-            weights = cast(Any, backend.constant(1.0, weights.shape))
         return combined(out, where, weights, residual, shared)
 
 
-def by_steps(x: Array, record: Record) -> bool:
-    """Whether the kernels of a step compute the experts of so many tokens x [T, H]."""
-    return isinstance(x, mx.array) and len(x) <= FEW_TOKENS[backend.name()] and is_read(record)
-
-
-def weighted_rows(
-    x: mx.array, tokens: mx.array, slots: mx.array, records: Records, weights: mx.array
-) -> list[mx.array]:
-    """weights[p] * expert(slots[p])(x[tokens[p]]) for each of P pairs, by the kernels of a step: float32 [P, H], in
-    parts of at most `MAX_TOKENS` rows. A pair's bits are those that it has among all of its token's.
-
-    Args:
-        x: [T, H].
-        tokens, slots: [P] integers, rows of x and of the records.
-        weights: [P, 1] float32.
-    """
-    parts = []
-    for start in range(0, len(tokens), MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        taken, where = gather_rows(x, tokens[part]), slots[part, None]
-        zeros = backend.constant(0.0, (MAX_TOKENS, x.shape[1]))[: len(taken)]
-        act = expert_gate_up(taken, where, records)
-        parts.append(expert_down_combine(act, where, records, weights[part], zeros))
-    return parts
+def on_matrix_units(x: Array, top_k: int, record: Record) -> bool:
+    """Whether `expert_rows` multiplies the rows of so many tokens x [T, H]."""
+    return len(x) * top_k <= UNIT_ROWS and not refusal(x, record)
 
 
 def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
@@ -261,7 +223,7 @@ def combined(rows: Array, where: Array, weights: Array, residual: Array, shared:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def expert_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool = False) -> np.ndarray:
+def native_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool = False) -> np.ndarray:
     """expert(slots[n])(x[n]) for every row of x [N, H], by the native kernels.
 
     `alone`: with the bits of a row of a step, else with those of a prompt's.

@@ -45,9 +45,9 @@ from .launch import (
 from .norm import Norm
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
-# Rows of x from which CUDA's dense product is faster than its quantised one, including the dequantisation (results.tsv,
-# "prompt"). Metal: not measured, MLX's quantised product is left alone.
-DENSE_ROWS = 256
+# Rows of x from which CUDA dequantises a matrix: its dense product is faster from 256 rows (results.tsv, "prompt"), and
+# for fewer MLX would first compile its quantised product for half a minute. Metal's product is compiled beforehand.
+DENSE_ROWS = MAX_TOKENS + 1
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
 ROWS_AT_ONCE = 8  # rows of x (even) that a thread of the kernel for several rows has room for

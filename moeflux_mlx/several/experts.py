@@ -18,8 +18,9 @@ from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
 from ..ops.backend import Array, constant, leave, library_of, view
-from ..ops.experts import Records, Shared, shared_rows
-from ..ops.grouped import by_steps, combined, expert_rows, weighted_rows
+from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
+from ..ops.gather_rows import gather_rows
+from ..ops.grouped import combined, native_rows
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered
@@ -132,7 +133,7 @@ class RankedExperts:
 
     def _weighs(self, x: Array, layer: int) -> bool:
         """Whether the rows of so many tokens are already multiplied with their weights, in float32."""
-        return isinstance(x, mx.array) and (len(x) <= MAX_TOKENS or by_steps(x, self.source.layout.records[layer]))
+        return isinstance(x, mx.array) and len(x) <= MAX_TOKENS
 
     def _dtype(self, x: Array, layer: int) -> mx.Dtype | None:
         """Of the rows, as `_zeros` takes it."""
@@ -151,7 +152,7 @@ class RankedExperts:
         layer, tokens, own = routing.layer, mine // ids.shape[1], ids.reshape(-1)[mine]
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
-            given = own[:, None], weights.reshape(-1)[mine][:, None], x, ids.shape[1]
+            given = own[:, None], x, ids.shape[1]
             grouped = multiplied(self.source, layer, *given, reads_ahead, report, tokens, self._owned, ids)
             rows = grouped.outputs()
             return view(rows) if isinstance(x, np.ndarray) else rows
@@ -264,10 +265,15 @@ def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weigh
     weighted row is rounded before it is summed, on the CPU the sum multiplies.
     """
     if isinstance(x, np.ndarray):
-        return expert_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records, alone=True)
+        return native_rows(np.ascontiguousarray(x[tokens]), slots.astype(np.int32), records, alone=True)
     copies, index = records.for_mlx(slots)
-    n = len(tokens)
+    n, parts = len(tokens), []
     sent = mx.array(np.concatenate([index, tokens, weights.view(np.uint32)]).astype(np.uint32, copy=False))
-    own, where, weighed = sent[:n], sent[n : 2 * n], sent[2 * n :].view(mx.float32)[:, None]
-    parts = weighted_rows(x, where, own, copies, weighed)
+    own, where, weighed = sent[:n, None], sent[n : 2 * n], sent[2 * n :].view(mx.float32)[:, None]
+    for start in range(0, n, MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        taken = gather_rows(x, where[part])
+        act = expert_gate_up(taken, own[part], copies)
+        zeros = constant(0.0, (MAX_TOKENS, x.shape[1]))[: len(taken)]
+        parts.append(expert_down_combine(act, own[part], copies, weighed[part], zeros))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)

@@ -77,17 +77,6 @@ def ranked(family, exchange, owners, dtype=mx.float32, **options):
     return model
 
 
-@pytest.mark.usefixtures("plain_operations")
-@pytest.mark.parametrize("on_device", [False, True])
-def test_the_bits_of_one_process_in_short_prompts(monkeypatch, on_device):
-    """Their experts are computed as a step's, here by the twins of the kernels."""
-    monkeypatch.setitem(grouped.FEW_TOKENS, "ops", 40)
-    family, options = "qwen3_5_moe", {"dtype": mx.bfloat16, "expert_io": "pread"}
-    alone = logits_of(load_model(tiny_directory(family), **options), (31,), 1)
-    work = lambda rank, exchange: logits_of(ranked(family, exchange, Owners((1, 1)), **options), (31,), 1)  # noqa: E731
-    assert together(2, work, on_device) == [alone] * 2
-
-
 @pytest.mark.parametrize("dense_from, on_device", drawn([1, 32], [False, True]))
 def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
     """A product's bits may depend on its shape, so no product may be computed that one process does not compute."""
