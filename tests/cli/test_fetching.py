@@ -88,7 +88,7 @@ def test_a_full_disk_is_found_before_the_download(packed, monkeypatch, capfd):
 def test_a_large_download_needs_a_yes(packed, monkeypatch, capfd):
     monkeypatch.setattr(fetching, "ASKED_FROM", 1000)
     assert generate(RUN) == 1
-    assert "GB of org/model are downloaded; there is no terminal to ask on: add --yes" in capfd.readouterr().err
+    assert "GB of org/model will be downloaded; there is no terminal to ask on: add --yes" in capfd.readouterr().err
     assert not weights(packed)
     assert generate([*RUN, "--yes"]) == 0 and weights(packed)
 
