@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report(here, fits)))
         return 0
     named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
-    commands = ["", "to try one (it prints the size first; moeflux plan --model NAME downloads no weights):"]
+    commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
     commands += [f"  {fit.command}" for fit in named]
     print("\n".join([*table(here, fits), *(commands if named else [])]))
     return 0
