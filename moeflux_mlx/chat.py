@@ -13,12 +13,12 @@ from .cli.run import Parser, execute
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "chat",
-        "Chat with a Mixture-of-Experts model. /help lists the commands inside.",
+        "Chat with a Mixture-of-Experts model. In the chat, /help lists the commands.",
     )
     add = made.add_argument_group("chat").add_argument
     add("--system-prompt", help="system message")
     add("--hide-thinking", action="store_true", help="do not show the model's reasoning")
-    add("--history-file", metavar="FILE", help="remember typed lines in FILE (default: only while running)")
+    add("--history-file", metavar="FILE", help="save typed lines in FILE; default: keep them until the chat ends")
     add("--verbose", action="store_true", help="also print the time to load and statistics of every answer")
     add_sampling_options(made)
     add_model_options(made)

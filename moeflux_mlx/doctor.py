@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "doctor",
         "Describe this machine, check that its kernels compute correctly, measure the disk, and list the models that "
-        "fit. Takes some seconds and needs no model; the exit code is 1 if a check fails.",
+        "fit. Takes a few seconds and needs no model; the exit code is 1 if a check fails.",
     )
     made.add_argument(
         "--directory",

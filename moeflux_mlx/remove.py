@@ -9,7 +9,7 @@ from .cli.run import Parser, execute
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser("remove", "Delete a model from the Hugging Face Hub's cache, all of its revisions.")
+    made = Parser("remove", "Delete a model, with all of its revisions, from the Hugging Face Hub's cache.")
     made.add_argument("name", metavar="ORG/NAME", help="name of the model, as moeflux list shows it")
     made.add_argument("--yes", action="store_true", help="delete it without asking")
     return made

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=DECODE_SHARE,
         metavar="SHARE",
-        help="share of the time for answers while a prompt is computed (%(default).2g)",
+        help="share of the time that running answers get while a prompt is computed (%(default).2g)",
     )
     add("--sessions", type=int, default=4, metavar="N", help="maximum number of conversations in memory (%(default)s)")
     add(
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--keep-agent-headers",
         action="store_true",
-        help="keep the billing headers and token counters of agents in prompts; each one makes a prompt new",
+        help="keep agents' billing headers and token counters in prompts; cached prompts are then not reused",
     )
     add(
         "--allow-image-urls",
@@ -86,10 +86,10 @@ def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
     )
     add = group.add_argument
     add("--temp", type=float, help="sampling temperature; 0: most likely token")
-    add("--top-p", type=float, help="keep the smallest set of tokens with this probability")
-    add("--top-k", type=int, help="keep this many tokens")
-    add("--min-p", type=float, help="drop tokens less likely than this share of the best one")
-    add("--repetition-penalty", type=float, help="divide the logits of recent tokens by this")
+    add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
+    add("--top-k", type=int, help="keep this many of the most likely tokens")
+    add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
+    add("--repetition-penalty", type=float, help="weaken the logits of recent tokens by this factor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -128,9 +128,9 @@ def print_statistics(last: GenerationResponse | None, session: Session, verbose:
         note(f"prompt cache: {reuse.disk} of {last.prompt_tokens} tokens")
     if reuse.out_of_reach >= WORTH_SAYING:
         note(
-            f"prompt cache: {reuse.out_of_reach} more tokens begin a saved prompt, but this model's "
+            f"prompt cache: {reuse.out_of_reach} more tokens match a saved prompt, but this model's "
             "state can be reused only where it was kept: at the end of a prompt and of --system-prompt; "
-            "put there what prompts share"
+            "put the text that prompts share into --system-prompt"
         )
     if reuse.computed < reuse.prompt:
         waited = f"{session.first_token_seconds:.2f} s"

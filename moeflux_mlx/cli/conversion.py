@@ -15,7 +15,8 @@ from .terminal import agree, note
 def run(options: argparse.Namespace) -> int:
     if options.delete_source:
         agree(
-            f"the safetensors files of {options.hf_path} are deleted one by one, each once it is packed and read back",
+            f"the safetensors files of {options.hf_path} will be deleted one by one, "
+            "each after it has been packed and read back",
             options.yes,
         )
     try:
@@ -55,7 +56,7 @@ def _without_effect(report: ConversionReport, options: argparse.Namespace) -> li
     if not vain:
         return []
     more = "; --requantize changes them (lossy)" if of_experts and not options.requantize else ""
-    return [f"note: {', '.join(vain)} had no effect: what they are for is quantised already, and was copied{more}"]
+    return [f"note: {', '.join(vain)} had no effect: the weights are already quantised and were copied{more}"]
 
 
 def _files(count: int) -> str:

@@ -76,7 +76,7 @@ def thread_lines() -> list[str]:
     if backend.name() != "metal":
         return []
     alone, named = thread_limits()
-    granted = f"Metal gives a kernel of many registers {alone} of {ASKED}, {named} if its text names them"
+    granted = f"Metal allows a kernel with many registers {alone} of {ASKED}, {named} if its source declares them"
     return [f"threads   the kernels ask for at most {MOST_THREADS['metal']} in a threadgroup; {granted}"]
 
 
@@ -105,7 +105,7 @@ def matrix_units(architecture: str, macos: str, library: bytes) -> str:
         return f"matrix units are not used: they need macOS {'.'.join(map(str, M5_MACOS))} or later"
     if NAX not in library:
         return "matrix units are not used: this build of MLX has no kernels for them; the wheel from PyPI has"
-    return "a prompt's products use the matrix units; moeflux tune finds how many rows they should have"
+    return "a prompt's products use the matrix units; moeflux tune finds from how many rows to dequantise experts"
 
 
 def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:
@@ -117,7 +117,7 @@ def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:
         lines.append(f"{start}: error {check.error:.1e}, rounding {check.bound:.0e} at most ({check.seconds:.1f} s)")
     is_right = all(check.is_right for check in checks)
     if not is_right:
-        lines.append("error: an operation is wrong on this machine; please report this screen as a bug")
+        lines.append("error: an operation is wrong on this machine; please report this output as a bug")
     return lines, is_right
 
 

@@ -36,7 +36,7 @@ def remove_model(options: argparse.Namespace) -> int:
         raise RequestError(f"{options.name} is not among the downloaded models, which moeflux list shows{meant}")
     revisions = [one.commit_hash for one in models[options.name].revisions]
     deletion = hub.scan_cache_dir(cache_folder()).delete_revisions(*revisions)
-    agree(f"{deletion.expected_freed_size / 1e9:.3f} GB of {options.name} are deleted", options.yes)
+    agree(f"{deletion.expected_freed_size / 1e9:.3f} GB of {options.name} will be deleted", options.yes)
     deletion.execute()
     note(f"{options.name} is deleted")
     return 0

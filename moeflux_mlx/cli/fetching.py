@@ -36,7 +36,7 @@ def local_model(options: argparse.Namespace) -> str | Path | None:
         note("\n".join([remote.disk, *_memory_lines(remote, options)]))
         remote.check_space()
         if remote.missing > ASKED_FROM:
-            agree(f"{remote.missing / 1e9:.1f} GB of {options.model} are downloaded", options.yes)
+            agree(f"{remote.missing / 1e9:.1f} GB of {options.model} will be downloaded", options.yes)
     return remote.download(shown=remote.missing > 0)
 
 

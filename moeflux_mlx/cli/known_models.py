@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(report(here, fits)))
         return 0
     named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
-    commands = ["", "to try one (its size is said first; moeflux plan --model NAME looks without downloading):"]
+    commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
     commands += [f"  {fit.command}" for fit in named]
     print("\n".join([*table(here, fits), *(commands if named else [])]))
     return 0
@@ -163,11 +163,11 @@ def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
     return [
         *lines,
         "",
-        f"For {memory} of {here.figures.name}. Sorted: models above {COMFORTABLE:g} tokens/s, the "
-        "largest first; then slower ones by speed.",
-        f"Tokens/s is an estimate, no measurement: a token's weights go through products at {products}/s,",
-        f"and experts that are not in memory come from the disk at {disk}, if a router uses",
-        "all alike. moeflux benchmark measures a model that is here.",
+        f"For {memory} of {here.figures.name}. Models above {COMFORTABLE:g} tokens/s come first, "
+        "by size; then slower ones, by speed.",
+        f"Tokens/s is an estimate, not a measurement: products read a token's weights at {products}/s,",
+        f"experts that are not in memory are read from the disk at {disk}, and a router uses all",
+        "experts equally often. moeflux benchmark measures a downloaded model.",
     ]
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
         "measure how well a model predicts a text, and how far it is from another model",
     ),
     "benchmark": ("moeflux_mlx.benchmark", "measure how fast a model runs on this machine"),
-    "tune": ("moeflux_mlx.tune", "find the fastest kernel tiles on this GPU and the best size of a pool"),
+    "tune": ("moeflux_mlx.tune", "find the fastest kernel tiles on this GPU and the best size of the expert pool"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),
     "list": ("moeflux_mlx.list", "list the downloaded models"),
     "remove": ("moeflux_mlx.remove", "delete a downloaded model"),
@@ -60,6 +60,6 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "moeflux COMMAND --help lists the options, moeflux --version says which one this is.",
+            "moeflux COMMAND --help lists a command's options; moeflux --version prints the version.",
         ]
     )

@@ -113,13 +113,14 @@ def add_memory(add: Callable[..., Any]) -> None:
         "--expert-cache-gb",
         type=float,
         metavar="GB",
-        help="size of the pool of experts; default: all memory that is left",
+        help="size of the expert pool; default: all memory that is left",
     )
     add(
         "--memory-gb",
         type=float,
         metavar="GB",
-        help="memory limit of the process, in units of 1e9 bytes; default: the machine's, less a reserve for others",
+        help="memory limit of the process, in units of 1e9 bytes; default: the machine's memory, less a reserve for "
+        "other programs",
     )
 
 
@@ -138,9 +139,10 @@ def add_draft(add: Callable[..., Any]) -> None:
         "--draft",
         default="off",
         metavar="|".join((*DRAFTS, "DIR")),
-        help="also check proposed tokens in a step, if that is faster; the text stays the same. lookup: tokens that "
-        "followed an earlier occurrence of the text's end; head: tokens of the model's draft head, or of the one in "
-        "DIR; auto: head, if there is one and the pool keeps nine tenths of its memory, otherwise lookup (%(default)s)",
+        help="speculative decoding: a step also checks proposed tokens, if that is faster; the text stays the same. "
+        "lookup: propose the tokens that followed an earlier occurrence of the text's end; head: use the model's "
+        "draft head, or the one in DIR; auto: head, if there is one and the pool keeps nine tenths of its memory, "
+        "otherwise lookup (%(default)s)",
     )
 
 
@@ -153,7 +155,7 @@ def add_activations(add: Callable[..., Any]) -> None:
         "--cpu-activations",
         choices=("auto", *map(str, ACTIVATIONS)),
         default="auto",
-        help="bits to which products on the CPU round activations; 24: as exact as float32 "
+        help="number of bits to which products on the CPU round activations; 24: as exact as float32 "
         "(%(default)s: 24 with --dtype, otherwise 8)",
     )
 
@@ -163,8 +165,8 @@ def add_kv_bits(add: Callable[..., Any]) -> None:
         "--kv-bits",
         choices=KV_BITS,
         default="auto",
-        help="bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in families where "
-        "a token adds 128 KiB or more, unless --dtype is float32)",
+        help="number of bits of the keys and values in caches; 16: not rounded, in --dtype (%(default)s: 8 in "
+        "families where a token adds 128 KiB or more, unless --dtype is float32)",
     )
 
 
@@ -173,7 +175,8 @@ def add_prompt_sizes(add: Callable[..., Any]) -> None:
         "--span",
         type=int,
         metavar="TOKENS",
-        help="prompt tokens that go through the model together, which read each expert once; default: as many as fit",
+        help="number of prompt tokens that go through the model together; each expert is read once for all of them; "
+        "default: as many as fit",
     )
     add(
         "--prefill-step-size",
@@ -197,16 +200,16 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--top-p",
         type=float,
         default=0.0,
-        help="keep the smallest set of tokens with this probability; 0: off",
+        help="keep the smallest set of likely tokens whose probabilities add up to this; 0: off",
     )
-    add("--top-k", type=int, default=0, help="keep this many tokens; 0: off")
+    add("--top-k", type=int, default=0, help="keep this many of the most likely tokens; 0: off")
     add(
         "--min-p",
         type=float,
         default=0.0,
-        help="drop tokens less likely than this share of the best one; 0: off",
+        help="drop tokens whose probability is below this share of the most likely token's; 0: off",
     )
-    add("--repetition-penalty", type=float, help="divide the logits of recent tokens by this; default: off")
+    add("--repetition-penalty", type=float, help="weaken the logits of recent tokens by this factor; default: off")
     add("--seed", type=int, help="seed of the random numbers, for repeatable sampling")
 
 
@@ -216,12 +219,12 @@ def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -
         add(
             "--prompt-cache-file",
             metavar="FILE",
-            help="reuse the common beginning with the prompt saved in FILE, and save this prompt there",
+            help="reuse the beginning that this prompt shares with the one in FILE, and save this one there",
         )
     add(
         "--prompt-cache-dir",
         metavar="DIR",
-        help="reuse the saved prompt in DIR with the longest common beginning, and save this prompt",
+        help="reuse the prompt in DIR that shares the longest beginning with this one, and save this one there",
     )
     add(
         "--prompt-cache-gb",

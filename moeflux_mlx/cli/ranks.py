@@ -21,7 +21,7 @@ from .terminal import note
 
 def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("several machines (docs/several-machines.md)").add_argument
-    add("--backend", choices=BACKENDS, help="transport between ranks; default: as the MLX_* variables say")
+    add("--backend", choices=BACKENDS, help="transport between ranks; default: as the environment variables select")
     add(
         "--rank-share",
         type=int,

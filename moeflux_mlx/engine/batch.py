@@ -56,7 +56,7 @@ def _check(decodings: Sequence[Decoding]) -> None:
     if len(set(layers)) < len(layers):
         raise RequestError("a cache is in two decodings of a step; give each one of its own (model.make_cache())")
     if len({id(one.model) for one in decodings}) > 1:
-        raise RequestError("the decodings of a step have different models; advance those of each model apart")
+        raise RequestError("the decodings of a step have different models; advance those of each model separately")
 
 
 def _share_step(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:

@@ -121,7 +121,7 @@ def _automatic(
             return Drafts(args, plan, "lookup", None, f"drafts are looked up in the text{why}")
     except RequestError:
         pass
-    return Drafts(args, plain, "off", None, f"drafts are off: there is no memory for what they take{why}")
+    return Drafts(args, plain, "off", None, f"drafts are off: there is too little memory for them{why}")
 
 
 def _keeps(plan: MemoryPlan, plain: MemoryPlan) -> bool:

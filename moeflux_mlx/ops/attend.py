@@ -268,7 +268,7 @@ def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason
         return Reason(f"head width {width} is above {WIDEST}")
     if value_width > width:
         return Reason(f"values of {value_width} are wider than keys of {width}")
-    return next((Reason(f"head width {n} is no multiple of 32") for n in (width, value_width) if n % 32), None)
+    return next((Reason(f"head width {n} is not a multiple of 32") for n in (width, value_width) if n % 32), None)
 
 
 def _step_kernel(

@@ -66,7 +66,7 @@ def native_refusal(dtype: mx.Dtype, widths: Iterable[int]) -> Reason | None:
     if dtype != mx.float32:
         return Reason(f"the native forms compute in float32, not in {dtype}".replace("mlx.core.", ""))
     odd = [width for width in widths if width % LANES]
-    return Reason(f"rows of {odd[0]} values are no multiple of {LANES}") if odd else None
+    return Reason(f"rows of {odd[0]} values are not a multiple of {LANES}") if odd else None
 
 
 def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:

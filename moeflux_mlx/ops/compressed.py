@@ -226,7 +226,7 @@ def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
     if tokens != 1:
         return SEVERAL
     if mixer.head_dim % 8 or mixer.row % 8 or mixer.entry % 8:
-        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {mixer.entry} values are no multiples of 8")
+        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {mixer.entry} values are not multiples of 8")
     room = 4 * (_heads(mixer) * (max(8 * THREADS, mixer.head_dim) + PIECE) + PIECE)
     return Reason(f"heads of {mixer.head_dim} values do not fit a threadgroup") if room > SHARED_BYTES else None
 

@@ -136,7 +136,7 @@ def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
         return Reason(f"channels of {sizes.key_heads} keys decay by themselves for {sizes.value_heads} values")
     if sequences > 1:
         return Reason(f"there are {sequences} sequences; the kernels take one")
-    return Reason(f"keys of {sizes.key_dim} values are no multiple of 32") if sizes.key_dim % 32 else None
+    return Reason(f"keys of {sizes.key_dim} values are not a multiple of 32") if sizes.key_dim % 32 else None
 
 
 # ---- plain MLX operations

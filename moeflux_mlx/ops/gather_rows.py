@@ -33,7 +33,7 @@ def plan(target: str, x: Shape, dtype: mx.Dtype, count: int) -> Launch | Reason:
         return NO_KERNELS
     nbytes = x[1] * dtype.size
     if nbytes % UNIT:
-        return Reason(f"rows of {nbytes} bytes are no multiple of {UNIT}")
+        return Reason(f"rows of {nbytes} bytes are not a multiple of {UNIT}")
     units = nbytes // UNIT
     template = {"UNITS": units}
     return Launch(target, GATHER_ROWS, template, (ceildiv(units, THREADS), count), THREADS, [((count, x[1]), dtype)])

@@ -181,10 +181,10 @@ def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
     if width > WIDEST:
         return Reason(f"index keys of {width} values are wider than {WIDEST}")
     if isinstance(rule, HeadBlocks) and PIECE % rule.ratio:
-        return Reason(f"{PIECE} is no multiple of blocks of {rule.ratio} positions")
+        return Reason(f"{PIECE} is not a multiple of blocks of {rule.ratio} positions")
     if not sizes_of(rule).top:
         return Reason("no block is chosen")
-    return Reason(f"index keys of {width} values are no multiple of 8") if width % 8 else None
+    return Reason(f"index keys of {width} values are not a multiple of 8") if width % 8 else None
 
 
 def indexer_of(rule: Rule) -> Indexer:

@@ -245,7 +245,7 @@ def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | 
         return SEVERAL
     if latent > WIDEST or _abreast(1, latent + rotated) != 1:
         return Reason(f"latents of {latent} and keys of {rotated} values do not fit a threadgroup")
-    return Reason(f"widths {latent} and {rotated} are no multiples of 8") if latent % 8 or rotated % 8 else None
+    return Reason(f"widths {latent} and {rotated} are not multiples of 8") if latent % 8 or rotated % 8 else None
 
 
 def _abreast(heads: int, row: int) -> int:

@@ -12,7 +12,7 @@ from ..errors import DeviceError
 
 TIME = "give a smaller --prefill-step-size"
 MEMORY = "give a shorter --context or a smaller --expert-cache-gb, or end other programs"
-AGAIN = "nothing is known of the cause; start the program again"
+AGAIN = "the cause is not known; start the program again"
 # From the narrower text to the wider one.
 REMEDIES = {
     "kIOGPUCommandBufferCallbackErrorTimeout": TIME,

@@ -305,7 +305,7 @@ def plan_logits(
     if tokens > MAX_TOKENS:
         return Reason(f"there are more than {MAX_TOKENS} rows")
     if hidden % MULTIPLE:
-        return Reason(f"{hidden} columns are no multiple of {MULTIPLE}")
+        return Reason(f"{hidden} columns are not a multiple of {MULTIPLE}")
     if form and not (is_read(form.quant, hidden) and rows * form.quant.groups(hidden) >= LEAST_ELEMENTS):
         return Reason(f"no kernel reads {rows} rows of {hidden} columns in {form}")
     tile = tile_of(target, "router", f"{rows}x{hidden} {form}")

@@ -176,7 +176,7 @@ class OwnFiles:
         wanted = next(shard for shard in self.listing.shards if shard.name == name)
         status = (self.folder / name).lstat()
         if not stat.S_ISREG(status.st_mode):
-            return "is a link or no regular file, so that others may share what is behind it"
+            return "is a link or not a regular file, so others may share its contents"
         if status.st_nlink > 1:
             return "has a second name (a hard link), so that others share it"
         if (status.st_size, str(status.st_mtime_ns)) != (wanted.size, wanted.stamp):

@@ -118,7 +118,7 @@ class PatientProtocol(H11Protocol):
             self._deadline = None
 
     def send_400_response(self, msg: str) -> None:
-        status, headers, body = error_reply("", 400, "invalid_request", "this is no HTTP request that can be served")
+        status, headers, body = error_reply("", 400, "invalid_request", "this HTTP request cannot be served")
         lines = [b"HTTP/1.1 %d Bad Request" % status, *(b"%s: %s" % header for header in headers)]
         self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", body]))
         self.transport.close()

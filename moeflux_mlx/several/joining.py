@@ -151,8 +151,8 @@ class Watched:
     def gather(self, words: Array) -> Array:
         others = ", ".join(str(rank) for rank in range(self.size) if rank != self.rank)
         message = (
-            f"rank {self.rank} has waited {self.limit:.0f} s for the others ({others}): one of them is late, stopped, "
-            "or gone without a word; look at what each said last, then start all again"
+            f"rank {self.rank} has waited {self.limit:.0f} s for the others ({others}): one of them is late or has "
+            "ended without a message; read the last output of each, then start all ranks again"
         )
         with self._watchdog.within(self.limit, message):
             return self._group.gather(words)

@@ -211,7 +211,7 @@ def _with_checksums(head: bytes, body: Iterable[memoryview]) -> Iterator[bytes |
 def _replace(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """`replace_file` for a prompt, which is private: nobody else may read it."""
     if not path.name:
-        raise PromptCacheError(f"{path} is no name for a file; choose another")
+        raise PromptCacheError(f"{path} cannot be the name of a file; choose another")
     try:
         replace_file(path, parts, TEMPORARY, 0o600)
     except OSError as error:

@@ -115,7 +115,7 @@ def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
     """
     if any(layer.is_shifted for layer in cache):
         raise SnapshotError(
-            "tokens have rotary positions that are not their places in the caches, as behind an image, and a snapshot "
+            "tokens have rotary positions that are not their places in the caches, as after an image, and a snapshot "
             "cannot say so; save the text with its tokens (PromptFile)"
         )
     whole = io.BytesIO()

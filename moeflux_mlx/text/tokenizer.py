@@ -262,6 +262,6 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"character {error.start} of the text is {text[error.start]!a}, which is no character; "
+            f"character {error.start} of the text is {text[error.start]!a}, which is not a character; "
             "give the text as UTF-8"
         ) from error

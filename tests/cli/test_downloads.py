@@ -21,7 +21,7 @@ def test_downloaded_models_are_listed_and_removed(hub, capsys):
     out, err = capsys.readouterr()
     assert out.startswith("org/model ") and out.endswith(" GB\n") and err.startswith("downloaded models: 1, in ")
     assert main(["remove", "org/model"]) == 1 and path.exists()
-    assert "GB of org/model are deleted; there is no terminal to ask on: add --yes" in capsys.readouterr().err
+    assert "GB of org/model will be deleted; there is no terminal to ask on: add --yes" in capsys.readouterr().err
     assert main(["remove", "org/modle"]) == 1
     assert "org/modle is not among the downloaded models, which moeflux list shows; did you mean org/model?" in (
         capsys.readouterr().err

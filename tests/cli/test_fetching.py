@@ -74,7 +74,7 @@ def test_without_an_answer_of_the_hub_the_cached_model_is_used(packed, tmp_path)
     path = fetch("org/model")
     packed.repo = "org/elsewhere"
     assert fetch("org/model") == path
-    with pytest.raises(ModelFileError, match="org/other is no directory here and cannot be found"):
+    with pytest.raises(ModelFileError, match="org/other is not a directory here and cannot be found"):
         fetch("org/other")
 
 
@@ -88,7 +88,7 @@ def test_a_full_disk_is_found_before_the_download(packed, monkeypatch, capfd):
 def test_a_large_download_needs_a_yes(packed, monkeypatch, capfd):
     monkeypatch.setattr(fetching, "ASKED_FROM", 1000)
     assert generate(RUN) == 1
-    assert "GB of org/model are downloaded; there is no terminal to ask on: add --yes" in capfd.readouterr().err
+    assert "GB of org/model will be downloaded; there is no terminal to ask on: add --yes" in capfd.readouterr().err
     assert not weights(packed)
     assert generate([*RUN, "--yes"]) == 0 and weights(packed)
 
@@ -140,7 +140,7 @@ def test_without_an_answer_a_checkpoint_in_the_cache_runs_if_it_is_whole(tmp_pat
         hub.repo = "org/elsewhere"
         assert fetch("org/model") == path
         (path / "model.safetensors").unlink()
-        with pytest.raises(ModelFileError, match="org/model is no directory here and cannot be found"):
+        with pytest.raises(ModelFileError, match="org/model is not a directory here and cannot be found"):
             fetch("org/model")
 
 

@@ -437,7 +437,8 @@ def test_retries_of_the_hub_are_one_line(capfd, caplog, no_hub):
     warning, error = [line for line in err.splitlines() if line.startswith(("warning: ", "error: "))]
     assert err.count("Retrying") == 0 and [record.message for record in caplog.records] == ["something else"]
     assert code == 1 and "Name or service not known" in warning
-    assert error == "error: org/name is no directory here, and the Hugging Face Hub cannot be reached: no route to host"
+    unreached = "the Hugging Face Hub cannot be reached: no route to host"
+    assert error == f"error: org/name is not a directory here, and {unreached}"
     assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
 
 
@@ -647,9 +648,9 @@ def test_a_prompt_beyond_the_planned_context_is_reported(capfd, model_dir):
 def test_a_saved_state_out_of_reach_is_reported(capfd, family, said, tmp_path):
     base = ["--model", tiny_directory(family), "-m", "1", "--prompt-cache-dir", tmp_path, "-p"]
     common = "x" * 60
-    assert "more tokens are those" not in command(capfd, *base, common + "a" * 20)[2]
+    assert "more tokens match" not in command(capfd, *base, common + "a" * 20)[2]
     err = command(capfd, *base, common + "b" * 20)[2]
-    match = re.search(r"prompt cache: (\d+) more tokens begin a saved prompt.*--system-prompt", err)
+    match = re.search(r"prompt cache: (\d+) more tokens match a saved prompt.*--system-prompt", err)
     assert (match is not None) == said and (not said or 60 <= int(match[1]) < 90)
 
 

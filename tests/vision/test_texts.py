@@ -285,7 +285,7 @@ def test_a_session_is_saved_with_its_positions(tmp_path):
     other.load(tmp_path / "text", fingerprint)
     assert other.tokens == session.tokens
     assert np.array_equal(np.array(other.step([7])), np.array(session.step([7])))
-    with pytest.raises(SnapshotError, match="as behind an image, and a snapshot cannot say so"):
+    with pytest.raises(SnapshotError, match="as after an image, and a snapshot cannot say so"):
         save_state(session.model, session.cache)
 
 
