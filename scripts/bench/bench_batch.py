@@ -107,11 +107,13 @@ class Together:
         self.at, self.read = 0, 0
 
     def __call__(self) -> None:
-        if self.traced is not None:
-            self.traced.at = self.at
-        advance_together(self.decodings)
-        if self.traced is not None:
-            self.at, self.traced.at = self.traced.at, None
+        if self.traced is None:
+            advance_together(self.decodings)
+            return
+        rows = len(self.decodings)
+        with self.traced.requesting(np.arange(rows), np.full(rows, self.at)):
+            advance_together(self.decodings)
+        self.at += 1
 
     def timed(self, count: int) -> float:
         """Returns the seconds of `count` steps. If experts are read as a trace says, the same number of steps fills the

@@ -17,9 +17,11 @@ a token in a pool of each size.
 """
 
 import argparse
+import contextlib
 import heapq
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,19 +85,30 @@ def run_record(options: argparse.Namespace) -> None:
 
 
 class Traced:
-    """Replaces the choice of a model's routers by a trace: row i of a step requests the experts of sequence i.
+    """Replaces the choice of a model's routers by a trace. A GPU is waited for as it would be for the choice.
 
     Attributes:
-        at: the step of the trace that the next step of the model takes; None: the router's own choices.
+        rows: the experts [R, layers, K] of the next step's rows; None: the router's own choices.
     """
 
     def __init__(self, model, trace: np.ndarray):
-        self.trace, self.at, self.layers = trace, None, model.args.moe_layers
+        self.trace, self.rows, self.layers = trace, None, model.args.moe_layers
         self.routed = model.layers[self.layers[0]].mlp.experts
         self.source = self.routed.source
         model.decode_step = None  # the compiled step of a GPU asks nobody
         for layer in self.layers:
             model.layers[layer].mlp.experts = self
+
+    @contextlib.contextmanager
+    def requesting(self, sequences: np.ndarray, tokens: np.ndarray) -> Iterator[np.ndarray]:
+        """In a step made in this context, row i requests the experts of `sequences[i]` at `tokens[i]`. The trace begins
+        anew at its end. Yields the experts [R, layers, K].
+        """
+        self.rows = self.trace[sequences, tokens % self.trace.shape[1]]
+        try:
+            yield self.rows
+        finally:
+            self.rows = None
 
     def wants_guess(self, layer, tokens):
         return False
@@ -104,11 +117,19 @@ class Traced:
         self.routed.expect(layer, tokens)
 
     def __call__(self, routing, x, *rest):
-        if self.at is None:
+        if self.rows is None:
             return self.routed(routing, x, *rest)
-        ids = self.trace[: len(x), self.at % self.trace.shape[1], self.layers.index(routing.layer)]
-        self.at += routing.layer == self.layers[-1]
-        return self.routed(type(routing)(routing.layer, ids.astype(np.int32), routing.weights), x, *rest)
+        wait_for(routing)
+        ids = self.rows[:, self.layers.index(routing.layer)].astype(np.int32)
+        return self.routed(type(routing)(routing.layer, ids, routing.weights), x, *rest)
+
+
+def wait_for(routing):
+    """Waits until the host could read the choice."""
+    if not isinstance(routing.ids, np.ndarray):
+        import mlx.core as mx
+
+        mx.eval(routing.host_copy or routing.ids)
 
 
 class Recorder:
