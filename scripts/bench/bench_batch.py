@@ -170,7 +170,7 @@ def report(options: argparse.Namespace, rounds: list[dict], runs: dict) -> dict:
             "lowest": round(ratios[0], 3),
             "highest": round(ratios[-1], 3),
         }
-        if options.trace is not None:
+        if options.trace is not None and runs[who, count].model.experts.slots:
             tokens = count * options.tokens * len(rounds)
             rows[f"{who} {count}"] |= reads(runs[who, count], trace_of(options, count), tokens)
     case = {"variant": options.variant, "layers": options.layers, "model": options.model, "rounds": len(rounds)}

@@ -204,12 +204,12 @@ def measure(
             assert said == [own[:tokens] for own in plain], f"another text at depth {depth}"
             if turn:
                 runs[depth].add(*counts, asked)
-    return results(model, runs, options, traced is not None)
+    return results(model, runs, options, traced is not None and model.experts.slots > 0)
 
 
-def results(model: Model, runs: dict[str, Depth], options: argparse.Namespace, is_traced: bool) -> dict[str, dict]:
+def results(model: Model, runs: dict[str, Depth], options: argparse.Namespace, counts_reads: bool) -> dict[str, dict]:
     rows = {depth: run.report(runs["0"]) for depth, run in runs.items()}
-    if is_traced:
+    if counts_reads:
         for depth, run in runs.items():
             rows[depth] |= run.report_reads(model, options.rounds * (options.tokens - 1))
         add_allowed(rows)
