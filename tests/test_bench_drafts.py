@@ -20,7 +20,7 @@ def traced(monkeypatch):
     monkeypatch.setattr(decoding, "Lookup", decoding.Lookup)  # `guide` replaces them
     monkeypatch.setattr(head_drafts, "HeadDrafts", head_drafts.HeadDrafts)
     made = routing_trace.synthesize_drafts((3, 40, 3, 4), 16, 0.4, 0.0, np.random.default_rng(0))
-    model = load_model(str(tiny_directory("qwen3_moe")), expert_io="pread")
+    model = load_model(str(tiny_directory("qwen3_moe")), expert_io="pread", expert_cache_bytes=1)  # the smallest pool
     yield bench.TracedText(model, made, PROMPT), model
     model.experts.close()
 
@@ -34,7 +34,14 @@ def test_the_text_is_the_same_at_every_depth(traced):
     rows = measured(*traced)
     assert 0 < rows["2"]["taken"] < rows["2"]["checked"]
     assert rows["0"]["union"] == 1 < rows["2"]["union"] < 3
-    assert rows["0"]["allowed"] == 1 and rows["2"]["reached"] == rows["2"]["ratio"] / rows["2"]["allowed"]
+    assert rows["0"]["allowed"] == 1 > rows["2"]["allowed"] == rows["0"]["missed"] / rows["2"]["missed"]
+    assert rows["2"]["reached"] == rows["2"]["ratio"] / rows["2"]["allowed"]
+
+
+def test_nothing_is_allowed_if_nothing_is_missed():
+    rows = {"0": {"missed": 0.0, "ratio": 1.0}, "1": {"missed": 3.0, "ratio": 0.9}}
+    bench.add_allowed(rows)
+    assert "allowed" not in rows["0"] and "reached" not in rows["1"]
 
 
 def test_a_row_of_the_text_with_experts_of_another_changes_it(traced, monkeypatch):

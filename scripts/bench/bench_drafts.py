@@ -17,7 +17,8 @@ requests the experts that the trace has for its position, and so does the row of
 on request other experts. Nothing is read ahead. The report then has for each depth the experts of a step over one
 row's, `union`; the experts read per token, `read`; how many of the steps' requests a least-recently-used pool of that
 size misses per token, `missed`; the ratio to no drafts if only these misses took time, `allowed` (of "auto": the
-highest of all depths); and how much of it the speed has reached, `reached`.
+highest of all depths); and how much of it the speed has reached, `reached`. The last two are missing if the pool holds
+every expert of the text, which then needs more tokens.
 """
 
 import argparse
@@ -59,7 +60,6 @@ from moeflux_mlx.packing.heads import RESIDENT
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 
-WARM_UP = 32  # tokens of the first round, which compiles and does not count
 STORY = "Tell me a story about Tom. Then tell me the same story again, word for word."
 
 
@@ -195,13 +195,13 @@ def measure(
         traced.text += plain[0]
     runs = {depth: Depth() for depth in options.depths}
     for turn in range(options.rounds + 1):  # the first one compiles
-        at, tokens = turn % len(options.depths), options.tokens if turn else min(WARM_UP, options.tokens)
+        at = turn % len(options.depths)
         for depth in options.depths[at:] + options.depths[:at]:
             model.drafting = runs[depth].drafting = drafting(depth, options.draft)
             asked = [] if traced is None else traced.asked
             asked.clear()
-            said, *counts = answered(model, prompts, tokens)
-            assert said == [own[:tokens] for own in plain], f"another text at depth {depth}"
+            said, *counts = answered(model, prompts, options.tokens)
+            assert said == plain, f"another text at depth {depth}"
             if turn:
                 runs[depth].add(*counts, asked)
     return results(model, runs, options, traced is not None and model.experts.slots > 0)
@@ -219,9 +219,11 @@ def results(model: Model, runs: dict[str, Depth], options: argparse.Namespace, c
 
 
 def add_allowed(rows: dict[str, dict]) -> None:
-    """Adds `allowed` and `reached` to the report of each depth."""
+    """Adds `allowed` and `reached` to the report of each depth, if each has misses."""
+    if not all(row["missed"] for row in rows.values()):
+        return
     for row in rows.values():
-        row["allowed"] = rows["0"]["missed"] / row["missed"] if row["missed"] else 1.0
+        row["allowed"] = rows["0"]["missed"] / row["missed"]
     if "auto" in rows:
         rows["auto"]["allowed"] = max(row["allowed"] for row in rows.values())
     for row in rows.values():
