@@ -67,6 +67,14 @@ def test_sequences_together_request_as_many_experts_as_asked():
     assert 0.4 < four / alone < 0.75, "what rows share is read once"
 
 
+def test_rows_of_wrong_drafts_share_as_many_experts_as_rows_of_the_text():
+    made = trace.synthesize_drafts((3, 400, 2, 10), 512, 0.43, 0.5, np.random.default_rng(0))
+    text, wrong, after = made
+    for rows in ((text[:-1], text[1:]), (text[:-1], wrong[1:]), (wrong[:-1], after[1:])):
+        asked = sum(map(len, trace.steps_of(np.stack(rows))))
+        assert abs(asked / rows[0].size - 1.55) < 0.02
+
+
 def test_commands(tmp_path, capsys):
     file = str(tmp_path / "trace.npz")
     model = str(tiny_directory("qwen3_moe"))
@@ -79,3 +87,5 @@ def test_commands(tmp_path, capsys):
     trace.main(["synthesize", "--tokens", "20", "--layers", "2", file])
     trace.main(["replay", file])
     assert "Belady" in capsys.readouterr().out
+    trace.main(["synthesize", "--tokens", "20", "--layers", "2", "--drafts", "3", file])
+    assert ": 4 sequences, 20 tokens, 2 layers, 8 of 128 experts" in capsys.readouterr().out

@@ -12,26 +12,23 @@ median, lowest and highest ratio to a single sequence in the same round.
 Random weights route rows independently. With `--trace` (routing_trace.py synthesize --sequences) the rows of a step
 request the experts of the trace instead. Nothing is read ahead, and the timed steps follow equally many untimed ones,
 which fill the pool. The report then has the experts read per token, `read`, and how many of the trace a
-least-recently-used pool of that size misses, `missed`. `--drive-mbps` slows the drive down; it needs root and a version
-1 control group.
+least-recently-used pool of that size misses, `missed`. `--drive-mbps` slows the drive down (streamed.py).
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from bench_decode import ours, theirs
-from bench_stream import GROUPS, throttle
 from make_random_model import shrunk
 from routing_trace import Traced, missed, steps_of
+from streamed import add_options, held_drive, settings, trace_of
 
 from moeflux_mlx import load_model
 from moeflux_mlx.cli.run import configure_mlx
@@ -61,38 +58,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
     made.add_argument("--layers", type=int, help="of the variant; default: all")
     made.add_argument("--model", help="a directory to load in place of a variant")
-    made.add_argument("--expert-io", default="auto")
-    made.add_argument("--expert-cache-gb", type=float)
-    made.add_argument("--prefetch", default="auto")
-    made.add_argument("--cpu-activations", default="auto", help="of a directory (%(default)s)")
-    made.add_argument("--trace", type=Path, help="of several sequences, whose experts the rows of a step ask for")
-    made.add_argument("--drive-mbps", type=float, help="slows the drive of a directory down to this")
+    add_options(made)
     made.add_argument("--parallel", type=int, nargs="+", default=[1, 2, 4, 8], help="sequences (%(default)s)")
     made.add_argument("--prompt", type=int, default=512, help="tokens of the longest prompt (%(default)s)")
     made.add_argument("--tokens", type=int, default=32, help="of each sequence in a round (%(default)s)")
     made.add_argument("--rounds", type=int, default=9, help="(%(default)s)")
     made.add_argument("--against", choices=["mlx-lm"], help="run its batches of the same shape by turns too")
     return made
-
-
-@contextlib.contextmanager
-def held_drive(options: argparse.Namespace) -> Iterator[None]:
-    """Runs this process in a control group in which reads are slowed down."""
-    if options.drive_mbps is None:
-        yield
-        return
-    ((file, lines),) = throttle([Path(options.model)], options.drive_mbps).items()
-    root = GROUPS / Path(file).parent
-    group = root / f"moeflux-bench-{os.getpid()}"
-    group.mkdir()
-    try:
-        for line in lines.splitlines():
-            (group / Path(file).name).write_text(line)
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        yield
-    finally:
-        (root / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
 
 
 class Together:
@@ -107,11 +79,13 @@ class Together:
         self.at, self.read = 0, 0
 
     def __call__(self) -> None:
-        if self.traced is not None:
-            self.traced.at = self.at
-        advance_together(self.decodings)
-        if self.traced is not None:
-            self.at, self.traced.at = self.traced.at, None
+        if self.traced is None:
+            advance_together(self.decodings)
+            return
+        rows = len(self.decodings)
+        with self.traced.requesting(np.arange(rows), np.full(rows, self.at)):
+            advance_together(self.decodings)
+        self.at += 1
 
     def timed(self, count: int) -> float:
         """Returns the seconds of `count` steps. If experts are read as a trace says, the same number of steps fills the
@@ -132,13 +106,10 @@ def makers(options: argparse.Namespace) -> Any:
         config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
         model = ours(ModelArgs.from_dict(config))
     else:
-        cache = options.expert_cache_gb and int(options.expert_cache_gb * 1e9)
-        more = {"expert_io": options.expert_io, "expert_cache_bytes": cache, "prefetch": options.prefetch}
-        bits = options.cpu_activations
-        model = load_model(options.model, cpu_activations=bits if bits == "auto" else int(bits), **more)
+        model = load_model(options.model, **settings(options))
     vocabulary, traced = model.args.vocab_size, None
     if options.trace is not None:
-        traced = Traced(model, trace_of(options))
+        traced = Traced(model, trace_of(options, max(options.parallel)))
     for count in options.parallel:
         decodings = [decoding(model, prompt) for prompt in prompts(options, count, vocabulary)]
         yield ("ours", count), Together(model, decodings, traced)
@@ -153,14 +124,6 @@ def makers(options: argparse.Namespace) -> Any:
         while len(generator.next_generated()) < count:
             pass
         yield ("mlx-lm", count), generator.next_generated
-
-
-def trace_of(options: argparse.Namespace) -> np.ndarray:
-    with np.load(options.trace) as file:
-        trace = file["trace"].astype(np.int64)
-    if trace.ndim != 4 or len(trace) < max(options.parallel):
-        raise SystemExit(f"error: {options.trace} has not as many sequences as decode together")
-    return trace
 
 
 def prompts(options: argparse.Namespace, count: int, vocabulary: int) -> list[list[int]]:
@@ -207,10 +170,11 @@ def report(options: argparse.Namespace, rounds: list[dict], runs: dict) -> dict:
             "lowest": round(ratios[0], 3),
             "highest": round(ratios[-1], 3),
         }
-        if options.trace is not None:
-            rows[f"{who} {count}"] |= reads(runs[who, count], trace_of(options), count * options.tokens * len(rounds))
-    settings = {"variant": options.variant, "layers": options.layers, "model": options.model, "rounds": len(rounds)}
-    return settings | {"prompt": options.prompt, "load": os.getloadavg()[0], "rows": rows}
+        if options.trace is not None and runs[who, count].model.experts.slots:
+            tokens = count * options.tokens * len(rounds)
+            rows[f"{who} {count}"] |= reads(runs[who, count], trace_of(options, count), tokens)
+    case = {"variant": options.variant, "layers": options.layers, "model": options.model, "rounds": len(rounds)}
+    return case | {"prompt": options.prompt, "load": os.getloadavg()[0], "rows": rows}
 
 
 def reads(run: Together, trace: np.ndarray, tokens: int) -> dict:

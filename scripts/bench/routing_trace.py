@@ -4,6 +4,7 @@
     scripts/bench/routing_trace.py record --model DIR trace.npz
     scripts/bench/routing_trace.py synthesize --reuse 0.35 trace.npz
     scripts/bench/routing_trace.py synthesize --sequences 4 --unions 1.55 2.45 trace.npz
+    scripts/bench/routing_trace.py synthesize --drafts 2 --reuse 0.43 trace.npz
     scripts/bench/routing_trace.py replay trace.npz
 
 A trace is an array [tokens, layers, K] of expert ids. The replay prints, for pools of several sizes shared
@@ -14,12 +15,17 @@ token's experts contain, and the share that a predicted set with the given recal
 A trace of several sequences that take steps together is an array [sequences, tokens, layers, K]. Of such a one the
 replay prints for 1, 2, 4, ... of them how many different experts their rows ask for, over one row's, and the misses of
 a token in a pool of each size.
+
+A trace for drafts has the same form: sequence 0 is the text, and sequence n holds, for each position, the experts of
+the nth row from the first wrong draft on.
 """
 
 import argparse
+import contextlib
 import heapq
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         made_up.add_argument(f"--{name}", type=int, default=value, help=f"{text} (%(default)s)")
     made_up.add_argument("--sequences", type=int, default=1, help="that take steps together (%(default)s)")
+    made_up.add_argument("--drafts", type=int, default=0, help="of a step, for a trace for drafts (%(default)s)")
     made_up.add_argument(
         "--unions",
         type=float,
@@ -83,19 +90,30 @@ def run_record(options: argparse.Namespace) -> None:
 
 
 class Traced:
-    """Replaces the choice of a model's routers by a trace: row i of a step requests the experts of sequence i.
+    """Replaces the choice of a model's routers by a trace. A GPU is waited for as it would be for the choice.
 
     Attributes:
-        at: the step of the trace that the next step of the model takes; None: the router's own choices.
+        rows: the experts [R, layers, K] of the next step's rows; None: the router's own choices.
     """
 
     def __init__(self, model, trace: np.ndarray):
-        self.trace, self.at, self.layers = trace, None, model.args.moe_layers
+        self.trace, self.rows, self.layers = trace, None, model.args.moe_layers
         self.routed = model.layers[self.layers[0]].mlp.experts
         self.source = self.routed.source
         model.decode_step = None  # the compiled step of a GPU asks nobody
         for layer in self.layers:
             model.layers[layer].mlp.experts = self
+
+    @contextlib.contextmanager
+    def requesting(self, sequences: np.ndarray, tokens: np.ndarray) -> Iterator[np.ndarray]:
+        """In a step made in this context, row i requests the experts of `sequences[i]` at `tokens[i]`. The trace begins
+        anew at its end. Yields the experts [R, layers, K].
+        """
+        self.rows = self.trace[sequences, tokens % self.trace.shape[1]]
+        try:
+            yield self.rows
+        finally:
+            self.rows = None
 
     def wants_guess(self, layer, tokens):
         return False
@@ -104,11 +122,19 @@ class Traced:
         self.routed.expect(layer, tokens)
 
     def __call__(self, routing, x, *rest):
-        if self.at is None:
+        if self.rows is None:
             return self.routed(routing, x, *rest)
-        ids = self.trace[: len(x), self.at % self.trace.shape[1], self.layers.index(routing.layer)]
-        self.at += routing.layer == self.layers[-1]
-        return self.routed(type(routing)(routing.layer, ids.astype(np.int32), routing.weights), x, *rest)
+        wait_for(routing)
+        ids = self.rows[:, self.layers.index(routing.layer)].astype(np.int32)
+        return self.routed(type(routing)(routing.layer, ids, routing.weights), x, *rest)
+
+
+def wait_for(routing):
+    """Waits until the host could read the choice."""
+    if not isinstance(routing.ids, np.ndarray):
+        import mlx.core as mx
+
+        mx.eval(routing.host_copy or routing.ids)
 
 
 class Recorder:
@@ -139,7 +165,10 @@ class Recorder:
 
 def run_synthesize(options: argparse.Namespace) -> None:
     shape, rng = (options.tokens, options.layers, options.top_k), np.random.default_rng(options.seed)
-    if options.sequences == 1:
+    if options.drafts:
+        shape = (1 + options.drafts, *shape)
+        trace = synthesize_drafts(shape, options.experts, options.reuse, options.skew, rng)
+    elif options.sequences == 1:
         trace = synthesize(shape, options.experts, options.reuse, options.skew, rng)
     else:
         trace = synthesize_together(
@@ -150,14 +179,21 @@ def run_synthesize(options: argparse.Namespace) -> None:
 
 def synthesize(shape: tuple[int, int, int], experts: int, reuse: float, skew: float, rng) -> np.ndarray:
     """Each token keeps `reuse` of the previous token's experts, on average, and draws the others by popularity."""
-    tokens, layers, top_k = shape
+    return synthesize_drafts((1, *shape), experts, reuse, skew, rng)[0]
+
+
+def synthesize_drafts(shape: tuple[int, int, int, int], experts: int, reuse: float, skew: float, rng) -> np.ndarray:
+    """Returns a trace for drafts. A row follows the row before it in its step as a token follows a token in
+    `synthesize`, so rows of a step share as many experts whether or not their drafts are right.
+    """
+    sequences, tokens, layers, top_k = shape
     trace = np.empty(shape, np.int64)
     for layer in range(layers):
         popularity = rng.permutation(np.arange(1, experts + 1) ** -float(skew))
-        trace[0, layer] = draw(popularity, np.array([], int), top_k, rng)
-        for t in range(1, tokens):
-            kept = trace[t - 1, layer][rng.random(top_k) < reuse]
-            trace[t, layer] = draw(popularity, kept, top_k, rng)
+        for t in range(tokens):
+            for s in range(sequences):
+                before = trace[max(s - 1, 0), t - 1, layer] if t else np.array([], int)
+                trace[s, t, layer] = draw(popularity, before[rng.random(len(before)) < reuse], top_k, rng)
     return trace
 
 
