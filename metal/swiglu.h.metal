@@ -58,6 +58,23 @@ inline swiglu_matrix<S, G> swiglu_from_row(
   return {codes + row * (COLS / 32 * BITS), scales + group, biases + group};
 }
 
+// Loads one chunk of R rows of gate and then of the same R rows of up, or, if COUNT is 1, of one matrix. A matrix has I
+// rows of COLS columns.
+template <int COUNT, int R, int COLS, int I, int BITS, int GROUP, int CHUNK, int INTERLEAVED, typename S, typename G>
+inline void swiglu_load(
+    const thread swiglu_matrix<S, G>* matrices, const thread uint* row, uint chunk, thread uint* code,
+    thread float* scale, thread float* bias) {
+  constexpr uint WORDS = CHUNK * BITS / 32, GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint i = 0; i < COUNT * R; i += INTERLEAVED ? 1 : R) {
+    const uint turn = 2 * row[i % R] + i / R, other[1] = {turn % I};
+    const swiglu_matrix<S, G> m = matrices[INTERLEAVED ? turn / I : i / R];
+    codes_load<INTERLEAVED ? 1 : R, BITS, GROUP, CHUNK, COLS>(
+        m.codes, m.scales, m.biases, INTERLEAVED ? other : row, chunk, code + i * WORDS, scale + i * GROUPS,
+        bias + i * GROUPS);
+  }
+}
+
 // act[I] = the activation of gate x and up x, for R sets of rows of each matrix from row `first` on. A simdgroup has 32
 // / L rows of a set at the same time. codes_dot accepts the type of x.
 template <
@@ -68,6 +85,7 @@ inline void swiglu_gate_up(
     uint first, uint lane, device X* act) {
   constexpr uint ABREAST = 32 / L;
   constexpr uint WORDS_EACH = R * CHUNK * BITS / 32, GROUPS_EACH = R * (CHUNK < GROUP ? 1 : CHUNK / GROUP);
+  const swiglu_matrix<S, G> both[2] = {gate, up};
   uint row[R];
   float acc[2 * R];
   for (uint r = 0; r < R; r++) {
@@ -79,20 +97,7 @@ inline void swiglu_gate_up(
   for (uint chunk = lane; chunk < H / CHUNK; chunk += L) {
     uint code[2 * WORDS_EACH];
     float scale[2 * GROUPS_EACH], bias[2 * GROUPS_EACH];
-    if (INTERLEAVED) {
-      MLX_MTL_PRAGMA_UNROLL
-      for (uint i = 0; i < 2 * R; i++) {
-        const uint turn = 2 * row[i % R] + i / R, other[1] = {turn % I};
-        const swiglu_matrix<S, G> m = turn < I ? gate : up;
-        codes_load<1, BITS, GROUP, CHUNK, H>(
-            m.codes, m.scales, m.biases, other, chunk, code + i * (WORDS_EACH / R), scale + i * (GROUPS_EACH / R),
-            bias + i * (GROUPS_EACH / R));
-      }
-    } else {
-      codes_load<R, BITS, GROUP, CHUNK, H>(gate.codes, gate.scales, gate.biases, row, chunk, code, scale, bias);
-      codes_load<R, BITS, GROUP, CHUNK, H>(
-          up.codes, up.scales, up.biases, row, chunk, code + WORDS_EACH, scale + GROUPS_EACH, bias + GROUPS_EACH);
-    }
+    swiglu_load<2, R, H, I, BITS, GROUP, CHUNK, INTERLEAVED>(both, row, chunk, code, scale, bias);
     codes_dot<2 * R, BITS, GROUP, CHUNK>(code, scale, bias, x + CHUNK * chunk, acc);
   }
   for (uint r = 0; r < R; r++) {

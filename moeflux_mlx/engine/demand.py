@@ -7,6 +7,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..experts.tables import KEPT_BYTES
 from ..ops.backend import computes_natively
+from ..ops.expert_rows import refusal
 from ..spec import ModelArgs
 from ..vision.vision import NoVision, VisionFiles
 
@@ -23,6 +24,7 @@ class Demand:
         span: prompt tokens that go through the model together; None: as many as there is room for.
         prefill_step_size: the most tokens of a span that a mixer handles at once; None: as many as there is room for.
         native: whether the CPU's native kernels compute; they read packed records in place and keep no scores.
+        on_units: whether matrix units multiply a prompt's experts from their codes.
         expert_io: forces a mode; None or "auto" lets the plan decide.
         expert_cache_bytes: forces the pool's size.
         best_pool: the measured size above which a larger pool is no faster; None if it was not measured.
@@ -38,6 +40,7 @@ class Demand:
     span: int | None = None
     prefill_step_size: int | None = None
     native: bool = False
+    on_units: bool = False
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
     in_place: bool = False
@@ -90,6 +93,7 @@ def demand_of(
         span=span,
         prefill_step_size=prefill_step_size,
         native=computes_natively(dtype, args.widths),
+        on_units=not refusal(dtype),
         expert_io=expert_io,
         expert_cache_bytes=expert_cache_bytes,
         in_place=in_place,

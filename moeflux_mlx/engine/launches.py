@@ -24,13 +24,14 @@ from ..model.layers import Linear, RMSNorm, Weight
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend
-from ..ops.expert_rows import sort_by_expert
+from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import Records, chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.grouped import GroupedRows, on_matrix_units
+from ..ops.grouped import GroupedRows
 from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
 from ..ops.launch import NO_KERNELS, Kernel, Place, Reason, ceildiv
+from ..ops.qmm import MOST_ROWS
 from ..ops.rows import RowCaches
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
@@ -49,7 +50,7 @@ TITLES: dict[type, str] = {
     Delta: "delta rule",
     Mamba2: "state space model",
 }
-TOKENS = (1, 4, 512)  # one, a few, and many
+TOKENS = (1, 4, 64, 512)  # one, a few, a short prompt, and a long one
 Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
@@ -171,14 +172,12 @@ class SomeExperts:
         return expert_ffn(x, slots if here else mx.array(slots), records, weights, residual, shared)
 
     def _in_prompt(self, slots: np.ndarray, records: Records, x: Any, weights: Any, residual: Any, shared: Any) -> Any:
-        """The experts of a prompt, first as on matrix units where these multiply, then as in a longer prompt."""
-        for on_units in (True, False)[not on_matrix_units(x, 1, records.record) :]:
-            if on_units and self.is_resident:
-                sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
-            rows = GroupedRows(x, slots, np.full(self.count, len(x)), [slots[0]], records.record, on_units=on_units)
-            rows.multiply(0, slots[0], records)
-            made = rows.combined(weights, residual, shared)
-        return made
+        on_units = not refusal(backend.dtype_of(x), records.record)
+        if on_units and self.is_resident:
+            sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
+        rows = GroupedRows(x, slots, np.full(self.count, len(x)), [slots[0]], records.record, on_units=on_units)
+        rows.multiply(0, slots[0], records)
+        return rows.combined(weights, residual, shared)
 
     def expect(self, layer: int, tokens: int) -> None:
         pass
@@ -232,8 +231,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
             yield title, layers, partial(_forward, module, part, before), False
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
-    last = slice(-1, None)  # of a prompt
-    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
+    last = slice(-1, None)  # of a long prompt
+    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MOST_ROWS else x)), False
 
 
 def _caches(count: int, mixer: Any) -> RowCaches:

@@ -16,7 +16,7 @@ import numpy as np
 from ..formats.record import Record
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.expert_rows import expert_rows, sort_by_expert
+from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
     Records,
     Shared,
@@ -27,7 +27,7 @@ from ..ops.experts import (
     handed_over,
     native_refusal,
 )
-from ..ops.grouped import PIECE_ROWS, combined, on_matrix_units
+from ..ops.grouped import PIECE_ROWS, combined
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
@@ -64,7 +64,7 @@ class RoutedExperts:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
             whole = self.source.whole(routing.layer) if isinstance(x, mx.array) else None
-            if whole is not None and on_matrix_units(x, routing.ids.shape[1], whole.record):
+            if whole is not None and not refusal(x.dtype, whole.record):
                 return _at_once(routing, x, whole, residual, shared, report)
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)

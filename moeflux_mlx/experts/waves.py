@@ -13,7 +13,8 @@ import numpy as np
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.grouped import GroupedRows, on_matrix_units
+from ..ops.expert_rows import refusal
+from ..ops.grouped import GroupedRows
 from ..ops.tiles import LEASED_TOKENS
 from .routing import Report, Routing
 from .source import ExpertLoader, Owned, all_of
@@ -41,6 +42,7 @@ def in_waves(
         reads_ahead: whether the next layer's experts may be read before its router has run.
         report: called after each wave with the share that is done.
     """
+    backend.start(routing.ids, routing.weights, x, residual, shared)  # all, while the host waits for the ids
     ids = np.array(routing.ids)
     weights = cast(Array, routing.weights)
     rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)
@@ -74,7 +76,7 @@ def multiplied(
     waves = [wave[counts[wave] > 0] for wave in whole]
     among = [(total[wave], np.flatnonzero(counts[wave])) for wave in whole]
     record = source.layout.records[layer]
-    rows = GroupedRows(x, ids, counts, waves, record, tokens, among, on_matrix_units(x, top_k, record))
+    rows = GroupedRows(x, ids, counts, waves, record, tokens, among, not refusal(backend.dtype_of(x), record))
     path = _Path(source, layer, waves, counts, reads_ahead, owned)
     under_way: deque[Any] = deque()
     done = 0

@@ -137,7 +137,8 @@ class DecoderLayer(nn.Module):
             h = self._mixed(backend.contiguous(x[:, start:end]), cache, span.chosen[start])
             self._relieve()
             part = self.mlp.prepare(h, self._second_norm)  # up to where rows of different tokens meet
-            backend.start(*part, *cache.state[:-1])
+            if parts or end < span.length:
+                backend.start(*part, *cache.state[:-1])
             span.passed(span.layer, end, cache)
             if parts:
                 backend.finish(parts[-1][0])

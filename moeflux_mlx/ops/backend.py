@@ -165,6 +165,11 @@ def library_of(x: Any) -> Any:
     return mx if isinstance(x, mx.array) else np
 
 
+def dtype_of(x: Any) -> mx.Dtype:
+    """The dtype of MLX's or numpy's activations."""
+    return x.dtype if isinstance(x, mx.array) else mx.float32
+
+
 def zeros_like(x: Any) -> Any:
     """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
     if not isinstance(x, mx.array):

@@ -14,7 +14,6 @@ import numpy as np
 from ..formats.record import Projection, Record
 from ..kinds import FORMS
 from . import backend
-from .backend import Array
 from .experts import Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .forms import form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
@@ -41,20 +40,20 @@ class Sorted(NamedTuple):
     places: mx.array
 
 
-def refusal(x: Array, record: Record) -> Reason | None:
-    """Why the kernels do not compute the experts of a prompt's tokens x [T, H]."""
-    if not isinstance(x, mx.array):
-        return NO_KERNELS
-    return _refusal(backend.name(), x.dtype, record)
+def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
+    """Why the kernels do not compute the experts of a prompt with activations of `dtype`; None for `record`: if their
+    form suits.
+    """
+    return _refusal(backend.name(), dtype, record)
 
 
 @planned()
-def _refusal(target: str, dtype: mx.Dtype, record: Record) -> Reason | None:
+def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
     if target != "cuda":
         return NO_KERNELS if target == "ops" else Reason("the products of many rows were not measured on Metal")
     if dtype == mx.float32:
         return Reason("the matrix units do not multiply float32")
-    return None if is_read(record) else unread_reason(record)
+    return None if record is None or is_read(record) else unread_reason(record)
 
 
 def sort_by_expert(ids: mx.array, experts: int) -> Sorted:

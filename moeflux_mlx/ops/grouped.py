@@ -1,10 +1,10 @@
 """Computes the experts of many rows: rows are sorted by expert, and each expert is multiplied with all of its rows at
 once.
 
-In a prompt of moderate length, CUDA's matrix units multiply the rows from the codes (`expert_rows`). Otherwise, with
-MLX, an expert with few rows is multiplied from its codes, in blocks of rows. An expert with many rows is dequantised,
-and experts with similar row counts share one batched product. Only the number of an expert's rows decides between the
-two. On the CPU the native kernels read records in place.
+CUDA's matrix units multiply the rows from the codes (`expert_rows`). Otherwise, with MLX, an expert with few rows is
+multiplied from its codes, in blocks of rows. An expert with many rows is dequantised, and experts with similar row
+counts share one batched product. Only the number of an expert's rows decides between the two. On the CPU the native
+kernels read records in place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
-from .expert_rows import expert_rows, refusal, starts_of
+from .expert_rows import expert_rows, starts_of
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, form_of, settings
 from .gather_rows import gather_rows
@@ -34,7 +34,6 @@ BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
-UNIT_ROWS = PIECE_ROWS  # pairs of a token and an expert up to which `expert_rows` multiplies
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
 COMBINED = 8192  # tokens whose outputs are gathered at once
 NO_OWNERS = np.zeros(0, np.uint32)
@@ -84,7 +83,7 @@ class GroupedRows:
         record: the geometry of the experts.
         tokens: [T], the rows of x that `ids` belong to, if not all.
         among: what a single process would multiply in each wave, if this is one of several.
-        on_units: whether `expert_rows` multiplies them (`on_matrix_units`).
+        on_units: whether `expert_rows` multiplies them.
     """
 
     def __init__(
@@ -204,11 +203,6 @@ class GroupedRows:
         self._outputs.clear()
         where = self._places if isinstance(residual, np.ndarray) else self._where
         return combined(out, where, weights, residual, shared)
-
-
-def on_matrix_units(x: Array, top_k: int, record: Record) -> bool:
-    """Whether `expert_rows` multiplies the rows of so many tokens x [T, H]."""
-    return len(x) * top_k <= UNIT_ROWS and not refusal(x, record)
 
 
 def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Measures an answer while another sequence's prompt is computed, and that prompt, in turns with each of them alone.
+
+    scripts/bench/bench_company.py [--variant qwen3.6-35b-a3b] [--layers N] [--prompt 8192] [--decode-share 0.333]
+    scripts/bench/bench_company.py --model DIR [--expert-io pread] [--expert-cache-gb G]
+
+A variant gets random weights with all experts in memory; a directory is loaded. As in the server's worker, steps of the
+answer run between two waves, blocks or layers of the prompt, for their share of the time (`Pace`). Prints for each
+round the milliseconds from one token to the next, median and 95 %, alone and beside the prompt, and the prompt's
+seconds alone and beside the answer. Ends with one JSON line: medians over the rounds, and the ratio of the prompt's
+times, a median of the rounds' ratios.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from bench_batch import decoding
+from bench_decode import ours
+from bench_prompt import quartiles, random_prompt
+from make_random_model import shrunk
+
+from moeflux_mlx import load_model
+from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.batch import advance_together
+from moeflux_mlx.engine.decoding import Decoding
+from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.server.running import Totals
+from moeflux_mlx.server.worker import Pace
+from moeflux_mlx.spec import ModelArgs, variants
+
+ANSWER = 200  # tokens of an answer alone
+
+
+def main() -> None:
+    options = parser().parse_args()
+    configure_mlx()
+    model = model_of(options)
+    answer = decoding(model, random_prompt(model, options.answer_prompt, seed=0))
+    rounds = []
+    for i in range(-1, options.rounds):
+        row = one_round(model, answer, random_prompt(model, options.prompt, seed=1 + i), options)
+        print("warm-up" if i < 0 else f"round {i + 1}", row, flush=True)
+        rounds += [row] if i >= 0 else []
+    print(json.dumps({"prompt": options.prompt, "load": os.getloadavg()[0], **report(rounds)}))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
+    made.add_argument("--layers", type=int, help="of the variant; default: all")
+    made.add_argument("--model", help="a directory to load in place of a variant")
+    made.add_argument("--expert-io", default="auto")
+    made.add_argument("--expert-cache-gb", type=float)
+    made.add_argument("--prompt", type=int, default=8192, help="tokens (%(default)s)")
+    made.add_argument("--answer-prompt", type=int, default=256, help="tokens before the answer (%(default)s)")
+    made.add_argument("--decode-share", type=float, default=1 / 3)
+    made.add_argument("--rounds", type=int, default=9)
+    return made
+
+
+def model_of(options: argparse.Namespace) -> Any:
+    if options.model is not None:
+        cache = options.expert_cache_gb and int(options.expert_cache_gb * 1e9)
+        return load_model(options.model, expert_io=options.expert_io, expert_cache_bytes=cache)
+    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+    return ours(ModelArgs.from_dict(config))
+
+
+def one_round(model: Any, answer: Decoding, prompt: list[int], options: argparse.Namespace) -> dict[str, float]:
+    """Returns milliseconds of tokens and seconds of prompts."""
+    alone = gaps([next_token(answer) for _ in range(ANSWER)])
+    prompt_alone, _ = run_prompt(model, prompt, None, options.decode_share)
+    prompt_beside, times = run_prompt(model, prompt, answer, options.decode_share)
+    beside = gaps(times)
+    return {
+        **{"alone": float(np.median(alone)), "beside": float(np.median(beside))},
+        **{"beside_95": float(np.quantile(beside, 0.95)), "tokens_beside": len(beside)},
+        **{"prompt_alone": prompt_alone, "prompt_beside": prompt_beside, "longer": prompt_beside / prompt_alone},
+    }
+
+
+def next_token(answer: Decoding) -> float:
+    """Computes one token of the answer; returns when it was there."""
+    advance_together([answer])
+    return time.perf_counter()
+
+
+def gaps(times: list[float]) -> np.ndarray:
+    """Milliseconds from one token to the next."""
+    return 1e3 * np.diff(times)
+
+
+def run_prompt(model: Any, prompt: list[int], answer: Decoding | None, share: float) -> tuple[float, list[float]]:
+    """Computes a prompt, and tokens of the answer for their share of the time; returns the prompt's seconds and the
+    times of the tokens.
+    """
+    pace, times = Pace(share, Totals()), list[float]()
+
+    def between(done: int, total: int) -> None:
+        pace.pause_prompt(answer is not None)
+        while answer is not None and pace.is_due:
+            began = time.perf_counter()
+            with model.experts.interlude():
+                times.append(next_token(answer))
+            pace.stepped(times[-1] - began)
+        pace.begin_prompt()
+
+    mx.synchronize()
+    start = time.perf_counter()
+    pace.begin_prompt()
+    Prefill(model, model.make_cache(), mx.array(prompt, mx.uint32)).run(between)
+    return time.perf_counter() - start, times
+
+
+def report(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    made: dict[str, Any] = {name: round(statistics.median(row[name] for row in rounds), 3) for name in rounds[0]}
+    return made | {"longer_quartiles": [round(value, 3) for value in quartiles(row["longer"] for row in rounds)]}
+
+
+if __name__ == "__main__":
+    main()
