@@ -1,0 +1,35 @@
+"""Prompts on matrix units: a model's logits are as near to those in float32 as plain operations in bfloat16 are."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory
+
+from metal import msl
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.ops import expert_rows, qmm
+from moeflux_mlx.ops.tiles import TILES
+
+FAMILIES = ["qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm4_moe", "minimax_m2"]
+
+
+def logits_of(model):
+    return np.array(model(mx.array(np.random.default_rng(4).integers(0, 100, (1, 37)))).astype(mx.float32))
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
+    modes = ("resident", "pread")
+    models, calls = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in modes], []
+    plain, exact = logits_of(models[0]), logits_of(load_model(tiny_directory(family), dtype=mx.float32))
+    for kernel in ("expert_rows", "qmm"):
+        monkeypatch.setitem(TILES["metal"], kernel, TILES["cuda"][kernel])
+    of_experts, of_others = expert_rows._refusal, qmm.refusal
+    monkeypatch.setattr(expert_rows, "_refusal", lambda _, *given: calls.append(given) or of_experts("cuda", *given))
+    monkeypatch.setattr(qmm, "refusal", lambda _, *given: of_others("cuda", *given))
+    with msl.launching():
+        resident, streamed = map(logits_of, models)
+    assert calls and np.array_equal(resident, streamed)
+    # Medians, because a rounded router sometimes chooses another expert.
+    assert np.median(np.abs(resident - exact)) < 1.3 * np.median(np.abs(plain - exact))
