@@ -15,10 +15,10 @@ def drawn(*axes, turns=1, seed=0):
     rounds one cell for each value of the longest axis, while the values of the other axes take turns in an order that
     `seed` draws."""
     draw, axes = random.Random(seed), [list(axis) for axis in axes]
-    longest = max(map(len, axes))
+    longest = max(map(len, axes)) if all(axes) else 0  # an axis is empty without the native extension
 
     def column(size):
-        rounds = (draw.sample(range(size), size) for _ in range(-(-longest // size)))
+        rounds = (draw.sample(range(size), size) for _ in range(-(-longest // max(size, 1))))
         return itertools.islice(itertools.chain.from_iterable(rounds), longest)
 
     chosen = {cell for _ in range(turns) for cell in zip(*(column(len(axis)) for axis in axes), strict=True)}

@@ -31,7 +31,6 @@ from ..ops.grouped import GroupedRows
 from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
 from ..ops.launch import NO_KERNELS, Kernel, Place, Reason, ceildiv
-from ..ops.qmm import MOST_ROWS
 from ..ops.rows import RowCaches
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
@@ -50,7 +49,7 @@ TITLES: dict[type, str] = {
     Delta: "delta rule",
     Mamba2: "state space model",
 }
-TOKENS = (1, 4, 64, 512)  # one, a few, a short prompt, and a long one
+TOKENS = (1, 4, 512)  # one, a few, and many
 Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
@@ -231,8 +230,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
             yield title, layers, partial(_forward, module, part, before), False
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
-    last = slice(-1, None)  # of a long prompt
-    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MOST_ROWS else x)), False
+    last = slice(-1, None)  # of a prompt
+    yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
 
 
 def _caches(count: int, mixer: Any) -> RowCaches:

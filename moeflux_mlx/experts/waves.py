@@ -42,7 +42,6 @@ def in_waves(
         reads_ahead: whether the next layer's experts may be read before its router has run.
         report: called after each wave with the share that is done.
     """
-    backend.start(routing.ids, routing.weights, x, residual, shared)  # all, while the host waits for the ids
     ids = np.array(routing.ids)
     weights = cast(Array, routing.weights)
     rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)

@@ -14,7 +14,6 @@ from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import GatedConnections
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
-from ..ops.expert_rows import refusal
 from ..ops.indexed import Chosen
 from ..ops.limits import within_limits
 from ..ops.rows import RowCaches
@@ -34,8 +33,6 @@ from .step import SequenceRows, Step, checked_rows
 from .streams import connection
 from .tables import Tables
 from .tokens import Tokens, check_vocabulary
-
-PORTION = 4  # layers that a GPU gets at once
 
 
 class Decoder(nn.Module):
@@ -346,7 +343,6 @@ class Model(nn.Module):
             self._expect(span)
             span.inputs = self._inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self._embedded(span.tokens), span.start)
-        at_once, before = self._layers_at_once(span), span.hidden
         while span.layer < count:
             i = span.layer
             span.begin(i, cache[i])
@@ -355,22 +351,13 @@ class Model(nn.Module):
                     span.hidden, cache[i], span, lambda share, done=i: report((done + share) / count)
                 )
                 h = span.images.deepened(h, span.start, i)
-                if (i + 1) % at_once == 0 or i + 1 == count:
-                    backend.start(h)
-                    backend.finish(before)  # a GPU has at most two portions at a time
-                    before = h
+                backend.start(h)
+                backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
             except BaseException:
                 span.undo(i, cache[i])
                 raise
             span.reached = i + 1, h
             backend.give_back(h)
-
-    def _layers_at_once(self, span: Span) -> int:
-        """Layers of a span that a GPU gets in one portion. Handing one over takes MLX about as long as ten launches, so
-        a short span's are larger, if nothing waits in a layer and two portions need no more memory than is planned.
-        """
-        waits = self.decode_step is None or refusal(self.activation_dtype)
-        return 1 if waits or 2 * PORTION * span.length > self.sizes.span else PORTION
 
     def _inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """The layers' inputs besides hidden states; begins to read the rows of tables."""

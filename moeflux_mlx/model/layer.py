@@ -137,8 +137,7 @@ class DecoderLayer(nn.Module):
             h = self._mixed(backend.contiguous(x[:, start:end]), cache, span.chosen[start])
             self._relieve()
             part = self.mlp.prepare(h, self._second_norm)  # up to where rows of different tokens meet
-            if parts or end < span.length:
-                backend.start(*part, *cache.state[:-1])
+            backend.start(*part, *cache.state[:-1])
             span.passed(span.layer, end, cache)
             if parts:
                 backend.finish(parts[-1][0])

@@ -232,8 +232,7 @@ class StreamsLayer(nn.Module):
             tokens = span.inputs and span.inputs.at(start, end)
             streams, x, *mixing = self._to_experts(backend.contiguous(h[:, start:end]), cache, tokens)
             routed: Sequence[Any] = self._prepared(x, tokens)
-            if parts or end < span.length:
-                backend.start(streams, *mixing, *routed, *cache.state[:-1])
+            backend.start(streams, *mixing, *routed, *cache.state[:-1])
             span.passed(span.layer, end, cache)
             if parts:
                 backend.finish(parts[-1][0])

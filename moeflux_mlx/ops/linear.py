@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..quant import Quant
-from . import backend, native, qmm
+from . import backend, native
 from .backend import FLOATS, Array, view
 from .elementwise import split
 from .forms import (
@@ -45,9 +45,8 @@ from .launch import (
 from .norm import Norm
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
-# Rows of x from which CUDA dequantises a matrix that `qmm` does not multiply: the dense product is faster from 256 rows
-# (results.tsv, "prompt"), and for fewer MLX would first compile its quantised product for half a minute. Metal's
-# product is compiled beforehand.
+# Rows of x from which CUDA dequantises a matrix: the dense product is faster from 256 rows (results.tsv, "prompt"), and
+# for fewer MLX would first compile its quantised product for half a minute. Metal's product is compiled beforehand.
 DENSE_ROWS = MAX_TOKENS + 1
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
@@ -100,18 +99,13 @@ class Part:
 
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
-    """norm(x) [..., I] @ W.T + residual [..., O]; for the rows of a step on a GPU in one launch, if `qmv` is faster.
-
-    On matrix units the residual is added before the only rounding.
-    """
+    """norm(x) [..., I] @ W.T + residual [..., O]; for the rows of a step on a GPU in one launch, if `qmv` is faster."""
     if isinstance(x, np.ndarray):
         return _linear_native(x, w, norm, residual)
     y = _linear_kernel(x, w, norm, residual)
     if y is not None:
         return y
     x = x if norm is None else norm(x)
-    if MAX_TOKENS < x.size // x.shape[-1] <= qmm.MOST_ROWS and not _qmm_refusal(x, w):
-        return _qmm(x, w, residual)
     y = _by_mlx(lambda rows: multiply(rows, w, transpose=True), x)
     return y if residual is None else residual + y
 
@@ -155,20 +149,6 @@ def _groups_at_once(x: mx.array, w: Weights, groups: int) -> mx.array:
 def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.array | None) -> mx.array | None:
     """`linear` by the kernels for few rows; None if they cannot compute it or are not faster."""
     return _qmv(x, w, norm, residual) if pays(x, w) else None
-
-
-def _qmm_refusal(x: mx.array, w: Weights) -> Reason | None:
-    return qmm.refusal(backend.name(), x.dtype, w.shape, w.quant)
-
-
-def _qmm(x: mx.array, w: Weights, residual: mx.array | None) -> mx.array:
-    """x @ W.T + residual on matrix units."""
-    assert w.quant is not None
-    form = Form(w.quant, w.scales.dtype)
-    launch = qmm.plan(backend.name(), x.shape, x.dtype, w.shape[0], form, residual is not None)
-    rows = count(x.size // x.shape[-1])
-    y: mx.array = launch(x, *inputs_of(w), x if residual is None else residual, rows)[0]
-    return y
 
 
 def pays(x: mx.array, w: Weights) -> bool:

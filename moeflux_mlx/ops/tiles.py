@@ -40,7 +40,7 @@ class Tile:
 #     registers, and blocks of 16 steps are not unrolled.
 #   expert_rows: 8 eights of rows unpack codes for more rows, but cost registers; 2 are 1.3 times as slow for 2,048
 #     tokens of the 35B's shape, and 1.07 times as fast for 64.
-#   qmm, router, expert_dequantize: not measured.
+#   router, expert_dequantize: not measured.
 #   prompt_experts: CUDA's product with codes is slower at any number of rows (results.tsv, "prompt").
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
@@ -58,7 +58,6 @@ TILES = {
         "gated_delta_tokens": Tile(rows=2, lanes=8, simdgroups=4, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
         "expert_rows": Tile(rows=4, lanes=32, simdgroups=4),
-        "qmm": Tile(rows=2, lanes=32, simdgroups=4),
         "prompt_experts": Tile(rows=1, lanes=32, dense=1),
     },
     "metal": {
@@ -90,7 +89,6 @@ TUNED = {
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_dequantize": ("rows", "simdgroups"),
     "expert_rows": ("rows", "simdgroups", "ahead"),
-    "qmm": ("rows", "simdgroups", "ahead"),
     "prompt_experts": ("dense",),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
 }
 UNROLLED = {"cuda": tuple(TUNED), "metal": ("gated_delta_tokens",)}  # kernels whose text does something with `ahead`

@@ -44,7 +44,7 @@ from .trial import Bench, Sample, others
 WORTH = 1.02  # a tile replaces another one if it is faster by this factor
 FIRST_ROUNDS, LAST_ROUNDS = 5, 15  # alternating measurements: of a candidate, and of the best tile
 ROWS = tuple(2 ** (i // 3) for i in range(28))  # of each expert in a prompt: 1 to 512, three experts with each number
-TOKENS = (1, 512, 64, MAX_TOKENS // 4)  # tokens of each pass: a single one, those of two prompts, and a few
+TOKENS = (1, 512, MAX_TOKENS // 4)  # tokens of each pass: a single one, a prompt's, and a few
 PROCESSES, PROCESS_BYTES = 6, 2 << 30  # the most processes that compile at once; the GPU memory for each
 
 Seconds = Callable[[Tile], float]

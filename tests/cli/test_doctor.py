@@ -90,7 +90,7 @@ def test_what_a_model_runs_is_shown_for_any_backend(capsys, cpu_device, backend,
         *(["experts"] if backend == "cpu" else ["experts, resident", "experts, streamed"]),
         "lm_head",
     ]
-    assert sum(line.lstrip()[:1].isdigit() for line in lines) == 4 * len(parts)
+    assert sum(line.lstrip()[:1].isdigit() for line in lines) == 3 * len(parts)
 
 
 def test_reasons_are_listed_below_what_runs(capsys, cpu_device):

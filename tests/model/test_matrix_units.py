@@ -7,7 +7,7 @@ from tiny_models import tiny_directory
 
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.ops import expert_rows, qmm
+from moeflux_mlx.ops import expert_rows
 from moeflux_mlx.ops.tiles import TILES
 
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm4_moe", "minimax_m2"]
@@ -23,11 +23,9 @@ def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
     modes = ("resident", "pread")
     models, calls = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in modes], []
     plain, exact = logits_of(models[0]), logits_of(load_model(tiny_directory(family), dtype=mx.float32))
-    for kernel in ("expert_rows", "qmm"):
-        monkeypatch.setitem(TILES["metal"], kernel, TILES["cuda"][kernel])
-    of_experts, of_others = expert_rows._refusal, qmm.refusal
-    monkeypatch.setattr(expert_rows, "_refusal", lambda _, *given: calls.append(given) or of_experts("cuda", *given))
-    monkeypatch.setattr(qmm, "refusal", lambda _, *given: of_others("cuda", *given))
+    monkeypatch.setitem(TILES["metal"], "expert_rows", TILES["cuda"]["expert_rows"])
+    refusal = expert_rows._refusal
+    monkeypatch.setattr(expert_rows, "_refusal", lambda _, *given: calls.append(given) or refusal("cuda", *given))
     with msl.launching():
         resident, streamed = map(logits_of, models)
     assert calls and np.array_equal(resident, streamed)
