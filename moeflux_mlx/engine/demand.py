@@ -24,7 +24,7 @@ class Demand:
         span: prompt tokens that go through the model together; None: as many as there is room for.
         prefill_step_size: the most tokens of a span that a mixer handles at once; None: as many as there is room for.
         native: whether the CPU's native kernels compute; they read packed records in place and keep no scores.
-        on_units: whether matrix units multiply a prompt's experts from their codes.
+        on_units: whether matrix units multiply a prompt's experts from their codes, if their form suits.
         expert_io: forces a mode; None or "auto" lets the plan decide.
         expert_cache_bytes: forces the pool's size.
         best_pool: the measured size above which a larger pool is no faster; None if it was not measured.

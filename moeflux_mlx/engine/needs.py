@@ -10,6 +10,7 @@ from ..formats.record import ExpertLayout
 from ..kinds import Delta, Latent, Mixer, NGrams
 from ..model.span import PromptSizes
 from ..ops.attend import SCORES
+from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
@@ -126,7 +127,7 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
     if demand.native:
         return routing + rows * D * demand.itemsize + min(rows, NATIVE_ROWS) * (4 * D + 2 * inner) * demand.itemsize
     wave = wave_size(layout, K)
-    if demand.on_units:
+    if demand.on_units and not any(map(form_refusal, layout.records.values())):
         outputs = rows * D * demand.itemsize
         return routing + outputs + max(outputs, rows * inner * demand.itemsize + UNDER_WAY * wave * layout.held_bytes)
     dense = wave * 3 * D * inner * demand.itemsize

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..formats.record import Projection, Record
 from ..kinds import FORMS
+from ..quant import INTEGER
 from . import backend
 from .experts import Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .forms import form_of
@@ -22,6 +23,7 @@ from .tiles import planned, tile_of
 PLACES = Kernel("expert_places", "ids count", "starts source places")
 ROWS = Kernel("expert_rows", "x blob slots starts source", "out")
 EACH = 8  # experts, and simdgroups, of a threadgroup that sorts
+FORM = (INTEGER, 4)  # codes and bits
 SPLIT = 4  # threadgroups that share an expert's rows, so that an expert with very many does not keep others waiting
 PIECE = 8  # columns that are unpacked at once; a tile's `ahead` is the number of such pieces, its `rows` that of eights
 
@@ -41,8 +43,8 @@ class Sorted(NamedTuple):
 
 
 def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
-    """Why the kernels do not compute the experts of a prompt with activations of `dtype`; None for `record`: if their
-    form suits.
+    """Why the kernels do not compute the experts of a prompt with activations of `dtype`. Without `record`: why those
+    of no form.
     """
     return _refusal(backend.name(), dtype, record)
 
@@ -53,7 +55,17 @@ def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | No
         return NO_KERNELS if target == "ops" else Reason("the products of many rows were not measured on Metal")
     if dtype == mx.float32:
         return Reason("the matrix units do not multiply float32")
-    return None if record is None or is_read(record) else unread_reason(record)
+    return None if record is None else form_refusal(record)
+
+
+@planned()
+def form_refusal(record: Record) -> Reason | None:
+    """Why the kernels do not multiply records of this form. The text serves all forms that kernels read, but only that
+    of 4-bit integers has run on a GPU.
+    """
+    if any((part.quant.codes, part.quant.bits) != FORM for part in record.projections):
+        return Reason("on matrix units only 4-bit integers have been tried")
+    return None if is_read(record) else unread_reason(record)
 
 
 def sort_by_expert(ids: mx.array, experts: int) -> Sorted:

@@ -8,6 +8,7 @@ from tiny_models import tiny_directory
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import expert_rows
+from moeflux_mlx.ops.launch import Reason
 from moeflux_mlx.ops.tiles import TILES
 
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm4_moe", "minimax_m2"]
@@ -17,16 +18,18 @@ def logits_of(model):
     return np.array(model(mx.array(np.random.default_rng(4).integers(0, 100, (1, 37)))).astype(mx.float32))
 
 
-@pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
-    modes = ("resident", "pread")
-    models, calls = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in modes], []
-    plain, exact = logits_of(models[0]), logits_of(load_model(tiny_directory(family), dtype=mx.float32))
+    """Loads outside the harness, which knows no memory of a GPU."""
+    models = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in ("resident", "pread")]
+    exact = logits_of(load_model(tiny_directory(family), dtype=mx.float32))
     monkeypatch.setitem(TILES["metal"], "expert_rows", TILES["cuda"]["expert_rows"])
-    refusal = expert_rows._refusal
-    monkeypatch.setattr(expert_rows, "_refusal", lambda _, *given: calls.append(given) or refusal("cuda", *given))
+    monkeypatch.setattr(expert_rows, "form_refusal", lambda record: None)
+    refusal, calls = expert_rows._refusal, []
     with msl.launching():
+        monkeypatch.setattr(expert_rows, "_refusal", lambda *_: Reason("they take turns"))
+        plain = logits_of(models[0])
+        monkeypatch.setattr(expert_rows, "_refusal", lambda _, *of: calls.append(of) or refusal("cuda", *of))
         resident, streamed = map(logits_of, models)
     assert calls and np.array_equal(resident, streamed)
     # Medians, because a rounded router sometimes chooses another expert.

@@ -167,3 +167,4 @@ def test_what_the_kernels_do_not_take(host):
     assert "Metal" in rows._refusal("metal", mx.bfloat16, record)
     assert "float32" in rows._refusal("cuda", mx.float32, record)
     assert rows._refusal("cuda", mx.bfloat16, record) is None
+    assert "4-bit integers" in rows._refusal("cuda", mx.bfloat16, Record.make(64, 64, (Quant(4, 32, "mxfp4"),) * 3))
