@@ -15,7 +15,7 @@ from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.experts import routed
 from moeflux_mlx.experts.routing import Routing, ignore_report
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, dequantize, grouped
+from moeflux_mlx.ops import backend, dequantize, grouped, native
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.tiles import TILES, using
 from moeflux_mlx.quant import Quant
@@ -124,7 +124,10 @@ def expert(blob, slot):
 
 
 @on_cpu()
-@pytest.mark.parametrize("kind", [np.array, mx.array])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(np.array, marks=pytest.mark.skipif(not native.available(), reason="no extension")), mx.array],
+)
 def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
     rng = np.random.default_rng(8)
     blob = rng.integers(0, 1 << 32, (5, WIDER.stride // 4), np.uint32)
