@@ -31,6 +31,7 @@ from ..model.layers import Linear
 from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
+from ..ops.expert_rows import refusal
 from ..ops.experts import Records, expert_ffn
 from ..ops.grouped import GroupedRows, dense_from
 from ..ops.launch import Input, Launch, Reason
@@ -163,7 +164,9 @@ class PromptExperts:
 
 
 def _prompt_sample(record: Record, dtype: mx.Dtype) -> dict[str, Sample]:
-    """The spot of an expert's products in prompts, if they ask for a tile."""
+    """The spot of an expert's products in prompts, if they ask for a tile and matrix units do not multiply."""
+    if not refusal(dtype, record):
+        return {}
     target, blob = backend.name(), random_records(record, len(ROWS)).blob
     listening = Listening()
     with using(listening):
