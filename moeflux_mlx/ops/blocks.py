@@ -17,6 +17,7 @@ from . import backend, gpu_time, index, native
 from .attend import Whole, attend, prepared, refusal
 from .backend import Array, arange, library_of, view
 from .elementwise import float32, sigmoid
+from .gather_rows import gather_rows
 from .index import (
     Index,
     Place,
@@ -167,12 +168,13 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: flo
     tails = blocks.whole(own) * blocks.ratio + inside
     tails = mx.where(tails > own, -1, tails)  # -1: not there yet
     starts = arange(kv_heads, mx)[:, None] * positions  # of the heads, all positions of which are gathered from
+    flat = [part.reshape(-1, part.shape[-1]) for part in (keys, values)]
     for some in slices(len(q), blocks.indexer.rows_at_once(0, blocks.ratio * width)):
         count, heads, _ = chosen[some].shape
         whole = (chosen[some][..., None] * blocks.ratio + inside).reshape(count, heads, -1)
         tail = mx.broadcast_to(tails[some][:, None], (count, heads, blocks.ratio))
         places = mx.concatenate([whole, tail], axis=-1)  # [rows, 1 or kv heads, positions]
-        near = [part.reshape(-1, part.shape[-1])[mx.maximum(places, 0) + starts] for part in (keys, values)]
+        near = [gather_rows(part, mx.maximum(places, 0) + starts) for part in flat]
         seen = places[:, :1, None] >= 0
         out = mx.fast.scaled_dot_product_attention(q[some][:, :, None], *near, scale=scale, mask=seen)
         parts.append(out[:, :, 0])

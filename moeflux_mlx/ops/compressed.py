@@ -6,6 +6,7 @@ all lie before the next one, or those of them that an indexer chooses, and a sin
 Tokens are handled a few at a time. One form serves MLX's arrays and numpy's; a single token on a GPU takes kernels.
 """
 
+import operator
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from . import backend, gpu_time, index
 from .attend import SEVERAL
 from .backend import Array, arange, library_of, view
 from .elementwise import softmax
+from .gather_rows import gather_rows
 from .index import Index, Place, Projections, choose, choose_blocks_step
 from .launch import NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import Norm
@@ -186,7 +188,8 @@ def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> A
     near = library.where(is_near[:, None], _products(q, keys), least)
     scores, entries, count = [near * width**-0.5], None, keys.shape[2]
     if part.chosen is not None:
-        gathered = [texts[places, :width] for texts, places in zip(seen.entries, part.chosen, strict=True)]
+        take = gather_rows if library is mx else operator.getitem
+        gathered = [take(text, places) for text, places in zip(seen.entries[..., :width], part.chosen, strict=True)]
         entries = library.stack(gathered)  # [B, rows, top, D]
         scores.append(_products(q, entries) * width**-0.5)
     elif seen.entries is not None:

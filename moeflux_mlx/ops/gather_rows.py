@@ -1,12 +1,14 @@
 """Rows of an array by number, on MLX's side."""
 
+from math import prod
+
 import mlx.core as mx
 
 from . import backend
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count
 from .tiles import planned
 
-GATHER_ROWS = Kernel("gather_rows", "x places", "out")
+GATHER_ROWS = Kernel("gather_rows", "x places count", "out")
 UNIT = 16  # bytes that a thread copies
 THREADS = 128
 
@@ -18,22 +20,22 @@ def gather_rows(x: mx.array, places: mx.array) -> mx.array:
 
     Args:
         x: [M, H], row-contiguous.
-        places: [N] int32 or uint32, rows of x, none of them negative.
+        places: [...] int32 or uint32, rows of x, none of them negative.
 
     Returns:
-        [N, H] in x's dtype.
+        [..., H] in x's dtype.
     """
-    launch = plan(backend.name(), x.shape, x.dtype, places.shape[0])
-    return mx.take(x, places, axis=0) if isinstance(launch, Reason) else launch(x, places)[0]
+    launch = plan(backend.name(), x.shape, x.dtype, places.shape)
+    return x[places] if isinstance(launch, Reason) else launch(x, places, count(places.size))[0]
 
 
-@planned()
-def plan(target: str, x: Shape, dtype: mx.Dtype, count: int) -> Launch | Reason:
+@planned(256)
+def plan(target: str, x: Shape, dtype: mx.Dtype, places: Shape) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS
     nbytes = x[1] * dtype.size
     if nbytes % UNIT:
         return Reason(f"rows of {nbytes} bytes are not a multiple of {UNIT}")
     units = nbytes // UNIT
-    template = {"UNITS": units}
-    return Launch(target, GATHER_ROWS, template, (ceildiv(units, THREADS), count), THREADS, [((count, x[1]), dtype)])
+    groups = (ceildiv(prod(places) * units, THREADS), 1)
+    return Launch(target, GATHER_ROWS, {"UNITS": units}, groups, THREADS, [((*places, x[1]), dtype)])

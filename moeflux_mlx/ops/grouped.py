@@ -320,7 +320,7 @@ def _products(
         biases = linear_biases(records, slots, x.dtype)
         for part in _parts(len(batch.owners), most // size):
             at, own = start + part.start * size, owners[part]
-            taken = gather_rows(x, source[at : at + own.size * size]).reshape(own.size, size, H)
+            taken = gather_rows(x, source[at : at + own.size * size].reshape(own.size, size))
             yield grouped_ffn(taken, parts, records.record, own, biases).reshape(-1, H)
         return
     for part, width in batch.parts(most // batch.rows):
@@ -336,7 +336,7 @@ def _products(
             places = source[at : at + count * length]
             if width > count:
                 places = mx.concatenate([places, mx.broadcast_to(places[:1], ((width - count) * length,))])
-            taken = gather_rows(x, places).reshape(width, length, H)
+            taken = gather_rows(x, places.reshape(width, length))
             made = dense_ffn(taken, gate_up, down, records.record, biases)
             yield made[:count].reshape(-1, H)
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..kinds import Indexer, KeyBlocks
 from . import backend, gpu_time, index, native
 from .backend import Array, arange, library_of, view
+from .gather_rows import gather_rows
 from .index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
 from .latent import (
     ABSORB_AT_MOST,
@@ -228,7 +229,7 @@ def _gathered_ops(
     q, q_pe, parts = q.swapaxes(0, 1), q_pe.swapaxes(0, 1), []
     for some in slices(len(q), at_once):
         places = mx.maximum(chosen[some], 0) if has_gaps else chosen[some]
-        near, turned = latents[places], keys[places]  # [rows, positions, .]
+        near, turned = gather_rows(latents, places), gather_rows(keys, places)  # [rows, positions, .]
         scores = products(q[some], q_pe[some], near, turned) * scale
         if has_gaps:
             scores = mx.where(chosen[some][:, None] < 0, mx.array(-mx.inf, scores.dtype), scores)
