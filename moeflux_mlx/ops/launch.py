@@ -85,12 +85,13 @@ def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.
     """
     arrays: list[mx.array] = []
     places: list[Place] = []
+    indices: dict[int, int] = {}
     for number, given in enumerate(inputs):
         if isinstance(given, float):
             places.append(given)
             continue
         whole, start, dtype = given if isinstance(given, ArrayPiece) else (given, 0, None)
-        index = next((i for i, array in enumerate(arrays) if array is whole), len(arrays))
+        index = indices.setdefault(id(whole), len(arrays))
         if number in apart:
             index = len(arrays)
         if index == len(arrays):
