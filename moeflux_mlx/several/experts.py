@@ -101,7 +101,7 @@ class RankedExperts:
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
             weighed = weights if isinstance(x, np.ndarray) else mx.array(weights)
-        if self._weighs(x, routing.layer):
+        if _weighs(x):
             weighed = constant(1.0, weights.shape)
         rows, where = self._all_rows(routing, ids, weights, x, report)
         return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
@@ -113,7 +113,7 @@ class RankedExperts:
         owner = self._dealt(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
-        dtype = self._dtype(x, routing.layer)
+        dtype = _dtype(x)
 
         def watched(share: float) -> None:
             report(share)
@@ -130,14 +130,6 @@ class RankedExperts:
         where = np.empty(ids.size, np.int32)  # each rank's rows are padded to the largest number
         where[first] = np.arange(ids.size) + np.repeat(np.arange(len(counts)) * counts.max() - starts, counts)
         return gathered, where.reshape(ids.shape)
-
-    def _weighs(self, x: Array, layer: int) -> bool:
-        """Whether the rows of so many tokens are already multiplied with their weights, in float32."""
-        return isinstance(x, mx.array) and len(x) <= MAX_TOKENS
-
-    def _dtype(self, x: Array, layer: int) -> mx.Dtype | None:
-        """Of the rows, as `_zeros` takes it."""
-        return None if isinstance(x, np.ndarray) else mx.float32 if self._weighs(x, layer) else x.dtype
 
     def _stop_if_wanted(self) -> None:
         if self.exchange.pending is not None:
@@ -160,7 +152,7 @@ class RankedExperts:
             if len(x) <= MAX_TOKENS:
                 self.lookahead.requested(routing, ids)
             if not len(mine):
-                return _zeros((0, x.shape[1]), self._dtype(x, layer))
+                return _zeros((0, x.shape[1]), _dtype(x))
             lease.wait()
             records, slots = lease.records()
             rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
@@ -229,6 +221,16 @@ def on_host(routing: Routing) -> Routing:
     parts = [part.reshape(array.shape) for part, array in zip(np.split(flat, ends), arrays, strict=True)]
     guess = None if routing.guess is None else Routing(routing.guess.layer, parts[2], parts[3].view(np.float32))
     return Routing(routing.layer, parts[0], parts[1].view(np.float32), guess)
+
+
+def _weighs(x: Array) -> bool:
+    """Whether the rows of so many tokens are already multiplied with their weights, in float32."""
+    return isinstance(x, mx.array) and len(x) <= MAX_TOKENS
+
+
+def _dtype(x: Array) -> mx.Dtype | None:
+    """Of the rows, as `_zeros` takes it."""
+    return None if isinstance(x, np.ndarray) else mx.float32 if _weighs(x) else x.dtype
 
 
 def _words(rows: mx.array) -> mx.array:
