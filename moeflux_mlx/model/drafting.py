@@ -34,23 +34,30 @@ class _Depth:
     Attributes:
         count: how many there have been.
         seconds: of one.
+        measured: the number of all steps at the last measurement.
         last: the number of all steps when it was tried last.
         pause: steps from then until it is tried again.
     """
 
     def __init__(self) -> None:
-        self.count, self.last, self.pause = 0, 0, FIRST_PAUSE
+        self.count, self.measured, self.last, self.pause = 0, 0, 0, FIRST_PAUSE
         self.seconds = _Mean()
 
     @property
     def is_known(self) -> bool:
-        return self.count >= WARM_UP + SAMPLES
+        return self.seconds.weight >= SAMPLES
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, at: int) -> None:
+        """Records a step, the one with the number `at` of all. A depth that has rested is measured anew, because steps
+        become faster while a pool of experts fills.
+        """
         self.count += 1
         if self.count > WARM_UP:
-            known = self.seconds.weight > 0
-            self.seconds.add(min(seconds, FAR_OFF * self.seconds.value) if known else seconds)
+            before = self.seconds
+            if at - self.measured >= FIRST_PAUSE:
+                self.seconds = _Mean()
+            self.seconds.add(min(seconds, FAR_OFF * before.value) if before.weight else seconds)
+        self.measured = at
 
     def tried(self, at: int, pays: bool) -> None:
         """Records a trial; while the depth does not pay, the pauses grow."""
@@ -100,7 +107,7 @@ class Drafting:
         for i in range(min(taken + 1, drafts)):
             self._luck[i].add(float(i < taken))
         depth = self._depths[drafts]
-        depth.add(seconds)
+        depth.add(seconds, self._steps)
         known = [i for i in range(self.most + 1) if self._depths[i].is_known]
         self._best = max(known, key=self.rate, default=0)
         could_pay = (1 + drafts) / max(depth.seconds.value, NO_TIME) > self.rate(self._best)

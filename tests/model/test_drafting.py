@@ -51,6 +51,16 @@ def test_drafts_that_do_not_pay_cost_little(seed, step, luck):
     assert rate > 0.97 and depths.count(0) > 0.9 * len(depths)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("cold", [4, 12, 40])
+def test_steps_that_become_faster_do_not_favour_drafts(seed, cold):
+    """The first steps read nearly all of their experts, and so they are slow."""
+    steps = iter(range(10**6))
+    filling = lambda depth: (1 + depth) * (3 if next(steps) < cold else 1)  # noqa: E731
+    _, depths = run(Drafting("head"), filling, 0.8, 400, seed)
+    assert depths[cold + 60 :].count(0) > 0.8 * len(depths[cold + 60 :])
+
+
 def test_a_text_that_changes_is_noticed():
     drafting = Drafting("lookup")
     run(drafting, shared, 0.0, 600)
