@@ -34,12 +34,12 @@ def name() -> str:
     viewed = stand_ins().backend
     if viewed is not None:
         return viewed
-    return _gpu() if mx.default_device() == mx.gpu else "ops"
-
-
-@cache
-def _gpu() -> str:
-    return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "ops"
+    if mx.default_device() == mx.gpu:
+        if mx.metal.is_available():
+            return "metal"
+        if mx.cuda.is_available():
+            return "cuda"
+    return "ops"
 
 
 def has_kernels() -> bool:
