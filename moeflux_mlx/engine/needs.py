@@ -128,8 +128,9 @@ def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens
         return routing + rows * D * demand.itemsize + min(rows, NATIVE_ROWS) * (4 * D + 2 * inner) * demand.itemsize
     wave = wave_size(layout, K)
     if demand.on_units and not any(map(form_refusal, layout.records.values())):
-        outputs = rows * D * demand.itemsize
-        return routing + outputs + max(outputs, rows * inner * demand.itemsize + UNDER_WAY * wave * layout.held_bytes)
+        outputs, act = rows * D * demand.itemsize, rows * inner * demand.itemsize
+        before = min(rows, PIECE_ROWS) * (D + inner) * demand.itemsize  # a short prompt's layer before is still there
+        return routing + before + outputs + max(outputs, act + UNDER_WAY * wave * layout.held_bytes)
     dense = wave * 3 * D * inner * demand.itemsize
     piece = min(rows, PIECE_ROWS) * (2 * D + 4 * inner) * demand.itemsize
     outputs = rows * D * demand.itemsize * (STEPS + 1) // STEPS

@@ -189,7 +189,8 @@ def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> A
     scores, entries, count = [near * width**-0.5], None, keys.shape[2]
     if part.chosen is not None:
         take = gather_rows if library is mx else operator.getitem
-        gathered = [take(text, places) for text, places in zip(seen.entries[..., :width], part.chosen, strict=True)]
+        # Whole rows, because a kernel would copy all entries to take a part of each.
+        gathered = [take(text, places)[..., :width] for text, places in zip(seen.entries, part.chosen, strict=True)]
         entries = library.stack(gathered)  # [B, rows, top, D]
         scores.append(_products(q, entries) * width**-0.5)
     elif seen.entries is not None:

@@ -60,8 +60,8 @@ def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | No
 
 @planned()
 def form_refusal(record: Record) -> Reason | None:
-    """Why the kernels do not multiply records of this form. The text serves all forms that kernels read, but only that
-    of 4-bit integers has run on a GPU.
+    """Why the kernels do not multiply records of this form. The text serves all forms that kernels read, but only for
+    4-bit integers was its result compared on a GPU.
     """
     if any((part.quant.codes, part.quant.bits) != FORM for part in record.projections):
         return Reason("on matrix units only 4-bit integers have been tried")
@@ -118,6 +118,7 @@ def plan_rows(
         return NO_KERNELS if target == "ops" else unread_reason(record)
     matrices: tuple[Projection, ...] = (record.down,) * 2 if is_last else (record.gate, record.up)
     first, last = matrices
+    require(pairs * max(first.rows, first.columns) < 1 << 32, f"{pairs} rows are more than 32 bits can number")
     form, activation = form_of(first), record.activation
     tile = tile_of(target, "expert_rows", f"{2 - is_last}x{first.rows}x{first.columns} {form}")
     template: dict[str, Any] = {"X": dtype, "ROWS": first.rows, "COLS": first.columns, "WORDS": blob[1]}
