@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import Projection, Record
+from ..formats.record import Record
 from ..kinds import FORMS
 from ..quant import INTEGER
 from . import backend
@@ -116,8 +116,7 @@ def plan_rows(
     require(dtype in (mx.bfloat16, mx.float16), f"x is {dtype}; the kernel multiplies bfloat16 and float16")
     if target == "ops" or not is_read(record):
         return NO_KERNELS if target == "ops" else unread_reason(record)
-    matrices: tuple[Projection, ...] = (record.down,) * 2 if is_last else (record.gate, record.up)
-    first, last = matrices
+    first, last = (record.down, record.down) if is_last else (record.gate, record.up)
     require(pairs * max(first.rows, first.columns) < 1 << 32, f"{pairs} rows are more than 32 bits can number")
     form, activation = form_of(first), record.activation
     tile = tile_of(target, "expert_rows", f"{2 - is_last}x{first.rows}x{first.columns} {form}")

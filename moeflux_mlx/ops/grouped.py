@@ -116,6 +116,7 @@ class GroupedRows:
             if isinstance(x, np.ndarray):
                 self._x = mx.array(x)
             self._outputs = []
+        self._batches: list[list[Batch]] = [[]] * len(waves)
         if on_units:
             own = source = np.arange(flat.size, dtype=np.int32)
             starts = np.concatenate([starts_of(counts[wave]) for wave in waves])
@@ -152,9 +153,6 @@ class GroupedRows:
         if self._on_units:
             starts = self._starts[first + index : last + index + 1]  # each wave has one more than experts
             made.append(expert_rows(self._x, starts, self._source[slice(*self._rows_of(index))], numbers, records))
-            backend.start(*made)
-            self._outputs += made
-            return made[-1]
         most, gathered = piece_rows(records.record), 0
         for batch in self._batches[index]:
             some = batch.experts

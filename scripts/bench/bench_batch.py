@@ -26,16 +26,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from bench_decode import ours, theirs
-from make_random_model import shrunk
+from make_random_model import config_of
 from routing_trace import Traced, missed, steps_of
-from streamed import add_options, held_drive, settings, trace_of
+from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load_model
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
 from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.spec import ModelArgs, variants
 
 WARMUP = 8  # steps before the first round
@@ -59,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, help="of the variant; default: all")
     made.add_argument("--model", help="a directory to load in place of a variant")
     add_options(made)
+    add_trace(made)
     made.add_argument("--parallel", type=int, nargs="+", default=[1, 2, 4, 8], help="sequences (%(default)s)")
     made.add_argument("--prompt", type=int, default=512, help="tokens of the longest prompt (%(default)s)")
     made.add_argument("--tokens", type=int, default=32, help="of each sequence in a round (%(default)s)")
@@ -103,7 +103,7 @@ def makers(options: argparse.Namespace) -> Any:
     """Yields a name and the function that advances the sequences, for each case."""
     config, model = None, None
     if options.model is None:
-        config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+        config = config_of(options.variant, options.layers)
         model = ours(ModelArgs.from_dict(config))
     else:
         model = load_model(options.model, **settings(options))

@@ -2,7 +2,7 @@
 """Measures an answer while another sequence's prompt is computed, and that prompt, in turns with each of them alone.
 
     scripts/bench/bench_company.py [--variant qwen3.6-35b-a3b] [--layers N] [--prompt 8192] [--decode-share 0.333]
-    scripts/bench/bench_company.py --model DIR [--expert-io pread] [--expert-cache-gb G]
+    scripts/bench/bench_company.py --model DIR [--expert-io pread] [--expert-cache-gb G] [--drive-mbps M]
 
 A variant gets random weights with all experts in memory; a directory is loaded. As in the server's worker, steps of the
 answer run between two waves, blocks or layers of the prompt, for their share of the time (`Pace`). Prints for each
@@ -23,14 +23,14 @@ import numpy as np
 from bench_batch import decoding
 from bench_decode import ours
 from bench_prompt import quartiles, random_prompt
-from make_random_model import shrunk
+from make_random_model import config_of
+from streamed import add_options, held_drive, settings
 
 from moeflux_mlx import load_model
 from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
 from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.server.running import Totals
 from moeflux_mlx.server.worker import Pace
 from moeflux_mlx.spec import ModelArgs, variants
@@ -44,10 +44,11 @@ def main() -> None:
     model = model_of(options)
     answer = decoding(model, random_prompt(model, options.answer_prompt, seed=0))
     rounds = []
-    for i in range(-1, options.rounds):
-        row = one_round(model, answer, random_prompt(model, options.prompt, seed=1 + i), options)
-        print("warm-up" if i < 0 else f"round {i + 1}", row, flush=True)
-        rounds += [row] if i >= 0 else []
+    with held_drive(options):
+        for i in range(-1, options.rounds):
+            row = one_round(model, answer, random_prompt(model, options.prompt, seed=1 + i), options)
+            print("warm-up" if i < 0 else f"round {i + 1}", row, flush=True)
+            rounds += [row] if i >= 0 else []
     print(json.dumps({"prompt": options.prompt, "load": os.getloadavg()[0], **report(rounds)}))
 
 
@@ -56,8 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--variant", default="qwen3.6-35b-a3b", choices=variants())
     made.add_argument("--layers", type=int, help="of the variant; default: all")
     made.add_argument("--model", help="a directory to load in place of a variant")
-    made.add_argument("--expert-io", default="auto")
-    made.add_argument("--expert-cache-gb", type=float)
+    add_options(made)
     made.add_argument("--prompt", type=int, default=8192, help="tokens (%(default)s)")
     made.add_argument("--answer-prompt", type=int, default=256, help="tokens before the answer (%(default)s)")
     made.add_argument("--decode-share", type=float, default=1 / 3)
@@ -67,9 +67,8 @@ def parser() -> argparse.ArgumentParser:
 
 def model_of(options: argparse.Namespace) -> Any:
     if options.model is not None:
-        cache = options.expert_cache_gb and int(options.expert_cache_gb * 1e9)
-        return load_model(options.model, expert_io=options.expert_io, expert_cache_bytes=cache)
-    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+        return load_model(options.model, **settings(options))
+    config = config_of(options.variant, options.layers)
     return ours(ModelArgs.from_dict(config))
 
 

@@ -31,7 +31,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from bench_prompt import print_table, quartiles, random_prompt, spread, turns
-from make_random_model import shrunk
+from make_random_model import config_of
 from mlx.utils import tree_flatten, tree_unflatten
 
 from moeflux_mlx.cli.run import configure_mlx
@@ -45,7 +45,6 @@ from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.tables import open_readers
-from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
@@ -278,7 +277,7 @@ def main() -> None:
     parser.add_argument("--tiles", default="code", help="auto, code or a file that moeflux tune wrote (%(default)s)")
     options = parser.parse_args()
     configure_mlx()  # as every command does; the other model runs under the same settings
-    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+    config = config_of(options.variant, options.layers)
     body = config.get("text_config", config)
     body |= TABLE if TABLE.keys() <= body.keys() else {}
     args = ModelArgs.from_dict(config)

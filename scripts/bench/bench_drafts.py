@@ -35,9 +35,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_decode import ours
-from make_random_model import shrunk
+from make_random_model import config_of
 from routing_trace import Traced, missed, steps_of
-from streamed import add_options, held_drive, settings, trace_of
+from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load, load_model
 from moeflux_mlx.cli.run import configure_mlx
@@ -49,7 +49,6 @@ from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.routed import RoutedExperts
-from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.drafting import Drafting
@@ -231,7 +230,7 @@ def add_allowed(rows: dict[str, dict]) -> None:
 
 
 def random_model(options: argparse.Namespace) -> Model:
-    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, None)
+    config = config_of(options.variant, options.layers)
     return ours(ModelArgs.from_dict(config), choose("code"))
 
 
@@ -279,6 +278,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--depths", nargs="+", default=["0", "auto", *map(str, range(1, MOST_DRAFTS + 1))])
     add_options(parser)
+    add_trace(parser)
     options = parser.parse_args()
     options.depths = list(dict.fromkeys(["0", *options.depths]))
     if options.right is None and (options.model is None or options.trace is not None):

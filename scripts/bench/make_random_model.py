@@ -52,14 +52,15 @@ def main() -> None:
     for folder in (options.out, options.checkpoint):
         if folder is not None and folder.exists() and not options.force:
             parser.error(f"{folder} exists; give another directory, or --force to write over it")
-    config = shrunk(read_json(directory("configs") / f"{options.variant}.json"), options.layers, options.experts)
+    config = config_of(options.variant, options.layers, options.experts)
     write_model(config, options.out, np.random.default_rng(options.seed))
     if options.checkpoint is not None:
         write_checkpoint(options.out, options.checkpoint)
 
 
-def shrunk(config: dict, layers: int | None, experts: int | None) -> dict:
-    """Returns the configuration with fewer layers or experts."""
+def config_of(variant: str, layers: int | None = None, experts: int | None = None) -> dict:
+    """Returns the configuration of a variant, perhaps with fewer layers or experts."""
+    config = read_json(directory("configs") / f"{variant}.json")
     body = config.get("text_config", config)
     if layers:
         whole, body["num_hidden_layers"] = body["num_hidden_layers"], layers

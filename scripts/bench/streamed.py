@@ -20,8 +20,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-cache-gb", type=float)
     parser.add_argument("--prefetch", default="auto")
     parser.add_argument("--cpu-activations", default="auto", help="of a directory (%(default)s)")
-    parser.add_argument("--trace", type=Path, help="whose experts the rows of a step ask for")
     parser.add_argument("--drive-mbps", type=float, help="slows the drive of a directory down to this")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, help="whose experts the rows of a step ask for")
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
