@@ -25,6 +25,8 @@ THREADS = 16  # reads at once: a token's rows
 ROWS_EACH = 64  # rows of a prompt that a thread reads in sequence
 FEW = 1024  # requests of more rows belong to a prompt, and their rows are not kept
 
+RowParts = tuple[list[int], list[int], int]  # of a part of some rows: files by number, offsets in them, bytes of each
+
 
 class TableReader:
     """The rows of one table.
@@ -45,10 +47,10 @@ class TableReader:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self.rows_read = self.bytes_read = 0
-        self._descriptors: dict[Path, int] = {}
+        self._paths, self._descriptors = files.paths, list[int]()
         try:
-            for path in files.paths:
-                self._descriptors[path] = _opened(path)
+            for path in self._paths:
+                self._descriptors.append(_opened(path))
         except OSError as error:
             self.close()
             raise ExpertIOError(f"{error.filename} cannot be opened: {error.strerror}") from None
@@ -60,7 +62,7 @@ class TableReader:
         if threads is not None:
             threads.shutdown(cancel_futures=True)
         while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+            os.close(self._descriptors.pop())
 
     def begin(self, numbers: np.ndarray) -> "PendingRows":
         """Begins to read the rows int64 [B, L, heads], each once, in file order.
@@ -73,11 +75,15 @@ class TableReader:
         rows, places = np.unique(numbers, return_inverse=True)
         target = np.empty((len(rows), self.files.form.row_bytes), np.uint8)
         missing = self._filled(rows, target)
-        count = 1 if numbers.size <= FEW else ROWS_EACH
-        reads = [
-            self._threads.submit(self._read, rows, target, missing[at : at + count])
-            for at in range(0, len(missing), count)
+        memory = target.reshape(-1).data
+        parts = [
+            (files.tolist(), offsets.tolist(), nbytes) for files, offsets, nbytes in self.files.places(rows[missing])
         ]
+        count, reads = 1 if numbers.size <= FEW else ROWS_EACH, []
+        for at in range(0, len(missing), count):
+            some = slice(at, at + count)
+            own = [(files[some], offsets[some], nbytes) for files, offsets, nbytes in parts]
+            reads.append(self._threads.submit(self._read, memory, missing[some], own))
         if numbers.size > FEW:
             missing = []
         return PendingRows(self, rows, target, reads, missing, places.reshape(numbers.shape))
@@ -105,21 +111,23 @@ class TableReader:
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
 
-    def _read(self, rows: np.ndarray, target: np.ndarray, places: Sequence[int]) -> None:
-        """The work of one thread. Raises ExpertIOError."""
-        for place in places:
-            at = 0
-            for path, offset, nbytes in self.files.places(int(rows[place])):
+    def _read(self, target: memoryview, rows: Sequence[int], parts: Sequence[RowParts]) -> None:
+        """The work of one thread: some rows of `target`. Raises ExpertIOError."""
+        row_bytes, at = self.files.form.row_bytes, 0
+        for files, offsets, nbytes in parts:
+            for row, file, offset in zip(rows, files, offsets, strict=True):
+                start = row * row_bytes + at
                 try:
-                    got = os.preadv(self._descriptors[path], [target[place, at : at + nbytes].data], offset)
+                    got = os.preadv(self._descriptors[file], [target[start : start + nbytes]], offset)
                 except OSError as error:
-                    raise ExpertIOError(f"{path} cannot be read: {error.strerror}") from None
+                    raise ExpertIOError(f"{self._paths[file]} cannot be read: {error.strerror}") from None
                 if got != nbytes:
-                    raise ExpertIOError(f"{path} ends at byte {offset + got}; a table's row ends at {offset + nbytes}")
-                at += nbytes
+                    end, path = offset + nbytes, self._paths[file]
+                    raise ExpertIOError(f"{path} ends at byte {offset + got}; a table's row ends at {end}")
+            at += nbytes
         with self._lock:
-            self.rows_read += len(places)
-            self.bytes_read += len(places) * self.files.form.row_bytes
+            self.rows_read += len(rows)
+            self.bytes_read += len(rows) * row_bytes
 
 
 class PendingRows:

@@ -6,12 +6,13 @@ that one read brings it, or its floats. In a checkpoint that is used as it lies 
 """
 
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from ..errors import ModelFileError
 from ..kinds import NGrams
@@ -59,7 +60,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class TableFiles:
-    """The rows of a layer's table: shards of it, each with its places, which give a row's bytes in order.
+    """The rows of a layer's table: shards of it, each with its places, which give a row's bytes in order. The parts of
+    a row have as many bytes in every shard.
 
     `starts`: the first row of each shard.
     """
@@ -77,11 +79,20 @@ class TableFiles:
     def nbytes(self) -> int:
         return self.rows * self.form.row_bytes
 
-    def places(self, row: int) -> Iterator[Place]:
-        """The places of one row."""
-        shard = bisect_right(self.starts, row) - 1
-        for path, offset, nbytes in self.shards[shard]:
-            yield Place(path, offset + (row - self.starts[shard]) * nbytes, nbytes)
+    def places(self, rows: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, int]]:
+        """For each part of the rows int64 [n], in the order of a row's bytes: the number in `paths` of the file that
+        holds it and its offset there, both int64 [n], and the number of its bytes.
+        """
+        shards = np.searchsorted(self.starts, rows, side="right") - 1
+        inside, numbers, places = rows - np.array(self.starts)[shards], self._numbers, []
+        for part in zip(*self.shards, strict=True):
+            files, offsets = np.array([(numbers[place.path], place.offset) for place in part])[shards].T
+            places.append((files, offsets + inside * part[0].nbytes, part[0].nbytes))
+        return places
+
+    @cached_property
+    def _numbers(self) -> dict[Path, int]:
+        return {path: i for i, path in enumerate(self.paths)}
 
 
 def open_tables(path: Path, args: ModelArgs) -> Mapping[int, TableFiles]:
