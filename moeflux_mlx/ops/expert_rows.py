@@ -13,7 +13,6 @@ import numpy as np
 
 from ..formats.record import Record
 from ..kinds import FORMS
-from ..quant import INTEGER
 from . import backend
 from .experts import Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .forms import form_of
@@ -23,7 +22,6 @@ from .tiles import planned, tile_of
 PLACES = Kernel("expert_places", "ids count", "starts source places")
 ROWS = Kernel("expert_rows", "x blob slots starts source", "out")
 EACH = 8  # experts, and simdgroups, of a threadgroup that sorts
-FORM = (INTEGER, 4)  # codes and bits
 SPLIT = 4  # threadgroups that share an expert's rows, so that an expert with very many does not keep others waiting
 PIECE = 8  # columns that are unpacked at once; a tile's `ahead` is the number of such pieces, its `rows` that of eights
 
@@ -60,11 +58,7 @@ def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | No
 
 @planned()
 def form_refusal(record: Record) -> Reason | None:
-    """Why the kernels do not multiply records of this form. The text serves all forms that kernels read, but only for
-    4-bit integers was its result compared on a GPU.
-    """
-    if any((part.quant.codes, part.quant.bits) != FORM for part in record.projections):
-        return Reason("on matrix units only 4-bit integers have been tried")
+    """Why the kernels do not multiply records of this form."""
     return None if is_read(record) else unread_reason(record)
 
 

@@ -6,12 +6,13 @@ one chunk at a time, so neighbouring lanes read neighbouring chunks.
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..formats.record import Projection
 from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, Quant
+from . import backend
 
 MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
@@ -127,13 +128,23 @@ def unpacked(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | 
     """
     if quant.has_global_scale:
         return unpacked_float32(quant, codes, scales, third)
-    return mx.dequantize(codes, scales, third, **settings(quant))
+    return _dequantized(quant, codes, scales, third)
+
+
+def _dequantized(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:
+    if quant.bits != 1 or backend.name() != "cuda":
+        return mx.dequantize(codes, scales, biases, **settings(quant))
+    # MLX 0.32.4's CUDA build computes nothing for 1 bit, and reports no error.
+    bits = (codes[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    groups = bits.reshape(*scales.shape, quant.group_size).astype(scales.dtype)
+    weights = groups * scales[..., None] + cast(mx.array, biases)[..., None]
+    return weights.reshape(*codes.shape[:-1], -1)
 
 
 def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
     """The weights in float32, for scales of any dtype."""
     scales, biases = _wide(quant, scales, third)
-    weights = mx.dequantize(codes, scales, biases, **settings(quant)).astype(mx.float32)
+    weights = _dequantized(quant, codes, scales, biases).astype(mx.float32)
     return weights if third is None or not quant.has_global_scale else weights * factors(third)
 
 

@@ -7,7 +7,7 @@ The GPU kernels take up to `MAX_TOKENS` rows of x and sum in float32. Like the n
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
@@ -183,11 +183,17 @@ def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
     return y if of_rows is None or not transpose else (y * of_rows).astype(dtype)
 
 
+def dequantises() -> bool:
+    """Whether a prompt's rows are multiplied by dequantised matrices."""
+    return backend.name() == "cuda"
+
+
 def _pays_dense(x: mx.array, w: Weights) -> bool:
-    """Whether to dequantise a matrix first: for many rows, and if a row is a single group, for which MLX 0.32.4's CUDA
-    product does not write its output.
+    """Whether to dequantise a matrix first: for many rows, and where MLX 0.32.4's CUDA product does not write its
+    output: for 1 bit, and if a row is a single group.
     """
-    return backend.name() == "cuda" and (x.shape[-2] >= DENSE_ROWS or w.scales.shape[-1] == 1)
+    few = x.shape[-2] < DENSE_ROWS and w.scales.shape[-1] > 1 and cast(Quant, w.quant).bits > 1
+    return dequantises() and not few
 
 
 def embed(ids: Array, w: Weights) -> Array:

@@ -24,7 +24,6 @@ def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
     models = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in ("resident", "pread")]
     exact = logits_of(load_model(tiny_directory(family), dtype=mx.float32))
     monkeypatch.setitem(TILES["metal"], "expert_rows", TILES["cuda"]["expert_rows"])
-    monkeypatch.setattr(expert_rows, "form_refusal", lambda record: None)
     refusal, calls = expert_rows._refusal, []
     with msl.launching():
         monkeypatch.setattr(expert_rows, "_refusal", lambda *_: Reason("they take turns"))

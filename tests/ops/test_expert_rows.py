@@ -168,5 +168,6 @@ def test_what_the_kernels_do_not_take(host):
     assert rows.refusal(mx.float32, record) and rows.refusal(mx.float32)
     assert "Metal" in rows._refusal("metal", mx.bfloat16, record)
     assert "float32" in rows._refusal("cuda", mx.float32, record)
-    assert rows._refusal("cuda", mx.bfloat16, record) is None
-    assert "4-bit integers" in rows._refusal("cuda", mx.bfloat16, Record.make(64, 64, (Quant(4, 32, "mxfp4"),) * 3))
+    for one in (record, Record.make(64, 64, (Quant(4, 32, "mxfp4"),) * 3)):
+        assert rows._refusal("cuda", mx.bfloat16, one) is None
+    assert rows._refusal("cuda", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))  # rows of 96 columns

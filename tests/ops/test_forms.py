@@ -406,5 +406,18 @@ def test_resident_matrices(quant, kind):
     assert error(np.array(linear.dequantized(part, mx.float32)), heads) < 2e-7
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("group", [32, 128])
+def test_one_bit_is_unpacked_without_mlx_on_cuda(monkeypatch, group, dtype):
+    values = mx.random.normal((2, 5, 256), key=mx.random.key(group)).astype(dtype)
+    parts = mx.quantize(values, group, 1)
+    wanted = mx.dequantize(*parts, group, 1)
+    monkeypatch.setattr(backend, "name", lambda: "cuda")
+    monkeypatch.delattr(mx, "dequantize")
+    got = forms.unpacked(Quant(1, group), *parts)
+    assert got.dtype == dtype and mx.array_equal(got, wanted)
+    assert mx.array_equal(forms.unpacked_float32(Quant(1, group), *parts).astype(dtype), wanted)
+
+
 def test_a_form_without_a_kernel_is_recognised():
     assert not forms.is_read(Quant(4, 128), 192) and forms.is_read(Quant(3, 64), 192)
