@@ -173,6 +173,7 @@ def test_roots_of_softplus(host, by_table):
     check_roots(by_table)
 
 
+@msl.needed
 @pytest.mark.parametrize(
     "file, old, new",
     [

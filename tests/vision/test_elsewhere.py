@@ -29,7 +29,7 @@ REFUSED = "^images are off on several ranks; start one$"
 def in_plan(capfd, model, *more):
     """Returns the lines of a plan, except those of the download and of a GPU's free memory, which others share."""
     assert plan(["--model", model, "--dtype", "float32", *more]) == 0
-    out = re.sub(r"free GPU memory .*", "", capfd.readouterr().out)
+    out = re.sub(r".*free GPU memory.*", "", capfd.readouterr().out)
     return [line for line in out.splitlines() if not line.startswith("org/model: ")]
 
 
