@@ -199,7 +199,7 @@ def attend(
         )
         parts.append(part.transpose(0, 2, 1, 3))
         if part.shape[2] < L:  # one of several
-            gpu_time.commit(L, parts[-1])
+            gpu_time.in_turn(L, parts)
     out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 

@@ -115,7 +115,7 @@ def choose_by_head(made: Index, seen: Any, blocks: HeadBlocks) -> Any:
         scores = library.where(numbers < seen[some, None, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, blocks.chosen, library))
         if library is mx:
-            gpu_time.commit(rows, parts[-1])
+            gpu_time.in_turn(rows, parts)
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
@@ -176,9 +176,11 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: flo
         places = mx.concatenate([whole, tail], axis=-1)  # [rows, 1 or kv heads, positions]
         near = [gather_rows(part, mx.maximum(places, 0) + starts) for part in flat]
         seen = places[:, :1, None] >= 0
-        out = mx.fast.scaled_dot_product_attention(q[some][:, :, None], *near, scale=scale, mask=seen)
-        parts.append(out[:, :, 0])
-        gpu_time.commit(len(q), parts[-1])
+        # The queries of a key's heads count as rows: products of a matrix, where every head alone would read all keys.
+        together = q[some].reshape(count, kv_heads, -1, q.shape[-1])
+        out = mx.fast.scaled_dot_product_attention(together, *near, scale=scale, mask=seen)
+        parts.append(out.reshape(count, q.shape[1], -1))
+        gpu_time.in_turn(len(q), parts)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 

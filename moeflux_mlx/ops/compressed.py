@@ -160,7 +160,7 @@ def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) 
     for part in _parts(q.shape[1], seen, mixer):
         results.append(_of_part(q[:, part.rows], part, seen, logits, mixer))
         if library is mx:
-            gpu_time.commit(q.shape[1], results[-1])
+            gpu_time.in_turn(q.shape[1], results)
     return results[0] if len(results) == 1 else library.concatenate(results, axis=1)
 
 

@@ -9,6 +9,8 @@ are still in time. Memory traffic is not counted; most of it is the sum of the e
 GPU.
 """
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from ..kinds import CHUNK, Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
@@ -49,6 +51,16 @@ def commit(tokens: int, *arrays: mx.array) -> None:
     nothing for a single token, which is little work and may be in the middle of a trace."""
     if tokens > 1 and backend.name() == "metal":
         backend.start(*arrays)
+
+
+def in_turn(tokens: int, parts: Sequence[mx.array]) -> None:
+    """Begins to compute the newest of the parts into which some tokens' attention is divided, and waits for the one
+    before it: the temporaries of two parts are in memory, and on Metal a command buffer holds one. Like `commit`, it
+    does nothing for a single token."""
+    if tokens > 1 and backend.has_kernels():
+        backend.start(parts[-1])
+        for before in parts[-2:-1]:
+            backend.finish(before)
 
 
 def product(rows: int, inner: int, outer: int) -> float:

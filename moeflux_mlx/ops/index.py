@@ -135,7 +135,7 @@ def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
         scores = library.where(positions < seen[some, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, indexer.top, library))
         if library is mx:
-            gpu_time.commit(count, parts[-1])
+            gpu_time.in_turn(count, parts)
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 

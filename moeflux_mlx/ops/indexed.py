@@ -234,7 +234,7 @@ def _gathered_ops(
         if has_gaps:
             scores = mx.where(chosen[some][:, None] < 0, mx.array(-mx.inf, scores.dtype), scores)
         parts.append(mx.softmax(scores, axis=-1, precise=True) @ near)
-        gpu_time.commit(len(q), parts[-1])
+        gpu_time.in_turn(len(q), parts)
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).swapaxes(0, 1)
 
 

@@ -427,7 +427,7 @@ def _of_heads_ops(
     for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
         scores = products(q_nope[:, :, rows], q_pe[:, :, rows], k[:, :, seen], k_pe[:, :, seen])
         parts.append(_softmax(scores * scale, part_mask) @ v[:, :, seen])
-        gpu_time.commit(q_nope.shape[2], parts[-1])
+        gpu_time.in_turn(q_nope.shape[2], parts)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
