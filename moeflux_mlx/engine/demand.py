@@ -6,8 +6,10 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..experts.tables import KEPT_BYTES
+from ..model.tensors import layer_values
 from ..ops.backend import computes_natively
 from ..ops.expert_rows import refusal
+from ..ops.linear import dequantises
 from ..spec import ModelArgs
 from ..vision.vision import NoVision, VisionFiles
 
@@ -25,6 +27,7 @@ class Demand:
         prefill_step_size: the most tokens of a span that a mixer handles at once; None: as many as there is room for.
         native: whether the CPU's native kernels compute; they read packed records in place and keep no scores.
         on_units: whether matrix units multiply a prompt's experts from their codes, if their form suits.
+        dense: bytes of the largest layer's matrices, without routed experts, if prompts dequantise them; else 0.
         expert_io: forces a mode; None or "auto" lets the plan decide.
         expert_cache_bytes: forces the pool's size.
         best_pool: the measured size above which a larger pool is no faster; None if it was not measured.
@@ -41,6 +44,7 @@ class Demand:
     prefill_step_size: int | None = None
     native: bool = False
     on_units: bool = False
+    dense: int = 0
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
     in_place: bool = False
@@ -94,6 +98,7 @@ def demand_of(
         prefill_step_size=prefill_step_size,
         native=computes_natively(dtype, args.widths),
         on_units=not refusal(dtype),
+        dense=dtype.size * layer_values(args) if dequantises() else 0,
         expert_io=expert_io,
         expert_cache_bytes=expert_cache_bytes,
         in_place=in_place,

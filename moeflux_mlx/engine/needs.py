@@ -69,9 +69,10 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     """Bytes of the largest set of temporaries that a span needs, or the image that is encoded before it.
 
     The span always needs its hidden states before and after a layer's mixer, in all streams, and normed; the shared
-    expert's output; the states to rewind to; the positions that an indexer chose; and the rows of n-grams. In addition
-    it needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a quantised one, or
-    all experts' outputs and the waves in flight.
+    expert's output; the states to rewind to; the positions that an indexer chose; the rows of n-grams; and where a GPU
+    multiplies by dequantised matrices those of two layers, because it gets the next layer before this one is done. In
+    addition it needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a
+    quantised one, or all experts' outputs and the waves in flight.
     """
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
@@ -80,6 +81,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     zeros = args.experts.latent is not None or any(layer.residual.output_norms for layer in args.layers)
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     streams += span * (max(map(_chosen_bytes, args.mixer_counts)) + sum(map(_row_bytes, args.ngrams.values())))
+    streams += 2 * demand.dense
     block = _mixer_bytes(args, min(sizes.block, span), demand, context)
     caches = [make_cache(mixer) for mixer in args.mixer_counts]
     block += max(cache.bytes_for(context, demand.itemsize) for cache in caches)

@@ -2,9 +2,11 @@
 it, and its form in memory. Conversion, memory plans and loading use it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from math import prod
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -37,6 +39,16 @@ def needed(
     matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
     names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
     return matrices, {name: shape for name, shape in names.items() if not is_of_matrix(name, matrices)}
+
+
+def layer_values(args: ModelArgs) -> int:
+    """The most values of the matrices of one layer, without routed experts."""
+    counts: dict[str, int] = {}
+    for path, shape in needed(args)[0].items():
+        layer = re.match(r"model\.layers\.\d+\.", path)
+        if layer:
+            counts[layer[0]] = counts.get(layer[0], 0) + prod(shape)
+    return max(counts.values())
 
 
 def is_of_matrix(name: str, matrices: Container[str]) -> bool:
