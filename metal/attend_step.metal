@@ -1,4 +1,4 @@
-// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal
+// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal kv_head.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). H / KV query heads share a
 // key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D] and values[KV, capacity,
 // V]; if WINDOW is set, they are at place p % capacity. Those of later positions are at place p - begun of recent:
@@ -16,7 +16,8 @@
 // For each piece of P visible positions and each head, parts[., PIECE, V + 2] float gets the sum of the values,
 // weighted by exp(score - largest), where score = scale[0] q k; then the largest score, and the sum of the weights.
 // PIECE is H, or the number of heads of all tokens of the launch. The order of sums depends only on positions. next is
-// `recent` with the token's key and value added. All other arrays are X.
+// `recent` with the token's key and value added; if APPENDED is 1, it has them already (attend_append.metal), and next
+// is not written. All other arrays are X.
 //
 // grid: (SHARES * D * pieces, H / GH, 1), threadgroup (SHARES * D, 1, 1). A threadgroup has GH heads that share a key
 // head, and P positions. A thread first computes pairs of a position and a head. Then it has a column of the values,
@@ -76,7 +77,7 @@
       CODES_AHEAD(values + (kept + (WINDOW ? p % capacity : p)) * VD + i % LINES * LINE);
     }
   }
-  const bool copies = part == 0 && head % G == 0;
+  const bool copies = !APPENDED && part == 0 && head % G == 0;
   const uint filled = copies ? (offset - begun) * KEY_UNITS : 0, values_filled = copies ? (offset - begun) * VALUE_UNITS : 0;
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < COPIES; t++) {
@@ -95,7 +96,7 @@
   }
   CODES_UNROLL(1)
   for (uint i = tid; i < DIMS / 2; i += THREADS) {
-    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // as in MLX's rotation of many tokens
+    const float angle = head_angle(positions[3], periods[i]);
     turns[i] = float(magnitude[0]) * metal::cos(angle);
     turns[DIMS / 2 + i] = float(magnitude[0]) * metal::sin(angle);
   }
@@ -118,11 +119,7 @@
     const uint norm_at = is_key ? D : 0;
     float norm = 1.0f;
     if (NORM) {
-      float squares = 0;
-      for (uint i = lane; i < D; i += 32) {
-        squares = metal::fma(float(x[i]), float(x[i]), squares);
-      }
-      norm = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
+      norm = head_norm<D>(x, eps[0], lane);
     }
     const float factor = is_key ? 1.0f : scale[0];
     CODES_UNROLL(1)
@@ -132,8 +129,8 @@
       const float cosine = turns[i], sine = turns[DIMS / 2 + i];
       const float a = float(x[first]) * norm * norms[norm_at + first];
       const float b = float(x[second]) * norm * norms[norm_at + second];
-      heads[h * D + first] = float(X(a * cosine - b * sine)) * factor;
-      heads[h * D + second] = float(X(a * sine + b * cosine)) * factor;
+      heads[h * D + first] = turned_first<X>(a, b, cosine, sine) * factor;
+      heads[h * D + second] = turned_second<X>(a, b, cosine, sine) * factor;
     }
     CODES_UNROLL(1)
     for (uint i = DIMS + lane; is_mine && i < D; i += 32) {
@@ -142,11 +139,7 @@
     if ((sizeof(K) == 1 || VNORM) && is_key && is_mine) {
       float value_norm = 1.0f;
       if (VNORM) {
-        float squares = 0;
-        for (uint i = lane; i < V; i += 32) {
-          squares = metal::fma(float(v[kv * V + i]), float(v[kv * V + i]), squares);
-        }
-        value_norm = metal::rsqrt(lane_sum<32>(squares) / float(V) + eps[0]);
+        value_norm = head_norm<V>(v + kv * V, eps[0], lane);
       }
       for (uint i = lane; i < V; i += 32) {
         own_value[i] = float(X(float(v[kv * V + i]) * value_norm));

@@ -21,7 +21,7 @@ typedef __half2 half2;
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
 
 namespace mem_flags {
-enum { mem_threadgroup };
+enum { mem_device = 1, mem_threadgroup = 2 };
 }
 
 inline void threadgroup_barrier(int) {

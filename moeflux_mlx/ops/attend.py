@@ -10,6 +10,7 @@ into such an array: appending them with MLX takes as long as reading a tenth of 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from .launch import (
 from .norm import Norm, rms_norm
 from .positions import RECENT, Held, Steps
 from .rope import Rope, angles
-from .rows import RowCaches
+from .rows import Begin, RowCaches
 from .seen import SEEING_ALL, SeenBlocks, SeenSizes
 from .tiles import planned
 
@@ -45,9 +46,11 @@ ATTEND_STEP = Kernel(
     "q k v q_weight k_weight periods eps magnitude scale positions keys values recent chosen",
     "parts next",
 )
+ATTEND_APPEND = Kernel("attend_append", "k v k_weight periods eps magnitude positions recent", "next")
 ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
+APPENDING = 128  # threads that add a key and its value
 SEVERAL = Reason("there are several tokens")
 # Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
 # M1's GPU 0.05 s at its full rate (gpu_time).
@@ -168,7 +171,8 @@ def attend(
         return cache.each(
             lambda row, one: _of_row(row, q, k, v, one, terms, whole),
             lambda rows, some: _rows_kernel(rows, some, *more),
-            TOGETHER.get(backend.name(), 1),
+            TOGETHER[backend.name()],
+            lambda rows, one, begin: _steps_kernel(rows, one, begin, *more),
         )
     position = cache.position
     is_alone = B * L == 1 and not isinstance(position, np.ndarray)  # a row of an image has three positions
@@ -317,6 +321,39 @@ def _rows_kernel(
     return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
 
 
+def _steps_kernel(
+    rows: slice,
+    cache: Steps,
+    begin: Begin,
+    heads: tuple[mx.array, mx.array, mx.array],
+    terms: Terms,
+    whole: Whole | None,
+) -> mx.array:
+    """`attend` for consecutive tokens of a sequence in three launches, of which the first appends them all: [1, L,
+    heads * V]. `begin` is called with each row before the cache absorbs it."""
+    q, k, v = (part[:, rows] for part in heads)
+    joined, count = None if whole is None else whole.joined[:, rows], q.shape[1]
+    begin(rows.start)
+    held = cache.held(k.dtype, n=count)
+    (types, turn), constants = _planned_by(terms, q, held), _constants(terms, k, whole)
+    shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
+    widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
+    append, step, combine = plan_steps(
+        backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits, count, widths
+    )
+    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
+    _, k_weight, periods, eps, magnitude, _ = constants
+    (recent,) = append(*inputs[1:], k_weight, periods, eps, magnitude, held.positions, held.recent)
+    positions = []
+    for i in range(count):
+        if i:
+            begin(rows.start + i)
+        positions.append(cache.held(k.dtype).positions)
+        cache.advance(recent)
+    parts, _ = step(*inputs, *constants, *positions, held.keys, held.values, recent, positions[0])
+    return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
+
+
 def _planned_by(
     terms: Terms, q: mx.array, held: Held
 ) -> tuple[tuple[mx.Dtype, mx.Dtype | None, mx.Dtype], tuple[int, bool]]:
@@ -347,19 +384,50 @@ def plan_rows(
 ) -> tuple[Launch, Launch]:
     """The launches for `count` rows; `widths`: values from one row of q, k and v to the next."""
     step, combine = plan(target, shapes, types, capacity, turn, limits)
-    ((pieces, heads, values), _), (recent, _) = step.outputs
-    ((out, _),) = combine.outputs
+    own = {name: f"{name}@{count}" for name in ("positions", "keys", "values", "recent", "next")}
+    return _several(step, combine, count, widths, own, [step.outputs[1]] * count)
+
+
+@lru_cache(512)
+def plan_steps(
+    target: str,
+    shapes: tuple[Shape, Shape, Shape],
+    types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
+    capacity: int,
+    turn: tuple[int, bool],
+    limits: tuple[int | None, bool, bool],
+    count: int,
+    widths: tuple[int, int, int],
+) -> tuple[Launch, Launch, Launch]:
+    """As `plan_rows`, of a sequence's tokens: first the launch that appends all of them."""
+    step, combine = plan(target, shapes, types, capacity, turn, limits)
+    names = "X", "D", "V", "K", "KV", "W", "NORM", "DIMS", "INTERLEAVED", "RECENT", "VNORM"
+    sizes = {name: step.template[name] for name in names} | {"COUNT": count, "THREADS": APPENDING}
+    sizes |= {"AT_K": widths[1], "AT_V": widths[2]}
+    append = Launch(target, ATTEND_APPEND, sizes, (shapes[1][2], count), APPENDING, [step.outputs[1]])
+    step = replace(step, template=step.template | {"APPENDED": 1})
+    own = {"positions": f"positions@{count}"}
+    return append, *_several(step, combine, count, widths, own, [((1,), types[2])])
+
+
+def _several(
+    step: Launch,
+    combine: Launch,
+    count: int,
+    widths: tuple[int, int, int],
+    own: dict[str, str],
+    recent: Sequence[tuple[Shape, mx.Dtype]],
+) -> tuple[Launch, Launch]:
+    """The launches for `count` tokens, with the arrays `own` of each; `recent`: shapes and dtypes of outputs."""
+    ((pieces, heads, values), _), ((out, dtype),) = step.outputs[0], combine.outputs
     # The first piece of every row, then the second, and so on: then the distance between rows does not depend on
-    # `capacity`. Each constant would compile another text.
+    # the capacity. Each constant would compile another text.
     sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), widths, strict=True)) | {"AT_OUT": out[-1]}
     sizes |= {"PIECE": count * heads, "AT_PARTS": heads * values}
-    own = {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
-    own |= {"out": "out+AT_OUT"} | {
-        name: f"{name}@{count}" for name in ("positions", "keys", "values", "recent", "next")
-    }
-    made = [((pieces, count * heads, values), mx.float32), *[(recent, types[2])] * count]
-    outputs = [((1, count, out[-1]), types[0])]
-    return step.of_rows(own, count, sizes, made), combine.of_rows(own, count, sizes, outputs)
+    own |= {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
+    own |= {"out": "out+AT_OUT"}
+    made = [((pieces, count * heads, values), mx.float32), *recent]
+    return step.of_rows(own, count, sizes, made), combine.of_rows(own, count, sizes, [((1, count, out[-1]), dtype)])
 
 
 @lru_cache(512)
@@ -381,7 +449,7 @@ def plan(
     sizes |= {"PIECE": heads, **seen.template}
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
-    template |= {"VNORM": int(norms_values), "LISTS": seen.lists}
+    template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0}
     # A window of n positions may span one piece more than it fills; a short text has fewer.
     pieces = ceildiv(seen.most or capacity + RECENT, positions)
     pieces = pieces if window is None else ceildiv(window - 1, positions) + 1

@@ -36,7 +36,7 @@ from .launch import (
     require,
 )
 from .norm import rms_norm
-from .rows import RowCaches
+from .rows import Begin, RowCaches
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
@@ -115,8 +115,13 @@ def delta(
             parts: Any = [part[:, rows] for part in (qkv, z, b, a)]
             return _rows_kernel(parts, some, w, sizes, None if joined is None else joined[:, rows])
 
-        has_kernel = isinstance(qkv, mx.array) and not refusal(backend.name(), B, sizes)
-        return state.each(of_row, of_rows if has_kernel else None, TOGETHER.get(backend.name(), 1))
+        def in_order(rows: slice, one: State, begin: Begin) -> Any:
+            parts: Any = [part[:, rows] for part in (qkv, z, b, a)]
+            return _steps_kernel(parts, one, w, sizes, None if joined is None else joined[:, rows], rows.start, begin)
+
+        if not isinstance(qkv, mx.array) or refusal(backend.name(), B, sizes):
+            return state.each(of_row)
+        return state.each(of_row, of_rows, TOGETHER[backend.name()], in_order)
     if isinstance(qkv, np.ndarray):
         out = _delta_native(qkv, z, b, a, state, w, sizes)
     elif not refusal(backend.name(), B, sizes):
@@ -328,7 +333,7 @@ def plan_step(
     simdgroups = min(ceildiv(v_dim, rows), MOST_THREADS[target] // 32)
     template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
     template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups, "SIGMOID": int(sizes.gate == "sigmoid")}
-    template |= _decay(sizes.channel_decay)
+    template |= {**_decay(sizes.channel_decay), "STEPS": 1, **_distances((0,) * 4, sizes)}
     outputs = [((*qkv[:-1], sizes.value_width), dtype), (conv, dtype), (recurrent, mx.float32)]
     return Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
 
@@ -348,6 +353,29 @@ def _rows_kernel(
     out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
     for state, conv, recurrent in zip(states, made[:count], made[count:], strict=True):
         state.conv, state.recurrent = conv, recurrent
+        state.offset += 1
+    return out
+
+
+def _steps_kernel(
+    parts: Sequence[mx.array], state: State, w: DeltaWeights, sizes: Delta, joined: Any, first: int, begin: Begin
+) -> mx.array:
+    """`delta_step` of consecutive tokens of a sequence in one launch, of qkv, z, b and a [1, L, .]: [1, L, value
+    width]. `begin` is called before each token's state is taken, with its number from `first` on."""
+    count, qkv = parts[0].shape[1], parts[0]
+    begin(first)
+    conv, recurrent = _begun(state, qkv.dtype, sizes)
+    widths = tuple(part.shape[-1] if joined is None else joined.shape[-1] for part in parts)
+    types = qkv.dtype, w.conv.dtype, w.norm.dtype
+    launch = plan_steps(
+        backend.name(), (1, 1, sizes.channels), conv.shape, recurrent.shape, *types, sizes, count, widths
+    )
+    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *(part[:, :1] for part in parts))
+    out, *made = launch(*inputs, *w.inputs, w.eps, conv, recurrent)
+    for i, (next_conv, after) in enumerate(zip(made[:count], made[count:], strict=True)):
+        if i:
+            begin(first + i)
+        state.conv, state.recurrent = next_conv, after
         state.offset += 1
     return out
 
@@ -375,11 +403,35 @@ def plan_rows(
 ) -> Launch:
     """`widths`: values from a row of qkv, z, b and a to the next."""
     alone = plan_step(target, qkv, conv, recurrent, dtype, taps, norm, sizes)
-    sizes_of = {f"AT_{name.upper()}": n for name, n in zip(PARTS, (*widths, sizes.value_width), strict=True)}
     own = {name: f"{name}+AT_{name.upper()}" for name in PARTS}
     own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
     outputs = [((1, count, sizes.value_width), dtype), *[(conv, dtype)] * count, *[(recurrent, mx.float32)] * count]
-    return alone.of_rows(own, count, sizes_of, outputs)
+    return alone.of_rows(own, count, _distances(widths, sizes), outputs)
+
+
+@planned(PLANS)
+def plan_steps(
+    target: str,
+    qkv: Shape,
+    conv: Shape,
+    recurrent: Shape,
+    dtype: mx.Dtype,
+    taps: mx.Dtype,
+    norm: mx.Dtype,
+    sizes: Delta,
+    count: int,
+    widths: tuple[int, ...],
+) -> Launch:
+    """As `plan_rows`, of a sequence's tokens."""
+    alone = plan_step(target, qkv, conv, recurrent, dtype, taps, norm, sizes)
+    outputs = [((1, count, sizes.value_width), dtype), *[(conv, dtype)] * count, *[(recurrent, mx.float32)] * count]
+    several = {name: f"{name}*{count}" for name in ("next_conv", "next")}
+    return alone.with_arrays(several, {"STEPS": count, **_distances(widths, sizes)}, outputs)
+
+
+def _distances(widths: Sequence[int], sizes: Delta) -> dict[str, int]:
+    """The constants of texts with rows of several tokens: values from one to the next."""
+    return {f"AT_{name.upper()}": n for name, n in zip(PARTS, (*widths, sizes.value_width), strict=True)}
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:

@@ -310,12 +310,15 @@ class Launch:
             sizes: constants that these name.
             outputs: shape and dtype of each.
         """
+        rows = self.with_arrays(own, sizes, outputs)
+        return replace(rows, groups=(*self.groups, count))
+
+    def with_arrays(self, own: Mapping[str, str], sizes: Mapping[str, int], outputs: Sequence[Any]) -> "Launch":
+        """The launch with other names of the kernel's arrays, as in `of_rows`, but with the same groups."""
         named = (self.kernel.inputs, self.kernel.outputs)
         taken, made = (" ".join(own.get(name, name) for name in names.split()) for names in named)
         kernel = replace(self.kernel, inputs=taken, outputs=made)
-        return replace(
-            self, kernel=kernel, template={**self.template, **sizes}, groups=(*self.groups, count), outputs=outputs
-        )
+        return replace(self, kernel=kernel, template={**self.template, **sizes}, outputs=outputs)
 
     def __call__(self, *inputs: Input) -> list[mx.array]:
         arrays, places = placed(inputs, self.kernel.apart)

@@ -61,8 +61,8 @@ class Positions(Protocol):
 class Steps(Positions, Protocol):
     """A cache that also takes single tokens with the arrays of `Held`."""
 
-    def held(self, dtype: mx.Dtype, here: bool = False) -> Held:
-        """The contents before a token, with entries of `dtype`; `here`: as numpy arrays."""
+    def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
+        """The contents before a token, with entries of `dtype`, with room for n; `here`: as numpy arrays."""
         ...
 
     def advance(self, recent: Any) -> None:

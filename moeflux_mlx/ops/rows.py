@@ -8,6 +8,8 @@ from typing import Any
 
 from .backend import Array, library_of
 
+Begin = Callable[[int], None]
+
 
 @dataclass(frozen=True)
 class RowCaches:
@@ -19,22 +21,29 @@ class RowCaches:
     """
 
     caches: Sequence[Any]
-    begin: Callable[[int], None]
+    begin: Begin
 
     def each(
         self,
         compute: Callable[[slice, Any], Array],
         together: Callable[[slice, Sequence[Any]], Array] | None = None,
         most: int = 1,
+        in_order: Callable[[slice, Any, Begin], Array] | None = None,
     ) -> Array:
         """Calls `compute` with each row [1, 1, ...], its place and its cache, and joins the results to [1, R, ...].
-        `together` does the same for up to `most` rows of different sequences, with their places and caches.
+
+        Args:
+            together: the same for up to `most` rows of different sequences, with their places and caches.
+            in_order: the same for several rows of one sequence; it calls `begin` itself, which it is given.
         """
         parts = []
-        for rows in self._runs(1 if together is None else most):
+        for rows in self._runs(1 if together is None else most, in_order is not None):
+            caches = self.caches[rows]
+            if in_order is not None and len(caches) > 1 and caches[0] is caches[1]:
+                parts.append(in_order(rows, caches[0], self.begin))
+                continue
             for i in range(rows.start, rows.stop):
                 self.begin(i)
-            caches = self.caches[rows]
             if together is None or len(caches) == 1:
                 parts.append(compute(rows, caches[0]))
             else:
@@ -44,13 +53,31 @@ class RowCaches:
         library = library_of(parts[0])
         return library.concatenate(parts, axis=1)
 
-    def _runs(self, most: int) -> Iterator[slice]:
-        """Runs of 1, 2, 4, ... consecutive rows with different caches, at most `most`. Each number of rows needs its
-        own compiled kernel, and a new number should not appear whenever a sequence joins.
+    def _runs(self, most: int, joins: bool) -> Iterator[slice]:
+        """If `joins` is set, all consecutive rows of a sequence that has several. Of the others runs of 1, 2, 4, ...
+        rows with different caches, at most `most`. Each number of rows needs its own compiled kernel, and a new number
+        should not appear whenever a sequence joins.
         """
         start, count = 0, len(self.caches)
         while start < count:
-            alike = next((i for i in range(start + 1, count) if self.caches[i] in self.caches[start:i]), count)
-            size = 1 << (min(most, alike - start).bit_length() - 1)
+            end = start + 1
+            while joins and end < count and self.caches[end] is self.caches[start]:
+                end += 1
+            if end > start + 1:
+                yield slice(start, end)
+                start = end
+                continue
+            while end < count and not self._continues(start, end, joins):
+                end += 1
+            size = 1 << (min(most, end - start).bit_length() - 1)
             yield slice(start, start + size)
             start += size
+
+    def _continues(self, start: int, row: int, joins: bool) -> bool:
+        """Whether the row belongs to a sequence of the rows from `start` on, or, if these are joined, is one of several
+        of its own.
+        """
+        cache = self.caches[row]
+        if joins and row + 1 < len(self.caches) and self.caches[row + 1] is cache:
+            return True
+        return any(one is cache for one in self.caches[start:row])

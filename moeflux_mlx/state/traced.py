@@ -144,7 +144,7 @@ class FixedKeys:
         """The rotary position of the next token, an int32 array of no axes."""
         return self._held.positions[3]
 
-    def held(self, dtype: mx.Dtype) -> Held:
+    def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
         return self._held
 
     def advance(self, recent: mx.array) -> None:

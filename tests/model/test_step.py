@@ -169,11 +169,12 @@ def test_rows_that_choose_positions_have_the_same_bits(monkeypatch, family):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "mistral4", *map(full, ["deepseek_v3", "gpt_oss", "nemotron_h"])])
 def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
-    """The sequences have different lengths. One case has a sequence with two rows."""
+    """The sequences have different lengths. In one step some have several rows, which share a launch of their own."""
     model, shared, of_rows = tiny_model(family, mx.float32), [], Launch.of_rows
     monkeypatch.setattr(Launch, "of_rows", lambda self, *given: shared.append(given[1]) or of_rows(self, *given))
     for module in (attend, delta, latent):
         module.plan_rows.cache_clear()
+    attend.plan_steps.cache_clear()
     plan = [([(1,), (2, 3), (), ()], [1, 2, 0, 0]), ([(5,), (6,), (7,), (8,)], [1, 0, 1, 1])]
     with msl.launching():
         check(model, Alone(model), [()] * 4, plan)

@@ -143,7 +143,7 @@ def check_attention(part, array):
 
 @msl.needed
 def test_values_that_a_kernel_norms_otherwise(monkeypatch):
-    msl.plant(monkeypatch, "attend_step.metal", "/ float(V) + eps[0]", "+ eps[0]")
+    msl.plant(monkeypatch, "attend_step.metal", "head_norm<V>(v + kv * V, eps[0], lane)", "1.0f")
     with msl.launching(), pytest.raises(AssertionError):
         check_attention(CASES["values in a norm"], mx.array)
 

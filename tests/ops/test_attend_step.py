@@ -12,6 +12,7 @@ from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import attend, backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
+from moeflux_mlx.ops.rows import RowCaches
 from moeflux_mlx.ops.seen import SeenBlocks
 from moeflux_mlx.state.cache import make_cache
 
@@ -136,6 +137,43 @@ class Layer:
 @pytest.mark.parametrize("case, dtype", drawn(CASES, LIMITS))
 def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("case, count, before", drawn(CASES, [2, 3, 8], [[3], [130, 1, 1, 1], [40, *[1] * 29]]))
+def test_several_tokens_have_the_bits_of_each_alone(host, case, count, before):
+    """Their outputs, and what the cache holds afterwards. Once they do not fit in the array of the newest keys."""
+    layer = Layer(*CASES[case], mx.bfloat16)
+    heads, kv_heads, width, gates = layer.sizes
+    shapes = (heads, width * (1 + gates)), (kv_heads, width), (kv_heads, layer.part.value_width)
+    caches, begun = [layer.cache(), layer.cache()], []
+    for length in before:
+        parts = [layer.normal(1, length, *shape) for shape in shapes]
+        for cache in caches:
+            layer.run(parts, cache)
+    parts = [layer.normal(1, count, *shape) for shape in shapes]
+    want = [layer.run([part[:, i : i + 1] for part in parts], caches[0]) for i in range(count)]
+    got = layer.run(parts, RowCaches([caches[1]] * count, lambda row: begun.append((row, caches[1].offset))))
+    assert begun == [(i, sum(before) + i) for i in range(count)]
+    assert np.array_equal(wide(got), wide(mx.concatenate(want, axis=1)))
+    for one, other in zip(caches[1].state[:2], caches[0].state[:2], strict=True):
+        assert np.array_equal(np.array(one.view(mx.uint8)), np.array(other.view(mx.uint8)))
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("attend_append", "positions[3] + int(token)", "positions[3]"),
+        ("attend_append", "place = filled + token", "place = filled"),
+        ("attend_append", "k + token * AT_K", "k"),
+        ("attend_append", "unit < filled * KEY_UNITS", "unit < KEY_UNITS"),
+        ("attend_step", "!APPENDED && part == 0", "part == 0"),
+    ],
+)
+def test_a_planted_fault_between_tokens_is_caught(host, monkeypatch, file, old, new):
+    msl.plant(monkeypatch, f"{file}.metal", old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        test_several_tokens_have_the_bits_of_each_alone(None, "one group", 3, [130, 1, 1, 1])
 
 
 @msl.needed
@@ -309,9 +347,9 @@ FAULTS = {
     "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
     "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
-    "turned backwards": ("attend_step", "a * cosine - b * sine", "a * cosine + b * sine"),
+    "turned backwards": ("kv_head.h", "a * cosine - b * sine", "a * cosine + b * sine"),
     "no magnitude": ("attend_step", "float(magnitude[0]) * metal::sin", "metal::sin"),
-    "no epsilon": ("attend_step", "+ eps[0]", "+ 0 * eps[0]"),
+    "no epsilon": ("kv_head.h", "+ eps)", "+ 0 * eps)"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
     "values of the newest": ("attend_step", "values_later + (p - begun) * VD", "values_later + row * VD"),

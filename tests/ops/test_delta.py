@@ -13,6 +13,7 @@ from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import ChannelDecay, Delta, Router
 from moeflux_mlx.ops import delta, route
+from moeflux_mlx.ops.rows import RowCaches
 from moeflux_mlx.ops.tiles import MAX_TOKENS, Tile, using
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -190,6 +191,45 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
         assert np.array_equal(wide(one), wide(want))
 
 
+@pytest.mark.parametrize("sizes, count", drawn([*STEP_CASES, CHANNELS], [2, 3, 8], seed=4))
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_several_tokens_in_one_launch_have_the_bits_of_each_alone(host, sizes, count, is_joined):
+    rng, sizes = np.random.default_rng(sizes), Delta(*sizes, channel_decay=RULE if sizes == CHANNELS else None)
+    parts = [part[None] for part in step_inputs(rng, sizes, mx.bfloat16, count)]
+    joined = mx.concatenate(parts, axis=-1) if is_joined else None
+    conv, recurrent, weights = step_state(rng, sizes, mx.bfloat16)
+    states, seen = [SimpleNamespace(conv=conv[None], recurrent=recurrent[None], offset=0) for _ in range(2)], []
+    want, alone = [], []
+    for row in (slice(i, i + 1) for i in range(count)):
+        own = None if joined is None else joined[:, row]
+        alone.append((states[0].conv, states[0].recurrent))
+        want.append(delta.delta(*(part[:, row] for part in parts), states[0], weights, sizes, own))
+    rows = RowCaches([states[1]] * count, lambda i: seen.append((i, states[1].conv, states[1].recurrent)))
+    got = delta.delta(*parts, rows, weights, sizes, joined)
+    assert np.array_equal(wide(got), wide(mx.concatenate(want, axis=1)))
+    alone.append((states[0].conv, states[0].recurrent))
+    seen.append((count, states[1].conv, states[1].recurrent))
+    for i, ((number, *own), others) in enumerate(zip(seen, alone, strict=True)):
+        assert i == number and all(np.array_equal(wide(a), wide(b)) for a, b in zip(own, others, strict=True))
+    assert states[1].offset == count
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("a[step * AT_A + own]", "a[own]"),
+        ("z[step * AT_Z + head", "z[head"),
+        ("next_inputs, step, AT_QKV", "next_inputs, 0, AT_QKV"),
+        ("in(next, step - 1)", "in(next, 0)"),
+    ],
+)
+def test_a_planted_fault_between_tokens_is_caught(host, monkeypatch, old, new):
+    msl.plant(monkeypatch, "delta_step.metal", old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        test_several_tokens_in_one_launch_have_the_bits_of_each_alone(None, (2, 4, 64, 20, 4), 3, True)
+
+
 @msl.needed
 @pytest.mark.parametrize(
     "old, new",
@@ -198,7 +238,7 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
         ("head % SHARED == 0", "head == 0"),
         ("mixed[i] = float(X(", "mixed[i] = float(("),
         ("outs[first + r] = float(X(sum))", "outs[first + r] = sum"),
-        ("z[head * DV + i]", "z[i]"),
+        ("z[step * AT_Z + head * DV + i]", "z[step * AT_Z + i]"),
         ("SIGMOID ? 1.0f : gate", "SIGMOID ? gate : 1.0f"),
         ("EACH ? head * DK + lane * N + i : head", "EACH ? head * DK + lane * N : head"),
     ],
