@@ -7,7 +7,7 @@ from ..experts.reader import in_pieces_bytes
 from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
-from ..kinds import Delta, Latent, Mixer, NGrams
+from ..kinds import Delta, HyperConnections, Latent, Mixer, NGrams
 from ..model.span import PromptSizes
 from ..ops.attend import SCORES
 from ..ops.expert_rows import form_refusal
@@ -26,6 +26,7 @@ PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allo
 KV_STEP = KVCache.step  # positions by which caches grow
 BLOCK = 4096  # the most tokens that a mixer handles at once by default
 SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
+MIXED_COPIES, GATED_COPIES = 2, 7  # of the streams, in each part of a layer; measured on an H200
 INDEX_BYTES = 4  # per position that an indexer chose
 NUMBER_BYTES = 16  # per row of a table: its number, and its place among the rows that are read
 ROUTING_BYTES = 40  # per row: its expert, weight, places, and temporaries of sorting
@@ -82,7 +83,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     streams += span * (max(map(_chosen_bytes, args.mixer_counts)) + sum(map(_row_bytes, args.ngrams.values())))
     streams += 2 * demand.dense
-    block = _mixer_bytes(args, min(sizes.block, span), demand, context)
+    block = _mixer_bytes(args, min(sizes.block, span), demand, context) + _mixing_bytes(args, sizes.block, span, demand)
     caches = [make_cache(mixer) for mixer in args.mixer_counts]
     block += max(cache.bytes_for(context, demand.itemsize) for cache in caches)
     block += max(cache.fetched_bytes(context, demand.itemsize) for cache in caches)
@@ -119,6 +120,16 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     return blocks * (
         demand.itemsize * max(mlp, *map(values, args.mixer_counts)) + FLOAT_BYTES * tokens * args.hidden_size
     )
+
+
+def _mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int:
+    """Bytes of the streams on their way into and out of both parts of a layer, of two blocks if the span has several.
+    The CPU frees each array as soon as it is used.
+    """
+    if demand.native or args.connections is None:
+        return 0
+    copies = MIXED_COPIES if isinstance(args.connections, HyperConnections) else GATED_COPIES
+    return 2 * copies * min(2 * block, span) * args.connections.streams * args.hidden_size * demand.itemsize
 
 
 def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens: int) -> int:

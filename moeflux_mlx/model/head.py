@@ -23,8 +23,7 @@ from .compiled import DecodeStep
 from .layer import DecoderLayer
 from .layers import Linear, RMSNorm
 from .span import Span
-
-ROW_BY_ROW = 8  # rows at a time, at most, that go through compiled steps
+from .step import MAX_OF_SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class DraftHead(nn.Module):
         self.model = _Layers(args, experts, split_latent)
         self._shared: Shared | None = None
         self._experts = experts
-        self._steps: list[DecodeStep] = []  # for one row on a GPU with the experts: without and with a draft
+        self._steps: list[DecodeStep] = []  # for a few rows on a GPU with the experts: without and with a draft
         if experts is not None and experts.source.is_resident:
             self._steps = [DecodeStep(self._row), DecodeStep(self._drafting_row)]
             for step in self._steps:
@@ -104,21 +103,19 @@ class DraftHead(nn.Module):
         """
         ids = mx.array(list(tokens), mx.uint32)[None]
         with self._computing() as shared:
-            if self._steps and len(tokens) <= ROW_BY_ROW and self._steps[0].takes(ids[:, :1], [[cache]]):
-                return self._row_by_row(hidden, ids, cache, draft)
+            if self._steps and len(tokens) <= MAX_OF_SEQUENCE and self._steps[0].takes(ids, [[cache]] * len(tokens)):
+                return self._in_a_step(hidden, ids, cache, draft)
             x = self._joined(shared.embed(ids), hidden)
             out = backend.contiguous(self._normed(x, cache)[:, -1:])
         return out, self.next(out) if draft else None
 
-    def _row_by_row(
+    def _in_a_step(
         self, hidden: Sequence[Any], ids: mx.array, cache: Cache, draft: bool
     ) -> tuple[Any, mx.array | None]:
-        """`absorb`, each row by a compiled step: building the graph of several takes longer."""
-        states, count = mx.concatenate([backend.leave(part) for part in hidden], axis=1), ids.shape[1]
-        for i in range(count):
-            step = self._steps[draft and i == count - 1]
-            out, *token = step(ids[:, i : i + 1], [[cache]], states[:, i : i + 1])
-        return out, token[0] if token else None
+        """`absorb` by a compiled step."""
+        states = mx.concatenate([backend.leave(part) for part in hidden], axis=1)
+        out, *token = self._steps[draft](ids, [[cache]] * ids.shape[1], states)
+        return out[:, -1:], token[0] if token else None
 
     def next(self, out: Any) -> mx.array:
         """The most likely token [1, 1] after `out`, a result of `absorb` or `follow`."""
@@ -140,10 +137,10 @@ class DraftHead(nn.Module):
         return [self._normed(self._joined(self._shared.embed(token), [hidden]), caches[0])]
 
     def _drafting_row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
-        """The function that is compiled, including the next token."""
+        """The function that is compiled, including the token after the last row."""
         assert self._shared is not None
         out = self._row(token, caches, hidden)[0]
-        return [out, mx.argmax(self._shared.logits(out), axis=-1)]
+        return [out, mx.argmax(self._shared.logits(out[:, -1:]), axis=-1)]
 
     @contextmanager
     def _computing(self) -> Iterator[Shared]:
