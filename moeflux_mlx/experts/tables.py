@@ -7,6 +7,7 @@ neighbouring rows are useless.
 import contextlib
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,10 +23,13 @@ from .source import CLOSED
 
 KEPT_BYTES = 16 << 20  # bytes of rows kept for each table
 THREADS = 16  # reads at once: a token's rows
-ROWS_EACH = 64  # rows of a prompt that a thread reads in sequence
+ROWS_EACH = 64  # rows of a prompt that a thread reads in sequence before it looks at the clock
+SLOW = 20e-6  # seconds of a read that takes longer than one from the page cache
 FEW = 1024  # requests of more rows belong to a prompt, and their rows are not kept
 
 RowParts = tuple[list[int], list[int], int]  # of a part of some rows: files by number, offsets in them, bytes of each
+
+Chunk = tuple[Sequence[int], list[RowParts]]  # some rows, and their parts
 
 
 class TableReader:
@@ -79,11 +83,14 @@ class TableReader:
         parts = [
             (files.tolist(), offsets.tolist(), nbytes) for files, offsets, nbytes in self.files.places(rows[missing])
         ]
-        count, reads = 1 if numbers.size <= FEW else ROWS_EACH, []
-        for at in range(0, len(missing), count):
+        count, few = (1, THREADS) if numbers.size <= FEW else (ROWS_EACH, 1)
+        chunks = []
+        for at in reversed(range(0, len(missing), count)):
             some = slice(at, at + count)
-            own = [(files[some], offsets[some], nbytes) for files, offsets, nbytes in parts]
-            reads.append(self._threads.submit(self._read, memory, missing[some], own))
+            chunks.append((missing[some], [(files[some], offsets[some], nbytes) for files, offsets, nbytes in parts]))
+        reads: list[Future[None]] = []
+        for _ in range(min(few, len(chunks))):
+            reads.append(self._threads.submit(self._work, memory, chunks, reads))
         if numbers.size > FEW:
             missing = []
         return PendingRows(self, rows, target, reads, missing, places.reshape(numbers.shape))
@@ -111,8 +118,26 @@ class TableReader:
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
 
+    def _work(self, target: memoryview, chunks: list[Chunk], reads: "list[Future[None]]") -> None:
+        """The work of one thread: takes chunks from the end until none is left. If they have to be fetched from the
+        drive, another thread helps, and is appended to `reads`; if they are in the page cache, more threads would only
+        wait for each other. Raises ExpertIOError.
+        """
+        while chunks:
+            try:
+                rows, parts = chunks.pop()
+            except IndexError:  # another thread was faster
+                return
+            begin = time.perf_counter()
+            self._read(target, rows, parts)
+            is_slow = time.perf_counter() - begin > SLOW * len(rows)
+            threads = self._threads
+            if is_slow and chunks and len(reads) < THREADS and threads is not None:
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    reads.append(threads.submit(self._work, target, chunks, reads))
+
     def _read(self, target: memoryview, rows: Sequence[int], parts: Sequence[RowParts]) -> None:
-        """The work of one thread: some rows of `target`. Raises ExpertIOError."""
+        """Reads some rows of `target`. Raises ExpertIOError."""
         row_bytes, at = self.files.form.row_bytes, 0
         for files, offsets, nbytes in parts:
             for row, file, offset in zip(rows, files, offsets, strict=True):
@@ -162,7 +187,7 @@ class PendingRows:
 
     def _wait(self) -> None:
         reads, self._reads = self._reads, []
-        for read in reads:
+        for read in reads:  # a read may append another
             read.result()
         if self._missing:
             self._reader.keep(self._rows, self._target, self._missing)

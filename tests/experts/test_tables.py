@@ -1,6 +1,7 @@
 """Rows of n-gram tables: the right ones in any order and form, read once, kept for a while, and incomplete files."""
 
 import os
+import threading
 
 import goldens
 import mlx.core as mx
@@ -15,6 +16,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
+from moeflux_mlx.experts import tables
 from moeflux_mlx.experts.tables import FEW, TableReader
 from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
 from moeflux_mlx.quant import Quant
@@ -103,6 +105,20 @@ def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
     got = np.array(reader.begin(numbers).take(3, 9).astype(mx.float32))[0]
     np.testing.assert_array_equal(got, wanted[numbers[0, 3:9]].reshape(6, -1))
     assert reader.rows_read == len(np.unique(numbers)) == len(read) and not reader._kept
+    reader.close()
+
+
+@pytest.mark.parametrize("slow, most", [(1e9, 1), (0, tables.THREADS)])
+def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, most):
+    """From the page cache one thread reads all rows of a prompt."""
+    files, wanted = written(tmp_path, FORMS[0], 3000, [3000], False)
+    reader, threads, right = TableReader(files), set(), os.preadv
+    monkeypatch.setattr(tables, "SLOW", slow)
+    monkeypatch.setattr(os, "preadv", lambda *given: threads.add(threading.get_ident()) or right(*given))
+    numbers = np.arange(3000).reshape(1, 1500, 2)
+    got = np.array(reader.begin(numbers).take(0, 1500).astype(mx.float32))[0]
+    np.testing.assert_array_equal(got, wanted[numbers[0]].reshape(1500, -1))
+    assert reader.rows_read == 3000 and (len(threads) == 1 if most == 1 else 1 < len(threads) <= most)
     reader.close()
 
 
