@@ -34,6 +34,7 @@ from .rope import Rope
 from .seen import SeenBlocks
 
 Blocks = KeyBlocks | HeadBlocks
+PARTS = 16  # of a prompt's attention, whose places are computed together
 
 
 class Terms(NamedTuple):
@@ -169,18 +170,20 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: flo
     tails = mx.where(tails > own, -1, tails)  # -1: not there yet
     starts = arange(kv_heads, mx)[:, None] * positions  # of the heads, all positions of which are gathered from
     flat = [part.reshape(-1, part.shape[-1]) for part in (keys, values)]
-    for some in slices(len(q), blocks.indexer.rows_at_once(0, blocks.ratio * width)):
-        count, heads, _ = chosen[some].shape
-        whole = (chosen[some][..., None] * blocks.ratio + inside).reshape(count, heads, -1)
-        tail = mx.broadcast_to(tails[some][:, None], (count, heads, blocks.ratio))
+    at_once = blocks.indexer.rows_at_once(0, blocks.ratio * width)
+    for group in slices(len(q), PARTS * at_once):
+        count, heads, _ = chosen[group].shape
+        whole = (chosen[group][..., None] * blocks.ratio + inside).reshape(count, heads, -1)
+        tail = mx.broadcast_to(tails[group][:, None], (count, heads, blocks.ratio))
         places = mx.concatenate([whole, tail], axis=-1)  # [rows, 1 or kv heads, positions]
-        near = [gather_rows(part, mx.maximum(places, 0) + starts) for part in flat]
-        seen = places[:, :1, None] >= 0
+        seen, places = places[:, :1, None] >= 0, mx.maximum(places, 0) + starts
         # The queries of a key's heads count as rows: products of a matrix, where every head alone would read all keys.
-        together = q[some].reshape(count, kv_heads, -1, q.shape[-1])
-        out = mx.fast.scaled_dot_product_attention(together, *near, scale=scale, mask=seen)
-        parts.append(out.reshape(count, q.shape[1], -1))
-        gpu_time.in_turn(len(q), parts)
+        together = q[group].reshape(count, kv_heads, -1, q.shape[-1])
+        for some in slices(count, at_once):
+            near = [gather_rows(part, places[some]) for part in flat]
+            out = mx.fast.scaled_dot_product_attention(together[some], *near, scale=scale, mask=seen[some])
+            parts.append(out.reshape(-1, q.shape[1], values.shape[-1]))
+            gpu_time.in_turn(len(q), parts)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
