@@ -206,7 +206,8 @@ class Decoding:
         if step is not None:
             step.seconds += time.perf_counter() - begun
             if not step.rows_left:
-                self.model.drafting.add(step.drafted, step.followed - 1, step.seconds)
+                is_cold = self.model.experts is not None and self.model.experts.is_filling
+                self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, is_cold)
         return token, logprobs
 
     def take_row(self, step: Step, sequence: int, ahead: bool = False) -> None:

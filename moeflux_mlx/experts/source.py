@@ -123,6 +123,7 @@ class ExpertLoader(ABC):
         pool_bytes: bytes of that many records.
         reads_ahead: whether `hint` does anything.
         counts_rows: whether to count for `asked_by_row`.
+        is_filling: whether the last call read experts into memory that was free.
         asking: numbers from 1 to 255 of the texts whose rows are computed, in order, or of the only text.
     """
 
@@ -132,6 +133,7 @@ class ExpertLoader(ABC):
     pool_bytes: int = 0
     reads_ahead: bool = False
     counts_rows: bool = False
+    is_filling: bool = False
     asking: Sequence[int] = ()
 
     def __init__(self, layout: ExpertLayout, decision: str):

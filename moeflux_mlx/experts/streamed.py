@@ -79,7 +79,7 @@ class StreamedExperts(ExpertLoader):
         self._guards: list[mx.array] = []  # guards of leases released in this turn
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is in progress, and none has been interrupted
-        self._in_turn = self._in_interlude = False
+        self._in_turn = self._in_interlude = self._is_filling = False
         self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # this turn's ids, and which were in memory
         self._ahead: list[Key] = []  # guesses that are being read or queued
         self.reader = reader or ExpertReader(packed, workers=workers, check=check)
@@ -168,6 +168,10 @@ class StreamedExperts(ExpertLoader):
                 self._lock.release()
 
     @property
+    def is_filling(self) -> bool:  # type: ignore[override]
+        return self._is_filling
+
+    @property
     def is_closed(self) -> bool:
         return self._closed
 
@@ -208,6 +212,7 @@ class StreamedExperts(ExpertLoader):
             self._check_open()
             if not self._in_interlude:
                 self._breathe(tokens)
+                self._is_filling = False
             self._asked_by_row.clear()
             with self._alone():
                 self._in_turn = True
@@ -399,6 +404,7 @@ class StreamedExperts(ExpertLoader):
             else:
                 ready[i] = slot.read is None
                 self._count(slot)
+        self._is_filling |= bool(missing) and len(pool) < pool.slots
         for key in missing:
             self._stats.misses += 1
             slot = self._claim(pool)

@@ -84,6 +84,7 @@ class Drafting:
         self.checked = self.taken = 0
         self._steps = 0
         self._best = 0
+        self._is_cold = False  # the last step was
         self._depths = [_Depth() for _ in range(self.most + 1)]
         self._luck = [_Mean(EXPECTED, 2.0) for _ in range(self.most)]  # by draft, if the ones before it were accepted
 
@@ -92,21 +93,27 @@ class Drafting:
         """How many drafts the next step should check."""
         if self.fixed or not self.most:
             return self.most
-        return next(self._due(), self._best)
+        return 0 if self._is_cold else next(self._due(), self._best)
 
     @property
     def steps(self) -> Sequence[int]:
         """The number of steps by number of checked drafts, from 0 on."""
         return [depth.count for depth in self._depths]
 
-    def add(self, drafts: int, taken: int, seconds: float) -> None:
-        """Records the seconds of a step that checked `drafts`, of which the first `taken` were accepted."""
+    def add(self, drafts: int, taken: int, seconds: float, is_cold: bool = False) -> None:
+        """Records the seconds of a step that checked `drafts`, of which the first `taken` were accepted. `is_cold`: a
+        pool of experts was filling, and the step's time says nothing of later ones; the next step checks no drafts.
+        """
+        self._is_cold = is_cold
         self._steps += 1
         self.checked += drafts
         self.taken += taken
         for i in range(min(taken + 1, drafts)):
             self._luck[i].add(float(i < taken))
         depth = self._depths[drafts]
+        if is_cold:
+            depth.count += 1
+            return
         depth.add(seconds, self._steps)
         known = [i for i in range(self.most + 1) if self._depths[i].is_known]
         self._best = max(known, key=self.rate, default=0)

@@ -322,6 +322,17 @@ def read(loader, *ids):
     return lease.ready
 
 
+def test_whether_a_call_fills_a_pool(packed):
+    layer = packed.layout.moe_layers[0]
+    loader, filled = StreamedExperts(packed, cache_bytes=3 * packed.layout.expert_stride, least_slots=2), []
+    for ids in ([0, 1], [0, 1], [2], [3], [4, 5]):
+        with loader.turn(1), loader.request(layer, np.array(ids)) as lease:
+            lease.wait()
+        filled.append(loader.is_filling)
+    loader.close()
+    assert filled == [True, False, True, False, False]
+
+
 def test_records_read_only_for_rejected_rows_are_evicted_first(packed):
     loader = StreamedExperts(packed, cache_bytes=5 * packed.layout.expert_stride, least_slots=5)
     read(loader, [0, 1])

@@ -51,6 +51,16 @@ def test_drafts_that_do_not_pay_cost_little(seed, step, luck):
     assert rate > 0.97 and depths.count(0) > 0.9 * len(depths)
 
 
+def test_nothing_is_learnt_from_steps_that_fill_a_pool():
+    drafting = Drafting("head")
+    for _ in range(100):
+        drafting.add(drafting.depth, 0, 5.0, is_cold=True)
+    assert drafting.depth == 0 and drafting.steps[0] == 100
+    drafting.add(0, 0, 1.0)
+    _, depths = run(drafting, alone, 1 / 3, 100)
+    assert depths.count(0) > 0.9 * len(depths)
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("cold", [4, 12, 40])
 def test_steps_that_become_faster_do_not_favour_drafts(seed, cold):
