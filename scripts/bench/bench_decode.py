@@ -178,7 +178,10 @@ def randomise_theirs(model: nn.Module, num_experts: int) -> None:
 
 def launches(model: Any) -> dict[str, int]:
     """Returns the operations of one token's graph that are not views, by name, the most frequent first."""
-    cache = model.make_cache()
+    if hasattr(model, "make_cache"):
+        cache = model.make_cache()
+    else:
+        cache = importlib.import_module("mlx_lm.models.cache").make_prompt_cache(model)
     mx.eval(model(mx.array([[1, 2]]), cache=cache))
     with tempfile.TemporaryDirectory() as folder:
         dot = Path(folder) / "graph.dot"
