@@ -1,4 +1,4 @@
-// needs: lane.h.metal kv_rows.h.metal kv_head.h.metal
+// needs: kv_rows.h.metal kv_head.h.metal
 // Adds the keys and values of COUNT consecutive tokens of a sequence to `recent`, as attend_step.metal adds one: next is
 // `recent` with all of them. Names and sizes are those of that text; positions are the first token's. AT_K and AT_V are
 // the numbers of values from a token's k or v to that of the next token.

@@ -31,6 +31,7 @@
   for (int t = 0; t < T; t++) {
     squares[t] = 0;
   }
+  CODES_UNROLL(AHEAD)
   for (uint chunk = member * L + lane; chunk < I / CHUNK; chunk += SPLIT * L) {
     uint code[R * (CHUNK * BITS / 32)];
     float scale[R * GROUPS], bias[R * GROUPS];

@@ -2,14 +2,14 @@
 template <int STEPS>
 struct OfStep {
   template <typename A>
-  static auto in(A arrays, uint step) -> decltype(+arrays[0]) {
+  auto of(A arrays, uint step) -> decltype(+arrays[0]) {
     return arrays[step];
   }
 };
 template <>
 struct OfStep<1> {
   template <typename A>
-  static A in(A array, uint step) {
+  A of(A array, uint step) {
     return array;
   }
 };

@@ -20,7 +20,7 @@ from .tiles import kept_files, mlx_version
 
 VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable once, before its first kernel
 NVRTC = "libnvrtc.so.13"  # major version of the CUDA that MLX's build uses
-SEQUENCES = (2, 4, 6, 8)  # row counts of a step; all other counts run the same kernels
+SEQUENCES = (2, 3, 4, 6, 8)  # row counts of a step; all other counts run the same kernels
 
 
 @contextmanager

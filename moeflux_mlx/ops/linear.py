@@ -406,12 +406,11 @@ def plan(
     template = {"X": x_dtype, "O": rows, "I": columns, "R": tile.rows, "L": lanes, **form.template}
     template |= {"SG": tile.simdgroups, "SPLIT": split}
     name, turns = "qmv", ceildiv(tokens, ROWS_AT_ONCE)
-    if tokens == 1:
-        template["AHEAD"] = form.ahead(tile.ahead)
-    else:  # as many rows of the matrix as suit several rows of x
+    template["AHEAD"] = form.ahead(tile.ahead) if tokens <= 3 else 1  # for more rows there are too few registers
+    if tokens > 1:  # as many rows of the matrix as suit several rows of x
         name, template["R"] = "qmv_tokens", tile_of(target, "qmv_tokens", spot).rows
         blocks = ceildiv(rows * lanes, template["R"] * 32)
-        template["T"] = 2 * ceildiv(tokens, 2 * turns)  # even: a text for every two numbers of rows
+        template["T"] = 3 if tokens == 3 else 2 * ceildiv(tokens, 2 * turns)  # above 3 a text for every two numbers
     grid = (ceildiv(blocks * split, tile.simdgroups), turns)
     inputs = "x w scales biases norm eps residual"
     kernel = Kernel(name, inputs if tokens == 1 else f"{inputs} count", "y", form.header)
