@@ -20,9 +20,9 @@
 
   _Pragma("unroll 1")
   for (uint step = 0; step < STEPS; step++) {
-    const device float* before = step == 0 ? state : (const device float*)OfStep<STEPS>().of(next, step - 1);
-    device float* after = OfStep<STEPS>().of(next, step);
-    device X* next_inputs = OfStep<STEPS>().of(next_conv, step);
+    const device float* before = step == 0 ? state : (const device float*)of_step(next, step - 1);
+    device float* after = of_step(next, step);
+    device X* next_inputs = of_step(next_conv, step);
     float beta = 0;
     float q[N], k[N], decay[N];
 

@@ -1,15 +1,11 @@
-// Arrays of which a text for several tokens in sequence has one for each, and a text for one token a single one.
-template <int STEPS>
-struct OfStep {
-  template <typename A>
-  auto of(A arrays, uint step) -> decltype(+arrays[0]) {
-    return arrays[step];
-  }
-};
-template <>
-struct OfStep<1> {
-  template <typename A>
-  A of(A array, uint step) {
-    return array;
-  }
-};
+// The array of one of several consecutive tokens: of arrays with one for each, or of the single one that a text for one
+// token has.
+template <typename T>
+inline device T* of_step(device T* thread* arrays, uint step) {
+  return arrays[step];
+}
+
+template <typename T>
+inline device T* of_step(device T* array, uint step) {
+  return array;
+}

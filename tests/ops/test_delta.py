@@ -221,7 +221,7 @@ def test_several_tokens_in_one_launch_have_the_bits_of_each_alone(host, sizes, c
         ("a[step * AT_A + own]", "a[own]"),
         ("z[step * AT_Z + head", "z[head"),
         ("next_inputs, step, AT_QKV", "next_inputs, 0, AT_QKV"),
-        ("of(next, step - 1)", "of(next, 0)"),
+        ("of_step(next, step - 1)", "of_step(next, 0)"),
     ],
 )
 def test_a_planted_fault_between_tokens_is_caught(host, monkeypatch, old, new):
