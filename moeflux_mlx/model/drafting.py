@@ -4,6 +4,7 @@ A draft is a cheaply proposed token that a step of the model checks. Drafts chan
 token. This module does not know where drafts come from.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 from ..state.layer_cache import MOST_DRAFTS
@@ -13,19 +14,27 @@ EXPECTED = 0.5  # assumed share of accepted drafts before any measurement
 WARM_UP = 1  # first steps of a depth, which do not count: kernels are compiled, temporaries allocated
 SAMPLES = 2  # steps of a depth before it is compared
 FIRST_PAUSE, LONGEST_PAUSE = 32, 256  # steps until a depth that did not pay is tried again
+DOUBT = 1.0  # standard errors that may favour drafts, on either side
 NO_TIME = 1e-9  # seconds, for what has not been measured
 FAR_OFF = 3.0  # the most times the mean that a step counts for, so that a pause of the process does not count
 
 
 class _Mean:
-    """A mean in which older values fade."""
+    """A mean in which older values fade, and the variance of the values."""
 
     def __init__(self, value: float = 0.0, weight: float = 0.0):
-        self.value, self.weight = value, weight
+        self.value, self.weight, self._variance = value, weight, 0.0
 
     def add(self, value: float) -> None:
         self.weight = min(self.weight + 1, WINDOW)
-        self.value += (value - self.value) / self.weight
+        step = (value - self.value) / self.weight
+        self._variance += (value - self.value - step) * step - self._variance / self.weight
+        self.value += step
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return math.sqrt(max(self._variance, 0.0) / max(self.weight - 1, 1))
 
 
 class _Depth:
@@ -34,13 +43,12 @@ class _Depth:
     Attributes:
         count: how many there have been.
         seconds: of one.
-        measured: the number of all steps at the last measurement.
         last: the number of all steps when it was tried last.
         pause: steps from then until it is tried again.
     """
 
     def __init__(self) -> None:
-        self.count, self.measured, self.last, self.pause = 0, 0, 0, FIRST_PAUSE
+        self.count, self.last, self.pause = 0, 0, FIRST_PAUSE
         self.seconds = _Mean()
 
     @property
@@ -48,16 +56,15 @@ class _Depth:
         return self.seconds.weight >= SAMPLES
 
     def add(self, seconds: float, at: int) -> None:
-        """Records a step, the one with the number `at` of all. A depth that has rested is measured anew, because steps
-        become faster while a pool of experts fills.
+        """Records a step, the one with the number `at` of all. If the depth has rested, what was measured before counts
+        as one step, because a text's first steps may be slower than later ones.
         """
         self.count += 1
         if self.count > WARM_UP:
-            before = self.seconds
-            if at - self.measured >= FIRST_PAUSE:
-                self.seconds = _Mean()
-            self.seconds.add(min(seconds, FAR_OFF * before.value) if before.weight else seconds)
-        self.measured = at
+            mean = self.seconds
+            if at - self.last >= FIRST_PAUSE:
+                mean.weight = min(mean.weight, 1.0)
+            mean.add(min(seconds, FAR_OFF * mean.value) if mean.weight else seconds)
 
     def tried(self, at: int, pays: bool) -> None:
         """Records a trial; while the depth does not pay, the pauses grow."""
@@ -115,19 +122,29 @@ class Drafting:
             depth.count += 1
             return
         depth.add(seconds, self._steps)
-        known = [i for i in range(self.most + 1) if self._depths[i].is_known]
-        self._best = max(known, key=self.rate, default=0)
+        self._best = self._chosen()
         could_pay = (1 + drafts) / max(depth.seconds.value, NO_TIME) > self.rate(self._best)
         if drafts == self._best or not (0 < drafts == taken and could_pay):  # else it is tried again while it is lucky
             depth.tried(self._steps, pays=drafts == self._best)
 
-    def rate(self, depth: int) -> float:
-        """The expected tokens per second of a known depth."""
+    def _chosen(self) -> int:
+        """The known depth with the most tokens per second. Drafts must be better than none by more than chance: where
+        experts have to be read, the time of a step varies by half.
+        """
+        known = [i for i in range(self.most + 1) if self._depths[i].is_known]
+        best = max(known, key=self.rate, default=0)
+        return best if best and self.rate(best, DOUBT) > self.rate(0, -DOUBT) else 0
+
+    def rate(self, depth: int, doubt: float = 0.0) -> float:
+        """The expected tokens per second of a known depth, if its steps take as many standard errors longer than
+        measured as `doubt` says.
+        """
         tokens = chance = 1.0
         for luck in self._luck[:depth]:
             chance *= luck.value
             tokens += chance
-        return tokens / max(self._depths[depth].seconds.value, NO_TIME)
+        seconds = self._depths[depth].seconds
+        return tokens / max(seconds.value + doubt * seconds.error, NO_TIME)
 
     def _due(self) -> Iterator[int]:
         """The depths that are due for a trial: the best one until it is known, no drafts, and the neighbours of the

@@ -51,6 +51,15 @@ def test_drafts_that_do_not_pay_cost_little(seed, step, luck):
     assert rate > 0.97 and depths.count(0) > 0.9 * len(depths)
 
 
+def test_chance_does_not_favour_drafts():
+    """The time of a step varies by 40 %, as where experts have to be read, and drafts cost a sixth."""
+    draw = random.Random(0)
+    noisy = lambda depth: (1 + 1.15 * depth) * draw.lognormvariate(0, 0.4)  # noqa: E731
+    plain = run(Drafting(), noisy, 0.0, 4000)[0]
+    rates = [run(Drafting("head"), noisy, 0.8, 200, seed)[0] / plain for seed in range(20)]
+    assert sorted(rates)[5] > 0.93 and sum(rates) / len(rates) > 0.96
+
+
 def test_nothing_is_learnt_from_steps_that_fill_a_pool():
     drafting = Drafting("head")
     for _ in range(100):
