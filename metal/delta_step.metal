@@ -103,7 +103,7 @@
       const float value = outs[i] * scale * float(weight[i]);
       out[step * AT_OUT + head * DV + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::exp(-gate)));
     }
-    if (step + 1 < STEPS) {  // which reads what other threads have written
+    if (step + 1 < STEPS) {  // in which rows beyond the last read another thread's; their results are dropped
       threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
     }
   }

@@ -45,6 +45,7 @@ class _OwnStep:
         followed: number of rows whose next token has been handed out.
         chosen: the next token of each row, if they were chosen together.
         seconds: time spent on this step so far.
+        is_cold: whether the step read experts into memory that was free.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class _OwnStep:
         self._step, self._sequence, self._experts = step, sequence, experts
         self.chosen: list[Chosen] = []
         self._drafts, self.ahead, self.drafted = drafts, ahead, len(drafts)
+        self.is_cold = experts is not None and experts.is_filling
         rows = slice(sequence, sequence + 1 + len(drafts))
         self.logits = step.logits[rows]
         self.hidden = None if step.hidden is None else step.hidden[:, rows]
@@ -206,8 +208,7 @@ class Decoding:
         if step is not None:
             step.seconds += time.perf_counter() - begun
             if not step.rows_left:
-                is_cold = self.model.experts is not None and self.model.experts.is_filling
-                self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, is_cold)
+                self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, step.is_cold)
         return token, logprobs
 
     def take_row(self, step: Step, sequence: int, ahead: bool = False) -> None:

@@ -98,7 +98,7 @@ def demand_of(
         prefill_step_size=prefill_step_size,
         native=computes_natively(dtype, args.widths),
         on_units=not refusal(dtype),
-        dense=dtype.size * layer_values(args) if dequantises() else 0,
+        dense=dtype.size * layer_values(args) if args.quantization and dequantises() else 0,
         expert_io=expert_io,
         expert_cache_bytes=expert_cache_bytes,
         in_place=in_place,

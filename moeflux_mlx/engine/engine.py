@@ -208,7 +208,7 @@ def _loaded(
 ) -> Engine:
     """Loads the model as planned; `computing` makes the object that computes routed experts from their source."""
     args, plan = drafts.args, drafts.plan
-    with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles):
+    with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles, drafts.drafting.most > 0):
         experts = open_experts(weights.experts, args, plan, progress)
         try:
             shape = split_latent(weights.shapes), plan.sizes, tiles, bits, drafts.drafting

@@ -14,26 +14,27 @@ import mlx.core as mx
 from ..ops import backend
 from ..ops.kernel_files import Compiler, Program, keep
 from ..ops.tiles import Tiles
-from .launches import launches_of
+from .launches import TOKENS, launches_of
 from .random_weights import Shapes
 from .tiles import kept_files, mlx_version
 
 VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable once, before its first kernel
 NVRTC = "libnvrtc.so.13"  # major version of the CUDA that MLX's build uses
-SEQUENCES = (2, 3, 4, 6, 8)  # row counts of a step; all other counts run the same kernels
+SEQUENCES = (2, 4, 6, 8)  # row counts of a step; all other counts run the same kernels, except for 3
+CHECKED = (2, 3)  # rows that check drafts; each number has kernels of its own, and more are compiled when first used
 
 
 @contextmanager
-def compiling(shapes: Shapes, tiles: Tiles) -> Iterator[None]:
+def compiling(shapes: Shapes, tiles: Tiles, drafts: bool = False) -> Iterator[None]:
     """A context manager that compiles, in other threads, the kernels that no earlier start has compiled. If that is
-    impossible, MLX compiles each kernel at its first use.
+    impossible, MLX compiles each kernel at its first use. `drafts`: whether the model may check drafts.
     """
     compiler = compiler_here() if backend.name() == "cuda" else None
     folder = None if compiler is None else folder_of(compiler)
     if compiler is None or folder is None:
         yield
         return
-    thread = threading.Thread(target=keep, args=(compiler, programs_of(shapes, tiles), folder))
+    thread = threading.Thread(target=keep, args=(compiler, programs_of(shapes, tiles, drafts), folder))
     thread.start()
     try:
         yield
@@ -41,9 +42,12 @@ def compiling(shapes: Shapes, tiles: Tiles) -> Iterator[None]:
         thread.join()
 
 
-def programs_of(shapes: Shapes, tiles: Tiles) -> list[Program]:
-    """The kernels that the model's parts run for one token, for a few of one or several sequences, and for many."""
-    with closing(launches_of(shapes, "cuda", tiles, SEQUENCES)) as steps:
+def programs_of(shapes: Shapes, tiles: Tiles, drafts: bool = False) -> list[Program]:
+    """The kernels that the model's parts run for one token, for a few of one or several sequences, for many, and for
+    checking `drafts`.
+    """
+    rows = CHECKED if drafts else ()
+    with closing(launches_of(shapes, "cuda", tiles, (*TOKENS, 3), SEQUENCES, rows)) as steps:
         return list({program.text: program for step in steps for program in step.programs}.values())
 
 

@@ -75,20 +75,27 @@ class Step:
 
 
 def launches_of(
-    shapes: Shapes, target: str, tiles: Tiles = CODE, sequences: Sequence[int] = ()
+    shapes: Shapes,
+    target: str,
+    tiles: Tiles = CODE,
+    tokens: Sequence[int] = TOKENS,
+    sequences: Sequence[int] = (),
+    rows: Sequence[int] = (),
 ) -> Generator[Step, None, None]:
     """Lists what each kind of mixer and feed-forward part, and lm_head, run on the backend `target` with these tiles.
-    `sequences`: numbers of sequences for which a step with one token of each is listed too.
+    `sequences`: numbers of sequences for which a step with one token of each is listed too. `rows`: the same for steps
+    of several tokens of one sequence, which check drafts.
     """
-    cases = [(tokens, make_cache) for tokens in TOKENS] + [(count, partial(_caches, count)) for count in sequences]
+    cases = [(count, make_cache) for count in tokens] + [(count, partial(_caches, count)) for count in sequences]
+    cases += [(count, partial(_rows, count)) for count in rows]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
         for part, layers, run, is_single in _parts(shapes):
-            for tokens, caches in cases[:1] if is_single else cases:
+            for count, caches in cases[:1] if is_single else cases:
                 noted = Noted(tiles, missing)
                 with noted.listening():
-                    run(_activations(shapes, tokens), caches)
-                yield Step(part, layers, tokens, noted.asked_for(), noted.refused, noted.programs)
+                    run(_activations(shapes, count), caches)
+                yield Step(part, layers, count, noted.asked_for(), noted.refused, noted.programs)
 
 
 class Noted(Tiles):
@@ -237,6 +244,11 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
 def _caches(count: int, mixer: Any) -> RowCaches:
     """The caches of several sequences with one row each."""
     return RowCaches([make_cache(mixer) for _ in range(count)], lambda row: None)
+
+
+def _rows(count: int, mixer: Any) -> RowCaches:
+    """The cache of a sequence with several rows."""
+    return RowCaches([make_cache(mixer)] * count, lambda row: None)
 
 
 def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: Any, caches: Any) -> Any:

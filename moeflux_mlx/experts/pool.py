@@ -74,6 +74,7 @@ class SlotPool:
         rows: the memory, one record per row.
         free_rows: the rows that no record owns.
         adopted: the memory as an MLX array on Metal.
+        has_been_full: whether a record had no free memory since the pool last grew.
     """
 
     def __init__(self, nbytes: int, slots: int, staging: int | None = None, most: int | None = None):
@@ -97,6 +98,7 @@ class SlotPool:
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
+        self.has_been_full = False
 
     def _take_memory(self, count: int) -> None:
         """Replaces the memory by new memory for `count` records, in one step."""
@@ -153,6 +155,7 @@ class SlotPool:
         """A free slot, if there is one."""
         if not self.free_rows:
             self.finish_copies()
+        self.has_been_full |= len(self._used) >= self.slots
         return Slot(heappop(self.free_rows)) if self.free_rows and len(self._used) < self.slots else None
 
     def memory(self, slot: Slot) -> memoryview:
@@ -271,6 +274,7 @@ class SlotPool:
             evict: removes a record after its read is cancelled or over.
         """
         assert 0 < slots <= self.most
+        self.has_been_full &= slots <= self.slots
         if not self.breathes:
             return self._replace(slots, evict)
         if len(self._used) > slots:

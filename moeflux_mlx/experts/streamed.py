@@ -404,12 +404,12 @@ class StreamedExperts(ExpertLoader):
             else:
                 ready[i] = slot.read is None
                 self._count(slot)
-        self._is_filling |= bool(missing) and len(pool) < pool.slots
         for key in missing:
             self._stats.misses += 1
             slot = self._claim(pool)
             assert slot is not None  # because it is no longer a guess
             self._submit(pool, key, slot, speculative=False)
+        self._is_filling |= bool(missing) and not pool.has_been_full
 
     def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -124,6 +124,8 @@ class TableReader:
         wait for each other. Raises ExpertIOError.
         """
         while chunks:
+            if self._threads is None:
+                raise ExpertIOError(CLOSED)
             try:
                 rows, parts = chunks.pop()
             except IndexError:  # another thread was faster
@@ -186,9 +188,12 @@ class PendingRows:
         return values.reshape(B, end - start, heads * values.shape[-1])
 
     def _wait(self) -> None:
-        reads, self._reads = self._reads, []
-        for read in reads:  # a read may append another
-            read.result()
+        for read in self._reads:  # a read may append another
+            try:
+                read.result()
+            except CancelledError:
+                raise ExpertIOError(CLOSED) from None
+        self._reads = []
         if self._missing:
             self._reader.keep(self._rows, self._target, self._missing)
             self._missing = []

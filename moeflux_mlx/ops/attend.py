@@ -202,8 +202,10 @@ def attend(
             q[:, :, rows], k[:, :, places], v[:, :, places], scale=scale, mask=mask, sinks=sinks
         )
         parts.append(part.transpose(0, 2, 1, 3))
-        if part.shape[2] < L:  # one of several
+        if part.shape[2] < L and window is None:  # one of several, with scores of all positions
             gpu_time.in_turn(L, parts)
+        elif part.shape[2] < L:
+            gpu_time.commit(L, parts[-1])
     out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 

@@ -135,7 +135,7 @@ def _dequantized(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.arr
     if quant.bits != 1 or backend.name() != "cuda":
         return mx.dequantize(codes, scales, biases, **settings(quant))
     # MLX 0.32.4's CUDA build computes nothing for 1 bit, and reports no error.
-    bits = (codes[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    bits = (codes.view(mx.uint8)[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     groups = bits.reshape(*scales.shape, quant.group_size).astype(scales.dtype)
     weights = groups * scales[..., None] + cast(mx.array, biases)[..., None]
     return weights.reshape(*codes.shape[:-1], -1)

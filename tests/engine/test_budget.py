@@ -22,6 +22,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
 from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine import needs
 from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.budget import default_context, longest_context, plan_memory
 from moeflux_mlx.engine.demand import Demand
@@ -212,6 +213,22 @@ def test_both_score_arrays_of_latent_attention_are_planned():
     demand = Demand(10 * GB, context=32768, itemsize=2)
     scores = args.num_attention_heads * 512 * 32768 * 2
     assert plan_memory(args, layout, Figures(192 * GB), demand).activations > 2 * scores
+
+
+def test_dequantised_matrices_and_streams_under_way_are_planned():
+    """Of two layers, and of up to two blocks; the CPU has neither."""
+    args = ModelArgs.from_variant("qwen3.8-flash-next-125b")
+    layout, width = ExpertLayout.from_args(args), 4 * args.hidden_size
+
+    def planned(span, **more):
+        demand = Demand(resident=0, context=span, itemsize=2, **more)
+        return activation_bytes(args, layout, demand, span, PromptSizes(span, 512))
+
+    assert planned(512, dense=1000) - planned(512) == 2000
+    mixed = [needs._mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
+    assert mixed == [2 * needs.GATED_COPIES * tokens * width * 2 for tokens in (512, 1024, 1024)]
+    assert needs._mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0
+    assert planned(1024) > planned(512) + mixed[0]
 
 
 def test_longer_steps_of_a_prompt_are_planned():

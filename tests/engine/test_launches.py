@@ -13,7 +13,7 @@ from moeflux_mlx.cli import tuning as screen
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
-from moeflux_mlx.ops import backend, linear, native
+from moeflux_mlx.ops import backend, gpu_time, linear, native
 from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in
 from moeflux_mlx.quant import Quant
 
@@ -134,6 +134,14 @@ def test_a_cpu_says_why_another_native_form_does_not_run(monkeypatch):
     _, steps = said("deepseek_v3", "ops", 1)
     reasons = {reason for step in steps for reason in step.refused.values()}
     assert reasons == {"the native extension is not built"} and not any(step.runs for step in steps)
+
+
+def test_nothing_is_computed_for_a_list(monkeypatch):
+    with standing_in(backend="metal"):
+        x = mx.ones((4,)) + 1
+        monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("evaluated"))
+        monkeypatch.setattr(mx, "async_eval", lambda *_: pytest.fail("evaluated"))
+        gpu_time.in_turn(2, [x, x + 1])
 
 
 def test_layers_in_other_forms_are_listed_separately(cpu_device):

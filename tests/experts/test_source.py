@@ -333,6 +333,27 @@ def test_whether_a_call_fills_a_pool(packed):
     assert filled == [True, False, True, False, False]
 
 
+def test_a_full_pool_does_not_fill_again_where_a_guess_was_dropped(packed):
+    blocked = threading.Event()
+    preadv = lambda *given: (blocked.wait(), os.preadv(*given))[1]  # noqa: E731
+    reader = ExpertReader(packed, preadv=preadv, workers=1)
+    stride, layer = packed.layout.expert_stride, packed.layout.moe_layers[0]
+    loader = StreamedExperts(packed, cache_bytes=3 * stride, least_slots=1, reader=reader)
+    blocked.set()
+    for one in range(4):
+        with loader.turn(1), loader.request(layer, np.array([one])) as lease:
+            lease.wait()
+    blocked.clear()
+    loader.hint([(layer, 4), (layer, 5)])  # the thread waits in the first of them
+    loader.hint([])
+    blocked.set()
+    with loader.turn(1), loader.request(layer, np.array([0])) as lease:
+        lease.wait()
+    assert not loader.is_filling
+    loader.resize(loader.pool_bytes)
+    loader.close()
+
+
 def test_records_read_only_for_rejected_rows_are_evicted_first(packed):
     loader = StreamedExperts(packed, cache_bytes=5 * packed.layout.expert_stride, least_slots=5)
     read(loader, [0, 1])

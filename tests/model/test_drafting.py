@@ -60,7 +60,7 @@ def test_chance_does_not_favour_drafts():
     assert sorted(rates)[5] > 0.93 and sum(rates) / len(rates) > 0.96
 
 
-def test_nothing_is_learnt_from_steps_that_fill_a_pool():
+def test_the_time_of_steps_that_fill_a_pool_counts_for_nothing():
     drafting = Drafting("head")
     for _ in range(100):
         drafting.add(drafting.depth, 0, 5.0, is_cold=True)
