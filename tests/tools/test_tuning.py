@@ -22,7 +22,7 @@ from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.formats.record import ExpertLayout, Record
 from moeflux_mlx.model.tensors import needed, stored_as
-from moeflux_mlx.ops import backend, experts, linear
+from moeflux_mlx.ops import backend, expert_rows, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.forms import form_of, unpacked
 from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, using
@@ -168,6 +168,18 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
         trial.wanted = [out * 1.05 for out in trial.wanted]
         assert other is None or not trial.is_right(other), "a planted fault"
     assert met == set(TILES["metal"]) - {"qmv_large"}
+
+
+def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monkeypatch):
+    monkeypatch.setitem(TILES["metal"], "expert_rows", TILES["cuda"]["expert_rows"])
+    monkeypatch.setattr(expert_rows, "_refusal", lambda *_: None)
+    found = dict(tiny_samples())
+    assert not {"expert_dequantize", "prompt_experts"} & {sample.kernel for sample in found.values()}
+    spots = [spot for spot, sample in found.items() if sample.kernel == "expert_rows"]
+    assert [spot.split()[1] for spot in spots] == ["2x64x128", "1x128x64"]
+    for spot in spots:
+        trial = trials.Trial(spot, found[spot])
+        assert trial.is_right(next(trial.around(TILES["metal"]["expert_rows"])))
 
 
 @pytest.mark.parametrize("family", goldens.families())
