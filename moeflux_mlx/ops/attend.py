@@ -307,15 +307,9 @@ def _rows_kernel(
     whole: Whole | None,
 ) -> mx.array:
     """`attend` for a row of each of several sequences in two launches: [1, R, heads * V]."""
-    q, k, v = (part[:, rows] for part in heads)
-    joined = None if whole is None else whole.joined[:, rows]
-    held = [cache.held(k.dtype) for cache in caches]
-    capacity = max(one.keys.shape[2] for one in held)
-    (types, turn), constants = _planned_by(terms, q, held[0]), _constants(terms, k, whole)
-    shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
-    widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
-    step, combine = plan_rows(backend.name(), shapes, types, capacity, turn, terms.limits, len(caches), widths)
-    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
+    held = [cache.held(heads[1].dtype) for cache in caches]
+    inputs, constants, given = _of_rows(rows, held[0], max(one.keys.shape[2] for one in held), heads, terms, whole)
+    step, combine = plan_rows(*given)
     positions, *arrays = ([getattr(one, name) for one in held] for name in ("positions", "keys", "values", "recent"))
     parts, *recent = step(*inputs, *constants, *positions, *(array for own in arrays for array in own), positions[0])
     for cache, kept in zip(caches, recent, strict=True):
@@ -333,27 +327,39 @@ def _steps_kernel(
 ) -> mx.array:
     """`attend` for consecutive tokens of a sequence in three launches, of which the first appends them all: [1, L,
     heads * V]. `begin` is called with each row before the cache absorbs it."""
-    q, k, v = (part[:, rows] for part in heads)
-    joined, count = None if whole is None else whole.joined[:, rows], q.shape[1]
     begin(rows.start)
-    held = cache.held(k.dtype, n=count)
-    (types, turn), constants = _planned_by(terms, q, held), _constants(terms, k, whole)
-    shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
-    widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
-    append, step, combine = plan_steps(
-        backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits, count, widths
-    )
-    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
+    held = cache.held(heads[1].dtype, n=rows.stop - rows.start)
+    inputs, constants, given = _of_rows(rows, held, held.keys.shape[2], heads, terms, whole)
+    append, step, combine = plan_steps(*given)
     _, k_weight, periods, eps, magnitude, _ = constants
     (recent,) = append(*inputs[1:], k_weight, periods, eps, magnitude, held.positions, held.recent)
     positions = []
-    for i in range(count):
-        if i:
-            begin(rows.start + i)
-        positions.append(cache.held(k.dtype).positions)
+    for row in range(rows.start, rows.stop):
+        if positions:
+            begin(row)
+        positions.append(cache.held(heads[1].dtype).positions)
         cache.advance(recent)
     parts, _ = step(*inputs, *constants, *positions, held.keys, held.values, recent, positions[0])
     return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
+
+
+def _of_rows(
+    rows: slice,
+    held: Held,
+    capacity: int,
+    heads: tuple[mx.array, mx.array, mx.array],
+    terms: Terms,
+    whole: Whole | None,
+) -> tuple[Sequence[Input], list[Input], Any]:
+    """For some rows of a step: the kernel's q, k and v, its constants, and the arguments of `plan_rows`."""
+    q, k, v = (part[:, rows] for part in heads)
+    joined = None if whole is None else whole.joined[:, rows]
+    types, turn = _planned_by(terms, q, held)
+    shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
+    widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
+    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
+    given = q.shape[1], widths, backend.name(), shapes, types, capacity, turn, terms.limits
+    return inputs, _constants(terms, k, whole), given
 
 
 def _planned_by(
@@ -374,42 +380,27 @@ def _constants(terms: Terms, k: mx.array, whole: Whole | None) -> list[Input]:
 
 
 @lru_cache(512)
-def plan_rows(
-    target: str,
-    shapes: tuple[Shape, Shape, Shape],
-    types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
-    capacity: int,
-    turn: tuple[int, bool],
-    limits: tuple[int | None, bool, bool],
-    count: int,
-    widths: tuple[int, int, int],
-) -> tuple[Launch, Launch]:
-    """The launches for `count` rows; `widths`: values from one row of q, k and v to the next."""
-    step, combine = plan(target, shapes, types, capacity, turn, limits)
+def plan_rows(count: int, widths: tuple[int, int, int], *given: Any) -> tuple[Launch, Launch]:
+    """The launches of `plan`, whose arguments are `given`, for `count` rows; `widths`: values from one row of q, k and
+    v to the next.
+    """
+    step, combine = plan(*given)
     own = {name: f"{name}@{count}" for name in ("positions", "keys", "values", "recent", "next")}
     return _several(step, combine, count, widths, own, [step.outputs[1]] * count)
 
 
 @lru_cache(512)
-def plan_steps(
-    target: str,
-    shapes: tuple[Shape, Shape, Shape],
-    types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
-    capacity: int,
-    turn: tuple[int, bool],
-    limits: tuple[int | None, bool, bool],
-    count: int,
-    widths: tuple[int, int, int],
-) -> tuple[Launch, Launch, Launch]:
+def plan_steps(count: int, widths: tuple[int, int, int], *given: Any) -> tuple[Launch, Launch, Launch]:
     """As `plan_rows`, of a sequence's tokens: first the launch that appends all of them."""
-    step, combine = plan(target, shapes, types, capacity, turn, limits)
+    step, combine = plan(*given)
     names = "X", "D", "V", "K", "KV", "W", "NORM", "DIMS", "INTERLEAVED", "RECENT", "VNORM"
     sizes = {name: step.template[name] for name in names} | {"COUNT": count, "THREADS": APPENDING}
     sizes |= {"AT_K": widths[1], "AT_V": widths[2]}
-    append = Launch(target, ATTEND_APPEND, sizes, (shapes[1][2], count), APPENDING, [step.outputs[1]])
+    groups = step.template["KV"], count
+    append = Launch(step.target, ATTEND_APPEND, sizes, groups, APPENDING, [step.outputs[1]])
     step = replace(step, template=step.template | {"APPENDED": 1})
     own = {"positions": f"positions@{count}"}
-    return append, *_several(step, combine, count, widths, own, [((1,), types[2])])
+    return append, *_several(step, combine, count, widths, own, [((1,), step.outputs[1][1])])
 
 
 def _several(

@@ -343,15 +343,9 @@ def _rows_kernel(
 ) -> mx.array:
     """`delta_step` of a row of each of several sequences in one launch, of qkv, z, b and a [1, R, .]: [1, R, value
     width]."""
-    count, qkv = len(states), parts[0]
-    pairs = [_begun(state, qkv.dtype, sizes) for state in states]
-    shapes = (1, 1, sizes.channels), pairs[0][0].shape, pairs[0][1].shape
-    widths = tuple(part.shape[-1] if joined is None else joined.shape[-1] for part in parts)
-    launch = plan_rows(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes, count, widths)
-    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *(part[:, :1] for part in parts))
-    convs, recurrents = zip(*pairs, strict=True)
-    out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
-    for state, conv, recurrent in zip(states, made[:count], made[count:], strict=True):
+    pairs = [_begun(state, parts[0].dtype, sizes) for state in states]
+    out, made = _in_one_launch(parts, pairs, w, sizes, joined)
+    for state, (conv, recurrent) in zip(states, made, strict=True):
         state.conv, state.recurrent = conv, recurrent
         state.offset += 1
     return out
@@ -360,24 +354,37 @@ def _rows_kernel(
 def _steps_kernel(
     parts: Sequence[mx.array], state: State, w: DeltaWeights, sizes: Delta, joined: Any, first: int, begin: Begin
 ) -> mx.array:
-    """`delta_step` of consecutive tokens of a sequence in one launch, of qkv, z, b and a [1, L, .]: [1, L, value
-    width]. `begin` is called before each token's state is taken, with its number from `first` on."""
-    count, qkv = parts[0].shape[1], parts[0]
+    """The same of consecutive tokens of a sequence. `begin` is called before each token's state is taken, with its
+    number from `first` on."""
     begin(first)
-    conv, recurrent = _begun(state, qkv.dtype, sizes)
-    widths = tuple(part.shape[-1] if joined is None else joined.shape[-1] for part in parts)
-    types = qkv.dtype, w.conv.dtype, w.norm.dtype
-    launch = plan_steps(
-        backend.name(), (1, 1, sizes.channels), conv.shape, recurrent.shape, *types, sizes, count, widths
-    )
-    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *(part[:, :1] for part in parts))
-    out, *made = launch(*inputs, *w.inputs, w.eps, conv, recurrent)
-    for i, (next_conv, after) in enumerate(zip(made[:count], made[count:], strict=True)):
+    out, made = _in_one_launch(parts, [_begun(state, parts[0].dtype, sizes)], w, sizes, joined)
+    for i, (conv, recurrent) in enumerate(made):
         if i:
             begin(first + i)
-        state.conv, state.recurrent = next_conv, after
+        state.conv, state.recurrent = conv, recurrent
         state.offset += 1
     return out
+
+
+def _in_one_launch(
+    parts: Sequence[mx.array],
+    pairs: Sequence[tuple[mx.array, mx.array]],
+    w: DeltaWeights,
+    sizes: Delta,
+    joined: Any,
+) -> tuple[mx.array, list[tuple[mx.array, mx.array]]]:
+    """The rows' outputs, and the two arrays after each; `pairs`: the arrays before each row, or those before the first
+    if all belong to one sequence.
+    """
+    (_, count, _), dtype = parts[0].shape, parts[0].dtype
+    shapes = (1, 1, sizes.channels), pairs[0][0].shape, pairs[0][1].shape
+    widths = tuple(part.shape[-1] if joined is None else joined.shape[-1] for part in parts)
+    types = dtype, w.conv.dtype, w.norm.dtype
+    launch = plan_rows(count, widths, len(pairs) == 1, backend.name(), *shapes, *types, sizes)
+    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *(part[:, :1] for part in parts))
+    convs, recurrents = zip(*pairs, strict=True)
+    out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
+    return out, list(zip(made[:count], made[count:], strict=True))
 
 
 def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.array]:
@@ -389,44 +396,23 @@ def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.ar
 
 
 @planned(PLANS)
-def plan_rows(
-    target: str,
-    qkv: Shape,
-    conv: Shape,
-    recurrent: Shape,
-    dtype: mx.Dtype,
-    taps: mx.Dtype,
-    norm: mx.Dtype,
-    sizes: Delta,
-    count: int,
-    widths: tuple[int, ...],
-) -> Launch:
-    """`widths`: values from a row of qkv, z, b and a to the next."""
-    alone = plan_step(target, qkv, conv, recurrent, dtype, taps, norm, sizes)
+def plan_rows(count: int, widths: Sequence[int], in_order: bool, target: str, *given: Any) -> Launch:
+    """The launch of `plan_step`, whose arguments are `given`, for several rows.
+
+    Args:
+        widths: values from a row of qkv, z, b and a to the next.
+        in_order: whether they are tokens of one sequence.
+    """
+    alone, sizes = plan_step(target, *given), given[-1]
+    (_, dtype), *states = alone.outputs
+    outputs = [((1, count, sizes.value_width), dtype), *(state for state in states for _ in range(count))]
+    distances = _distances(widths, sizes)
+    if in_order:
+        own = {name: f"{name}*{count}" for name in ("next_conv", "next")}
+        return alone.with_arrays(own, {"STEPS": count, **distances}, outputs)
     own = {name: f"{name}+AT_{name.upper()}" for name in PARTS}
     own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
-    outputs = [((1, count, sizes.value_width), dtype), *[(conv, dtype)] * count, *[(recurrent, mx.float32)] * count]
-    return alone.of_rows(own, count, _distances(widths, sizes), outputs)
-
-
-@planned(PLANS)
-def plan_steps(
-    target: str,
-    qkv: Shape,
-    conv: Shape,
-    recurrent: Shape,
-    dtype: mx.Dtype,
-    taps: mx.Dtype,
-    norm: mx.Dtype,
-    sizes: Delta,
-    count: int,
-    widths: tuple[int, ...],
-) -> Launch:
-    """As `plan_rows`, of a sequence's tokens."""
-    alone = plan_step(target, qkv, conv, recurrent, dtype, taps, norm, sizes)
-    outputs = [((1, count, sizes.value_width), dtype), *[(conv, dtype)] * count, *[(recurrent, mx.float32)] * count]
-    several = {name: f"{name}*{count}" for name in ("next_conv", "next")}
-    return alone.with_arrays(several, {"STEPS": count, **_distances(widths, sizes)}, outputs)
+    return alone.of_rows(own, count, distances, outputs)
 
 
 def _distances(widths: Sequence[int], sizes: Delta) -> dict[str, int]:
