@@ -333,7 +333,7 @@ def _steps_kernel(
     append, step, combine = plan_steps(*given)
     _, k_weight, periods, eps, magnitude, _ = constants
     (recent,) = append(*inputs[1:], k_weight, periods, eps, magnitude, held.positions, held.recent)
-    positions = []
+    positions = list[mx.array]()
     for row in range(rows.start, rows.stop):
         if positions:
             begin(row)
