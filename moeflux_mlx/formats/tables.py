@@ -83,16 +83,19 @@ class TableFiles:
         """For each part of the rows int64 [n], in the order of a row's bytes: the number in `paths` of the file that
         holds it and its offset there, both int64 [n], and the number of its bytes.
         """
-        shards = np.searchsorted(self.starts, rows, side="right") - 1
-        inside, numbers, places = rows - np.array(self.starts)[shards], self._numbers, []
-        for part in zip(*self.shards, strict=True):
-            files, offsets = np.array([(numbers[place.path], place.offset) for place in part])[shards].T
-            places.append((files, offsets + inside * part[0].nbytes, part[0].nbytes))
-        return places
+        starts, parts = self._arrays
+        shards = np.searchsorted(starts, rows, side="right") - 1
+        inside = rows - starts[shards]
+        return [(files[shards], offsets[shards] + inside * nbytes, nbytes) for files, offsets, nbytes in parts]
 
     @cached_property
-    def _numbers(self) -> dict[Path, int]:
-        return {path: i for i, path in enumerate(self.paths)}
+    def _arrays(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray, int]]]:
+        """`starts`, and for each part of a row the files and offsets of all shards, as `places` has them of rows."""
+        numbers, parts = {path: i for i, path in enumerate(self.paths)}, []
+        for part in zip(*self.shards, strict=True):
+            files, offsets = np.array([(numbers[place.path], place.offset) for place in part]).T
+            parts.append((files, offsets, part[0].nbytes))
+        return np.array(self.starts), parts
 
 
 def open_tables(path: Path, args: ModelArgs) -> Mapping[int, TableFiles]:
