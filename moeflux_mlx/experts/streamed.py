@@ -79,7 +79,7 @@ class StreamedExperts(ExpertLoader):
         self._guards: list[mx.array] = []  # guards of leases released in this turn
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is in progress, and none has been interrupted
-        self._in_turn = self._in_interlude = self._is_filling = False
+        self._in_turn = self._in_interlude = False
         self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # this turn's ids, and which were in memory
         self._ahead: list[Key] = []  # guesses that are being read or queued
         self.reader = reader or ExpertReader(packed, workers=workers, check=check)
@@ -168,10 +168,6 @@ class StreamedExperts(ExpertLoader):
                 self._lock.release()
 
     @property
-    def is_filling(self) -> bool:  # type: ignore[override]
-        return self._is_filling
-
-    @property
     def is_closed(self) -> bool:
         return self._closed
 
@@ -212,7 +208,7 @@ class StreamedExperts(ExpertLoader):
             self._check_open()
             if not self._in_interlude:
                 self._breathe(tokens)
-                self._is_filling = False
+                self.is_filling = False
             self._asked_by_row.clear()
             with self._alone():
                 self._in_turn = True
@@ -409,7 +405,7 @@ class StreamedExperts(ExpertLoader):
             slot = self._claim(pool)
             assert slot is not None  # because it is no longer a guess
             self._submit(pool, key, slot, speculative=False)
-        self._is_filling |= bool(missing) and not pool.has_been_full
+        self.is_filling |= bool(missing) and not pool.has_been_full
 
     def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""

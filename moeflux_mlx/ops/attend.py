@@ -202,9 +202,11 @@ def attend(
             q[:, :, rows], k[:, :, places], v[:, :, places], scale=scale, mask=mask, sinks=sinks
         )
         parts.append(part.transpose(0, 2, 1, 3))
-        if part.shape[2] < L and window is None:  # one of several, with scores of all positions
+        if part.shape[2] == L:  # the only one
+            continue
+        if window is None:  # with scores of all positions
             gpu_time.in_turn(L, parts)
-        elif part.shape[2] < L:
+        else:
             gpu_time.commit(L, parts[-1])
     out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
@@ -417,8 +419,8 @@ def _several(
     # the capacity. Each constant would compile another text.
     sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), widths, strict=True)) | {"AT_OUT": out[-1]}
     sizes |= {"PIECE": count * heads, "AT_PARTS": heads * values}
-    own |= {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
-    own |= {"out": "out+AT_OUT"}
+    own = own | {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
+    own["out"] = "out+AT_OUT"
     made = [((pieces, count * heads, values), mx.float32), *recent]
     return step.of_rows(own, count, sizes, made), combine.of_rows(own, count, sizes, [((1, count, out[-1]), dtype)])
 

@@ -23,7 +23,7 @@ from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases
 from .expert_rows import expert_rows, starts_of
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
-from .forms import factors, form_of, settings, unpacked
+from .forms import factors, form_of, settings
 from .gather_rows import gather_rows
 from .tiles import tile_of
 
@@ -231,6 +231,8 @@ def native_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool 
 
 def dense_from(target: str, record: Record) -> int:
     """The number of rows from which such an expert is dequantised in a prompt."""
+    if target == "cuda" and any(part.quant.bits == 1 for part in record.projections):
+        return 1  # MLX's product with codes computes nothing for 1 bit there
     return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", _shapes(record)).dense
 
 
@@ -399,8 +401,6 @@ def grouped_ffn(
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:
     quant, third = projection.quant, part[2] if len(part) > 2 else None
     biases = third if quant.has_biases else None
-    if quant.bits == 1 and backend.name() == "cuda":  # MLX's CUDA build computes nothing for 1 bit
-        return x @ unpacked(quant, *part).astype(x.dtype)[owners].swapaxes(-1, -2)
     product = mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, sorted_indices=True, **settings(quant))
     if third is None or not quant.has_global_scale:
         return product

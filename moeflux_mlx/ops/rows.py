@@ -4,6 +4,7 @@ other.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from .backend import Array, library_of
@@ -54,30 +55,22 @@ class RowCaches:
         return library.concatenate(parts, axis=1)
 
     def _runs(self, most: int, joins: bool) -> Iterator[slice]:
-        """If `joins` is set, all consecutive rows of a sequence that has several. Of the others runs of 1, 2, 4, ...
-        rows with different caches, at most `most`. Each number of rows needs its own compiled kernel, and a new number
-        should not appear whenever a sequence joins.
+        """If `joins` is set, all rows of each sequence that has several. Of the others runs of 1, 2, 4, ... rows with
+        different caches, at most `most`. Each number of rows needs its own compiled kernel, and a new number should not
+        appear whenever a sequence joins.
         """
-        start, count = 0, len(self.caches)
-        while start < count:
-            end = start + 1
-            while joins and end < count and self.caches[end] is self.caches[start]:
-                end += 1
-            if end > start + 1:
+        count = len(self.caches)
+        follows = [i > 0 and self.caches[i] is self.caches[i - 1] for i in range(count)]  # a row of the same sequence
+        several = [one or other for one, other in zip(follows, [*follows[1:], False], strict=True)]
+        if joins:  # cut around those sequences
+            cuts = [i for i in range(1, count) if not follows[i] and (several[i] or several[i - 1])]
+        else:
+            cuts = [i for i in range(1, count) if follows[i]]
+        for start, end in pairwise([0, *cuts, count]):
+            if joins and several[start]:
                 yield slice(start, end)
-                start = end
                 continue
-            while end < count and not self._continues(start, end, joins):
-                end += 1
-            size = 1 << (min(most, end - start).bit_length() - 1)
-            yield slice(start, start + size)
-            start += size
-
-    def _continues(self, start: int, row: int, joins: bool) -> bool:
-        """Whether the row belongs to a sequence of the rows from `start` on, or, if these are joined, is one of several
-        of its own.
-        """
-        cache = self.caches[row]
-        if joins and row + 1 < len(self.caches) and self.caches[row + 1] is cache:
-            return True
-        return any(one is cache for one in self.caches[start:row])
+            while start < end:
+                size = 1 << (min(most, end - start).bit_length() - 1)
+                yield slice(start, start + size)
+                start += size

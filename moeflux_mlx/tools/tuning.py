@@ -31,7 +31,7 @@ from ..model.layers import Linear
 from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
-from ..ops.expert_rows import expert_rows, refusal
+from ..ops.expert_rows import expert_rows, refusal, starts_of
 from ..ops.experts import Records, expert_ffn
 from ..ops.grouped import GroupedRows, dense_from
 from ..ops.launch import Input, Launch, Reason
@@ -189,12 +189,12 @@ class TrialExperts:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
             return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
+        all_slots = slots[0] + 0
         if refusal(x.dtype, self.records.record):
-            dequantized_records(self.records, slots[0] + 0, x.dtype)
+            dequantized_records(self.records, all_slots, x.dtype)
         else:
-            starts = mx.arange(0, (self.count + 1) * len(x), len(x), mx.int32)
-            source = mx.tile(mx.arange(len(x), dtype=mx.int32), self.count)
-            expert_rows(x, starts, source, slots[0] + 0, self.records)
+            starts = mx.array(starts_of(np.full(self.count, len(x))))
+            expert_rows(x, starts, mx.tile(mx.arange(len(x), dtype=mx.int32), self.count), all_slots, self.records)
         return residual
 
     def expect(self, layer: int, tokens: int) -> None:

@@ -1,5 +1,7 @@
 """Prompts on a GPU process an expert's rows in blocks: each row keeps its expert, and nothing else changes."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -83,6 +85,13 @@ def test_no_column_of_a_large_pool_is_gathered(monkeypatch):
     monkeypatch.setattr(dequantize, "LARGEST_INDEX", blob.size - 1)
     dequantize.dense(Records(blob, record), np.array([4, 1]), mx.bfloat16)
     assert gathered == [blob.shape]
+
+
+def test_one_bit_is_always_dequantised_on_cuda():
+    """MLX's product with its codes computes nothing there."""
+    records = [Record.make(64, 64, (Quant(bits, 64),) * 3) for bits in (1, 4)]
+    with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], dense=32)})):
+        assert [grouped.dense_from("cuda", record) for record in records] == [1, 32]
 
 
 @pytest.mark.usefixtures("plain_operations")
