@@ -24,7 +24,7 @@ from moeflux_mlx.spec import variants
 from moeflux_mlx.version import FILE, VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("pyproject.toml", "setup.py", "README.md", "moeflux_mlx", "metal", "configs", "native")
+SHIPPED = ("pyproject.toml", "setup.py", "LICENSE", "README.md", "moeflux_mlx", "metal", "configs", "native")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,14 @@ def test_a_wheel_made_from_the_sdist_has_all_data(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = set(data_files())
     assert len(wanted) > 15 and wanted | {"moeflux_mlx/server/page/index.html"} <= names
+
+
+def test_a_wheel_has_the_licence(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        assert "\nLicense-Expression: MIT\n" in archive.read(metadata).decode()
+        licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE"))
+    assert licence == (ROOT / "LICENSE").read_bytes()
 
 
 def test_a_wheel_knows_the_commit_that_its_sdist_was_made_from(wheel, tmp_path):

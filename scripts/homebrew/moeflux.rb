@@ -4,6 +4,7 @@ class Moeflux < Formula
   homepage "https://pypi.org/project/moeflux-mlx/"
   url "https://files.pythonhosted.org/packages/source/m/moeflux-mlx/moeflux_mlx-VERSION.tar.gz"
   sha256 "SHA256"
+  license "MIT"
 
   depends_on arch: :arm64
   depends_on macos: :sonoma # MLX's wheels need it
