@@ -17,6 +17,7 @@ ORDER = [
     "version",
     "errors",
     "process",
+    "installation",
     "files",
     "quant",
     "kinds",

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from tiny_models import child_environment, on_cpu, tiny_directory
 
+from moeflux_mlx import installation
 from moeflux_mlx.files import directory
 from moeflux_mlx.generate.__main__ import main
-from moeflux_mlx.ops import installation
 from moeflux_mlx.spec import variants
 from moeflux_mlx.version import FILE, VERSION
 
@@ -226,7 +226,7 @@ def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeyp
 
     monkeypatch.setattr(installation.metadata, "distributions", lambda name: [Installed()])
     assert installation.reinstall_command().endswith(f" -e {ROOT}"), "whoever runs the source tree must build in it"
-    monkeypatch.setattr(installation, "__file__", "/usr/lib/site-packages/moeflux_mlx/ops/installation.py")
+    monkeypatch.setattr(installation, "__file__", "/usr/lib/site-packages/moeflux_mlx/installation.py")
     reinstall = installation.reinstall_command()
     if command is None:
         assert "from where it came" in reinstall

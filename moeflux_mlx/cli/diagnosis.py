@@ -20,8 +20,8 @@ from ..engine.machine import Figures, default_dtype, in_gb, machine_figures, phy
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
+from ..installation import reinstall_command
 from ..ops import backend, native
-from ..ops.installation import reinstall_command
 from ..ops.launch import MOST_THREADS
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from .known_models import known_models, machine_of, table

@@ -36,10 +36,10 @@ import numpy as np
 
 from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
+from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
 from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, Quant
 from .cores import cores
-from .installation import reinstall_command
 from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlparse
 
 def reinstall_command() -> str:
     """The command that installs the package again from its source; it is on no index."""
-    here = Path(__file__).resolve().parents[1]
+    here = Path(__file__).resolve().parent
     installed = [one for one in metadata.distributions(name="moeflux-mlx") if one.read_text("direct_url.json")]
     origin = json.loads(installed[0].read_text("direct_url.json") or "") if installed else {}
     url = str(origin.get("url", ""))
