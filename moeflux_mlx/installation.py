@@ -1,4 +1,8 @@
-"""How this package was installed, and so how to install it again."""
+"""How this package was installed, and the commands that install it again or add an extra.
+
+The package is on no index, and somebody else may take its name there. So no command has this name: once it is
+published, `install_command` may become `pip install 'moeflux-mlx[EXTRA]'`.
+"""
 
 import json
 import shlex
@@ -22,3 +26,14 @@ def reinstall_command() -> str:
     else:
         return "install moeflux-mlx again from where it came, with pip's --force-reinstall --no-deps --no-cache-dir"
     return shlex.join(["pip", "install", "--force-reinstall", "--no-deps", "--no-cache-dir", *source])
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what an extra of this package needs, however the package itself was installed."""
+    try:
+        wanted = metadata.requires("moeflux-mlx") or []
+    except metadata.PackageNotFoundError:  # a source tree that is on the path but not installed
+        return shlex.join(["pip", "install", "-e", f"{Path(__file__).resolve().parents[1]}[{extra}]"])
+    of_extra = (one.partition(";") for one in wanted)
+    packages = [package.strip() for package, _, marker in of_extra if f'extra == "{extra}"' in marker]
+    return shlex.join(["pip", "install", *packages])

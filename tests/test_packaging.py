@@ -3,6 +3,7 @@ install.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -232,6 +233,21 @@ def test_the_package_is_reinstalled_from_its_own_folder(origin, command, monkeyp
         assert "from where it came" in reinstall
     else:
         assert reinstall == f"pip install --force-reinstall --no-deps --no-cache-dir {command}"
+
+
+def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch):
+    """The name of this package is on no index."""
+    wanted = ["numpy>=1", 'uvicorn>=0.40; extra == "server"', 'mlx-lm==1; python_version >= "3.11" and extra == "test"']
+    monkeypatch.setattr(installation.metadata, "requires", lambda name: wanted)
+    assert installation.install_command("server") == "pip install 'uvicorn>=0.40'"
+    assert installation.install_command("test") == "pip install mlx-lm==1"
+    monkeypatch.undo()
+    monkeypatch.setattr(installation.metadata, "requires", not_installed)
+    assert installation.install_command("server") == f"pip install -e '{ROOT}[server]'"
+
+
+def not_installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_a_command_without_native_kernels_says_so_in_one_line(no_extension, capsys):

@@ -20,7 +20,7 @@ from ..engine.machine import Figures, default_dtype, in_gb, machine_figures, phy
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
-from ..installation import reinstall_command
+from ..installation import install_command, reinstall_command
 from ..ops import backend, native
 from ..ops.launch import MOST_THREADS
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
@@ -168,7 +168,7 @@ def missing_lines() -> list[str]:
     for extra, packages in EXTRAS.items():
         absent = [name for name in packages if importlib.util.find_spec(name) is None]
         if absent:
-            lines.append(f"missing   {' and '.join(absent)}: pip install 'moeflux-mlx[{extra}]'")
+            lines.append(f"missing   {' and '.join(absent)}: {install_command(extra)}")
     return lines
 
 

@@ -15,6 +15,7 @@ from ..engine.locate import resolve
 from ..engine.parallel import cache_room
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json, user_path
+from ..installation import install_command
 from ..model.step import MAX_ROWS
 from .fetching import local_model
 from .opening import load_named, open_store
@@ -186,9 +187,7 @@ def check_installed() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise RequestError(
-            f"serving needs {error.name}, which is not installed; pip install 'moeflux-mlx[server]'"
-        ) from None
+        raise RequestError(f"serving needs {error.name}, which is not installed; {install_command('server')}") from None
 
 
 def read_key(options: argparse.Namespace) -> str | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import RequestError
+from ..installation import install_command
 from .calls.dialect import Dialect
 from .calls.registry import CALL_MARKERS
 from .grammar import Grammar, Schema, calls_grammar, is_strict, json_grammar, json_schema, parameters_of
@@ -218,7 +219,7 @@ def is_installed() -> bool:
 
 def _check_installed() -> None:
     if not is_installed():
-        raise RequestError("structured output needs llguidance; run: pip install 'moeflux-mlx[structured]'")
+        raise RequestError(f"structured output needs llguidance; run: {install_command('structured')}")
 
 
 def _line(message: str) -> str:

@@ -18,9 +18,9 @@ import numpy as np
 
 from ..errors import ConfigError, ModelFileError
 from ..formats.checkpoint import Tensor
+from ..installation import install_command
 from ..model.images import ImageRows
 
-EXTRA = "images need the extra vision: pip install 'moeflux-mlx[vision]'"
 ALIAS = "_moeflux_mlx_vlm"
 PREFIXES = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector.")
 SCORES_COPIES = 2  # copies of scores in attention without a fused kernel
@@ -205,6 +205,11 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("mlx_vlm", "PIL"))
 
 
+def not_installed() -> str:
+    """The message about the missing extra, with its remedy."""
+    return f"images need the extra vision: {install_command('vision')}"
+
+
 def plain_name(name: str) -> str | None:
     """The name of an encoder's tensor in a checkpoint without its prefix; None for any other tensor."""
     name = name.removeprefix("model.")
@@ -221,7 +226,7 @@ class _Files:
 def _files(module: str) -> _Files:
     spec = importlib.util.find_spec("mlx_vlm") if is_installed() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(EXTRA)
+        raise ConfigError(not_installed())
     root = Path(next(iter(spec.submodule_search_locations)))
     for name, folder in (("", root), (".models", root / "models"), (f".models.{module}", root / "models" / module)):
         if ALIAS + name not in sys.modules:

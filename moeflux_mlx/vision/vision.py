@@ -20,7 +20,7 @@ from ..model.images import ImageRows
 from ..ops.limits import within_limits
 from ..packing.aside import NAME
 from ..spec import ModelArgs, family_name
-from .encoder import EXTRA, KINDS, SCORES_COPIES, Encoder, Kind, is_installed, plain_name
+from .encoder import KINDS, SCORES_COPIES, Encoder, Kind, is_installed, not_installed, plain_name
 from .pixels import IMAGE_ROWS, Processor, processor_of, read_levels
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -275,4 +275,4 @@ def usable(files: VisionFiles | None, args: ModelArgs, wanted: bool = True) -> "
         return NoVision("images are off (--no-vision); start without it")
     if files is None:
         return NoVision(f"this {args.model_type} model has no image encoder that is known here; send text alone")
-    return files if is_installed() else NoVision(EXTRA)
+    return files if is_installed() else NoVision(not_installed())

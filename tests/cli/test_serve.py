@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_loaded(capsys):
 
 def test_without_the_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'moeflux-mlx[server]'" in line(capsys, "--port", "0")
+    assert "; pip install 'starlette>=1.0' 'uvicorn>=" in line(capsys, "--port", "0")
 
 
 def test_names_contain_no_path(tmp_path):
