@@ -32,13 +32,16 @@ has_installed() {
 
 # enter_environment EXTRA...: installs the package, editable, with these extras, unless nothing has changed.
 enter_environment() {
-  local extras="$*" target=. stamp wanted backend="${MOEFLUX_BACKEND:-cpu}"
+  local extras="$*" target=. python stamp wanted backend="${MOEFLUX_BACKEND:-cpu}"
   case "$backend" in cpu | cuda13) ;; *)
     echo "error: MOEFLUX_BACKEND is $backend; expected cpu or cuda13" >&2
     return 1
   esac
   if [ -z "${VIRTUAL_ENV:-}" ]; then
-    [ -d .venv ] || "$(find_python)" -m venv .venv
+    if [ ! -f .venv/bin/activate ]; then # also where Debian's python3 without python3-venv left a part
+      python="$(find_python)"
+      "$python" -m venv --clear .venv
+    fi
     # shellcheck disable=SC1091
     source .venv/bin/activate
   fi
@@ -47,7 +50,7 @@ enter_environment() {
   wanted="$(pwd) $(cat pyproject.toml setup.py native/* | cksum)"
   # shellcheck disable=SC2086
   if ! has_installed "$wanted" $extras; then
-    echo "installing into $VIRTUAL_ENV; the first time, the CPU kernels are compiled, in about half a minute ..." >&2
+    echo "installing into $VIRTUAL_ENV; the first time, this takes one to three minutes ..." >&2
     if [ -n "$extras" ]; then target=".[$(echo $extras | tr ' ' ',')]"; fi
     # uv makes environments without pip.
     python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null

@@ -264,6 +264,19 @@ def test_a_misspelt_backend_is_named(tmp_path):
     assert done.returncode == 1 and done.stderr == "error: MOEFLUX_BACKEND is cuda; expected cpu or cuda13\n"
 
 
+def test_an_old_python_is_one_line(tmp_path):
+    for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    for name in ("demo", "environment.sh"):
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")}
+    environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    done = subprocess.run([tmp_path / "scripts" / "demo"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "error: Python 3.10 or newer is needed; set PYTHON to one\n"
+
+
 def test_the_demo_takes_the_callers_paths(tmp_path):
     """Checks relative paths too: the script itself works in the repository."""
     shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "tiny")
