@@ -21,13 +21,16 @@ else:
         """A public name, or the list of them.
 
         Raises:
-            ImportError: MLX has no engine here; the message names what to install.
+            ImportError: MLX has no engine here, and the message names what to install; or the name is one of mlx-lm's,
+                and the message names what replaces it.
         """
         if name == "__all__" or not name.startswith("_"):
             check_mlx()
             public = import_module("moeflux_mlx.public")
             if name in (*public.__all__, "__all__"):
                 return getattr(public, name)
+            if name in public.REPLACED_NAMES:  # for an AttributeError, `from moeflux_mlx import X` has words of its own
+                raise ImportError(f"moeflux_mlx has no {name}: {public.REPLACED_NAMES[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

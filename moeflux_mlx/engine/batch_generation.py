@@ -18,7 +18,8 @@ from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .batch import advance_together
 from .decoding import Decoding
-from .generation import check_max_tokens
+from .generation import check_max_tokens, encoded
+from .keywords import checks_keywords
 from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 from .sampling import LogitsProcessor, Sampler
@@ -112,6 +113,7 @@ class BatchGenerator:
         RequestError: a number is out of range.
     """
 
+    @checks_keywords()
     def __init__(
         self,
         model: Model,
@@ -267,37 +269,45 @@ def _close(text: _Text) -> None:
         text.decoding.close()
 
 
+@checks_keywords(BatchGenerator)
 def batch_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[str | Sequence[int]],
     prompt_caches: Sequence[list[Cache]] | None = None,
     max_tokens: int | Sequence[int] = 128,
     verbose: bool = False,
     return_prompt_caches: bool = False,
     return_token_ids: bool = False,
     return_logprobs: bool = False,
+    *,
+    samplers: Sequence[Sampler | None] | None = None,
+    logits_processors: Sequence[Sequence[LogitsProcessor]] | None = None,
     **kwargs: Any,
 ) -> BatchResponse:
     """Continues several prompts together. Each result equals that of `generate` for the prompt alone.
 
     Args:
-        prompts: token ids of each.
+        prompts: text (encoded as by `generate`) or token ids of each.
         prompt_caches: the state before each prompt; they are not changed.
         max_tokens: of each text, or of all.
         verbose: whether to print the number of finished texts and the rates.
         return_prompt_caches: whether the response has the caches afterwards.
         return_token_ids: whether the response has the tokens, without the one that ended the text.
         return_logprobs: whether the response has the log-probability of each of these tokens.
-        kwargs: as `BatchGenerator`; `samplers` and `logits_processors` with an entry for each prompt, as its `insert`.
+        samplers, logits_processors: an entry for each prompt.
+        stop_tokens: sequences of tokens; a text ends after any of them. By default the tokenizer's end-of-text tokens.
+        sampler, completion_batch_size, prefill_step_size, span: as `BatchGenerator`.
 
     Raises:
         RequestError: as `BatchGenerator`. The first error that ends a text is raised too.
+        TypeError: there is no such argument.
     """
-    each = {name: kwargs.pop(name) for name in ("samplers", "logits_processors") if name in kwargs}
-    generator = BatchGenerator(model, stop_tokens=[[token] for token in tokenizer.eos_token_ids], **kwargs)
+    ends = [[token] for token in tokenizer.eos_token_ids]
+    generator = BatchGenerator(model, **{"stop_tokens": ends, **kwargs})
+    tokens_of = [encoded(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    uids = generator.insert(prompts, most, prompt_caches, **each)
+    uids = generator.insert(tokens_of, most, prompt_caches, samplers, logits_processors)
     tokens: dict[int, list[tuple[int, float]]] = {uid: [] for uid in uids}
     caches: dict[int, list[Cache]] = {}
     for told in generator:

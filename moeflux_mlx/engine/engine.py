@@ -43,6 +43,7 @@ from .demand import Demand, demand_of
 from .expert_io import from_environment
 from .heads import Drafts, choose_drafts, load_head
 from .kernel_cache import compiling
+from .keywords import checking
 from .kv_bits import keeping
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
@@ -277,11 +278,11 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
 
     def decorate(use: Callable[[Engine], R]) -> Callable[P, R]:
         @functools.wraps(use)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def open_and_use(*args: P.args, **kwargs: P.kwargs) -> R:
             return use(make(*args, **kwargs))
 
         signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
-        call.__signature__ = signature  # type: ignore[attr-defined]
+        call = checking(open_and_use, signature)
         call.__annotations__ = {**make.__annotations__, "return": use.__annotations__["return"]}
         return call
 

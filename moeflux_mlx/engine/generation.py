@@ -17,6 +17,7 @@ from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
 from .head_drafts import head_drafts
+from .keywords import REPLACED, checks_keywords
 from .prefill import Prefill, Progress
 from .prompt import checked_prompt, prompt_with_images
 from .sampling import LogitsProcessor, Sampler
@@ -52,8 +53,18 @@ class GenerationResponse:
 Responses = Generator[GenerationResponse, None, None]
 
 
-def make_prompt_cache(model: Model) -> list[Cache]:
-    """An empty cache for `model`, to be given to several calls in turn."""
+@checks_keywords()
+def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[Cache]:
+    """Returns an empty cache for `model`, one entry per layer, to be given to several calls in turn.
+
+    Args:
+        max_kv_size: None; caches keep every position.
+
+    Raises:
+        RequestError: `max_kv_size` is not None.
+    """
+    if max_kv_size is not None:
+        raise RequestError(f"max_kv_size is {max_kv_size}; {REPLACED['max_kv_size']}")
     return model.make_cache()
 
 
@@ -144,13 +155,14 @@ def _decoded(
             yield token, logprobs, decoding.from_draft
 
 
+@checks_keywords(generate_step)
 def stream_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int] | mx.array,
+    max_tokens: int = 256,
     *,
     image: Any = None,
-    max_tokens: int = 256,
     **kwargs: Any,
 ) -> Responses:
     """Generates text piece by piece until an end-of-text token or `max_tokens`.
@@ -158,17 +170,28 @@ def stream_generate(
     Args:
         prompt: text (encoded without a template; the tokenizer's special tokens are added unless it begins with them)
             or token ids.
+        max_tokens: limit of the answer; -1 means no limit.
         image: one image or a list of them, each a path, a `data:` URL, bytes or a picture of Pillow's; in order, they
             replace the image tokens that a chat template has written.
-        kwargs: as `generate_step`.
+        sampler: logprobs [1, V] -> token [1], from `make_sampler`; None takes the most likely token.
+        logits_processors: (tokens so far, logits [1, V]) -> logits [1, V], from `make_logits_processors`.
+        prompt_cache: the state to continue from, from `make_prompt_cache`; it is updated.
+        prefill_step_size: the most prompt tokens that attention or a recurrent mixer handles at once; None means the
+            size that was planned for the model.
+        span: the most prompt tokens that go through the model together, so that each expert is read once for all of
+            them; None means the size that was planned for the model.
+        prompt_progress_callback: called with (tokens done, number of tokens) while the prompt is computed; an exception
+            from it ends the call.
 
     Raises:
-        RequestError, ModelFileError: as `generate_step`. RequestError: an image cannot be read, or the number of images
-            differs from the number of places in the prompt.
+        RequestError: an empty prompt, a token count out of range, caches that are not this model's, an image that
+            cannot be read, or a number of images that differs from the number of places in the prompt.
+        ModelFileError: the logits are NaN, which damaged weights cause.
+        DeviceError: memory is exhausted or the GPU timed out; the state of the cache is then undefined.
+        TypeError: there is no such argument.
     """
     if isinstance(prompt, str):
-        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+        prompt = encoded(tokenizer, prompt)
     if image is not None:
         prompt = prompt_with_images(prompt, image, model)
     prompt = checked_prompt(prompt, model)
@@ -179,6 +202,12 @@ def stream_generate(
             if response.finish_reason:
                 steps.close()  # the caches then hold what has been reported
             yield response
+
+
+def encoded(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """The tokens of a text without a template, after the beginning that the tokenizer adds unless it is there."""
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return tokenizer.encode(text, add_special_tokens=not has_bos)
 
 
 class Responder:
@@ -230,6 +259,7 @@ class Responder:
         )
 
 
+@checks_keywords(stream_generate)
 def generate(
     model: Model,
     tokenizer: TokenizerWrapper,
@@ -237,7 +267,12 @@ def generate(
     verbose: bool = False,
     **kwargs: Any,
 ) -> str:
-    """Returns the whole text of `stream_generate`; `verbose` also prints the text as it is generated, and the rates."""
+    """Generates text until an end-of-text token or `max_tokens`, and returns it.
+
+    Args:
+        verbose: whether to print the text as it is generated, and the rates.
+        max_tokens, sampler, ...: arguments and errors are those of `stream_generate`.
+    """
     text = ""
     with closing(stream_generate(model, tokenizer, prompt, **kwargs)) as responses:
         for response in responses:
