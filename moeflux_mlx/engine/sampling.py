@@ -6,13 +6,14 @@ first token. Nothing here knows about models, tokenizers or text.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
 from ..ops.backend import view
+from .keywords import checks_keywords
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -22,18 +23,22 @@ MIN_TEMP = 1e-30
 NEG_INF = -math.inf
 
 
+@checks_keywords()
 def make_sampler(
     temp: float = 0.0,
     top_p: float = 0.0,
     min_p: float = 0.0,
     min_tokens_to_keep: int = 1,
     top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = None,
     *,
     key: mx.array | None = None,
 ) -> Sampler:
     """Make a function that draws one token for each row of log-probabilities.
 
-    The filters run in the order top-p, min-p, top-k, each on what the one before left, and all of them on the
+    The filters run in the order top-p, min-p, XTC, top-k, each on what the one before left, and all of them on the
     probabilities at temperature 1; the temperature is applied last, in the draw.
 
     Args:
@@ -44,6 +49,10 @@ def make_sampler(
         min_p: in [0, 1]. Keep tokens at least `min_p` times as likely as the most likely one. 0 is off.
         top_k: keep exactly this many most likely tokens; which of several equally likely tokens at the limit stay is
             not specified. 0, or the vocabulary size and above, is off.
+        xtc_probability: in [0, 1]. The probability with which XTC ("exclude top choices", the sampler that p-e-w
+            proposed in text-generation-webui#6335) drops a step's most likely tokens. 0 is off.
+        xtc_threshold: in [0, 0.5]. XTC drops each token that is more likely than the least likely one above this.
+        xtc_special_tokens: token ids that XTC never drops, such as those that end a text.
         min_tokens_to_keep: at least 1. min-p keeps at least this many of the most likely tokens.
         key: a key from `mx.random.key(seed)`. The sampler then draws from its own sequence, independent of other uses
             of random numbers. None draws from MLX's global state, which `mx.random.seed(seed)` sets.
@@ -55,30 +64,41 @@ def make_sampler(
         RequestError: a setting is outside its range.
     """
     _check_sampler(temp, top_p, min_p, top_k, min_tokens_to_keep)
+    _check_share("xtc_probability", xtc_probability)
+    _check_share("xtc_threshold", xtc_threshold, 0.5)
+    for token in xtc_special_tokens or ():
+        _check_int("xtc_special_tokens", token, 0)
     if temp == 0:
         return greedy
+
+    def next_key() -> mx.array | None:
+        nonlocal key
+        if key is None:
+            return None
+        key, own = mx.random.split(key)
+        return own
 
     filters: list[Callable[[mx.array], mx.array]] = []
     if 0 < top_p < 1:
         filters.append(lambda x: keep_top_p(x, top_p))
     if min_p > 0:
         filters.append(lambda x: keep_min_p(x, min_p, min_tokens_to_keep))
+    if xtc_probability > 0:
+        spared = xtc_special_tokens or ()
+        filters.append(lambda x: drop_top_choices(x, xtc_probability, xtc_threshold, spared, next_key()))
     if top_k > 0:
         filters.append(lambda x: keep_top_k(x, top_k))
 
     def sample(logprobs: mx.array) -> mx.array:
-        nonlocal key
         logprobs = logprobs.astype(mx.float32)
         for keep in filters:
             logprobs = keep(logprobs)
-        draw = None
-        if key is not None:
-            key, draw = mx.random.split(key)
-        return mx.random.categorical(logprobs * (1 / temp), key=draw)
+        return mx.random.categorical(logprobs * (1 / temp), key=next_key())
 
     return sample
 
 
+@checks_keywords()
 def make_logits_processors(
     logit_bias: Mapping[int, float] | None = None,
     repetition_penalty: float | None = None,
@@ -172,6 +192,23 @@ def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     return mx.put_along_axis(logprobs, rest, mx.array(NEG_INF, logprobs.dtype), axis=-1)
 
 
+def drop_top_choices(
+    logprobs: mx.array, probability: float, threshold: float, spared: Sequence[int] = (), key: mx.array | None = None
+) -> mx.array:
+    """With `probability` for each row, set to -inf the tokens that are more likely than the least likely one above
+    `threshold`, except those in `spared`.
+    """
+    probs = mx.softmax(logprobs, axis=-1)
+    least = mx.min(mx.where(probs > threshold, probs, mx.inf), axis=-1, keepdims=True)
+    kept = mx.where(probs > least, NEG_INF, logprobs)
+    if spared:
+        _check_vocabulary("xtc_special_tokens", max(spared), logprobs)
+        places = mx.array(list(spared))
+        kept[..., places] = logprobs[..., places]
+    drops = mx.random.uniform(shape=(*logprobs.shape[:-1], 1), key=key) <= probability
+    return mx.where(drops, kept, logprobs)
+
+
 def _logit_bias(bias: Mapping[int, float]) -> LogitsProcessor:
     for token, value in bias.items():
         _check_int("logit_bias token id", token, 0)
@@ -181,9 +218,7 @@ def _logit_bias(bias: Mapping[int, float]) -> LogitsProcessor:
     ids, values = mx.array(list(bias)), mx.array(list(bias.values()), dtype=mx.float32)
 
     def add_bias(_tokens: mx.array, logits: mx.array) -> mx.array:
-        # MLX does not check indices, so a larger id would write to other memory.
-        if largest >= logits.shape[-1]:
-            raise RequestError(f"logit_bias names token {largest}; the largest is {logits.shape[-1] - 1}")
+        _check_vocabulary("logit_bias", largest, logits)
         return logits.astype(mx.float32).at[..., ids].add(values)
 
     return add_bias
@@ -227,11 +262,21 @@ def _subtracting(name: str, penalty: float, context_size: int, counts: bool) -> 
 def _check_sampler(temp: float, top_p: float, min_p: float, top_k: int, min_tokens_to_keep: int) -> None:
     if not (_is_number(temp) and (temp == 0 or MIN_TEMP <= temp < math.inf)):
         raise RequestError(f"temp is {temp!r}; it must be 0 (greedy) or a finite number from {MIN_TEMP} up")
-    for name, value in (("top_p", top_p), ("min_p", min_p)):
-        if not (_is_number(value) and 0 <= value <= 1):
-            raise RequestError(f"{name} is {value!r}; it must be a number between 0 and 1")
+    _check_share("top_p", top_p)
+    _check_share("min_p", min_p)
     _check_int("top_k", top_k, 0)
     _check_int("min_tokens_to_keep", min_tokens_to_keep, 1)
+
+
+def _check_share(name: str, value: float, most: float = 1) -> None:
+    if not (_is_number(value) and 0 <= value <= most):
+        raise RequestError(f"{name} is {value!r}; it must be a number between 0 and {most}")
+
+
+def _check_vocabulary(name: str, largest: int, logits: mx.array) -> None:
+    """Raises RequestError: a token is not in logits [B, V]. MLX does not check indices and would read other memory."""
+    if largest >= logits.shape[-1]:
+        raise RequestError(f"{name} names token {largest}; the largest is {logits.shape[-1] - 1}")
 
 
 def _check_int(name: str, value: int, least: int) -> None:

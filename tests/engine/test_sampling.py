@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moeflux_mlx.engine.sampling import (
+    drop_top_choices,
     greedy,
     keep_min_p,
     keep_top_k,
@@ -68,6 +69,15 @@ def top_k_reference(row, top_k):
     return {int(token) for token in np.argsort(-row, kind="stable")[:top_k] if row[token] > -np.inf}
 
 
+def xtc_reference(row, threshold):
+    """Drops all tokens above the threshold but the least likely of them."""
+    probs = np.exp(row.astype(np.float64))
+    probs /= probs.sum()
+    assume(np.all(np.abs(probs - threshold) > MARGIN))
+    above = sorted((token for token in range(len(row)) if probs[token] > threshold), key=lambda token: probs[token])
+    return {token for token in range(len(row)) if probs[token] > 0} - set(above[1:])
+
+
 def kept(filtered, row):
     """Returns the tokens that a filter kept, after checking that it did not change their values."""
     filtered = np.array(filtered)
@@ -116,6 +126,24 @@ def test_min_p_keeps_the_reference_set(row, min_p, least):
 @given(row=rows(), top_k=st.integers(1, 70))
 def test_top_k_keeps_the_reference_set(row, top_k):
     assert kept(keep_top_k(mx.array(row), top_k), row) == top_k_reference(row, top_k)
+
+
+@QUICK
+@given(row=rows(), threshold=st.floats(0, 0.5), spared=st.lists(st.integers(0, 70), max_size=3))
+def test_xtc_drops_the_top_choices(row, threshold, spared):
+    spared = [token for token in spared if token < len(row)]
+    always = kept(drop_top_choices(mx.array(row), 1.0, threshold, spared), row)
+    assert always == xtc_reference(row, threshold) | {token for token in spared if row[token] > -np.inf}
+    never = kept(drop_top_choices(mx.array(row)[None], 0.0, threshold, key=mx.random.key(1))[0], row)
+    assert never == {int(token) for token in np.flatnonzero(row > -np.inf)}
+
+
+def test_xtc_is_drawn_for_each_row_and_step():
+    logprobs = mx.array(np.log(np.array([[0.5, 0.3, 0.2]] * 64, np.float32)))
+    filtered = np.array(drop_top_choices(logprobs, 0.3, 0.1, key=mx.random.key(4)))
+    assert 8 < np.isinf(filtered[:, 0]).sum() < 32
+    sample = make_sampler(1e-3, xtc_probability=0.5, key=mx.random.key(2))
+    assert {sample(logprobs[:1]).item() for _ in range(30)} == {0, 2}, "the draw of a step is not that of the last one"
 
 
 @settings(deadline=None, max_examples=examples(40))
@@ -276,7 +304,8 @@ def test_a_key_makes_its_own_sequence():
 
 def test_same_seed_draws_as_mlx_lm(theirs):
     logprobs = mx.array(ROW.astype(np.float32))[None]
-    options = {"temp": 0.9, "top_p": 0.95, "min_p": 0.01, "top_k": 8}
+    options = {"temp": 0.9, "top_p": 0.95, "min_p": 0.01, "top_k": 8, "xtc_probability": 0.4, "xtc_threshold": 0.05}
+    options["xtc_special_tokens"] = [1]
 
     def sequence(make):
         mx.random.seed(11)
@@ -302,6 +331,9 @@ def test_same_seed_draws_as_mlx_lm(theirs):
         ({"top_k": -1}, "top_k is -1; it must be an integer, at least 0"),
         ({"top_k": 1.5}, r"top_k is 1\.5"),
         ({"top_k": True}, "top_k is True"),
+        ({"xtc_probability": 1.5}, r"xtc_probability is 1\.5; it must be a number between 0 and 1"),
+        ({"xtc_threshold": 0.6}, r"xtc_threshold is 0\.6; it must be a number between 0 and 0\.5"),
+        ({"xtc_special_tokens": [-1]}, "xtc_special_tokens is -1; it must be an integer, at least 0"),
         ({"min_tokens_to_keep": 0}, "min_tokens_to_keep is 0; it must be an integer, at least 1"),
     ],
 )
