@@ -3,9 +3,13 @@
 
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 OUT --checkpoint OUT-mlx
+    python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 2 --experts 8 --tiny OUT
 
 The second also writes the same weights as mlx-lm would: stacks of all experts in safetensors shards, whose headers are
-not padded, so that tensors begin at odd addresses.
+not padded, so that tensors begin at odd addresses. The third takes a second and a few MB, to try a command.
+
+Of fewer layers at least one has experts: dense layers before it are left out where needed. A directory appears
+complete or not at all.
 
 Weights have the spread of a trained model's (standard deviation 1/sqrt(inputs)), so activations stay finite
 and routing is spread over all experts. Expert blocks are drawn from a small set of distinct ones; every
@@ -13,10 +17,14 @@ resident matrix is drawn by itself. It has a byte-level tokenizer, so every comm
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import re
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,64 +33,146 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from moeflux_mlx.files import directory, read_json
+from moeflux_mlx.errors import ConfigError, MoefluxError
+from moeflux_mlx.families.names import canonical_name
+from moeflux_mlx.families.registry import FAMILIES
+from moeflux_mlx.files import directory, existing_parent, read_json
 from moeflux_mlx.formats.checkpoint import ITEM_BYTES, Tensor, read_bytes, read_header
 from moeflux_mlx.formats.layout_file import to_json
 from moeflux_mlx.formats.packed import FOLDER, PackedExperts
-from moeflux_mlx.formats.record import ExpertLayout, Field
-from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.formats.record import BIAS, ExpertLayout, Field, Record
+from moeflux_mlx.formats.tables import NAME, NARROW, STEM, RowForm
+from moeflux_mlx.formats.tables import PATTERN as TABLES
+from moeflux_mlx.kinds import NGrams, Router
+from moeflux_mlx.model.tensors import TABLE, needed, stored_as, variant_bytes
+from moeflux_mlx.packing.tables import SMALL_GROUP
 from moeflux_mlx.quant import DEFAULT, Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 DISTINCT_BLOCKS = 16
 SHARD_BYTES = 5 << 30  # mlx-lm's default
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
+DISTINCT_ROWS, SHARD_ROWS = 4096, 1 << 20  # of a table of n-grams
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+Shape = tuple[str, tuple[int, ...]]  # of a tensor, behind its dtype
+TINY = {"hidden_size": 128, "vocab_size": 256, "ngram_vocab_size_base": 1000}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variant", required=True, choices=variants())
     parser.add_argument("--layers", type=int, help="keep only this many layers (default: all)")
     parser.add_argument("--experts", type=int, help="keep only this many experts (default: all)")
+    parser.add_argument("--tiny", action="store_true", help="make hidden states, vocabulary and n-gram tables tiny too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="write the same weights here too, as mlx-lm would")
     parser.add_argument("--force", action="store_true", help="write over what is there")
     parser.add_argument("out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for folder in (options.out, options.checkpoint):
         if folder is not None and folder.exists() and not options.force:
             parser.error(f"{folder} exists; give another directory, or --force to write over it")
-    config = config_of(options.variant, options.layers, options.experts)
-    write_model(config, options.out, np.random.default_rng(options.seed))
-    if options.checkpoint is not None:
-        write_checkpoint(options.out, options.checkpoint)
+    try:
+        write(options)
+    except (MoefluxError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
-def config_of(variant: str, layers: int | None = None, experts: int | None = None) -> dict:
-    """Returns the configuration of a variant, perhaps with fewer layers or experts."""
-    config = read_json(directory("configs") / f"{variant}.json")
+def write(options: argparse.Namespace) -> None:
+    config = config_of(options.variant, options.layers, options.experts, options.tiny)
+    check_space(ModelArgs.from_dict(config), existing_parent(options.out))
+    with contextlib.ExitStack() as folders:
+        packed = folders.enter_context(complete(options.out))
+        write_model(config, packed, np.random.default_rng(options.seed))
+        if options.checkpoint is not None:
+            write_checkpoint(packed, folders.enter_context(complete(options.checkpoint)))
+
+
+@contextlib.contextmanager
+def complete(out: Path) -> Iterator[Path]:
+    """Gives a folder beside `out` that takes its place at the end, or is removed after an error."""
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+        made = Path(beside) / out.name
+        made.mkdir()
+        yield made
+        if out.exists():
+            shutil.copytree(made, out, dirs_exist_ok=True, copy_function=os.replace)
+        else:
+            made.rename(out)
+
+
+def config_of(variant: str, layers: int | None = None, experts: int | None = None, tiny: bool = False) -> dict:
+    """Returns the configuration of a variant, perhaps with fewer layers or experts, or tiny widths.
+
+    Raises:
+        ConfigError: the variant cannot have so many layers or experts.
+    """
+    config, args = read_json(directory("configs") / f"{variant}.json"), ModelArgs.from_variant(variant)
     body = config.get("text_config", config)
-    if layers:
-        whole, body["num_hidden_layers"] = body["num_hidden_layers"], layers
-        for part in (body, *(value for value in body.values() if isinstance(value, dict))):
-            for name, value in part.items():  # layer_types, attn_type_list and similar lists
-                if isinstance(value, list) and len(value) == whole:
-                    part[name] = value[:layers]
-        if "first_k_dense_replace" in body:
-            body["first_k_dense_replace"] = min(body["first_k_dense_replace"], max(layers - 1, 0))
-    if experts:
-        body["n_routed_experts" if "n_routed_experts" in body else "num_experts"] = experts
+    if layers is not None:
+        check_count("layers", layers, variant, 1, args.num_hidden_layers)
+        keep_layers(body, max(args.moe_layers[0] + 1 - layers, 0), layers)
+    if experts is not None:
+        router = args.experts.router
+        check_count("experts", experts, variant, least_experts(router), router.experts, router.groups)
+        body[next(name for name in EXPERT_COUNTS if name in body)] = experts
+    if tiny:
+        body.update((name, value) for name, value in TINY.items() if name in body)
     return config
+
+
+def least_experts(router: Router) -> int:
+    """Returns the fewest experts of which a token can use `top_k`, in as many groups as there are."""
+    return router.groups * math.ceil(router.top_k / router.kept_groups)
+
+
+def check_count(name: str, count: int, variant: str, least: int, most: int, unit: int = 1) -> None:
+    if not least <= count <= most or count % unit:
+        multiple = f"a multiple of {unit} " if unit > 1 else ""
+        raise ConfigError(f"--{name} is {count}; {variant} takes {multiple}from {least} to {most}")
+
+
+def keep_layers(body: dict, start: int, count: int) -> None:
+    """Leaves `count` layers from `start` on in the text part of a configuration."""
+    whole, end = body["num_hidden_layers"], start + count
+    body["num_hidden_layers"] = count
+    for part in (body, *(value for value in body.values() if isinstance(value, dict))):
+        for name, value in part.items():  # layer_types, attn_type_list and similar lists; layers that draft come last
+            if isinstance(value, list) and len(value) >= whole:
+                part[name] = value[start:end]
+    if "first_k_dense_replace" in body:
+        body["first_k_dense_replace"] = max(body["first_k_dense_replace"] - start, 0)
+    if "num_hash_layers" in body:
+        body["num_hash_layers"] = min(body["num_hash_layers"], count - 1)
+    if "ple_layer_ids" in body:  # from one on
+        body["ple_layer_ids"] = [layer for layer in body["ple_layer_ids"] if layer <= count]
+    if "moe_layers_enum" in body:
+        kept = (int(layer) - start for layer in body["moe_layers_enum"].split(","))
+        body["moe_layers_enum"] = ",".join(str(layer) for layer in kept if 0 <= layer < count)
+    if "hybrid_override_pattern" in body:  # a layer is a mixer and the experts behind it, if any
+        mixers = re.findall("[M*]E?", body["hybrid_override_pattern"])
+        body["hybrid_override_pattern"] = "".join(mixers[start:end])
+        body["num_hidden_layers"] = len(body["hybrid_override_pattern"])
 
 
 def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
     args = ModelArgs.from_dict(config)
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
-    overrides = write_resident(args, out, rng)
+    overrides = write_resident(args, out, rng) | write_tables(args, out, rng)
     write_experts(ExpertLayout.from_args(args), out / FOLDER, rng)
     quantization = {**DEFAULT.entry(), **overrides}
     (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}, indent=2))
     write_tokenizer(out)
+
+
+def check_space(args: ModelArgs, folder: Path) -> None:
+    tables = sum(part.rows * table_form(part).row_bytes for part in args.ngrams.values())
+    experts = ExpertLayout.from_args(args).total_bytes
+    needed, free = experts + tables + variant_bytes(args, mx.bfloat16), shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(f"the model takes {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB of disk are free")
 
 
 def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
@@ -99,7 +189,8 @@ def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict
         for part, value in quantised(rng, shape, quant).items():
             tensors[f"{path}.{part}"] = value
     for name, shape in others.items():
-        tensors[name] = plain(name, shape, rng)
+        is_table = f".{name}".endswith(TABLE)
+        tensors[name] = expert_ids(args.num_experts, shape, rng) if is_table else plain(name, shape, rng)
     mx.save_safetensors(str(out / "resident.safetensors"), tensors)
     return overrides
 
@@ -119,6 +210,12 @@ def plain(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> mx.arr
     return mx.array(rng.standard_normal(shape, dtype=np.float32) * scale)
 
 
+def expert_ids(experts: int, shape: tuple[int, ...], rng: np.random.Generator) -> mx.array:
+    """Returns the experts of each token id, neighbours that begin anywhere."""
+    first = rng.integers(0, experts, (shape[0], 1))
+    return mx.array(((first + np.arange(shape[1])) % experts).astype(np.uint32))
+
+
 def quantised(rng: np.random.Generator, shape: tuple[int, ...], quant: Quant) -> dict[str, mx.array]:
     *rows, cols = shape
     codes = rng.integers(0, 2**32, (*rows, quant.words(cols)), dtype=np.uint32)
@@ -133,23 +230,24 @@ def quantised(rng: np.random.Generator, shape: tuple[int, ...], quant: Quant) ->
     }
 
 
-def block(layout: ExpertLayout, rng: np.random.Generator) -> np.ndarray:
+def block(record: Record, rng: np.random.Generator) -> np.ndarray:
     """Returns one packed expert of `stride` bytes."""
-    record = layout.record
     out = np.zeros(record.stride, np.uint8)
-    for matrix in (record.gate, record.up, record.down):
+    for matrix in record.projections:
         parts = quantised(rng, (matrix.rows, matrix.columns), matrix.quant)
-        for field, value in zip(matrix.fields, parts.values(), strict=True):
-            raw = np.array(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value)
-            out[field.offset : field.end] = raw.reshape(-1).view(np.uint8)
+        parts[BIAS] = plain(BIAS, (matrix.rows,), rng).astype(mx.bfloat16)
+        for field in matrix.fields:
+            out[field.offset : field.end] = raw(parts[field.part]).reshape(-1)
     return out
 
 
+def raw(value: mx.array) -> np.ndarray:
+    """Returns the bytes of each row."""
+    return np.array(value.view(mx.uint8))
+
+
 def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) -> None:
-    needed, free = layout.total_bytes, shutil.disk_usage(folder).free
-    if needed > free:
-        raise SystemExit(f"error: the experts take {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB of disk are free")
-    blocks = [block(layout, rng) for _ in range(DISTINCT_BLOCKS)]
+    blocks = [block(layout.record, rng) for _ in range(DISTINCT_BLOCKS)]
     for layer in tqdm(layout.moe_layers, unit="layer"):
         with open(folder / layout.file_name(layer), "wb") as file:
             for choice in rng.integers(0, DISTINCT_BLOCKS, layout.num_experts):
@@ -157,25 +255,78 @@ def write_experts(layout: ExpertLayout, folder: Path, rng: np.random.Generator) 
     (folder / "layout.json").write_text(json.dumps(to_json(layout), indent=1))
 
 
+def table_form(part: NGrams) -> RowForm:
+    return RowForm(part.width, Quant(DEFAULT.bits, SMALL_GROUP if part.width % DEFAULT.group_size else 64), NARROW)
+
+
+def write_tables(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
+    """Writes the n-gram tables, of a few distinct rows each. Returns the exceptions as `write_resident` does."""
+    overrides, shapes, tensors = {}, {}, {}
+    for layer, part in args.ngrams.items():
+        form = table_form(part)
+        overrides[STEM.format(layer)] = form.quant.entry()
+        parts = quantised(rng, (DISTINCT_ROWS, part.width), form.quant)
+        rows = np.concatenate([raw(value) for value in parts.values()], axis=1)
+        for shard, start in enumerate(range(0, part.rows, SHARD_ROWS)):
+            count, name = min(SHARD_ROWS, part.rows - start), f"model.layers.{layer}.ple.table.{shard}"
+            shapes[name] = "U8", (count, form.row_bytes)
+            tensors[name] = lambda rows=rows, count=count: rows[rng.integers(0, DISTINCT_ROWS, count)].tobytes()
+    if shapes:
+        write_shard(out / "tables.safetensors", shapes, tensors)
+    return overrides
+
+
 def write_checkpoint(packed: Path, out: Path) -> None:
     """Writes the weights of the packed model as an MLX checkpoint, whole tensors in shards of at most 5 GiB."""
-    out.mkdir(parents=True, exist_ok=True)
     for file in packed.glob("*.j*"):
         shutil.copy(file, out)
-    opened = PackedExperts.open(packed, ModelArgs.from_file(packed))
-    tensors = {one.name: partial(stored, one) for one in read_header(packed / "resident.safetensors").values()}
-    shapes = {one.name: (one.dtype, one.shape) for one in read_header(packed / "resident.safetensors").values()}
-    for layer, record in opened.layout.records.items():
-        for field in record.fields:
-            name = f"model.layers.{layer}.mlp.switch_mlp.{field.name}"
-            tensors[name] = partial(stack, opened, layer, field)
-            shapes[name] = field.dtype, (opened.layout.num_experts, *field.shape)
+    shapes, tensors = {}, {}
+    for name, shape, data in checkpoint_tensors(packed, ModelArgs.from_file(packed)):
+        shapes[name], tensors[name] = shape, data
     shards, weight_map = shards_of(shapes), {}
     for i, names in enumerate(tqdm(shards, unit="shard"), 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         write_shard(out / file, {name: shapes[name] for name in names}, tensors)
         weight_map |= dict.fromkeys(names, file)
     (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def checkpoint_tensors(packed: Path, args: ModelArgs) -> Iterator[tuple[str, Shape, Callable[[], bytes]]]:
+    """Yields name, dtype and shape of each tensor, and a function that reads it."""
+    renames = FAMILIES[args.model_type].renames_of(args.layers)
+    for tensor in read_header(packed / "resident.safetensors").values():
+        yield published(tensor.name, args, renames), (tensor.dtype, tensor.shape), partial(stored, tensor)
+    opened = PackedExperts.open(packed, args)
+    for layer, record in opened.layout.records.items():
+        for field in record.fields:
+            shape = field.dtype, (opened.layout.num_experts, *field.shape)
+            yield f"model.layers.{layer}.mlp.switch_mlp.{field.name}", shape, partial(stack, opened, layer, field)
+    for file in packed.glob(TABLES):
+        for tensor in read_header(file).values():
+            yield from table_tensors(tensor, args)
+
+
+def published(name: str, args: ModelArgs, renames: Sequence[tuple[str, str]]) -> str:
+    """Returns a name that a checkpoint's reader turns into the model's `name`."""
+    if canonical_name(name, args.num_hidden_layers, renames) == name:
+        return name
+    for theirs, ours in reversed(renames):
+        name = name.replace(ours, theirs)
+    return name
+
+
+def table_tensors(tensor: Tensor, args: ModelArgs) -> Iterator[tuple[str, Shape, Callable[[], bytes]]]:
+    """Yields the parts of a table's rows as `checkpoint_tensors` does."""
+    layer, shard = map(int, NAME.fullmatch(tensor.name).groups())
+    form, start = table_form(args.ngrams[layer]), 0
+    for part, (values, dtype), nbytes in zip(form.quant.parts, form.parts, form.part_bytes, strict=True):
+        name = f"{STEM.format(layer)}.shards.{shard}.{part}"
+        yield name, (dtype, (tensor.shape[0], values)), partial(columns, tensor, start, start + nbytes)
+        start += nbytes
+
+
+def columns(tensor: Tensor, start: int, end: int) -> bytes:
+    return np.frombuffer(stored(tensor), np.uint8).reshape(tensor.shape)[:, start:end].tobytes()
 
 
 def stored(tensor: Tensor) -> bytes:
@@ -192,7 +343,7 @@ def size_of(dtype: str, shape: tuple[int, ...]) -> int:
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 
-def shards_of(shapes: dict[str, tuple[str, tuple[int, ...]]]) -> list[list[str]]:
+def shards_of(shapes: dict[str, Shape]) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
