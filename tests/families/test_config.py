@@ -337,6 +337,12 @@ def test_the_text_part_decides_whose_family_it_is():
         ModelArgs.from_dict(config)
 
 
+@pytest.mark.parametrize(("outer", "text"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4"), ("step3p7", "step3p5")])
+def test_models_that_are_named_after_their_image_encoder(outer, text):
+    """As docs/models.md lists them."""
+    assert outer not in FAMILIES and family_name({"model_type": outer, "text_config": {"model_type": text}}) == text
+
+
 # ---- any value in any field
 
 VALUES = [
