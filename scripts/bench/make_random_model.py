@@ -235,7 +235,8 @@ def block(record: Record, rng: np.random.Generator) -> np.ndarray:
     out = np.zeros(record.stride, np.uint8)
     for matrix in record.projections:
         parts = quantised(rng, (matrix.rows, matrix.columns), matrix.quant)
-        parts[BIAS] = plain(BIAS, (matrix.rows,), rng).astype(mx.bfloat16)
+        if matrix.bias is not None:
+            parts[BIAS] = plain(BIAS, (matrix.rows,), rng).astype(mx.bfloat16)
         for field in matrix.fields:
             out[field.offset : field.end] = raw(parts[field.part]).reshape(-1)
     return out
