@@ -32,11 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, with the others; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
-        try:
-            check_mlx()
-        except ImportError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        require_mlx()
         return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
     if words == ["--version"]:
         print(f"moeflux-mlx {described()}")
@@ -49,6 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(usage())
     return 0 if words else 2
+
+
+def require_mlx() -> None:
+    """Ends the process with one line and exit code 1 if MLX cannot be imported."""
+    try:
+        check_mlx()
+    except ImportError as error:
+        sys.exit(f"error: {error}")
 
 
 def usage() -> str:

@@ -20,7 +20,11 @@ PYTHON = [sys.executable, "-W", "error"]
 # does first, and the modules that take longest to import.
 MODULES = """
 import json, os, runpy, sys, tempfile
-import moeflux_mlx, moeflux_mlx.engine.engine, moeflux_mlx.formats.hub, moeflux_mlx.text.tokenizer
+import moeflux_mlx
+try:
+    import moeflux_mlx.engine.engine, moeflux_mlx.formats.hub, moeflux_mlx.text.tokenizer
+except ImportError:
+    pass  # MLX is missing
 
 def said(module, *arguments):
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -38,11 +42,38 @@ print(json.dumps(outputs))
 """
 
 
-def run(*command):
-    return subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+PACKAGE = Path(moeflux_mlx.__file__).parent
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def run(*command, **environment):
+    return subprocess.run(command, env=child_environment() | environment, capture_output=True, text=True)
+
+
+def modules_that_run():
+    """Returns the modules that `python -m` runs, without `moeflux_mlx` itself."""
+    files = [file for file in PACKAGE.rglob("*.py") if 'if __name__ == "__main__":' in file.read_text()]
+    parts = [file.relative_to(PACKAGE.parent).with_suffix("").parts for file in files]
+    return sorted({".".join(path).removesuffix(".__main__") for path in parts} - {"moeflux_mlx"})
+
+
+@needs_fork
+def test_without_mlx_every_command_says_how_to_install_it(tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so: cannot open shared object file')")
+    assert modules_that_run() == sorted(f"moeflux_mlx.{name}" for name in COMMANDS)
+    ways = [way for name in COMMANDS for way in ((f"moeflux_mlx.{name}", "--nonsense"), ("moeflux_mlx", name))]
+    path = os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])
+    done = run(*PYTHON, "-c", MODULES, json.dumps([*ways, ("moeflux_mlx", "--help")]), PYTHONPATH=path)
+    *outputs, (code, out, err) = json.loads(done.stdout)
+    assert (code, err) == (0, "") and out.startswith("usage: moeflux COMMAND")
+    for way, (code, out, err) in zip(ways, outputs, strict=True):
+        assert (code, out, err.count("\n")) == (1, "", 1), (way, err)
+        assert err.startswith("error: MLX cannot be imported (libmlx.so: cannot open"), way
+        assert "pip install 'mlx[cpu]'" in err, way
+
+
+@needs_fork
 def test_every_command_has_two_names():
     ways = [way for name in COMMANDS for way in ((f"moeflux_mlx.{name}", "--help"), ("moeflux_mlx", name, "--help"))]
     done = run(*PYTHON, "-c", MODULES, json.dumps(ways))
