@@ -24,8 +24,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"lengths of prompts; default: those of {LENGTHS} that fit the model".replace(",", ""),
     )
-    add("--max-tokens", "-m", type=int, default=64, help="tokens after each prompt (%(default)s)")
-    add("--rounds", type=int, default=3, help="rounds, whose medians the table shows (%(default)s)")
+    add("--max-tokens", "-m", type=int, default=64, metavar="N", help="tokens after each prompt (%(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="rounds, whose medians the table shows (%(default)s)")
     add(
         "--parallel",
         type=int,

@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
         "Chat with a Mixture-of-Experts model. In the chat, /help lists the commands.",
     )
     add = made.add_argument_group("chat").add_argument
-    add("--system-prompt", help="system message")
+    add("--system-prompt", metavar="TEXT", help="system message")
     add("--hide-thinking", action="store_true", help="do not show the model's reasoning")
     add("--history-file", metavar="FILE", help="save typed lines in FILE; default: keep them until the chat ends")
     add("--verbose", action="store_true", help="also print the time to load and statistics of every answer")

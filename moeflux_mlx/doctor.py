@@ -8,8 +8,8 @@ from pathlib import Path
 from .cli import launches
 from .cli.diagnosis import run
 from .cli.launches import BACKENDS
+from .cli.options import add_variant
 from .cli.run import Parser, execute
-from .spec import variants
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         help="with --launches: directory or Hugging Face repo id (no weights are read); default: demo",
     )
-    which.add_argument("--variant", choices=variants(), help="with --launches: a named model; no files are needed")
+    add_variant(which.add_argument, "with --launches: ")
     made.add_argument("--backend", choices=BACKENDS, help="with --launches: the backend; default: this machine's")
     return made
 

@@ -12,11 +12,11 @@ from .cli.options import (
     add_memory,
     add_prompt_sizes,
     add_shards_in,
+    add_variant,
     add_vision,
 )
 from .cli.planning import DISKS, run
 from .cli.run import Parser, execute
-from .spec import variants
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         help="directory of a packed model or of an MLX checkpoint, or Hugging Face repo id org/name",
     )
     add_shards_in(add)
-    add("--variant", help=f"a known model by name: {', '.join(variants())}")
+    add_variant(add)
     add_dtype(add)
     add_kv_bits(add)
     add_vision(add)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import add_model_options, add_prompt_cache_options
+from .cli.options import PENALTY, add_model_options, add_prompt_cache_options
 from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
 from .cli.serving import run
@@ -81,15 +81,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "sampling, if a request does not set it; default: the model's generation_config.json"
-    )
-    add = group.add_argument
+    default = "default: the model's generation_config.json"
+    add = parser.add_argument_group("sampling, if a request does not set it", default).add_argument
     add("--temp", type=float, help="sampling temperature; 0: most likely token")
     add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
     add("--top-k", type=int, help="keep this many of the most likely tokens")
     add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
-    add("--repetition-penalty", type=float, help="weaken the logits of recent tokens by this factor")
+    add("--repetition-penalty", type=float, metavar="P", help=PENALTY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,23 +4,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .cli.options import add_variant
 from .cli.run import Parser, execute
 from .cli.tuning import run
-from .spec import variants
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "tune",
-        "Measure several tiles of each kernel on this GPU at a model's shapes, check their values, and store the "
-        "fastest for all later runs. Takes one to three minutes. If --model is a directory and the model does not fit "
-        "in memory, also run it with pools of several sizes and store the best size. "
-        "New tiles may change the last bits of a model's output, in all modes alike.",
+        "Find the fastest tiles of each kernel on this GPU at a model's shapes, and store them for all later runs; the "
+        "last bits of outputs may change. If --model is a directory and does not fit in memory, also find the best "
+        "size of its expert pool. Takes one to three minutes.",
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument("--model", help="directory, or Hugging Face repo id (only shapes are read); default: demo")
-    which.add_argument("--variant", choices=variants(), help="a named model's shapes; no files are needed")
-    made.add_argument("--file", help="file for the tiles, for --tiles; default: in the user's cache directory")
+    add_variant(which.add_argument)
+    made.add_argument(
+        "--file", metavar="FILE", help="file of tiles, for --tiles; default: in the user's cache directory"
+    )
     made.add_argument(
         "--minutes", type=float, default=3.0, help="start no new measurement after this time (%(default)s)"
     )

@@ -14,13 +14,10 @@ COMMANDS = {
     "models": ("moeflux_mlx.models", "list the known models that fit this machine"),
     "launch": ("moeflux_mlx.launch", "start a coding agent with its own server"),
     "convert": ("moeflux_mlx.convert", "make a packed model directory from a checkpoint"),
-    "plan": ("moeflux_mlx.plan", "show how much memory a model needs, and the speed that the disk allows"),
-    "evaluate": (
-        "moeflux_mlx.evaluate",
-        "measure how well a model predicts a text, and how far it is from another model",
-    ),
+    "plan": ("moeflux_mlx.plan", "show the memory that a model needs and the speed that a disk allows"),
+    "evaluate": ("moeflux_mlx.evaluate", "measure how well a model predicts a text, also against another"),
     "benchmark": ("moeflux_mlx.benchmark", "measure how fast a model runs on this machine"),
-    "tune": ("moeflux_mlx.tune", "find the fastest kernel tiles on this GPU and the best size of the expert pool"),
+    "tune": ("moeflux_mlx.tune", "find the fastest kernel tiles and the best size of the expert pool"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),
     "list": ("moeflux_mlx.list", "list the downloaded models"),
     "remove": ("moeflux_mlx.remove", "delete a downloaded model"),
@@ -57,13 +54,15 @@ def require_mlx() -> None:
 
 def usage() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{what}" for name, (_, what) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: moeflux COMMAND [OPTIONS]",
             "",
             *lines,
             "",
-            "moeflux COMMAND --help lists a command's options; moeflux --version prints the version.",
+            "moeflux COMMAND --help lists a command's options.",
+            "moeflux --version prints the version.",
         ]
     )

@@ -18,6 +18,7 @@ from ..vision.pixels import IMAGE_ROWS
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
+PENALTY = "weaken the logits of recent tokens by this factor"
 NOT_GIVEN = {
     "top_p": 0.0,
     "top_k": 0,
@@ -42,7 +43,8 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     add = parser.add_argument_group("model").add_argument
     model = "directory, or Hugging Face repo id org/name; default: the demo model in the package"
     if several:
-        add("--model", action="append", dest="models", help=f"{model}; may be repeated: one is loaded at a time")
+        more = "may be repeated: one is loaded at a time"
+        add("--model", action="append", dest="models", metavar="MODEL", help=f"{model}; {more}")
     else:
         add("--model", help=model)
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
@@ -76,6 +78,11 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     add_prompt_sizes(add)
     add_tiles(add)
     add_draft(add)
+
+
+def add_variant(add: Callable[..., Any], use: str = "") -> None:
+    names = "moeflux models lists the names"
+    add("--variant", metavar="NAME", help=f"{use}a known model, such as qwen3-30b-a3b; {names}; no files are needed")
 
 
 def add_vision(add: Callable[..., Any]) -> None:
@@ -139,10 +146,8 @@ def add_draft(add: Callable[..., Any]) -> None:
         "--draft",
         default="off",
         metavar="|".join((*DRAFTS, "DIR")),
-        help="speculative decoding: a step also checks proposed tokens, if that is faster; the text stays the same. "
-        "lookup: propose the tokens that followed an earlier occurrence of the text's end; head: use the model's "
-        "draft head, or the one in DIR; auto: head, if there is one and the pool keeps nine tenths of its memory, "
-        "otherwise lookup (%(default)s)",
+        help="speculative decoding, which changes only the speed; lookup: propose tokens from earlier text; head: by "
+        "the model's draft head, or the one in DIR; auto: head if memory allows, else lookup (%(default)s)",
     )
 
 
@@ -193,6 +198,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "-m",
         type=int,
         default=256,
+        metavar="N",
         help="stop after this many tokens; -1: no limit (%(default)s)",
     )
     add("--temp", type=float, default=0.0, help="sampling temperature; 0: most likely token (%(default)s)")
@@ -209,8 +215,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="drop tokens whose probability is below this share of the most likely token's; 0: off",
     )
-    add("--repetition-penalty", type=float, help="weaken the logits of recent tokens by this factor; default: off")
-    add("--seed", type=int, help="seed of the random numbers, for repeatable sampling")
+    add("--repetition-penalty", type=float, metavar="P", help=f"{PENALTY}; default: off")
+    add("--seed", type=int, metavar="N", help="seed of the random numbers, for repeatable sampling")
 
 
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:

@@ -17,9 +17,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument_group("prompt").add_argument
     add("words", nargs="*", metavar="PROMPT", help=f"the user's message (default: {DEFAULT_PROMPT!r})")
-    add("--prompt", "-p", help="the same; '-' reads stdin")
+    add("--prompt", "-p", metavar="TEXT", help="the same; '-' reads stdin")
     add("--image", nargs="+", default=(), metavar="FILE", help="images, placed before the prompt")
-    add("--system-prompt", help="system message for the chat template")
+    add("--system-prompt", metavar="TEXT", help="system message for the chat template")
     add("--ignore-chat-template", action="store_true", help="give the prompt to the model without a template")
     made.add_argument(
         "--verbose", action="store_true", help="also print the prompt's tokens, the time to load and details of I/O"

@@ -1,7 +1,9 @@
 """Every command exists under both of its names, and importing one does not hide the library's functions."""
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +105,26 @@ def test_without_a_command_the_commands_are_listed(argv, code, capsys):
     assert main(argv) == code
     out = capsys.readouterr().out
     assert all(f"\n  {name} " in out for name in COMMANDS)
+    lines = [line for line in out.splitlines() if line.startswith("  ")]
+    columns = {len(re.match(r"  \w+ +", line)[0]) for line in lines}
+    assert len(columns) == 1 and len(lines) == len(COMMANDS) and max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_short_lines_and_short_texts(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = importlib.import_module(COMMANDS[name][0]).parser()
+    formatter = parser.formatter_class(parser.prog)
+    texts = {str(action.option_strings): formatter._expand_help(action) for action in parser._actions}
+    assert {option: text for option, text in texts.items() if len(text) > 200} == {}
+    assert len(parser.description) <= 300
+    assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []
+
+
+def test_serve_names_the_models_as_its_option_takes_them():
+    text = importlib.import_module("moeflux_mlx.serve").parser().format_help()
+    assert "--model MODEL " in text and "MODELS" not in text
+
 
 
 def test_a_misspelt_command_is_named(capsys):
