@@ -15,6 +15,7 @@ from ..ops.limits import within_limits
 from .terminal import note
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+SIMILAR = 0.7  # of 1: "servr" is 0.91 of "serve", "nonsense" 0.5 of "seed"
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # errors of writing to stdout
 
 
@@ -32,9 +33,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about the unknown `word`, with the most similar known one."""
-    nearest = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    """The end of a message about the unknown `word`: the most similar known one, or one that begins like it."""
+    names, word = {name.lstrip("-"): name for name in known}, word.lstrip("-")
+    nearest = difflib.get_close_matches(word, names, n=1, cutoff=SIMILAR) or [
+        name for name in names if min(len(name), len(word)) > 2 and (name.startswith(word) or word.startswith(name))
+    ]
+    return f"; did you mean {names[nearest[0]]}?" if nearest else ""
 
 
 def program(command: str) -> str:

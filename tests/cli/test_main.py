@@ -126,12 +126,31 @@ def test_serve_names_the_models_as_its_option_takes_them():
     assert "--model MODEL " in text and "MODELS" not in text
 
 
+@pytest.mark.parametrize(
+    "word, meant",
+    [
+        ("--nonsense", ""),
+        ("--foo", ""),
+        ("--max_tokens", "--max-tokens"),
+        ("--temprature", "--temp"),
+        ("--temperature", "--temp"),
+        ("--topk", "--top-k"),
+    ],
+)
+def test_only_a_similar_option_is_proposed(word, meant, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", word])
+    err = capsys.readouterr().err
+    assert re.findall(r"did you mean (\S+)\?", err) == [meant] * bool(meant) and err.count("\n") == 1
+
 
 def test_a_misspelt_command_is_named(capsys):
     assert main(["speak"]) == 2
-    assert "no command 'speak'; there are: generate, chat" in capsys.readouterr().err
-    assert main(["benchmrk"]) == 2
-    assert capsys.readouterr().err.endswith("; did you mean benchmark?\n")
+    err = capsys.readouterr().err
+    assert "no command 'speak'; there are: generate, chat" in err and "did you mean" not in err
+    for word, meant in (("benchmrk", "benchmark"), ("serv", "serve"), ("gen", "generate")):
+        assert main([word]) == 2
+        assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
 def test_the_version(capsys):
