@@ -31,6 +31,7 @@ def add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--share-routing",
         action="store_true",
+        default=None,
         help="all ranks use rank 0's choice of experts, for machines that differ",
     )
     add(
@@ -74,12 +75,14 @@ def joined(options: argparse.Namespace) -> Ranks | None:
         raise RequestError(f"--rank-seconds is {options.rank_seconds}; it must be from 1 to 1e6")
     group = join(os.environ, options.backend)
     if group is None:
-        if options.rank_share is not None:
-            raise RequestError("--rank-share is for one of several ranks; start all with mlx.launch, or set MLX_RANK")
+        for name in ("rank_share", "rank_seconds", "share_routing"):
+            if getattr(options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise RequestError(f"{option} is for one of several ranks; start all with mlx.launch, or set MLX_RANK")
         return None
     share = 1 if options.rank_share is None else options.rank_share
     say = note if group.rank == 0 else lambda text: None
-    return Ranks(Exchange(group), share, options.share_routing, options.rank_seconds, say)
+    return Ranks(Exchange(group), share, bool(options.share_routing), options.rank_seconds, say)
 
 
 def _leading(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

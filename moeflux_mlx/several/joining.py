@@ -40,6 +40,8 @@ def backend_of(environ: Mapping[str, str], asked: str | None = None) -> str | No
     """
     by_mpi = any(name in environ for name in MPI_RANKS)
     if "MLX_RANK" not in environ:
+        if asked == "mpi" and not by_mpi:
+            raise RequestError("--backend mpi needs an MPI launcher; start all ranks with mpirun or mlx.launch")
         if asked is not None and asked != "mpi":
             raise RequestError(f"--backend {asked} needs MLX_RANK; start all ranks with mlx.launch, or set it by hand")
         return "mpi" if by_mpi else None

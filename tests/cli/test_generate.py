@@ -271,6 +271,11 @@ def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
         (["--chat-template-config", "{"], "not JSON"),
         (["--chat-template-config", "[]"], "expected an object"),
         (["--chat-template-config", '{"tokenize": false}'], "cannot set tokenize"),
+        (["--backend", "mpi"], "--backend mpi needs an MPI launcher"),
+        (["--rank-share", "0"], "--rank-share is for one of several ranks"),
+        (["--rank-seconds", "30"], "--rank-seconds is for one of several ranks"),
+        (["--share-routing"], "--share-routing is for one of several ranks"),
+        (["--tiles", "no-such-file"], "no-such-file does not exist; give a file that moeflux tune wrote"),
     ],
 )
 def test_bad_values(capfd, model_dir, arguments, words):
