@@ -11,7 +11,7 @@ from ..engine.engine import Engine, open_engine
 from ..engine.machine import default_dtype
 from ..errors import RequestError
 from ..experts.source import IoMode
-from ..ops.backend import computes_natively
+from ..ops.backend import computes_natively, has_kernels
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, gigabytes
 from .terminal import Progress, note
@@ -96,6 +96,7 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
         "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
+        "where no GPU computes": [] if has_kernels() else ["--tiles"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
     without_effect = {reason: [name for name in names if name in given] for reason, names in idle.items()}

@@ -84,14 +84,14 @@ def choose(option: str | Path) -> Tiles:
         RequestError: there is no such file.
     """
     named = os.environ.get("MOEFLUX_TILES") or "auto" if option == "auto" else option
-    if named == "code" or not backend.has_kernels():
+    if named == "code":
         return CODE
     file = default_file() if named == "auto" else user_path(named)
-    if file.exists():
-        return _usable(file)
-    if named == "auto":
-        return CODE
-    raise RequestError(f"the file of tiles {file} does not exist; give a file that moeflux tune wrote, auto or code")
+    if named != "auto" and not file.exists():
+        raise RequestError(
+            f"the file of tiles {file} does not exist; give a file that moeflux tune wrote, auto or code"
+        )
+    return _usable(file) if backend.has_kernels() and file.exists() else CODE
 
 
 def _usable(file: Path) -> Tiles:

@@ -158,9 +158,13 @@ def test_which_source_of_tiles_decides(file, monkeypatch, tmp_path):
         tiles.choose("no-such-file")
 
 
-def test_a_cpu_needs_no_file(monkeypatch):
+def test_a_cpu_refuses_a_missing_file_and_reads_none(file, monkeypatch):
     monkeypatch.setattr(backend, "name", lambda: "ops")
-    assert tiles.choose("no-such-file") is CODE
+    file.parent.mkdir()
+    file.write_text("damaged")
+    assert tiles.choose("auto") is CODE and chosen(file) == ({}, [])
+    with pytest.raises(RequestError, match="no-such-file does not exist; give a file that moeflux tune wrote"):
+        tiles.choose("no-such-file")
 
 
 def test_the_place_of_the_file(monkeypatch):
