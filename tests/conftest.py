@@ -30,6 +30,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: of a whole grid, run with --full")
     settings.load_profile("full" if config.getoption("--full") else "moeflux")
+    config.addinivalue_line("filterwarnings", "ignore:an expert pool of")  # 1 byte stands for the smallest pool
     if find_spec("moeflux_mlx.ops._native") is None:  # on a GPU machine, where the CPU computes little
         config.addinivalue_line("filterwarnings", "ignore:the native CPU kernels are not built")
     if not hasattr(config, "workerinput"):

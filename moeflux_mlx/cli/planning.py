@@ -109,6 +109,8 @@ def run(options: argparse.Namespace) -> int:
     args, plan, demand = drafts.args, drafts.plan, drafts.plan.demand
     if plan.shortened:
         note(plan.shortened)
+    if plan.enlarged:
+        note(f"warning: {plan.enlarged}")
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
     lines = [*state_lines(args, plan.context, demand.itemsize), *table_lines(args, tables), *lines]

@@ -88,6 +88,14 @@ class MemoryPlan:
         return f"note: memory is planned for a context of {self.context} tokens, not {self.longest}: there is no more"
 
     @property
+    def enlarged(self) -> str:
+        """A message if the requested pool is smaller than the smallest one, else an empty string."""
+        asked = self.demand.expert_cache_bytes
+        if asked is None or asked >= self.pool:
+            return ""
+        return f"an expert pool of {in_gb(asked, 3)} is too small; the smallest one is used, of {in_gb(self.pool, 3)}"
+
+    @property
     def prompts(self) -> str:
         """One line that says how prompts are cut, and how many bytes a span reads at most."""
         return (

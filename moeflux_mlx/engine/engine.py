@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import mlx.core as mx
 
-from ..errors import RequestError
+from ..errors import MoefluxWarning, RequestError
 from ..experts.mapped import MappedExperts
 from ..experts.resident import Progress, ResidentExperts
 from ..experts.routed import RoutedExperts
@@ -209,6 +210,8 @@ def _loaded(
 ) -> Engine:
     """Loads the model as planned; `computing` makes the object that computes routed experts from their source."""
     args, plan = drafts.args, drafts.plan
+    if plan.enlarged:
+        warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=4)
     with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles, drafts.drafting.most > 0):
         experts = open_experts(weights.experts, args, plan, progress)
         try:
@@ -313,7 +316,7 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         expert_io: "mmap", "pread" (read on demand), "resident" (all read once, at loading), or "auto": the environment
             variable MOEFLUX_EXPERT_IO, else what fits. A checkpoint cannot be mapped.
         expert_cache_bytes: memory for streamed experts in pread mode; None takes the RAM that is left, or less if
-            `moeflux tune` found that less is as fast.
+            `moeflux tune` found that less is as fast. Less than the smallest pool is a warning, and that one is used.
         memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
             a reserve for other programs. Mapped files count only in the decision whether to map.
         prefetch: "auto" (read ahead the predicted choice of the next layer's router), "previous" (read ahead what the

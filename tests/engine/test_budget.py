@@ -28,11 +28,11 @@ from moeflux_mlx.engine.budget import default_context, longest_context, plan_mem
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model, open_engine
 from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
-from moeflux_mlx.engine.machine import Figures, group_limits
+from moeflux_mlx.engine.machine import Figures, group_limits, in_gb
 from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
 from moeflux_mlx.engine.pressure import PoolLimit
 from moeflux_mlx.engine.wired import wire
-from moeflux_mlx.errors import RequestError
+from moeflux_mlx.errors import MoefluxWarning, RequestError
 from moeflux_mlx.experts.reader import in_pieces_bytes
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.formats.packed import PackedExperts
@@ -533,6 +533,18 @@ def test_an_unused_pool_is_reported(capsys):
     base = ["--variant", "qwen3-30b-a3b", "--ram-gb", "64", "--expert-cache-gb", "2", "--expert-io"]
     assert "--expert-cache-gb has no effect" in command(capsys, *base, "mmap")[2]
     assert command(capsys, *base, "pread")[2] == ""
+
+
+def test_a_pool_that_is_too_small_is_reported(capsys):
+    base = ["--variant", "qwen3-30b-a3b", "--ram-gb", "16", "--expert-io", "pread", "--expert-cache-gb"]
+    args, layout = named("qwen3-30b-a3b")
+    least = in_gb(least_pool(args, layout), 3)
+    code, out, err = command(capsys, *base, "0.01")
+    wanted = f"an expert pool of 0.010 GB is too small; the smallest one is used, of {least}"
+    assert code == 0 and err == f"warning: {wanted}\n" and re.search(rf"expert pool +{least}", out)
+    assert command(capsys, *base, str(least_pool(args, layout) / 1e9 + 1e-6))[2] == ""
+    with pytest.warns(MoefluxWarning, match="an expert pool of 0.000 GB is too small"):
+        load_model(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1).experts.close()
 
 
 def test_the_environment_decides_for_the_plan_and_for_loading(monkeypatch, capsys):
