@@ -27,7 +27,7 @@ from .diagnosis import machine_lines
 from .fetching import local_model
 from .opening import open_optional
 from .parallel import Rates, check_numbers, parallel_rates, parallel_table
-from .terminal import note, peak_memory_gb
+from .terminal import mapped_memory_gb, note, peak_memory_gb
 
 Steps = Callable[[list[int], int], Generator[Any, None, None]]  # a prompt and how many tokens follow it -> their steps
 
@@ -55,6 +55,7 @@ class Measured:
     gb_per_second: float | None = None
 
 
+Memory = dict[str, float | None]
 Rounds = dict[int, list[Measured]]  # by length of the prompt
 
 
@@ -82,11 +83,31 @@ def run(options: argparse.Namespace) -> int:
         sizes = options.prompt_tokens[0], options.max_tokens, options.rounds
         rates = parallel_rates(engine, options.parallel, *sizes)
         print("\n".join(parallel_table(rates)))
-    memory = {"planned_gb": engine.plan.total / 1e9, "peak_gb": peak_memory_gb(), "mlx_gb": mx.get_peak_memory() / 1e9}
-    print(f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak")
+    memory = memory_of(engine)
+    print(memory_line(memory))
     if options.json:
         print(json.dumps(report(options, engine, lines, memory, runs) | {"parallel": rates}))
     return 0
+
+
+def memory_of(engine: Engine) -> Memory:
+    """The planned memory, the peak, the mapped files at the end, and MLX's arrays, in units of 1e9 bytes."""
+    return {
+        "planned_gb": engine.plan.total / 1e9,
+        "peak_gb": peak_memory_gb(),
+        "mapped_gb": mapped_memory_gb(),
+        "mlx_gb": mx.get_peak_memory() / 1e9,
+    }
+
+
+def memory_line(memory: Memory) -> str:
+    """How the peak compares with the plan, which leaves mapped files out."""
+    mapped = memory["mapped_gb"]
+    at_end = "" if mapped is None else f" ({mapped:.2f} GB at the end)"
+    return (
+        f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak with pages of mapped "
+        f"files{at_end}, which the plan leaves out because the system can take them back"
+    )
 
 
 def fitting_lengths(options: argparse.Namespace, args: ModelArgs) -> list[int]:
@@ -190,7 +211,7 @@ def report(
     options: argparse.Namespace,
     engine: Engine,
     machine: list[str],
-    memory: dict[str, float],
+    memory: Memory,
     runs: dict[str, Rounds],
 ) -> dict[str, Any]:
     """The content of the JSON line: every round, not only medians."""

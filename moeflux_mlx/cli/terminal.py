@@ -1,12 +1,14 @@
 """Output to a terminal and input from it: lines on stderr, progress, interruption."""
 
 import contextlib
+import re
 import resource
 import shutil
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, TextIO
 from unicodedata import combining, east_asian_width
 
@@ -43,6 +45,15 @@ def peak_memory_gb() -> float:
     """The most memory that this process has held, in units of 1e9 bytes, mapped files included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def mapped_memory_gb(status: Path = Path("/proc/self/status")) -> float | None:
+    """The memory of this process that is pages of mapped files, in units of 1e9 bytes; None: only Linux tells."""
+    try:
+        found = re.search(r"^RssFile:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 / 1e9 if found else None
 
 
 def unsafe_letters(out: TextIO) -> dict[int, None]:

@@ -1,6 +1,7 @@
 """`moeflux benchmark`: its table, the JSON line of --json with every round, and refusals in one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tiny_models import tiny_directory
@@ -26,6 +27,22 @@ def test_table_and_json(capsys, tiny):
     table = next(i for i, line in enumerate(lines) if line.lstrip().startswith("prompt"))
     assert [line.split()[0] for line in lines[table + 1 : table + 3]] == ["5", "20"]
     assert lines[0].startswith("machine ") and "GB planned" in lines[-2]
+
+
+@pytest.mark.parametrize(
+    "mapped, words", [(0.6401, "mapped files (0.64 GB at the end),"), (None, "mapped files, which")]
+)
+def test_the_peak_says_that_mapped_files_count(mapped, words):
+    line = benchmarking.memory_line({"planned_gb": 0.78, "peak_gb": 1.42, "mapped_gb": mapped, "mlx_gb": 0.5})
+    assert line.startswith("memory: 0.78 GB planned, 1.42 GB at the peak with pages of ") and words in line
+
+
+def test_mapped_files_are_measured_while_the_model_is_open(capsys, tiny):
+    assert benchmark.main([*SHORT, *tiny, "--expert-io", "mmap", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert (
+        0 < memory["mapped_gb"] <= memory["peak_gb"] if Path("/proc/self/status").exists() else not memory["mapped_gb"]
+    )
 
 
 def test_sequences_together(capsys, tiny):

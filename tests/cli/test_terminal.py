@@ -1,6 +1,7 @@
 """What a terminal shows of an answer, and while a prompt is computed."""
 
 import io
+import mmap
 import re
 
 import pytest
@@ -20,6 +21,24 @@ def clock(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal.time, "perf_counter", lambda: now[0])
     return now
+
+
+@pytest.mark.skipif(not terminal.Path("/proc/self/status").exists(), reason="only Linux tells")
+def test_pages_of_mapped_files_are_counted(tmp_path):
+    nbytes = 64 << 20
+    (tmp_path / "file").write_bytes(bytes(nbytes))
+    before = terminal.mapped_memory_gb()
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        assert sum(pages[::4096]) == 0
+        assert terminal.mapped_memory_gb() - before > 0.9 * nbytes / 1e9
+    assert abs(terminal.mapped_memory_gb() - before) < 0.1 * nbytes / 1e9
+    assert terminal.peak_memory_gb() >= before
+
+
+def test_a_system_without_figures_gives_no_mapped_memory(tmp_path):
+    assert terminal.mapped_memory_gb(tmp_path / "none") is None
+    (tmp_path / "old").write_text("VmRSS:\t 1 kB\n")
+    assert terminal.mapped_memory_gb(tmp_path / "old") is None
 
 
 def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
