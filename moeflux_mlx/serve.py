@@ -18,11 +18,12 @@ def parser() -> argparse.ArgumentParser:
         "serve",
         "Serve Mixture-of-Experts models to agents and chat apps, with the APIs of OpenAI and Anthropic.",
     )
-    add = made.add_argument_group("server").add_argument
+    server = made.add_argument_group("server")
+    add, key = server.add_argument, server.add_mutually_exclusive_group().add_argument
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     add("--port", type=int, default=8080, help="port to listen at; 0: any free port (%(default)s)")
-    add("--api-key-file", metavar="FILE", help="file with the key that clients must send")
-    add("--no-key", action="store_true", help="let other machines in without a key")
+    key("--api-key-file", metavar="FILE", help="file with the key that clients must send")
+    key("--no-key", action="store_true", help="let other machines in without a key")
     add(
         "--parallel",
         type=int,

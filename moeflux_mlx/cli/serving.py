@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..engine.engine import Engine
 from ..engine.locate import resolve
 from ..engine.parallel import cache_room
+from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json, user_path
 from ..installation import install_command
@@ -34,6 +36,7 @@ STOP_SECONDS = 2.0  # in which the model's thread must end
 # The interval after which the thread of the connections yields to that of the model. Python's default of 5 ms costs
 # time per token (results.tsv, "server").
 SWITCH_SECONDS = 0.0002
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: without a path
 LEAST_KEY = 8  # letters of an API key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEMO = "moeflux-demo"
@@ -108,7 +111,7 @@ def serve_with(
     from ..server.switch import Choice, Loaded, ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)
-    _check_numbers(options)
+    _check_values(options)
     listening = bind(options.host, options.port)
     where = f"http://{_written(options.host)}:{listening.getsockname()[1]}"
 
@@ -135,8 +138,8 @@ def serve_with(
     return serve(switch, listener, listening)
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
-    """Raises RequestError: a number is out of range."""
+def _check_values(options: argparse.Namespace) -> None:
+    """Raises RequestError: a value is out of range."""
     for name, value in (("sessions", options.sessions), ("queue", options.queue), ("parallel", options.parallel)):
         if value is not None and value < 1:
             raise RequestError(f"--{name} is {value}; it must be at least 1")
@@ -144,6 +147,14 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise RequestError(f"--parallel is {options.parallel}; a step has at most {MAX_ROWS} rows")
     if options.idle_minutes is not None and not options.idle_minutes > 0:
         raise RequestError(f"--idle-minutes is {options.idle_minutes}; it must be positive")
+    for origin in options.cors_origin:
+        if not ORIGIN.fullmatch(origin):
+            raise RequestError(f"--cors-origin is {origin!r}; give an origin such as https://chat.example.org, or *")
+    for name in options.allowed_host:
+        if re.search(r"[/:\s]", name):
+            raise RequestError(f"--allowed-host is {name!r}; give a name without a scheme and a port")
+    make_sampler(options.temp or 0.0, options.top_p or 0.0, options.min_p or 0.0, top_k=options.top_k or 0)
+    make_logits_processors(repetition_penalty=options.repetition_penalty)
     if not 0 <= options.decode_share < 1:
         raise RequestError(f"--decode-share is {options.decode_share}; it must be at least 0 and less than 1")
 

@@ -117,6 +117,13 @@ def test_wrong_starts(capsys, tmp_path):
     assert "--host nowhere.invalid cannot be used" in line(capsys, "--host", "nowhere.invalid", "--no-key")
     assert "--sessions is 0; it must be at least 1" in line(capsys, "--sessions", "0")
     assert "--idle-minutes is 0.0; it must be positive" in line(capsys, "--idle-minutes", "0", "--port", "0")
+    with pytest.raises(SystemExit, match="2"):
+        serve.main(["--no-key", "--api-key-file", "file"])
+    assert "--api-key-file: not allowed with argument --no-key" in capsys.readouterr().err
+    assert "--cors-origin is 'chat.example.org'; give an origin" in line(capsys, "--cors-origin", "chat.example.org")
+    assert "--allowed-host is 'box:80'; give a name without" in line(capsys, "--allowed-host", "box:80")
+    for option, value in (("--temp", "-1"), ("--top-p", "2"), ("--top-k", "-1"), ("--repetition-penalty", "-1")):
+        assert f"{option[2:].replace('-', '_')} is {value}" in line(capsys, option, value, "--port", "0")
     said = line(capsys, "--model", "/a/model", "--model", "/a/model")
     assert said == "error: two models are called /a/model; rename the directory of one"
     assert "/a/model does not exist" in line(capsys, "--model", "/a/model", "--model", "/b/model")
