@@ -14,8 +14,9 @@ from ..errors import RequestError
 from ..files import user_path
 from ..tools.evaluate import Measured, evaluate, perplexity
 from .chart import line_chart
+from .opening import idle_options
 from .options import gigabytes
-from .terminal import Progress
+from .terminal import Progress, note
 
 BINS = 64  # points of a chart
 
@@ -40,6 +41,8 @@ def run(options: argparse.Namespace) -> int:
             tiles=options.tiles,
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
+        for line in idle_options(options, engine.experts.mode) if model == options.model else []:
+            note(line)
         return engine
 
     with Progress("reading", lines=True) as progress:

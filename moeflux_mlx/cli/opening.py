@@ -89,12 +89,13 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
     dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
     is_local = options.model is None or Path(options.model).exists()
     idle = {
-        "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if options.temp == 0 else [],
+        "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if getattr(options, "temp", None) == 0 else [],
         "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.MMAP else [],
         "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
         "on several ranks": [] if getattr(options, "ranks", None) is None else ["--draft"],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
-        "without --prompt-cache-dir": ["--prompt-cache-gb"] if options.prompt_cache_dir is None else [],
+        "without --prompt-cache-dir": [] if getattr(options, "prompt_cache_dir", None) else ["--prompt-cache-gb"],
+        "with --no-vision": ["--image-tokens"] if "--no-vision" in given else [],
         "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
         "where no GPU computes": [] if has_kernels() else ["--tiles"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],

@@ -45,6 +45,15 @@ def test_mapped_files_are_measured_while_the_model_is_open(capsys, tiny):
     )
 
 
+def test_options_that_have_no_effect_are_named(capsys, tiny):
+    assert benchmark.main([*SHORT, *tiny, "--expert-io", "mmap", "--expert-cache-gb", "1", "--yes"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: --expert-cache-gb has no effect where experts are mapped",
+        "note: --yes has no effect where --model is a directory",
+    ]
+
+
 def test_sequences_together(capsys, tiny):
     numbers = ["--parallel", "1", "3"]
     assert benchmark.main([*SHORT, *tiny, *numbers, "--json"]) == 0

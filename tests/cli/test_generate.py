@@ -623,12 +623,14 @@ def test_float32_is_never_rounded(capfd, model_dir):
 def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
     idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]
+    idle += ["--no-vision", "--image-tokens", "64"]
     code, _, err = command(capfd, "--model", model_dir, *idle)
     assert code == 0 and [line for line in err.splitlines() if line.startswith("note: ")] == [
         "note: --top-p, --seed have no effect at --temp 0",
         "note: --expert-cache-gb, --prefetch have no effect where experts are mapped",
         "note: --system-prompt has no effect with --ignore-chat-template",
         "note: --prompt-cache-gb has no effect without --prompt-cache-dir",
+        "note: --image-tokens has no effect with --no-vision",
         "note: --revision has no effect where --model is a directory",
     ]
     used = ["--temp", "1", "--top-p", "0.5", "--seed", "3", "--expert-io", "pread", "--expert-cache-gb", "1"]
