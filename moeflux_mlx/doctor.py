@@ -18,15 +18,16 @@ def parser() -> argparse.ArgumentParser:
         "Describe this machine, check that its kernels compute correctly, measure the disk, and list the models that "
         "fit. Takes a few seconds and needs no model; the exit code is 1 if a check fails.",
     )
-    made.add_argument(
+    disk = made.add_mutually_exclusive_group()
+    disk.add_argument(
         "--directory",
         type=Path,
         metavar="DIR",
         help="measure the disk of this directory, with a temporary file of 512 MB; "
         "default: the Hugging Face cache, or its parent",
     )
-    made.add_argument("--no-disk", action="store_true", help="do not measure the disk")
-    made.add_argument(
+    disk.add_argument("--no-disk", action="store_true", help="do not measure the disk")
+    disk.add_argument(
         "--launches",
         action="store_true",
         help="show only which kernels a model runs for one, a few and many tokens, and why others do not run",

@@ -16,6 +16,7 @@ from .cli.options import (
     add_vision,
 )
 from .cli.planning import DISKS, run
+from .cli.rank_planning import LINK_GB_PER_S, LINK_US
 from .cli.run import Parser, execute
 
 
@@ -68,10 +69,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="plan for one of N equal machines, and compare them with a single one",
     )
-    add("--link-us", type=float, default=300.0, metavar="US", help="microseconds per message (%(default)g)")
-    add(
-        "--link-gb-per-s", type=float, default=1.0, metavar="GB", help="speed at which a machine receives (%(default)g)"
-    )
+    add("--link-us", type=float, metavar="US", help=f"microseconds per message ({LINK_US:g})")
+    add("--link-gb-per-s", type=float, metavar="GB", help=f"speed at which a machine receives ({LINK_GB_PER_S:g})")
     return made
 
 

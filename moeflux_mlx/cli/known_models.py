@@ -87,6 +87,8 @@ class Fit:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table, or with --json one object."""
+    if options.context is not None and options.context < 1:
+        raise RequestError(f"--context is {options.context}; it must be at least 1")
     here = machine(options)
     fits = known_models(here, options.context)
     if options.json:

@@ -15,6 +15,7 @@ from ..formats.record import ExpertLayout
 from ..spec import ModelArgs
 
 MOST_RANKS = 64
+LINK_US, LINK_GB_PER_S = 300.0, 1.0  # of the link if the options name none
 HIT_POWER = 0.4  # relative to the share of experts in the pools: as measured on texts of streamed models
 DRAWS = 4096
 FLOAT_BYTES = 4
@@ -33,14 +34,20 @@ class Machines:
     rate: float
 
 
-def machines_of(ranks: int | None, link_us: float, link_gb_per_s: float) -> Machines | None:
-    """The machines of the options; None if there is only one.
+def machines_of(ranks: int | None, link_us: float | None, link_gb_per_s: float | None) -> Machines | None:
+    """The machines of the options, with a usual link where None is given; None if there is only one machine.
 
     Raises:
         RequestError: a value is impossible.
     """
     if ranks is None or ranks == 1:
+        if link_us is not None or link_gb_per_s is not None:
+            raise RequestError(
+                "--link-us and --link-gb-per-s are for several machines; give --ranks N, or leave them out"
+            )
         return None
+    link_us = LINK_US if link_us is None else link_us
+    link_gb_per_s = LINK_GB_PER_S if link_gb_per_s is None else link_gb_per_s
     if not 1 < ranks <= MOST_RANKS:
         raise RequestError(f"--ranks is {ranks}; it must be from 1 to {MOST_RANKS}")
     if not 0 < link_us < 1e6 or not 0 < link_gb_per_s < 1e6:

@@ -42,6 +42,8 @@ ANSWER = 256  # tokens of an answer with which a pool is measured
 def run(options: argparse.Namespace) -> int:
     """Prints what was found; returns 0."""
     file = default_file() if options.file is None else user_path(options.file)
+    if (options.show or options.reset) and (options.model or options.variant):
+        raise RequestError("--show and --reset are for the tiles of all models; leave --model and --variant out")
     if options.show:
         print("\n".join([*shown(file), *shown_pools(pool_file())]))
         return 0
@@ -50,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"removed {one}" if one.exists() else f"there is no {one}")
             one.unlink(missing_ok=True)
         return 0
-    if options.minutes <= 0:
+    if not options.minutes > 0:
         raise RequestError(f"--minutes is {options.minutes}; it must be positive")
     if backend.has_kernels():
         find(options, file)

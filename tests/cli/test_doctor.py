@@ -25,6 +25,13 @@ def test_the_screen_names_machine_values_disk_and_models(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [], "the measured file is gone"
 
 
+@pytest.mark.parametrize("other", ["--no-disk", "--launches"])
+def test_a_directory_that_is_not_measured_is_refused(other, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main([other, "--directory", "."])
+    assert f"--directory: not allowed with argument {other}" in capsys.readouterr().err
+
+
 def test_a_wrong_value_is_reported_and_ends_in_an_error(monkeypatch, capsys):
     right = diagnosis.check_operations
     wrong = diagnosis.check_operations.__globals__["Check"]("experts", 0.7, 1e-4, 0.1)

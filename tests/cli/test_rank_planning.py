@@ -44,6 +44,12 @@ def test_impossible_values(capsys, arguments):
     assert "must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [("--link-us", "300"), ("--ranks", "1", "--link-gb-per-s", "1")])
+def test_a_link_needs_several_machines(capsys, arguments):
+    assert plan.main(["--variant", "qwen3-30b-a3b", *arguments]) == 1
+    assert "--link-us and --link-gb-per-s are for several machines; give --ranks N" in capsys.readouterr().err
+
+
 def test_one_machine_gets_the_usual_plan(capsys):
     given = ("--variant", "qwen3-30b-a3b")
     assert planned(capsys, *given, "--ranks", "1") == planned(capsys, *given)

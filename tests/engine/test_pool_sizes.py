@@ -91,9 +91,9 @@ def test_a_model_that_is_streamed_is_measured(monkeypatch, capsys):
     layout = open_engine(PATH, dtype=mx.float32).experts.layout
     assert best_pool(PATH, layout.total_bytes) == min(measured)
     assert screen.speed_with(PATH, min(measured), 0.5) > 0
-    screen.run(Namespace(**{**vars(OPTIONS), "show": True}))
+    screen.run(Namespace(**{**vars(OPTIONS), "model": None, "show": True}))
     assert f"{PATH}: a pool of" in capsys.readouterr().out
-    screen.run(Namespace(**{**vars(OPTIONS), "reset": True}))
+    screen.run(Namespace(**{**vars(OPTIONS), "model": None, "reset": True}))
     assert not pool_file().exists()
 
 

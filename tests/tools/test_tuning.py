@@ -379,6 +379,21 @@ def test_tiles_are_found_stored_shown_used_and_forgotten(host, cached, monkeypat
         file_of.choose(str(cached))
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--minutes", "nan"], "--minutes is nan; it must be positive"),
+        (["--show", "--model", "x"], "--show and --reset are for the tiles of all models; leave --model"),
+        (["--reset", "--variant", "x"], "--show and --reset are for the tiles of all models; leave --model"),
+        (["--variant", "no-such"], "no variant 'no-such'; there are: "),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, host, cached, capsys):
+    assert command.main(arguments) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
 def test_a_cpu_has_no_tiles_to_tune(monkeypatch, cached, capsys):
     monkeypatch.setattr(backend, "name", lambda: "ops")
     assert command.main([]) == 0
