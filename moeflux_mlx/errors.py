@@ -5,18 +5,22 @@
     |-- ModelFileError       a model directory, layer file, layout or tensor is missing or wrong
     |   `-- NotPackedError   a checkpoint that has not been converted yet
     |-- ExpertIOError        reading routed experts failed while the model was running
-    |-- DeviceError          memory was exhausted or the GPU timed out while a model was loaded or run |-- RankError
-    a process of several that run one model is gone, late, or computes something else |   `-- RankStopped      one of
-    them was stopped |-- TokenizerError       tokenizer files or chat template are missing or cannot be used |--
-    SnapshotError        a state cannot be saved, or bytes are not a snapshot of this model's state |   |--
-    BufferTooSmallError        shorter than a header |   |-- BadMagicError              does not begin like a snapshot |
-    |-- BadVersionError            a version that is unknown, or cannot hold this model's state |   |--
-    ShapeMismatchError         .field of the header, or a length, contradicts the model |   |-- NegativeLengthError
-    .layer has fewer than no positions |   |-- LengthOverflowError        .layer has more positions than the format
-    allows |   `-- TruncatedError             ends inside .layer |-- PromptCacheError     a prompt cache file cannot be
-    written, or is damaged |   `-- FingerprintError           belongs to another model, tokenizer, cache dtype or
-    rounding `-- RequestError         the caller asked for something impossible (sampler values, token counts, text)
-        `-- BadRequestError          a body sent to the server; .param names the field, .status and .code the answer
+    |-- DeviceError          memory was exhausted or the GPU timed out while a model was loaded or run
+    |-- RankError            a process of several that run one model is gone, late, or computes something else
+    |   `-- RankStopped      one of them was stopped
+    |-- TokenizerError       tokenizer files or chat template are missing or cannot be used
+    |-- SnapshotError        a state cannot be saved, or bytes are not a snapshot of this model's state
+    |   |-- BufferTooSmallError    shorter than a header
+    |   |-- BadMagicError          does not begin like a snapshot
+    |   |-- BadVersionError        a version that is unknown, or cannot hold this model's state
+    |   |-- ShapeMismatchError     .field of the header, or a length, contradicts the model
+    |   |-- NegativeLengthError    .layer has fewer than no positions
+    |   |-- LengthOverflowError    .layer has more positions than the format allows
+    |   `-- TruncatedError         ends inside .layer
+    |-- PromptCacheError     a prompt cache file cannot be written, or is damaged
+    |   `-- FingerprintError       belongs to another model, tokenizer, cache dtype or rounding
+    `-- RequestError         the caller asked for something impossible (sampler values, token counts, text)
+        `-- BadRequestError        a body sent to the server; .param names the field, .status and .code the answer
 
 A message names the value, the limit and the remedy in one line, so a command can print it as it is.
 A problem that does not stop the work is a `MoefluxWarning`.
