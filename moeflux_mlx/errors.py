@@ -26,6 +26,20 @@ A message names the value, the limit and the remedy in one line, so a command ca
 A problem that does not stop the work is a `MoefluxWarning`.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+SIMILAR = 0.7  # of 1: "servr" is 0.91 of "serve", "nonsense" 0.5 of "seed"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about the unknown `word`: the most similar known one, or one that begins like it."""
+    names, word = {name.lstrip("-"): name for name in known}, word.lstrip("-")
+    nearest = get_close_matches(word, names, n=1, cutoff=SIMILAR) or [
+        name for name in names if min(len(name), len(word)) > 2 and (name.startswith(word) or word.startswith(name))
+    ]
+    return f"; did you mean {names[nearest[0]]}?" if nearest else ""
+
 
 class MoefluxError(Exception):
     """Base of all errors raised on purpose; `str(error)` is one line meant for the user."""

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.weights import open_weights
-from ..errors import MoefluxError, RequestError
+from ..errors import MoefluxError, RequestError, did_you_mean
 from ..files import read_json
 from ..formats.hub import cache_folder
 from ..formats.packed import FOLDER, LAYOUT
 from ..packing.in_place import states_mlx
 from ..spec import ModelArgs
-from .run import did_you_mean
 from .terminal import agree, note
 
 

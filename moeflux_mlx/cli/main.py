@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from ..errors import did_you_mean
 from ..process import check_mlx
 from ..version import described
 
@@ -35,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moeflux-mlx {described()}")
         return 0
     if words and words[0] not in ("-h", "--help"):
-        from .run import did_you_mean  # here, because it brings MLX
-
         meant = did_you_mean(words[0], COMMANDS)
         print(f"error: no command {words[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
         return 2

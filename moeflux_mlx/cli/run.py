@@ -1,21 +1,19 @@
 """Runs a command: prints its errors and warnings as one line each on stderr, and returns its exit code."""
 
 import argparse
-import difflib
 import errno
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-from ..errors import MoefluxError, MoefluxWarning, RequestError
+from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
 from ..ops.limits import within_limits
 from .terminal import note
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-SIMILAR = 0.7  # of 1: "servr" is 0.91 of "serve", "nonsense" 0.5 of "seed"
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # errors of writing to stdout
 
 
@@ -30,15 +28,6 @@ class Parser(argparse.ArgumentParser):
         is_unknown = message.startswith("unrecognized arguments") and unknown
         meant = did_you_mean(unknown[0], self._option_string_actions) if is_unknown else ""
         self.exit(2, f"error: {message}{meant}; {self.prog} --help lists the options\n")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about the unknown `word`: the most similar known one, or one that begins like it."""
-    names, word = {name.lstrip("-"): name for name in known}, word.lstrip("-")
-    nearest = difflib.get_close_matches(word, names, n=1, cutoff=SIMILAR) or [
-        name for name in names if min(len(name), len(word)) > 2 and (name.startswith(word) or word.startswith(name))
-    ]
-    return f"; did you mean {names[nearest[0]]}?" if nearest else ""
 
 
 def program(command: str) -> str:

@@ -2,11 +2,12 @@
 one in its own name, with the nearest right one, or with what replaces it here if it is a keyword of mlx-lm.
 """
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
+
+from ..errors import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +78,8 @@ def _checked(function: str, known: Mapping[str, Any], keywords: Mapping[str, Any
         if name in known:
             continue
         if name not in REPLACED:
-            raise TypeError(f"{function}() has no argument {name!r}{_nearest(name, known)}")
+            meant = did_you_mean(name, known) or f"; it takes {', '.join(known)}"
+            raise TypeError(f"{function}() has no argument {name!r}{meant}")
         if not _asks_for_nothing(name, value):
             raise TypeError(f"{function}() has no argument {name!r}: {REPLACED[name]}")
     return {name: value for name, value in keywords.items() if name in known}
@@ -85,9 +87,3 @@ def _checked(function: str, known: Mapping[str, Any], keywords: Mapping[str, Any
 
 def _asks_for_nothing(name: str, value: object) -> bool:
     return name in WITHOUT_INFLUENCE or (isinstance(value, (bool, dict, type(None))) and not value)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    longer = [one for one in known if one.startswith(name) or name.startswith(one)]
-    nearest = longer or difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else f"; it takes {', '.join(known)}"
