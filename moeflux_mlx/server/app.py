@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -234,8 +234,9 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
 
 
 def _description(served: Served, name: str) -> dict[str, Any]:
-    context = served.models.contexts.get(name, 0)
-    return models.model(name, served.started, context, served.models.status(name))
+    switch = served.models
+    features = asdict(switch.features[name]) if name in switch.features else None
+    return models.model(name, served.started, switch.contexts.get(name, 0), switch.status(name), features)
 
 
 async def _models(served: Served, http: HttpRequest) -> Response:

@@ -126,6 +126,7 @@ class Running:
             assert self._kept is not None
             self.in_prompt, self._kept.is_answering, self.left = False, True, 0
             self._first = time.perf_counter()
+            self.job.emit(PromptProgress(self.progress[1], self.progress[1]))  # the first token may have no text
             self.take(response)
 
     def _begin(self) -> None:

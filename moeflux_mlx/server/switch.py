@@ -15,6 +15,7 @@ from typing import Any
 from ..engine.engine import Engine
 from ..errors import BadRequestError
 from .admission import Admission
+from .features import Features, features_of
 from .live import Watch
 from .prepare import Defaults, Preparer
 from .running import CANCELLED, Totals
@@ -84,7 +85,7 @@ class ModelSwitch:
     Attributes:
         loaded: the model that requests may use now.
         error: why the last attempt to load a model failed.
-        contexts: the context of each model that has been loaded, by name.
+        contexts, features: those of each model that has been loaded, by name.
         totals, watch: of all workers.
     """
 
@@ -103,6 +104,7 @@ class ModelSwitch:
         self.loading: Choice | None = None
         self.error: BaseException | None = None
         self.contexts: dict[str, int] = {}
+        self.features: dict[str, Features] = {}
         self.totals, self.watch = Totals(), Watch()
         self._waiting: list[_Waiting] = []
         self._worker: Worker | None = None  # the worker of the model that is loaded, or being loaded or unloaded
@@ -259,6 +261,7 @@ class ModelSwitch:
                 return
             if self.loaded is not None:
                 self.contexts[choice.name] = self.loaded.engine.plan.context
+                self.features[choice.name] = features_of(self.loaded.engine, self.loaded.preparer)
             else:
                 self._fail([one for one in self._waiting if one.choice is choice], lambda: _cannot_load(choice))
             self._on_loaded(self.loaded)

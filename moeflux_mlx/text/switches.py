@@ -22,11 +22,11 @@ def switches(template: str, thinking: bool | None, effort: str | None) -> dict[s
     given: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
     if thinking is not None and "thinking_mode" in template:
         given["thinking_mode"] = "enabled" if thinking else "disabled"
-    flags = [word for word in SPOKEN[:2] if f"{word}_effort" in template]
+    flags = _flags(template)
     given |= {f"{word}_effort": True for word in flags if effort and _nearest(effort, [word, "high"]) == word}
     if "reasoning_effort" not in template:
         return given
-    words = [word for word in LADDER if f"'{word}'" in template or f'"{word}"' in template]
+    words = _words(template)
     if "enable_thinking" not in template and thinking is False:
         effort = OFF[0]
     elif "enable_thinking" not in template and thinking and effort is None and set(OFF) & set(words):
@@ -34,14 +34,33 @@ def switches(template: str, thinking: bool | None, effort: str | None) -> dict[s
     return given if effort is None else given | {"reasoning_effort": _nearest(effort, words)}
 
 
+def efforts(template: str) -> list[str]:
+    """The words for `effort` that lead to different prompts, least first; none if the template has no choice."""
+    if flags := _flags(template):
+        return [*flags, "high"]
+    levels = _levels(_words(template)) if "reasoning_effort" in template else []
+    return levels if len(levels) > 1 else []
+
+
+def _flags(template: str) -> list[str]:
+    return [word for word in SPOKEN[:2] if f"{word}_effort" in template]
+
+
+def _words(template: str) -> list[str]:
+    return [word for word in LADDER if f"'{word}'" in template or f'"{word}"' in template]
+
+
+def _levels(words: list[str]) -> list[str]:
+    """Those of `words` that mean reasoning, or the words of gpt-oss if there is nothing to choose from."""
+    levels = [word for word in words if word not in OFF]
+    return levels if len(levels) > 1 or len(levels) < len(words) else list(SPOKEN)
+
+
 def _nearest(effort: str, words: list[str]) -> str:
     """The nearest word; of two equally near ones the one that means more."""
     if effort in words or effort not in LADDER:
         return effort
-    off = [word for word in words if word in OFF]
-    levels = [word for word in words if word not in OFF]
-    if not off and len(levels) < 2:
-        levels = list(SPOKEN)
+    off, levels = [word for word in words if word in OFF], _levels(words)
     if effort in OFF or not levels:
         return (off or levels)[0]
     place = LADDER.index(effort)

@@ -304,6 +304,15 @@ def test_tokenize(live):
     assert "".join(token["piece"] for token in tokens) == "Once there was"
 
 
+def test_the_last_report_on_a_prompt_comes_with_the_first_token_even_if_that_has_no_text(chat):
+    settings = {"model": "m", "messages": QUESTION, "logit_bias": {"3": 100}}  # the token that ends an answer
+    stream = chat.chat.completions.create(**settings, stream=True, extra_body={"return_progress": True})
+    chunks = [chunk.to_dict() for chunk in stream]
+    *_, last = (chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk)
+    assert last["processed"] == last["total"] > 0
+    assert not any(choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"])
+
+
 def next_picture(reply):
     line = ""
     while not line.startswith("data: "):

@@ -7,7 +7,13 @@ from typing import Any
 LOADED = {"value": "loaded"}
 
 
-def model(name: str, created: float, context: int, status: Mapping[str, Any] = LOADED) -> dict[str, Any]:
+def model(
+    name: str,
+    created: float,
+    context: int,
+    status: Mapping[str, Any] = LOADED,
+    features: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """One model.
 
     Args:
@@ -15,6 +21,7 @@ def model(name: str, created: float, context: int, status: Mapping[str, Any] = L
         created: when serving began, in seconds since 1970.
         context: how many tokens a prompt and its answer may have; 0 while that is not known.
         status: whether it is loaded, as in llama.cpp's router, and the running requests.
+        features: the fields of `Features`; None while they are not known.
     """
     return {
         "id": name,
@@ -23,6 +30,7 @@ def model(name: str, created: float, context: int, status: Mapping[str, Any] = L
         "owned_by": "moeflux",
         "max_model_len": context,
         "status": dict(status),
+        "features": features,
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(int(created), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
