@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from moeflux_mlx.server import page
 
 LAYERS, EXPERTS = [3, 4, 5, 6, 7, 8], 16
+FEATURES = {"demo": False, "images": True, "thinking": True, "efforts": ["low", "high"]}
 
 
 def text(words):
@@ -79,9 +80,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             self.reply(200, page.content(), "text/html; charset=utf-8", Content_Security_Policy=page.csp())
         elif self.path == "/v1/models" and self.allowed():
-            self.reply(
-                200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.server.models]}
-            )
+            more = {"object": "model", "max_model_len": self.server.context, "features": self.server.features}
+            self.reply(200, {"object": "list", "data": [{"id": name, **more} for name in self.server.models]})
         elif self.path == "/live" and self.allowed():
             self.live()
 
@@ -133,8 +133,9 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, script, feed=feed, pause=0.2):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.script, self.feed, self.pause, self.models = script, feed, pause, [feed(0)["model"]]
-        self.requests, self.key, self.step, self.listeners = [], None, 0, 0
+        self.script, self.feed, self.pause, first = script, feed, pause, feed(0)
+        self.models, self.context = [first["model"]], first["context"]
+        self.requests, self.key, self.step, self.listeners, self.features = [], None, 0, 0, FEATURES
         self.left, self.closing = threading.Event(), threading.Event()
         self.address = f"http://127.0.0.1:{self.server_port}/"
 

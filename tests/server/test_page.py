@@ -13,7 +13,7 @@ import time
 import image_goldens
 import pytest
 from browser import colours, missing, resize, start
-from page_server import PageServer, call, feed, text
+from page_server import FEATURES, PageServer, call, feed, text
 from PIL import Image
 
 from moeflux_mlx.server import page
@@ -89,11 +89,13 @@ LENGTHY = [
     "`" * 9000 + "x",  # the last one is a fence that nothing closes
 ]
 GO_ON = threading.Event()
+TAKES = itertools.count(1)
 
 
-def lasting():
+def lasting(processed=1, *opening):
     """Returns an answer that comes when the test says so."""
-    yield {"prompt_progress": {"processed": 1, "total": 4096, "cache": 0}}
+    yield {"prompt_progress": {"processed": processed, "total": 4096, "cache": 0}}
+    yield from opening
     GO_ON.wait(30)
     yield {"content": "at last"}
 
@@ -119,10 +121,16 @@ def script(request):
         "tool": call("weather", '{"ci', 'ty":"Paris"}'),
         "prompt": [{"prompt_progress": {"processed": 1024, "total": 4096, "cache": 0}}, 1.0, {"content": "read"}],
         "lasting": lasting(),
+        "read": lasting(4096),
+        "ponder": lasting(4096, {"reasoning_content": "Let me see."}),
         "cut": [{"content": "never ends", "finish": "length"}],
         "lengthy": [{"content": piece + "\n\n"} for piece in LENGTHY] + [{"content": "The end"}],
         "wide": text("x" * 4000 + " " + "| a |" * 200),
     }
+    if last["role"] == "assistant":
+        return text(" and the rest")
+    if last["content"] == "another":
+        return text(f"Take {next(TAKES)}")
     if last["role"] == "tool":
         return text(f"The tool says {last['content']}")
     if isinstance(last["content"], list):
@@ -208,8 +216,14 @@ class Page:
         target = self.browser.find_element("css selector", selector)
         ActionChains(self.browser, duration=0).move_to_element(target).perform()
 
-    def write(self, message):
-        field = self.browser.find_element("id", "prompt")
+    def load(self, features):
+        """Loads the page anew from a server whose model has these features."""
+        self.server.features = features
+        self.browser.refresh()
+        self.until(lambda: self.see("#model") != "No model yet")
+
+    def write(self, message, name="prompt"):
+        field = self.browser.find_element("id", name)
         field.clear()
         field.send_keys(message)
 
@@ -247,13 +261,17 @@ def test_the_page_loads_nothing_from_elsewhere_and_makes_no_markup_of_text():
     assert " style=" not in source and '<link rel="stylesheet' not in source
 
 
+NUMBERS = {"temperature": 0.3, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
+NUMBERS |= {"presence_penalty": -0.5, "frequency_penalty": 0.5, "max_tokens": 50, "seed": 7}
+
+
 def test_a_message_is_sent_and_its_answer_shown(open_page):
     open_page.send("Hello")
     assert open_page.see(".said") == "Hello" and open_page.see(".assistant .md") == "Answer 1 to Hello"
     (request,) = open_page.server.requests
     assert request["messages"] == [{"role": "user", "content": "Hello"}]
     assert request["stream"] is True and request["stream_options"] == {"include_usage": True}
-    assert not {"temperature", "top_p", "max_tokens", "tools", "chat_template_kwargs"} & set(request)
+    assert not {*NUMBERS, "reasoning_effort", "tools", "chat_template_kwargs"} & set(request), "empty settings"
     open_page.send("More")
     assert [message["role"] for message in open_page.server.requests[1]["messages"]] == ["user", "assistant", "user"]
     open_page.send("timed")
@@ -305,6 +323,38 @@ def test_images_are_pasted_dropped_and_chosen_and_sent_before_the_text(open_page
     page.until(lambda: page.count(".user .pictures img") == 2)
 
 
+def test_an_image_that_the_server_refuses_can_be_removed(open_page):
+    page = open_page
+    page.failures = ("400 (Bad Request)",)
+    refused = (400, {"error": {"message": "the image cannot be decoded"}})
+    page.server.script = lambda request: refused if "image_url" in json.dumps(request) else script(request)
+    page.browser.execute_script(GIVEN, "paste", 30, 20)
+    page.until(lambda: page.count("#pictures img") == 1)
+    page.send("what is it?")
+    assert "cannot be decoded" in page.see(".fault p")
+    page.click("[aria-label='Remove image 1']")
+    assert page.count(".user img") == 0 and page.count(".said") == 1
+    page.click(".toast button")
+    assert page.count(".user img") == 1
+    page.click("[aria-label='Remove image 1']")
+    page.click(".fault button")
+    page.until(lambda: page.see(".assistant .md") == "Answer 1 to what is it?")
+    page.browser.refresh()
+    page.until(lambda: page.count(".said") == 1)
+    assert page.count(".user img") == 0
+
+
+def test_where_an_image_was_all_of_a_message_its_removal_asks_for_a_text(open_page):
+    page = open_page
+    page.browser.execute_script(GIVEN, "paste", 30, 20)
+    page.until(lambda: page.count("#pictures img") == 1)
+    page.click("#send")
+    page.ended()
+    page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+    page.press("a text", "\ue007")
+    page.until(lambda: page.see(".assistant .md") == "Answer 1 to a text")
+
+
 def size_of(url):
     with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as picture:
         return picture.size
@@ -322,6 +372,40 @@ def test_stopping_ends_the_request_and_keeps_what_came(open_page):
     assert open_page.see("#usage") == f"at least {3400 + words:,} of 4,096 tokens", "not those of the answer before"
     open_page.send("Next")
     assert "word5" in open_page.server.requests[1]["messages"][1]["content"]
+
+
+def test_a_stopped_answer_goes_on(open_page):
+    open_page.write("slow")
+    open_page.press("\ue007")
+    open_page.until(lambda: "word5" in open_page.see(".md"))
+    open_page.click("#send")
+    open_page.ended()
+    begun = open_page.see(".md")
+    open_page.browser.refresh()
+    open_page.until(lambda: open_page.see(".ended button") == "Continue")
+    open_page.click(".ended button")
+    open_page.until(lambda: open_page.see(".md").endswith("and the rest"))
+    open_page.ended()
+    sent = open_page.server.requests[1]["messages"][1:]
+    assert [message["role"] for message in sent] == ["assistant"] and sent[0]["content"].strip() == begun.strip()
+    assert open_page.see(".md").startswith(begun.strip()) and open_page.count(".message") == 2
+    assert open_page.count(".ended") == 0
+    tokens = begun.count("word") + len(text(" and the rest"))
+    assert open_page.see(".figures").startswith(f"{tokens} tokens"), "of both parts"
+
+
+def test_reasoning_that_was_stopped_goes_on(open_page):
+    GO_ON.clear()
+    open_page.write("ponder")
+    open_page.press("\ue007")
+    open_page.until(lambda: "Let me see." in open_page.see(".thought .text"))
+    open_page.click("#send")
+    open_page.ended()
+    GO_ON.set()
+    open_page.click(".ended button")
+    open_page.until(lambda: open_page.see(".md") == " and the rest")
+    sent = open_page.server.requests[1]["messages"][1]
+    assert sent == {"role": "assistant", "content": None, "reasoning_content": "Let me see."}
 
 
 def test_several_conversations_answer_at_once(open_page):
@@ -367,6 +451,17 @@ def test_released_memory_is_shown(open_page):
     open_page.until(lambda: open_page.see("#memory-text") == "6.2 GB of 8.0 GB planned, 1.5 GB given back")
 
 
+def test_hits_and_reads_are_not_counted_where_nothing_is_streamed(open_page):
+    values = [f".figure:nth-child({i}) dd {part}" for i in (3, 4) for part in ("span", "small")]
+    open_page.until(lambda: open_page.see(values[0]) == "87.5")
+    memory = {**feed(1)["memory"], "pool": 0}
+    open_page.server.feed = lambda step: {**feed(1), "memory": memory}
+    open_page.until(lambda: open_page.see(", ".join(values[::2])) == "all in memory|all in memory")
+    shown = "[...document.querySelectorAll(arguments[0])].map(e => e.checkVisibility())"
+    assert open_page.run(shown, ", ".join(values)) == [True, False] * 2, "no unit"
+    assert open_page.see(".figure:first-child dd span") == "17.6"
+
+
 def test_drafts_are_shown_where_there_are_any(open_page):
     assert open_page.run("document.getElementById('drafts').hidden")
     made = {"kind": "head", "checked": 1240, "taken": 930}
@@ -409,12 +504,62 @@ def test_one_of_several_models_is_chosen(open_page):
     open_page.until(lambda: open_page.see("#model").startswith("other"))
 
 
-def test_regenerating_asks_again_without_the_old_answer(open_page):
-    open_page.send("Hello")
-    open_page.click("[aria-label=Regenerate]")
-    open_page.until(lambda: len(open_page.server.requests) == 2)
-    open_page.ended()
-    assert open_page.server.requests[0] == open_page.server.requests[1] and open_page.count(".message") == 2
+def test_regenerating_keeps_both_answers_and_what_followed_them(open_page, keys):
+    page, shown = open_page, lambda: page.see(".md")
+    page.send("another")
+    first = shown()
+    page.send("More")
+    page.click("[aria-label=Regenerate]")
+    page.until(lambda: len(page.server.requests) == 3)
+    page.ended()
+    second = shown()
+    assert page.server.requests[0] == page.server.requests[2] and second not in (first, "")
+    assert page.see(".versions") == "2/2" and page.count(".message") == 2
+    assert page.run("[...document.querySelectorAll('.versions button')].map(b => b.disabled)") == [False, True]
+    page.click("[aria-label='Previous answer']")
+    assert shown() == f"{first}|Answer 3 to More" and page.see(".versions") == "1/2"
+    page.browser.refresh()
+    page.until(lambda: shown() == f"{first}|Answer 3 to More")
+    page.send("Hello")
+    assert [message["content"] for message in page.server.requests[-1]["messages"][1::2]] == shown().split("|")[:2]
+    page.run("document.querySelector('[aria-label=\"Next answer\"]').focus()")
+    page.press(keys.ENTER)
+    assert shown() == second
+    page.press(keys.ENTER)  # the focus is on the other button
+    assert page.see(".versions") == "1/2"
+    page.click("[aria-label='Next answer']")
+    page.send("Hello")
+    assert page.server.requests[-1]["messages"][1]["content"] == second
+
+
+def test_the_answers_to_a_question_that_is_edited_can_be_brought_back(open_page, keys):
+    open_page.send("another")
+    open_page.run("document.querySelector('[aria-label=Regenerate]').focus()")
+    open_page.press(keys.ENTER)
+    open_page.until(lambda: open_page.see(".versions") == "2/2")
+    assert open_page.run("document.activeElement.id") == "flow", "the focus is not lost with the button"
+    open_page.click("[aria-label=Edit]")
+    open_page.press("!", keys.ENTER)
+    open_page.until(lambda: open_page.see(".md") == "Answer 1 to another!")
+    open_page.click(".toast button")
+    assert open_page.see(".versions") == "2/2"
+
+
+def test_an_answer_that_failed_is_not_kept_but_the_others_are(open_page):
+    page = open_page
+    page.failures = ("503 (Service Unavailable)",)
+    page.send("another")
+    first = page.see(".md")
+    busy = (503, {"error": {"message": "busy"}})
+    page.server.script = lambda request: busy if len(page.server.requests) == 2 else script(request)
+    page.click("[aria-label=Regenerate]")
+    page.until(lambda: page.see(".versions") == "2/2" and page.count(".fault"))
+    page.click(".fault button")
+    page.until(lambda: len(page.server.requests) == 3)
+    page.ended()
+    assert page.see(".versions") == "2/2" and page.see(".md").startswith("Take")
+    page.click("[aria-label='Previous answer']")
+    assert page.see(".md") == first
 
 
 def test_editing_replaces_what_follows_and_can_be_undone(open_page):
@@ -446,6 +591,34 @@ def test_history_outlasts_a_reload_and_can_be_deleted(open_page):
     assert open_page.see(".chat .open") == "Remember this"
 
 
+def test_titles_and_texts_of_conversations_are_searched(open_page):
+    page, titles = open_page, lambda: page.see("#list .open")
+    for message in ("Geese", "rich", "Cats"):
+        page.click("#new")
+        page.send(message)
+    page.browser.refresh()
+    page.until(lambda: titles() == "Cats|rich|Geese")
+    page.click("#find")
+    page.press("INNER")
+    assert page.count("#list .open") == 1 and titles().startswith("rich")
+    assert page.see("#list small b") == "inner" and "`code`" in page.see("#list small"), "with the words around it"
+    page.write("answer 1 to c", "find")
+    assert titles() == "CatsAnswer 1 to Cats"
+    page.write("geese", "find")
+    assert page.count("#list .open") == 1
+    page.click("#list .open")
+    assert page.see(".said") == "Geese"
+    page.write("slow")
+    page.press("\ue007")
+    page.write("nobody said this", "find")
+    assert page.see("#list") == "Nothing found."
+    page.press("\ue00c")
+    page.until(lambda: page.count("#list .open") == 3)
+    assert page.run("document.getElementById('send').ariaLabel") == "Stop", "Escape only ends the search"
+    page.click("#send")
+    page.ended()
+
+
 def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
     open_page.run("localStorage.setItem('moeflux.key', JSON.stringify('secret'))")
     open_page.send("Keep me")
@@ -463,6 +636,14 @@ def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
     broken.write_text('{"conversations": 3}')
     field.send_keys(str(broken))
     open_page.until(lambda: "is not a file" in open_page.see(".toast"))
+    answers = [[None, tail] for tail in ("", [], [{"role": "user"}], [None], 3)] + [[], [None], [None, None], "x"]
+    answers += [["", [{"role": "assistant"}]]]
+    said = [{"role": "assistant", "content": "a", "others": others} for others in answers]
+    broken.write_text(json.dumps({"conversations": [{"title": "Odd", "messages": said}]}))
+    field.send_keys(str(broken))
+    open_page.until(lambda: open_page.count("#list .open") == 2)
+    open_page.click(".chat:not(.here) .open")
+    assert open_page.count(".md") == len(said) and open_page.count(".versions") == 0
     file.unlink()
 
 
@@ -535,8 +716,10 @@ def test_a_prompt_that_is_too_long_is_not_sent_again_as_it_is(open_page):
 
 def test_settings_are_sent(open_page):
     open_page.click("#open-settings")
-    for name, value in {"system": "Be brief.", "temperature": "0.3", "top_p": "0.9", "max_tokens": "50"}.items():
-        open_page.browser.find_element("name", name).send_keys(value)
+    assert "Maximum tokens" in open_page.see("#settings .field span")
+    open_page.browser.find_element("name", "reasoning_effort").send_keys("high")
+    for name, value in {"system": "Be brief.", **NUMBERS}.items():
+        open_page.browser.find_element("name", name).send_keys(str(value))
     open_page.browser.find_element("name", "tools").send_keys("[{")
     assert "not a JSON list" in open_page.see("#tools-hint")
     open_page.browser.find_element("name", "tools").clear()
@@ -545,8 +728,51 @@ def test_settings_are_sent(open_page):
     open_page.send("Hello")
     (request,) = open_page.server.requests
     assert request["messages"][0] == {"role": "system", "content": "Be brief."}
-    wanted = {"temperature": 0.3, "top_p": 0.9, "max_tokens": 50, "chat_template_kwargs": {"enable_thinking": False}}
+    wanted = {**NUMBERS, "reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
     assert {key: request[key] for key in wanted} == wanted
+
+
+def test_only_what_the_model_has_is_offered(open_page):
+    wish = {"thinking": "on", "reasoning_effort": "high"}
+    open_page.run("localStorage.setItem('moeflux.settings', arguments[0])", json.dumps(wish))
+    controls = "['#thinking', '#add-pictures', '[name=reasoning_effort]']"
+    shown = f"{controls}.map(name => document.querySelector(name).checkVisibility())"
+    sent = {"chat_template_kwargs", "reasoning_effort"}
+    for has in (True, False):
+        open_page.load({**FEATURES, "images": has, "thinking": has, "efforts": ["low", "high"] if has else []})
+        open_page.click("#open-settings")
+        assert open_page.run(shown) == [has] * 3
+        open_page.press("\ue00c")
+        open_page.send("Hello")
+        assert sent & set(open_page.server.requests[-1]) == (sent if has else set())
+        open_page.click("#new")
+    open_page.browser.execute_script(GIVEN, "paste", 30, 20)
+    open_page.until(lambda: open_page.see(".toast") == "This model does not read images.")
+    assert open_page.count("#pictures img") == 0
+
+
+def test_the_demo_model_offers_stories(open_page):
+    assert "stories" not in open_page.see("#about") and "Write a Python function" in open_page.see("#ideas")
+    open_page.load({**FEATURES, "demo": True})
+    assert "tells short stories, and nothing else" in open_page.see("#about")
+    ideas = open_page.see("#ideas button").split("|")
+    assert len(ideas) == 3 and all(" story about " in idea for idea in ideas)
+    open_page.click("#ideas button")
+    assert open_page.run("document.getElementById('prompt').value") == ideas[0]
+
+
+def test_a_model_that_is_loaded_later_tells_what_it_has(open_page):
+    open_page.load(None)
+    assert open_page.shown("add-pictures") and open_page.shown("thinking-field"), "nothing is known yet"
+    open_page.until(lambda: open_page.see("#memory-text") != "–")
+    open_page.click("#close-engine")
+    open_page.server.features = {**FEATURES, "images": False}
+    open_page.send("Hello")
+    open_page.until(lambda: not open_page.shown("add-pictures"))
+    open_page.server.features = FEATURES
+    open_page.server.feed = lambda step: {**feed(1), "model": "other"}
+    open_page.click("#open-engine")
+    open_page.until(lambda: open_page.shown("add-pictures"))
 
 
 def test_reasoning_is_folded_and_sent_back(open_page):
@@ -577,6 +803,16 @@ def test_progress_of_the_prompt_is_shown(open_page):
     open_page.press("\ue007")
     open_page.until(lambda: "Reading the prompt, 1,024 of 4,096 tokens" in open_page.see(".waiting"))
     assert open_page.run("document.querySelector('.waiting progress').position") == 0.25
+    open_page.ended()
+
+
+def test_the_prompt_is_read_when_the_first_token_comes_even_if_that_has_no_text(open_page):
+    GO_ON.clear()
+    open_page.write("read")
+    open_page.press("\ue007")
+    open_page.until(lambda: open_page.see(".waiting span") == "Answering")
+    assert open_page.run("document.querySelector('.waiting progress').hidden")
+    GO_ON.set()
     open_page.ended()
 
 
@@ -771,6 +1007,23 @@ def test_the_page_works_with_the_keyboard(open_page, keys):
     controls = "[...document.querySelectorAll('button, input, textarea, select, a')]"
     assert open_page.run(f"{controls}.filter(e => e.offsetParent && {nameless}).map(e => e.outerHTML)") == []
     assert open_page.count("[tabindex]:not([tabindex='-1'], [tabindex='0'])") == 0, "the order is the document's"
+
+
+def test_a_notice_is_beside_the_engine(open_page):
+    box = "(r => [r.left, r.right])(document.querySelector(arguments[0]).getBoundingClientRect())"
+
+    def check():
+        open_page.until(lambda: open_page.run("document.getElementById('engine').getAnimations().length === 0"))
+        (left, right), engine = open_page.run(box, ".toast"), open_page.run(box, "#engine")
+        assert 0 < left < right <= engine[0] < engine[1]
+
+    open_page.click("#enlarge")
+    open_page.click("#export")
+    check()
+    resize(open_page.browser, 920, 860)
+    open_page.until(lambda: not open_page.shown("engine"))
+    open_page.click("#open-engine")
+    check()
 
 
 def test_icons_are_in_the_middle_of_their_buttons(open_page):

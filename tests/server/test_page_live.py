@@ -46,6 +46,14 @@ def test_a_chat_with_the_demo_model(browser, log):  # noqa: F811
         page.until(lambda: server.models.totals.generated_tokens == 2 * tokens)
         page.ended()
         assert page.see(".assistant .md") == said and page.count(".message") == 2
+        assert page.see(".ended") == "Ended at the limit of tokens.Continue" and page.see(".versions") == "2/2"
+        page.click(".ended button")
+        page.until(lambda: server.models.totals.generated_tokens == 3 * tokens)
+        page.ended()
+        assert page.see(".assistant .md").startswith(said) and page.see(".assistant .md") != said
+        assert page.see("#about").startswith("This is the demo model")
+        assert not page.shown("thinking-field") and not page.shown("add-pictures")
+        assert page.see(".figure:nth-child(3) span") == "all in memory"
         browser.get("about:blank")
 
 
