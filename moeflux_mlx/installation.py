@@ -30,10 +30,10 @@ def reinstall_command() -> str:
 
 def install_command(extra: str) -> str:
     """The command that installs what an extra of this package needs, however the package itself was installed."""
-    try:
-        wanted = metadata.requires("moeflux-mlx") or []
-    except metadata.PackageNotFoundError:  # a source tree that is on the path but not installed
-        return shlex.join(["pip", "install", "-e", f"{Path(__file__).resolve().parents[1]}[{extra}]"])
-    of_extra = (one.partition(";") for one in wanted)
-    packages = [package.strip() for package, _, marker in of_extra if f'extra == "{extra}"' in marker]
-    return shlex.join(["pip", "install", *packages])
+    wanted = [one for found in metadata.distributions(name="moeflux-mlx") for one in found.requires or ()]
+    packages = [
+        package.strip() for package, _, marker in (one.partition(";") for one in wanted) if f'"{extra}"' in marker
+    ]
+    # None of them is known where a source tree is on the path but not installed, or was installed before the extra.
+    tree = f"{Path(__file__).resolve().parents[1]}[{extra}]"
+    return shlex.join(["pip", "install", *(dict.fromkeys(packages) or ["-e", tree])])
