@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import mlx.core as mx
 
@@ -19,10 +19,13 @@ from ..text.tokenizer import TokenizerWrapper
 from .batch import advance_together
 from .decoding import Decoding
 from .generation import check_max_tokens, encoded
-from .keywords import checks_keywords
+from .keywords import BATCHES, public
 from .prefill import Prefill
 from .prompt import Prompt, checked_prompt
 from .sampling import LogitsProcessor, Sampler
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SEQUENCES = 8  # texts that decode together by default
 
@@ -113,13 +116,13 @@ class BatchGenerator:
         RequestError: a number is out of range.
     """
 
-    @checks_keywords()
+    @public(replaced=BATCHES)
     def __init__(
         self,
         model: Model,
         *,
         max_tokens: int = 128,
-        stop_tokens: Iterable[Sequence[int]] = (),
+        stop_tokens: Iterable[Sequence[int]] | None = None,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         completion_batch_size: int = SEQUENCES,
@@ -130,7 +133,7 @@ class BatchGenerator:
             raise RequestError(f"completion_batch_size is {completion_batch_size}; it must be 1 to {MAX_ROWS}")
         check_max_tokens(max_tokens)
         self.model, self.max_tokens, self.size = model, max_tokens, completion_batch_size
-        self.stop_tokens = [list(tokens) for tokens in stop_tokens]
+        self.stop_tokens = [list(tokens) for tokens in stop_tokens or ()]
         self.sampler, self.logits_processors = sampler, logits_processors
         self._cut: dict[str, Any] = {"span": span, "block": prefill_step_size}
         self.stats = BatchStats()
@@ -269,7 +272,17 @@ def _close(text: _Text) -> None:
         text.decoding.close()
 
 
-@checks_keywords(BatchGenerator)
+class BatchOptions(TypedDict, total=False):
+    """The keywords of `BatchGenerator` that `batch_generate` passes on."""
+
+    stop_tokens: Iterable[Sequence[int]] | None
+    sampler: Sampler | None
+    completion_batch_size: int
+    prefill_step_size: int | None
+    span: int | None
+
+
+@public(BatchGenerator, replaced=BATCHES)
 def batch_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
@@ -282,8 +295,8 @@ def batch_generate(
     return_logprobs: bool = False,
     *,
     samplers: Sequence[Sampler | None] | None = None,
-    logits_processors: Sequence[Sequence[LogitsProcessor]] | None = None,
-    **kwargs: Any,
+    logits_processors: Sequence[LogitsProcessor] | Sequence[Sequence[LogitsProcessor]] = (),
+    **options: "Unpack[BatchOptions]",
 ) -> BatchResponse:
     """Continues several prompts together. Each result equals that of `generate` for the prompt alone.
 
@@ -295,19 +308,24 @@ def batch_generate(
         return_prompt_caches: whether the response has the caches afterwards.
         return_token_ids: whether the response has the tokens, without the one that ended the text.
         return_logprobs: whether the response has the log-probability of each of these tokens.
-        samplers, logits_processors: an entry for each prompt.
+        samplers: one for each prompt.
+        logits_processors: for all prompts, or a list for each prompt.
         stop_tokens: sequences of tokens; a text ends after any of them. By default the tokenizer's end-of-text tokens.
         sampler, completion_batch_size, prefill_step_size, span: as `BatchGenerator`.
 
     Raises:
-        RequestError: as `BatchGenerator`. The first error that ends a text is raised too.
+        RequestError: as `BatchGenerator`, or `prompts` is one text. The first error that ends a text is raised too.
         TypeError: there is no such argument.
     """
-    ends = [[token] for token in tokenizer.eos_token_ids]
-    generator = BatchGenerator(model, **{"stop_tokens": ends, **kwargs})
+    if isinstance(prompts, str):
+        raise RequestError("prompts is one text; give a list of texts")
+    options.setdefault("stop_tokens", [[token] for token in tokenizer.eos_token_ids])
+    are_for_all = all(map(callable, logits_processors))
+    of_each = cast(Any, [logits_processors] * len(prompts) if are_for_all else logits_processors)
+    generator = BatchGenerator(model, **options)
     tokens_of = [encoded(tokenizer, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-    uids = generator.insert(tokens_of, most, prompt_caches, samplers, logits_processors)
+    uids = generator.insert(tokens_of, most, prompt_caches, samplers, of_each)
     tokens: dict[int, list[tuple[int, float]]] = {uid: [] for uid in uids}
     caches: dict[int, list[Cache]] = {}
     for told in generator:

@@ -44,7 +44,7 @@ from .demand import Demand, demand_of
 from .expert_io import from_environment
 from .heads import Drafts, choose_drafts, load_head
 from .kernel_cache import compiling
-from .keywords import checking
+from .keywords import LOADING, with_signature
 from .kv_bits import keeping
 from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
@@ -285,9 +285,7 @@ def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]]
             return use(make(*args, **kwargs))
 
         signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
-        call = checking(open_and_use, signature)
-        call.__annotations__ = {**make.__annotations__, "return": use.__annotations__["return"]}
-        return call
+        return with_signature(open_and_use, signature, LOADING)
 
     return decorate
 

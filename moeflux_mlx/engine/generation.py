@@ -1,10 +1,11 @@
 """Generation without a session: a prompt in, tokens or text out."""
 
+import inspect
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import mlx.core as mx
 import numpy as np
@@ -17,10 +18,13 @@ from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
 from .head_drafts import head_drafts
-from .keywords import REPLACED, checks_keywords
+from .keywords import CACHES, GENERATION, Replaced, public
 from .prefill import Prefill, Progress
 from .prompt import checked_prompt, prompt_with_images
-from .sampling import LogitsProcessor, Sampler
+from .sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
@@ -53,7 +57,26 @@ class GenerationResponse:
 Responses = Generator[GenerationResponse, None, None]
 
 
-@checks_keywords()
+class GenerationOptions(TypedDict, total=False):
+    """The keywords of `generate_step` that `stream_generate` and `generate` pass on."""
+
+    sampler: Sampler | None
+    logits_processors: Sequence[LogitsProcessor]
+    prompt_cache: list[Cache] | None
+    prefill_step_size: int | None
+    span: int | None
+    prompt_progress_callback: Progress | None
+
+
+# Settings of the sampler and of the logits processors are not arguments of `generate`.
+SAMPLING = {"temperature": Replaced("give sampler=make_sampler(temp=...)", ...)} | {
+    name: Replaced(f"give {argument}={make.__name__}({name}=...)", ...)
+    for make, argument in ((make_sampler, "sampler"), (make_logits_processors, "logits_processors"))
+    for name in inspect.signature(make).parameters
+}
+
+
+@public()
 def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[Cache]:
     """Returns an empty cache for `model`, one entry per layer, to be given to several calls in turn.
 
@@ -64,7 +87,7 @@ def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[Cache]:
         RequestError: `max_kv_size` is not None.
     """
     if max_kv_size is not None:
-        raise RequestError(f"max_kv_size is {max_kv_size}; {REPLACED['max_kv_size']}")
+        raise RequestError(f"max_kv_size is {max_kv_size}; {CACHES['max_kv_size'].remedy}")
     return model.make_cache()
 
 
@@ -155,7 +178,7 @@ def _decoded(
             yield token, logprobs, decoding.from_draft
 
 
-@checks_keywords(generate_step)
+@public(generate_step, replaced=SAMPLING | GENERATION)
 def stream_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
@@ -163,7 +186,7 @@ def stream_generate(
     max_tokens: int = 256,
     *,
     image: Any = None,
-    **kwargs: Any,
+    **options: "Unpack[GenerationOptions]",
 ) -> Responses:
     """Generates text piece by piece until an end-of-text token or `max_tokens`.
 
@@ -196,7 +219,7 @@ def stream_generate(
         prompt = prompt_with_images(prompt, image, model)
     prompt = checked_prompt(prompt, model)
     responder = Responder(model, tokenizer, len(prompt), max_tokens)
-    with closing(_decoded(prompt, model, max_tokens=max_tokens, **kwargs)) as steps:
+    with closing(_decoded(prompt, model, max_tokens=max_tokens, **options)) as steps:
         for token, logprobs, from_draft in steps:
             response = responder.response(token, logprobs, from_draft)
             if response.finish_reason:
@@ -259,13 +282,16 @@ class Responder:
         )
 
 
-@checks_keywords(stream_generate)
+@public(stream_generate, replaced=SAMPLING | GENERATION)
 def generate(
     model: Model,
     tokenizer: TokenizerWrapper,
     prompt: str | Sequence[int],
     verbose: bool = False,
-    **kwargs: Any,
+    *,
+    max_tokens: int = 256,
+    image: Any = None,
+    **options: "Unpack[GenerationOptions]",
 ) -> str:
     """Generates text until an end-of-text token or `max_tokens`, and returns it.
 
@@ -274,7 +300,7 @@ def generate(
         max_tokens, sampler, ...: arguments and errors are those of `stream_generate`.
     """
     text = ""
-    with closing(stream_generate(model, tokenizer, prompt, **kwargs)) as responses:
+    with closing(stream_generate(model, tokenizer, prompt, max_tokens, image=image, **options)) as responses:
         for response in responses:
             text += response.text
             if verbose:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..ops.backend import view
-from .keywords import checks_keywords
+from .keywords import public
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -23,7 +23,7 @@ MIN_TEMP = 1e-30
 NEG_INF = -math.inf
 
 
-@checks_keywords()
+@public()
 def make_sampler(
     temp: float = 0.0,
     top_p: float = 0.0,
@@ -98,7 +98,7 @@ def make_sampler(
     return sample
 
 
-@checks_keywords()
+@public()
 def make_logits_processors(
     logit_bias: Mapping[int, float] | None = None,
     repetition_penalty: float | None = None,
