@@ -80,6 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             self.reply(200, page.content(), "text/html; charset=utf-8", Content_Security_Policy=page.csp())
         elif self.path == "/v1/models" and self.allowed():
+            self.server.lists += 1
             more = {"object": "model", "max_model_len": self.server.context, "features": self.server.features}
             self.reply(200, {"object": "list", "data": [{"id": name, **more} for name in self.server.models]})
         elif self.path == "/live" and self.allowed():
@@ -136,6 +137,7 @@ class PageServer(ThreadingHTTPServer):
         self.script, self.feed, self.pause, first = script, feed, pause, feed(0)
         self.models, self.context = [first["model"]], first["context"]
         self.requests, self.key, self.step, self.listeners, self.features = [], None, 0, 0, FEATURES
+        self.lists = 0  # how often the models were requested
         self.left, self.closing = threading.Event(), threading.Event()
         self.address = f"http://127.0.0.1:{self.server_port}/"
 

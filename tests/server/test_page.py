@@ -775,6 +775,32 @@ def test_a_model_that_is_loaded_later_tells_what_it_has(open_page):
     open_page.until(lambda: open_page.shown("add-pictures"))
 
 
+def test_the_context_is_that_of_a_server_that_was_restarted(open_page):
+    def restart(context):
+        open_page.server.context = context
+        open_page.server.feed = lambda step: {**feed(1), "context": context}
+
+    open_page.until(lambda: open_page.see("#memory-text") != "–")
+    restart(8192)
+    open_page.until(lambda: "8,192 tokens of context" in open_page.see("#model"))
+    open_page.click("#close-engine")
+    open_page.until(lambda: open_page.server.listeners == 0)
+    restart(16384)
+    open_page.browser.refresh()
+    open_page.until(lambda: "16,384 tokens of context" in open_page.see("#model"))
+    restart(4096)
+    open_page.click("#open-engine")
+    open_page.until(lambda: "4,096 tokens of context" in open_page.see("#model"))
+
+
+def test_the_models_are_not_requested_again_if_their_list_disagrees_with_the_feed(open_page):
+    open_page.server.feed = lambda step: {**feed(1), "context": 8192, "queue": step}
+    open_page.until(lambda: open_page.see("#state-text").endswith("waiting"))
+    before, step = open_page.server.lists, open_page.server.step
+    open_page.until(lambda: open_page.server.step > step + 3)
+    assert open_page.server.lists <= before + 1 and "4,096 tokens" in open_page.see("#model")
+
+
 def test_reasoning_is_folded_and_sent_back(open_page):
     open_page.send("think")
     assert open_page.run("document.querySelector('.thought').open") is False
