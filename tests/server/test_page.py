@@ -591,6 +591,22 @@ def test_history_outlasts_a_reload_and_can_be_deleted(open_page):
     assert open_page.see(".chat .open") == "Remember this"
 
 
+def test_what_another_tab_writes_is_shown(open_page):
+    page = open_page
+    page.send("One")
+    page.click("#new")
+    page.send("Two")
+    page.browser.execute_script("""
+        const { id } = JSON.parse(localStorage.getItem("moeflux.index"))[1], key = `moeflux.chat.${id}`;
+        const kept = JSON.parse(localStorage.getItem(key));
+        kept.messages.push({ role: "user", content: "Three" });
+        localStorage.setItem(key, JSON.stringify(kept));
+        dispatchEvent(new StorageEvent("storage", { key }));
+    """)
+    page.click(".chat:not(.here) .open")
+    assert page.see(".said") == "One|Three"
+
+
 def test_titles_and_texts_of_conversations_are_searched(open_page):
     page, titles = open_page, lambda: page.see("#list .open")
     for message in ("Geese", "rich", "Cats"):
