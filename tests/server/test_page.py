@@ -233,6 +233,13 @@ class Page:
         self.press("\ue007")
         self.ended()
 
+    def regenerate(self):
+        """Asks for another last answer and waits for its end."""
+        before = len(self.server.requests)
+        self.run("[...document.querySelectorAll('[aria-label=Regenerate]')].at(-1).click()")
+        self.until(lambda: len(self.server.requests) > before)
+        self.ended()
+
     def ended(self):
         self.until(lambda: self.run("document.getElementById('send').ariaLabel === 'Send'"))
 
@@ -353,6 +360,38 @@ def test_where_an_image_was_all_of_a_message_its_removal_asks_for_a_text(open_pa
     page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
     page.press("a text", "\ue007")
     page.until(lambda: page.see(".assistant .md") == "Answer 1 to a text")
+
+
+def test_where_an_image_was_all_of_a_message_it_stays_until_a_text_is_sent(open_page):
+    page = open_page
+    page.browser.execute_script(GIVEN, "paste", 30, 20)
+    page.until(lambda: page.count("#pictures img") == 1)
+    page.click("#send")
+    page.ended()
+    page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+    page.click(".rewrite .quiet")
+    assert page.count(".user img") == 1
+    page.browser.refresh()
+    page.until(lambda: page.count(".user img") == 1)
+    page.regenerate()
+    assert page.server.requests[0]["messages"] == page.server.requests[1]["messages"] != []
+
+
+def test_the_conversation_does_not_move_when_an_image_is_removed(open_page):
+    page = open_page
+    page.browser.execute_script(GIVEN, "paste", 30, 20)
+    page.until(lambda: page.count("#pictures img") == 1)
+    for message in ("see", "rich", "formulas", "rich"):
+        page.send(message)
+    page.run("document.getElementById('flow').scrollTo(0, 20)")
+    page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+    assert page.count(".user img") == 0 and page.run("document.getElementById('flow').scrollTop") == 20
+    page.click(".toast button")
+    assert page.count(".user img") == 1 and page.run("document.getElementById('flow').scrollTop") == 20
+    page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+    page.click("#new")
+    page.click(".toast:last-child button")
+    assert page.count(".user img") == 1, "the undo goes back to the conversation"
 
 
 def size_of(url):
