@@ -674,6 +674,48 @@ def test_titles_and_texts_of_conversations_are_searched(open_page):
     page.ended()
 
 
+def test_answers_that_are_not_shown_are_searched_and_shown_if_chosen(open_page):
+    page, shown = open_page, lambda: page.see(".md")
+    page.send("First")
+    page.click("#new")
+    page.send("another")
+    first = shown()
+    page.regenerate()
+    page.send("another")
+    second, kept = shown().split("|")
+    page.regenerate()
+    page.click("[aria-label='Previous answer']")
+    assert shown() == first
+    for sought, wanted, versions in ((kept, f"{second}|{kept}", "2/2|1/2"), (first, first, "1/2")):
+        page.click("#new")
+        page.write(sought, "find")
+        assert page.see("#list small b") == sought
+        page.click("#list .open")
+        assert shown() == wanted and page.see(".versions") == versions
+    page.browser.refresh()
+    page.until(lambda: shown() == first)
+
+
+def test_a_search_does_not_exchange_answers_while_one_is_being_written(open_page):
+    page = open_page
+    page.send("First")
+    page.click("#new")
+    page.send("another")
+    first = page.see(".md")
+    page.regenerate()
+    second = page.see(".md")
+    GO_ON.clear()
+    page.write("lasting")
+    page.press("\ue007")
+    page.until(lambda: page.count(".waiting"))
+    page.write(first, "find")
+    page.click("#list .open")
+    assert page.see(".md").startswith(second) and page.see(".toast") == "Stop the answer first."
+    GO_ON.set()
+    page.ended()
+    assert page.see(".md") == f"{second}|at last"
+
+
 def test_what_is_exported_can_be_imported_and_holds_no_key(open_page):
     open_page.run("localStorage.setItem('moeflux.key', JSON.stringify('secret'))")
     open_page.send("Keep me")
