@@ -14,11 +14,13 @@ from .prepare import Preparer
 
 @dataclass(frozen=True)
 class Features:
-    """Args:
-    demo: whether it is the demo model, which only tells stories.
-    images: whether messages may contain images.
-    thinking: whether a request can switch the reasoning on and off.
-    efforts: the words for `reasoning_effort` that make a difference.
+    """What a request may ask of one model.
+
+    Args:
+        demo: whether it is the demo model, which only tells stories.
+        images: whether messages may contain images.
+        thinking: whether a request can switch the reasoning on and off.
+        efforts: the words for `reasoning_effort` that make a difference.
     """
 
     demo: bool
