@@ -41,8 +41,9 @@ def run(options: argparse.Namespace) -> int:
             tiles=options.tiles,
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
-        for line in idle_options(options, engine.experts.mode) if model == options.model else []:
-            note(line)
+        if model == options.model:
+            for line in idle_options(options, engine.experts.mode):
+                note(line)
         return engine
 
     with Progress("reading", lines=True) as progress:
