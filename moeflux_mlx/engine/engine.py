@@ -211,7 +211,8 @@ def _loaded(
     """Loads the model as planned; `computing` makes the object that computes routed experts from their source."""
     args, plan = drafts.args, drafts.plan
     if plan.enlarged:
-        warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=4)
+        # 6 is the caller of `load`: between are `open_engine`, `within_limits`, and the two functions around `load`.
+        warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=6)
     with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles, drafts.drafting.most > 0):
         experts = open_experts(weights.experts, args, plan, progress)
         try:

@@ -26,7 +26,7 @@ from moeflux_mlx.engine import needs
 from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.budget import default_context, longest_context, plan_memory
 from moeflux_mlx.engine.demand import Demand
-from moeflux_mlx.engine.engine import load_model, open_engine
+from moeflux_mlx.engine.engine import load, load_model, open_engine
 from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.engine.machine import Figures, group_limits, in_gb
 from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
@@ -543,8 +543,11 @@ def test_a_pool_that_is_too_small_is_reported(capsys):
     wanted = f"an expert pool of 0.010 GB is too small; the smallest one is used, of {least}"
     assert code == 0 and err == f"warning: {wanted}\n" and re.search(rf"expert pool +{least}", out)
     assert command(capsys, *base, str(least_pool(args, layout) / 1e9 + 1e-6))[2] == ""
-    with pytest.warns(MoefluxWarning, match="an expert pool of 0.000 GB is too small"):
-        load_model(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1).experts.close()
+    for opened in (load, load_model):
+        with pytest.warns(MoefluxWarning, match="an expert pool of 0.000 GB is too small") as warned:
+            made = opened(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1)
+        (made[0] if opened is load else made).experts.close()
+        assert [one.filename for one in warned] == [__file__]
 
 
 def test_the_environment_decides_for_the_plan_and_for_loading(monkeypatch, capsys):
