@@ -54,8 +54,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if not options.minutes > 0:
         raise RequestError(f"--minutes is {options.minutes}; it must be positive")
+    shapes = shapes_of(options)  # a wrong model is refused where no GPU computes, too
     if backend.has_kernels():
-        find(options, file)
+        find(shapes, options.minutes, file)
     else:
         print("there are no tiles to tune: no GPU computes here, and the CPU's kernels have none")
     if options.model is not None and Path(options.model).is_dir():
@@ -103,13 +104,12 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
         engine.experts.close()
 
 
-def find(options: argparse.Namespace, file: Path) -> None:
-    """Searches every kernel at the shapes of the options' model, and keeps what is faster at once."""
-    shapes = shapes_of(options)
+def find(shapes: Shapes, minutes: float, file: Path) -> None:
+    """Searches every kernel at these shapes, and keeps what is faster at once."""
     spots, results = list(samples(shapes)), list[Result]()
     with (
         tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar,
-        closing(crew(shapes, spots, 60 * options.minutes)) as search,
+        closing(crew(shapes, spots, 60 * minutes)) as search,
     ):
         for result in search:
             results.append(result)

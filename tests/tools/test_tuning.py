@@ -398,3 +398,7 @@ def test_a_cpu_has_no_tiles_to_tune(monkeypatch, cached, capsys):
     monkeypatch.setattr(backend, "name", lambda: "ops")
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("\n") == 1 and not cached.exists()
+    for option, message in (("--variant", "no variant 'nonsense'"), ("--model", "nonsense does not exist")):
+        assert command.main([option, "nonsense"]) == 1
+        out, err = capsys.readouterr()
+        assert message in err and err.count("\n") == 1 and not out
