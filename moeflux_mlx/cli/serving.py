@@ -36,7 +36,12 @@ STOP_SECONDS = 2.0  # in which the model's thread must end
 # The interval after which the thread of the connections yields to that of the model. Python's default of 5 ms costs
 # time per token (results.tsv, "server").
 SWITCH_SECONDS = 0.0002
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: without a path
+# As browsers send them, in lower case: an origin has neither a path nor the default port of its scheme.
+ORIGIN = re.compile(
+    r"\*|null|(?!http://.*:80$|https://.*:443$)"
+    r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?"
+)
+HOST = re.compile(r"[a-z0-9._-]*[a-z0-9_-]")
 LEAST_KEY = 8  # letters of an API key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEMO = "moeflux-demo"
@@ -133,7 +138,8 @@ def serve_with(
     switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce)
     served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
-    listener = kind(make_app(served, Rules(hosts, options.cors_origin, key)), switch.begin_stop)
+    origins = [origin.lower() for origin in options.cors_origin]
+    listener = kind(make_app(served, Rules(hosts, origins, key)), switch.begin_stop)
     note(f"loading; {where}/health shows when it is done")
     return serve(switch, listener, listening)
 
@@ -148,11 +154,16 @@ def _check_values(options: argparse.Namespace) -> None:
     if options.idle_minutes is not None and not options.idle_minutes > 0:
         raise RequestError(f"--idle-minutes is {options.idle_minutes}; it must be positive")
     for origin in options.cors_origin:
-        if not ORIGIN.fullmatch(origin):
-            raise RequestError(f"--cors-origin is {origin!r}; give an origin such as https://chat.example.org, or *")
+        if not ORIGIN.fullmatch(origin.lower()):
+            raise RequestError(
+                f"--cors-origin is {origin!r}; give an origin such as https://chat.example.org without a path and the "
+                "default port, or give *"
+            )
     for name in options.allowed_host:
-        if re.search(r"[/:\s]", name):
-            raise RequestError(f"--allowed-host is {name!r}; give a name without a scheme and a port")
+        if not HOST.fullmatch(name.lower()):
+            raise RequestError(
+                f"--allowed-host is {name!r}; give a whole name such as box.example.org, without a scheme and a port"
+            )
     make_sampler(options.temp or 0.0, options.top_p or 0.0, options.min_p or 0.0, top_k=options.top_k or 0)
     make_logits_processors(repetition_penalty=options.repetition_penalty)
     if not 0 <= options.decode_share < 1:

@@ -39,8 +39,8 @@ class BodyError(Exception):
 @dataclass(frozen=True)
 class Rules:
     """Args:
-    hosts: allowed host names besides addresses and localhost.
-    origins: origins of other sites' pages that may use the server; "*" allows all.
+    hosts: allowed host names besides addresses and localhost, in lower case.
+    origins: origins of other sites' pages that may use the server, in lower case; "*" allows all.
     key: the key that requests must have; None: no key.
     """
 
@@ -149,7 +149,7 @@ class Guard:
         """Headers that let a page of `origin` read the answer; none if it may not. It may send any headers, because
         clients have many of their own.
         """
-        if origin is None or not {"*", origin} & set(self.rules.origins):
+        if origin is None or not {"*", origin.lower()} & set(self.rules.origins):
             return []
         return [
             (b"access-control-allow-origin", origin.encode()),

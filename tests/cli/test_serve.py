@@ -18,6 +18,7 @@ from moeflux_mlx import serve
 from moeflux_mlx.cli import serving
 from moeflux_mlx.cli.serving import model_name
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.server import app, listen
 
 LONG = "Tell me of the owl that flew over the lake. " * 24
 
@@ -120,8 +121,6 @@ def test_wrong_starts(capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
         serve.main(["--no-key", "--api-key-file", "file"])
     assert "--api-key-file: not allowed with argument --no-key" in capsys.readouterr().err
-    assert "--cors-origin is 'chat.example.org'; give an origin" in line(capsys, "--cors-origin", "chat.example.org")
-    assert "--allowed-host is 'box:80'; give a name without" in line(capsys, "--allowed-host", "box:80")
     for option, value in (("--temp", "-1"), ("--top-p", "2"), ("--top-k", "-1"), ("--repetition-penalty", "-1")):
         assert f"{option[2:].replace('-', '_')} is {value}" in line(capsys, option, value, "--port", "0")
     said = line(capsys, "--model", "/a/model", "--model", "/a/model")
@@ -132,6 +131,45 @@ def test_wrong_starts(capsys, tmp_path):
     (tmp_path / "key").write_text("short\n")
     said = line(capsys, "--api-key-file", str(tmp_path / "key"))
     assert "at least 8 letters" in said and "short" not in said
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    """Gives the rules of servers that were about to start; none does."""
+    made = []
+
+    def make_app(served, rules):
+        made.append(rules)
+        raise RequestError("started")
+
+    monkeypatch.setattr(app, "make_app", make_app)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(listen, "bind", lambda *_: port)
+        yield made
+
+
+NO_ORIGINS = """
+chat.example.org https:// https://a/ https://a?x https://a#x https://u@a https://*.example.org https://a: https://a:443
+http://A:80 http://[::1]:80 http://a:080 http://a:x http://::1 http://b\u00fccher.example
+"""
+NO_HOSTS = "*.example.org box:80 http://box box. . b\u00fccher.example"
+ORIGINS = "https://Chat.example.org:8443 http://a:443 https://[::1]:8080 http://my_box app://-:80 null *"
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "wanted"),
+    [("--cors-origin", NO_ORIGINS, "give an origin"), ("--allowed-host", NO_HOSTS, "give a whole name")],
+)
+def test_what_no_request_can_match_is_refused(capsys, rules, option, values, wanted):
+    for value in ("", "a b", *values.split()):
+        assert f"{option} is {value!r}; {wanted}" in line(capsys, option, value)
+    assert not rules
+
+
+def test_origins_and_hosts_are_compared_in_lower_case(capsys, rules):
+    line(capsys, *[f"--cors-origin={origin}" for origin in ORIGINS.split()], "--allowed-host=Box_1.local")
+    assert rules[0].origins == ORIGINS.lower().split() and "box_1.local" in rules[0].hosts
 
 
 def test_several_ranks_answer_one_request_at_a_time():

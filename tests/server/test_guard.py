@@ -19,7 +19,7 @@ PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completio
 
 @pytest.fixture(scope="module")
 def live():
-    rules = Rules(("box.example",), ("https://chat.example",), KEY)
+    rules = Rules(("box.example",), ("https://chat.example", "app://chat"), KEY)
     with Live(lambda: FakeEngine(lambda prompt: "</think>Yes.", context=512), rules=rules) as server:
         yield server
 
@@ -136,6 +136,7 @@ def test_allowed_requests(live):
         {"Origin": "http://localhost"},
         {"Sec-Fetch-Site": "same-origin"},
         {"Origin": "https://chat.example", "Sec-Fetch-Site": "cross-site"},
+        {"Origin": "app://Chat", "Sec-Fetch-Site": "cross-site"},
         {"Content-Type": "application/json; charset=utf-8"},
     ):
         assert answer(live, request(PATHS[0], **change))[0] == 200, change
