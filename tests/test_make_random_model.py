@@ -1,8 +1,9 @@
 """Models with random weights: every variant can be made with few layers and experts, loads and runs, and a failed run
 leaves nothing."""
 
-import json
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import make_random_model as script
@@ -20,6 +21,7 @@ UNUSUAL = (
     *("gemma-4-26b-a4b", "deepseek-v4-flash", "qwen3.8-flash-next-125b", "gpt-oss-20b", "step-3.5-flash-196b"),
     "nemotron-3-nano-30b-a3b",
 )
+SMALL = ("--variant=qwen3-30b-a3b", "--layers=1", "--experts=8", "--tiny")
 
 
 @pytest.fixture
@@ -122,16 +124,74 @@ def fail(patch, step):
     patch.setattr(script, step, full)
 
 
-def test_force_writes_over_a_model_if_the_run_succeeds(tmp_path, monkeypatch):
-    path = made(tmp_path / "model", "qwen3-30b-a3b", 2)
-    (path / "notes").write_text("mine")
-    before = (path / "resident.safetensors").read_bytes()
-    with pytest.raises(SystemExit):
+def test_force_replaces_a_model_as_a_whole(folder, monkeypatch):
+    path = made(folder / "model", "qwen3.8-flash-next-125b", 4)
+    (path / "notes").write_text("of the old one")
+    before = files_of(path)
+    with pytest.raises(SystemExit, match="exists; give another directory, or --force"):
         made(path, "qwen3-30b-a3b", 2)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         fail(patch, "write_experts")
+        made(path, "qwen3-30b-a3b", 2, "--force")
+    assert files_of(path) == before
+    made(path, "qwen3-30b-a3b", 2, "--force")
+    made(folder / "new", "qwen3-30b-a3b", 2)
+    assert files_of(path) == files_of(folder / "new") and sorted(folder.iterdir()) == [path, folder / "new"]
+
+
+def files_of(path):
+    return {file.relative_to(path): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_a_model_that_could_not_be_replaced_is_put_back(folder, monkeypatch):
+    path = made(folder / "model", "qwen3-30b-a3b", 2)
+    before, rename = files_of(path), Path.rename
+
+    def rename_once(self, target):
+        monkeypatch.setattr(Path, "rename", refuse_once)
+        return rename(self, target)
+
+    def refuse_once(self, target):
+        monkeypatch.setattr(Path, "rename", rename)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", rename_once)
+    with pytest.raises(KeyboardInterrupt):
         made(path, "qwen3-30b-a3b", 3, "--force")
-    assert (path / "resident.safetensors").read_bytes() == before
-    made(path, "qwen3-30b-a3b", 3, "--force")
-    assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 3
-    assert (path / "notes").read_text() == "mine" and logits_and_text(path)[1] is not None
+    assert files_of(path) == before and list(folder.iterdir()) == [path]
+
+
+def test_force_replaces_checkpoints_and_empty_directories(folder):
+    for _ in range(2):
+        (folder / "model").mkdir(exist_ok=True)
+        made(folder / "model", "qwen3-30b-a3b", 2, f"--checkpoint={folder / 'mlx'}", "--force")
+    assert (folder / "mlx" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("names", [["notes"], ["config.json"], ["model.safetensors"], []], ids=str)
+def test_force_does_not_replace_what_is_no_model(tmp_path, names):
+    """Without names `there` is a file."""
+    there = tmp_path / "there"
+    there.mkdir() if names else there.write_text("mine")
+    for name in names:
+        (there / name).write_text("mine")
+    wanted = "there is not a model or checkpoint"
+    refused(there, *SMALL, "--force", error=wanted)
+    refused(tmp_path / "new", *SMALL, "--force", f"--checkpoint={there}", error=wanted)
+    assert sorted(tmp_path.rglob("*")) == sorted([there, *(there / name for name in names)])
+
+
+def test_a_mount_point_cannot_be_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path)
+    refused(tmp_path, *SMALL, "--force", error="is a mount point")
+
+
+@pytest.mark.parametrize(("out", "checkpoint"), [("one", "one"), ("one", "one/mlx"), ("one/model", "one")])
+def test_model_and_checkpoint_need_two_directories(tmp_path, out, checkpoint):
+    checkpoint = f"--checkpoint={tmp_path / 'other' / '..' / checkpoint}"
+    refused(tmp_path / out, *SMALL, checkpoint, error="one lies in the other")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_negative_seed_is_refused(tmp_path):
+    refused(tmp_path / "model", *SMALL, "--seed=-1", error="--seed is -1; it must be at least 0")

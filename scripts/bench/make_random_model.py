@@ -9,7 +9,7 @@ The second also writes the same weights as mlx-lm would: stacks of all experts i
 not padded, so that tensors begin at odd addresses. The third takes a second and a few MB, to try a command.
 
 Of fewer layers at least one has experts: dense layers before it are left out where needed. A directory appears
-complete or not at all.
+complete or not at all; --force replaces a model or checkpoint as a whole.
 
 Weights have the spread of a trained model's (standard deviation 1/sqrt(inputs)), so activations stay finite
 and routing is spread over all experts. Expert blocks are drawn from a small set of distinct ones; every
@@ -33,7 +33,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from moeflux_mlx.errors import ConfigError, MoefluxError
+from moeflux_mlx.errors import ConfigError, MoefluxError, RequestError
 from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, existing_parent, read_json
@@ -66,12 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="make hidden states, vocabulary and n-gram tables tiny too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="write the same weights here too, as mlx-lm would")
-    parser.add_argument("--force", action="store_true", help="write over what is there")
+    parser.add_argument("--force", action="store_true", help="replace a model or checkpoint that is there")
     parser.add_argument("out", type=Path)
     options = parser.parse_args(arguments)
-    for folder in (options.out, options.checkpoint):
-        if folder is not None and folder.exists() and not options.force:
-            parser.error(f"{folder} exists; give another directory, or --force to write over it")
     try:
         write(options)
     except (MoefluxError, OSError) as error:
@@ -79,28 +76,53 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(options: argparse.Namespace) -> None:
+    if options.seed < 0:
+        raise RequestError(f"--seed is {options.seed}; it must be at least 0")
+    out, *others = (folder.resolve() for folder in (options.out, options.checkpoint) if folder is not None)
+    for other in others:
+        if out.is_relative_to(other) or other.is_relative_to(out):
+            raise RequestError(f"of {out} and {other} one lies in the other; give two directories")
+    for folder in (out, *others):
+        check_folder(folder, options.force)
     config = config_of(options.variant, options.layers, options.experts, options.tiny)
-    check_space(ModelArgs.from_dict(config), existing_parent(options.out))
+    check_space(ModelArgs.from_dict(config), existing_parent(out))
     with contextlib.ExitStack() as folders:
-        packed = folders.enter_context(complete(options.out))
+        packed = folders.enter_context(complete(out))
         write_model(config, packed, np.random.default_rng(options.seed))
-        if options.checkpoint is not None:
-            write_checkpoint(packed, folders.enter_context(complete(options.checkpoint)))
+        for other in others:
+            write_checkpoint(packed, folders.enter_context(complete(other)))
+
+
+def check_folder(out: Path, force: bool) -> None:
+    """Raises RequestError: something is there that may not or cannot be replaced."""
+    if not out.exists():
+        return
+    if not force:
+        raise RequestError(f"{out} exists; give another directory, or --force to replace it")
+    if os.path.ismount(out):
+        raise RequestError(f"{out} is a mount point, which cannot be replaced; give a directory in it")
+    is_model = (out / "config.json").is_file() and any(out.glob("*.safetensors"))
+    if not out.is_dir() or (any(out.iterdir()) and not is_model):
+        raise RequestError(f"{out} is not a model or checkpoint, so --force leaves it alone; give another directory")
 
 
 @contextlib.contextmanager
 def complete(out: Path) -> Iterator[Path]:
     """Gives a folder beside `out` that takes its place at the end, or is removed after an error."""
-    out = out.resolve()
+    is_there = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
-        made = Path(beside) / out.name
+        made, old = Path(beside) / "made", Path(beside) / "old"
         made.mkdir()
         yield made
-        if out.exists():
-            shutil.copytree(made, out, dirs_exist_ok=True, copy_function=os.replace)
-        else:
-            made.rename(out)
+        try:
+            if is_there:
+                out.rename(old)
+            made.rename(out)  # fails if somebody else has put something there
+        except BaseException:
+            if old.exists() and not out.exists():
+                old.rename(out)
+            raise
 
 
 def config_of(variant: str, layers: int | None = None, experts: int | None = None, tiny: bool = False) -> dict:
