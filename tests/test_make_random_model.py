@@ -104,8 +104,16 @@ def refused(out, *options, error):
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    refused(tmp_path / "model", "--variant=qwen3.8-flash-next-125b", "--layers=2", error="1.0 GB of disk are free")
+    """A checkpoint takes as much again, perhaps on another disk."""
+    free = {tmp_path: 25 * 10**9}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free.get(folder, 10**15)))
+    both = tmp_path / "model", "--variant=qwen3-30b-a3b", f"--checkpoint={tmp_path / 'mlx'}"
+    refused(*both, error=f"34.4 GB are to be written to {tmp_path}; 25.0 GB of disk are free")
+    free[tmp_path] = 10**9
+    refused(both[0], both[1], error=f"17.2 GB are to be written to {tmp_path}; 1.0 GB of disk are free")
+    elsewhere = tmp_path.parent / "model", both[1], both[2]
+    monkeypatch.setattr(script, "device_of", lambda folder: str(folder))
+    refused(*elsewhere, error=f"17.2 GB are to be written to {tmp_path}; 1.0 GB")
     assert not list(tmp_path.iterdir())
 
 

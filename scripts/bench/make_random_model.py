@@ -85,7 +85,7 @@ def write(options: argparse.Namespace) -> None:
     for folder in (out, *others):
         check_folder(folder, options.force)
     config = config_of(options.variant, options.layers, options.experts, options.tiny)
-    check_space(ModelArgs.from_dict(config), existing_parent(out))
+    check_space(ModelArgs.from_dict(config), [out, *others])
     with contextlib.ExitStack() as folders:
         packed = folders.enter_context(complete(out))
         write_model(config, packed, np.random.default_rng(options.seed))
@@ -189,12 +189,22 @@ def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
     write_tokenizer(out)
 
 
-def check_space(args: ModelArgs, folder: Path) -> None:
+def check_space(args: ModelArgs, folders: Sequence[Path]) -> None:
+    """Raises ConfigError: the disks cannot hold the weights once for each folder."""
     tables = sum(part.rows * table_form(part).row_bytes for part in args.ngrams.values())
-    experts = ExpertLayout.from_args(args).total_bytes
-    needed, free = experts + tables + variant_bytes(args, mx.bfloat16), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(f"the model takes {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB of disk are free")
+    weights = ExpertLayout.from_args(args).total_bytes + tables + variant_bytes(args, mx.bfloat16)
+    places = [existing_parent(folder.parent) for folder in folders]  # a folder is made beside its place
+    devices = [device_of(place) for place in places]
+    for place, device in zip(places, devices, strict=True):
+        nbytes, free = weights * devices.count(device), shutil.disk_usage(place).free
+        if nbytes > free:
+            raise ConfigError(
+                f"{nbytes / 1e9:.1f} GB are to be written to {place}; {free / 1e9:.1f} GB of disk are free"
+            )
+
+
+def device_of(folder: Path) -> int:
+    return folder.stat().st_dev
 
 
 def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
