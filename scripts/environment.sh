@@ -4,15 +4,19 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+is_new_enough() {
+  command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
+
 find_python() {
   local name
-  for name in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10; do
-    if command -v "$name" >/dev/null && "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+  for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    if is_new_enough "$name"; then
       echo "$name"
       return
     fi
   done
-  echo "error: Python 3.10 or newer is needed; set PYTHON to one" >&2
+  echo "error: Python 3.10 or newer is needed${PYTHON:+, and PYTHON is $PYTHON}; set PYTHON to one" >&2
   return 1
 }
 
@@ -44,6 +48,10 @@ enter_environment() {
     fi
     # shellcheck disable=SC1091
     source .venv/bin/activate
+  fi
+  if ! is_new_enough python; then
+    echo "error: Python 3.10 or newer is needed; the one of $VIRTUAL_ENV is older" >&2
+    return 1
   fi
   if [ "$(uname)" = Linux ]; then extras="$extras $backend"; fi
   stamp="$VIRTUAL_ENV/.moeflux-$(echo "$extras" | tr ' ' '-')"

@@ -269,7 +269,15 @@ def test_an_old_python_is_one_line(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")}
     environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
     done = subprocess.run([tmp_path / "scripts" / "demo"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == "error: Python 3.10 or newer is needed; set PYTHON to one\n"
+    needed = "error: Python 3.10 or newer is needed"
+    assert done.returncode == 1 and done.stderr == f"{needed}; set PYTHON to one\n"
+    named = environment | {"PYTHON": "no-such", "PATH": os.environ["PATH"]}
+    done = subprocess.run([tmp_path / "scripts" / "demo"], env=named, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"{needed}, and PYTHON is no-such; set PYTHON to one\n"
+    (tmp_path / "python").symlink_to("python3")
+    active = environment | {"VIRTUAL_ENV": str(tmp_path)}
+    done = subprocess.run([tmp_path / "scripts" / "demo"], env=active, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"{needed}; the one of {tmp_path} is older\n"
 
 
 def test_the_demo_takes_the_callers_paths(tmp_path):
