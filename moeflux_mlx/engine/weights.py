@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..files import user_path
+from ..formats.checkpoint import check_folders
 from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
 from ..formats.pieces import ExpertFiles
@@ -123,6 +124,7 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
     Raises:
     ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
     """
+    check_folders(shards_in)
     if _is_packed(path):
         args = ModelArgs.from_file(path)
         return Weights(path, args, open_packed(path, args), read_resident(path), tables=open_tables(path, args))

@@ -168,12 +168,17 @@ def safetensors_files(path: Path, shards_in: Sequence[Path] = ()) -> list[Path]:
 
     Each is looked for in `path`, then in `shards_in`.
     """
-    for folder in shards_in:
-        if not folder.is_dir():
-            raise ModelFileError(f"{folder} is not a directory; --shards-in takes directories of safetensors files")
+    check_folders(shards_in)
     places = (path, *shards_in)
     present = {file.name for folder in places for file in folder.glob("*.safetensors")}
     return [_find_shard(name, places) for name in shard_names(path, present)]
+
+
+def check_folders(shards_in: Sequence[Path]) -> None:
+    """Raises ModelFileError: one of them is not a directory."""
+    for folder in shards_in:
+        if not folder.is_dir():
+            raise ModelFileError(f"{folder} is not a directory; --shards-in takes directories of safetensors files")
 
 
 def _find_shard(name: str, places: Sequence[Path]) -> Path:

@@ -200,3 +200,5 @@ def test_shards_of_a_checkpoint_in_several_directories(tmp_path):
         load_model(first, shards_in=[tmp_path / "empty"])
     with pytest.raises(ModelFileError, match="--shards-in takes directories"):
         load_model(first, shards_in=[tmp_path / "none"])
+    with pytest.raises(ModelFileError, match="--shards-in takes directories"):
+        load_model(shards_in=[tmp_path / "none"])  # also for a packed model, which has no such files
