@@ -28,6 +28,11 @@ VOCABULARY_FILES = (
     "tekken.json",
 )  # the first that is there is read
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Arguments of transformers' `apply_chat_template` that are no variables of a template.
+MISSING = (
+    *("chat_template", "continue_final_message", "max_length", "padding", "return_assistant_tokens_mask"),
+    *("return_dict", "return_tensors", "tokenizer_kwargs", "truncation"),
+)
 
 
 def load_tokenizer(path: str | Path) -> "TokenizerWrapper":
@@ -192,8 +197,16 @@ class TokenizerWrapper:
         """The prompt for a chat, as token ids, or as text with `tokenize=False`.
 
         The template writes BOS itself if the model wants it, so none is added. `template_kwargs` are
-        variables of the template, such as `enable_thinking=False`. Errors are those of `ChatTemplate.render`.
+        variables of the template, such as `enable_thinking=False`.
+
+        Raises:
+            RequestError: as `ChatTemplate.render`, or an argument of transformers' method asks for what this one does
+                not do.
+            TokenizerError: as `ChatTemplate.render`.
         """
+        for name in MISSING:
+            if template_kwargs.get(name):
+                raise RequestError(f"apply_chat_template has no {name}; with tokenize=False it returns the text")
         prompt = self._template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=template_kwargs
         )

@@ -502,7 +502,9 @@ class TestChat:
     def test_prompt_text_and_tokens(self, any_tokenizer):
         assert any_tokenizer.chat_template == CHATML and any_tokenizer.has_chat_template
         assert any_tokenizer.apply_chat_template(self.CHAT, tokenize=False) == self.PROMPT
-        ids = any_tokenizer.apply_chat_template(self.CHAT)
+        with pytest.raises(RequestError, match="has no continue_final_message; with tokenize=False"):
+            any_tokenizer.apply_chat_template(self.CHAT, continue_final_message=True)
+        ids = any_tokenizer.apply_chat_template(self.CHAT, return_dict=False)
         assert ids == any_tokenizer.encode(self.PROMPT, add_special_tokens=False)
         closed = any_tokenizer.apply_chat_template(self.CHAT, add_generation_prompt=False, tokenize=False)
         assert closed.endswith("<|im_end|>\n")
