@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .families.conditions import check_experts, check_mixer
 from .families.fields import Fields
 from .families.registry import FAMILIES
@@ -208,10 +208,12 @@ class ModelArgs:
 
     @classmethod
     def from_variant(cls, name: str) -> "ModelArgs":
-        """The named configuration that ships with the package; `variants()` lists the names."""
-        if name not in variants():
-            raise ConfigError(f"no variant {name!r}; there are: {', '.join(variants())}")
-        return cls.from_dict(read_json(directory("configs") / f"{name}.json"))
+        """The named configuration that ships with the package. `variants()` lists the names; their case is ignored."""
+        known = variants()
+        if name.lower() not in known:
+            meant = did_you_mean(name.lower(), known) or f"; there are: {', '.join(known)}"
+            raise ConfigError(f"no variant {name!r}{meant}")
+        return cls.from_dict(read_json(directory("configs") / f"{name.lower()}.json"))
 
 
 def _has_own_choice(mixer: Attention) -> bool:

@@ -29,6 +29,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, with the others; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if words and words[0] in COMMANDS:
         require_mlx()
         return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])

@@ -14,6 +14,7 @@ from ..formats.hub import looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..packing.in_place import runs_in_place
 from ..packing.suggest import not_packed_error, unfinished_error
+from ..spec import variants
 from .remote import fetch
 
 
@@ -25,8 +26,10 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None, sha
     if not path.exists():
         if isinstance(path_or_hf_repo, str) and looks_like_repo(path_or_hf_repo):
             return fetch(path_or_hf_repo, revision)
+        known = "; moeflux models shows the repository of this known model" if path.name.lower() in variants() else ""
         raise ModelFileError(
-            f"{path} does not exist; give the directory of a model, packed or as mlx-lm wrote it, or a repo id org/name"
+            f"{path} does not exist{known}; give the directory of a model, packed or as mlx-lm wrote it, or a repo id "
+            "org/name"
         )
     if not path.is_dir():
         raise ModelFileError(f"{path} is not a directory")

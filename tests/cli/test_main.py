@@ -144,6 +144,13 @@ def test_only_a_similar_option_is_proposed(word, meant, capsys):
     assert re.findall(r"did you mean (\S+)\?", err) == [meant] * bool(meant) and err.count("\n") == 1
 
 
+def test_help_is_a_command_too(capsys):
+    assert main(["help"]) == 0 and capsys.readouterr().out.startswith("usage: moeflux COMMAND")
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", "list"])
+    assert "list" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_a_misspelt_command_is_named(capsys):
     assert main(["speak"]) == 2
     err = capsys.readouterr().err

@@ -600,7 +600,9 @@ def test_a_plan_that_does_not_fit_says_so():
         (["--variant", "qwen3-30b-a3b", "--ram-gb", "-1"], "--ram-gb is -1.0"),
         (["--variant", "qwen3-30b-a3b", "--ram-gb", "nan"], "--ram-gb is nan"),
         (["--variant", "no-such"], "no variant 'no-such'"),
-        (["--model", "/no/such/place"], "does not exist"),
+        (["--variant", "Qwen3.6-35B-A3"], r"no variant 'Qwen3\.6-35B-A3'; did you mean qwen3\.6-35b-a3b\?$"),
+        (["--model", "/no/such/place"], "does not exist; give the directory"),
+        (["--model", "Qwen3-30B-A3B"], "does not exist; moeflux models shows the repository of this known model; give"),
     ],
 )
 def test_refusals(argv, message, capsys):
