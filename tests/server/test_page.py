@@ -785,6 +785,7 @@ def test_a_key_is_requested_before_anything_is_sent(open_page):
 def test_a_message_refused_for_its_key_is_answered_once_the_key_is_given(open_page):
     open_page.failures = ("401 (Unauthorized)",)
     open_page.send("Hello")
+    open_page.until(lambda: open_page.server.lists == 2)  # at the start and with the first picture, which need no key
     open_page.server.key = "s3cret"
     open_page.send("More")
     assert open_page.shown("lock") and open_page.count(".fault") == 0
