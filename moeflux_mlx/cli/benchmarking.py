@@ -25,7 +25,7 @@ from ..errors import RequestError
 from ..spec import ModelArgs
 from .diagnosis import machine_lines
 from .fetching import local_model
-from .opening import idle_options, open_optional
+from .opening import note_idle_options, open_optional
 from .parallel import Rates, check_numbers, parallel_rates, parallel_table
 from .terminal import mapped_memory_gb, note, peak_memory_gb
 
@@ -71,8 +71,7 @@ def run(options: argparse.Namespace) -> int:
     peer = None if options.against is None else mlx_lm_steps(engine)
     if options.parallel:
         check_numbers(options.parallel, engine)
-    for line in idle_options(options, engine.experts.mode):
-        note(line)
+    note_idle_options(options, engine.experts.mode)
     lines = machine_lines(machine_figures())
     print("\n".join([*lines, engine.experts.decision]))
     runners: dict[str, Steps] = {OURS: own_steps(engine)}

@@ -14,9 +14,9 @@ from ..errors import RequestError
 from ..files import user_path
 from ..tools.evaluate import Measured, evaluate, perplexity
 from .chart import line_chart
-from .opening import idle_options
+from .opening import note_idle_options
 from .options import gigabytes
-from .terminal import Progress, note
+from .terminal import Progress
 
 BINS = 64  # points of a chart
 
@@ -42,8 +42,7 @@ def run(options: argparse.Namespace) -> int:
         )
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
         if model == options.model:
-            for line in idle_options(options, engine.experts.mode):
-                note(line)
+            note_idle_options(options, engine.experts.mode)
         return engine
 
     with Progress("reading", lines=True) as progress:

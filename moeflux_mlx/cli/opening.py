@@ -40,8 +40,7 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
         if engine.drafts:
             note(engine.drafts)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
-    for line in idle_options(options, engine.experts.mode):
-        note(line)
+    note_idle_options(options, engine.experts.mode)
     return engine
 
 
@@ -79,8 +78,8 @@ def open_optional(
     return engine if lead is None else lead(engine)
 
 
-def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
-    """A line for each option that has no effect, with the reason."""
+def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
+    """Prints a line about the options that have no effect, for each reason."""
     given = {
         f"--{name.replace('_', '-')}"
         for name, value in vars(options).items()
@@ -100,12 +99,9 @@ def idle_options(options: argparse.Namespace, mode: IoMode) -> list[str]:
         "where no GPU computes": [] if has_kernels() else ["--tiles"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
-    without_effect = {reason: [name for name in names if name in given] for reason, names in idle.items()}
-    return [
-        f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}"
-        for reason, names in without_effect.items()
-        if names
-    ]
+    for reason, options_of in idle.items():
+        if names := [name for name in options_of if name in given]:
+            note(f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}")
 
 
 def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
