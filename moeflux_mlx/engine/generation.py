@@ -18,7 +18,7 @@ from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
 from .head_drafts import head_drafts
-from .keywords import CACHES, GENERATION, Replaced, public
+from .keywords import COMPUTING, GENERATION, Replaced, public
 from .prefill import Prefill, Progress
 from .prompt import checked_prompt, prompt_with_images
 from .sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler
@@ -87,7 +87,7 @@ def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[Cache]:
         RequestError: `max_kv_size` is not None.
     """
     if max_kv_size is not None:
-        raise RequestError(f"max_kv_size is {max_kv_size}; {CACHES['max_kv_size'].remedy}")
+        raise RequestError(f"max_kv_size is {max_kv_size}; {COMPUTING['max_kv_size'].remedy}")
     return model.make_cache()
 
 

@@ -37,23 +37,22 @@ LOADING: Replacements = {
     "tokenizer_config": Replaced("change tokenizer_config.json in the model's directory"),
     "trust_remote_code": Replaced("code of a repository is never run", False),
 }
-CACHES: Replacements = {
+COMPUTING: Replacements = {
     "max_kv_size": Replaced("caches keep every position; load(kv_bits=8) makes them about half as large"),
-}
-BATCHES: Replacements = {
-    **CACHES,
-    "prefill_batch_size": Replaced("prompts are computed one after the other", 8),
     "stream": Replaced("the model computes on MLX's default stream"),
 }
+BATCHES: Replacements = {
+    **COMPUTING,
+    "prefill_batch_size": Replaced("prompts are computed one after the other", 8),
+}
 GENERATION: Replacements = {
-    **CACHES,
+    **COMPUTING,
     "draft_model": Replaced("drafts come from lookup in the text or from a draft head; use load(draft='auto')"),
     "input_embeddings": Replaced("give token ids, and images with image="),
     "kv_bits": Replaced("the bits of cached keys and values are set when the model is loaded; use load(kv_bits=8)"),
     "kv_group_size": Replaced("groups have 64 values; use load(kv_bits=8)", 64),
     "num_draft_tokens": Replaced("the number of drafts follows from their measured gain; use load(draft='auto')", 2),
     "quantized_kv_start": Replaced("every position is rounded when it arrives; use load(kv_bits=8)", 5000),
-    "stream": Replaced("the model computes on MLX's default stream"),
 }
 
 

@@ -124,8 +124,8 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
     Raises:
     ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
     """
-    check_folders(shards_in)
     if _is_packed(path):
+        check_folders(shards_in)  # which a packed model does not read
         args = ModelArgs.from_file(path)
         return Weights(path, args, open_packed(path, args), read_resident(path), tables=open_tables(path, args))
     in_place = open_in_place(path, shards_in)
