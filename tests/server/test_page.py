@@ -233,6 +233,17 @@ class Page:
         self.press("\ue007")
         self.ended()
 
+    def paste_image(self):
+        self.browser.execute_script(GIVEN, "paste", 30, 20)
+        self.until(lambda: self.count("#pictures img") == 1)
+
+    def remove_the_only_image(self):
+        """Sends an image without a text, and removes it from the message."""
+        self.paste_image()
+        self.click("#send")
+        self.ended()
+        self.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+
     def regenerate(self):
         """Asks for another last answer and waits for its end."""
         before = len(self.server.requests)
@@ -335,8 +346,7 @@ def test_an_image_that_the_server_refuses_can_be_removed(open_page):
     page.failures = ("400 (Bad Request)",)
     refused = (400, {"error": {"message": "the image cannot be decoded"}})
     page.server.script = lambda request: refused if "image_url" in json.dumps(request) else script(request)
-    page.browser.execute_script(GIVEN, "paste", 30, 20)
-    page.until(lambda: page.count("#pictures img") == 1)
+    page.paste_image()
     page.send("what is it?")
     assert "cannot be decoded" in page.see(".fault p")
     page.click("[aria-label='Remove image 1']")
@@ -353,22 +363,14 @@ def test_an_image_that_the_server_refuses_can_be_removed(open_page):
 
 def test_where_an_image_was_all_of_a_message_its_removal_asks_for_a_text(open_page):
     page = open_page
-    page.browser.execute_script(GIVEN, "paste", 30, 20)
-    page.until(lambda: page.count("#pictures img") == 1)
-    page.click("#send")
-    page.ended()
-    page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+    page.remove_the_only_image()
     page.press("a text", "\ue007")
     page.until(lambda: page.see(".assistant .md") == "Answer 1 to a text")
 
 
 def test_where_an_image_was_all_of_a_message_it_stays_until_a_text_is_sent(open_page):
     page = open_page
-    page.browser.execute_script(GIVEN, "paste", 30, 20)
-    page.until(lambda: page.count("#pictures img") == 1)
-    page.click("#send")
-    page.ended()
-    page.run("document.querySelector('[aria-label=\"Remove image 1\"]').click()")
+    page.remove_the_only_image()
     page.click(".rewrite .quiet")
     assert page.count(".user img") == 1
     page.browser.refresh()
@@ -379,8 +381,7 @@ def test_where_an_image_was_all_of_a_message_it_stays_until_a_text_is_sent(open_
 
 def test_the_conversation_does_not_move_when_an_image_is_removed(open_page):
     page = open_page
-    page.browser.execute_script(GIVEN, "paste", 30, 20)
-    page.until(lambda: page.count("#pictures img") == 1)
+    page.paste_image()
     for message in ("see", "rich", "formulas", "rich"):
         page.send(message)
     page.run("document.getElementById('flow').scrollTo(0, 20)")
