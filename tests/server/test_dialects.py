@@ -6,6 +6,7 @@ import openai
 import pytest
 from live_server import FakeEngine, Live
 from styles import STYLES, said_of, style_tokenizer, thought_of, written
+from three_apis import APIS, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": SCHEMA}}
@@ -45,6 +46,13 @@ def style(request, tmp_path_factory):
         yield request.param, client, asked
 
 
+@pytest.fixture(scope="module", params=[name for name in STYLES if name != "text_only"])
+def scripted(request, tmp_path_factory):
+    """Returns the style's name, and clients of a server whose model answers as they say."""
+    with scripted_server(tmp_path_factory.mktemp(request.param), request.param) as clients:
+        yield request.param, clients
+
+
 def ask(client, messages, **more):
     return client.chat.completions.create(model="m", messages=messages, tools=[TOOL], **more).choices[0]
 
@@ -73,6 +81,15 @@ def test_a_call_streams(style):
     (call,) = stream.get_final_completion().choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == ARGUMENTS
     assert kinds.count("tool_calls.function.arguments.delta") > 3
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_each_api_has_the_same_call(scripted, api):
+    name, clients = scripted
+    for stream in (False, True):
+        clients.answer = written(STYLES[name][0])(ARGUMENTS, "weather")
+        said = clients.ask(api, QUESTION, [TOOL], stream=stream)
+        assert (said.text, said.calls, said.finish) == ("", [("weather", ARGUMENTS)], "tool_calls")
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
