@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import RequestError
 from .calls.dialect import Dialect
 from .calls.schema import parameter_types, variants
-from .calls.tagged import Tags
+from .calls.tags import Tags
 
 Schema = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]

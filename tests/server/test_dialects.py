@@ -5,11 +5,18 @@ import json
 import openai
 import pytest
 from live_server import FakeEngine, Live
+from near_misses import ARGUMENTS as ALL
+from near_misses import EMPTY, near_misses, spare_brace
 from styles import STYLES, said_of, style_tokenizer, thought_of, written
 from three_apis import APIS, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells.", "parameters": SCHEMA}}
+FLAG = {"type": "boolean"}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {**SCHEMA, "properties": properties}}}
+    for name, properties in (("get_weather", {**SCHEMA["properties"], "flag": FLAG}), ("get_time", {}))
+]
 QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
 ARGUMENTS = {"city": "Paris é", "days": 3}
 
@@ -90,6 +97,32 @@ def test_each_api_has_the_same_call(scripted, api):
         clients.answer = written(STYLES[name][0])(ARGUMENTS, "weather")
         said = clients.ask(api, QUESTION, [TOOL], stream=stream)
         assert (said.text, said.calls, said.finish) == ("", [("weather", ARGUMENTS)], "tool_calls")
+
+
+def asked_twice(clients, api, answer):
+    """Returns the answer that does not stream, after checking that the streamed one is the same."""
+    clients.answer = answer
+    whole, streamed = (clients.ask(api, QUESTION, TOOLS, stream=stream) for stream in (False, True))
+    assert (whole.text, whole.calls, whole.finish) == (streamed.text, streamed.calls, streamed.finish)
+    return whole
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_calls_with_small_faults(scripted, api):
+    name, clients = scripted
+    dialect = STYLES[name][0]
+    spare = spare_brace(dialect, written(dialect)(ALL, "get_weather"))
+    for fault, answer in near_misses(dialect) if dialect.tags else [("a brace too many", spare)] * bool(spare):
+        said = asked_twice(clients, api, answer)
+        assert (said.text, said.calls, said.finish) == ("", [("get_weather", ALL)], "tool_calls"), fault
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_calls_without_arguments(scripted, api):
+    name, clients = scripted
+    for form in EMPTY[STYLES[name][0].name]:
+        said = asked_twice(clients, api, form.replace("NAME", "get_time"))
+        assert (said.text, said.calls, said.finish) == ("", [("get_time", {})], "tool_calls"), form
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

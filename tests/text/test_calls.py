@@ -464,7 +464,7 @@ def test_nested_values_of_minimax_are_typed():
     [
         f"<|tool_call>call:get_weather{{{'where:{' * 3000}",
         marked('<invoke name="get_weather">' + "@<where>" * 3000),
-        marked('<invoke name="get_weather">@<where>@<a>1@</b>@</where>@</invoke>'),
+        marked('<invoke name="get_weather">@<where>@<a>1@</b>'),
         marked('<invoke name="get_weather">@<where>@<a>1@</a>@</city>@</invoke>'),
     ],
 )

@@ -1,6 +1,6 @@
-"""One call while it is read: its known parts, and their events."""
+"""One call while it is read: its characters, its known parts, and their events."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ..events import CallDelta, CallEnd, CallStart, Event
@@ -12,17 +12,29 @@ class Call:
     index: of the call in its answer.
     schemas: the declared tools: name -> JSON schema of the parameters.
     emit: takes the events.
+
+    Attributes:
+        raw: its characters so far.
+        is_cut: a limit has ended the answer.
     """
 
     def __init__(self, index: int, schemas: Mapping[str, Mapping[str, Any]], emit: Callable[[Event], object]):
         self.index, self.name = index, ""
+        self.raw: list[str] = []
+        self.is_cut = False
         self._schemas, self._emit = schemas, emit
         self._arguments: list[str] = []
+        self._held: int | None = None  # how many pieces of the arguments had been emitted when others were held back
 
     @property
     def schema(self) -> Mapping[str, Any]:
         """The schema of the called tool's parameters."""
         return self._schemas[self.name]
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the declared tools."""
+        return self._schemas
 
     def knows(self, name: str) -> bool:
         return name in self._schemas
@@ -43,8 +55,20 @@ class Call:
     def write(self, piece: str) -> None:
         """Appends `piece` to the arguments."""
         self._arguments.append(piece)
-        if self.name:
+        if self.name and self._held is None:
             self._emit(CallDelta(self.index, piece))
+
+    def hold(self) -> None:
+        """Emits no more of the arguments, which are in doubt, until `settle`."""
+        if self._held is None:
+            self._held = len(self._arguments)
+
+    def settle(self, arguments: str) -> None:
+        """Ends the doubt: the arguments are these, which begin with what has been emitted."""
+        emitted = "".join(self._arguments[: self._held])
+        assert arguments.startswith(emitted)
+        self._arguments, self._held = [emitted], None
+        self.write(arguments[len(emitted) :])
 
     def check(self, rest: str) -> None:
         """Makes sure that the arguments are a JSON object, an empty one if there are none.
@@ -63,5 +87,7 @@ class Call:
         if not isinstance(value, dict):
             raise Malformed(rest)
 
-    def end(self, raw: str) -> None:
+    def end(self, rest: str) -> None:
+        """The call is whole, up to the characters `rest`, which have been read too far."""
+        raw = "".join(self.raw).removesuffix(rest)
         self._emit(CallEnd(self.index, self.name, "".join(self._arguments), raw))

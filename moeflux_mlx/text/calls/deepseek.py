@@ -2,20 +2,25 @@
 
 from .call import Call
 from .dialect import Body, Dialect
-from .steps import Steps, json_value, literal, optional, skip_space, until
+from .json_form import arguments_before, without_arguments
+from .steps import Steps, literal, optional, skip_space, until, until_one
 
 SECTION_BEGIN, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE = "```"
+TYPE = "function"  # of every call in V3's form
 
 
 def deepseek(call: Call) -> Steps[str]:
     """Parses the text after `<｜tool▁call▁begin｜>`: V3's with type and fence, or V3.1's without."""
-    head = yield from until(CALL_SEP)
+    head, end = yield from until_one([CALL_SEP, CALL_END])
+    if end == CALL_END:
+        call.start(head.strip())
+        return (yield from without_arguments(call, SECTION_END))
     char = yield
     while char == " ":
         char = yield
-    if char == "{" or char == CALL_END[0]:
+    if char in ("{", CALL_END[0]) or (char and head.strip() != TYPE):
         call.start(head.strip())
         return (yield from _deepseek_end(call, char, fenced=False))
     name = yield from until("\n", char)
@@ -27,14 +32,10 @@ def deepseek(call: Call) -> Steps[str]:
 
 
 def _deepseek_end(call: Call, char: str, fenced: bool) -> Steps[str]:
-    if char == "{":
-        char = yield from json_value(char, call.write)
-        char = (yield from skip_space()) if char.isspace() else char
     if fenced:
-        yield from literal([FENCE], char)
+        yield from arguments_before([FENCE], call, char)
         char = yield from skip_space()
-    yield from literal([CALL_END], char)
-    call.check("")
+    yield from arguments_before([CALL_END], call, char)
     return (yield from optional(SECTION_END, (yield)))
 
 
@@ -50,7 +51,7 @@ _MARKERS = frozenset({*_SECTION, CALL_BEGIN, CALL_SEP, CALL_END})
 DEEPSEEK_V3 = Dialect(
     name="deepseek_v3",
     openings=_OPENINGS,
-    begin=f"{SECTION_BEGIN}{CALL_BEGIN}function{CALL_SEP}",
+    begin=f"{SECTION_BEGIN}{CALL_BEGIN}{TYPE}{CALL_SEP}",
     opening=CALL_BEGIN,
     named=f"NAME\n{FENCE}json\n",
     close=f"\n{FENCE}{CALL_END}",

@@ -8,7 +8,7 @@ from typing import Any
 from ..channels import THINK, Channels
 from .call import Call
 from .steps import Steps
-from .tagged import Tags
+from .tags import Tags
 
 Body = Callable[[Call], Steps[str]]
 

@@ -8,7 +8,20 @@ import json
 from .call import Call
 from .dialect import Dialect
 from .gemma_rules import ARGUMENTS, QUOTE, GemmaRules
-from .steps import MAX_NESTED, Malformed, Steps, Write, json_string, literal, optional, parsed, skip_space, until
+from .json_form import SPARE
+from .steps import (
+    MAX_NESTED,
+    Malformed,
+    Steps,
+    Write,
+    json_string,
+    literal,
+    optional,
+    parsed,
+    skip_space,
+    until,
+    until_one,
+)
 
 CALL_BEGIN, CALL_END = "<|tool_call>", "<tool_call|>"
 ENDS = frozenset(",}]")
@@ -18,10 +31,16 @@ WORDS = {"None": "null", "True": "true", "False": "false"}  # as templates write
 def gemma(call: Call) -> Steps[str]:
     """Parses the text after `<|tool_call>`."""
     yield from literal(["call:"], (yield from skip_space()))
-    call.start((yield from until("{")).strip())
+    name, end = yield from until_one(["{", CALL_END], or_end=True)
+    if not end and call.is_cut:
+        raise Malformed("")
+    call.start(name.strip())
+    if end != "{":
+        call.check("")
+        return ""
     yield from _members("}", call.write, has_keys=True)
     call.check("")
-    return (yield from optional(CALL_END, (yield)))
+    return (yield from optional(CALL_END, (yield), SPARE))
 
 
 def _members(end: str, write: Write, has_keys: bool, depth: int = MAX_NESTED) -> Steps[None]:

@@ -13,8 +13,8 @@ import re
 from ..channels import CALL, CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START
 from .call import Call
 from .dialect import Dialect
-from .json_form import arguments
-from .steps import Malformed, Steps, Switched, optional, skip_space, until
+from .json_form import SPARE, last_arguments
+from .steps import Steps, Switched, optional, skip_space, until_one
 
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -25,17 +25,13 @@ def message(call: Call) -> Steps[str]:
     Raises:
         Switched: no call follows, but reasoning or text.
     """
-    try:
-        head = yield from until(MESSAGE)
-    except Malformed as cut:
-        raise cut if cut.rest else Switched(inside=False) from None
+    head, end = yield from until_one([MESSAGE], or_end=True)
     recipient = RECIPIENT.search(head)
-    if recipient is None:
+    if recipient is None or not (end or (call.knows(recipient[1]) and not call.is_cut)):
         raise Switched(inside=head.rpartition(CHANNEL)[2].strip().startswith("analysis"))
     call.start(recipient[1])
-    char = yield from arguments(call, (yield from skip_space()))
-    call.check(char)
-    return (yield from optional(CALL, char))
+    char = yield from last_arguments(call, CALL, (yield from skip_space()) if end else "")
+    return (yield from optional(CALL, char, SPARE))
 
 
 GPT_OSS = Dialect(

@@ -14,9 +14,10 @@ from functools import lru_cache
 
 from .call import Call
 from .dialect import Dialect
-from .json_form import arguments
+from .json_form import arguments_before
 from .steps import Steps, literal, optional, skip_space
-from .tagged import Tags, parameters
+from .tagged import parameters
+from .tags import Tags
 from .tool_call import bare_name
 
 
@@ -28,7 +29,7 @@ def hunyuan(suffix: str) -> Dialect:
         for name in ("tool_calls", "/tool_calls", "tool_call", "/tool_call", "tool_sep", "end_of_tool_call")
     )
     key, value = ((f"<{name}{suffix}>", f"</{name}{suffix}>") for name in ("arg_key", "arg_value"))
-    tags = Tags(key, value, (call_end, json_end))
+    tags = Tags(key, value, (call_end, json_end), after=end, opens=(call_begin, begin))
 
     def one(call: Call) -> Steps[str]:
         """Parses the text after `<tool_call>`."""
@@ -36,13 +37,9 @@ def hunyuan(suffix: str) -> Dialect:
         held = yield from literal([separator, key[0], call_end], "<")
         if held == separator:
             held = yield from skip_space()
-        if held == "{":
-            char = yield from arguments(call, held)
-            char = (yield from skip_space()) if char.isspace() else char
-            yield from literal(tags.ends, char)
-            call.check("")
-        else:
-            yield from parameters(call, tags, held)
+        if held.startswith("<"):
+            return (yield from parameters(call, tags, held))
+        yield from arguments_before(tags.ends, call, held)
         return (yield from optional(end, (yield)))
 
     def section(call: Call) -> Steps[str]:

@@ -1,10 +1,16 @@
 """Calls with a tag for each parameter, several of them in a section: `<invoke name="NAME"> ... </invoke>` (MiniMax),
 and the same in the tags of DeepSeek-V3.2 and V4, where each value says whether it is a string."""
 
+from dataclasses import replace
+
 from .call import Call
 from .dialect import Dialect
-from .steps import Steps, literal, optional, skip_space, until
-from .tagged import Tags, parameters
+from .json_form import without_arguments
+from .steps import Steps, literal, skip_space, until_one
+from .tagged import parameters
+from .tags import Tags
+
+CLOSED = ('"/>', '" />')  # the end of a tag without parameters
 
 
 def invoking(
@@ -12,15 +18,18 @@ def invoking(
 ) -> Dialect:
     """The dialect whose calls begin with `opening`, up to the quotation mark before a tool's name, inside `section`.
 
-    `before` is what its template writes before a section.
+    `tags` are its parameters', and `before` is what its template writes before a section.
     """
     section_begin, section_end = section
+    tags = replace(tags, after=section_end, opens=(section_begin, opening))
 
     def invoke(call: Call) -> Steps[str]:
         """Parses the text after `opening`."""
-        call.start((yield from until('">')).strip())
-        yield from parameters(call, tags)
-        return (yield from optional(section_end, (yield)))
+        call_name, end = yield from until_one(['">', '"\n', *CLOSED])
+        call.start(call_name.strip())
+        if end in CLOSED:
+            return (yield from without_arguments(call, section_end))
+        return (yield from parameters(call, tags))
 
     def first(call: Call) -> Steps[str]:
         """Parses the text after the section's tag."""

@@ -3,11 +3,14 @@
 The arguments pass through as they are once the name is known.
 """
 
+from collections.abc import Sequence
+
 from .call import Call
-from .steps import Malformed, Steps, json_string, json_value, literal, optional, parsed, skip_space
+from .steps import Malformed, Steps, json_string, json_value, literal, optional, parsed, skip, skip_space
 
 END = "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")
+SPARE = "}"  # models write one too many behind a call, which is skipped
 
 
 def qwen_json(call: Call) -> Steps[str]:
@@ -62,14 +65,32 @@ def arguments(call: Call, first: str) -> Steps[str]:
     return char
 
 
-def arguments_before(end: str, call: Call) -> Steps[None]:
-    """The last part of a call whose name is known: `arguments`, or nothing, and `end`."""
-    char = yield from skip_space()
-    if char != end[0]:
+def arguments_before(ends: Sequence[str], call: Call, char: str) -> Steps[None]:
+    """The last part of a call whose name is known: `arguments` that begin with `char`, if any, and one of `ends`."""
+    if all(char != end[0] for end in ends):
         char = yield from arguments(call, char)
-        char = (yield from skip_space()) if char.isspace() else char
-    yield from literal([end], char)
+    _, char = yield from skip(SPARE, char)
+    yield from literal(ends, char)
     call.check("")
+
+
+def last_arguments(call: Call, follower: str, char: str) -> Steps[str]:
+    """The same for a call that needs no end: `arguments`, or nothing before `follower` or the end of the answer.
+
+    Returns the character behind them.
+    """
+    if not char and call.is_cut:
+        raise Malformed("")
+    if char and char != follower[0]:
+        char = yield from arguments(call, char)
+    call.check(char)
+    return char
+
+
+def without_arguments(call: Call, end: str) -> Steps[str]:
+    """A call whose tag is closed at once, and the tag `end` behind it, if it comes."""
+    call.check("")
+    return (yield from optional(end, (yield)))
 
 
 def _string() -> Steps[str]:
@@ -85,4 +106,4 @@ def _string() -> Steps[str]:
 def _close(call: Call, char: str) -> Steps[str]:
     """The closing tag, if it comes; the call is whole without it."""
     call.check(char)
-    return (yield from optional(END, char))
+    return (yield from optional(END, char, SPARE))

@@ -7,8 +7,8 @@ import re
 
 from .call import Call
 from .dialect import Dialect
-from .json_form import arguments_before
-from .steps import Malformed, Steps, literal, optional, skip_space, until
+from .json_form import arguments_before, without_arguments
+from .steps import Malformed, Steps, literal, optional, skip_space, until_one
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -17,11 +17,14 @@ ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 def kimi(call: Call) -> Steps[str]:
     """Parses the text after `<|tool_call_begin|>`."""
-    call_id = ID.fullmatch((yield from until(ARGUMENTS)).strip())
+    text, end = yield from until_one([ARGUMENTS, CALL_END])
+    call_id = ID.fullmatch(text.strip())
     if call_id is None:
         raise Malformed("")
     call.start(call_id[1])
-    yield from arguments_before(CALL_END, call)
+    if end == CALL_END:
+        return (yield from without_arguments(call, SECTION_END))
+    yield from arguments_before([CALL_END], call, (yield from skip_space()))
     return (yield from optional(SECTION_END, (yield)))
 
 

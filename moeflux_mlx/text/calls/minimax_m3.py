@@ -5,15 +5,19 @@
     MARK</tool_call>
 
 An object is its members, a list its items, one inside the other. A text is typed by the tool's schema, as in `tagged`.
+The mark is a token of its own, so a tag of the object that a text is part of ends this text, without its closing tag.
 """
 
 import json
+from collections.abc import Set
 
 from .call import Call
 from .dialect import Dialect
+from .invoke import CLOSED
+from .json_form import without_arguments
 from .minimax_rules import ARGUMENTS, ITEM, MARK, MiniMaxRules
-from .schema import Schema, as_json, is_text, member_of, types_of
-from .steps import MAX_NESTED, Malformed, Steps, Write, literal, optional, skip_space, until
+from .schema import Schema, as_json, is_text, keys_of, member_of, types_of
+from .steps import MAX_NESTED, Malformed, Steps, Write, literal, optional, skip_space, until, until_one
 
 TAG = f"{MARK}<"
 SECTION = f"{TAG}tool_call>", f"{TAG}/tool_call>"
@@ -23,7 +27,10 @@ EMPTY = {"array": "[]", "object": "{}"}
 
 def invoke(call: Call) -> Steps[str]:
     """Parses the text after `MARK<invoke name="`."""
-    call.start((yield from until('">')).strip())
+    name, end = yield from until_one(['">', *CLOSED])
+    call.start(name.strip())
+    if end in CLOSED:
+        return (yield from without_arguments(call, SECTION[1]))
     yield from literal([TAG], (yield from skip_space()))
     arguments = _Value(call.schema, call.schema, call.write)
     yield from _members("invoke", (yield from until(">")), arguments, is_list=False)
@@ -41,41 +48,52 @@ class _Value:
     """What is known of a value before it is read: its types, and where its JSON goes."""
 
     def __init__(self, schema: Schema, root: Schema, write: Write, depth: int = MAX_NESTED):
-        self.types, self.write = types_of(schema, root), write
+        self.types, self.keys, self.write = types_of(schema, root), keys_of(schema, root), write
         self._schema, self._root, self._depth = schema, root, depth
 
-    def inner(self, key: str | None) -> "_Value":
-        """The member `key` of this object, or with None an item of this list.
+    def inner(self, key: str | None, write: Write) -> "_Value":
+        """The member `key` of this object, or with None an item of this list, whose JSON goes to `write`.
 
         Raises:
             Malformed: values are nested too deeply.
         """
         if not self._depth:
             raise Malformed("")
-        return _Value(member_of(key, self._schema, self._root), self._root, self.write, self._depth - 1)
+        return _Value(member_of(key, self._schema, self._root), self._root, write, self._depth - 1)
 
 
 def _members(tag: str, name: str, value: _Value, is_list: bool) -> Steps[None]:
     """The members or items of a value up to `</tag>`; `name` is what the first of their tags names."""
     opening, closing = "[]" if is_list else "{}"
     value.write(opening)
-    between = ""
+    given: set[str] = set()
     while name != f"/{tag}":
         if name.startswith("/"):
             raise Malformed("")
-        value.write(between + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
-        yield from _read(name, value.inner(None if is_list else name))
-        between = ", "
-        yield from literal([TAG], (yield from skip_space()))
-        name = yield from until(">")
+        write = value.write if is_list or name not in given else _nowhere  # the first value counts
+        write((", " if given else "") + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
+        given.add(name)
+        following = {f"/{tag}"} if is_list else {f"/{tag}", *value.keys - given}
+        name = yield from _read(name, value.inner(None if is_list else name, write), following)
+        if not name:
+            yield from literal([TAG], (yield from skip_space()))
+            name = yield from until(">")
     value.write(closing)
 
 
-def _read(tag: str, value: _Value) -> Steps[None]:
-    """A value up to `MARK</tag>`: members or items, or a text, which is passed on as it comes if it is a string."""
-    end, is_string = f"{TAG}/{tag}>", is_text(value.types)
+def _nowhere(_piece: str) -> None:
+    pass
+
+
+def _read(tag: str, value: _Value, following: Set[str]) -> Steps[str]:
+    """A value up to `MARK</tag>`: members or items, or a text, which is passed on as it comes if it is a string.
+
+    Returns "", or which tag of `following` came in place of the closing one.
+    """
+    ends = {f"{TAG}/{tag}>": ""} | {f"{TAG}{name}>": name for name in following}
+    is_string = is_text(value.types)
     text, held, is_open = "", "", False
-    while held != end:
+    while held not in ends:
         char = yield
         if not char:
             raise Malformed("")
@@ -83,9 +101,9 @@ def _read(tag: str, value: _Value) -> Steps[None]:
             name = yield from until(">", char)
             is_list = name == ITEM and ("array" in value.types or "object" not in value.types)
             yield from _members(tag, name, value, is_list)
-            return
+            return ""
         held += char
-        while not end.startswith(held):
+        while not any(end.startswith(held) for end in ends):
             text, held = text + held[0], held[1:]
         if is_string and text and (is_open or text.strip()):
             value.write(("" if is_open else '"') + json.dumps(text, ensure_ascii=False)[1:-1])
@@ -97,6 +115,7 @@ def _read(tag: str, value: _Value) -> Steps[None]:
             [] if text.strip() or "string" in value.types else [EMPTY[kind] for kind in EMPTY if kind in value.types]
         )
         value.write(next(iter(empty), as_json(text, value.types)))
+    return ends[held]
 
 
 MINIMAX_M3 = Dialect(

@@ -2,18 +2,20 @@
 
 from .call import Call
 from .dialect import Dialect
-from .json_form import arguments
-from .steps import Steps, skip_space, until
+from .json_form import SPARE, last_arguments
+from .steps import Malformed, Steps, skip, skip_space, until_one
 
 CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
 def mistral(call: Call) -> Steps[str]:
     """Parses the text after `[TOOL_CALLS]`."""
-    call.start((yield from until(ARGUMENTS)).strip())
-    char = yield from arguments(call, (yield from skip_space()))
-    call.check(char)
-    return char
+    name, end = yield from until_one([ARGUMENTS], or_end=True)
+    if not end and call.is_cut:
+        raise Malformed("")
+    call.start(name.strip())
+    char = yield from last_arguments(call, CALL_BEGIN, (yield from skip_space()) if end else "")
+    return "".join((yield from skip(SPARE, char)))
 
 
 MISTRAL = Dialect(

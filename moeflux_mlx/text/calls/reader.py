@@ -56,7 +56,6 @@ class AnswerReader:
         self._said: set[bool] = set()  # whether there has been reasoning, or text
         self._markers = self._awaited()
         self._body: Steps[str] | None = None
-        self._raw: list[str] = []  # characters of the call so far
 
     @property
     def in_call(self) -> bool:
@@ -71,7 +70,7 @@ class AnswerReader:
     def finish(self, cut: bool = False) -> list[Event]:
         """Returns the remaining events. `cut`: a limit ended the answer, so an incomplete call is dropped."""
         while self._body is not None:
-            announced = bool(self._call.name)
+            announced, self._call.is_cut = bool(self._call.name), cut
             try:
                 rest = self._at_end(self._body)
             except Switched:
@@ -163,11 +162,12 @@ class AnswerReader:
 
     def _open_call(self, marker: str, body: Body) -> None:
         self._call = Call(self._started, self._schemas, self._events.append)
-        self._raw, self._body = list(marker), body(self._call)
+        self._call.raw += marker
+        self._body = body(self._call)
         next(self._body)
 
     def _read_call(self, body: Steps[str], char: str) -> str:
-        self._raw.append(char)
+        self._call.raw.append(char)
         back = ""
         try:
             body.send(char)
@@ -182,7 +182,7 @@ class AnswerReader:
         return back
 
     def _end_call(self, rest: str) -> str:
-        self._call.end("".join(self._raw).removesuffix(rest))
+        self._call.end(rest)
         self._body, self._spaces, self._after_call = None, "", True
         self.calls += 1
         self.done = not self._parallel
@@ -190,7 +190,7 @@ class AnswerReader:
 
     def _give_back(self, rest: str) -> str:
         self._body = None
-        self._say("".join(self._raw).removesuffix(rest))
+        self._say("".join(self._call.raw).removesuffix(rest))
         return rest
 
     def _at_end(self, body: Steps[str]) -> str | None:

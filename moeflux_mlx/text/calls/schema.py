@@ -32,6 +32,12 @@ def types_of(schema: Any, root: Schema) -> frozenset[str]:
     return _types(schema, root, MAX_DEPTH, iter(range(MAX_VISITS))) or STRING
 
 
+def keys_of(schema: Schema, root: Schema) -> frozenset[str]:
+    """The members that an object's `schema`, a part of `root`, names."""
+    named = (one.get("properties") for one in variants(schema, root))
+    return frozenset(key for properties in named if isinstance(properties, Mapping) for key in properties)
+
+
 def member_of(key: str | None, schema: Schema, root: Schema) -> Schema:
     """The schema of an object's member, or with None of a list's items; {} if `schema`, a part of `root`, has none."""
     for one in variants(schema, root):

@@ -12,8 +12,8 @@ import re
 from ..channels import BEGIN, CALLS, SOLAR
 from .call import Call
 from .dialect import Dialect
-from .json_form import arguments_before
-from .steps import Malformed, Steps, Switched, literal, optional, skip_space, until
+from .json_form import arguments_before, without_arguments
+from .steps import Malformed, Steps, Switched, literal, optional, skip_space, until, until_one
 
 TOOL_CALLS = "<|tool_calls|>"
 CALL_BEGIN, NAME, ARGUMENTS, CALL_END = (f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end"))
@@ -44,8 +44,11 @@ def section(call: Call) -> Steps[str]:
 def solar(call: Call) -> Steps[str]:
     """Parses the text after `<|tool_call:begin|>`."""
     yield from until(NAME)
-    call.start((yield from until(ARGUMENTS)).strip())
-    yield from arguments_before(CALL_END, call)
+    name, end = yield from until_one([ARGUMENTS, CALL_END])
+    call.start(name.strip())
+    if end == CALL_END:
+        return (yield from without_arguments(call, CALLS))
+    yield from arguments_before([CALL_END], call, (yield from skip_space()))
     return (yield from optional(CALLS, (yield)))
 
 

@@ -55,20 +55,40 @@ def literal(options: Sequence[str], held: str = "") -> Steps[str]:
 
 def until(end: str, held: str = "") -> Steps[str]:
     """Reads up to the character or tag `end`, on one line."""
-    while not held.endswith(end):
+    text, _ = yield from until_one([end], held)
+    return text
+
+
+def until_one(ends: Sequence[str], held: str = "", or_end: bool = False) -> Steps[tuple[str, str]]:
+    """Reads up to one of the characters or tags `ends`, on one line; returns the text before it, and which it is.
+
+    `or_end`: the text may also end; then the second is "".
+    """
+    while not (end := next(filter(held.endswith, ends), "")):
         char = yield
-        if not char or (char == "\n" != end) or len(held) > MAX_NAME + len(end):
+        if or_end and not char:
+            return held, ""
+        is_line_end = char == "\n" and not any((held + char).endswith(end) for end in ends)
+        if not char or is_line_end or len(held) > MAX_NAME + max(map(len, ends)):
             raise Malformed(char)
         held += char
-    return held.removesuffix(end)
+    return held.removesuffix(end), end
 
 
-def optional(end: str, char: str) -> Steps[str]:
-    """Spaces and the tag `end`, `char` read of them; what was read if something else comes."""
+def skip(spare: str, char: str) -> Steps[tuple[str, str]]:
+    """Spaces and the characters of `spare`, `char` read of them; the spaces, and the character behind them all."""
     spaces = ""
-    while char.isspace():
-        spaces += char
+    while char and (char.isspace() or char in spare):
+        spaces += char.strip(spare)
         char = yield
+    return spaces, char
+
+
+def optional(end: str, char: str, spare: str = "") -> Steps[str]:
+    """Spaces, characters of `spare` and the tag `end`, `char` read of them; what was read, but for those of `spare`, if
+    something else comes.
+    """
+    spaces, char = yield from skip(spare, char)
     if not char:
         return spaces
     try:

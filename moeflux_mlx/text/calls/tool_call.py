@@ -17,14 +17,17 @@ from dataclasses import replace
 from . import json_form
 from .call import Call
 from .dialect import Body, Dialect
-from .json_form import END
-from .steps import MAX_NAME, Malformed, Steps, literal, optional, skip_space, until
-from .tagged import Tags, parameters
+from .json_form import END, without_arguments
+from .steps import MAX_NAME, Malformed, Steps, literal, skip_space, until_one
+from .tagged import parameters
+from .tags import Tags
 
 TOOL_CALL = "<tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
-LINES = Tags(("<parameter=", ">"), ("", "</parameter>"), (END_FUNCTION, END), lined=True)
-PAIRS = Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), (END,))
+LINES = Tags(
+    ("<parameter=", ">"), ("", "</parameter>"), (END_FUNCTION, END), after=END, opens=(TOOL_CALL, FUNCTION), lined=True
+)
+PAIRS = Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), (END,), opens=(TOOL_CALL,))
 
 
 def tool_call(call: Call) -> Steps[str]:
@@ -36,8 +39,7 @@ def tool_call(call: Call) -> Steps[str]:
         yield from literal([FUNCTION], char)
         return (yield from function(call))
     call.start((yield from bare_name(char)))
-    yield from parameters(call, PAIRS, "<")
-    return ""
+    return (yield from parameters(call, PAIRS, "<"))
 
 
 def bare_name(text: str) -> Steps[str]:
@@ -52,9 +54,11 @@ def bare_name(text: str) -> Steps[str]:
 
 def function(call: Call) -> Steps[str]:
     """Parses the text after `<function=`."""
-    call.start((yield from until(">")).strip())
-    tag = yield from parameters(call, LINES)
-    return "" if tag == END else (yield from optional(END, (yield)))
+    name, end = yield from until_one(["/>", ">", "\n"])
+    call.start(name.strip())
+    if end == "/>":
+        return (yield from without_arguments(call, END))
+    return (yield from parameters(call, LINES))
 
 
 _OPENINGS: dict[str, Body] = {TOOL_CALL: tool_call}
