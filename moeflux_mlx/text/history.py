@@ -1,9 +1,9 @@
 """Makes a prompt from a chat with tools, in the form that the template accepts.
 
 Small test chats determine once what a template accepts: whether a call's arguments are an object or text, whether a
-call may come with both reasoning and text, and whether a system message may come later than first. Texts and names from
-users, systems and tools never become control tokens; in an assistant's text only the tags of reasoning and calls do.
-Answers with calls appear exactly as the model wrote them.
+message may have several calls, whether a call may come with both reasoning and text, and whether a system message may
+come later than first. Texts and names from users, systems and tools never become control tokens; in an assistant's text
+only the tags of reasoning and calls do. Answers with calls appear exactly as the model wrote them.
 """
 
 import json
@@ -16,6 +16,7 @@ from ..errors import MoefluxError
 from .calls.registry import dialect_of
 from .chat_template import REASONING_KEYS
 from .replay import Answer, AnswerStore, StandIn
+from .results import in_order
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
@@ -35,7 +36,9 @@ class History:
         self.channels = tokenizer.channels
         shown = self._called(PROBE)
         takes_objects = "probed" in shown and str(PROBE) not in shown
-        self.dialect = dialect_of((tokenizer.chat_template or "") + (shown or self._called(json.dumps(PROBE))))
+        probe = PROBE if takes_objects else json.dumps(PROBE)
+        called = shown or self._called(probe)
+        self.dialect = dialect_of((tokenizer.chat_template or "") + called)
         self._guard = Guard(tokenizer, self.channels.tags | (self.dialect.markers if self.dialect else set()))
         self._takes_objects = self.dialect is None or takes_objects
         self._takes_both = not shown or bool(self._called(PROBE, content="said", thinking="why"))
@@ -64,9 +67,13 @@ class History:
         return self._guard.encode(self.marked(messages, tools, add_generation_prompt, variables or {}))
 
     def normalised(self, messages: Messages) -> list[dict[str, Any]]:
-        """The messages in the form that the template takes."""
-        joined = [{**message, "content": _joined(message.get("content"))} for message in messages]
-        return self._folded(_named([self._with_calls(message) for message in joined]))
+        """The messages in the form that the template takes, as `in_order` orders them.
+
+        Raises:
+            RequestError: results and calls do not match.
+        """
+        joined = [self._with_calls({**one, "content": _joined(one.get("content"))}) for one in messages]
+        return self._folded(in_order(joined))
 
     @cached_property
     def image(self) -> str:
@@ -179,19 +186,18 @@ class History:
         """The messages with ids of calls as the model writes them, or has written them where the answer is `known`."""
         if self.dialect is None or self.dialect.id is None or self.dialect.id_form is None:
             return messages
-        count, ids = 0, dict[str, str]()
+        count, waiting = 0, iter([""])
         numbered: list[dict[str, Any]] = []
         for n, message in enumerate(messages):
-            calls = message.get("tool_calls", ())
-            written = self.dialect.id_form.findall(known[n].raw) if n in known else []
-            for k, call in enumerate(calls):
-                own = self.dialect.id.format(name=call["function"].get("name", ""), index=count)
-                ids[call["id"]] = written[k] if len(written) == len(calls) else own
-                count += 1
-            if calls:
-                message = {**message, "tool_calls": [{**call, "id": ids[call["id"]]} for call in calls]}
-            elif message.get("tool_call_id") in ids:
-                message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+            if calls := message.get("tool_calls", ()):
+                ids = self.dialect.id_form.findall(known[n].raw) if n in known else []
+                if len(ids) != len(calls):
+                    names = [call["function"].get("name", "") for call in calls]
+                    ids = [self.dialect.id.format(name=name, index=index) for index, name in enumerate(names, count)]
+                message = {**message, "tool_calls": [{**call, "id": id} for call, id in zip(calls, ids, strict=True)]}
+                count, waiting = count + len(calls), iter(ids)
+            elif message["role"] == "tool":  # the results follow their calls in order
+                message = {**message, "tool_call_id": next(waiting)}
             numbered.append(message)
         return numbered
 
@@ -220,13 +226,14 @@ class History:
             folded.append(message)
         return [*folded, {"role": "user", "content": waiting}] if waiting else folded
 
-    def _called(self, arguments: Any, **said: str) -> str:
-        """A chat with a call of such arguments as the template renders it, "" if it refuses."""
-        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    def _called(self, arguments: Any, count: int = 1, **said: str) -> str:
+        """A chat with a message of `count` calls of such arguments as the template renders it, "" if it refuses."""
+        functions = [{"name": f"probed_{n}", "arguments": arguments} for n in range(count)]
+        calls = [{"id": f"12345678{n}", "type": "function", "function": own} for n, own in enumerate(functions)]
         chat: list[Mapping[str, Any]] = [
             ASKED,
-            {"role": "assistant", "content": "", **said, "tool_calls": [call]},
-            {"role": "tool", "content": "r", "tool_call_id": call["id"]},
+            {"role": "assistant", "content": "", **said, "tool_calls": calls},
+            *({"role": "tool", "content": "r", "tool_call_id": call["id"]} for call in calls),
         ]
         try:
             return self._render(chat)
@@ -248,24 +255,6 @@ def _joined(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
     return content or ""
-
-
-def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool results with the id and the name of their call; missing ones are assigned in order."""
-    named: list[dict[str, Any]] = []
-    names: dict[str, str] = {}
-    waiting: list[str] = []
-    for message in messages:
-        if message["role"] == "tool":
-            call = message.get("tool_call_id") or (waiting[0] if waiting else "")
-            waiting = [other for other in waiting if other != call]
-            known = {"tool_call_id": call, "name": names.get(call)}
-            message = {**message, **{key: message.get(key) or value for key, value in known.items() if value}}
-        elif message.get("tool_calls"):
-            waiting = [call["id"] for call in message["tool_calls"]]
-            names |= {call["id"]: call["function"].get("name", "") for call in message["tool_calls"]}
-        named.append(message)
-    return named
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:

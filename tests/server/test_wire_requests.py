@@ -232,13 +232,20 @@ def test_a_cut_call_in_a_history_is_kept():
 
 def test_results_without_ids_follow_the_calls():
     called = {"role": "assistant", "tool_calls": [call("a", {}, "1"), call("b", {}, "2")]}
-    said = [
-        called,
-        {"role": "tool", "content": "A"},
-        {"role": "tool", "content": "B"},
-        {"role": "tool", "content": "C"},
-    ]
-    assert of_chat(messages=said).messages[1:] == [result("A", "1", "a"), result("B", "2", "b"), result("C", "", "")]
+    said = [called, {"role": "tool", "content": "A"}, {"role": "tool", "content": "B"}]
+    assert of_chat(messages=said).messages[1:] == [result("A", "1", "a"), result("B", "2", "b")]
+
+
+def test_items_of_one_turn_and_of_two():
+    calls = [{"type": "function_call", "call_id": i, "name": f"f{i}", "arguments": "{}"} for i in "ab"]
+    outputs = [{"type": "function_call_output", "call_id": i, "output": f"result {i}"} for i in "ab"]
+    one = of_input(*calls, {"role": "developer", "content": "Hurry."}, *reversed(outputs)).messages
+    two = of_input(calls[0], outputs[0], {"type": "reasoning"}, calls[1], outputs[1]).messages
+    assert [message["role"] for message in one] == ["assistant", "tool", "tool", "system"]
+    assert [message["role"] for message in two] == ["assistant", "tool", "assistant", "tool"]
+    for said in (one, two):
+        results = [message for message in said if message["role"] == "tool"]
+        assert results == [result("result a", "a", "fa"), result("result b", "b", "fb")]
 
 
 @pytest.mark.parametrize("namespace", ["mcp__x", "mcp__x__"])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from test_calls import deepseek_call, xml_call
 from test_tokenizer import QUICK, SPACING, train_bpe, train_sentencepiece, write_json
 from tokenizers import AddedToken
 
-from moeflux_mlx.errors import TokenizerError
+from moeflux_mlx.errors import RequestError, TokenizerError
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
@@ -102,6 +103,15 @@ def test_calls_are_numbered_as_the_dialect_does(tokenizers):
     assert f"{other}<|im_end|>" in prompt and "## Return of functions.get_weather:7\n" in prompt
     later = history.text([*chat, {"role": "assistant", "tool_calls": [foreign]}, TOOL])
     assert "functions.get_weather:2<" in later and "## Return of functions.get_weather:2\n" in later
+
+
+def test_ids_that_a_client_uses_again_are_numbered(tokenizers):
+    calls = [{"id": f"call_{n}", "function": {"name": f"tool{n}", "arguments": {}}} for n in range(2)]
+    results = [{"role": "tool", "content": f"result{n}", "tool_call_id": f"call_{n}"} for n in (1, 0)]
+    turn = [USER, {"role": "assistant", "tool_calls": calls}, *results]
+    prompt = history_of(tokenizers, "kimi_style").text(turn * 2)
+    shown = re.findall(r"Return of functions\.(tool\d:\d)\n(result\d)", prompt)
+    assert shown == [("tool0:0", "result0"), ("tool1:1", "result1"), ("tool0:2", "result0"), ("tool1:3", "result1")]
 
 
 def test_ids_that_a_model_chose_are_kept(tokenizers):
@@ -207,15 +217,33 @@ def test_results_are_joined_and_named_in_order(tokenizers):
     results = [
         {"role": "tool", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "tool", "content": "three"},
-        {"role": "tool", "content": "four"},
     ]
     chat = [USER, {"role": "assistant", "tool_calls": calls}, *results]
-    *_, first, second, third = history_of(tokenizers, "text_only").normalised(chat)
+    *_, first, second = history_of(tokenizers, "text_only").normalised(chat)
     assert first == {"role": "tool", "content": "one\ntwo", "tool_call_id": "a", "name": "fa"}
-    assert second["tool_call_id"] == "b" and second["name"] == "fb" and "name" not in third
-    results[0] |= {"tool_call_id": "b"}
-    *_, first, second, _ = history_of(tokenizers, "text_only").normalised(chat)
-    assert (first["name"], second["name"]) == ("fb", "fa")
+    assert second == {"role": "tool", "content": "three", "tool_call_id": "b", "name": "fb"}
+    with pytest.raises(RequestError, match="the call 'b' of the tool 'fb' is not followed by its result"):
+        history_of(tokenizers, "text_only").text(chat[:-1])
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if name != "harmony_style"])
+@QUICK
+@given(st.integers(2, 3).flatmap(lambda count: st.permutations(range(count))))
+def test_each_result_follows_its_call(tokenizers, name, order):
+    """gpt-oss has one call in a message, so its results are between the calls."""
+    count = len(order)
+    calls = [{"id": f"id{n}", "function": {"name": f"tool{n}", "arguments": {"city": f"city{n}"}}} for n in order]
+    results = [{"role": "tool", "content": f"result{n}", "tool_call_id": f"id{n}"} for n in range(count)]
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "I must."}
+    alone, prompt = (
+        history_of(tokenizers, name).text([USER, {**said, "tool_calls": made}, *answers], variables=STYLES[name][1][0])
+        for made, answers in ((calls[:1], results[order[0] :][:1]), (calls, results))
+    )
+    called, answered = [f"city{n}" for n in order], [f"result{n}" for n in order]
+    pairs = [word for pair in zip(called, answered, strict=True) for word in pair]
+    assert re.findall(r"city\d|result\d", prompt) == (pairs if name == "harmony_style" else called + answered)
+    assert all(prompt.find(f"tool{n}") < prompt.find(f"city{n}") for n in order)
+    assert prompt.count("I look.") == 1 and prompt.count("I must.") == alone.count("I must.")
 
 
 def test_later_system_messages_become_the_users(tokenizers):

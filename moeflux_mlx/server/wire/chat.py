@@ -65,7 +65,7 @@ def _messages(fields: Fields, keep_agent_headers: bool) -> list[conversation.Mes
     messages = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "at least one message")
-    return conversation.paired(messages)
+    return conversation.paired(messages, "messages")
 
 
 def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:

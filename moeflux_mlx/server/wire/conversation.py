@@ -2,9 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ...errors import BadRequestError, RequestError
+from ...text.results import in_order
 from .fields import Fields, check
 
 Message = dict[str, Any]
@@ -62,23 +64,9 @@ def _read(text: str) -> Any:
     return value
 
 
-def paired(messages: Iterable[Message]) -> list[Message]:
-    """The messages; ids and names that tool results lack are taken from the calls in order."""
-    done, waiting = [], []
-    for message in messages:
-        if message.get("tool_calls"):
-            waiting = list(message["tool_calls"])
-        if message["role"] == "tool":
-            tool_call = _called(message, waiting)
-            if tool_call:
-                waiting.remove(tool_call)
-                name = message["name"] or tool_call["function"]["name"]
-                message = {**message, "tool_call_id": tool_call["id"], "name": name}
-        done.append(message)
-    return done
-
-
-def _called(message: Message, waiting: list[Message]) -> Message | None:
-    if not message["tool_call_id"]:
-        return waiting[0] if waiting else None
-    return next((call for call in waiting if call["id"] == message["tool_call_id"]), None)
+def paired(messages: Sequence[Message], param: str) -> list[Message]:
+    """The messages with each result behind its call, as `in_order` has them; `param` is the body's field of both."""
+    try:
+        return in_order(messages)
+    except RequestError as error:
+        raise BadRequestError(str(error), param) from error

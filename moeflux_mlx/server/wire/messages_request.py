@@ -81,7 +81,7 @@ def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
         messages += _message(item, keep_agent_headers)
     if not messages:
         raise BadRequestError("messages hold nothing that a model can read; send a text", "messages")
-    return conversation.paired(messages)
+    return conversation.paired(messages, "messages")
 
 
 def _message(item: Fields, keep_agent_headers: bool) -> list[Message]:

@@ -116,7 +116,7 @@ def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
         turns.add(item)
     if not turns.done(messages):
         raise fields.wrong("input", "a text or a list of items that hold one")
-    return conversation.paired(messages)
+    return conversation.paired(messages, "input")
 
 
 class _Turns:
