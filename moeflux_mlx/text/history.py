@@ -16,7 +16,7 @@ from ..errors import MoefluxError
 from .calls.registry import dialect_of
 from .chat_template import REASONING_KEYS
 from .replay import Answer, AnswerStore, StandIn
-from .results import in_order
+from .results import apart, in_order
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
@@ -42,6 +42,7 @@ class History:
         self._guard = Guard(tokenizer, self.channels.tags | (self.dialect.markers if self.dialect else set()))
         self._takes_objects = self.dialect is None or takes_objects
         self._takes_both = not shown or bool(self._called(PROBE, content="said", thinking="why"))
+        self._takes_several = "probed_0" not in called or "probed_1" in self._called(probe, 2)
         self._takes_systems = self._takes_later_systems()
 
     def text(
@@ -73,6 +74,8 @@ class History:
             RequestError: results and calls do not match.
         """
         joined = [self._with_calls({**one, "content": _joined(one.get("content"))}) for one in messages]
+        if not self._takes_several:
+            joined = [part for message in joined for part in apart(message)]
         return self._folded(in_order(joined))
 
     @cached_property

@@ -30,6 +30,15 @@ def in_order(messages: Sequence[Message]) -> list[Message]:
     return [message for turn in _turns(messages[:end]) for message in _arranged(turn)] + list(messages[end:])
 
 
+def apart(message: Message) -> list[Message]:
+    """The message as one message for each of its calls; text and reasoning stay with the first."""
+    calls = message.get("tool_calls", ())
+    if len(calls) < 2:
+        return [message]
+    others = ({"role": message["role"], "content": "", "tool_calls": [call]} for call in calls[1:])
+    return [{**message, "tool_calls": calls[:1]}, *others]
+
+
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
     """The messages, cut before each turn of the assistant."""
     turns: list[list[Message]] = [[]]

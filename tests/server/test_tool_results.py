@@ -21,7 +21,7 @@ def results(*ids):
     return [{"role": "tool", "tool_call_id": f"id{i}", "content": f"result{i}"} for i in ids]
 
 
-@pytest.fixture(scope="module", params=[name for name in STYLES if name != "harmony_style"])
+@pytest.fixture(scope="module", params=STYLES)
 def style(request, tmp_path_factory):
     """Returns the style's name, and clients of a server with its template."""
     with scripted_server(tmp_path_factory.mktemp(request.param), request.param) as clients:

@@ -212,6 +212,20 @@ def test_python_is_not_taken_for_json(tokenizers, tmp_path):
     assert '{"a": true}' in History(load_tokenizer(tmp_path)).text([{"role": "assistant", "tool_calls": [call]}])
 
 
+def test_a_template_that_refuses_two_calls_gets_one_at_a_time(tmp_path):
+    call = "{{ raise_exception('one call') if m.tool_calls | length > 1 }}<tool_call>{{ m.tool_calls[0] | tojson }}"
+    source = f"{{% for m in messages %}}{{% if m.tool_calls %}}{call}{{% endif %}}{{{{ m.content }}}}{{% endfor %}}"
+    train_bpe().save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": source, "eos_token": "<|im_end|>"})
+    calls = [{"function": {"name": f"tool{n}", "arguments": {}}} for n in range(3)]
+    results = [{"role": "tool", "content": f"result{n}"} for n in range(3)]
+    history = History(load_tokenizer(tmp_path))
+    prompt = history.text([USER, {"role": "assistant", "tool_calls": calls}, *results])
+    assert re.findall(r"tool\d|result\d", prompt) == ["tool0", "result0", "tool1", "result1", "tool2", "result2"]
+    waiting = history.text([USER, {"role": "assistant", "tool_calls": calls}])
+    assert re.findall(r"tool\d", waiting) == ["tool0", "tool1", "tool2"]
+
+
 def test_results_are_joined_and_named_in_order(tokenizers):
     calls = [{"id": i, "function": {"name": f"f{i}", "arguments": {}}} for i in "ab"]
     results = [
@@ -226,7 +240,7 @@ def test_results_are_joined_and_named_in_order(tokenizers):
         history_of(tokenizers, "text_only").text(chat[:-1])
 
 
-@pytest.mark.parametrize("name", [name for name in STYLES if name != "harmony_style"])
+@pytest.mark.parametrize("name", STYLES)
 @QUICK
 @given(st.integers(2, 3).flatmap(lambda count: st.permutations(range(count))))
 def test_each_result_follows_its_call(tokenizers, name, order):

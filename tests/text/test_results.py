@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from test_tokenizer import QUICK
 
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.text.results import in_order
+from moeflux_mlx.text.results import apart, in_order
 
 USER, LATE = {"role": "user", "content": "And?"}, {"role": "system", "content": "Hurry."}
 
@@ -80,3 +80,11 @@ def test_calls_with_one_id_have_their_results_in_order():
     assert in_order(chat) == chat
     with pytest.raises(RequestError, match="the call 'a' of the tool 'fa' is not followed"):
         in_order(chat[:2])
+
+
+def test_each_call_of_a_message_apart():
+    message, results = {**asked("a", "b"), "content": "Look.", "thinking": "Hm."}, [result("b", "2"), result("a", "1")]
+    chat = in_order([*apart(message), *results])
+    assert chat[0] == {**message, "tool_calls": message["tool_calls"][:1]} and chat[2] == asked("b")
+    assert [one["content"] for one in chat] == ["Look.", "1", "", "2"]
+    assert [apart(one) for one in (USER, asked("a"))] == [[USER], [asked("a")]]
