@@ -248,6 +248,15 @@ def test_items_of_one_turn_and_of_two():
         assert results == [result("result a", "a", "fa"), result("result b", "b", "fb")]
 
 
+def test_a_shell_call_is_passed_over_with_its_output():
+    shell = [
+        {"type": "local_shell_call", "call_id": "s", "status": "completed", "action": {"type": "exec", "command": []}},
+        {"type": "function_call_output", "call_id": "s", "output": "files"},
+    ]
+    user = {"role": "user", "content": "hi"}
+    assert of_input(user, *shell, user).messages == [user, user]
+
+
 @pytest.mark.parametrize("namespace", ["mcp__x", "mcp__x__"])
 def test_tools_of_a_namespace(namespace):
     inner = {"type": "function", "name": "find"}

@@ -126,6 +126,7 @@ class _Turns:
         self._keep = keep_agent_headers
         self._messages: list[Message] = []
         self._thoughts: list[str] = []
+        self._passed_over: set[str | None] = set()  # ids of calls
 
     def done(self, before: list[Message]) -> bool:
         """Appends all to `before`; whether there was any."""
@@ -143,8 +144,10 @@ class _Turns:
         elif kind in ("function_call", "custom_tool_call"):
             self._call(item, kind == "custom_tool_call")
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            self._messages.append(conversation.result(joined(item, "output"), item.text("call_id")))
-        elif not kind.endswith(("_call", "_call_output")):  # calls of a server's own tools are passed over
+            self._result(item)
+        elif kind.endswith("_call"):  # a call of a server's own tool
+            self._passed_over.add(item.text("call_id"))
+        elif not kind.endswith("_call_output"):
             raise item.wrong("type", "message, reasoning, function_call, custom_tool_call, or an output of these")
 
     def _message(self, item: Fields) -> None:
@@ -164,6 +167,11 @@ class _Turns:
         name = flat(item.required_text("name"), item.text("namespace"))
         arguments = {"input": item.text("input") or ""} if custom else conversation.arguments(item, "arguments")
         self._turn().setdefault("tool_calls", []).append(conversation.call(name, arguments, item.text("call_id")))
+
+    def _result(self, item: Fields) -> None:
+        id = item.text("call_id")
+        if not id or id not in self._passed_over:  # Codex sends the output of a shell's call as that of a function
+            self._messages.append(conversation.result(joined(item, "output"), id))
 
     def _turn(self) -> Message:
         """The assistant's message that is being put together, with the thoughts before what is added now."""
