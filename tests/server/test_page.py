@@ -923,6 +923,13 @@ def test_tool_calls_are_shown_and_answered(open_page):
     assert request["messages"][2] == {"role": "tool", "tool_call_id": "call_1", "content": "sun"}
 
 
+def test_a_call_that_the_user_passes_over_has_a_result(open_page):
+    open_page.send("tool")
+    open_page.send("Hello")
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "No result was given."}
+    assert open_page.server.requests[1]["messages"][2:] == [result, {"role": "user", "content": "Hello"}]
+
+
 def test_progress_of_the_prompt_is_shown(open_page):
     open_page.write("prompt")
     open_page.press("\ue007")
