@@ -311,6 +311,11 @@ def generate(
     return text
 
 
+def xtc_special_tokens(tokenizer: TokenizerWrapper) -> list[int]:
+    """The tokens that XTC never drops in mlx-lm's server and commands: a line break, and those that end a text."""
+    return [*tokenizer.encode("\n", add_special_tokens=False), *sorted(tokenizer.eos_token_ids)]
+
+
 def within_limit(args: ModelArgs, prompt_tokens: int, max_tokens: int) -> int:
     """`max_tokens`, or the room that the model has after the prompt if that is less; at least 1."""
     room = max(args.max_position_embeddings - prompt_tokens, 1)

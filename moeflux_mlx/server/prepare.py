@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from ..engine.prompt import Prompt, places_of, with_images
 from ..engine.sampling import make_sampler
@@ -320,14 +320,10 @@ def _check_beginning(make: Callable[[], Mask]) -> None:
 
 
 def sampler_settings(sampling: Sampling) -> dict[str, Any]:
-    """Arguments of `make_sampler`."""
-    temperature = cast(float, sampling.temperature)
-    return {
-        "temp": temperature,
-        "top_p": sampling.top_p or 0.0,
-        "min_p": sampling.min_p or 0.0,
-        "top_k": sampling.top_k or 0,
-    }
+    """Arguments of `make_sampler`, without those that nobody has set."""
+    names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+    settings = {"temp": sampling.temperature, **{name: getattr(sampling, name) for name in names}}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _boundaries(rendering: Rendering, messages: list[Mapping[str, Any]], tokens: list[int]) -> list[int]:

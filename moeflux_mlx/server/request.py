@@ -16,7 +16,9 @@ from .wire.images import ImageParts
 class Sampling:
     """How tokens are chosen; None means the server's or the model's default.
 
-    `top_logprobs`: None for no log-probabilities, else the number of alternatives per token.
+    `top_logprobs`: None for no log-probabilities, else the number of alternatives per token. Context sizes: how many of
+    the last tokens of prompt and answer a penalty looks at, 0 for no penalty; None means 20 for the repetition penalty
+    and the whole answer for the others.
     """
 
     temperature: float | None = None
@@ -29,6 +31,11 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     top_logprobs: int | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_context_size: int | None = None
+    presence_context_size: int | None = None
+    frequency_context_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from ..engine.constrained import Constraint
-from ..engine.generation import GenerationResponse
+from ..engine.generation import GenerationResponse, xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
 from ..errors import DeviceError, MoefluxError, RequestError
 from ..experts.stats import Asked
+from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
 from .job import Job
 from .prepare import sampler_settings
@@ -24,7 +25,7 @@ from .sessions import Kept, Sessions
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
 OVERTAKING = 4  # a prompt overtakes the rest of one that is this many times as long
-ALL = 1 << 31  # context of penalties, in tokens: everything
+ALL, RECENT = 1 << 31, 20  # context sizes of penalties, in tokens: everything, and mlx-lm's default
 CANCELLED = Failed(503, "cancelled", "the request was cancelled")
 
 
@@ -140,7 +141,7 @@ class Running:
             boundaries=prepared.boundaries,
             prompt_progress_callback=self._progress,
             max_tokens=prepared.max_tokens,
-            **self._sampling(prepared.request.sampling),
+            **self._sampling(prepared.request.sampling, session.tokenizer),
         )
 
     def take(self, outcome: GenerationResponse | Exception) -> None:
@@ -221,29 +222,28 @@ class Running:
         if self.job.cancelled.is_set():
             raise Stopped
 
-    def _sampling(self, sampling: Sampling) -> dict[str, Any]:
+    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> dict[str, Any]:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        settings = {**sampler_settings(sampling), "xtc_special_tokens": xtc_special_tokens(tokenizer)}
         return {
-            "sampler": make_sampler(**sampler_settings(sampling), key=mx.random.key(seed)),
+            "sampler": make_sampler(**settings, key=mx.random.key(seed)),
             "logits_processors": self._processors(sampling),
         }
 
     def _processors(self, sampling: Sampling) -> list[LogitsProcessor]:
-        bias = make_logits_processors(sampling.logit_bias)
-        said = make_logits_processors(
-            presence_penalty=sampling.presence_penalty,
-            presence_context_size=ALL,
-            frequency_penalty=sampling.frequency_penalty,
-            frequency_context_size=ALL,
-        )
-        repeated = make_logits_processors(repetition_penalty=sampling.repetition_penalty)
-        after = len(self.job.prepared.tokens)
-        penalties = [*(self._in_text(one, after) for one in said), *(self._in_text(one, 0) for one in repeated)]
-        mask = self.job.prepared.mask
-        return [*bias, *penalties, *([Constraint(mask())] if mask else [])]
+        processors = make_logits_processors(sampling.logit_bias)
+        answer, mask = len(self.job.prepared.tokens), self.job.prepared.mask
+        usual = {"repetition": (0, RECENT), "presence": (answer, ALL), "frequency": (answer, ALL)}
+        for name, (start, size) in usual.items():
+            asked = getattr(sampling, f"{name}_context_size")
+            start, size = (start, size) if asked is None else (0, asked)
+            if size:
+                penalty = {f"{name}_penalty": getattr(sampling, f"{name}_penalty"), f"{name}_context_size": size}
+                processors += [self._in_text(one, start) for one in make_logits_processors(**penalty)]
+        return [*processors, *([Constraint(mask())] if mask else [])]
 
     def _in_text(self, process: LogitsProcessor, start: int) -> LogitsProcessor:
         """Applies `process` to the tokens from `start` on, but not within a tool call, whose form it would disturb."""

@@ -24,7 +24,6 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
     check(body)
     body, images = without_images(body, "messages")
     fields = Fields(body)
-    settings.one_answer(fields)
     _text_only(fields)
     variables = settings.template_variables(fields)
     offered, choice = tools.chosen([_tool(item) for item in fields.objects("tools")], tools.choice(fields))

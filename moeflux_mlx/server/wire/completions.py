@@ -19,9 +19,6 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
     """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
     check(body)
     fields = Fields(body)
-    settings.one_answer(fields)
-    if fields.flag("echo"):
-        raise fields.wrong("echo", "false: the prompt is not repeated")
     if fields.text("suffix"):
         raise fields.wrong("suffix", "no suffix: write the model's own fill-in tokens into the prompt")
     return Request(

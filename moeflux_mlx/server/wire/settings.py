@@ -5,6 +5,7 @@ from typing import Any
 
 from ...errors import BadRequestError
 from ..request import Sampling
+from . import unserved
 from .fields import LARGEST, Fields, wrong
 
 # Variables that the server itself gives to a template, or that would replace them.
@@ -22,7 +23,8 @@ LEAST_TOP_P = 1e-6
 
 
 def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
-    repetition = body.number("repetition_penalty", 1e-3, 100)
+    unserved.refuse(body)
+    repetition = _repetition_penalty(body, "repetition_penalty")
     top_k = body.integer("top_k", -1)
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     return Sampling(
@@ -30,13 +32,35 @@ def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
         top_p=_top_p(body),
         top_k=None if top_k is None else max(top_k, 0),
         min_p=body.number("min_p", 0, 1),
-        repetition_penalty=body.number("repeat_penalty", 1e-3, 100) if repetition is None else repetition,
+        repetition_penalty=_repetition_penalty(body, "repeat_penalty") if repetition is None else repetition,
         presence_penalty=body.number("presence_penalty", -2, 2) or 0.0,
         frequency_penalty=body.number("frequency_penalty", -2, 2) or 0.0,
         logit_bias=_logit_bias(body),
         seed=None if seed is None else seed % 2**64,
         top_logprobs=top_logprobs,
+        xtc_probability=body.number("xtc_probability", 0, 1),
+        xtc_threshold=_xtc_threshold(body),
+        **_context_sizes(body),
     )
+
+
+def _repetition_penalty(body: Fields, name: str) -> float | None:
+    """A repetition penalty of 0 is mlx-lm's word for none."""
+    return body.number(name, 0, 100) and body.number(name, 1e-3, 100)
+
+
+def _context_sizes(body: Fields) -> dict[str, int | None]:
+    """mlx-lm's size for each penalty, or llama.cpp's for all of them, where 0 is none of the text and -1 all of it."""
+    last = body.integer("repeat_last_n", -1)
+    names = ("repetition_context_size", "presence_context_size", "frequency_context_size")
+    sizes = {name: body.integer(name, 1) for name in names}
+    return {name: (LARGEST if last == -1 else last) if size is None else size for name, size in sizes.items()}
+
+
+def _xtc_threshold(body: Fields) -> float | None:
+    """From one half on, XTC drops nothing: at most one token is more likely than that."""
+    threshold = body.number("xtc_threshold", 0, 1)
+    return None if threshold is None else min(threshold, 0.5)
 
 
 def _top_p(body: Fields) -> float | None:
@@ -46,7 +70,7 @@ def _top_p(body: Fields) -> float | None:
 
 
 def _logit_bias(body: Fields) -> dict[int, float]:
-    fields = body.object("logit_bias")
+    fields = body.object("logit_bias") if body.get("logit_bias") != [] else None  # llama.cpp's default
     biases: dict[int, float] = {}
     for key in fields.data if fields else ():
         assert fields is not None
@@ -84,12 +108,6 @@ def stops(body: Fields, key: str = "stop") -> Sequence[str]:
     if len(texts) > MOST_STOPS or not all(isinstance(text, str) for text in texts):
         raise body.wrong(key, f"a text or a list of at most {MOST_STOPS} texts")
     return tuple(text for text in texts if text)
-
-
-def one_answer(body: Fields) -> None:
-    for name in ("n", "best_of"):
-        if (body.integer(name, 1) or 1) > 1:
-            raise body.wrong(name, "1: this server gives one answer to a request")
 
 
 def stream_options(body: Fields) -> dict[str, Any]:
