@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.options import PENALTY, add_model_options, add_prompt_cache_options
+from .cli.options import PENALTY, add_context_size, add_model_options, add_prompt_cache_options, add_xtc
 from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
 from .cli.serving import run
@@ -88,7 +88,9 @@ def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
     add("--top-k", type=int, help="keep this many of the most likely tokens")
     add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
+    add_xtc(add)
     add("--repetition-penalty", type=float, metavar="P", help=PENALTY)
+    add_context_size(add)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, cast
 
-from ..engine.generation import GenerationResponse, within_limit
+from ..engine.generation import GenerationResponse, within_limit, xtc_special_tokens
 from ..engine.prompt import places_of, prompt_with_images
 from ..engine.session import Session
 from ..errors import RequestError
@@ -28,9 +28,10 @@ WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always sha
 def run(options: argparse.Namespace) -> int:
     prompt = read_prompt(options.words, options.prompt)
     template_config = parse_template_config(options.chat_template_config)
-    generation = sampling(options)
+    sampling(options)  # refuses wrong values before the model is loaded
     engine = load_named(options, local_model(options))
     model, tokenizer = engine.model, engine.tokenizer
+    generation = sampling(options, xtc_special_tokens(tokenizer))
     store = open_store(options, engine)
     asked = encode(tokenizer, prompt, options, template_config)
     tokens: Sequence[int] = prompt_with_images(asked, options.image, model) if options.image else asked

@@ -16,6 +16,7 @@ from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, gigabytes
 from .terminal import Progress, note
 
+DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
 
 
@@ -87,8 +88,12 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
     }
     dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
     is_local = options.model is None or Path(options.model).exists()
+    if hasattr(options, "sessions"):  # a server, whose requests may have what makes these useful
+        given -= {*DRAWING, "--xtc-threshold", "--repetition-context-size"}
     idle = {
-        "at --temp 0": ["--top-p", "--top-k", "--min-p", "--seed"] if getattr(options, "temp", None) == 0 else [],
+        "at --temp 0": DRAWING if getattr(options, "temp", None) == 0 else [],
+        "without --xtc-probability": [] if "--xtc-probability" in given else ["--xtc-threshold"],
+        "without --repetition-penalty": [] if "--repetition-penalty" in given else ["--repetition-context-size"],
         "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.MMAP else [],
         "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
         "on several ranks": [] if getattr(options, "ranks", None) is None else ["--draft"],

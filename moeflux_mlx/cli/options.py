@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +19,8 @@ from ..vision.pixels import IMAGE_ROWS
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
 PENALTY = "weaken the logits of recent tokens by this factor"
+SAMPLER = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+REPETITION = ("repetition_penalty", "repetition_context_size")
 NOT_GIVEN = {
     "top_p": 0.0,
     "top_k": 0,
@@ -215,8 +217,35 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="drop tokens whose probability is below this share of the most likely token's; 0: off",
     )
+    add_xtc(add)
     add("--repetition-penalty", type=float, metavar="P", help=f"{PENALTY}; default: off")
+    add_context_size(add)
     add("--seed", type=int, metavar="N", help="seed of the random numbers, for repeatable sampling")
+
+
+def add_xtc(add: Callable[..., Any]) -> None:
+    add(
+        "--xtc-probability",
+        type=float,
+        metavar="P",
+        help="probability with which a step loses its most likely tokens, for varied text; default: off",
+    )
+    add(
+        "--xtc-threshold",
+        type=float,
+        metavar="P",
+        help="with --xtc-probability, drop each token that is more likely than the least likely one above this; "
+        "default: 0.1",
+    )
+
+
+def add_context_size(add: Callable[..., Any]) -> None:
+    add(
+        "--repetition-context-size",
+        type=int,
+        metavar="N",
+        help="how many of the last tokens of prompt and answer --repetition-penalty weakens; default: 20",
+    )
 
 
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
@@ -252,7 +281,7 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def sampling(options: argparse.Namespace) -> dict[str, Any]:
+def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> dict[str, Any]:
     """Arguments of `stream_generate`; seeds the random numbers.
 
     Raises:
@@ -263,9 +292,13 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
         mx.random.seed(check_seed(options.seed))
     return {
         "max_tokens": options.max_tokens,
-        "sampler": make_sampler(options.temp, options.top_p, options.min_p, top_k=options.top_k),
-        "logits_processors": make_logits_processors(repetition_penalty=options.repetition_penalty),
+        "sampler": make_sampler(**given(options, SAMPLER), xtc_special_tokens=xtc_special_tokens),
+        "logits_processors": make_logits_processors(**given(options, REPETITION)),
     }
+
+
+def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def check_seed(seed: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from ..engine.conversation import Conversation
 from ..engine.engine import Engine
+from ..engine.generation import xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..errors import MoefluxError, RequestError, TokenizerError
 from ..files import user_path
@@ -33,7 +34,7 @@ A message that begins with / is written with two. Alt-Enter begins a new line. C
 
 def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
-    generation = sampling(options)
+    sampling(options)  # refuses wrong values before the model is loaded
     greeting = f"{options.model or 'The demo model'} is ready. /help lists the commands."
     engine = load_named(options, local_model(options), greeting)
     tokenizer = engine.tokenizer
@@ -41,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
     store = open_store(options, engine)
     session = engine.session(store=store)
+    generation = sampling(options, xtc_special_tokens(tokenizer))
     conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
     chat = Chat(conversation, engine, generation, hide_thinking=options.hide_thinking, verbose=options.verbose)
     for line in lines(options.history_file):

@@ -21,7 +21,7 @@ from ..installation import install_command
 from ..model.step import MAX_ROWS
 from .fetching import local_model
 from .opening import load_named, open_store
-from .options import parse_template_config
+from .options import REPETITION, SAMPLER, given, parse_template_config
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ def _check_values(options: argparse.Namespace) -> None:
             raise RequestError(
                 f"--allowed-host is {name!r}; give a whole name such as box.example.org, without a scheme and a port"
             )
-    make_sampler(options.temp or 0.0, options.top_p or 0.0, options.min_p or 0.0, top_k=options.top_k or 0)
-    make_logits_processors(repetition_penalty=options.repetition_penalty)
+    make_sampler(**given(options, SAMPLER))
+    make_logits_processors(**{"repetition_penalty": 1.0, **given(options, REPETITION)})
     if not 0 <= options.decode_share < 1:
         raise RequestError(f"--decode-share is {options.decode_share}; it must be at least 0 and less than 1")
 
@@ -267,7 +267,10 @@ def defaults_of(options: argparse.Namespace, variables: dict[str, object], engin
         top_p=first("top_p", "top_p"),
         top_k=None if top_k is None else int(top_k),
         min_p=first("min_p", "min_p"),
+        xtc_probability=options.xtc_probability,
+        xtc_threshold=options.xtc_threshold,
         repetition_penalty=first("repetition_penalty", "repetition_penalty"),
+        repetition_context_size=options.repetition_context_size,
     )
     return Defaults(sampling, variables, fetch if options.allow_image_urls else None)
 

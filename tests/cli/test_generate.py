@@ -22,7 +22,7 @@ import pytest
 from small_hub import SmallHub, connected
 from tiny_models import child_environment, tiny_directory, tiny_model
 
-from moeflux_mlx import load, make_prompt_cache, make_sampler, stream_generate
+from moeflux_mlx import load, make_logits_processors, make_prompt_cache, make_sampler, stream_generate
 from moeflux_mlx.cli.options import NOT_GIVEN
 from moeflux_mlx.cli.run import execute
 from moeflux_mlx.engine.generation import generate as library_generate
@@ -267,6 +267,9 @@ def test_expert_io_option_and_environment(capfd, model_dir, monkeypatch):
         (["--top-k", "-3"], "top_k"),
         (["--seed", "-1"], "--seed -1"),
         (["--repetition-penalty", "-1"], "penalty"),
+        (["--repetition-penalty", "2", "--repetition-context-size", "0"], "repetition_context_size is 0"),
+        (["--xtc-probability", "2"], "xtc_probability is 2.0"),
+        (["--xtc-threshold", "0.6"], "xtc_threshold is 0.6"),
         (["--prefill-step-size", "0"], "prefill_step_size is 0"),
         (["--chat-template-config", "{"], "not JSON"),
         (["--chat-template-config", "[]"], "expected an object"),
@@ -620,13 +623,36 @@ def test_float32_is_never_rounded(capfd, model_dir):
     assert code == 1 and "error: dtype float32 is computed exactly, cpu_activations 8 is not" in err
 
 
+def test_sampling_options_choose_as_the_library_does(capfd, model_dir):
+    model, tokenizer = load(model_dir)
+    prompt = bytes(range(32, 127)).decode()
+
+    def said(*options):
+        return command(capfd, "--model", model_dir, "-p", prompt, "-m", "12", "--ignore-chat-template", *options)[1]
+
+    def written(**choice):
+        mx.random.seed(7)
+        return library_generate(model, tokenizer, prompt, max_tokens=12, **choice) + "\n"
+
+    penalties = [make_logits_processors(repetition_penalty=9.0, repetition_context_size=size) for size in (20, 95)]
+    narrow, wide = (written(logits_processors=penalty) for penalty in penalties)
+    assert said("--repetition-penalty", "9") == narrow != wide
+    assert said("--repetition-penalty", "9", "--repetition-context-size", "95") == wide
+    spared = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+    xtc = make_sampler(0.1, xtc_probability=1.0, xtc_threshold=0.01, xtc_special_tokens=spared)
+    options = ["--temp", "0.1", "--seed", "7", "--xtc-probability", "1", "--xtc-threshold", "0.01"]
+    assert said(*options) == written(sampler=xtc) != written(sampler=make_sampler(0.1))
+
+
 def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
     idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]
-    idle += ["--no-vision", "--image-tokens", "64"]
+    idle += ["--no-vision", "--image-tokens", "64", "--repetition-context-size", "64", "--xtc-threshold", "0.2"]
     code, _, err = command(capfd, "--model", model_dir, *idle)
     assert code == 0 and [line for line in err.splitlines() if line.startswith("note: ")] == [
         "note: --top-p, --seed have no effect at --temp 0",
+        "note: --xtc-threshold has no effect without --xtc-probability",
+        "note: --repetition-context-size has no effect without --repetition-penalty",
         "note: --expert-cache-gb, --prefetch have no effect where experts are mapped",
         "note: --system-prompt has no effect with --ignore-chat-template",
         "note: --prompt-cache-gb has no effect without --prompt-cache-dir",
@@ -635,6 +661,8 @@ def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     ]
     used = ["--temp", "1", "--top-p", "0.5", "--seed", "3", "--expert-io", "pread", "--expert-cache-gb", "1"]
     used += ["--system-prompt", "x", "--prompt-cache-dir", tmp_path, "--prompt-cache-gb", "2", "--prefetch", "off"]
+    used += ["--repetition-penalty", "2", "--repetition-context-size", "64"]
+    used += ["--xtc-probability", "0.5", "--xtc-threshold", "0.2"]
     assert "note: " not in command(capfd, "--model", model_dir, *used, "-p", "a", "-m", "1")[2]
 
 

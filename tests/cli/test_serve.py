@@ -16,9 +16,12 @@ from tiny_models import child_environment
 
 from moeflux_mlx import serve
 from moeflux_mlx.cli import serving
+from moeflux_mlx.cli.opening import note_idle_options
 from moeflux_mlx.cli.serving import model_name
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.server import app, listen
+from moeflux_mlx.server.request import Sampling
 
 LONG = "Tell me of the owl that flew over the lake. " * 24
 
@@ -123,6 +126,8 @@ def test_wrong_starts(capsys, tmp_path):
     assert "--api-key-file: not allowed with argument --no-key" in capsys.readouterr().err
     for option, value in (("--temp", "-1"), ("--top-p", "2"), ("--top-k", "-1"), ("--repetition-penalty", "-1")):
         assert f"{option[2:].replace('-', '_')} is {value}" in line(capsys, option, value, "--port", "0")
+    for option, value in (("--repetition-context-size", "0"), ("--xtc-probability", "2"), ("--xtc-threshold", "0.6")):
+        assert f"{option[2:].replace('-', '_')} is {value}" in line(capsys, option, value, "--port", "0")
     said = line(capsys, "--model", "/a/model", "--model", "/a/model")
     assert said == "error: two models are called /a/model; rename the directory of one"
     assert "/a/model does not exist" in line(capsys, "--model", "/a/model", "--model", "/b/model")
@@ -131,6 +136,17 @@ def test_wrong_starts(capsys, tmp_path):
     (tmp_path / "key").write_text("short\n")
     said = line(capsys, "--api-key-file", str(tmp_path / "key"))
     assert "at least 8 letters" in said and "short" not in said
+
+
+def test_sampling_options_are_the_defaults_of_requests(capsys, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.2}')
+    words = ["--repetition-context-size", "64", "--xtc-probability", "0.5", "--xtc-threshold", "0.2", "--temp", "0"]
+    options = serve.parser().parse_args([*words, "--model", str(tmp_path)])
+    wanted = Sampling(0.0, None, None, None, 1.2, xtc_probability=0.5, xtc_threshold=0.2, repetition_context_size=64)
+    assert serving.defaults_of(options, {}, argparse.Namespace(path=tmp_path)).sampling == wanted
+    options.model = None
+    note_idle_options(options, IoMode.PREAD)  # a request can set the penalty and the temperature
+    assert "no effect" not in capsys.readouterr().err
 
 
 @pytest.fixture
