@@ -10,6 +10,7 @@ from moeflux_mlx import generate, make_logits_processors
 from moeflux_mlx.errors import BadRequestError
 from moeflux_mlx.server.wire import chat, completions, messages, responses
 from moeflux_mlx.server.wire.fields import LARGEST
+from moeflux_mlx.server.wire.unserved import UNSERVED
 
 HI = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
 READERS = [(chat, {"messages": HI}), (completions, {"prompt": "a"}), (messages, {"messages": HI})]
@@ -83,6 +84,10 @@ def test_a_field_asks_for_nothing_or_is_refused_by_its_name(name, neutral, askin
         with pytest.raises(BadRequestError, match=rf"^{name} is .*; expected ") as caught:
             read(api, body, **{name: value})
         assert caught.value.param == name
+
+
+def test_every_refused_field_is_among_these():
+    assert {name for fields in UNSERVED.values() for name in fields} <= {name for name, _, _ in FIELDS}
 
 
 def test_fields_that_change_no_text_are_accepted():
