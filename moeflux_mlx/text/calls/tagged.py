@@ -30,9 +30,9 @@ def parameters(call: Call, tags: Tags, held: str = "") -> Steps[str]:
     else:
         rest = reading.settle(is_closed=True)
         call.check("")
-    if rest is None:
-        return (yield from optional(tags.after, (yield))) if tag == tags.ends[0] and tags.after else ""
-    return rest
+    if rest is not None:
+        return rest
+    return (yield from optional(tags.after, (yield))) if tags.after and tag != tags.after else ""
 
 
 class _Parameters:

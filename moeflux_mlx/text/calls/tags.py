@@ -10,7 +10,7 @@ class Tags:
     Attributes:
         key, value: what opens and closes each; where `key[1]` opens the value, `value[0]` is empty.
         ends: what may follow the last parameter.
-        after: what may follow the first of `ends`; "" for nothing.
+        after: what may follow one of `ends`, or be one; "" for nothing.
         opens: what may open another call.
         lined: a value stands on lines of its own, so the line breaks round it are no part of it.
         kinds: where the writer says which a value is, what opens a string and what opens JSON, in place of `value[0]`.
