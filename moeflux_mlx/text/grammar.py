@@ -11,16 +11,18 @@ from typing import Any
 
 from ..errors import RequestError
 from .calls.dialect import Dialect
-from .calls.schema import parameter_types, variants
+from .calls.schema import COMPOSED, STRING, is_map, members, types
+from .calls.schema_rules import SPOKEN_LIMITS, check_limits, check_readable, is_free_text, objects, possible
 from .calls.tags import Tags
+from .calls.typed import CONTAINERS
 
 Schema = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 ANY_OBJECT: Schema = {"type": "object"}
+ROOT = "#/$defs/root"
 # Between two tokens of JSON: a space, or a new line and its indent. More would only use up the limit of the answer.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
 HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{0,4}/\n"
-SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # limits of strings that are written without quotes
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def calls_grammar(
     if dialect.arguments is not None:
         rules.append(dialect.arguments[0].strip())
     if dialect.tags is not None:
-        rules += [f"value[lazy]: TEXT {_quoted(_value_end(dialect.tags))}"]
+        end = _quoted(_value_end(dialect.tags))
+        rules += [f"value[lazy]: TEXT {end}", f"unbracketed[lazy]: /\\s*([^\\s\\[{{](.|\\n)*)?/ {end}"]
         rules += [f"key[lazy]: /[^<>\\n]+/ {_quoted(dialect.tags.key[1])}"]
     before = (dialect.begin + dialect.named).partition(dialect.opening)[0]
     first = "open call" if lead and not required else f"SPACE {_quoted(before + dialect.opening)} call"
@@ -101,7 +104,7 @@ def parameters_of(tool: Mapping[str, Any]) -> Schema:
 
 def json_schema(schema: Schema | bool) -> str:
     """The schema as JSON text on one line, with our options instead of its own."""
-    return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else schema), "x-guidance": OPTIONS})
+    return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else _rewritten(schema)), "x-guidance": OPTIONS})
 
 
 def _functions(tools: Tools) -> Iterator[Mapping[str, Any]]:
@@ -133,10 +136,8 @@ def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> 
         schemas.append(json_schema(schema))
         close = _quoted(dialect.close) if dialect.close else ""
         return f"{dialect.id_rule} {_quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
-    key, value = _quoted(dialect.tags.key[0]), " ".join(_value_begin(dialect.tags))
-    free = f"({key} key {value} {_kind(dialect.tags)} value {_gap(dialect.tags)})*"
-    parameters = " ".join(_parameters(schema, dialect.tags, schemas)) if strict else free
-    return f"{_quoted(begin.rstrip())} {_gap(dialect.tags)} {parameters} {_quoted(dialect.close)}"
+    parameters = " | ".join(" ".join(_parameters(one, schema, dialect.tags, schemas)) for one in objects(schema))
+    return f"{_quoted(begin.rstrip())} {_gap(dialect.tags)} ({parameters}) {_quoted(dialect.close)}"
 
 
 def _gap(tags: Tags) -> str:
@@ -164,36 +165,61 @@ def _value_end(tags: Tags) -> str:
     return ("\n" if tags.lined else "") + tags.value[1]
 
 
-def _parameters(schema: Schema, tags: Tags, schemas: list[str]) -> Iterator[str]:
-    """The parameters in the schema's order; those that are not required may be left out."""
-    required = schema.get("required") or ()
-    for name, own in (schema.get("properties") or {}).items():
-        begin = " ".join([_quoted(f"{tags.key[0]}{name}{tags.key[1]}"), *_value_begin(tags)])
-        rule = f"({begin} {_parameter_value(name, own, schema, tags, schemas)} {_gap(tags)})"
-        yield rule if name in required else f"{rule}?"
+def _parameters(one: Schema, root: Schema, tags: Tags, schemas: list[str]) -> Iterator[str]:
+    """The parameters of an alternative in order; those that are not required may be left out."""
+    if is_map(one):
+        value = _parameter_value(None, one.get("additionalProperties", True), root, tags, schemas)
+        yield f"({_quoted(tags.key[0])} key {value})*"
+    else:
+        for name, own, is_required in members(one, root):
+            rule = f"{_quoted(f'{tags.key[0]}{name}{tags.key[1]}')} {_parameter_value(name, own, root, tags, schemas)}"
+            yield rule if is_required else f"({rule})?"
 
 
-def _parameter_value(name: str, own: Any, schema: Schema, tags: Tags, schemas: list[str]) -> str:
-    end = _quoted(_value_end(tags))
-    if "string" not in parameter_types(name, schema):
-        whole = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | dict(own)
-        schemas.append(json_schema(whole))
-        return f"{_kind(tags, False)} %json {schemas[-1]} {end}"
-    alternatives = variants(own, schema)
-    for key in SPOKEN_LIMITS:
-        if any(key in one for one in alternatives):
-            raise RequestError(
-                f"parameter {name!r} has {key!r}, which cannot be enforced in this model's calls; leave it out"
-            )
-    listed = [
-        one.get("enum", [one["const"]] if "const" in one else None) for one in alternatives if one.get("type") != "null"
-    ]
-    if None in listed:
-        return f"{_kind(tags, True)} value"
-    values = [value for values in listed for value in values]
-    kinds = [_kind(tags, isinstance(value, str)) for value in values]
-    texts = [_quoted(value if isinstance(value, str) else json.dumps(value)) for value in values]
-    return f"({' | '.join(f'{kind} {text}' for kind, text in zip(kinds, texts, strict=True))}) {end}"
+def _parameter_value(name: str | None, own: Any, root: Schema, tags: Tags, schemas: list[str]) -> str:
+    """What follows the tag of a key: the value as a text, as one of the listed texts, or as JSON."""
+    alternatives, end = possible(name, own, root), _quoted(_value_end(tags))
+    texts = [one for one in alternatives if "string" in (types(one) or STRING)]
+    if tags.kinds is None:
+        check_readable(name, alternatives)
+    for one in texts:
+        check_limits(name, one, (*COMPOSED, *SPOKEN_LIMITS))
+    listed = [text for one in texts for text in one.get("enum", ()) if isinstance(text, str)]
+    rules = [f"{_kind(tags, True)} {_quoted(text)} {end}" for text in listed]
+    others = frozenset[str]().union(*map(types, alternatives)) - STRING
+    if any(map(is_free_text, texts)):
+        others = others if tags.kinds else others & CONTAINERS.keys()
+        rules = [f"{_kind(tags, True)} {'unbracketed' if others and not tags.kinds else 'value'}"]
+    if others:
+        schemas.append(json_schema(_part({"allOf": [own, {"type": sorted(others)}]}, root)))
+        rules.append(f"{_kind(tags, False)} %json {schemas[-1]} {end}")
+    elif not all(map(types, texts)):
+        rules = [f"{_kind(tags)} value"]
+    return " ".join([*_value_begin(tags), f"({' | '.join(rules)})", _gap(tags)])
+
+
+def _part(own: Schema, root: Schema) -> Schema:
+    """A part of the schema `root` as a schema of its own."""
+    if "$ref" not in json.dumps(own):
+        return own
+    return {"allOf": [_rewritten(own, ROOT)], "$defs": {"root": _rewritten(root, ROOT)}}
+
+
+def _rewritten(schema: Any, base: str = "#") -> Any:
+    """A schema in which references begin at `base`, and a union says what `nullable` says, which llguidance ignores."""
+    if isinstance(schema, list):
+        return [_rewritten(item, base) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    own = {key: _rewritten(value, base) for key, value in schema.items()}
+    reference = own.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        own["$ref"] = base + reference[1:]
+    is_schema = not all(isinstance(value, (bool, Mapping)) for value in own.values())  # else a map of schemas
+    if is_schema and own.get("nullable") is True:
+        del own["nullable"]
+        return {"anyOf": [own, {"type": "null"}]}
+    return own
 
 
 def _quoted(text: str) -> str:

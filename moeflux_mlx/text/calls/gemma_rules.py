@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .schema_rules import Member, SchemaRules, quoted
+from .schema_rules import Rule, SchemaRules, quoted
 
 QUOTE = '<|"|>'
 # What arguments may be.
 ARGUMENTS = r"""
 arguments: "{" (pair ("," pair)*)? "}"
-pair: /[^:,{}\[\]<>"\s]+/ ":" argument
+pair: KEY ":" argument
+KEY: /[^:,{}\[\]<>"\s]+/
 argument: string | NUMBER | "true" | "false" | "null" | arguments | list
 list: "[" (argument ("," argument)*)? "]"
 string: "<|\"|>" spoken
@@ -34,8 +35,13 @@ TYPES = {
 class GemmaRules(SchemaRules):
     """`{city:<|"|>Oslo<|"|>,days:3}`."""
 
-    def members(self, members: Sequence[Member]) -> str:
+    writes_types = True
+
+    def members(self, members: Sequence[Rule]) -> str:
         return f'"{{" {_joined(members, is_first=True)} "}}"'
+
+    def any_members(self, value: str) -> str:
+        return f'"{{" (KEY ":" {value} ("," KEY ":" {value})*)? "}}"'
 
     def items(self, item: str) -> str:
         return f'"[" ({item} ("," {item})*)? "]"'
@@ -47,7 +53,7 @@ class GemmaRules(SchemaRules):
         return TYPES.get(kind, "argument")
 
 
-def _joined(members: Sequence[Member], is_first: bool) -> str:
+def _joined(members: Sequence[Rule], is_first: bool) -> str:
     """Members with commas between them."""
     if not members:
         return ""

@@ -16,8 +16,9 @@ from .dialect import Dialect
 from .invoke import CLOSED
 from .json_form import without_arguments
 from .minimax_rules import ARGUMENTS, ITEM, MARK, MiniMaxRules
-from .schema import Schema, as_json, is_text, keys_of, member_of, types_of
+from .schema import Schema, keys_of, member_of, types_of
 from .steps import MAX_NESTED, Malformed, Steps, Write, literal, optional, skip_space, until, until_one
+from .typed import TypedText
 
 TAG = f"{MARK}<"
 SECTION = f"{TAG}tool_call>", f"{TAG}/tool_call>"
@@ -86,35 +87,34 @@ def _nowhere(_piece: str) -> None:
 
 
 def _read(tag: str, value: _Value, following: Set[str]) -> Steps[str]:
-    """A value up to `MARK</tag>`: members or items, or a text, which is passed on as it comes if it is a string.
+    """A value up to `MARK</tag>`: members or items, or a text; spaces before the first of them are no text yet.
 
     Returns "", or which tag of `following` came in place of the closing one.
     """
     ends = {f"{TAG}/{tag}>": ""} | {f"{TAG}{name}>": name for name in following}
-    is_string = is_text(value.types)
-    text, held, is_open = "", "", False
+    text = TypedText(value.write, value.types)
+    spaces, held, is_text = "", "", False
     while held not in ends:
         char = yield
         if not char:
             raise Malformed("")
-        if held == TAG and char != "/" and not (is_open or text.strip()):
+        if held == TAG and char != "/" and not is_text:
             name = yield from until(">", char)
             is_list = name == ITEM and ("array" in value.types or "object" not in value.types)
             yield from _members(tag, name, value, is_list)
             return ""
         held += char
         while not any(end.startswith(held) for end in ends):
-            text, held = text + held[0], held[1:]
-        if is_string and text and (is_open or text.strip()):
-            value.write(("" if is_open else '"') + json.dumps(text, ensure_ascii=False)[1:-1])
-            text, is_open = "", True
-    if is_string:
-        value.write('"' if is_open else json.dumps(text, ensure_ascii=False))
+            spaces, held = spaces + held[0], held[1:]
+        if is_text or spaces.strip():
+            text.add(spaces)
+            spaces, is_text = "", True
+    empty = [] if is_text or "string" in value.types else [EMPTY[kind] for kind in EMPTY if kind in value.types]
+    if empty:
+        value.write(empty[0])
     else:
-        empty = (
-            [] if text.strip() or "string" in value.types else [EMPTY[kind] for kind in EMPTY if kind in value.types]
-        )
-        value.write(next(iter(empty), as_json(text, value.types)))
+        text.add(spaces)
+        text.end()
     return ends[held]
 
 

@@ -9,14 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .schema_rules import Member, SchemaRules, quoted
+from .schema_rules import Rule, SchemaRules, quoted
 
 MARK = "]<]minimax[>["  # one token, before every tag of a call
 ITEM = "item"
 # What arguments may be.
 ARGUMENTS = r"""
 arguments: MARK member*
-member: /<[^<>\/\s][^<>\s]*>/ argument /<\/[^<>\s]+>/ MARK
+member: OPEN argument CLOSE MARK
+OPEN: /<[^<>\/\s][^<>\s]*>/
+CLOSE: /<\/[^<>\s]+>/
 argument: string member*
 string[lazy]: TEXT MARK
 integer: /-?(0|[1-9][0-9]*)/ MARK
@@ -32,12 +34,17 @@ TYPES |= {"object": "MARK member*", "array": f'MARK ("<{ITEM}>" argument "</{ITE
 class MiniMaxRules(SchemaRules):
     """`<city>Oslo]<]minimax[>[</city>]<]minimax[>[`, behind a mark."""
 
-    def members(self, members: Sequence[Member]) -> str:
+    writes_types = False
+
+    def members(self, members: Sequence[Rule]) -> str:
         rules = [
             (f"{quoted(f'<{key}>')} {value} {quoted(f'</{key}>')} MARK", is_required)
             for key, value, is_required in members
         ]
         return " ".join(["MARK", *(rule if is_required else f"({rule})?" for rule, is_required in rules)])
+
+    def any_members(self, value: str) -> str:
+        return f"MARK (OPEN {value} CLOSE MARK)*"
 
     def items(self, item: str) -> str:
         return f'MARK ("<{ITEM}>" {item} "</{ITEM}>" MARK)*'

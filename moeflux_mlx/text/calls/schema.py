@@ -1,35 +1,40 @@
-"""Converts the text of a parameter to JSON, according to the schema of its tool.
+"""Resolves JSON schemas: references are followed, conditions that hold together are merged, unions become alternatives.
 
-A string stays as it is. A union of null and one type means that type. In a union of string with object or array, the
-text becomes an object or array only if it is one. Without a type, or with a broken reference, it is a string.
+What a schema means for the types of arguments and for a grammar follows from its alternatives. A reference to nothing
+stays in its alternative. `nullable: true`, as in OpenAPI, also allows null.
 """
 
-import ast
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
-
-from .steps import parsed
+from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
+Member = tuple[str, Any, bool]  # key, schema, whether it is required
 STRING = frozenset({"string"})
-CONTAINERS = {"object": dict, "array": list}
-PYTHON_TYPES = {"object": dict, "array": list, "boolean": bool, "integer": int, "number": (int, float)}
-JSON_TYPES = frozenset({*PYTHON_TYPES, "null"})  # types other than string
-MAX_DEPTH = 16  # the most references to follow: a schema may refer to itself
+TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+# Without a type, these keys say it.
+IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
+COMPOSED = ("$ref", "anyOf", "oneOf", "allOf")
+MAX_DEPTH = 64  # of references and unions inside each other: a schema may refer to itself
 MAX_VISITS = 2048  # the most parts: recursive unions would double with every level
+MAX_ALTERNATIVES = 256  # unions that hold together multiply
 
 
 def parameter_types(name: str, schema: Schema) -> frozenset[str]:
     """The JSON types of parameter `name` under a tool's `schema`, {"string"} if it does not say."""
-    properties = schema.get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    return types_of(own, schema)
+    return types_of(member_of(name, schema, schema), schema)
 
 
 def types_of(schema: Any, root: Schema) -> frozenset[str]:
     """The JSON types that `schema`, a part of `root`, allows; {"string"} if it does not say."""
-    return _types(schema, root, MAX_DEPTH, iter(range(MAX_VISITS))) or STRING
+    return frozenset[str]().union(*map(types, variants(schema, root))) or STRING
+
+
+def types(one: Schema) -> frozenset[str]:
+    """The types that an alternative allows; none if it does not say."""
+    if "enum" in one:
+        return frozenset(map(_type_of, one["enum"]))
+    return frozenset(one.get("type") or (kind for key, kind in IMPLIED.items() if key in one))
 
 
 def keys_of(schema: Schema, root: Schema) -> frozenset[str]:
@@ -39,109 +44,141 @@ def keys_of(schema: Schema, root: Schema) -> frozenset[str]:
 
 
 def member_of(key: str | None, schema: Schema, root: Schema) -> Schema:
-    """The schema of an object's member, or with None of a list's items; {} if `schema`, a part of `root`, has none."""
-    for one in variants(schema, root):
-        properties = one.get("properties")
-        own = properties.get(key) if isinstance(properties, Mapping) else None
-        found = one.get("items") if key is None else own or one.get("additionalProperties")
-        if isinstance(found, Mapping):
-            return found
-    return {}
+    """The schema of an object's member, or with None of a list's items; `schema` is a part of `root`."""
+    parts = [one.get("items") if key is None else _member(key, one) for one in variants(schema, root)]
+    return {"anyOf": [part for part in parts if isinstance(part, Mapping)]}
+
+
+def is_map(one: Schema) -> bool:
+    """Whether an object that an alternative allows may have any keys, because it lists none."""
+    return not {"properties", "required"} & one.keys() and one.get("additionalProperties") is not False
+
+
+def members(one: Schema, root: Schema) -> list[Member]:
+    """The members of an object that an alternative allows: its properties in order, and no others."""
+    required = one.get("required", ())
+    own = [(key, _member(key, one), key in required) for key in dict.fromkeys([*_properties(one), *required])]
+    return [(key, value, needed) for key, value, needed in own if needed or variants(value, root)]
+
+
+def has_type(value: Any, types: Collection[str]) -> bool:
+    """Whether a value is of one of the JSON types; a whole number is an integer and a number."""
+    return _has(types, _type_of(value))
 
 
 def variants(schema: Any, root: Schema) -> list[Schema]:
-    """The alternatives of a value, one schema each: references are resolved, unions split, `allOf` merged."""
-    return _variants(schema, root, MAX_DEPTH, iter(range(MAX_VISITS)))
+    """The alternatives of a value, in which `type` and `enum` are lists and `const` is an `enum`.
+
+    `{"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "title": "A"}` with an integer for `a` gives
+    `[{"title": "A", "type": ["null"]}, {"title": "A", "type": ["integer"]}]`. A schema that refers to itself without
+    an end, or has too many parts, stays as it is.
+    """
+    try:
+        return _variants(schema, root, MAX_DEPTH, iter(range(MAX_VISITS)))
+    except _EndlessError:
+        return [{key: schema[key] for key in COMPOSED if key in schema}]
 
 
-def is_text(types: frozenset[str]) -> bool:
-    """Whether a value of one of `types` is simply its text."""
-    return "string" in types and not types & CONTAINERS.keys()
-
-
-def as_json(text: str, types: frozenset[str]) -> str:
-    """The value that `text` stands for, as JSON text."""
-    return _json(text.strip(), types) or _python(text.strip(), types) or json.dumps(text, ensure_ascii=False)
+class _EndlessError(Exception):
+    """A schema cannot be resolved in `MAX_VISITS` steps."""
 
 
 def _variants(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> list[Schema]:
-    if not isinstance(schema, Mapping) or not depth or next(visits, None) is None:
-        return [{}]
-    if "$ref" in schema:
-        return _variants(_referred(schema["$ref"], root), root, depth - 1, visits)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return [variant for one in schema[key] for variant in _variants(one, root, depth - 1, visits)]
+    if not depth or next(visits, None) is None:
+        raise _EndlessError
+    if not isinstance(schema, Mapping):
+        return [] if schema is False else [{}]
+    plain, unions = _split(schema, root)
+    alternatives = _merged([{}], [plain])
+    for union in unions:
+        others = [one for part in union for one in _variants(part, root, depth - 1, visits)]
+        if len(alternatives) * len(others) > MAX_ALTERNATIVES:
+            raise _EndlessError
+        alternatives = _merged(alternatives, others)
+    return [*alternatives, {"type": ["null"]}] if schema.get("nullable") is True else alternatives
+
+
+def _split(schema: Schema, root: Schema) -> tuple[Schema, list[Sequence[Any]]]:
+    """A schema's own conditions, and the unions of which a value must follow one part each."""
+    plain = {key: value for key, value in schema.items() if key not in ("const", "type", "enum", "required")}
+    unions = [plain.pop(key) for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
     if isinstance(schema.get("allOf"), list):
-        parts = [next(iter(_variants(one, root, depth - 1, visits)), {}) for one in schema["allOf"]]
-        return [{key: value for part in [schema, *parts] for key, value in part.items() if key != "allOf"}]
-    return [schema]
+        unions += [[part] for part in plain.pop("allOf")]
+    target = _referred(schema.get("$ref"), root)
+    if target is not None:
+        unions.append([target])
+        del plain["$ref"]
+    named = schema.get("type")
+    lists = {
+        "type": [kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)] or None,
+        "enum": [schema["const"]] if "const" in schema else schema.get("enum"),
+        "required": schema.get("required"),
+    }
+    return plain | {key: value for key, value in lists.items() if isinstance(value, list)}, unions
 
 
-def _types(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth or next(visits, None) is None:
-        return frozenset()
-    if "$ref" in schema:
-        return _types(_referred(schema["$ref"], root), root, depth - 1, visits)
-    if "type" in schema:
-        named = schema["type"]
-        return frozenset(item for item in (named if isinstance(named, list) else [named]) if isinstance(item, str))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return frozenset().union(*(_types(one, root, depth - 1, visits) for one in schema[key]))
-    if isinstance(schema.get("allOf"), list):
-        of_parts = (_types(one, root, depth - 1, visits) for one in schema["allOf"])
-        return next((types for types in of_parts if types), frozenset())
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    return frozenset(_type_of(value) for value in values)
+def _merged(some: Sequence[Schema], others: Sequence[Schema]) -> list[Schema]:
+    """The alternatives that follow one of `some` and one of `others`, without those that no value follows."""
+    pairs = (_both(one, other) for one in some for other in others)
+    return [both for both in pairs if both.get("type") != [] and both.get("enum") != []]
 
 
-def _referred(reference: Any, root: Schema) -> Any:
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    target: Any = root
-    for part in reference[1:].split("/")[1:]:
-        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-    return target
+def _both(one: Schema, other: Schema) -> Schema:
+    """The conditions of both."""
+    both = {**one, **other}
+    if "type" in one and "type" in other:
+        narrower = [kind for kind in one["type"] if _has(other["type"], kind)]
+        both["type"] = narrower + [kind for kind in other["type"] if kind not in narrower and _has(one["type"], kind)]
+    if "enum" in both:
+        values = one.get("enum", both["enum"])
+        both["enum"] = [value for value in values if _admits(one, value) and _admits(other, value)]
+    if "properties" in both:
+        keys = {**_properties(one), **_properties(other)}
+        both["properties"] = {key: _all(_member(key, one), _member(key, other)) for key in keys}
+    for key in {"additionalProperties", "items"} & both.keys():
+        both[key] = _all(one.get(key, True), other.get(key, True))
+    if "required" in both:
+        both["required"] = [*one.get("required", ()), *other.get("required", ())]
+    return both
+
+
+def _all(*parts: Any) -> Any:
+    """The schema of values that follow all `parts`."""
+    conditions = [part for part in parts if part is not True]
+    return {"allOf": conditions} if len(conditions) > 1 else conditions[0] if conditions else True
+
+
+def _properties(one: Schema) -> Mapping[str, Any]:
+    properties = one.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _member(key: str, one: Schema) -> Any:
+    return _properties(one).get(key, one.get("additionalProperties", True))
+
+
+def _admits(one: Schema, value: Any) -> bool:
+    """Whether `type` and `enum` of an alternative allow a value."""
+    if "type" in one and not has_type(value, one["type"]):
+        return False
+    return "enum" not in one or any(_type_of(value) == _type_of(item) and value == item for item in one["enum"])
+
+
+def _has(kinds: Collection[str], kind: str) -> bool:
+    return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
 def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return kinds.get(type(value), "string")
+    return TYPES.get(type(value), "null")
 
 
-def _json(text: str, types: frozenset[str]) -> str | None:
-    """JSON text passes as it is, so that no number changes."""
-    try:
-        value = parsed(text)
-    except ValueError:
+def _referred(reference: Any, root: Schema) -> Any:
+    """What a JSON pointer points to, None if it is none or points to nothing."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
-    return text if _fits(value, types) else None
-
-
-def _python(text: str, types: frozenset[str]) -> str | None:
-    """Reads Python's True, None and quotes, which models write too; the value must have a declared type."""
-    try:
-        value = ast.literal_eval(text)
-        declared = value is None or isinstance(value, tuple(_python_types(types)))
-        return json.dumps(value, ensure_ascii=False, allow_nan=False) if declared and _fits(value, types) else None
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return None
-
-
-def _python_types(types: frozenset[str]) -> list[type]:
-    named = [PYTHON_TYPES[name] for name in types if name in PYTHON_TYPES]
-    return [one for kind in named for one in (kind if isinstance(kind, tuple) else (kind,))]
-
-
-def _fits(value: Any, types: frozenset[str]) -> bool:
-    """A null must be allowed; beside strings only an object or array can be meant."""
-    if value is None:
-        return "null" in types and "string" not in types
-    if "string" in types:
-        return any(name in types and isinstance(value, kind) for name, kind in CONTAINERS.items())
-    return True
+    target: Any = root
+    for part in unquote(reference).split("/")[1:]:
+        if isinstance(target, list):
+            target = {str(n): item for n, item in enumerate(target)}
+        target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target

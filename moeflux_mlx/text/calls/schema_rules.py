@@ -9,18 +9,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...errors import RequestError
-from .schema import Schema, variants
+from .schema import COMPOSED, Schema, is_map, members, types, variants
+from .typed import NUMBERS, as_json
 
+SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # limits of strings that are written without quotes
+OBJECT_LIMITS = (*COMPOSED, "patternProperties", "minProperties", "maxProperties")
 LIMITS = (
-    *("pattern", "format", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems"),
+    *(*SPOKEN_LIMITS, *OBJECT_LIMITS, "minItems", "maxItems", "uniqueItems", "prefixItems"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 MAX_DEPTH = 8  # of nested values
-Member = tuple[str, str, bool]  # key, rule of its value, whether it is required
+Rule = tuple[str, str, bool]  # key, rule of its value, whether it is required
 
 
 class SchemaRules(ABC):
-    """One dialect's rules."""
+    """One dialect's rules.
+
+    Attributes:
+        writes_types: whether a value says its type; else its text is typed by the schema when it is read.
+    """
+
+    writes_types: bool
 
     def arguments(self, schema: Schema) -> str:
         """The arguments of a tool whose parameters have this schema: its properties in order, and no others.
@@ -28,11 +37,15 @@ class SchemaRules(ABC):
         Raises:
             RequestError: the schema has a condition that cannot be enforced.
         """
-        return self.members(self._properties(schema, schema, MAX_DEPTH))
+        return self.either([self._object(one, schema, MAX_DEPTH) for one in objects(schema)])
 
     @abstractmethod
-    def members(self, members: Sequence[Member]) -> str:
+    def members(self, members: Sequence[Rule]) -> str:
         """The members of an object in order; those that are not required may be left out."""
+
+    @abstractmethod
+    def any_members(self, value: str) -> str:
+        """An object with any keys, whose values follow the rule `value`."""
 
     @abstractmethod
     def items(self, item: str) -> str:
@@ -50,37 +63,88 @@ class SchemaRules(ABC):
         """A value that follows one of `rules`."""
         return f"({' | '.join(rules)})"
 
-    def _properties(self, schema: Schema, root: Schema, depth: int) -> list[Member]:
-        required, properties = schema.get("required") or (), schema.get("properties") or {}
-        return [(key, self._value(key, own, root, depth - 1), key in required) for key, own in properties.items()]
+    def _object(self, one: Schema, root: Schema, depth: int) -> str:
+        if is_map(one):
+            return self.any_members(self._value(None, one.get("additionalProperties", True), root, depth - 1))
+        own = members(one, root)
+        return self.members([(key, self._value(key, value, root, depth - 1), needed) for key, value, needed in own])
 
-    def _value(self, key: str, schema: Any, root: Schema, depth: int) -> str:
+    def _value(self, key: str | None, schema: Any, root: Schema, depth: int) -> str:
         if not depth:
-            raise RequestError(
-                f"parameter {key!r} is too deep to be enforced in this model's calls; leave out 'strict'"
-            )
-        rules = [rule for one in variants(schema, root) for rule in self._rules(key, one, root, depth)]
+            raise RequestError(f"{_named(key)} is too deep to be enforced in this model's calls; leave out 'strict'")
+        alternatives = possible(key, schema, root)
+        if not self.writes_types:
+            check_readable(key, alternatives)
+        rules = [rule for one in alternatives for rule in self._rules(key, one, root, depth)]
         return self.either(list(dict.fromkeys(rules)))
 
-    def _rules(self, key: str, one: Schema, root: Schema, depth: int) -> Iterator[str]:
-        """The rules of values that a schema without unions allows."""
-        limit = next((name for name in LIMITS if name in one), None)
-        if limit is not None:
-            raise RequestError(f"parameter {key!r} has {limit!r}, which cannot be enforced in this model's calls")
-        values = one.get("enum", [one["const"]] if "const" in one else None)
-        if values is not None:
-            yield from map(self.literal, values)
+    def _rules(self, key: str | None, one: Schema, root: Schema, depth: int) -> Iterator[str]:
+        """The rules of values that an alternative allows."""
+        check_limits(key, one, LIMITS)
+        if "enum" in one:
+            yield from map(self.literal, one["enum"])
             return
-        types = one.get("type", "any")
-        for kind in [types] if isinstance(types, str) else types:
-            if kind == "object" and one.get("properties"):
-                yield self.members(self._properties(one, root, depth))
+        for kind in sorted(types(one)) or ["any"]:
+            if kind == "object":
+                yield self._object(one, root, depth)
             elif kind == "array" and "items" in one:
                 yield self.items(self._value(key, one["items"], root, depth - 1))
             else:
                 yield self.any_of(kind)
 
 
+def objects(schema: Schema) -> list[Schema]:
+    """The alternatives of the parameters of a tool, whose arguments are always an object.
+
+    Raises:
+        RequestError: one has a condition that cannot be enforced, or there is none.
+    """
+    alternatives = [one for one in possible(None, schema, schema) if "object" in (types(one) or ["object"])]
+    for one in alternatives:
+        check_limits(None, one, ("enum", *OBJECT_LIMITS))
+    return alternatives
+
+
+def possible(key: str | None, schema: Any, root: Schema) -> list[Schema]:
+    """The alternatives of a parameter, or with None of all of them.
+
+    Raises:
+        RequestError: there is none.
+    """
+    alternatives = variants(schema, root)
+    if not alternatives:
+        raise RequestError(f"{_named(key)} allows no value, so it cannot be enforced; correct it")
+    return alternatives
+
+
+def check_limits(key: str | None, one: Schema, limits: Sequence[str]) -> None:
+    """Refuses an alternative that has one of `limits`."""
+    limit = next((name for name in limits if name in one), None)
+    if limit is not None:
+        raise RequestError(f"{_named(key)} has {limit!r}, which cannot be enforced in this model's calls; leave it out")
+
+
+def check_readable(key: str | None, alternatives: Sequence[Schema]) -> None:
+    """Refuses strings and conditions that do not survive if a text is typed afterwards, by the types alone."""
+    allowed = frozenset[str]().union(*map(types, alternatives))
+    for text in (value for one in alternatives for value in one.get("enum", ()) if isinstance(value, str)):
+        if as_json(text, allowed) != json.dumps(text, ensure_ascii=False):
+            raise RequestError(f"{_named(key)} has {text!r} beside another type in 'enum', which cannot be enforced")
+    if any(is_free_text(one) for one in alternatives):
+        for one in alternatives:
+            if types(one) & {*NUMBERS, "boolean"}:
+                check_limits(key, one, ("enum", *LIMITS))
+
+
+def is_free_text(one: Schema) -> bool:
+    """Whether an alternative allows any string."""
+    return "enum" not in one and "string" in (types(one) or ["string"])
+
+
 def quoted(text: str) -> str:
     """Exactly this text, in Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _named(key: str | None) -> str:
+    return "the schema of a tool" if key is None else f"parameter {key!r}"

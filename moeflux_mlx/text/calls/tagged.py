@@ -1,6 +1,6 @@
 """Parameters of a call in tags of their own, typed by the tool's schema.
 
-Strings pass through, escaped, as they come; any other value is given out whole. A value ends where its closing tag is
+A string passes through, escaped, as it comes; any other value is given out whole. A value ends where its closing tag is
 followed by another tag of the call, so a lone closing tag inside it does no harm. If a parameter comes twice, its first
 value counts.
 
@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from .call import Call
 from .repair import Repair, Span
-from .schema import JSON_TYPES, STRING, as_json, is_text, keys_of, parameter_types
+from .schema import STRING, keys_of, parameter_types
 from .steps import Malformed, Steps, Write, literal, optional, skip_space, until_one
 from .tags import Tags
+from .typed import JSON_TYPES, TypedText, as_json
 
 
 def parameters(call: Call, tags: Tags, held: str = "") -> Steps[str]:
@@ -67,7 +68,7 @@ class _Parameters:
             return None
         values: dict[str, str] = {}
         for span in repair.split(spans):
-            values.setdefault(span.key, self._json(span, text[span.start : span.stop]))
+            values.setdefault(span.key, as_json(text[span.start : span.stop], self._types(span.key, span.kind)))
         self._call.settle("{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in values.items()) + "}")
         return None if stop is None else text[stop:]
 
@@ -75,18 +76,12 @@ class _Parameters:
         """Reads the parameter behind `key[0]`, and returns the tag that follows its closing tag."""
         key, has_line = yield from self._key()
         kind = (yield from literal(self._tags.kinds)) if self._tags.kinds else ""
-        write = self._call.write
         if any(span.key == key for span in self._spans):
             return (yield from self._value(key, kind, has_line, lambda piece: None))
-        write((", " if self._spans else "{") + _quoted(key) + ": ")
-        if not is_text(self._types(key, kind)):
-            tag = yield from self._value(key, kind, has_line, lambda piece: None)
-            span = self._spans[-1]
-            write(self._json(span, "".join(self._call.raw[span.start : span.stop])))
-            return tag
-        write('"')
-        tag = yield from self._value(key, kind, has_line, lambda piece: write(_quoted(piece)[1:-1]))
-        write('"')
+        self._call.write((", " if self._spans else "{") + _quoted(key) + ": ")
+        value = TypedText(self._call.write, self._types(key, kind))
+        tag = yield from self._value(key, kind, has_line, value.add)
+        value.end()
         return tag
 
     def _key(self) -> Steps[tuple[str, bool]]:
@@ -157,10 +152,6 @@ class _Parameters:
         if self._tags.kinds is None:
             return types
         return STRING if kind == self._tags.kinds[0] else types - STRING or JSON_TYPES
-
-    def _json(self, span: Span, text: str) -> str:
-        types = self._types(span.key, span.kind)
-        return _quoted(text) if is_text(types) else as_json(text, types)
 
 
 def _in_line(held: str) -> str:
