@@ -160,9 +160,10 @@ class FakeSession:
         pass
 
     def answer(self, prompt, *, boundaries, prompt_progress_callback, max_tokens, sampler, logits_processors):
-        return FakeAnswer(self, lambda: self._respond(prompt, prompt_progress_callback, max_tokens))
+        processors = logits_processors if self.engine.obeys else ()
+        return FakeAnswer(self, lambda: self._respond(prompt, prompt_progress_callback, max_tokens, processors))
 
-    def _respond(self, prompt, prompt_progress_callback, max_tokens):
+    def _respond(self, prompt, prompt_progress_callback, max_tokens, processors):
         self.engine.asked.append(list(prompt))
         known = self.known(prompt)
         self.reuse = Reuse(len(prompt), known)
@@ -175,7 +176,18 @@ class FakeSession:
         self.tokens = list(prompt)
         prompt_progress_callback(len(prompt), len(prompt))
         answer = self.engine.script(self.tokenizer.decode(prompt))
-        yield from self._answer(self.tokenizer.encode(answer, add_special_tokens=False), max_tokens, len(prompt))
+        tokens = self._allowed(prompt, self.tokenizer.encode(answer, add_special_tokens=False), processors)
+        yield from self._answer(tokens, max_tokens, len(prompt))
+
+    def _allowed(self, prompt, tokens, processors):
+        """Returns the tokens before the first that a processor forbids."""
+        for n, token in enumerate(tokens):
+            logits = mx.zeros((1, len(self.tokenizer.get_vocab())))
+            for process in processors:
+                logits = process(mx.array([*prompt, *tokens[:n]]), logits)
+            if logits[0, token].item() == -np.inf:
+                return tokens[:n]
+        return tokens
 
     def _answer(self, tokens, max_tokens, prompt_tokens):
         speller = self.tokenizer.detokenizer
@@ -238,10 +250,20 @@ class FakeExperts:
 
 
 class FakeEngine:
-    """What a server needs of an engine. `script` maps the text of a prompt to the answer."""
+    """What a server needs of an engine. `script` maps the text of a prompt to the answer; an engine that `obeys` ends
+    it before a token that a grammar forbids."""
 
-    def __init__(self, script, template="qwen35_style", context=8192, prompt_seconds=0.0, token_seconds=0.0, step=256):
-        self.script, self.step = script, step
+    def __init__(
+        self,
+        script,
+        template="qwen35_style",
+        context=8192,
+        prompt_seconds=0.0,
+        token_seconds=0.0,
+        step=256,
+        obeys=False,
+    ):
+        self.script, self.step, self.obeys = script, step, obeys
         self.prompt_seconds, self.token_seconds = prompt_seconds, token_seconds
         self.path = Path("/nowhere/tiny")
         self.tokenizer = tokenizer_of(template)

@@ -26,7 +26,7 @@ class Said:
 
 class Clients:
     """Attributes:
-    answer: what the model writes next.
+    answer: what the model writes next, or a function that says it of a prompt.
     prompts: what it got.
     """
 
@@ -84,17 +84,17 @@ class Clients:
 
 
 @contextlib.contextmanager
-def scripted_server(path, style):
+def scripted_server(path, style, obeys=False):
     """Serves a model that has the template and tags of `style`, and gives its clients."""
 
     def load():
-        engine = FakeEngine(script)
+        engine = FakeEngine(script, obeys=obeys)
         engine.tokenizer = style_tokenizer(path, style)
         return engine
 
     def script(prompt):
         clients.prompts.append(prompt)
-        return clients.answer
+        return clients.answer(prompt) if callable(clients.answer) else clients.answer
 
     with Live(load) as live:
         clients = Clients(live.url)

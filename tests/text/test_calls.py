@@ -268,7 +268,7 @@ def test_what_follows_a_call_is_read():
     [
         ("city", "null", "null"),
         ("city", "  indented\n", "  indented\n"),
-        ("note", "null", "null"),
+        ("note", "null", None),
         ("note", "2024", "2024"),
         ("unit", "3", "3"),
         ("unknown", "3", "3"),
