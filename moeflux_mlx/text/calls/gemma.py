@@ -132,5 +132,5 @@ GEMMA = Dialect(
     close=CALL_END,
     section=(CALL_BEGIN, CALL_END),
     markers=frozenset({CALL_BEGIN, CALL_END, QUOTE}),
-    arguments=(ARGUMENTS, GemmaRules().arguments),
+    arguments=(ARGUMENTS, lambda schema: GemmaRules(schema).arguments()),
 )

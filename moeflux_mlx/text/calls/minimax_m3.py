@@ -127,5 +127,5 @@ MINIMAX_M3 = Dialect(
     close="</invoke>",
     section=SECTION,
     markers=frozenset({MARK, "<tool_call>", "</tool_call>"}),
-    arguments=(ARGUMENTS, MiniMaxRules().arguments),
+    arguments=(ARGUMENTS, lambda schema: MiniMaxRules(schema).arguments()),
 )

@@ -19,6 +19,8 @@ LIMITS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 )
 MAX_DEPTH = 8  # of nested values
+MAX_VALUES = 1024  # in a call
+MAX_TEXT = 1 << 20  # characters of an object's rule, in which values may come once for each member before them
 Rule = tuple[str, str, bool]  # key, rule of its value, whether it is required
 
 
@@ -31,13 +33,17 @@ class SchemaRules(ABC):
 
     writes_types: bool
 
-    def arguments(self, schema: Schema) -> str:
-        """The arguments of a tool whose parameters have this schema: its properties in order, and no others.
+    def __init__(self, root: Schema):
+        """`root` is the schema of a tool's parameters."""
+        self._root, self._left = root, MAX_VALUES
+
+    def arguments(self) -> str:
+        """The arguments of a call: the properties in order, and no others.
 
         Raises:
             RequestError: the schema has a condition that cannot be enforced.
         """
-        return self.either([self._object(one, schema, MAX_DEPTH) for one in objects(schema)])
+        return self.either([self._object(None, one, MAX_DEPTH) for one in objects(self._root)])
 
     @abstractmethod
     def members(self, members: Sequence[Rule]) -> str:
@@ -63,22 +69,26 @@ class SchemaRules(ABC):
         """A value that follows one of `rules`."""
         return f"({' | '.join(rules)})"
 
-    def _object(self, one: Schema, root: Schema, depth: int) -> str:
+    def _object(self, key: str | None, one: Schema, depth: int) -> str:
         if is_map(one):
-            return self.any_members(self._value(None, one.get("additionalProperties", True), root, depth - 1))
-        own = members(one, root)
-        return self.members([(key, self._value(key, value, root, depth - 1), needed) for key, value, needed in own])
+            return self.any_members(self._value(None, one.get("additionalProperties", True), depth - 1))
+        own = members(one, self._root)
+        rules = [(name, self._value(name, value, depth - 1), is_required) for name, value, is_required in own]
+        if sum(len(rule) for _, rule, _ in rules) * len(rules) > MAX_TEXT:
+            raise _too_large(key)
+        return self.members(rules)
 
-    def _value(self, key: str | None, schema: Any, root: Schema, depth: int) -> str:
-        if not depth:
-            raise RequestError(f"{_named(key)} is too deep to be enforced in this model's calls; leave out 'strict'")
-        alternatives = possible(key, schema, root)
+    def _value(self, key: str | None, schema: Any, depth: int) -> str:
+        self._left -= 1
+        if not depth or self._left < 0:
+            raise _too_large(key)
+        alternatives = possible(key, schema, self._root)
         if not self.writes_types:
             check_readable(key, alternatives)
-        rules = [rule for one in alternatives for rule in self._rules(key, one, root, depth)]
+        rules = [rule for one in alternatives for rule in self._rules(key, one, depth)]
         return self.either(list(dict.fromkeys(rules)))
 
-    def _rules(self, key: str | None, one: Schema, root: Schema, depth: int) -> Iterator[str]:
+    def _rules(self, key: str | None, one: Schema, depth: int) -> Iterator[str]:
         """The rules of values that an alternative allows."""
         check_limits(key, one, LIMITS)
         if "enum" in one:
@@ -86,9 +96,9 @@ class SchemaRules(ABC):
             return
         for kind in sorted(types(one)) or ["any"]:
             if kind == "object":
-                yield self._object(one, root, depth)
+                yield self._object(key, one, depth)
             elif kind == "array" and "items" in one:
-                yield self.items(self._value(key, one["items"], root, depth - 1))
+                yield self.items(self._value(key, one["items"], depth - 1))
             else:
                 yield self.any_of(kind)
 
@@ -144,6 +154,10 @@ def is_free_text(one: Schema) -> bool:
 def quoted(text: str) -> str:
     """Exactly this text, in Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _too_large(key: str | None) -> RequestError:
+    return RequestError(f"{_named(key)} is too large to be enforced in this model's calls; leave out 'strict'")
 
 
 def _named(key: str | None) -> str:
