@@ -62,7 +62,7 @@ def members(one: Schema, root: Schema) -> list[Member]:
 
 
 def has_type(value: Any, types: Collection[str]) -> bool:
-    """Whether a value is of one of the JSON types; a whole number is an integer and a number."""
+    """Whether a value is of one of the JSON types; an integer is also a number."""
     return _has(types, _type_of(value))
 
 
