@@ -19,6 +19,7 @@ from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.calls.registry import DIALECTS
 from moeflux_mlx.text.calls.schema import parameter_types
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.calls.typed import JSON_TYPES
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -139,7 +140,7 @@ def disguised(draw, schema, defs, depth=2):
 
 
 @EVERY_OWN_FORM
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_a_schema_means_the_same_in_any_disguise(constrainer, dialect, data):
     names = data.draw(st.lists(st.sampled_from("pqrs"), unique=True, min_size=1))
@@ -262,3 +263,21 @@ def test_a_string_beside_other_types_streams(dialect):
         call = written(dialect)({"k": f"{begun}END"}, "f")
         events = AnswerReader(dialect, tools).feed(call.partition("END")[0])
         assert events[-1].text == f'{{"k": {expected}'
+
+
+@EVERY_OWN_FORM
+@settings(max_examples=examples(40), deadline=None)
+@given(data=st.data())
+def test_no_cut_changes_a_value_of_several_types(dialect, data):
+    """Also if tags inside a value, or missing ones, make it doubtful where it ends."""
+    kinds = data.draw(st.lists(st.sampled_from(sorted(JSON_TYPES)), unique=True)) + ["string"]
+    tools = tools_of({"properties": {"k": {"type": kinds}, "l": TEXT}})
+    tags = [] if dialect.tags is None else [dialect.tags.value[1], dialect.tags.key[0], dialect.tags.value[1][:-1]]
+    pieces = st.sampled_from(["nul", "null", "true", "5", "-", "[", "]", "{", "}", "'x'", " ", "\n", "x", *tags])
+    values = {key: "".join(data.draw(st.lists(pieces, max_size=4))) for key in "kl"}
+    call = written(dialect)(values, "f")
+    if tags and data.draw(st.booleans()):
+        call = call.replace(tags[0], "", 1)
+    cuts = data.draw(st.lists(st.integers(0, len(call)), max_size=6))
+    assert read(call, dialect, cuts, tools=tools) == read(call, dialect, tools=tools)
+    assert read(call, dialect, range(len(call)), tools=tools) == read(call, dialect, tools=tools)

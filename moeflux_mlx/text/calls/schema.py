@@ -39,8 +39,7 @@ def types(one: Schema) -> frozenset[str]:
 
 def keys_of(schema: Schema, root: Schema) -> frozenset[str]:
     """The members that an object's `schema`, a part of `root`, names."""
-    named = (one.get("properties") for one in variants(schema, root))
-    return frozenset(key for properties in named if isinstance(properties, Mapping) for key in properties)
+    return frozenset(key for one in variants(schema, root) for key in _properties(one))
 
 
 def member_of(key: str | None, schema: Schema, root: Schema) -> Schema:
