@@ -40,6 +40,8 @@ def near_misses(dialect):
     yield "no value is closed", spelt(dialect, closing="")
     yield "closing tags end in />", spelt(dialect, closing=f"{closing[:-1]}/>")
     yield "closing tags have no >", spelt(dialect, closing=closing[:-1])
+    for end in tags.ends[:1]:
+        yield "the end is misspelt", spelt(dialect).replace(end, f"{end[:-1]}/>", 1)
     yield "a parameter comes twice", spelt(dialect, [*VALUES.items(), ("city", "Rome")])
     if tags.kinds is None:
         yield "opening tags have no >", spelt(dialect, opening=key_end[:-1] + ("" if tags.lined else "\n"))
@@ -59,13 +61,19 @@ NAMED = '<tool_call>\n{"name": "NAME"'
 HUNYUAN_CALL = "<tool_calls:opensource>\n<tool_call:opensource>NAME"
 # Calls without arguments, as models of each style write them.
 EMPTY = {
-    "qwen_json": [f"{NAMED}}}\n</tool_call>", f'{NAMED}, "arguments": null}}\n</tool_call>', f"{NAMED}}}"],
+    "qwen_json": [
+        f"{NAMED}}}\n</tool_call>",
+        f'{NAMED}, "arguments": null}}\n</tool_call>',
+        f"{NAMED}}}",
+        f'{NAMED}, "arguments": []}}',
+    ],
     "exaone": [f'{NAMED}, "arguments": ""}}</tool_call>'],
     "qwen_xml": [
         "<tool_call>\n<function=NAME>\n</function>\n</tool_call>",
         "<tool_call>\n<function=NAME/>\n</tool_call>",
         "<tool_call>\n<function=NAME\n</function>\n</tool_call>",
         "<tool_call>\nNAME\n</tool_call>",
+        "<tool_call>\n<function=NAME>\n{}\n</function>\n</tool_call>",
     ],
     "glm": ["<tool_call>NAME\n</tool_call>"],
     "glm_line": ["<tool_call>NAME</tool_call>"],
@@ -73,10 +81,13 @@ EMPTY = {
         FENCED + "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         FENCED + "null\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         FENCED + "```<｜tool▁call▁end｜>",
+        f"{SEPARATED}function<｜tool▁sep｜>NAME<｜tool▁call▁end｜>",
+        f"{SEPARATED}function<｜tool▁sep｜>NAME\n<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ],
     "deepseek_v3.1": [
         f"{SEPARATED}NAME<｜tool▁sep｜>null<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         f"{SEPARATED}NAME<｜tool▁sep｜><｜tool▁call▁end｜>",
+        f"{SEPARATED}NAME<｜tool▁sep｜>\n<｜tool▁call▁end｜>",
         f"{SEPARATED}NAME<｜tool▁call▁end｜>",
     ],
     "deepseek_v32": ['<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME"/>\n</｜DSML｜function_calls>'],
@@ -102,7 +113,13 @@ EMPTY = {
         f"{HUNYUAN_CALL}</tool_call:opensource>\n</tool_calls:opensource>",
         f"{HUNYUAN_CALL}<tool_sep:opensource>null<end_of_tool_call:opensource>",
     ],
-    "mistral": ["[TOOL_CALLS]NAME[ARGS]", "[TOOL_CALLS]NAME[ARGS]{}", "[TOOL_CALLS]NAME[ARGS]null", "[TOOL_CALLS]NAME"],
+    "mistral": [
+        "[TOOL_CALLS]NAME[ARGS]",
+        "[TOOL_CALLS]NAME[ARGS]{}",
+        "[TOOL_CALLS]NAME[ARGS]null",
+        "[TOOL_CALLS]NAME",
+        "[TOOL_CALLS]NAME\n",
+    ],
     "harmony": [HEADER, f"{HEADER}<|call|>", f"{HEADER}null", "<|channel|>commentary to=functions.NAME"],
     "solar_open": [
         f"{SOLAR_CALL}<|tool_call:args|><|tool_call:end|><|calls|>",
@@ -112,6 +129,8 @@ EMPTY = {
     "gemma": [
         "<|tool_call>call:NAME{}<tool_call|>",
         "<|tool_call>call:NAME<tool_call|>",
+        "<|tool_call>call:NAME\n<tool_call|>",
+        "<|tool_call>call:NAME\n{}<tool_call|>",
         "<|tool_call>call:NAME",
     ],
 }

@@ -19,7 +19,7 @@ def in_order(messages: Sequence[Message]) -> list[Message]:
 
     A result gets the id and the name of its call if it lacks them. Results without an id belong to the remaining calls
     in order. An id is known until the next turn of the assistant, so later turns may use it again. Consecutive messages
-    with calls are one turn. Calls at the very end have no results yet.
+    of the assistant are one turn. Calls at the very end have no results yet.
 
     Raises:
         RequestError: a call has no result or two, or a result has no call.
@@ -43,8 +43,7 @@ def _turns(messages: Sequence[Message]) -> list[list[Message]]:
     """The messages, cut before each turn of the assistant."""
     turns: list[list[Message]] = [[]]
     for message in messages:
-        joins = message.get("tool_calls") and turns[-1] and turns[-1][-1].get("tool_calls")
-        if message["role"] == "assistant" and not joins:
+        if message["role"] == "assistant" and not (turns[-1] and turns[-1][-1]["role"] == "assistant"):
             turns.append([])
         turns[-1].append(message)
     return turns
@@ -54,10 +53,9 @@ def _arranged(turn: Sequence[Message]) -> Iterator[Message]:
     calls = [call for message in turn for call in message.get("tool_calls", ())]
     results = iter(_paired(calls, [message for message in turn if message["role"] == "tool"]))
     for message in turn:
-        if message.get("tool_calls"):
+        if message["role"] != "tool":
             yield message
-            yield from islice(results, len(message["tool_calls"]))
-    yield from (message for message in turn if message["role"] != "tool" and not message.get("tool_calls"))
+            yield from islice(results, len(message.get("tool_calls", ())))
 
 
 def _paired(calls: Sequence[Mapping[str, Any]], results: Sequence[Message]) -> list[Message]:

@@ -47,7 +47,6 @@ FIELDS = [
     ("reasoning_format", ["auto", "deepseek"], ["none"]),
     ("thinking_forced_open", [False], [True]),
     ("parse_tool_calls", [True], [False]),
-    ("skip_special_tokens", [True], [False]),
     ("reasoning_budget_tokens", [-1], [0, 100]),
     ("thinking_budget_tokens", [-1], [100]),
     ("n", [1], [2, 0, "2"]),

@@ -1,6 +1,7 @@
 """Calls in tags with small faults are read as they were meant, and a call without a fault is never changed."""
 
 import json
+import re
 
 import pytest
 from grids import examples
@@ -12,7 +13,7 @@ from test_calls import EVERY_FORM, NASTY, TOOLS, calls_of, marked, read, text_of
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
-from moeflux_mlx.text.calls.reader import AnswerReader
+from moeflux_mlx.text.calls.reader import AnswerReader, merged
 from moeflux_mlx.text.calls.tool_call import GLM_LINE, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.events import CallDelta, CallEnd
 
@@ -32,14 +33,21 @@ def tags_of(dialect):
 
 def contents(dialect):
     """Returns a strategy of values that hold what looks like tags."""
-    pieces = st.sampled_from([*tags_of(dialect), dialect.tags.value[1], *NASTY]) | st.text(max_size=3)
-    return st.lists(pieces, max_size=6).map("".join)
+    tags = tags_of(dialect)
+    pieces = st.sampled_from([*tags, dialect.tags.value[1], "\n  ", *NASTY]) | st.text(max_size=3)
+    begun = st.sampled_from(["", "", "  ", "\t", "\n "])  # an indent, perhaps with a tag behind it
+    first = st.sampled_from([*tags, *(tag.lstrip("\n") for tag in tags)])
+    return st.tuples(begun, first | pieces, st.lists(pieces, max_size=5).map("".join)).map("".join)
 
 
 def is_ended(dialect, value):
-    """Returns whether a value holds the end of a value, so that nobody could read it whole."""
+    """Returns whether a value holds the end of a value, so that nobody could read it whole, or the end of a call and
+    the beginning of the next.
+    """
     tags, joined = dialect.tags, "".join(value.split())
-    return any(tags.value[1] + "".join(tag.split()) in joined for tag in (tags.key[0], *tags.ends))
+    followers = ["".join(tag.split()) for tag in (tags.key[0], *tags.ends)]
+    next_call = re.search(rf"({'|'.join(map(re.escape, tags.ends))}).*get_weather", joined)
+    return next_call is not None or any(tags.value[1] + tag in joined for tag in followers)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +127,40 @@ def test_a_call_follows_one_whose_last_value_is_not_closed(dialect):
     if dialect.section[1] not in dialect.close:  # several calls in one section
         first = first.removesuffix(dialect.section[1])
         third = second[second.index(dialect.opening) :]
+    none = EMPTY[dialect.name][0].replace("NAME", "get_time")
+    if dialect.section[1] not in dialect.close:
+        none = none[none.index(dialect.opening) :]
+    assert calls_of(read(f"{first}\n{none}", dialect)) == [("get_weather", {"city": "A"}), ("get_time", {})]
     for text, cities in ((f"{first}\n{third}", "AB"), (f"{first}\n\n{second}", "AB"), (f"{first}\n{first}", "AA")):
         assert calls_of(read(text, dialect)) == [("get_weather", {"city": city}) for city in cities]
+
+
+def test_many_calls_that_are_not_closed_are_read_in_linear_time():
+    """Each ends where the next begins; what follows would be read again for each call."""
+    steps, many = [], spelt(QWEN_XML, [("city", "Oslo")], closing="") * 200
+
+    class Counted(AnswerReader):
+        def _read_char(self, char):
+            steps.append(char)
+            return super()._read_char(char)
+
+    reader = Counted(QWEN_XML, TOOLS)
+    events = merged(reader.feed(many) + reader.finish())
+    assert calls_of(events) == [("get_weather", {"city": "Oslo"})] * 200
+    assert len(steps) < 2 * len(many)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "<parameter=city>\nOslo\n<parameter=days>3</parameter>\n</function>",
+        "<parameter=city>Oslo\n<parameter=days>3</parameter></function>",
+        "<parameter=city>\nOslo\n    <parameter=days>\n3\n</parameter>\n</function>",
+    ],
+)
+def test_values_on_the_line_of_their_tag(call):
+    events = read(f"<tool_call>\n<function=get_weather>\n{call}\n</tool_call>", QWEN_XML)
+    assert calls_of(events) == [("get_weather", {"city": "Oslo", "days": 3})]
 
 
 def test_strings_stream_until_there_is_doubt():
@@ -157,6 +197,11 @@ def test_values_that_minimax_m3_does_not_close(text, arguments):
 def test_a_brace_too_many_is_no_text(end):
     events = read(f'<tool_call>\n{{"name": "get_time", "arguments": {{}}}}{end}', QWEN_JSON)
     assert calls_of(events) == [("get_time", {})] and text_of(events).strip() == "Done." * ("Done" in end)
+
+
+def test_braces_of_the_text_behind_a_call_stay():
+    events = read('<tool_call>{"name": "get_time"}}\n\n} else {', QWEN_JSON)
+    assert calls_of(events) == [("get_time", {})] and text_of(events) == "\n\n} else {"
 
 
 @EVERY_FORM

@@ -65,7 +65,6 @@ def test_a_missing_and_a_doubled_result_are_named(before, turn, after, data):
         ([asked("a"), result("a", "1"), result("x", "2")], "a result names the call 'x'"),
         ([asked("a"), result("a", "1"), asked("b"), result("a", "2")], "a result names the call 'a'"),
         ([asked("x" * 900), USER], "the call 'x{59} of the tool 'fx{58} is not followed"),
-        ([asked("a"), {"role": "assistant", "content": "So?"}, result("a", "1")], "the call 'a' .* is not followed"),
         ([{"role": "tool", "content": "1"}], "a result without an id follows no call that needs one; send one"),
         ([asked("a"), result("a", "1"), {"role": "tool", "content": "2"}], "a result without an id follows no call"),
     ],
@@ -73,6 +72,16 @@ def test_a_missing_and_a_doubled_result_are_named(before, turn, after, data):
 def test_results_that_match_no_call_are_refused(chat, said):
     with pytest.raises(RequestError, match=f"^{said}"):
         in_order([USER, *chat])
+
+
+def test_messages_of_the_assistant_that_follow_each_other_are_one_turn():
+    said, first, second = (
+        {"role": "assistant", "content": "So?"},
+        result("a", "1", name="fa"),
+        result("b", "2", name="fb"),
+    )
+    chat = [USER, said, asked("a"), said, asked("b"), USER, second, first]
+    assert in_order(chat) == [USER, said, asked("a"), first, said, asked("b"), second, USER]
 
 
 def test_calls_with_one_id_have_their_results_in_order():

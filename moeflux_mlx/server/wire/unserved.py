@@ -14,10 +14,11 @@ NOTHING: Sequence[Any] = (None, "", [], {})
 LLAMA_SAMPLERS: Sequence[Any] = (
     None,
     "edskypmxt",
+    "edkypmxt",
     ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
     ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
 )  # llama.cpp's defaults
-# What the message says -> the fields, each with the values that ask for nothing; the first one is in the message.
+# Reason -> field -> its neutral values. The message names the first of these.
 UNSERVED: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "this server has no such sampler": {
         "typical_p": (1,),
@@ -51,10 +52,9 @@ UNSERVED: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "include_stop_str_in_output": (False,),
     },
     "reasoning, calls and text are always told apart": {
-        "reasoning_format": ("auto", "deepseek"),
+        "reasoning_format": ("auto", "deepseek", "deepseek-legacy", "parsed"),
         "thinking_forced_open": (False,),
         "parse_tool_calls": (True,),
-        "skip_special_tokens": (True,),
     },
     "reasoning_effort and enable_thinking set how much the model reasons": {
         "reasoning_budget_tokens": (-1,),

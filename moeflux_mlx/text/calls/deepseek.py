@@ -17,15 +17,16 @@ def deepseek(call: Call) -> Steps[str]:
     if end == CALL_END:
         call.start(head.strip())
         return (yield from without_arguments(call, SECTION_END))
-    char = yield
-    while char == " ":
-        char = yield
+    char = yield from skip_space()
     if char in ("{", CALL_END[0]) or (char and head.strip() != TYPE):
         call.start(head.strip())
         return (yield from _deepseek_end(call, char, fenced=False))
-    name = yield from until("\n", char)
+    name, end = yield from until_one(["\n", CALL_END], char)
     call.start(name.strip())
-    yield from literal([FENCE], (yield from skip_space()))
+    if end != CALL_END:
+        end = yield from literal([FENCE, CALL_END], (yield from skip_space()))
+    if end == CALL_END:
+        return (yield from without_arguments(call, SECTION_END))
     yield from until("\n")
     char = yield from skip_space()
     return (yield from _deepseek_end(call, char, fenced=True))

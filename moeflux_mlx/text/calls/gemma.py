@@ -31,13 +31,15 @@ WORDS = {"None": "null", "True": "true", "False": "false"}  # as templates write
 def gemma(call: Call) -> Steps[str]:
     """Parses the text after `<|tool_call>`."""
     yield from literal(["call:"], (yield from skip_space()))
-    name, end = yield from until_one(["{", CALL_END], or_end=True)
-    if not end and call.is_cut:
+    name, char = yield from until_one(["{", CALL_END, CALL_BEGIN, "\n"], or_end=True)
+    if not char and call.is_cut:
         raise Malformed("")
     call.start(name.strip())
-    if end != "{":
-        call.check("")
-        return ""
+    if char == "\n":
+        char = yield from skip_space()
+    if char != "{":
+        call.check(char)
+        return "" if char == CALL_END else char if char == CALL_BEGIN else (yield from optional(CALL_END, char))
     yield from _members("}", call.write, has_keys=True)
     call.check("")
     return (yield from optional(CALL_END, (yield), SPARE))

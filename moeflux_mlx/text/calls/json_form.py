@@ -50,7 +50,7 @@ def _member(call: Call, key: str) -> Steps[str]:
 
 
 def arguments(call: Call, first: str) -> Steps[str]:
-    """An object as it is; one that is written as a string, or null for none, is taken for what it means."""
+    """An object as it is; one that is written as a string, or null or [] for none, is taken for what it means."""
     if first == "{":
         return (yield from json_value(first, call.write))
     pieces: list[str] = []
@@ -59,19 +59,22 @@ def arguments(call: Call, first: str) -> Steps[str]:
         value = parsed("".join(pieces))
     except ValueError:
         raise Malformed(char) from None
-    if value is not None and not isinstance(value, str):
+    if value and not isinstance(value, str):
         raise Malformed(char)
     call.write(value or "{}")
     return char
 
 
-def arguments_before(ends: Sequence[str], call: Call, char: str) -> Steps[None]:
-    """The last part of a call whose name is known: `arguments` that begin with `char`, if any, and one of `ends`."""
+def arguments_before(ends: Sequence[str], call: Call, char: str) -> Steps[str]:
+    """The last part of a call whose name is known: `arguments` that begin with `char`, if any, and one of `ends`, which
+    is returned.
+    """
     if all(char != end[0] for end in ends):
         char = yield from arguments(call, char)
     _, char = yield from skip(SPARE, char)
-    yield from literal(ends, char)
+    end = yield from literal(ends, char)
     call.check("")
+    return end
 
 
 def last_arguments(call: Call, follower: str, char: str) -> Steps[str]:

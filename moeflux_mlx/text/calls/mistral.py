@@ -3,19 +3,22 @@
 from .call import Call
 from .dialect import Dialect
 from .json_form import SPARE, last_arguments
-from .steps import Malformed, Steps, skip, skip_space, until_one
+from .steps import Malformed, Steps, optional, skip_space, until_one
 
 CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
 def mistral(call: Call) -> Steps[str]:
     """Parses the text after `[TOOL_CALLS]`."""
-    name, end = yield from until_one([ARGUMENTS], or_end=True)
+    name, end = yield from until_one([ARGUMENTS, CALL_BEGIN, "\n"], or_end=True)
     if not end and call.is_cut:
         raise Malformed("")
     call.start(name.strip())
-    char = yield from last_arguments(call, CALL_BEGIN, (yield from skip_space()) if end else "")
-    return "".join((yield from skip(SPARE, char)))
+    if end != ARGUMENTS:
+        call.check("")
+        return end
+    char = yield from last_arguments(call, CALL_BEGIN, (yield from skip_space()))
+    return (yield from optional("", char, SPARE))  # no tag ends a call
 
 
 MISTRAL = Dialect(

@@ -6,8 +6,8 @@
     3
     </parameter>
 
-A tag inside a value is one of the call if it names a parameter that has no other value, and begins a line where the
-call's tags do. Whatever does not look like that stays part of the value.
+A tag inside a value belongs to the call if it names a parameter that has no other value, and begins a line where the
+call's tags do. All other text stays part of the value.
 """
 
 import re
@@ -36,56 +36,60 @@ class Span:
 
 class Repair:
     """Args:
-    text: of the call.
-    tags: how it is written.
+    tags: how the call is written.
     keys: the parameters that the tool's schema names.
     names: the declared tools.
     is_lined: the call's tags begin lines.
     """
 
-    def __init__(self, text: str, tags: Tags, keys: Collection[str], names: Collection[str], is_lined: bool):
-        self._text, self._tags = text, tags
+    def __init__(self, tags: Tags, keys: Collection[str], names: Collection[str], is_lined: bool):
+        self._closing = tags.value[1]
         line, anywhere = r"(?:^|\n)[ \t]*", r"(?:\n[ \t]*)?"
-        broken = ("\n?" if tags.lined else "") + rf"{re.escape(tags.value[1][:-1])}/?>?\s*"
+        broken = ("\n?" if tags.lined else "") + rf"{_misspelt(tags.value[1])}\s*"
+        ends = "|".join(map(_misspelt, tags.ends))
         after = rf"(?:\s*{re.escape(tags.after)})?" if tags.after else ""
-        self._end = rf"(?:{broken}|{line if tags.lined else anywhere})(?:{_any(tags.ends)}){after}"
-        next_call = rf"\s*(?:(?:{_any(tags.opens)})\s*)+(?:{_any(names)})\b[^\n]*?\s*{re.escape(tags.key[0])}"
-        self._last_end = rf"{self._end}(?={next_call})"
+        self._end = rf"(?:{broken}|{line if tags.lined else anywhere})(?:{ends}){after}"
+        begun = rf"(?:(?:{_any(tags.opens)})\s*)+(?:{_any(names)})\b[^\n]*?\s*(?:{_any((tags.key[0], *tags.ends))})"
+        self._end_before_call = rf"{self._end}(?=\s*{begun})"
         self._opening = rf"(?:{broken}|{line if is_lined else anywhere}){_opening(tags, keys)}"
 
-    def ended(self, spans: Sequence[Span], is_closed: bool) -> tuple[Sequence[Span], int | None]:
-        """The spans up to where the call ends, and the place behind that; None if it ended where it was closed, or has
-        not ended.
+    def has_next(self, text: str) -> bool:
+        """Whether `text`, the last of a value, ends with the beginning of another call behind the end of this one."""
+        return re.search(self._end_before_call, text) is not None
 
-        A value ends before the first tag that may end a call and that another call with parameters follows, or, if it
-        was not closed, before the last that may end one.
+    def ended(self, text: str, spans: Sequence[Span], is_closed: bool) -> tuple[Sequence[Span], int | None]:
+        """The spans of the call's `text` up to its end, and the place behind that; None if it ended where it was
+        closed, or has not ended.
+
+        A value ends before the first tag that may end a call and that another call follows, or, if it was not closed,
+        before the last that may end one.
         """
         for n, span in enumerate(spans):
-            text = self._text[span.start : span.stop]
-            ends = list(re.finditer(self._last_end, text))[:1]
-            if not ends and span is spans[-1] and not is_closed:
-                ends = list(re.finditer(self._end, text))[-1:]
-            for end in ends:
-                stopped = replace(span, stop=span.start + end.start())
-                return [*spans[:n], stopped], span.start + end.end()
+            value = text[span.start : span.stop]
+            end = re.search(self._end_before_call, text[span.start :])
+            if end is None and span is spans[-1] and not is_closed:
+                end = next(reversed([*re.finditer(self._end, value)]), None)
+            if end is not None and end.start() < len(value):
+                return [*spans[:n], replace(span, stop=span.start + end.start())], span.start + end.end()
         return spans, None
 
-    def split(self, spans: Sequence[Span]) -> list[Span]:
+    def split(self, text: str, spans: Sequence[Span]) -> list[Span]:
         """The spans, and those that were opened inside their values."""
         parts: list[Span] = []
         for n, span in enumerate(spans):
             given = {other.key for other in (*parts, *spans[n:])}
-            parts += self._split(span, given)
+            parts += self._split(text, span, given)
         return parts
 
-    def _split(self, span: Span, given: set[str]) -> list[Span]:
-        text = self._text[span.start : span.stop]
-        openings = list(re.finditer(self._opening, text))
+    def _split(self, text: str, span: Span, given: set[str]) -> list[Span]:
+        length = span.stop - span.start
+        with_closing = text[span.start : span.stop + len(self._closing) + 1]
+        openings = [one for one in re.finditer(self._opening, with_closing) if one.end() <= length]
         parts = [span]
         for opening, after in zip_longest(openings, openings[1:]):
-            key, stop = opening["key"], after.start() if after else None
+            key, stop = opening["key"], after.start() if after else length
             # A lone closing tag behind it means that a whole parameter is part of the value.
-            if key in given or self._tags.value[1] in text[opening.end() : stop]:
+            if key in given or self._closing in with_closing[opening.end() : stop]:
                 continue
             given.add(key)
             start = span.start + opening.end()
@@ -98,6 +102,11 @@ def _any(texts: Iterable[str]) -> str:
     return "|".join(map(re.escape, texts)) or "(?!)"
 
 
+def _misspelt(tag: str) -> str:
+    """The regular expression of a tag that may also end in "/>" or lack its ">"."""
+    return rf"{re.escape(tag[:-1])}/?>?"
+
+
 def _opening(tags: Tags, keys: Collection[str]) -> str:
     """The regular expression of a tag that opens one of `keys`, up to the value."""
     named = rf"{re.escape(tags.key[0])}\s*(?P<key>{_any(sorted(keys, key=len, reverse=True))})\s*"
@@ -106,4 +115,6 @@ def _opening(tags: Tags, keys: Collection[str]) -> str:
         return rf"{named}{closing}(?P<kind>{_any(tags.kinds)})"
     if tags.value[0]:
         return rf"{named}(?:{most_of_it}>?)?\s*{re.escape(tags.value[0])}"
-    return rf"{named}(?:{closing}|{most_of_it}(?=\n))" + (r"[ \t]*\n" if tags.lined else "")
+    if not tags.lined:
+        return rf"{named}(?:{closing}|{most_of_it}(?=\n))"
+    return rf"{named}(?:(?:{closing})?[ \t]*\n|{closing}(?=[^\n]*{re.escape(tags.value[1])}))"

@@ -76,25 +76,26 @@ def until_one(ends: Sequence[str], held: str = "", or_end: bool = False) -> Step
 
 
 def skip(spare: str, char: str) -> Steps[tuple[str, str]]:
-    """Spaces and the characters of `spare`, `char` read of them; the spaces, and the character behind them all."""
-    spaces = ""
+    """Reads spaces and characters of `spare`, `char` of them; returns them, and the character behind them."""
+    skipped = ""
     while char and (char.isspace() or char in spare):
-        spaces += char.strip(spare)
+        skipped += char
         char = yield
-    return spaces, char
+    return skipped, char
 
 
 def optional(end: str, char: str, spare: str = "") -> Steps[str]:
-    """Spaces, characters of `spare` and the tag `end`, `char` read of them; what was read, but for those of `spare`, if
-    something else comes.
+    """Reads spaces, characters of `spare` and the tag `end`, `char` of them. If something else comes, returns what was
+    read, without those of `spare` on the first line.
     """
-    spaces, char = yield from skip(spare, char)
+    skipped, char = yield from skip(spare, char)
     if not char:
-        return spaces
+        return "".join(one for one in skipped if one not in spare)
     try:
         yield from literal([end], char)
     except Malformed as error:
-        return spaces + error.rest
+        line, line_break, others = skipped.partition("\n")
+        return "".join(one for one in line if one not in spare) + line_break + others + error.rest
     return ""
 
 

@@ -12,11 +12,14 @@ import json
 from dataclasses import replace
 
 from .call import Call
+from .json_form import arguments_before
 from .repair import Repair, Span
 from .schema import STRING, keys_of, parameter_types
 from .steps import Malformed, Steps, Write, literal, optional, skip_space, until_one
 from .tags import Tags
 from .typed import JSON_TYPES, TypedText, as_json
+
+LOOK_BACK = 1024  # characters in which the end of a call and the beginning of the next stand
 
 
 def parameters(call: Call, tags: Tags, held: str = "") -> Steps[str]:
@@ -43,11 +46,17 @@ class _Parameters:
         self._call, self._tags = call, tags
         self._keys = keys_of(call.schema, call.schema)
         self._spans: list[Span] = []
-        self._begins_lines = self._in_doubt = False
+        self._begins_lines = False
+        self._repair: Repair | None = None  # where there is doubt
+        self._followers = (tags.key[0], *tags.ends)  # what may follow a closing tag
+        self._begins = frozenset({"\n", tags.value[1][0], *(tag[0] for tag in self._followers)})
 
     def read(self, held: str) -> Steps[str]:
         """Reads all parameters strictly, and returns the tag that ends the call."""
-        tag = yield from literal(self._followers, held or (yield from skip_space()))
+        held = held or (yield from skip_space())
+        if held == "{":  # the arguments as JSON, though they should be in tags
+            return (yield from arguments_before(self._tags.ends, self._call, held))
+        tag = yield from literal(self._followers, held)
         self._begins_lines = "".join(self._call.raw).removesuffix(tag).rstrip(" \t").endswith("\n")
         while tag == self._tags.key[0]:
             tag = yield from self._parameter()
@@ -59,15 +68,14 @@ class _Parameters:
         """Decides where there was doubt, and returns what has been read behind the call; None if that is nothing, or
         the call is incomplete.
         """
-        if not self._in_doubt:
+        if self._repair is None:
             return None
         text = "".join(self._call.raw)
-        repair = Repair(text, self._tags, self._keys, self._call.names, self._begins_lines)
-        spans, stop = repair.ended(self._spans, is_closed)
+        spans, stop = self._repair.ended(text, self._spans, is_closed)
         if stop is None and not is_closed:
             return None
         values: dict[str, str] = {}
-        for span in repair.split(spans):
+        for span in self._repair.split(text, spans):
             values.setdefault(span.key, as_json(text[span.start : span.stop], self._types(span.key, span.kind)))
         self._call.settle("{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in values.items()) + "}")
         return None if stop is None else text[stop:]
@@ -104,27 +112,35 @@ class _Parameters:
             char = yield
         span = Span(key, kind, len(raw) - len(char), len(raw))
         self._spans.append(span)
-        while True:
-            self._spans[-1] = replace(span, stop=len(raw))
-            if not char:
+        tag, is_first = "", True
+        while not tag:
+            if not char or self._has_next():
+                self._spans[-1] = replace(span, stop=len(raw))
                 raise Malformed("")
             held += char
-            if tag := self._follower(held):
-                break
-            if not self._in_doubt and self._is_doubtful(held):
-                self._in_doubt = True
-                self._call.hold()
-            while held and not self._may_end(held):
+            if is_first or held[0] in self._begins:
+                tag = self._follower(held)
+                self._look(held, is_first)
+            while held and not (tag or self._may_end(held, is_first)):
                 write(held[0])
-                held = held[1:]
-            char = yield
+                held, is_first = held[1:], False
+            char = "" if tag else (yield)
         self._spans[-1] = replace(span, stop=len(raw) - len(held))
         return tag
 
-    @property
-    def _followers(self) -> tuple[str, ...]:
-        """What may follow a closing tag."""
-        return (self._tags.key[0], *self._tags.ends)
+    def _look(self, held: str, is_first: bool) -> None:
+        """Begins to doubt if `held` may be a tag of the call whose closing tag is missing or misspelt."""
+        if self._repair is None and self._is_doubtful(held, is_first):
+            self._repair = Repair(self._tags, self._keys, self._call.names, self._begins_lines)
+            self._call.hold()
+
+    def _has_next(self) -> bool:
+        """Whether another call has begun behind a value that was not closed."""
+        raw = self._call.raw
+        if self._repair is None or not any(tag.endswith(raw[-1]) for tag in self._followers):
+            return False
+        last = "".join(raw[-LOOK_BACK:])
+        return last.endswith(self._followers) and self._repair.has_next(last)
 
     def _follower(self, held: str) -> str:
         """The tag at the end of `held`, if all before it is a closing tag and spaces."""
@@ -132,17 +148,19 @@ class _Parameters:
         after = text[len(end) :].lstrip()
         return after if text.startswith(end) and after in self._followers else ""
 
-    def _may_end(self, held: str) -> bool:
+    def _may_end(self, held: str, is_first: bool) -> bool:
         """Whether `held` may be the beginning of what ends a value, or of what could be meant to."""
         text, end = self._ending(held), self._tags.value[1]
         if text.startswith(end):
             return any(tag.startswith(text[len(end) :].lstrip()) for tag in self._followers)
-        return end.startswith(text) or any(tag.startswith(_in_line(held)) for tag in self._followers)
+        line = _in_line(held, is_first)
+        return end.startswith(text) or any(tag.startswith(line) for tag in self._followers)
 
-    def _is_doubtful(self, held: str) -> bool:
-        """Whether `held` is a tag of the call without a closing tag before it, or a closing tag that is misspelt."""
-        text, end = _in_line(held), self._tags.value[1]
-        return text in self._followers or (text[:-1] == end[:-1] and text != end)
+    def _is_doubtful(self, held: str, is_first: bool) -> bool:
+        """Whether `held` is a tag of the call without a closing tag before it, or ends in a tag that is misspelt."""
+        line, end = _in_line(held, is_first), self._tags.value[1]
+        tag = line[len(end) :].lstrip() if line.startswith(end) else line
+        return line in self._followers or any(tag[:-1] == one[:-1] and tag != one for one in (end, *self._tags.ends))
 
     def _ending(self, held: str) -> str:
         return held.removeprefix("\n") if self._tags.lined else held
@@ -154,9 +172,9 @@ class _Parameters:
         return STRING if kind == self._tags.kinds[0] else types - STRING or JSON_TYPES
 
 
-def _in_line(held: str) -> str:
-    """`held` without the line break and the indent before it."""
-    return held.lstrip() if held.startswith("\n") else held
+def _in_line(held: str, is_first: bool) -> str:
+    """`held` without the line break and the indent before it; `is_first`: nothing of its value stands before it."""
+    return held.lstrip() if is_first or held.startswith("\n") else held
 
 
 def _quoted(text: str) -> str:
