@@ -113,7 +113,8 @@ class LayerCache(Generic[Part]):
     def copy(self: Same) -> Same:
         """A copy; the two share arrays until one of them writes."""
         other = type(self)(self.part)
-        other.state, other.shifts = self.state, self.shifts
+        arrays = (array if array is None else array[...] for array in self.state[:-1])  # MLX assigns into an object
+        other.state, other.shifts = (*arrays, self.offset), self.shifts
         return other
 
     def size(self) -> int:

@@ -399,6 +399,9 @@ def test_forks_know_what_their_text_knows(family):
     assert same(said_by(other, prompt, 6, 6), said_by(session, prompt, 6, 6))
     check_rows(other, model, ())
     check_rows(session, model, ())
+    known = other.drafts.saved(len(prompt))
+    said_by(session, PROMPT[::-1], 1, 1)
+    assert other.drafts.saved(len(prompt)) == known
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=marks(False))])

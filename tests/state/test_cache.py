@@ -59,6 +59,16 @@ def test_entries_that_fill_an_array_keep_nothing_else():
     assert mx.get_active_memory() - before < 2 * cache.nbytes
 
 
+def test_a_copy_does_not_see_what_the_original_goes_on_with():
+    cache = KVCache(PART)
+    cache.append(entries(5, 0), entries(5, 1))
+    copy = cache.copy()
+    before = [np.array(array) for array in copy.stored()]
+    cache.go_back(2, None)
+    cache.append(entries(3, 2), entries(3, 3))
+    assert all(np.array_equal(np.array(array), old) for array, old in zip(copy.stored(), before, strict=True))
+
+
 def test_entries_that_were_trimmed_are_not_seen(on_gpu):
     on_gpu(True)
     whole, fresh = KVCache(PART), KVCache(PART)
