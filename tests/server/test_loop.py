@@ -238,7 +238,7 @@ def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it():
 def test_an_answer_that_outgrows_its_memory_waits_for_others(monkeypatch):
     monkeypatch.setattr(admission, "AHEAD", 100)
     room = Admission(4, 1000, lambda tokens: tokens)
-    first, second, third = all_of = [running(400), running(390, 400), running(150)]
+    first, second, third = all_of = [running(400), running(740, 750), running(150)]
     assert room.may_step(all_of, all_of) == [first, second] and first.set_aside == 500
     assert room.may_step([second, third], [second, third]) == [second, third] and third.set_aside == 250
 

@@ -78,6 +78,14 @@ def test_a_session_in_use_is_nobody_else_s(sessions):
     assert first.session is not second.session
 
 
+def test_the_last_token_of_a_running_answer_is_not_copied(sessions):
+    """The state at the last token may also hold drafts."""
+    answering = sessions.take(SHARED)
+    answering.session.tokens, answering.is_answering = list(SHARED), True
+    assert sessions.known([*SHARED, 1]) == 199
+    assert sessions.take([*SHARED, 1]).session.tokens == SHARED[:199]
+
+
 def test_idle_sessions_are_dropped_when_they_hold_too_much():
     sessions = make(4, max_bytes=250)
     for n in range(3):

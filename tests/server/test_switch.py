@@ -1,5 +1,6 @@
 """Several models, one loaded at a time: which requests wait, which go first, and that memory is freed."""
 
+import asyncio
 import contextlib
 import random
 import threading
@@ -19,6 +20,10 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import switch
+from moeflux_mlx.server.admission import Admission
+from moeflux_mlx.server.prepare import Defaults
+from moeflux_mlx.server.request import Sampling
+from moeflux_mlx.server.sessions import Sessions
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -207,6 +212,34 @@ def test_a_client_that_waits_for_a_model_is_told_that_the_server_ends():
         live.listener.stop_soon()
         assert [refused(one.result) for one in asked] == [503, 503]
     assert loads.order == ["a"]
+
+
+def test_a_request_that_is_cancelled_when_its_turn_has_come_gives_the_model_back():
+    one = switch.Choice(
+        "a",
+        Loads("a").of["a"],
+        lambda engine: Sessions(engine.session, 1, 1 << 30),
+        lambda engine: Admission(1, 1 << 30, lambda tokens: tokens),
+        lambda engine: Defaults(Sampling(), {}),
+    )
+    models = switch.ModelSwitch([one])
+
+    async def take_and_cancel(cancel):
+        loaded = await models.take("a")
+        cancel()  # the other request has its turn too, and has not gone on yet
+        return loaded
+
+    async def uses():
+        models.start()
+        first = asyncio.create_task(take_and_cancel(lambda: second.cancel()))
+        second = asyncio.create_task(models.take("a"))
+        loaded = await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        models.begin_stop()
+        return loaded.uses
+
+    assert asyncio.run(uses()) == 1 and models.stop(10)
 
 
 def test_memory_is_given_back_before_the_next_is_loaded():
