@@ -1,6 +1,7 @@
 """Images among the tokens of a text: places and positions, reuse, saving, stopping. The rows are random."""
 
 import json
+from dataclasses import replace
 
 import goldens
 import mlx.core as mx
@@ -28,6 +29,8 @@ from moeflux_mlx.model.images import Images
 from moeflux_mlx.ops import backend
 from moeflux_mlx.state.prompt_file import _shifts, read_prompt_header
 from moeflux_mlx.text.tokenizer import load_tokenizer
+from moeflux_mlx.vision.pixels import Processor
+from moeflux_mlx.vision.vision import EncodedImage, Vision
 
 ROW = 245
 FAMILY = "qwen3_5_moe"  # some of its layers cannot be cut
@@ -104,8 +107,18 @@ def test_keys_depend_on_the_image_and_are_beyond_any_vocabulary():
     one, again, other = (prompt_of(FAMILY, seed) for seed in (1, 1, 2))
     assert one == again and one != other and one.tokens.tolist() == other.tokens.tolist()
     keys = [key for key in one if key >= FIRST_KEY]
-    assert len(keys) == 12 and not set(keys) & set(other)
+    assert len(set(keys)) == 12 and not set(keys) & set(other)
     assert max(one.tokens.tolist()) < 256
+
+
+def test_images_of_the_same_bytes_in_other_sizes_differ():
+    """The bytes are those of a black picture."""
+    processor = Processor("area", 2, 1, 1, 1, 1 << 10, (0.5,) * 3, (0.5,) * 3)
+    encoded = lambda *size, **more: EncodedImage(  # noqa: E731
+        Vision(None, replace(processor, **more), ROW, by_axes=False), np.zeros((*size, 3), np.uint8)
+    )
+    images = [encoded(4, 6), encoded(6, 4), encoded(2, 12), encoded(4, 6, patch=1), encoded(4, 6, mean=(0.4,) * 3)]
+    assert len({image.digest for image in images}) == 5 and encoded(4, 6).digest == images[0].digest
 
 
 def test_as_many_images_as_places():
