@@ -21,6 +21,7 @@ from moeflux_mlx.engine.sampling import make_sampler
 from moeflux_mlx.engine.session import advance_answers
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError
 from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.state.snapshot import save_state
 
 LONGEST = 6  # tokens
@@ -167,6 +168,24 @@ def test_a_failed_read_ends_only_rows_that_chose_that_expert(monkeypatch):
     assert same(outcomes[1:], [told[1] for told in wanted[1:]])
     for decoding, text, count in zip(decodings, texts, (1, 2, 2), strict=True):
         assert save_state(model, decoding.cache) == alone.state(text, count), "the error changed no state"
+
+
+def test_a_refused_row_ends_only_its_own_text(monkeypatch):
+    """The model refuses it in a step begun ahead, in one for all texts, and alone."""
+    model, texts = make_resident(monkeypatch, "qwen3_next"), [Text(i, None, None, False) for i in range(3)]
+    wanted, step = [Alone(model)(text)[0] for text in texts], Model.step
+    decodings = [text.decoding(model) for text in texts]
+
+    def refusing(self, sequences):
+        if any(rows.cache is decodings[1].cache for rows in sequences):
+            raise RequestError("refused")
+        return step(self, sequences)
+
+    monkeypatch.setattr(Model, "step", refusing)
+    advance_together(decodings)  # the first tokens need no row
+    outcomes = advance_together(decodings)
+    assert isinstance(outcomes[1], RequestError)
+    assert same(outcomes[::2], [told[1] for told in wanted[::2]])
 
 
 def test_rows_that_cannot_share_a_step_are_refused_and_continue():

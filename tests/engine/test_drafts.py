@@ -160,6 +160,15 @@ def test_drafts_that_were_not_taken_shorten_no_way_back(family):
         check_texts(tiny_model(family, mx.float32), family, turns, None, None, (False,), most)
 
 
+def test_a_state_that_is_due_where_the_prompt_ends_is_kept_as_without_drafts(monkeypatch):
+    model, prompt = tiny_model("qwen3_next", mx.float32), PROMPT[:16]
+    plain, drafted = (session_of(model, "qwen3_next") for _ in range(2))
+    want = said_by(plain, prompt, 7, 7, boundaries=[8])
+    drafts(monkeypatch, model, [[*prompt, *(token for token, _ in want)]])
+    assert same(said_by(drafted, prompt, 7, 7, boundaries=[8]), want)
+    assert drafted.points.positions == plain.points.positions == [8, 17]
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", *(pytest.param(name, marks=marks(False)) for name in ALSO_AHEAD)])
 def test_a_model_that_computes_ahead_gives_the_same(monkeypatch, family):
     model = make_resident(monkeypatch, family)
@@ -314,6 +323,16 @@ def test_no_draft_is_checked_that_a_grammar_excludes(monkeypatch):
     rows = count_rows(monkeypatch)
     assert [token for token, _ in generate_step(PROMPT, model, max_tokens=9, **constrained())] == want
     assert max(rows) == 2, "every other draft is odd"
+
+
+@pytest.mark.parametrize("right, kept", [([False], [1, 1]), ([True, False], [2])])
+def test_experts_are_taken_back_after_the_rows_that_stay(monkeypatch, right, kept):
+    model, rows = tiny_model("qwen3_moe", mx.float32), []
+    want = [token for token, _ in generate_step(PROMPT, model, max_tokens=4)]
+    drafts(monkeypatch, model, [[*PROMPT, *want]], right, most=2)
+    monkeypatch.setattr(model.experts, "take_back", rows.append)
+    list(generate_step(PROMPT, model, max_tokens=4))
+    assert rows == kept
 
 
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60), count=st.integers(-1, 5))

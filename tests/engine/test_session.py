@@ -7,6 +7,7 @@ import pytest
 from grids import drawn, examples, marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_decode import make_resident
 from test_interrupts import interrupted
 from tiny_models import tiny_directory, tiny_model
 
@@ -328,6 +329,17 @@ def test_closing_an_answer_keeps_what_was_computed():
     assert check(session, text() + given_out).computed == 1
 
 
+def test_closing_an_answer_keeps_no_state_that_is_ahead_of_it(monkeypatch):
+    model = make_resident(monkeypatch, RECURRENT)
+    session = Session(model, load_tokenizer(tiny_directory(RECURRENT)), checkpoint_every=1)
+    responses = session.respond(text(), max_tokens=20)
+    for _ in range(5):
+        next(responses)
+    ahead = session.points.positions[-1]
+    responses.close()
+    assert len(session.tokens) == N + 4 == ahead - 1 == session.points.positions[-1]
+
+
 def test_processors_see_tokens_that_were_not_computed():
     session, seen = make("qwen3_moe"), []
 
@@ -483,6 +495,20 @@ def test_a_fork_continues_independently(family):
     assert check(other, [*before[:reached], *text(10, 3)]).memory == reached
     assert check(session, [*before, *text(8, 4)]).computed == 8
     assert check(other.fork(25), [*before[:20], 7]).memory == 20
+    assert other.rewind(reached) == reached
+
+
+@pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
+def test_a_fork_has_nothing_of_a_span_that_is_half_done(family):
+    session = make(family, span=40, prefill_step_size=16)
+    check(session, text(20, 3))
+    known = session.tokens.copy()
+    with pytest.raises(Stopped):
+        list(session.respond(known + text(), prompt_progress_callback=stop_at(len(known) + 15)))
+    other = session.fork(len(known) + 10)
+    assert other.tokens == known[: len(other.tokens)] and len(other.tokens) >= 19
+    assert {layer.offset for layer in other.cache} == {len(other.tokens)}
+    check(other, [*known, 5])
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -491,6 +517,7 @@ def test_a_fork_of_all_that_is_known(family):
     check(session, text())
     known = session.tokens.copy()
     other = session.fork(len(known))
+    assert other.points.positions == session.points.positions
     assert other.known([*known, 1, 2]) == len(known)
     assert check(other, [*known, *text(8, 4)]).computed == 8
     assert check(session, [*known, *text(9, 5)]).computed == 9
