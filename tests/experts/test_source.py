@@ -355,12 +355,12 @@ def test_a_full_pool_does_not_fill_again_where_a_guess_was_dropped(packed):
 
 
 def test_records_read_only_for_rejected_rows_are_evicted_first(packed):
-    loader = StreamedExperts(packed, cache_bytes=5 * packed.layout.expert_stride, least_slots=5)
-    read(loader, [0, 1])
-    read(loader, [0, 2], [1, 3], [2, 4])
-    loader.take_back(1)  # 3 and 4 were read for the others alone; 1 was there before, 2 is the first row's too
-    read(loader, [5])
-    assert read(loader, [0, 1, 2]).all()
+    loader = StreamedExperts(packed, cache_bytes=4 * packed.layout.expert_stride, least_slots=4)
+    read(loader, [0, 3])
+    read(loader, [0, 2], [3, 1], [1, 2])
+    loader.take_back(1)  # 1 was read for the others alone; 3 was there before, 2 is the first row's too
+    read(loader, [4])
+    assert read(loader, [0, 2, 3]).all()
     loader.close()
 
 

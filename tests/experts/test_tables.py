@@ -90,11 +90,12 @@ def test_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept)
 
 
 def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
-    files, _ = written(tmp_path, FORMS[2], 100, [40, 60], True)
-    reader = TableReader(files)
+    files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], True)
+    reader, numbers = TableReader(files), np.array([[[5, 7], [6, 7], [50, 8]]])
     for _ in range(2):
-        reader.begin(np.array([[[5, 7], [7, 50]]])).take(0, 2)
-        assert reader.rows_read == 3 and reader.bytes_read == 3 * FORMS[2].row_bytes
+        got = np.array(reader.begin(numbers).take(0, 3).astype(mx.float32))
+        np.testing.assert_array_equal(got.reshape(3, 2, WIDTH), wanted[numbers[0]])
+        assert reader.rows_read == 5 and reader.bytes_read == 5 * FORMS[2].row_bytes
     reader.close()
 
 
