@@ -70,6 +70,15 @@ def test_each_kernel_is_compiled_once_and_stored_in_two_files(tmp_path):
     assert again.compiled == ["custom_kernel_k3"]
 
 
+def test_a_kernel_without_its_machine_code_is_compiled_again(tmp_path):
+    """A process died between the two files."""
+    keep(Fake(), [program(1)], tmp_path)
+    code = tmp_path / f"{program(1).file}.ptx"
+    code.unlink()
+    keep(Fake(), [program(1)], tmp_path)
+    assert code.read_bytes() == program(1).text.encode()
+
+
 def test_a_full_disk_stores_nothing_and_stops_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError("no space left on device")

@@ -295,6 +295,7 @@ def test_wrong_values_in_well_formed_files_are_noticed(saved):
     huge = START.pack(b"MOEFLXPC", 1, 2**32 - 1, 2**64 - 1, 2**64 - 1)
     refused(path, rebuilt(good, start=huge), "header is wrong")
     refused(path, rebuilt(good, start=START.pack(b"MOEFLXPC", 1, 8, 2**20, 8)), "length is wrong")
+    refused(path, good + b"x", "length is wrong")
     refused(path, rebuilt(good, tokens=bytes(16)), "token count is wrong")
     parts = {"model": "a", "tokenizer": "b", "dtype": "c"}
     for value in ([], {}, {"fingerprint": parts}, {"fingerprint": {**parts, "model": 1}, "extra": {}}, 3):

@@ -118,6 +118,7 @@ def test_it_goes_back_as_far_as_it_has_the_visible_positions():
         cache.go_back(22, None)
     assert cache.trim(9) == 9 and close(feed(cache, 1)[:, 0], 23, 5)
     assert not cache.reaches(22)  # lost positions stay lost
+    assert cache.copy().first == cache.first == 19
 
 
 @pytest.mark.parametrize("rows", [1, MOST_DRAFTS])
