@@ -101,7 +101,7 @@ class RandomImage:
         self._arrays = [mx.array(draw.normal(size=(self.length, hidden_size)), mx.float32) for _ in range(1 + deep)]
         self.asked = self.forgotten = 0
 
-    def rows(self):
+    def rows(self, encoder):
         self.asked += 1
         return ImageRows(self._arrays[0], self._arrays[1:])
 

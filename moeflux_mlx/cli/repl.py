@@ -13,7 +13,7 @@ from ..engine.generation import xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..errors import MoefluxError, RequestError, TokenizerError
 from ..files import user_path
-from ..vision.vision import bytes_of
+from ..vision.sources import bytes_of
 from .fetching import local_model
 from .opening import load_named, open_store
 from .options import parse_template_config, sampling

@@ -11,7 +11,7 @@ from ..errors import RequestError
 from ..model.decoder import Model
 from ..model.images import NO_IMAGES, Image, Images
 from ..model.tokens import token_ids
-from ..vision.vision import EncodedImage
+from ..vision.reader import ReadImage
 
 FIRST_KEY = 1 << 31  # larger than any token id
 
@@ -43,7 +43,7 @@ def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Mod
     if model.vision is None:
         raise RequestError(f"this {model.model_type} model was loaded without an image encoder; use load()")
     sources = images if isinstance(images, (list, tuple)) else [images]
-    read = [one if isinstance(one, EncodedImage) else model.vision.image(one) for one in sources]
+    read = [one if isinstance(one, ReadImage) else model.vision.image(one) for one in sources]
     return with_images(np.array(tokens).tolist(), read, model.vision.token)
 
 

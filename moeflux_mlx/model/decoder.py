@@ -25,7 +25,7 @@ from ..state.traced import Traced
 from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, Shared
-from .images import ImageReader
+from .images import ImageEncoder
 from .layer import layer_of
 from .layers import Embedding, LastProduct, Linear, RMSNorm
 from .span import PromptSizes, Span
@@ -85,7 +85,7 @@ class Model(nn.Module):
         drafting: of all its texts.
         experts: the source of routed experts, an `ExpertLoader`.
         head: its draft head, or None.
-        vision: reads images; None: not set.
+        vision: reads and encodes images; None: not set.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Model(nn.Module):
         self.suits_cpu = backend.takes_widths(args.widths)
         self.experts = None if experts is None else experts.source
         self._head: Callable[[], DraftHead | None] = lambda: None  # in a function, so that it is not a submodule
-        self.vision: ImageReader | None = None
+        self.vision: ImageEncoder | None = None
         self.decode_step: DecodeStep | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._step)
@@ -342,7 +342,7 @@ class Model(nn.Module):
         if span.hidden is None:
             self._expect(span)
             span.inputs = self._inputs(span.tokens, cache)
-            span.reached = 0, span.images.embedded(self._embedded(span.tokens), span.start)
+            span.reached = 0, span.images.embedded(self._embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
             i = span.layer
             span.begin(i, cache[i])
@@ -350,7 +350,7 @@ class Model(nn.Module):
                 h = self.layers[i].pass_span(
                     span.hidden, cache[i], span, lambda share, done=i: report((done + share) / count)
                 )
-                h = span.images.deepened(h, span.start, i)
+                h = span.images.deepened(h, span.start, i, self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
             except BaseException:

@@ -39,8 +39,8 @@ class Image(Protocol):
     @property
     def grid(self) -> tuple[int, int] | None: ...
 
-    def rows(self) -> ImageRows:
-        """The image's rows, computed when first requested and kept until `forget`."""
+    def rows(self, encoder: "ImageEncoder | None") -> ImageRows:
+        """The image's rows, computed by the model's encoder when first requested and kept until `forget`."""
         ...
 
     def forget(self) -> None: ...
@@ -53,6 +53,14 @@ class ImageReader(Protocol):
 
     def image(self, source: Any) -> Image:
         """Raises RequestError: it cannot be read."""
+        ...
+
+
+class ImageEncoder(ImageReader, Protocol):
+    """Also makes the rows of what it read."""
+
+    def encode(self, levels: np.ndarray) -> ImageRows:
+        """Raises RequestError: the model has no encoder."""
         ...
 
 
@@ -105,16 +113,16 @@ class Images:
             shifts.append((place + image.length, by))
         return shifts
 
-    def embedded(self, hidden: Any, start: int) -> Any:
+    def embedded(self, hidden: Any, start: int, encoder: ImageEncoder | None) -> Any:
         """`hidden` [1, L, hidden_size] of places from `start` on, with the images' embeddings."""
         for rows, of_image, image in self._parts(start, hidden.shape[1]):
-            hidden[:, rows] = _like(image.rows().embeddings[of_image], hidden)
+            hidden[:, rows] = _like(image.rows(encoder).embeddings[of_image], hidden)
         return hidden
 
-    def deepened(self, hidden: Any, start: int, layer: int) -> Any:
+    def deepened(self, hidden: Any, start: int, layer: int, encoder: ImageEncoder | None) -> Any:
         """`hidden` behind a layer, with what images add there."""
         for rows, of_image, image in self._parts(start, hidden.shape[1]):
-            deep = image.rows().deep
+            deep = image.rows(encoder).deep
             if layer < len(deep):
                 hidden[:, rows] += _like(deep[layer][of_image], hidden)
         return hidden

@@ -25,7 +25,8 @@ from ..text.replay import Answer, AnswerStore
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
-from ..vision.vision import NoVision, image_bytes
+from ..vision.sources import image_bytes
+from ..vision.vision import NoVision
 from .request import Request, Sampling
 from .wire.images import ImageParts
 from .wire.replies import context_exceeded

@@ -1,27 +1,24 @@
-"""Reads a model's images: `Vision`, and encoded images."""
+"""A model's images: the encoder on disk (`VisionFiles`) and in memory (`Vision`), or why there is none."""
 
-import base64
-import binascii
-import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import read_json, user_path
+from ..files import read_json
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
 from ..model.images import ImageRows
 from ..ops.limits import within_limits
 from ..packing.aside import NAME
 from ..spec import ModelArgs, family_name
 from .encoder import KINDS, SCORES_COPIES, Encoder, Kind, is_installed, not_installed, plain_name
-from .pixels import IMAGE_ROWS, Processor, processor_of, read_levels
+from .pixels import IMAGE_ROWS, Processor, processor_of
+from .reader import Reader, ReadImage
 
 PREPROCESSOR = "preprocessor_config.json"
 MOST_ROWS = 1 << 16  # the most rows that may be requested
@@ -71,7 +68,11 @@ class VisionFiles:
             encoder = Encoder(self.kind, self.config["vision_config"], self.tensors, quantization, dtype)
         except ModelFileError as error:
             return NoVision(str(error))
-        return Vision(encoder, self.processor, self.token, self.by_axes, rows)
+        return Vision(encoder, self.reader(rows))
+
+    def reader(self, rows: int = IMAGE_ROWS) -> Reader:
+        """Reads images of at most `rows` rows; it needs no tensors."""
+        return Reader(self.processor, self.token, self.by_axes, rows)
 
 
 def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> VisionFiles | None:
@@ -121,68 +122,19 @@ def _size(vision: Mapping[str, Any], names: Sequence[str]) -> int:
 
 
 class Vision:
-    """Reads images for one model; any number of threads may use it.
+    """A model's images: a reader of pictures and the encoder of what it read. Any number of threads may use it."""
 
-    Args:
-        encoder: makes embeddings of patches.
-        processor: makes patches of pictures.
-        token: the id of an image's rows in prompts; a template writes it once per image.
-        by_axes: whether rotary positions follow rows and columns.
-        rows: that an image has at most.
-    """
-
-    def __init__(self, encoder: Encoder, processor: Processor, token: int, by_axes: bool, rows: int = IMAGE_ROWS):
-        self.encoder, self.processor, self.token, self.by_axes, self.most = encoder, processor, token, by_axes, rows
-        self._lock, self._reading = threading.Lock(), threading.Lock()
-
-    def image(self, source: Any) -> "EncodedImage":
-        """An image to be read.
-
-        Args:
-            source: a path, a `file:` or `data:` URL, the bytes of a file, or a picture of Pillow's.
-
-        Raises:
-            RequestError: it is no image that can be read, or it is too large.
-        """
-        data = bytes_of(source)
-        with self._reading:  # one at a time: a picture may be large before it is made smaller
-            levels = read_levels(data, self.processor, self.most)
-        return EncodedImage(self, levels)
+    def __init__(self, encoder: Encoder, reader: Reader):
+        self.encoder, self.reader, self.token, self.image = encoder, reader, reader.token, reader.image
+        self._lock = threading.Lock()
 
     @within_limits()
     def encode(self, levels: np.ndarray) -> ImageRows:
         """Rows of a picture in the encoder's size. Raises DeviceError: memory is at an end."""
-        patch = self.processor.patch
+        processor = self.reader.processor
+        grid = levels.shape[0] // processor.patch, levels.shape[1] // processor.patch
         with self._lock:
-            return self.encoder(self.processor.patches(levels), (levels.shape[0] // patch, levels.shape[1] // patch))
-
-
-class EncodedImage:
-    """An image of a text, which is encoded when its rows are first requested.
-
-    Attributes:
-        digest: of its pixels and how they are cut.
-        length: rows of embeddings.
-        grid: rows and columns of them, where rotary positions follow these; else None.
-    """
-
-    def __init__(self, vision: Vision, levels: np.ndarray):
-        self._vision, self._levels = vision, levels
-        self._rows: ImageRows | None = None
-        processor = vision.processor
-        down, across = (length // processor.factor for length in levels.shape[:2])
-        self.length, self.grid = down * across, (down, across) if vision.by_axes else None
-        sizes = f"{levels.shape} {processor}".encode()
-        self.digest = hashlib.blake2b(sizes + levels.tobytes(), digest_size=32).digest()
-
-    def rows(self) -> ImageRows:
-        if self._rows is None:
-            self._rows = self._vision.encode(self._levels)
-        return self._rows
-
-    def forget(self) -> None:
-        """Frees its rows; they are computed again when requested."""
-        self._rows = None
+            return self.encoder(processor.patches(levels), grid)
 
 
 class NoVision:
@@ -193,7 +145,10 @@ class NoVision:
     def __init__(self, reason: str):
         self.reason = reason
 
-    def image(self, source: Any) -> EncodedImage:
+    def image(self, source: Any) -> ReadImage:
+        raise RequestError(self.reason)
+
+    def encode(self, levels: np.ndarray) -> ImageRows:
         raise RequestError(self.reason)
 
 
@@ -202,60 +157,6 @@ def checked_rows(rows: int) -> int:
     if type(rows) is not int or not 1 <= rows <= MOST_ROWS:
         raise RequestError(f"image_tokens is {rows!r}; expected a number from 1 to {MOST_ROWS}")
     return rows
-
-
-def bytes_of(source: Any) -> bytes:
-    """The bytes of an image file; see `Vision.image`."""
-    if isinstance(source, bytes):
-        return source
-    if isinstance(source, str) and source.startswith("data:"):
-        return from_data_url(source)
-    if isinstance(source, str) and source.startswith("file://"):
-        source = unquote(urlsplit(source).path)
-    if isinstance(source, (str, Path)):
-        path = user_path(source)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
-    if hasattr(source, "save"):
-        import io
-
-        file = io.BytesIO()
-        source.save(file, "PNG")
-        return file.getvalue()
-    raise RequestError(
-        f"an image is a {type(source).__name__}; give a path, a data: URL, bytes or a picture of Pillow's"
-    )
-
-
-def image_bytes(url: str, fetch: Callable[[str], bytes] | None) -> bytes:
-    """The bytes behind an untrusted URL.
-
-    Args:
-        fetch: fetches from http and https; None: nothing is fetched. Other schemes but `data:` never are.
-
-    Raises:
-        RequestError: it cannot be had.
-    """
-    if url.startswith("data:"):
-        return from_data_url(url)
-    if not url.lower().startswith(("http://", "https://")):
-        raise RequestError("an image is neither a data: URL nor at http:// or https://; send data:image/png;base64,...")
-    if fetch is None:
-        raise RequestError("images are not fetched from other machines; send a data: URL, or serve --allow-image-urls")
-    return fetch(url)
-
-
-def from_data_url(url: str) -> bytes:
-    """What `data:image/png;base64,...` holds. Raises RequestError: it is no such URL."""
-    head, comma, text = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise RequestError("the image's data: URL is not in base64; give data:image/png;base64,...")
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"the image's data: URL is damaged: {error}") from None
 
 
 def open_vision(
@@ -267,6 +168,18 @@ def open_vision(
         ConfigError, ModelFileError: as `find_vision`.
     """
     return usable(find_vision(path, args, shards_in) if wanted else None, args, wanted)
+
+
+def open_reader(
+    path: Path, args: ModelArgs, shards_in: Sequence[Path] = (), wanted: bool = True, rows: int = IMAGE_ROWS
+) -> "Reader | NoVision":
+    """The reader that a model's `Vision` has, without the encoder's tensors.
+
+    Raises:
+        ConfigError, ModelFileError: as `find_vision`.
+    """
+    files = open_vision(path, args, shards_in, wanted)
+    return files if isinstance(files, NoVision) else files.reader(rows)
 
 
 def usable(files: VisionFiles | None, args: ModelArgs, wanted: bool = True) -> "VisionFiles | NoVision":

@@ -14,7 +14,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.serve import parser
 from moeflux_mlx.vision import fetch as fetching
 from moeflux_mlx.vision.fetch import fetch, is_public
-from moeflux_mlx.vision.vision import image_bytes
+from moeflux_mlx.vision.sources import image_bytes
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 PUBLIC = ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]

@@ -15,6 +15,8 @@ from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.model import images
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops import backend
+from moeflux_mlx.spec import ModelArgs
+from moeflux_mlx.vision.vision import open_reader
 
 pytestmark = needs_encoder
 TOLERANCE = 5e-4 if backend.has_kernels() else 2e-4
@@ -51,7 +53,7 @@ def error(model, family, count=2):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_are_those_of_transformers(models, family):
     vision, stored = models(family).vision, image_goldens.stored(family)
-    processor = vision.processor
+    processor = vision.reader.processor
     mean, deviation = (np.array(values)[:, None, None] for values in (processor.mean, processor.deviation))
     for number in range(2):
         image = vision.image(image_goldens.png(family, number))
@@ -60,6 +62,15 @@ def test_pixels_are_those_of_transformers(models, family):
         np.testing.assert_array_equal(np.rint(levels * 255), stored[f"pixels{number}"])
         _, down, across = stored[f"grid{number}"]
         assert image.length * 4 == down * across and image.grid in (None, (down // 2, across // 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reader_without_the_encoder_reads_what_the_model_encodes(models, family):
+    model, path = models(family), image_directory(family)
+    reader = open_reader(path, ModelArgs.from_file(path))
+    prompt, wanted = golden_prompt(family, reader, 2)
+    assert prompt == golden_prompt(family, model.vision, 2)[0]
+    assert np.abs(logits_of(model, prompt) - wanted).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,8 +127,8 @@ def deaf(*names):
 FORGOTTEN = {
     "positions": lambda self, start, end: None,
     "shifts": lambda self, start, end: [],
-    "deepened": lambda self, hidden, start, layer: hidden,
-    "embedded": lambda self, hidden, start: hidden,
+    "deepened": lambda self, hidden, start, layer, encoder: hidden,
+    "embedded": lambda self, hidden, start, encoder: hidden,
 }
 BY_AXES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
 MISTAKES = [*((family, "positions") for family in BY_AXES), ("kimi_k25", "embedded"), ("qwen3_vl_moe", "deepened")]

@@ -309,4 +309,4 @@ def test_damaged_shifts_are_refused(tmp_path, pairs):
 
 
 def test_hidden_size_of_the_stand_ins():
-    assert random_image(FAMILY).rows().embeddings.shape == (12, goldens.text_config(FAMILY)["hidden_size"])
+    assert random_image(FAMILY).rows(None).embeddings.shape == (12, goldens.text_config(FAMILY)["hidden_size"])
