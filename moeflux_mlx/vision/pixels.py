@@ -158,7 +158,7 @@ def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
     Raises:
         RequestError: the file is too large, is no image of a known format, or is damaged.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if len(data) > FILE_BYTES:
         raise RequestError(f"the image has {len(data)} bytes; at most {FILE_BYTES}")
@@ -173,6 +173,8 @@ def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
             picture = _on_white(picture).resize(resized, Image.Resampling.BICUBIC)
     except RequestError:
         raise
+    except UnidentifiedImageError:  # whose message is the address of an object
+        raise RequestError(f"the image cannot be read: it is damaged or of another format; {known}") from None
     except MemoryError:
         raise RequestError("there is no memory to read the image; give a smaller one") from None
     except Exception as error:  # Pillow's decoders raise various errors for damaged files
@@ -187,9 +189,23 @@ def _on_white(picture: Any) -> Any:
     """The picture in RGB on a white background."""
     from PIL import Image
 
+    if picture.mode.startswith("I"):
+        return _of_high_bytes(picture).convert("RGB")
     if picture.mode not in ("RGBA", "LA", "PA") and "transparency" not in picture.info:
         return picture.convert("RGB")
     clear = picture if picture.mode == "RGBA" else picture.convert("RGBA")
     white = Image.new("RGB", picture.size, (255, 255, 255))
     white.paste(clear, mask=clear.getchannel("A"))
     return white
+
+
+def _of_high_bytes(picture: Any) -> Any:
+    """A picture of 16-bit greys in 8 bits, which Pillow's `convert` would clip; its own RGB of 16 bits is cut like
+    this.
+    """
+    from PIL import Image
+
+    values = np.asarray(picture)
+    levels = (values >> 8).astype(np.uint8)
+    levels[values == picture.info.get("transparency", -1)] = 255
+    return Image.fromarray(levels)

@@ -3,20 +3,23 @@
 import base64
 import binascii
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from ..errors import RequestError
 from ..files import user_path
+
+BASE64 = re.compile("; *base64 *$", re.IGNORECASE)  # the end of a data: URL's head if what follows is in base64
 
 
 def bytes_of(source: Any) -> bytes:
     """The bytes of an image file; see `Reader.image`."""
     if isinstance(source, bytes):
         return source
-    if isinstance(source, str) and source.startswith("data:"):
+    if isinstance(source, str) and _is_data_url(source):
         return from_data_url(source)
     if isinstance(source, str) and source.startswith("file://"):
         source = unquote(urlsplit(source).path)
@@ -28,7 +31,10 @@ def bytes_of(source: Any) -> bytes:
             raise RequestError(f"{path} cannot be read: {error.strerror or error}") from None
     if hasattr(source, "save"):
         file = io.BytesIO()
-        source.save(file, "PNG")
+        try:
+            source.save(file, "PNG")
+        except (OSError, ValueError) as error:
+            raise RequestError(f"the picture cannot be read: {error}; convert it to RGB") from None
         return file.getvalue()
     raise RequestError(
         f"an image is a {type(source).__name__}; give a path, a data: URL, bytes or a picture of Pillow's"
@@ -44,7 +50,8 @@ def image_bytes(url: str, fetch: Callable[[str], bytes] | None) -> bytes:
     Raises:
         RequestError: it cannot be had.
     """
-    if url.startswith("data:"):
+    url = url.strip()
+    if _is_data_url(url):
         return from_data_url(url)
     if not url.lower().startswith(("http://", "https://")):
         raise RequestError("an image is neither a data: URL nor at http:// or https://; send data:image/png;base64,...")
@@ -53,12 +60,29 @@ def image_bytes(url: str, fetch: Callable[[str], bytes] | None) -> bytes:
     return fetch(url)
 
 
+def _is_data_url(source: str) -> bool:
+    return source[:5].lower() == "data:"
+
+
 def from_data_url(url: str) -> bytes:
-    """What `data:image/png;base64,...` holds. Raises RequestError: it is no such URL."""
-    head, comma, text = url.partition(",")
-    if not comma or not head.endswith(";base64"):
-        raise RequestError("the image's data: URL is not in base64; give data:image/png;base64,...")
+    """What `data:image/png;base64,...` holds, as browsers read it (WHATWG Fetch, "data: URLs"; RFC 2397).
+
+    Raises:
+        RequestError: it is no such URL.
+    """
+    head, comma, body = url.partition("#")[0].partition(",")
+    if not comma:
+        raise RequestError("the image's data: URL has no comma; give data:image/png;base64,...")
+    data = unquote_to_bytes(body)
+    return _from_base64(data) if BASE64.search(head) else data
+
+
+def _from_base64(text: bytes) -> bytes:
+    """Spaces, line breaks and missing padding are allowed (WHATWG Infra, "forgiving-base64 decode")."""
+    text = b"".join(text.split())
+    if len(text) % 4 == 0:
+        text = text.removesuffix(b"=").removesuffix(b"=")
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"the image's data: URL is damaged: {error}") from None
+        return base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
+    except binascii.Error as error:
+        raise RequestError(f"the image's base64 is damaged: {error}") from None

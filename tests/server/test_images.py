@@ -178,7 +178,7 @@ def test_anything_but_an_image_is_a_400(gpt, name):
         ("file:///etc/passwd", "neither a data: URL nor"),
         ("/etc/passwd", "neither a data: URL nor"),
         ("data:image/png;base64,!!", "damaged"),
-        ("data:image/png,abc", "not in base64"),
+        ("data:image/png,abc", "of another format"),
     ],
 )
 def test_other_addresses_are_refused(gpt, source, said):

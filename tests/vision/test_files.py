@@ -1,0 +1,98 @@
+"""Files and URLs of images: every form that a browser shows is read, and an error says what is wrong."""
+
+import base64
+import io
+
+import image_goldens
+import numpy as np
+import pytest
+
+from moeflux_mlx.errors import RequestError
+from moeflux_mlx.vision.pixels import Processor, read_levels
+from moeflux_mlx.vision.sources import bytes_of, image_bytes
+
+FAMILY = "qwen3_vl_moe"
+AS_IT_IS = Processor("area", 4, 1, 1, 1, 1 << 20, (0.5,) * 3, (0.5,) * 3)
+
+
+@pytest.fixture(scope="module")
+def pillow():
+    return pytest.importorskip("PIL.Image")
+
+
+def levels_of(picture, **options):
+    """Returns the red of a picture of 4 by 4 cells with 4 by 4 pixels each."""
+    file = io.BytesIO()
+    picture.save(file, "PNG", **options)
+    levels = read_levels(file.getvalue(), AS_IT_IS, 1000)
+    assert (levels == levels[..., :1]).all()
+    return levels[::4, ::4, 0]
+
+
+def test_greys_of_16_bits_keep_their_levels(pillow):
+    """They are as those of 8 bits, also where one level is transparent."""
+    cells = np.arange(0, 256, 17, dtype=np.uint16).reshape(4, 4)
+    greys = np.kron(cells, np.ones((4, 4), np.uint16))
+    np.testing.assert_array_equal(levels_of(pillow.fromarray(greys * 257)), cells)
+    np.testing.assert_array_equal(levels_of(pillow.fromarray(greys.astype(np.uint8))), cells)
+    clear = cells.copy()
+    clear[1, 1] = 255
+    level = int(cells[1, 1])
+    np.testing.assert_array_equal(levels_of(pillow.fromarray(greys * 257), transparency=level * 257), clear)
+    np.testing.assert_array_equal(levels_of(pillow.fromarray(greys.astype(np.uint8)), transparency=level), clear)
+
+
+DATA = bytes(range(200, 256)) * 2
+TEXT = base64.b64encode(DATA).decode()
+assert {"+", "/", "="} <= set(TEXT)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"data:image/png;base64,{TEXT}",
+        f"DATA:image/png;base64,{TEXT}",
+        f"Data:;BASE64,{TEXT}",
+        f"data:image/png;charset=utf-8;base64,{TEXT}",
+        f"data:image/png; base64 ,{TEXT}",
+        f" data:image/png;base64,{TEXT}\n",
+        f"data:image/png;base64,{TEXT.rstrip('=')}",
+        "data:image/png;base64," + "\r\n".join(TEXT[i : i + 76] for i in range(0, len(TEXT), 76)),
+        f"data:image/png;base64,\t {TEXT[:5]} \n{TEXT[5:]}",
+        f"data:image/png;base64,{TEXT.replace('+', '%2B').replace('/', '%2f').replace('=', '%3D')}",
+        f"data:image/png;base64,{TEXT}#part",
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in DATA),
+        "data:;base64=no," + "".join(f"%{byte:02X}" for byte in DATA),
+    ],
+)
+def test_data_urls_are_read_as_browsers_read_them(url):
+    assert image_bytes(url, None) == DATA
+    assert bytes_of(url.strip()) == DATA
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("data:image/png;base64", "has no comma"),
+        ("data:;base64,AAAAA", "base64 is damaged"),
+        ("data:;base64,AA=A", "base64 is damaged"),
+        ("data:;base64,AAA==", "base64 is damaged"),
+        ("data:;base64,AA-_", "base64 is damaged"),
+        ("data:;base64,AAAé", "base64 is damaged"),
+    ],
+)
+def test_damaged_data_urls_are_refused(url, said):
+    with pytest.raises(RequestError, match=said):
+        image_bytes(url, None)
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", image_goldens.png(FAMILY, 0)[:10]])
+def test_a_file_that_is_no_image_is_called_so(pillow, data):
+    with pytest.raises(RequestError, match="^the image cannot be read: it is damaged or of another format; give") as no:
+        read_levels(data, AS_IT_IS, 1000)
+    assert "0x" not in str(no.value)
+
+
+def test_a_picture_that_no_file_can_hold_is_refused(pillow):
+    with pytest.raises(RequestError, match="^the picture cannot be read: .*mode F.*; convert it to RGB"):
+        bytes_of(pillow.fromarray(np.zeros((4, 4), np.float32)))
