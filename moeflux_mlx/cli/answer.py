@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any, cast
 
 from ..engine.generation import GenerationResponse, within_limit, xtc_special_tokens
-from ..engine.prompt import places_of, prompt_with_images
+from ..engine.prompt import places_of, prompt_with_images, read_images
 from ..engine.session import Session
 from ..errors import RequestError
 from ..text.boundaries import Rendering
@@ -33,8 +33,9 @@ def run(options: argparse.Namespace) -> int:
     model, tokenizer = engine.model, engine.tokenizer
     generation = sampling(options, xtc_special_tokens(tokenizer))
     store = open_store(options, engine)
+    images = read_images(options.image, model) if options.image else []
     asked = encode(tokenizer, prompt, options, template_config)
-    tokens: Sequence[int] = prompt_with_images(asked, options.image, model) if options.image else asked
+    tokens: Sequence[int] = prompt_with_images(asked, images, model) if images else asked
     if options.verbose:
         note(f"prompt tokens: {tokens}")
     limit = model.args.max_position_embeddings

@@ -185,10 +185,10 @@ class Chat:
         note("The system message is set." if argument else "The system message is removed.")
 
     def image(self, argument: str) -> None:
-        vision, data = self.engine.model.vision, bytes_of(_file(argument, "/image"))
+        vision, file = self.engine.model.vision, _file(argument, "/image")
         if vision is not None:
-            vision.image(data)  # so that one that cannot be read is refused now
-        self.images.append(data)
+            vision.image(file)  # so that one that cannot be read is refused now
+        self.images.append(bytes_of(file))
         note(f"The next message has {len(self.images)} {'image' if len(self.images) == 1 else 'images'}.")
 
     def save(self, argument: str) -> None:

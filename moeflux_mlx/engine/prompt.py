@@ -38,13 +38,23 @@ def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Mod
     """Makes a prompt in which the images (one or a list) replace the model's image tokens, in order.
 
     Raises:
-        RequestError: the model reads no images, one cannot be read, or their number differs from the number of places.
+        RequestError: as `read_images`, or the number of images differs from the number of places.
+    """
+    read = read_images(images, model)
+    assert model.vision is not None
+    return with_images(np.array(tokens).tolist(), read, model.vision.token)
+
+
+def read_images(images: Any, model: Model) -> list[ReadImage]:
+    """Reads images (one or a list) for a model.
+
+    Raises:
+        RequestError: the model reads no images, or one cannot be read.
     """
     if model.vision is None:
         raise RequestError(f"this {model.model_type} model was loaded without an image encoder; use load()")
     sources = images if isinstance(images, (list, tuple)) else [images]
-    read = [one if isinstance(one, ReadImage) else model.vision.image(one) for one in sources]
-    return with_images(np.array(tokens).tolist(), read, model.vision.token)
+    return [one if isinstance(one, ReadImage) else model.vision.image(one) for one in sources]
 
 
 def with_images(tokens: Sequence[int], images: Sequence[Image], token: int) -> Prompt:

@@ -6,8 +6,11 @@ import io
 import image_goldens
 import numpy as np
 import pytest
+from image_models import image_directory, needs_encoder
+from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.generate.__main__ import main
 from moeflux_mlx.vision.pixels import Processor, read_levels
 from moeflux_mlx.vision.sources import bytes_of, image_bytes
 
@@ -96,3 +99,21 @@ def test_a_file_that_is_no_image_is_called_so(pillow, data):
 def test_a_picture_that_no_file_can_hold_is_refused(pillow):
     with pytest.raises(RequestError, match="^the picture cannot be read: .*mode F.*; convert it to RGB"):
         bytes_of(pillow.fromarray(np.zeros((4, 4), np.float32)))
+
+
+def generate(path, capsys):
+    code = main(["--model", str(path), "--dtype", "float32", "--prompt", "what is it?", "--image", "nope.png"])
+    assert code == 1
+    return capsys.readouterr().err
+
+
+def test_generate_says_first_that_a_model_reads_no_images(capsys):
+    """Neither the missing file nor the template, which has no place for an image, is named."""
+    path = tiny_directory("qwen3_moe", template="qwen35_style")
+    said = generate(path, capsys)
+    assert "error: this qwen3_moe model has no image encoder that is known here; send text alone\n" in said
+
+
+@needs_encoder
+def test_generate_names_a_missing_file(capsys):
+    assert "error: nope.png cannot be read: No such file" in generate(image_directory(FAMILY), capsys)
