@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import IPv4Address, IPv6Network, ip_address
+from queue import Empty, SimpleQueue
 from string import punctuation
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from ..errors import RequestError
@@ -48,7 +50,7 @@ def fetch(url: str, until: float, may_connect: Callable[[str], bool] = is_public
     """The file at a URL, of at most `FILE_BYTES`.
 
     Args:
-        until: deadline on the clock `time.monotonic`; only the look-up of a name may last longer.
+        until: deadline on the clock `time.monotonic`.
         may_connect: whether an IP address may be connected to; asked anew for each redirect.
 
     Raises:
@@ -94,8 +96,7 @@ def _get(url: str, until: float, may_connect: Callable[[str], bool]) -> tuple[st
 
 def _connected(host: str, port: int, until: float, may_connect: Callable[[str], bool]) -> socket.socket:
     """A connection to one of the addresses that a name has now, each of which is checked before."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    addresses = _addresses(host, port, until)
     if not all(map(may_connect, addresses)):
         raise RequestError(f"{host} is not at a public address; send a data: URL")
     failed: OSError = TimeoutError()
@@ -108,6 +109,26 @@ def _connected(host: str, port: int, until: float, may_connect: Callable[[str], 
         except OSError as error:
             failed = error
     raise failed
+
+
+def _addresses(host: str, port: int, until: float) -> list[str]:
+    """The addresses of a name. A look-up cannot be ended, so at `until` its thread is left behind."""
+    answers: SimpleQueue[list[Any] | Exception] = SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            answers.put(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, ValueError) as error:
+            answers.put(error)
+
+    threading.Thread(target=look_up, daemon=True).start()
+    try:
+        answer = answers.get(timeout=max(until - time.monotonic(), 0))
+    except Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return list(dict.fromkeys(str(address[0]) for *_, address in answer))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ address is not public.
 
 import socket
 import subprocess
+import threading
 import time
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_name_is_looked_up_only_once(site, names):
     site.answers["/a.png"] = reply(b"picture")
     assert get(f"http://two.test:{site.port}/a.png") == b"picture"
     assert names["two.test"] == [[ELSEWHERE]]
+
+
+def test_a_look_up_takes_part_of_the_time(site, monkeypatch):
+    """The system gives no limit for it."""
+    go = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: go.wait(10) and [])
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="the image cannot be fetched: it took too long"):
+        get(f"http://slow.test:{site.port}/a.png", 0.1)
+    go.set()
+    assert time.monotonic() - began < 5
 
 
 def test_the_next_address_is_tried_if_one_does_not_answer(site, names):
