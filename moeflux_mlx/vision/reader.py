@@ -10,6 +10,9 @@ from ..model.images import ImageEncoder, ImageRows
 from .pixels import IMAGE_ROWS, Processor, read_levels
 from .sources import bytes_of
 
+KEPT_BYTES = 1 << 27  # of pixels that were read, which the same file needs again: 42 images of 1024 rows
+DECODING = threading.Lock()  # one picture at a time in a process: it may be large before it is made smaller
+
 
 class Reader:
     """Reads images for one model; any number of threads may use it.
@@ -23,7 +26,7 @@ class Reader:
 
     def __init__(self, processor: Processor, token: int, by_axes: bool, rows: int = IMAGE_ROWS):
         self.processor, self.token, self.by_axes, self.most = processor, token, by_axes, rows
-        self._reading = threading.Lock()
+        self._kept: dict[bytes, np.ndarray] = {}  # pixels by the digest of the file, in the order of their last use
 
     def image(self, source: Any) -> "ReadImage":
         """An image to be encoded.
@@ -34,10 +37,18 @@ class Reader:
         Raises:
             RequestError: it is no image that can be read, or it is too large.
         """
-        data = bytes_of(source)
-        with self._reading:  # one at a time: a picture may be large before it is made smaller
-            levels = read_levels(data, self.processor, self.most)
-        return ReadImage(levels, self.processor, self.by_axes)
+        return ReadImage(self._levels(bytes_of(source)), self.processor, self.by_axes)
+
+    def _levels(self, data: bytes) -> np.ndarray:
+        digest, kept = hashlib.blake2b(data).digest(), self._kept
+        with DECODING:
+            levels = kept.pop(digest, None)
+            if levels is None:
+                levels = read_levels(data, self.processor, self.most)
+            kept[digest] = levels
+            while len(kept) > 1 and sum(one.nbytes for one in kept.values()) > KEPT_BYTES:
+                del kept[next(iter(kept))]
+        return levels
 
 
 class ReadImage:

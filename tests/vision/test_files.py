@@ -2,6 +2,8 @@
 
 import base64
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import image_goldens
 import numpy as np
@@ -11,7 +13,9 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.generate.__main__ import main
+from moeflux_mlx.vision import reader
 from moeflux_mlx.vision.pixels import Processor, read_levels
+from moeflux_mlx.vision.reader import Reader
 from moeflux_mlx.vision.sources import bytes_of, image_bytes
 
 FAMILY = "qwen3_vl_moe"
@@ -99,6 +103,41 @@ def test_a_file_that_is_no_image_is_called_so(pillow, data):
 def test_a_picture_that_no_file_can_hold_is_refused(pillow):
     with pytest.raises(RequestError, match="^the picture cannot be read: .*mode F.*; convert it to RGB"):
         bytes_of(pillow.fromarray(np.zeros((4, 4), np.float32)))
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Returns the files that were decoded."""
+    files = []
+
+    def read(data, *rest):
+        files.append(data)
+        time.sleep(0.02)
+        return read_levels(data, *rest)
+
+    monkeypatch.setattr(reader, "read_levels", read)
+    return files
+
+
+def test_a_file_is_decoded_once_also_by_several_threads(pillow, decoded):
+    read, (one, other) = Reader(AS_IT_IS, 0, True), (image_goldens.png(FAMILY, number) for number in range(2))
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(read.image, [one] * 4)
+    assert decoded == [one] and all(image.digest == first.digest for image in others)
+    assert read.image(other).digest != first.digest and decoded == [one, other]
+
+
+def test_the_files_used_last_are_kept(pillow, decoded, monkeypatch):
+    read, files = Reader(AS_IT_IS, 0, True), [image_goldens.png(FAMILY, number) for number in range(2)]
+    sizes = [read_levels(file, AS_IT_IS, 1024).nbytes for file in files]
+    monkeypatch.setattr(reader, "KEPT_BYTES", sum(sizes) - 1)
+    for number in (0, 0, 1, 1, 0):
+        read.image(files[number])
+    assert decoded == [files[0], files[1], files[0]]
+    monkeypatch.setattr(reader, "KEPT_BYTES", sum(sizes))
+    for number in (1, 0, 1, 0):
+        read.image(files[number])
+    assert len(decoded) == 4
 
 
 def generate(path, capsys):
