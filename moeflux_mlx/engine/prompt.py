@@ -45,7 +45,7 @@ def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Mod
     return with_images(np.array(tokens).tolist(), read, model.vision.token)
 
 
-def read_images(images: Any, model: Model) -> list[ReadImage]:
+def read_images(images: Any, model: Model) -> list[Image]:
     """Reads images (one or a list) for a model.
 
     Raises:

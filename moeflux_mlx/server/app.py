@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -28,9 +29,10 @@ from ..errors import BadRequestError
 from . import page
 from .errors import error_body
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
+from .image_pool import ImagePool
 from .live import EVERY, Watch
 from .log import LEFT, RequestLog
-from .prepare import Preparer
+from .prepare import Prepared, Preparer
 from .reply import EVENTS, KEEPALIVE, Events, EventStream, disconnected, whole
 from .request import Failed, Request, ServerEvent
 from .switch import Loaded, ModelSwitch
@@ -74,6 +76,7 @@ class Served:
     log: Callable[[str], None] | None = None
     started: float = field(default_factory=time.time)
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    images: ImagePool = field(default_factory=ImagePool)
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
     _counter: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "count"))
     _counting: int = 0  # bytes of the bodies whose tokens are counted or that wait for it
@@ -83,6 +86,12 @@ class Served:
         data = await http.body()
         async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
             return await asyncio.to_thread(make, data)
+
+    async def prepare(self, http: HttpRequest, preparer: Preparer, asked: Request) -> Prepared:
+        """Prepares a request in a separate thread. Raises BadRequestError: as `Preparer` and `ImagePool.run`."""
+        if asked.images.sources:
+            return await self.images.run(lambda: preparer(asked))
+        return await self.read(http, lambda _: preparer(asked))
 
     @contextlib.asynccontextmanager
     async def model(self, http: HttpRequest, name: str) -> AsyncIterator[Loaded]:
@@ -185,7 +194,7 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     async with contextlib.AsyncExitStack() as held:
         loaded = await held.enter_async_context(served.model(http, asked.model))
         asked = replace(asked, model=asked.model or loaded.choice.name)
-        prepared = await served.read(http, lambda _: loaded.preparer(asked))
+        prepared = await served.prepare(http, loaded.preparer, asked)
         events, ids = Events(loaded.worker, prepared, asked.session or _client(http)), Ids()
         http.scope["state"][EVENTS] = events
 
@@ -217,10 +226,12 @@ async def _whole(
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
-    def count(preparer: Preparer, body: dict[str, Any]) -> int:
-        return preparer.count(messages.read(body, keep_agent_headers=served.keep_agent_headers))
+    def count(preparer: Preparer, body: dict[str, Any]) -> int | Callable[[], int]:
+        asked = messages.read(body, keep_agent_headers=served.keep_agent_headers)
+        return partial(preparer.count, asked) if asked.images.sources else preparer.count(asked)
 
-    return JSONResponse(messages.count(await served.count(http, count)))
+    counted = await served.count(http, count)
+    return JSONResponse(messages.count(counted if isinstance(counted, int) else await served.images.run(counted)))
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:

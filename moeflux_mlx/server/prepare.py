@@ -25,8 +25,11 @@ from ..text.replay import Answer, AnswerStore
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
+from ..vision.pixels import count_pixels
 from ..vision.sources import image_bytes
 from ..vision.vision import NoVision
+from .guard import MAX_BODY
+from .image_pool import PixelBudget
 from .request import Request, Sampling
 from .wire.images import ImageParts
 from .wire.replies import context_exceeded
@@ -36,6 +39,7 @@ from .wire.replies import context_exceeded
 # twofold.
 SUSPECT, PIECE, ENOUGH = 8, 1 << 15, 2
 FETCH_SECONDS = 20.0  # seconds in which all images of a request must be fetched
+PIXELS = PixelBudget()  # of the images of all requests, for any model
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,13 @@ class Preparer:
         if isinstance(self.vision, NoVision):
             raise RequestError(self.vision.reason)  # before anything is fetched
         fetch = self.defaults.fetch and partial(self.defaults.fetch, until=time.monotonic() + FETCH_SECONDS)
-        images = [self.vision.image(image_bytes(source, fetch)) for source in sources]
+        files: dict[str, bytes] = {}
+        for source in dict.fromkeys(sources):
+            files[source] = image_bytes(source, fetch)
+            if (length := sum(map(len, files.values()))) > MAX_BODY:
+                raise RequestError(f"the images have {length} bytes together; at most {MAX_BODY}")
+        with PIXELS.hold(sum(map(count_pixels, set(files.values())))):
+            images = [self.vision.image(files[source]) for source in sources]
         return with_images(tokens, images, self.vision.token)
 
     def remember(self, prepared: Prepared, answer: Written) -> None:

@@ -6,7 +6,8 @@ transformers' image processors, whose formulas are cited where they stand.
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -158,19 +159,36 @@ def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
     Raises:
         RequestError: the file is too large, is no image of a known format, or is damaged.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
+
+    with _opened(data) as file:
+        picture = ImageOps.exif_transpose(file)
+        resized, padded = processor.resized(Size(*picture.size), rows)
+        picture = _on_white(picture).resize(resized, Image.Resampling.BICUBIC)
+    levels = np.zeros((padded.height, padded.width, 3), np.uint8)
+    levels[: resized.height, : resized.width] = np.asarray(picture)
+    return levels
+
+
+def count_pixels(data: bytes) -> int:
+    """The pixels that decoding an image file makes. Raises RequestError: as `read_levels`."""
+    with _opened(data) as file:
+        return int(file.width * file.height)
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """A context manager with a picture that is not decoded yet. Errors of decoding it become a RequestError."""
+    from PIL import Image, UnidentifiedImageError
 
     if len(data) > FILE_BYTES:
         raise RequestError(f"the image has {len(data)} bytes; at most {FILE_BYTES}")
     known = f"give an image as {', '.join(FORMATS)}"
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
-            size = Size(*file.size)
-            if size.width * size.height > PIXELS:
-                raise RequestError(f"the image is {size.width} by {size.height}; at most {PIXELS} pixels")
-            picture = ImageOps.exif_transpose(file)
-            resized, padded = processor.resized(Size(*picture.size), rows)
-            picture = _on_white(picture).resize(resized, Image.Resampling.BICUBIC)
+            if file.width * file.height > PIXELS:
+                raise RequestError(f"the image is {file.width} by {file.height}; at most {PIXELS} pixels")
+            yield file
     except RequestError:
         raise
     except UnidentifiedImageError:  # whose message is the address of an object
@@ -180,9 +198,6 @@ def read_levels(data: bytes, processor: Processor, rows: int) -> np.ndarray:
     except Exception as error:  # Pillow's decoders raise various errors for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RequestError(f"the image cannot be read: {reason[:200]}; {known}") from None
-    levels = np.zeros((padded.height, padded.width, 3), np.uint8)
-    levels[: resized.height, : resized.width] = np.asarray(picture)
-    return levels
 
 
 def _on_white(picture: Any) -> Any:

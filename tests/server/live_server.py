@@ -36,7 +36,7 @@ class Live:
     """Args:
         load: makes the engine, or, if there are several models, the engine of a name.
 
-    Attributes: url, socket, models, worker, listener.
+    Attributes: url, socket, models, worker, served, listener.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Live:
             for name, make in loads.items()
         ]
         self.models = ModelSwitch(choices, queue, decode_share, idle_seconds)
-        served = Served(self.models, False, keepalive, log)
-        self.listener = Listener(make_app(served, rules), self.models.begin_stop)
+        self.served = Served(self.models, False, keepalive, log)
+        self.listener = Listener(make_app(self.served, rules), self.models.begin_stop)
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
     async def _serve(self):

@@ -3,9 +3,14 @@
 import base64
 import io
 import json
+import os
 import struct
+import threading
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import anthropic
 import image_goldens
@@ -14,18 +19,20 @@ import numpy as np
 import openai
 import pytest
 from image_models import image_directory, needs_encoder, random_image
-from live_server import Live
+from live_server import FakeEngine, Live, wait_for
 from small_site import SmallSite, moved, reply
 
 from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.errors import BadRequestError
+from moeflux_mlx.errors import BadRequestError, RequestError
 from moeflux_mlx.model.drafting import Drafting
+from moeflux_mlx.server import image_pool, prepare
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.wire import chat as chat_api
 from moeflux_mlx.server.wire.images import MOST, without_images
 from moeflux_mlx.text.tokenizer import load_tokenizer
 from moeflux_mlx.vision.fetch import fetch
+from moeflux_mlx.vision.pixels import count_pixels
 
 FAMILY = "qwen3_vl_moe"
 MOST_TOKENS = 4
@@ -254,15 +261,16 @@ def test_text_cannot_make_a_place_for_an_image(gpt):
     assert said.usage.prompt_tokens == alone.usage.prompt_tokens + 8
 
 
+@needs_encoder
 def test_states_are_kept_at_the_same_ends_as_in_text():
     """States are kept after the system's message, after the messages before the last one, and after the last one."""
     tokenizer, token = load_tokenizer(image_directory(FAMILY)), image_goldens.special_tokens(FAMILY)[1]
     reader = SimpleNamespace(token=token, image=lambda data: random_image(FAMILY, seed=len(data)))
-    prepare = Preparer(tokenizer, 256, 4096, Defaults(Sampling(temperature=0.0), {}), reader)
-    parts = [[ASKED, image_url("data:;base64,AAAA")], [image_url("data:;base64,AAAAAAAA"), ASKED]]
+    preparer = Preparer(tokenizer, 256, 4096, Defaults(Sampling(temperature=0.0), {}), reader)
+    parts = [[ASKED, image_url(url(0))], [image_url(url(1)), ASKED]]
     said = [("system", "Look."), ("user", parts[0]), ("assistant", "An owl."), ("user", parts[1])]
     body = {"messages": [{"role": role, "content": content} for role, content in said]}
-    prepared = prepare(chat_api.read(body))
+    prepared = preparer(chat_api.read(body))
     tokens = prepared.tokens.tokens.tolist()
     assert tokens.count(token) == 2 * 12 and len(prepared.tokens.images.placed) == 2
     behind = [tokenizer.decode(tokens[place:]) for place in prepared.boundaries]
@@ -270,6 +278,84 @@ def test_states_are_kept_at_the_same_ends_as_in_text():
     assert behind[2] == "<|im_start|>assistant\n"
     assert behind[1] == f"{image}what is it?<|im_end|>\n{behind[2]}"
     assert behind[0].startswith(f"what is it?{image}<|im_end|>\n") and behind[0].endswith(behind[1])
+
+
+# ---- requests beside images
+
+
+class Stuck:
+    """What an image needs and does not get until `go` is set: its decoding, or its file. `asked` counts requests."""
+
+    token = 1
+
+    def __init__(self):
+        self.go, self.asked = threading.Event(), 0
+
+    def __call__(self, *_, **__):
+        self.asked += 1
+        self.go.wait(60)
+        raise RequestError("the image cannot be read")
+
+    image = __call__
+
+
+def status_of(live, path, body):
+    try:
+        live.post(path, body)
+    except HTTPError as error:
+        return error.code
+    return 200
+
+
+@needs_encoder
+@pytest.mark.parametrize("source", [url(0), "http://pictures.test/a.png"], ids=["decoding", "fetching"])
+def test_nothing_waits_for_the_images_of_others(monkeypatch, source):
+    """As many requests with images as a pool of asyncio's has threads, as many that are counted, and one too many."""
+    stuck, engine = Stuck(), FakeEngine(lambda prompt: "fine")
+    engine.model.vision, count = stuck, min(32, os.cpu_count() + 4)
+    monkeypatch.setattr(image_pool, "REQUESTS", 2 * count)
+    text, image = (
+        {"max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+        for content in ("hello", [ASKED, {"type": "image", "source": {"type": "url", "url": source}}])
+    )
+    counting, answering = "/v1/messages/count_tokens", "/v1/messages"
+    with Live(lambda: engine, fetch=stuck) as live, ThreadPoolExecutor(2 * count) as clients:
+        try:
+            sent = [clients.submit(status_of, live, path, image) for path in [counting, answering] * count]
+            wait_for(lambda: stuck.asked == image_pool.THREADS and live.served.images.count == 2 * count)
+            began = time.monotonic()
+            live.get("/health")
+            assert live.post(counting, text)["input_tokens"] > 0
+            assert live.post(answering, text)["usage"]["output_tokens"] > 0
+            assert time.monotonic() - began < 2
+            assert status_of(live, answering, image) == 503
+        finally:
+            stuck.go.set()
+        assert {one.result() for one in sent} == {400}
+
+
+@needs_encoder
+def test_the_pixels_and_bytes_of_a_request_are_bounded(gpt, monkeypatch):
+    """The same image counts once."""
+    pixels = [count_pixels(image_goldens.png(FAMILY, number)) for number in range(2)]
+    monkeypatch.setattr(image_pool, "REQUEST_PIXELS", sum(pixels) - 1)
+    chat(gpt, [image_url(url(0)), ASKED, image_url(url(0) + "#again")])
+    most = rf"the images have {sum(pixels)} pixels together; at most {sum(pixels) - 1}: send fewer"
+    with pytest.raises(openai.BadRequestError, match=most):
+        chat(gpt, [image_url(url(0)), ASKED, image_url(url(1))])
+    monkeypatch.setattr(prepare, "MAX_BODY", 100)
+    with pytest.raises(openai.BadRequestError, match=r"the images have \d+ bytes together; at most 100"):
+        chat(gpt, [image_url(url(0)), ASKED])
+
+
+def test_the_pixels_in_flight_are_bounded():
+    budget = image_pool.PixelBudget(10)
+    with budget.hold(6), budget.hold(4):
+        with pytest.raises(BadRequestError) as refused, budget.hold(1):
+            pass
+        assert (refused.value.status, refused.value.code) == (503, "overloaded")
+    with budget.hold(10):
+        pass
 
 
 # ---- bodies
