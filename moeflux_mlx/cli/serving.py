@@ -7,8 +7,10 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..engine.engine import Engine
@@ -19,6 +21,9 @@ from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import read_json, user_path
 from ..installation import install_command
 from ..model.step import MAX_ROWS
+from ..spec import ModelArgs
+from ..text.tokenizer import load_tokenizer
+from ..vision.vision import open_reader
 from .fetching import local_model
 from .opening import load_named, open_store
 from .options import REPETITION, SAMPLER, given, parse_template_config
@@ -27,7 +32,7 @@ from .terminal import note
 if TYPE_CHECKING:
     from ..server.admission import Admission
     from ..server.listen import Listener
-    from ..server.prepare import Defaults
+    from ..server.prepare import Defaults, Preparer
     from ..server.sessions import Sessions
     from ..server.switch import ModelSwitch
 
@@ -59,10 +64,10 @@ def run(options: argparse.Namespace) -> int:
     from ..server.listen import Listener
 
     each = _each(options)
-    for one in each if len(each) > 1 else []:
-        resolve(local_model(one))  # so that a wrong name, or the question about a download, comes at the start
     loads = {model_name(one.model): partial(_load, one) for one in each}
-    return serve_with(Listener, options, read_key(options), loads, greet)
+    # A wrong name, or the question about a download, comes at the start.
+    paths = {model_name(one.model): resolve(local_model(one)) for one in each if len(each) > 1}
+    return serve_with(Listener, options, read_key(options), loads, greet, paths)
 
 
 def _load(options: argparse.Namespace) -> Engine:
@@ -101,6 +106,7 @@ def serve_with(
     key: str | None,
     loads: Mapping[str, Callable[[], Engine]],
     ready: "Callable[[L, Engine, str], None]",
+    paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> int:
     """Serves as the options say; returns the exit code.
 
@@ -109,6 +115,7 @@ def serve_with(
         key: the key that requests must have.
         loads: the name of each model, and a function that loads it, called in the thread that runs it.
         ready: called once a model is loaded, with the server's address.
+        paths: directories of models whose requests are prepared and counted before they are loaded, by name.
     """
     from ..server.app import Served, make_app
     from ..server.guard import Rules
@@ -133,7 +140,11 @@ def serve_with(
             note(f"error: {_why(switch.error)}" if loaded is None else f"loaded {loaded.choice.name}")
 
     made = partial(sessions_of, options), partial(admission_of, options), partial(defaults_of, options, variables)
-    choices = [Choice(name, load, *made) for name, load in loads.items()]
+    files = {
+        name: (partial(preparer_of, options, variables, path), context_of(options, path))
+        for name, path in paths.items()
+    }
+    choices = [Choice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
     switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce)
     served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
@@ -184,7 +195,7 @@ def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket)
     if not switch.stop(STOP_SECONDS):
         note("the model's thread has not ended in time; exiting without it")
         os._exit(listener.exit_code)
-    if switch.error is None or switch.contexts or len(switch.choices) > 1:
+    if switch.error is None or switch.has_loaded or len(switch.choices) > 1:
         return listener.exit_code
     if isinstance(switch.error, MoefluxError):
         raise switch.error
@@ -242,14 +253,34 @@ def model_name(model: str | None) -> str:
     return path.resolve().name if path.exists() else model
 
 
-def defaults_of(options: argparse.Namespace, variables: dict[str, object], engine: Engine) -> "Defaults":
+def context_of(options: argparse.Namespace, path: Path) -> int | None:
+    """The longest context of the model in `path` with these options; None if its configuration cannot be used."""
+    with suppress(MoefluxError):  # which is said when it is loaded
+        return min(ModelArgs.from_file(path).max_position_embeddings, options.context or sys.maxsize)
+    return None
+
+
+def preparer_of(options: argparse.Namespace, variables: dict[str, object], path: Path) -> "Preparer":
+    """What prepares requests for the model in `path`, without its weights.
+
+    Raises:
+        MoefluxError: its files cannot be used.
+    """
+    from ..server.prepare import Preparer
+
+    args, context = ModelArgs.from_file(path), context_of(options, path) or 1
+    vision = open_reader(path, args, wanted=not options.no_vision, rows=options.image_tokens)
+    return Preparer(load_tokenizer(path), args.vocab_size, context, defaults_of(options, variables, path), vision, path)
+
+
+def defaults_of(options: argparse.Namespace, variables: dict[str, object], path: Path) -> "Defaults":
     """The defaults of the options, else of the model's generation_config.json, else the likeliest token."""
     from ..server.prepare import Defaults
     from ..server.request import Sampling
     from ..vision.fetch import fetch
 
     try:
-        own = read_json(engine.path / "generation_config.json")
+        own = read_json(path / "generation_config.json")
     except ModelFileError:
         own = {}
     if own.get("do_sample") is False:

@@ -57,7 +57,10 @@ class ImageReader(Protocol):
 
 
 class ImageEncoder(ImageReader, Protocol):
-    """Also makes the rows of what it read."""
+    """Also makes the rows of what it read, or what its `reader` has read, which holds no encoder."""
+
+    @property
+    def reader(self) -> ImageReader: ...
 
     def encode(self, levels: np.ndarray) -> ImageRows:
         """Raises RequestError: the model has no encoder."""

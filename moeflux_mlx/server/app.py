@@ -35,7 +35,7 @@ from .log import LEFT, RequestLog
 from .prepare import Prepared, Preparer
 from .reply import EVENTS, KEEPALIVE, Events, EventStream, disconnected, whole
 from .request import Failed, Request, ServerEvent
-from .switch import Loaded, ModelSwitch
+from .switch import Loaded, ModelSwitch, reason
 from .wire import chat, completions, health, messages, metrics, models, tokenize
 from .wire.fields import Fields, parse
 from .wire.ids import Ids
@@ -118,7 +118,8 @@ class Served:
             self.models.give_back(loaded)
 
     async def count(self, http: HttpRequest, make: Callable[[Preparer, dict[str, Any]], T]) -> T:
-        """Calls `make` with the body's JSON in the one thread that only counts tokens, so that no answer waits for it.
+        """Calls `make` with the body's JSON in the one thread that only counts tokens: no answer waits for it, and it
+        waits for none.
 
         Raises:
             BadRequestError: the bodies that wait for that thread are too large together.
@@ -130,7 +131,10 @@ class Served:
         loop = asyncio.get_running_loop()
         try:
             body = await loop.run_in_executor(self._counter, parse, data)
-            async with self.model(http, Fields(body).text("model") or "") as loaded:
+            name = Fields(body).text("model") or ""
+            if (preparer := await self.models.preparer(name)) is not None:
+                return await loop.run_in_executor(self._counter, make, preparer, body)
+            async with self.model(http, name) as loaded:
                 return await loop.run_in_executor(self._counter, make, loaded.preparer, body)
         finally:
             self._counting -= len(data)
@@ -191,10 +195,16 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
         return replace(asked, session=asked.session or named)
 
     asked = await served.read(http, read)
+    asked = replace(asked, model=asked.model or served.models.find("").name)
+    preparer = await served.models.preparer(asked.model)
+    prepared = None if preparer is None else await served.prepare(http, preparer, asked)  # a refusal loads no model
     async with contextlib.AsyncExitStack() as held:
         loaded = await held.enter_async_context(served.model(http, asked.model))
-        asked = replace(asked, model=asked.model or loaded.choice.name)
-        prepared = await served.prepare(http, loaded.preparer, asked)
+        if prepared is None:
+            prepared = await served.prepare(http, loaded.preparer, asked)
+        elif loaded.preparer is not preparer:
+            prepared = loaded.preparer.fitted(prepared)
+        asked = prepared.request
         events, ids = Events(loaded.worker, prepared, asked.session or _client(http)), Ids()
         http.scope["state"][EVENTS] = events
 
@@ -246,8 +256,10 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
 
 def _description(served: Served, name: str) -> dict[str, Any]:
     switch = served.models
-    features = asdict(switch.features[name]) if name in switch.features else None
-    return models.model(name, served.started, switch.contexts.get(name, 0), switch.status(name), features)
+    described, context = switch.descriptions.get(name), switch.choices[name].context
+    features = asdict(described.features) if described else None
+    context = described.preparer.context if described else context
+    return models.model(name, served.started, context, switch.status(name), features)
 
 
 async def _models(served: Served, http: HttpRequest) -> Response:
@@ -256,6 +268,8 @@ async def _models(served: Served, http: HttpRequest) -> Response:
 
 async def _model(served: Served, http: HttpRequest) -> Response:
     asked = http.path_params["name"]
+    if not asked:
+        return await _models(served, http)
     return JSONResponse({**_description(served, served.models.find(asked).name), "id": asked})
 
 
@@ -325,7 +339,8 @@ async def _live(served: Served, http: HttpRequest) -> Response:
 def _picture(switch: ModelSwitch, watch: Watch) -> dict[str, Any] | None:
     """The latest picture for the page, if there is one."""
     if switch.loaded is None:
-        return {"loading": switch.loading.name if switch.loading else None, "queue": switch.queue}
+        failures = {name: reason(error) for name, error in switch.failures.items()}
+        return {"loading": switch.loading.name if switch.loading else None, "queue": switch.queue, "failures": failures}
     return watch.latest and {**watch.latest, "model": switch.loaded.choice.name}
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.engine import Engine
 from ..errors import MoefluxError
 from ..files import directory
 from ..text.history import ASKED
@@ -29,11 +28,11 @@ class Features:
     efforts: Sequence[str]
 
 
-def features_of(engine: Engine, preparer: Preparer) -> Features:
-    """The features of a loaded model."""
-    words = efforts(engine.tokenizer.chat_template or "")
+def features_of(preparer: Preparer) -> Features:
+    """The features of the model whose requests it prepares."""
+    words = efforts(preparer.tokenizer.chat_template or "")
     has_images = not isinstance(preparer.vision, NoVision)
-    return Features(engine.path == directory("demo"), has_images, _has_switch(preparer, words), words)
+    return Features(preparer.path == directory("demo"), has_images, _has_switch(preparer, words), words)
 
 
 def _has_switch(preparer: Preparer, words: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..engine.prompt import Prompt, places_of, with_images
@@ -109,6 +110,8 @@ class Preparer:
     context: number of positions for which there is room.
     defaults: defaults of sampling and template.
     vision: reads images.
+    path: the model's directory.
+    answers: where exact texts are kept.
     """
 
     def __init__(
@@ -118,12 +121,14 @@ class Preparer:
         context: int,
         defaults: Defaults,
         vision: ImageReader | None = None,
+        path: Path | None = None,
+        answers: AnswerStore | None = None,
     ):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
         self.vision = vision or NoVision("this server was started without what reads images")
-        self.defaults = defaults
-        self._answers = AnswerStore()
-        self.history = History(tokenizer, self._answers)
+        self.defaults, self.path = defaults, path
+        self.answers = answers or AnswerStore()
+        self.history = History(tokenizer, self.answers)
         self.dialect = self.history.dialect
         self._constrainer: Constrainer | None = None
         self._lock = threading.Lock()
@@ -134,11 +139,19 @@ class Preparer:
         with _refusing():
             prompt = self._prompt(request)
             sampling = self._sampling(request.sampling)
-        room = self.context - len(prompt.tokens)
+        return self.fitted(replace(prompt, request=replace(request, sampling=sampling)))
+
+    def fitted(self, prepared: Prepared) -> Prepared:
+        """A request that was prepared with the same files, in the context that is here. Raises BadRequestError if it
+        does not fit, or has images and what encodes them is missing.
+        """
+        request, room = prepared.request, self.context - len(prepared.tokens)
         if room < 1:
-            raise self._too_long(len(prompt.tokens))
+            raise self._too_long(len(prepared.tokens))
+        with _refusing():
+            self._check_images(request)
         most = room if request.max_tokens is None else min(request.max_tokens, room)
-        return replace(prompt, request=replace(request, sampling=sampling), max_tokens=most)
+        return replace(prepared, max_tokens=most)
 
     def count(self, request: Request) -> int:
         """The number of tokens of the prompt, which may exceed the context. Raises BadRequestError."""
@@ -183,6 +196,9 @@ class Preparer:
         return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
 
     def _chat(self, request: Request) -> Prepared:
+        if request.tools and request.tool_choice != "none" and self.dialect is None:
+            raise BadRequestError("tools were sent; this model cannot call tools: leave them out", "tools")
+        self._check_images(request)
         messages = list(request.messages)
         begun = messages.pop() if _is_begun(messages) else None
         wanted = switches(self.tokenizer.chat_template or "", request.thinking, request.effort)
@@ -213,14 +229,17 @@ class Preparer:
             boundaries = [places[place] for place in boundaries]
         return Prepared(request, prompt, boundaries, 0, inside, opening, mask, opened, self.dialect)
 
+    def _check_images(self, request: Request) -> None:
+        """Raises RequestError: the request has images, and the model reads none."""
+        if request.images.sources and isinstance(self.vision, NoVision):
+            raise RequestError(self.vision.reason)
+
     def _with_images(self, tokens: list[int], sources: Sequence[str], count: int) -> Prompt:
         """Raises RequestError: an image cannot be read or fetched, or has no place in the prompt."""
         if len(sources) < count:
             raise RequestError(
                 f"the chat template shows {len(sources)} of {count} images; send them in a user's message"
             )
-        if isinstance(self.vision, NoVision):
-            raise RequestError(self.vision.reason)  # before anything is fetched
         fetch = self.defaults.fetch and partial(self.defaults.fetch, until=time.monotonic() + FETCH_SECONDS)
         files: dict[str, bytes] = {}
         for source in dict.fromkeys(sources):
@@ -235,7 +254,7 @@ class Preparer:
         """Keeps the exact text of an answer with calls, for a later request that repeats it in its history."""
         if answer.ids:
             calls = tuple((call.name, call.arguments) for call in answer.calls)
-            self._answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
+            self.answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
     def _mask(self, request: Request, inside_reasoning: bool, opening: str, begun: str) -> Callable[[], Mask] | None:
         """The mask of allowed tokens if the request requires a form; `begun` is the beginning of the answer."""

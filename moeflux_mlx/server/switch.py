@@ -6,14 +6,16 @@ replacing each other constantly. Everything here happens in the event loop's thr
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..engine.engine import Engine
-from ..errors import BadRequestError
+from ..errors import BadRequestError, MoefluxError
 from .admission import Admission
 from .features import Features, features_of
 from .live import Watch
@@ -22,6 +24,7 @@ from .running import CANCELLED, Totals
 from .sessions import Sessions
 from .worker import QueueFullError, Worker
 
+_PATH = re.compile(r"(?<![\w.])~?/(?:[^\s/,;:'\"]+/)*")  # the folders before a file
 GROUP_SECONDS = 5.0  # seconds that requests for the loaded model may overtake an older one for another model, at least
 
 
@@ -34,14 +37,31 @@ class Choice:
         load: loads it, in the thread that will run it.
         make_sessions: makes the `Sessions` of the loaded engine.
         make_admission: makes the `Admission` of the loaded engine.
-        defaults: makes the defaults of sampling and template of the loaded engine.
+        defaults: makes the defaults of sampling and template, of the model's directory.
+        describe: makes the model's `Preparer` from the files of tokenizer and configuration, in any thread; None: only
+            the loaded model has them.
+        context: the longest context that its configuration allows, if that is known.
     """
 
     name: str
     load: Callable[[], Engine]
     make_sessions: Callable[[Engine], Sessions]
     make_admission: Callable[[Engine], Admission]
-    defaults: Callable[[Engine], Defaults]
+    defaults: Callable[[Path], Defaults]
+    describe: Callable[[], Preparer] | None = None
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a model, whether or not it is loaded.
+
+    Args:
+        preparer: prepares its requests, and holds nothing of the loaded model.
+    """
+
+    preparer: Preparer
+    features: Features
 
 
 @dataclass(eq=False)
@@ -85,7 +105,8 @@ class ModelSwitch:
     Attributes:
         loaded: the model that requests may use now.
         error: why the last attempt to load a model failed.
-        contexts, features: those of each model that has been loaded, by name.
+        failures: why the last attempt failed, of each model that could not be loaded, by name.
+        descriptions: of the models whose files have been read, by name.
         totals, watch: of all workers.
     """
 
@@ -103,9 +124,11 @@ class ModelSwitch:
         self.loaded: Loaded | None = None
         self.loading: Choice | None = None
         self.error: BaseException | None = None
-        self.contexts: dict[str, int] = {}
-        self.features: dict[str, Features] = {}
+        self.failures: dict[str, BaseException] = {}
+        self.descriptions: dict[str, Description] = {}
+        self.has_loaded = False
         self.totals, self.watch = Totals(), Watch()
+        self._describing = asyncio.Lock()
         self._waiting: list[_Waiting] = []
         self._worker: Worker | None = None  # the worker of the model that is loaded, or being loaded or unloaded
         self._change: asyncio.Task[None] | None = None
@@ -120,7 +143,7 @@ class ModelSwitch:
     @property
     def ready(self) -> bool:
         """Whether the attempt to load the first model has ended."""
-        return bool(self.contexts) or self.error is not None
+        return self.has_loaded or self.error is not None
 
     @property
     def queue(self) -> int:
@@ -129,12 +152,15 @@ class ModelSwitch:
 
     def status(self, name: str) -> dict[str, Any]:
         """`value` is "loaded", "loading" or "unloaded"; for a loaded model also the numbers of running and waiting
-        requests.
+        requests, and for one that could not be loaded `failed` and the reason.
         """
         if self.loaded is not None and self.loaded.choice.name == name:
             worker = self.loaded.worker
             return {"value": "loaded", "running": len(worker.state.running), "waiting": worker.queue}
-        return {"value": "loading" if self.loading is not None and self.loading.name == name else "unloaded"}
+        if self.loading is not None and self.loading.name == name:
+            return {"value": "loading"}
+        failure = self.failures.get(name)
+        return {"value": "unloaded", **({"failed": True, "error": reason(failure)} if failure else {})}
 
     def find(self, name: str) -> Choice:
         """The model of that name; the first one if no name is given; the only one for any name if there is only one.
@@ -151,6 +177,30 @@ class ModelSwitch:
                 f"the model {name[:100]!r} does not exist; there are {known}", "model", 404, "model_not_found"
             )
         return self.choices[name]
+
+    async def preparer(self, name: str) -> Preparer | None:
+        """What prepares requests for the model of that name, without loading it; None if that takes the loaded model.
+
+        Raises:
+            BadRequestError: there is no such model, or its files cannot be read.
+        """
+        choice = self.find(name)
+        if self.loaded is not None and self.loaded.choice is choice:
+            return self.loaded.preparer
+        async with self._describing:
+            if choice.name not in self.descriptions and choice.describe is not None:
+                await self._describe(choice, choice.describe)
+        described = self.descriptions.get(choice.name)
+        return described.preparer if described else None
+
+    async def _describe(self, choice: Choice, describe: Callable[[], Preparer]) -> None:
+        try:
+            preparer = await asyncio.to_thread(describe)
+            features = await asyncio.to_thread(features_of, preparer)
+        except MoefluxError as error:
+            self._failed(choice, error)
+            raise _cannot_load(choice) from error
+        self.descriptions.setdefault(choice.name, Description(preparer, features))
 
     async def take(self, name: str) -> Loaded:
         """Waits until the model of that name is loaded; to be given back with `give_back`.
@@ -260,11 +310,14 @@ class ModelSwitch:
             if self._stopping:
                 return
             if self.loaded is not None:
-                self.contexts[choice.name] = self.loaded.engine.plan.context
-                self.features[choice.name] = features_of(self.loaded.engine, self.loaded.preparer)
+                self.has_loaded = True
+                self.failures.pop(choice.name, None)
+                preparer = self.loaded.preparer
+                self.descriptions[choice.name] = Description(preparer, features_of(preparer))
+                self._on_loaded(self.loaded)
             else:
                 self._fail([one for one in self._waiting if one.choice is choice], lambda: _cannot_load(choice))
-            self._on_loaded(self.loaded)
+                self._failed(choice, self.error)
         self._change = None
         self._go_on()
 
@@ -280,9 +333,18 @@ class ModelSwitch:
         self.error, engine = worker.state.error, worker.state.engine
         if engine is None or self._stopping:
             return None
-        model, defaults = engine.model, choice.defaults(engine)
-        preparer = Preparer(engine.tokenizer, model.args.vocab_size, engine.plan.context, defaults, model.vision)
+        known, model = self.descriptions.get(choice.name), engine.model
+        files = engine.tokenizer, model.args.vocab_size, engine.plan.context, choice.defaults(engine.path)
+        vision = model.vision.reader if model.vision else None  # the encoder belongs to the loaded model
+        preparer = Preparer(*files, vision, engine.path, known.preparer.answers if known else None)
         return Loaded(choice, worker, preparer, time.monotonic() - began)
+
+    def _failed(self, choice: Choice, error: BaseException | None) -> None:
+        """Keeps why a model cannot be loaded, and tells it."""
+        self.error = error
+        if error is not None:
+            self.failures[choice.name] = error
+        self._on_loaded(None)
 
     def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
         """A future and a function that sets it from any thread."""
@@ -305,11 +367,17 @@ class ModelSwitch:
                 one.turn.set_exception(error())
 
 
+def reason(error: BaseException) -> str:
+    """Why a model cannot be loaded, for clients: of a path only the last part."""
+    message = str(error) if isinstance(error, MoefluxError) else f"the server has a fault ({type(error).__name__})"
+    return _PATH.sub("", " ".join(message.split()))
+
+
 def _ending() -> BadRequestError:
     return BadRequestError(CANCELLED.message, None, CANCELLED.status, CANCELLED.code)
 
 
 def _cannot_load(choice: Choice) -> BadRequestError:
-    """The error for the client; the log has the details, which may name paths."""
+    """The error for the client; /v1/models and the log say more."""
     message = f"the model {choice.name} cannot be loaded; look at the server's log"
     return BadRequestError(message, "model", 500, "server_error")

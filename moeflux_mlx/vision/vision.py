@@ -145,6 +145,10 @@ class NoVision:
     def __init__(self, reason: str):
         self.reason = reason
 
+    @property
+    def reader(self) -> "NoVision":
+        return self
+
     def image(self, source: Any) -> ReadImage:
         raise RequestError(self.reason)
 

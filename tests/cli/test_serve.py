@@ -143,7 +143,7 @@ def test_sampling_options_are_the_defaults_of_requests(capsys, tmp_path):
     words = ["--repetition-context-size", "64", "--xtc-probability", "0.5", "--xtc-threshold", "0.2", "--temp", "0"]
     options = serve.parser().parse_args([*words, "--model", str(tmp_path)])
     wanted = Sampling(0.0, None, None, None, 1.2, xtc_probability=0.5, xtc_threshold=0.2, repetition_context_size=64)
-    assert serving.defaults_of(options, {}, argparse.Namespace(path=tmp_path)).sampling == wanted
+    assert serving.defaults_of(options, {}, tmp_path).sampling == wanted
     options.model = None
     note_idle_options(options, IoMode.PREAD)  # a request can set the penalty and the temperature
     assert "no effect" not in capsys.readouterr().err

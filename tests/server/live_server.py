@@ -35,6 +35,8 @@ from moeflux_mlx.text.tokenizer import load_tokenizer
 class Live:
     """Args:
         load: makes the engine, or, if there are several models, the engine of a name.
+        describe: makes the preparer of a model from its name and the defaults.
+        context: that the models' configurations allow.
 
     Attributes: url, socket, models, worker, served, listener.
     """
@@ -52,6 +54,8 @@ class Live:
         parallel=4,
         decode_share=1 / 3,
         fetch=None,
+        describe=None,
+        context=None,
     ):
         self.socket = bind("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
@@ -64,7 +68,9 @@ class Live:
                 make,
                 lambda engine: Sessions(engine.session, sessions, idle),
                 lambda engine: Admission(parallel, 1 << 40, lambda tokens: tokens),
-                lambda engine: defaults,
+                lambda path: defaults,
+                describe and functools.partial(describe, name, defaults),
+                context,
             )
             for name, make in loads.items()
         ]

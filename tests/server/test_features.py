@@ -1,8 +1,6 @@
 """What the server says about a model, so that a client offers only what the model has."""
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from live_server import FakeEngine, Live, demo_engine, tokenizer_of
@@ -14,8 +12,7 @@ from moeflux_mlx.server.request import Sampling
 
 def features(template, vision=None):
     tokenizer = tokenizer_of(template)
-    preparer = Preparer(tokenizer, 256, 4096, Defaults(Sampling(), {}), vision)
-    return features_of(SimpleNamespace(path=Path("/nowhere"), tokenizer=tokenizer), preparer)
+    return features_of(Preparer(tokenizer, 256, 4096, Defaults(Sampling(), {}), vision))
 
 
 @pytest.mark.parametrize(

@@ -529,6 +529,9 @@ def test_every_running_request_has_a_lane(open_page):
     assert open_page.run("document.getElementById('lanes').hidden")
     open_page.server.feed = lambda step: {"loading": "other", "queue": 1}
     open_page.until(lambda: open_page.see("#state-text") == "Loading other")
+    open_page.server.feed = lambda step: {"loading": None, "queue": 0, "failures": {"other": "it does not fit"}}
+    said = "No model is loaded; other cannot be loaded: it does not fit"
+    open_page.until(lambda: open_page.see("#state-text") == said)
 
 
 def test_one_of_several_models_is_chosen(open_page):

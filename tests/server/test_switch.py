@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ import anthropic
 import mlx.core as mx
 import openai
 import pytest
-from live_server import FakeEngine, Live, demo_engine, wait_for
+from live_server import FakeEngine, Live, demo_engine, tokenizer_of, wait_for
 from test_load import send
 from tiny_models import tiny_directory
 
@@ -21,10 +22,11 @@ from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import switch
 from moeflux_mlx.server.admission import Admission
-from moeflux_mlx.server.prepare import Defaults
+from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -77,8 +79,91 @@ def test_a_model_is_loaded_when_it_is_requested():
         assert [ask(live, name) for name in ("a", "b", "b", "a")] == ["a", "b", "b", "a"]
         assert loads.order == ["a", "b", "a"] and statuses(live) == {"a": "loaded", "b": "unloaded"}
         body = {"messages": HI, "model": "b", "max_tokens": 4}
-        assert live.post("/v1/messages/count_tokens", body)["input_tokens"] > 2 and statuses(live)["b"] == "loaded"
-        assert 'moeflux_model_loaded{model="b"} 1' in live.get("/metrics")
+        assert live.post("/v1/messages/count_tokens", body)["input_tokens"] > 2 and statuses(live)["b"] == "unloaded"
+        assert 'moeflux_model_loaded{model="a"} 1' in live.get("/metrics")
+
+
+def described(name, defaults):
+    """Returns what prepares requests for a model of these tests that is not loaded; "plain" calls no tools."""
+    return Preparer(tokenizer_of("minimax_style" if name == "plain" else "qwen35_style"), 256, 8192, defaults)
+
+
+REFUSED = {
+    "an image for a model that reads none": {"messages": [{"role": "user", "content": [PICTURE]}]},
+    "a schema that cannot be enforced": {"response_format": {"type": "json_object", "schema": {"type": "nothing"}}},
+    "a prompt without an end": {"messages": [{"role": "user", "content": "a" * 9000}]},
+    "an answer that cannot be begun": {"messages": [{"role": "assistant", "content": "The"}]},
+    "a token outside the vocabulary": {"logit_bias": {"9999": 1}},
+}
+
+
+def test_counting_loads_no_model_and_waits_for_no_answer():
+    loads = Loads("a", "b")
+    loads.may_answer.clear()
+    with Live(loads.of, describe=described) as live, ThreadPoolExecutor(1) as clients:
+        running = clients.submit(ask, live, "a")
+        wait_for(lambda: live.worker.state.running)
+        counts = {}
+        for name in ("a", "b"):
+            body = {"messages": HI, "model": name, "max_tokens": 4}
+            tokens = live.post("/tokenize", {"content": "Hi", "model": name})["tokens"]
+            counts[name] = live.post("/v1/messages/count_tokens", body)["input_tokens"], len(tokens)
+        assert not running.done() and counts["a"] == counts["b"] == (counts["a"][0], 2) and counts["a"][0] > 2
+        loads.may_answer.set()
+        assert running.result() == "a"
+    assert loads.order == ["a"]
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_a_refused_request_loads_no_model(body):
+    loads = Loads("a", "b")
+    with Live(loads.of, describe=described) as live:
+        for model in ("b", "a"):
+            assert refused(live.post, "/v1/chat/completions", {"messages": HI, **body, "model": model}) == 400
+        assert statuses(live) == {"a": "loaded", "b": "unloaded"} and loads.order == ["a"]
+
+
+def test_a_request_that_only_the_loaded_model_can_refuse():
+    """The files allow 8192 tokens, and the plan of the loaded model 1000."""
+    loads = Loads("a", "b", context=1000)
+    long = {"messages": [{"role": "user", "content": "a" * 2000}], "model": "b"}
+    with Live(loads.of, describe=described) as live:
+        assert refused(live.post, "/v1/chat/completions", long) == 400 and loads.order == ["a", "b"]
+        assert ask(live, "a") == "a"
+        assert refused(live.post, "/v1/chat/completions", long) == 400 and loads.order == ["a", "b", "a"]
+
+
+def test_a_model_whose_files_cannot_be_read_is_not_loaded():
+    def damaged(name, defaults):
+        raise RequestError("/secret/path/tokenizer.json is damaged")
+
+    loads = Loads("a", "b")
+    with Live(loads.of, describe=damaged) as live:
+        assert refused(ask, live, "b") == 500 and ask(live, "a") == "a" and loads.order == ["a"]
+        assert listed(live)["b"]["status"] == FAILED
+
+
+FAILED = {"value": "unloaded", "failed": True, "error": "tokenizer.json is damaged"}
+
+
+def listed(live):
+    """Returns what /v1/models says of each model."""
+    return {model["id"]: model for model in json.loads(live.get("/v1/models"))["data"]}
+
+
+def test_the_list_says_the_lengths_that_are_known_and_why_a_model_failed():
+    loads = Loads("a", "b", context=1000)
+    loads.failing.add("b")
+    with Live(loads.of) as live:
+        assert live.get("/v1/models/") == live.get("/v1/models")
+        assert "max_model_len" not in listed(live)["b"] and listed(live)["a"]["max_model_len"] == 1000
+        assert refused(ask, live, "b") == 500
+        said = {"value": "unloaded", "failed": True, "error": "path does not fit"}
+        assert listed(live)["b"]["status"] == said and json.loads(live.get("/v1/models/b"))["status"] == said
+        loads.failing.clear()
+        assert ask(live, "b") == "b" and listed(live)["b"]["status"]["value"] == "loaded"
+    with Live(loads.of, describe=described, context=32768) as live:
+        assert listed(live)["b"]["max_model_len"] == listed(live)["b"]["max_tokens"] == 32768
 
 
 def test_an_unknown_name_is_not_found():

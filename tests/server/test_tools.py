@@ -5,11 +5,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
 
 import anthropic
 import openai
 import pytest
-from live_server import FakeEngine, Live, wait_for
+from live_server import FakeEngine, Live, demo_engine, wait_for
 
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -138,6 +139,23 @@ def test_responses_with_tools(chat):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_response_reports_what_was_used_and_its_reasoning_as_the_summary_that_was_asked_for(chat, stream):
+    def answer(**more):
+        if not stream:
+            return chat.responses.create(model="m", input="How is it?", **more)
+        with chat.responses.stream(model="m", input="How is it?", **more) as events:
+            kinds = {event.type for event in events}
+            assert ("response.reasoning_summary_text.delta" in kinds) == ("reasoning" in more)
+            assert ("response.reasoning_text.delta" in kinds) == ("reasoning" not in more)
+            return events.get_final_response()
+
+    plain, summarised = answer(), answer(reasoning={"summary": "auto"}, temperature=0.5, top_p=0.25)
+    assert (plain.temperature, plain.top_p) == (0.0, 1.0) and (summarised.temperature, summarised.top_p) == (0.5, 0.25)
+    assert [part.text for part in plain.output[0].content] == ["I must look."] and not plain.output[0].summary
+    assert [part.text for part in summarised.output[0].summary] == ["I must look."] and not summarised.output[0].content
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_items_that_are_referenced_instead_of_sent(chat, stream):
     tool = {"type": "function", **TOOL["function"]}
     options = {"model": "m", "tools": [tool]}
@@ -210,6 +228,16 @@ def test_messages_after_which_no_answer_can_come(chat, claude):
     assert claude.messages.count_tokens(model="m", messages=called).input_tokens > 20
     with pytest.raises(openai.BadRequestError, match="only message is the beginning of an answer"):
         chat.chat.completions.create(model="m", messages=[{"role": "assistant", "content": "The owl"}])
+
+
+def test_a_model_that_calls_no_tools_is_offered_none():
+    with Live(demo_engine) as live:
+        body = {"messages": QUESTION, "tools": [TOOL], "max_tokens": 2}
+        for path, more in (("chat/completions", {}), ("chat/completions", {"tool_choice": "required"})):
+            with pytest.raises(HTTPError) as error:
+                live.post(f"/v1/{path}", {**body, **more})
+            assert error.value.code == 400 and "cannot call tools" in error.value.read().decode()
+        assert live.post("/v1/chat/completions", {**body, "tool_choice": "none"})["choices"]
 
 
 def test_stop_texts_end_the_answer_only(claude):

@@ -265,6 +265,10 @@ def test_tools_of_a_namespace(namespace):
     assert request.extra["known"]["mcp__x__find"].namespace == namespace
 
 
+def test_instructions_alone_can_be_answered():
+    assert responses.read({"input": [], "instructions": "Hi"}).messages == [{"role": "system", "content": "Hi"}]
+
+
 def test_encrypted_reasoning_comes_back():
     items = [
         {"type": "reasoning", "summary": [], "encrypted_content": sealed("Grüße")},
@@ -304,6 +308,7 @@ REFUSED = [
     (chat.read, {"messages": HI, "tool_choice": "sometimes"}, "tool_choice"),
     (chat.read, {"messages": HI, "tools": [READ], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
     (chat.read, {"messages": HI, "tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+    (chat.read, {"messages": HI, "reasoning_effort": "super"}, "reasoning_effort"),
     (chat.read, {"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
     (chat.read, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.schema"),
     (completions.read, {}, "prompt"),
@@ -319,7 +324,12 @@ REFUSED = [
     (messages.read, {"messages": HI, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
     (messages.read, {"messages": HI, "thread": {"type": "create"}}, "thread"),
     (messages.read, {"messages": HI, "output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    (messages.read, {"messages": HI, "output_config": {"effort": "super"}}, "output_config.effort"),
     (responses.read, {}, "input"),
+    (responses.read, {"input": []}, "input"),
+    (responses.read, {"input": [{"type": "web_search_call"}]}, "input"),
+    (responses.read, {"input": "hi", "response_format": {"type": "json_object"}}, "response_format"),
+    (responses.read, {"input": "hi", "reasoning": {"effort": "super"}}, "reasoning.effort"),
     (responses.read, {"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
     (responses.read, {"input": "hi", "conversation": "c"}, "conversation"),
     (responses.read, {"input": "hi", "background": True}, "background"),

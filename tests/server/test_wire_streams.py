@@ -134,9 +134,10 @@ def test_message_stream(events, waits):
 
 
 @settings(max_examples=examples(60))
-@given(rows(), st.sets(st.integers(0, 8)))
-def test_response_stream(events, waits):
-    told = list(decoded(sent(responses, REQUESTS["responses"], events, waits=waits)))
+@given(rows(), st.sets(st.integers(0, 8)), st.sampled_from([None, "auto"]))
+def test_response_stream(events, waits, summary):
+    request = responses.read({**RESPONSES, "tool_choice": None, "reasoning": {"summary": summary}})
+    told = list(decoded(sent(responses, request, events, waits=waits)))
     for place, (name, data) in enumerate(told):
         assert (name, place) == (data["type"], data["sequence_number"])
         valid(data, wire_schemas.RESPONSE_EVENTS[name])

@@ -150,6 +150,7 @@ TOLD = several(obj(**LOGPROB, top_logprobs=several(obj(**LOGPROB))))
 STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
 TEXT_PART = obj(type=const("output_text"), text=TEXT, annotations=several(ANY), logprobs=TOLD)
 REASONING_PART = obj(type=const("reasoning_text"), text=TEXT)
+SUMMARY_PART = obj(type=const("summary_text"), text=TEXT)
 ITEM = one_of(
     obj(
         type=const("message"),
@@ -162,7 +163,7 @@ ITEM = one_of(
         type=const("reasoning"),
         id=starts("rs_"),
         status=STATUS,
-        summary=several(ANY),
+        summary=several(SUMMARY_PART, maxItems=1),
         content=several(REASONING_PART, maxItems=1),
         encrypted_content=maybe(TEXT),
     ),
@@ -249,6 +250,10 @@ RESPONSE_EVENTS = {
     "response.output_text.done": inside(content_index=const(0), text=TEXT, logprobs=TOLD),
     "response.reasoning_text.delta": inside(content_index=const(0), delta=TEXT),
     "response.reasoning_text.done": inside(content_index=const(0), text=TEXT),
+    "response.reasoning_summary_part.added": inside(summary_index=const(0), part=SUMMARY_PART),
+    "response.reasoning_summary_part.done": inside(summary_index=const(0), part=SUMMARY_PART),
+    "response.reasoning_summary_text.delta": inside(summary_index=const(0), delta=TEXT),
+    "response.reasoning_summary_text.done": inside(summary_index=const(0), text=TEXT),
     "response.function_call_arguments.delta": inside(delta=TEXT),
     "response.function_call_arguments.done": inside(arguments=TEXT),
     "response.custom_tool_call_input.delta": inside(delta=TEXT),

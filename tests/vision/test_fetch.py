@@ -195,8 +195,5 @@ def test_nothing_is_fetched_unless_the_server_allows_it(tmp_path):
     with pytest.raises(RequestError, match="serve --allow-image-urls"):
         image_bytes("https://example.com/a.png", None)
 
-    class Engine:
-        path = tmp_path
-
     for more, wanted in ([], None), (["--allow-image-urls"], fetch):
-        assert defaults_of(parser().parse_args(["--model", "m", *more]), {}, Engine).fetch is wanted
+        assert defaults_of(parser().parse_args(["--model", "m", *more]), {}, tmp_path).fetch is wanted

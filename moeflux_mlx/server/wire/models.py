@@ -10,7 +10,7 @@ LOADED = {"value": "loaded"}
 def model(
     name: str,
     created: float,
-    context: int,
+    context: int | None,
     status: Mapping[str, Any] = LOADED,
     features: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -19,24 +19,23 @@ def model(
     Args:
         name: its id.
         created: when serving began, in seconds since 1970.
-        context: how many tokens a prompt and its answer may have; 0 while that is not known.
+        context: how many tokens a prompt and its answer may have; None while that is not known, and then not said.
         status: whether it is loaded, as in llama.cpp's router, and the running requests.
         features: the fields of `Features`; None while they are not known.
     """
+    lengths = {} if context is None else dict.fromkeys(("max_model_len", "max_input_tokens", "max_tokens"), context)
     return {
         "id": name,
         "object": "model",
         "created": int(created),
         "owned_by": "moeflux",
-        "max_model_len": context,
         "status": dict(status),
         "features": features,
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(int(created), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
-        "max_input_tokens": context,
-        "max_tokens": context,
+        **lengths,
     }
 
 

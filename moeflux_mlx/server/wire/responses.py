@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..request import Failed, Finish, Request, ServerEvent, TokenLogprob
+from ..request import Failed, Finish, Request, Sampling, ServerEvent, TokenLogprob
 from .answer import Answer, Block, Step
 from .ids import Ids
 from .replies import Reply, folded, openai_error, openai_failure
@@ -26,7 +26,12 @@ _FIXED = {
     "safety_identifier": None,
     "user": None,
 }
-_PARTS = {"reasoning": "reasoning_text", "text": "output_text"}
+# The type of a block's one part; the events of the part and of its text; the key of its place.
+_PARTS = {
+    "reasoning": ("reasoning_text", "content_part", "reasoning_text", "content_index"),
+    "summary": ("summary_text", "reasoning_summary_part", "reasoning_summary_text", "summary_index"),
+    "text": ("output_text", "content_part", "output_text", "content_index"),
+}
 
 
 def stream(request: Request, ids: Ids) -> "ResponseReply":
@@ -73,9 +78,16 @@ def _response(request: Request, id: str, created: int, status: str, answer: Answ
         "usage": _usage(answer.finish) if answer.finish else None,
         "parallel_tool_calls": request.parallel_tool_calls,
         **request.extra.get("echo", {}),
+        **_used(request.sampling),
         **_FIXED,
         "store": request.extra.get("store", False),
     }
+
+
+def _used(sampling: Sampling) -> dict[str, float]:
+    """The settings that were used, whether or not the request had them."""
+    used = {"top_p": sampling.top_p, "temperature": sampling.temperature}
+    return {name: value for name, value in used.items() if value is not None}
 
 
 def _error(failed: Failed) -> dict[str, Any]:
@@ -123,10 +135,14 @@ class Items:
 
     def part(self, block: Block) -> dict[str, Any]:
         """The one part of a message or of a thought."""
-        part: dict[str, Any] = {"type": _PARTS[block.kind], "text": block.text}
+        part: dict[str, Any] = {"type": _PARTS[self.form(block)][0], "text": block.text}
         if block.kind == "reasoning":
             return part
         return {**part, "annotations": [], "logprobs": [_logprob(token) for token in block.logprobs]}
+
+    def form(self, block: Block) -> str:
+        """Which of `_PARTS` it has: clients that ask for a summary of the reasoning show only that, so all is one."""
+        return "summary" if block.kind == "reasoning" and self._request.extra.get("summarised") else block.kind
 
     def _known(self, block: Block) -> Known:
         known: Mapping[str, Known] = self._request.extra.get("known", {})
@@ -139,7 +155,8 @@ class Items:
         content = [self.part(block)] if block.text else []
         if block.kind == "text":
             return {**head, "type": "message", "role": "assistant", "content": content}
-        item: dict[str, Any] = {**head, "type": "reasoning", "summary": [], "content": content}
+        item: dict[str, Any] = {**head, "type": "reasoning", "summary": [], "content": []}
+        item["summary" if self.form(block) == "summary" else "content"] = content
         if self._request.extra.get("sealed"):
             item["encrypted_content"] = sealed(block.text) if block.text else None
         return item
@@ -197,18 +214,19 @@ class ResponseReply(Reply):
 
     def _part_step(self, step: Step) -> Iterable[bytes]:
         block = step.block
-        name = f"response.{_PARTS[block.kind]}"
+        _, part_event, text_event, place = _PARTS[self._items.form(block)]
+        parts, texts, where = f"response.{part_event}", f"response.{text_event}", {place: 0}
         logprobs = {"logprobs": [_logprob(token) for token in step.logprobs]} if block.kind == "text" else {}
         if step.what == "open":
             part = self._items.part(Block(block.kind, block.index))
-            yield self._inside(block, "response.content_part.added", content_index=0, part=part)
+            yield self._inside(block, f"{parts}.added", **where, part=part)
         elif step.what == "grow":
-            yield self._inside(block, f"{name}.delta", content_index=0, delta=step.text, **logprobs)
+            yield self._inside(block, f"{texts}.delta", **where, delta=step.text, **logprobs)
         else:
             part = self._items.part(block)
             logprobs = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
-            yield self._inside(block, f"{name}.done", content_index=0, text=block.text, **logprobs)
-            yield self._inside(block, "response.content_part.done", content_index=0, part=part)
+            yield self._inside(block, f"{texts}.done", **where, text=block.text, **logprobs)
+            yield self._inside(block, f"{parts}.done", **where, part=part)
 
     def _call_step(self, step: Step) -> Iterable[bytes]:
         block = step.block

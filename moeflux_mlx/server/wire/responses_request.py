@@ -27,7 +27,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
     functions, known = offered(fields)
     left, choice = tools.chosen(functions, _choice(fields))
     reasoning, text = fields.object("reasoning"), fields.object("text")
-    effort = reasoning.text("effort") if reasoning else fields.text("reasoning_effort")
+    effort = settings.effort(reasoning, "effort") or settings.effort(fields, "reasoning_effort")
     thinks = settings.thinking(fields, variables)
     include = fields.list("include")
     asked = fields.integer("top_logprobs", 0, 20)
@@ -52,6 +52,7 @@ def read(body: Mapping[str, Any], *, keep_agent_headers: bool = False) -> Reques
             "known": known,
             "sealed": "reasoning.encrypted_content" in include,
             "store": fields.flag("store", True),
+            "summarised": bool(reasoning and (reasoning.text("summary") or reasoning.text("generate_summary"))),
             "echo": _echo(fields),
         },
     )
@@ -89,6 +90,8 @@ def _tool_fields(item: Fields) -> Mapping[str, Any]:
 
 
 def _refuse_state(fields: Fields) -> None:
+    if fields.get("response_format") is not None:
+        raise fields.wrong("response_format", "null: this API has text.format in its place")
     for name in ("previous_response_id", "conversation", "prompt"):
         if fields.get(name) is not None:
             raise fields.wrong(name, f"null: {_KEPT}")
@@ -114,8 +117,8 @@ def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     turns = _Turns(keep_agent_headers)
     for item in fields.objects("input"):
         turns.add(item)
-    if not turns.done(messages):
-        raise fields.wrong("input", "a text or a list of items that hold one")
+    if not turns.done(messages) and not (first and isinstance(value, list)):  # instructions alone can be answered
+        raise fields.wrong("input", "a text, or a list of at least one message, call or result")
     return conversation.paired(messages, "input")
 
 

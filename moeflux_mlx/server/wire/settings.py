@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import BadRequestError
+from ...text.switches import LADDER
 from ..request import Sampling
 from . import unserved
 from .fields import LARGEST, Fields, wrong
@@ -143,13 +144,21 @@ def thinking(body: Fields, variables: Mapping[str, Any]) -> bool | None:
     if isinstance(given, bool):
         return given
     by_kind = thinking_kind(body)
-    return thinking_effort(body.text("reasoning_effort")) if by_kind is None else by_kind
+    return thinking_effort(effort(body, "reasoning_effort")) if by_kind is None else by_kind
 
 
 def thinking_kind(body: Fields) -> bool | None:
     """Reads {"type": "enabled" or "disabled"}; other types leave it to the model."""
     fields = body.object("thinking")
     return {"enabled": True, "disabled": False}.get(fields.text("type") or "") if fields else None
+
+
+def effort(fields: Fields | None, key: str) -> str | None:
+    """How much the model should reason, in a word that all templates share."""
+    word = fields.text(key) if fields else None
+    if fields and word is not None and word not in LADDER:
+        raise fields.wrong(key, f"one of {', '.join(LADDER)}")
+    return word
 
 
 def thinking_effort(effort: str | None) -> bool | None:
