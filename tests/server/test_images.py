@@ -289,7 +289,7 @@ class Stuck:
     token = 1
 
     def __init__(self):
-        self.go, self.asked = threading.Event(), 0
+        self.go, self.asked, self.reader = threading.Event(), 0, self
 
     def __call__(self, *_, **__):
         self.asked += 1
