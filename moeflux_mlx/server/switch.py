@@ -19,6 +19,7 @@ from ..errors import BadRequestError, MoefluxError
 from .admission import Admission
 from .features import Features, features_of
 from .live import Watch
+from .model_thread import ModelThread
 from .prepare import Defaults, Preparer
 from .running import CANCELLED, Totals
 from .sessions import Sessions
@@ -130,6 +131,7 @@ class ModelSwitch:
         self.totals, self.watch = Totals(), Watch()
         self._describing = asyncio.Lock()
         self._waiting: list[_Waiting] = []
+        self._thread = ModelThread()
         self._worker: Worker | None = None  # the worker of the model that is loaded, or being loaded or unloaded
         self._change: asyncio.Task[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
@@ -242,7 +244,9 @@ class ModelSwitch:
 
     def stop(self, seconds: float) -> bool:
         """Ends all work, from any thread after the event loop has ended; returns whether it ended in time."""
-        return self._worker is None or self._worker.stop(seconds)
+        if self._worker is not None:
+            self._worker.begin_stop()
+        return self._thread.stop(seconds)
 
     async def _wait(self, choice: Choice) -> Loaded:
         if self.queue >= self._limit:
@@ -328,7 +332,7 @@ class ModelSwitch:
         makes = choice.load, choice.make_sessions, choice.make_admission
         worker = Worker(*makes, self._limit, self._decode_share, self.totals, self.watch, on_ready, on_end)
         self._worker = worker
-        worker.start()
+        self._thread.run(worker.main)
         await begun
         self.error, engine = worker.state.error, worker.state.engine
         if engine is None or self._stopping:

@@ -1,7 +1,7 @@
-"""The one thread that loads and runs the model, and the queue of its jobs.
+"""Loads and runs a model in the model's thread, and keeps the queue of its jobs.
 
-MLX's streams belong to threads, so only this thread uses the model. Other threads submit jobs and receive events. The
-thread is a loop: it admits jobs, computes a prompt or one step of all answers, and emits the results. Prompts are
+MLX's streams belong to threads, so only this thread uses the model. Other threads submit jobs and receive events.
+`main` is a loop: it admits jobs, computes a prompt or one step of all answers, and emits the results. Prompts are
 computed one after the other; between two waves or blocks of a prompt, steps of the answers run for their share of the
 time.
 """
@@ -126,10 +126,6 @@ class Worker:
         self._sessions: Sessions | None = None
         self._admission: Admission | None = None
         self._before = LoaderStats()  # the counts when the prompt began or continued
-        self._thread = threading.Thread(target=self._main, name="model", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def begin_stop(self) -> None:
         """Begins to end all work; waiting jobs are told that they are cancelled."""
@@ -142,13 +138,6 @@ class Worker:
             job.emit(CANCELLED)
         for one in running:
             one.job.cancel()
-
-    def stop(self, seconds: float) -> bool:
-        """Ends all work; returns whether the thread ended in time."""
-        self.begin_stop()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def submit(self, job: Job) -> None:
         """Queues the job. If the worker ends first, the job is told that it is cancelled.
@@ -183,7 +172,8 @@ class Worker:
         with self._wake:
             self._wake.notify_all()
 
-    def _main(self) -> None:
+    def main(self) -> None:
+        """Loads the model and runs its jobs until `begin_stop`; to be called in the model's thread."""
         try:
             self._run()
         finally:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from urllib.error import HTTPError
 
 import anthropic
@@ -22,11 +23,13 @@ from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import switch
 from moeflux_mlx.server.admission import Admission
+from moeflux_mlx.server.model_thread import ModelThread
 from moeflux_mlx.server.prepare import Defaults, Preparer
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+THREADS = Path("/proc/self/task")
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -346,6 +349,32 @@ def test_memory_is_given_back_before_the_next_is_loaded():
             assert live.post("/v1/chat/completions", body)["usage"]["completion_tokens"] > 0
     assert there == [[], [], [], []] and max(memory) - memory[0] < 100_000
     wait_for(lambda: all(one() is None for one in held))
+
+
+@pytest.mark.skipif(not THREADS.is_dir(), reason="only Linux lists the threads of a process there")
+def test_changes_of_models_leave_no_thread_behind():
+    """MLX keeps a thread for each thread that has computed."""
+    loads = Loads("a", "b")
+
+    def load(name):
+        mx.eval(mx.ones(4) + 1)
+        return loads.load(name)
+
+    with Live({name: lambda name=name: load(name) for name in "ab"}) as live:
+        counts = []
+        for _ in range(100):
+            assert [ask(live, name) for name in "ba"] == ["b", "a"]
+            counts.append(len(list(THREADS.iterdir())))
+    assert len(loads.order) == 201 and counts[-1] <= counts[9] + 2  # asyncio adds some of its own
+
+
+def test_an_error_in_the_thread_of_models_leaves_it_to_the_next(monkeypatch):
+    reported, done = [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
+    thread = ModelThread()
+    thread.run(lambda: 1 // 0)
+    thread.run(done.set)
+    assert thread.stop(30) and done.is_set() and reported == [ZeroDivisionError]
 
 
 def test_a_model_that_fails_while_it_is_loaded_frees_its_memory():

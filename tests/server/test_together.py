@@ -23,6 +23,7 @@ from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import Watch
+from moeflux_mlx.server.model_thread import ModelThread
 from moeflux_mlx.server.prepare import Prepared
 from moeflux_mlx.server.request import Failed, Finish, Request, Sampling, Text
 from moeflux_mlx.server.running import Totals
@@ -99,9 +100,15 @@ class Bench:
             begun.set,
             lambda: None,
         )
-        self.worker.start()
+        self.thread = ModelThread()
+        self.thread.run(self.worker.main)
         assert begun.wait(30) and self.worker.state.ready
         self.alone = {}
+
+    def stop(self):
+        """Returns whether the worker has ended in time."""
+        self.worker.begin_stop()
+        return self.thread.stop(10)
 
     def run(self, asks):
         """Runs the requests. Returns the events of each."""
@@ -196,7 +203,7 @@ BENCHES = {
 def bench(request):
     made = Bench(BENCHES[request.param]())
     yield made
-    assert made.worker.stop(10)
+    assert made.stop()
 
 
 @settings(max_examples=examples(6))
@@ -224,7 +231,7 @@ def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
     ends = [told(bench.answer_alone(ask, n)) for n, ask in enumerate(asks)]
     failed = [text for text, how in ends if how == (500, "server_error")]
     assert any(failed) and len(failed) < len(ends), "some said a token before they failed, some ended well"
-    assert bench.worker.stop(10)
+    assert bench.stop()
 
 
 def test_what_each_request_asked_for_is_counted(tmp_path):
@@ -240,7 +247,7 @@ def test_what_each_request_asked_for_is_counted(tmp_path):
     stats = engine.experts.stats
     assert sum(asked.nbytes for asked in counts) == pytest.approx(stats.bytes_read)
     assert sum(asked.hits + asked.misses for asked in counts) > stats.hits + stats.misses, "they had experts in common"
-    assert bench.worker.stop(10)
+    assert bench.stop()
 
 
 def test_an_expert_is_put_down_to_whoever_asked_for_it():
@@ -258,7 +265,7 @@ def test_an_expert_is_put_down_to_whoever_asked_for_it():
     together = last_askers(lambda: bench.run(asks))
     for numbers, own in zip(alone, (1, 2), strict=True):
         assert (together == own).sum() > 0 and not (together == own)[numbers != own].any()
-    assert bench.worker.stop(10)
+    assert bench.stop()
 
 
 def schema(name):
