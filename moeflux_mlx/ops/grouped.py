@@ -25,6 +25,7 @@ from .expert_rows import expert_rows, starts_of
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, form_of, settings
 from .gather_rows import gather_rows
+from .interrupt import check
 from .tiles import tile_of
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
@@ -176,6 +177,7 @@ class GroupedRows:
     ) -> np.ndarray:
         experts, (first, last) = slice(self._firsts[index], self._firsts[index + 1]), self._rows_of(index)
         for start in range(first, last, NATIVE_ROWS):
+            check()
             if between is not None:
                 between()
             stop = min(start + NATIVE_ROWS, last)

@@ -40,6 +40,7 @@ from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
 from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, Quant
 from .cores import cores
+from .interrupt import pieces
 from .stand_ins import stand_ins
 from .tiles import MAX_TOKENS
 
@@ -159,8 +160,12 @@ def linear(
     weight, eps = norm or (None, 0.0)
     alone = x.shape[0] <= MAX_TOKENS
     biases, factor = _apart(quant, third)
-    added = residual if factor is None else None
-    extension().linear(x, w, scales, biases, bits, group, _chosen.bits, weight, eps, added, alone, out)
+    added, form = residual if factor is None else None, (w, scales, biases, bits, group, _chosen.bits, weight, eps)
+    if alone:
+        extension().linear(x, *form, added, alone, out)
+    else:
+        for rows in pieces(x.shape[0], x.shape[1] * w.shape[0]):
+            extension().linear(x[rows], *form, None if added is None else added[rows], alone, out[rows])
     if factor is not None:
         out *= factor.reshape(-1)
         out += 0 if residual is None else np.asarray(residual)
@@ -307,7 +312,10 @@ def attend(
     newest `window` rows up to its own, None: all; `sinks` [Hq]: logits whose exponentials count in the softmax's sum.
     """
     out = _result(out, q.shape[0], q.shape[1], v.shape[2])
-    extension().attend(q, k, v, length, scale, window or length or 1, NOTHING if sinks is None else sinks, out)
+    (T, heads, _), seen, limits = q.shape, window or length or 1, NOTHING if sinks is None else sinks
+    before = length - T
+    for rows in pieces(T, heads * min(seen, length) * (q.shape[2] + v.shape[2])):
+        extension().attend(q[rows], k, v, before + rows.stop, scale, seen, limits, out[rows])
     return out
 
 

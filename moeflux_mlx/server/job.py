@@ -23,5 +23,7 @@ class Job:
     raw: str = ""  # what the model wrote, set before the last event
 
     def cancel(self) -> None:
-        """Cancels the job; its work ends within a token, a wave of experts or a block of a mixer."""
+        """Cancels the job; its work ends within a token, a wave of experts or a block of a mixer, on the CPU
+        within a piece of these.
+        """
         self.cancelled.set()

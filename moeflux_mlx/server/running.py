@@ -4,6 +4,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..engine.sampling import LogitsProcessor, make_logits_processors, make_samp
 from ..engine.session import Answer
 from ..errors import DeviceError, MoefluxError, RequestError
 from ..experts.stats import Asked
+from ..ops.interrupt import interruptible
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
 from .job import Job
@@ -117,7 +119,9 @@ class Running:
             self._check()
             if self._answer is None:
                 self._begin()
-            response = self.answer.advance()
+            # Several ranks must leave a layer at the same place.
+            with interruptible(self._check) if self.answer.shares_steps else nullcontext():
+                response = self.answer.advance()
         except Stopped:
             if self.job.cancelled.is_set():
                 self.cancel()

@@ -22,6 +22,7 @@ from ..engine.session import advance_answers
 from ..errors import BadRequestError, DeviceError, RequestError
 from ..experts.stats import Asked, LoaderStats
 from ..model.step import MAX_ROWS
+from ..ops.interrupt import go_on, interruptible
 from .admission import Admission
 from .job import Job
 from .live import Watch
@@ -264,7 +265,7 @@ class Worker:
         pace.pause_prompt(bool(self._answering()))
         self._admit()
         while pace.is_due and self._answering():
-            with engine.experts.interlude():
+            with engine.experts.interlude(), interruptible(go_on):
                 self._step(engine)
             self._forget_over()
         self._look()

@@ -42,7 +42,7 @@ else:
     from hypothesis import HealthCheck, given, settings
     from hypothesis import strategies as st
 
-    from moeflux_mlx.ops import native
+    from moeflux_mlx.ops import interrupt, native
 
     pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
 
@@ -552,6 +552,33 @@ def test_silu_at_the_ends(path):
 
 
 # ---- same bits ----
+
+
+@any_path
+@pytest.mark.parametrize("tokens", [MAX_TOKENS, MAX_TOKENS + 1, 70])
+def test_calls_in_pieces_have_the_same_bits_and_can_be_interrupted(path, tokens, monkeypatch):
+    rng = np.random.default_rng(0)
+    w, s, b = weights(rng, 32, 128)
+    x, residual = rng.standard_normal((tokens, 128), dtype=np.float32), rng.standard_normal((tokens, 32), dtype=F)
+    q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in ((tokens, 4, 16), *[(2, 90, 16)] * 2))
+
+    def calls():
+        yield native.linear(x, EXPERTS, w, s, b, residual=residual)
+        yield native.attend(q, k, v, 80, 0.25)
+        yield native.attend(q, k, v, 80, 0.25, window=9, sinks=np.ones(4, F))
+
+    whole = list(calls())
+    monkeypatch.setattr(interrupt, "PIECE_WORK", 1)
+    checks, pieces = [], -(-tokens // MAX_TOKENS)
+    with interrupt.interruptible(lambda: checks.append(1)):
+        cut = list(calls())
+    assert all(map(np.array_equal, cut, whole)) and len(checks) == 3 * (pieces - 1)
+    with interrupt.interruptible(lambda: 1 // 0):
+        for call in (lambda: next(calls()), lambda: native.attend(q, k, v, 80, 0.25)):
+            if pieces > 1:
+                with pytest.raises(ZeroDivisionError):
+                    call()
+    assert np.array_equal(next(calls()), whole[0]), "outside, nothing is interrupted"
 
 
 def expert_call(blob, slots, x, weight):

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from live_server import Live, demo_engine, wait_for
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.ops import interrupt, native
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import Watch
@@ -385,3 +387,27 @@ def test_mixed_requests_and_departures_leave_nothing_behind(count):
             wait_for(lambda: live.models.loaded.uses == 0)
             assert live.models.totals.failed == 0 and not any(kept.busy for kept in live.worker._sessions._kept)
             assert by_chat(chat, claude, 3)
+
+
+@pytest.mark.skipif(not native.available(), reason="only the native kernels compute in pieces")
+@pytest.mark.parametrize("name", ["linear", "attend"])
+def test_a_cancelled_prompt_ends_within_a_block(name, monkeypatch):
+    """The session keeps nothing of the block, and its next prompt has the tokens of a fresh one."""
+    bench, fresh = (Bench(open_engine(tiny_directory("qwen3_moe"))) for _ in range(2))
+    ask, jobs, heard = Ask(200, 4, None, 0, None, "a"), {}, []
+    monkeypatch.setattr(interrupt, "PIECE_WORK", 1)
+    compute, calls = getattr(native.extension(), name), []
+
+    def counting(*given):
+        calls.append(len(given[0]))
+        if len(calls) == 3:
+            jobs[0].cancel()
+        return compute(*given)
+
+    monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(**{**vars(native._native), name: counting}))
+    bench.submit(ask, 0, lambda _, event: heard.append(event), jobs)
+    wait_for(lambda: heard and bench.is_over(heard))
+    assert heard[-1].code == "cancelled" and calls == [16, 16, 16]
+    monkeypatch.undo()
+    assert told(bench.run([ask])[0]) == told(fresh.run([ask])[0])
+    assert bench.stop() and fresh.stop()
