@@ -174,8 +174,7 @@ class ModelArgs:
     @cached_property
     def widths(self) -> frozenset[int]:
         """The widths of the rows that operations take."""
-        rows = {self.hidden_size, *(layer.row_width for layer in self.layers)}
-        return frozenset(rows.union(*(mixer.widths for mixer in self.mixers)))
+        return frozenset({self.hidden_size}.union(*(layer.widths for layer in set(self.layers))))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> "ModelArgs":

@@ -70,9 +70,9 @@ class Dense:
     activation: Activation = SILU
 
     @property
-    def row_width(self) -> int:
-        """The width of the rows that every token makes."""
-        return self.width
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that every token makes."""
+        return (self.width,)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Experts:
     latent: int | None = None
 
     @property
-    def row_width(self) -> int:
-        """The width of the rows that every token makes."""
-        return max(self.shared.width if self.shared else 0, self.latent or 0)
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that every token makes."""
+        shared = (self.shared.width,) if self.shared else ()
+        return shared if self.latent is None else (*shared, self.latent)

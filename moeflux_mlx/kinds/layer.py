@@ -25,6 +25,11 @@ class HyperConnections:
     eps: float
     mean: bool = False
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take, besides the streams."""
+        return ()
+
 
 @dataclass(frozen=True)
 class GatedConnections:
@@ -35,6 +40,11 @@ class GatedConnections:
 
     streams: int
     rank: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take, besides the streams."""
+        return (self.rank,)
 
 
 Connections = HyperConnections | GatedConnections
@@ -70,7 +80,13 @@ class LayerSpec:
     @property
     def row_width(self) -> int:
         """The width of the rows that every token makes in its feed-forward part."""
-        return self.feed_forward.row_width if self.feed_forward else 0
+        return max(self.feed_forward.widths, default=0) if self.feed_forward else 0
+
+    @property
+    def widths(self) -> frozenset[int]:
+        """The widths of the rows that its operations take."""
+        parts = self.mixer, self.feed_forward, self.residual.connections
+        return frozenset(width for part in parts if part is not None for width in part.widths)
 
 
 # Switches of which not every value is implemented, and the implemented values.
