@@ -109,21 +109,19 @@ def load_prompt(path: Path, model: Stateful, cache: Sequence[Cache], fingerprint
         difference = header.fingerprint.difference(fingerprint)
         if difference:
             raise FingerprintError(f"{path} was made with {difference}; choose another file")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as whole:
-            end = header.body_start + header.body_bytes
-            body = whole[header.body_start : end]
-            try:
-                _check(path, "body", zlib.crc32(body) == CRC.unpack_from(whole, end)[0])
-                _check(path, "token count", snapshot_length(model, body) == len(header.tokens))
-                load_state(model, cache, body)
-                behind = bytes(body[state_size(model, len(header.tokens)) :])
-                for layer in cache:
-                    layer.shifts = header.shifts
-            except SnapshotError as error:
-                raise PromptCacheError(f"{path} is damaged: {error}; delete it") from error
-            finally:
-                body.release()
-    return dataclasses.replace(header, behind=behind)
+        # Never closed here: the frames of an error refer to the mapping, which ends with the last reference.
+        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    end = header.body_start + header.body_bytes
+    body = whole[header.body_start : end]
+    try:
+        _check(path, "body", zlib.crc32(body) == CRC.unpack_from(whole, end)[0])
+        _check(path, "token count", snapshot_length(model, body) == len(header.tokens))
+        load_state(model, cache, body)
+    except SnapshotError as error:
+        raise PromptCacheError(f"{path} is damaged: {error}; delete it") from error
+    for layer in cache:
+        layer.shifts = header.shifts
+    return dataclasses.replace(header, behind=bytes(body[state_size(model, len(header.tokens)) :]))
 
 
 def read_prompt_header(path: Path) -> PromptHeader:

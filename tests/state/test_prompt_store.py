@@ -276,16 +276,17 @@ def test_every_flipped_bit_and_every_cut_is_noticed(saved, data):
     refused(path.with_name("bad"), bytes(bad))
 
 
-def rebuilt(good, *, metadata=None, tokens=None, start=None):
+def rebuilt(good, *, metadata=None, tokens=None, start=None, body=None):
     """Returns the file with another part and correct checksums."""
-    magic, version, size, count, body = START.unpack_from(good)
+    magic, version, size, count, _ = START.unpack_from(good)
     old = good[START.size : START.size + size]
     end = START.size + size + 4 * count
     metadata = old if metadata is None else metadata
     ids = good[START.size + size : end] if tokens is None else tokens
-    head = START.pack(magic, version, len(metadata), len(ids) // 4, body) if start is None else start
-    head += metadata + ids
-    return head + struct.pack("<I", zlib.crc32(head)) + good[end + 4 :]
+    body = good[end + 4 : -4] if body is None else body
+    head = START.pack(magic, version, len(metadata), len(ids) // 4, len(body)) if start is None else start
+    parts = [head + metadata + ids, body]
+    return b"".join(part + struct.pack("<I", zlib.crc32(part)) for part in parts)
 
 
 def test_wrong_values_in_well_formed_files_are_noticed(saved):
@@ -297,6 +298,9 @@ def test_wrong_values_in_well_formed_files_are_noticed(saved):
     refused(path, rebuilt(good, start=START.pack(b"MOEFLXPC", 1, 8, 2**20, 8)), "length is wrong")
     refused(path, good + b"x", "length is wrong")
     refused(path, rebuilt(good, tokens=bytes(16)), "token count is wrong")
+    body = good[-4 - START.unpack_from(good)[-1] : -4]
+    for snapshot in (b"", body[:3], b"MXLF" + body[4:], body[:4] + b"\xff" * 4 + body[8:], body[:-1], body[:200]):
+        refused(path, rebuilt(good, body=snapshot), "is damaged: .*snapshot.*; delete it")
     parts = {"model": "a", "tokenizer": "b", "dtype": "c"}
     for value in ([], {}, {"fingerprint": parts}, {"fingerprint": {**parts, "model": 1}, "extra": {}}, 3):
         refused(path, rebuilt(good, metadata=json.dumps(value).encode()), "metadata")
@@ -336,6 +340,11 @@ def test_damaged_entries_are_skipped_and_removed(tmp_path):
     by_size[20].write_bytes(by_size[20].read_bytes()[:50])
     assert restored(store, model, text())[0] == 10
     assert files(tmp_path) == [by_size[10].name]
+    good = by_size[10].read_bytes()
+    by_size[10].write_bytes(rebuilt(good, body=bytes(START.unpack_from(good)[-1])))
+    assert restored(store, model, text())[0] == 0 and files(tmp_path) == []
+    keep(store, model, text(10))
+    assert restored(store, model, text())[0] == 10
     keep(PromptFile(tmp_path / "one", store.fingerprint), model, text(10))
     (tmp_path / "one").write_bytes(b"nonsense")
     with pytest.raises(PromptCacheError, match="one is not a prompt cache file"):
