@@ -15,10 +15,10 @@ from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper
 from .fetching import local_model
+from .interrupts import INTERRUPTED
 from .opening import load_named, open_store
 from .options import parse_template_config, sampling
 from .remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
-from .run import INTERRUPTED
 from .terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
 
 DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."

@@ -8,7 +8,7 @@ from ..formats.packed import FOLDER
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
 from ..text.tokenizer import VOCABULARY_FILES
-from .run import INTERRUPTED
+from .interrupts import INTERRUPTED
 from .terminal import agree, note
 
 

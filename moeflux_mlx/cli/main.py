@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..errors import did_you_mean
 from ..process import check_mlx
 from ..version import described
+from .interrupts import end_at_once
 
 COMMANDS = {
     "generate": ("moeflux_mlx.generate.__main__", "generate text for one prompt"),
@@ -28,6 +29,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names, with the others; returns its exit code."""
+    if argv is None:  # this process is the command's own
+        end_at_once()
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]

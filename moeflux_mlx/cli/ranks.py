@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,8 +13,8 @@ from ..several.joining import BACKENDS, end_process, join
 from ..several.lead import Lead
 from ..several.ranks import Ranks
 from .fetching import local_model
+from .interrupts import end_at_once
 from .opening import open_optional
-from .run import INTERRUPTED
 from .terminal import note
 
 
@@ -51,18 +50,12 @@ def together(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
             return run(options)
         options.ranks = ranks
         if not ranks.leads:
-            _end_on_interrupt()
+            end_at_once()  # MLX drops an exception that comes up while it looks at an array
             engine = open_optional(options, local_model(options))
             return Follower(engine.model, engine.tokenizer, ranks.exchange, note).run()
         return _leading(run, options)
 
     return call
-
-
-def _end_on_interrupt() -> None:
-    """Ctrl-C ends a rank that follows at once: MLX drops an exception that comes up while it looks at an array."""
-    if callable(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def joined(options: argparse.Namespace) -> Ranks | None:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, TextIO, cast
 
 from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
 from ..ops.limits import within_limits
+from .interrupts import INTERRUPTED, raise_again
 from .terminal import note
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # errors of writing to stdout
 
 
@@ -42,6 +42,7 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
     Our own errors and warnings become one line each on stderr.
     """
     configure_mlx()
+    raise_again()
     with warnings.catch_warnings():
         warnings.simplefilter("always", MoefluxWarning)
         warnings.showwarning = _show_warning

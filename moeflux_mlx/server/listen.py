@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +31,8 @@ END_SECONDS = 2  # seconds that answers in progress have to send their last even
 BACKLOG = 256
 FILLER = "filler"  # key in a request's state: makes an empty piece to put between two pieces of its answer
 LAST_PORT = 65535
+FULL = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # errors of accepting a connection
+FULL_SECONDS = 60.0  # seconds without such an error after which the next one is reported again
 
 
 class PatientProtocol(H11Protocol):
@@ -173,6 +177,7 @@ class Listener(uvicorn.Server):
         )
         super().__init__(config)
         self._ending, self.signal = ending, 0
+        self._full_at = -math.inf  # when a connection could not be accepted, by the event loop's clock
 
     def stop(self, number: int = 0) -> None:
         """Begins the end, in the event loop's thread."""
@@ -192,11 +197,27 @@ class Listener(uvicorn.Server):
     def loop_begun(self) -> None:
         """Allows calls of `stop_soon` from now on; called in the event loop's thread."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._report)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Reports an error of the event loop. If connections cannot be accepted, asyncio reports each attempt with a
+        traceback, hundreds a second; one line says it until it has been over for a while.
+        """
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in FULL:
+            loop.default_exception_handler(context)
+            return
+        if loop.time() - self._full_at > FULL_SECONDS:
+            remedy = "raise the limit of open files (ulimit -n), or let fewer clients connect"
+            print(f"error: a connection cannot be accepted: {error.strerror}; {remedy}", file=sys.stderr, flush=True)
+        self._full_at = loop.time()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Installs our signal handlers in place of uvicorn's, which raise the signals again at the end."""
         caught: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            caught = (*caught, signal.SIGHUP)
         loop = asyncio.get_running_loop()
         try:
             for number in caught:

@@ -100,6 +100,32 @@ def test_the_console_script():
     assert 'moeflux = "moeflux_mlx.cli.main:main"' in text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "moeflux_mlx", "plan"],
+        ["-m", "moeflux_mlx.plan"],
+        ["-c", "from moeflux_mlx.cli.main import main; main()", "plan"],
+    ],
+)
+def test_an_interrupt_during_the_imports_is_silent(words, tmp_path, interruptible):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])
+    done = run(*PYTHON, *words, PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_interrupts_that_are_ignored_stay_ignored(tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError('on')"
+    )
+    path = os.pathsep.join([str(tmp_path), child_environment()["PYTHONPATH"]])
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from moeflux_mlx.cli.main import main; main()"
+    assert "MLX cannot be imported (on)" in run(*PYTHON, "-c", code, "plan", PYTHONPATH=path).stderr
+
+
 @pytest.mark.parametrize("argv, code", [([], 2), (["--help"], 0), (["-h"], 0)])
 def test_without_a_command_the_commands_are_listed(argv, code, capsys):
     assert main(argv) == code

@@ -72,7 +72,8 @@ class Served:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "options", "lines"), [(signal.SIGINT, 130, (), 1), (signal.SIGTERM, 0, ("--quiet",), 0)]
+    ("number", "code", "options", "lines"),
+    [(signal.SIGINT, 130, (), 1), (signal.SIGTERM, 0, ("--quiet",), 0), (signal.SIGHUP, 0, (), 1)],
 )
 def test_a_signal_ends_it_in_the_middle_of_an_answer(number, code, options, lines, interruptible):
     with Served(*options) as served:

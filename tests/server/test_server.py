@@ -1,7 +1,13 @@
 """A live server with the demo model, called by the official clients and by hand."""
 
+import contextlib
 import json
+import os
+import resource
+import socket
 import threading
+import time
+from pathlib import Path
 from typing import Literal
 from urllib.error import HTTPError
 
@@ -9,7 +15,7 @@ import anthropic
 import openai
 import pydantic
 import pytest
-from live_server import Live, demo_engine, wait_for
+from live_server import FakeEngine, Live, demo_engine, wait_for
 
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import DeviceError
@@ -345,8 +351,6 @@ def test_live_pictures(live, chat):
 
 
 def test_a_client_that_leaves_stops_the_work(live):
-    import socket
-
     endless = {"1": -100, "3": -100}  # not a token that ends an answer
     body = json.dumps({"model": "m", "messages": QUESTION, "max_tokens": 900, "logit_bias": endless}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -358,6 +362,28 @@ def test_a_client_that_leaves_stops_the_work(live):
             wait_for(lambda: live.worker.state.running)
         wait_for(lambda: live.worker.state.running == [], 5)
     assert live.models.totals.cancelled == before + 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux lists the open files of a process there")
+def test_too_many_open_files_are_reported_once(capfd):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Live(lambda: FakeEngine(lambda prompt: "</think>Hi")) as live, contextlib.ExitStack() as held:
+        clients = [held.enter_context(socket.socket()) for _ in range(3)]
+        open_files = [int(fd.name) for fd in Path("/proc/self/fd").iterdir()]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_files) + 1, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.enter_context(open(os.devnull))
+            for client in clients:
+                client.connect(("127.0.0.1", live.port))
+            time.sleep(1.5)  # asyncio tries again after a second
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        wait_for(lambda: '"ok"' in live.get("/health"))
+    said = capfd.readouterr().err
+    assert said.count("a connection cannot be accepted: Too many open files; raise the limit") == 1
+    assert "Traceback" not in said and "out of system resource" not in said
 
 
 def test_unknown_paths_and_methods(live):
