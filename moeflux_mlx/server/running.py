@@ -163,9 +163,10 @@ class Running:
         self._end_with(CANCELLED)
 
     def fail(self, error: Exception) -> None:
-        self._totals.failed += 1
-        remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may contain the request
-        print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
+        if not isinstance(error, RequestError):  # the client's own mistake, which only the client is told
+            self._totals.failed += 1
+            remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may contain the request
+            print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
         self._end_with(_failure(error))
 
     def _token(self, response: GenerationResponse) -> None:

@@ -10,6 +10,7 @@ from urllib.request import Request, urlopen
 import pytest
 from live_server import FakeEngine, Live, wait_for
 
+from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import admission, worker
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
@@ -125,6 +126,17 @@ def test_answers_have_their_share_while_a_prompt_is_computed(share, least, most)
         assert least <= answer / (prompt + answer) <= most
         live.worker.begin_stop()
         wait_for(lambda: len(order) == 2)
+
+
+def test_a_mistake_of_a_client_that_shows_late_is_no_failure_of_the_server(capfd):
+    def script(prompt):
+        raise RequestError("the answer cannot go on under its schema")
+
+    with Live(lambda: FakeEngine(script)) as live:
+        client = Client(live, SHORT, [])
+        client.join(30)
+        assert client.reply == 400 and live.models.totals.failed == 0
+    assert "error" not in capfd.readouterr().err
 
 
 def test_a_prompt_that_goes_first_and_fails_affects_nobody(capfd):
