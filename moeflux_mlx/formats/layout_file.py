@@ -55,6 +55,8 @@ from .record import (
 UNIFORM_VERSION, VERSION, SHARE_VERSION, OPEN_VERSION = VERSIONS = 1, 2, 3, 4
 GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields", "directories")
 OWN_DIRECTORY = "."
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 1  # of values within values only that there are some
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
@@ -101,9 +103,9 @@ def held_by(content: Mapping[str, Any], where: object) -> RankShare | None:
     held: Any = content.get("held")
     shares, rank = (held.get("shares"), held.get("rank")) if isinstance(held, Mapping) else (None, None)
     if not isinstance(shares, list) or not all(type(one) is int and 1 <= one <= MOST_SHARE for one in shares):
-        raise ModelFileError(f"{where}: held {reprlib.repr(held)} has no shares, integers from 1 to {MOST_SHARE}")
+        raise ModelFileError(f"{where}: held {_SHORT.repr(held)} has no shares, integers from 1 to {MOST_SHARE}")
     if type(rank) is not int or not 0 <= rank < len(shares) <= MOST_RANKS:
-        raise ModelFileError(f"{where}: held {reprlib.repr(held)} names no rank of its {len(shares)}")
+        raise ModelFileError(f"{where}: held {_SHORT.repr(held)} names no rank of its {len(shares)}")
     return RankShare(Owners(tuple(shares)), rank)
 
 
@@ -123,7 +125,7 @@ def directories_of(content: Mapping[str, Any], where: object) -> list[str]:
         or not all(isinstance(name, str) and name for name in names)
         or len(set(names)) < len(names)
     ):
-        raise ModelFileError(f'{where}: directories {reprlib.repr(names)} are not different paths, the first "."')
+        raise ModelFileError(f'{where}: directories {_SHORT.repr(names)} are not different paths, the first "."')
     return names[1:]
 
 
@@ -136,7 +138,7 @@ def from_json(content: Mapping[str, Any], args: ModelArgs, where: object) -> Exp
     """
     version = content.get("format_version", UNIFORM_VERSION)
     if type(version) is not int or version not in VERSIONS:
-        raise ModelFileError(f"{where}: format_version {reprlib.repr(version)} is not 1, 2, 3 or 4")
+        raise ModelFileError(f"{where}: format_version {_SHORT.repr(version)} is not 1, 2, 3 or 4")
     layout = _read_uniform(content, args, where) if version == UNIFORM_VERSION else _read_varied(content, args, where)
     least = _least_version(layout)
     if version < least:
@@ -178,16 +180,25 @@ def _read_uniform(content: Mapping[str, Any], args: ModelArgs, where: object) ->
     stride = content.get("expert_stride", record.size)
     if type(stride) is not int or stride < record.size or stride % LOAD_BYTES:
         raise ModelFileError(
-            f"{where}: expert_stride {reprlib.repr(stride)} does not hold {record.size}-byte experts "
+            f"{where}: expert_stride {_SHORT.repr(stride)} does not hold {record.size}-byte experts "
             f"at multiples of {LOAD_BYTES}"
         )
     checked = replace(layout, records={layer: one.spaced(stride) for layer, one in layout.records.items()})
     for key, wanted in _uniform(checked).items():
-        value = content.get(key, wanted if key not in ("expert_size", "num_experts", "components") else None)
         if key == "components":
-            value = _compared(value, wanted)
-        _agree(where, key, value, wanted)
+            _agree_components(where, _objects(content, key, where), wanted)
+        else:
+            _agree(where, key, content.get(key, None if key in ("expert_size", "num_experts") else wanted), wanted)
     return checked
+
+
+def _agree_components(where: object, stated: list[Mapping[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Extra keys in another tool's file do no harm."""
+    if len(stated) != len(wanted):
+        raise ModelFileError(f"{where}: it has {len(stated)} components; the model's config.json gives {len(wanted)}")
+    for one, component in zip(stated, wanted, strict=True):
+        for key, value in component.items():
+            _agree(where, f"{key} of {component['name']}", one.get(key), value)
 
 
 # ---- versions 2, 3 and 4
@@ -253,8 +264,8 @@ def _layers(geometry: Mapping[str, Any], args: ModelArgs, where: object) -> list
     layers = geometry.get("layers")
     if not isinstance(layers, list) or not all(type(i) is int and i in args.moe_layers for i in layers):
         raise ModelFileError(
-            f"{where}: layers {reprlib.repr(layers)} are not some of the model's layers with experts, "
-            f"{reprlib.repr(args.moe_layers)}"
+            f"{where}: layers {_SHORT.repr(layers)} are not some of the model's layers with experts, "
+            f"{_SHORT.repr(args.moe_layers)}"
         )
     return layers
 
@@ -263,7 +274,7 @@ def _check_experts(geometry: Mapping[str, Any], args: ModelArgs, where: object) 
     """Raises ModelFileError: the geometry is not that of all experts of its layers."""
     if "experts" in geometry and geometry["experts"] != list(range(args.num_experts)):
         raise ModelFileError(
-            f"{where}: a geometry is of the experts {reprlib.repr(geometry['experts'])} of {args.num_experts}; "
+            f"{where}: a geometry is of the experts {_SHORT.repr(geometry['experts'])} of {args.num_experts}; "
             "records that differ within a layer are not implemented"
         )
 
@@ -273,7 +284,7 @@ def _check_keys(geometry: Mapping[str, Any], where: object) -> None:
     for one, known in ((geometry, GEOMETRY_KEYS), *((field, FIELD_KEYS) for field in geometry["fields"])):
         unknown = next((key for key in one if key not in known), None)
         if unknown is not None:
-            raise ModelFileError(f"{where}: a geometry has the unknown key {reprlib.repr(unknown)}")
+            raise ModelFileError(f"{where}: a geometry has the unknown key {_SHORT.repr(unknown)}")
 
 
 def _stated(layer: int, args: ModelArgs, where: object) -> Quants:
@@ -300,7 +311,7 @@ def _spaced(record: Record, layer: int, geometry: Mapping[str, Any], where: obje
     stride = geometry.get("record_stride")
     if type(stride) is not int or stride < record.size or stride % BLOCK_BYTES:
         raise ModelFileError(
-            f"{where}: record_stride {reprlib.repr(stride)} does not hold {record.size}-byte experts "
+            f"{where}: record_stride {_SHORT.repr(stride)} does not hold {record.size}-byte experts "
             f"at multiples of {BLOCK_BYTES}"
         )
     return record.spaced(stride)
@@ -309,12 +320,5 @@ def _spaced(record: Record, layer: int, geometry: Mapping[str, Any], where: obje
 def _agree(where: object, key: str, value: Any, wanted: Any) -> None:
     if type(value) is not type(wanted) or value != wanted:
         raise ModelFileError(
-            f"{where}: {key} is {reprlib.repr(value)}; the model's config.json gives {reprlib.repr(wanted)}"
+            f"{where}: {key} is {_SHORT.repr(value)}; the model's config.json gives {_SHORT.repr(wanted)}"
         )
-
-
-def _compared(value: Any, wanted: list[dict[str, Any]]) -> Any:
-    """`value` with only the keys that are compared, so that extra ones in another tool's file do no harm."""
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        return value
-    return [{key: one.get(key) for key in wanted[0]} for one in value]

@@ -101,7 +101,7 @@ def test_a_wrong_layout_is_refused(geometry, path, value, words):
     with pytest.raises(ModelFileError) as failure:
         from_json(changed(to_json(layout), path, value), args, "x/layout.json")
     text = str(failure.value)
-    assert text.startswith("x/layout.json: ") and words in text and "\n" not in text and len(text) < 500
+    assert text.startswith("x/layout.json: ") and words in text and "\n" not in text and len(text) < 250
 
 
 def test_fields_that_are_missing_doubled_or_in_another_order():
@@ -115,6 +115,7 @@ def test_fields_that_are_missing_doubled_or_in_another_order():
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 values = values | st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=2)
+values |= st.just([[{"name": ["x" * 100] * 10}] * 10] * 10)
 
 
 @pytest.mark.parametrize("geometry", [varied, everything])
@@ -134,7 +135,7 @@ def test_any_change_is_refused_or_harmless(geometry, data):
     try:
         reread = from_json(lie, args, "layout.json")
     except ModelFileError as error:
-        assert "\n" not in str(error)
+        assert "\n" not in str(error) and len(str(error)) < 400
         return
     for layer, record in layout.records.items():
         assert reread.records[layer].fields == record.fields
