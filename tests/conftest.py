@@ -118,6 +118,12 @@ def team():
 
 
 @pytest.fixture
+def files_may_change(monkeypatch):
+    """Nobody looks whether the files of a model change, so that each read says what it finds."""
+    monkeypatch.setattr("moeflux_mlx.experts.stamps.LOOK_SECONDS", 1e9)
+
+
+@pytest.fixture
 def interruptible():
     """Makes SIGINT raise an exception, here and in children.
 

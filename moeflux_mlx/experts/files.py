@@ -21,6 +21,7 @@ from ..formats.pieces import GAP_BYTES, RUN_BYTES, Run
 from ..formats.record import BLOCK_BYTES
 from . import batch
 from .memory import private_pages
+from .stamps import Stamps
 
 F_NOCACHE, F_RDAHEAD = 48, 45  # macOS <fcntl.h>; Python defines only the first, and only on macOS
 IN_BLOCKS = hasattr(os, "O_DIRECT")  # a Mac's F_NOCACHE takes any offset, length and address
@@ -77,7 +78,7 @@ class OpenFiles:
         self._numbers = {path: i for i, path in enumerate(self._paths)}
         self._descriptors: list[int] = []
         self._drive_of, self._drives = drive_of, dict[Path, Hashable]()
-        self._identity: dict[Path, tuple[int, ...]] = {}
+        self._stamps = Stamps()
         try:
             self._opened = self._open(direct)
         except ExpertIOError:
@@ -121,7 +122,12 @@ class OpenFiles:
         return batch.encode(runs, self._numbers) if self.reads_at_once and not is_simple else runs
 
     def read_all(self, share: ReadShare, target: memoryview) -> int:
-        """As `read`, for several runs, at once if possible. Runs that fail are read again one by one."""
+        """As `read`, for several runs, at once if possible. Runs that fail are read again one by one.
+
+        Raises:
+            ExpertIOError: also, a file has changed.
+        """
+        self._stamps.look(self._opened.files)
         if not isinstance(share, bytes):
             return sum([self.read(run, target) for run in share])
         queue = self._queue() if self.reads_at_once else None
@@ -231,9 +237,7 @@ class OpenFiles:
         wanted, self._drives[path] = self._sizes[path], self._drive_of(path, stat)
         if stat.st_size != wanted:
             raise ExpertIOError(f"{path} has {stat.st_size} bytes; the layout needs {wanted}")
-        identity = (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
-        if self._identity.setdefault(path, identity) != identity:
-            raise ExpertIOError(f"{path} was replaced while open; load the model again")
+        self._stamps.add(path, stat)
 
     def _give_up_direct(self, error: OSError) -> None:
         """Reopens the files with the page cache. Other threads may still read from the old descriptors."""

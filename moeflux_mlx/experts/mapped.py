@@ -16,6 +16,7 @@ from ..ops import backend
 from ..ops.experts import Records
 from .memory import adopt, on_device
 from .source import IoMode, Lease
+from .stamps import Stamps
 from .whole import WholeExperts
 
 CHECK_EVERY = 0.1  # seconds between checks of files that a GPU has adopted; a check takes as long as 60 launches
@@ -35,15 +36,18 @@ class MappedExperts(WholeExperts):
     def __init__(self, packed: PackedExperts, decision: str = ""):
         super().__init__(packed.layout, decision)
         self._files: dict[int, mmap.mmap] = {}
+        self._stamps, self._paths = Stamps(), dict[Path, Path]()
         self.checked_at = 0.0  # time of the last check of the files' lengths
         for layer, path in packed.paths.items():
             self.layers[layer], mapped = map_file(path, self.layout.num_experts, self.layout.layer_bytes(layer))
             if mapped is not None:
-                self._files[layer] = mapped
+                self._files[layer], self._paths[path] = mapped, path
+                self._stamps.add(path, path.stat())
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
         with super().turn(tokens) as shared:
+            self._stamps.look(self._paths)
             self._check_files()
             yield shared
 

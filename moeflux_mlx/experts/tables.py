@@ -20,6 +20,7 @@ from ..errors import ExpertIOError
 from ..formats.tables import RowForm, TableFiles
 from ..ops.forms import DTYPES, unpacked_float32
 from .source import CLOSED
+from .stamps import Stamps
 
 KEPT_BYTES = 16 << 20  # bytes of rows kept for each table
 THREADS = 16  # reads at once: a token's rows
@@ -51,10 +52,11 @@ class TableReader:
         self._kept: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self.rows_read = self.bytes_read = 0
-        self._paths, self._descriptors = files.paths, list[int]()
+        self._paths, self._descriptors, self._stamps = files.paths, list[int](), Stamps()
         try:
             for path in self._paths:
                 self._descriptors.append(_opened(path))
+                self._stamps.add(path, os.fstat(self._descriptors[-1]))
         except OSError as error:
             self.close()
             raise ExpertIOError(f"{error.filename} cannot be opened: {error.strerror}") from None
@@ -72,10 +74,11 @@ class TableReader:
         """Begins to read the rows int64 [B, L, heads], each once, in file order.
 
         Raises:
-            ExpertIOError: the model is closed.
+            ExpertIOError: the model is closed, or a file has changed.
         """
         if self._threads is None:
             raise ExpertIOError(CLOSED)
+        self._stamps.look(dict(zip(self._paths, self._descriptors, strict=True)))
         rows, places = np.unique(numbers, return_inverse=True)
         target = np.empty((len(rows), self.files.form.row_bytes), np.uint8)
         missing = self._filled(rows, target)

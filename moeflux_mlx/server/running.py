@@ -15,7 +15,7 @@ from ..engine.generation import GenerationResponse, xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
-from ..errors import DeviceError, MoefluxError, RequestError
+from ..errors import DeviceError, ExpertIOError, MoefluxError, RequestError
 from ..experts.stats import Asked
 from ..ops.interrupt import interruptible
 from ..text.tokenizer import TokenizerWrapper
@@ -165,7 +165,8 @@ class Running:
     def fail(self, error: Exception) -> None:
         if not isinstance(error, RequestError):  # the client's own mistake, which only the client is told
             self._totals.failed += 1
-            remedy = f": {error}" if isinstance(error, DeviceError) else ""  # another error may contain the request
+            # Another error may contain the request.
+            remedy = f": {error}" if isinstance(error, (DeviceError, ExpertIOError)) else ""
             print(f"error: a request failed: {type(error).__name__}{remedy}", file=sys.stderr, flush=True)
         self._end_with(_failure(error))
 

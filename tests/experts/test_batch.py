@@ -110,6 +110,7 @@ def test_scratch_memory_that_holds_one_run_only(stacks, monkeypatch):
 
 
 @built
+@pytest.mark.usefixtures("files_may_change")
 def test_a_file_that_was_cut_short_is_an_error(stacks):
     where, _ = stacks
     loader = StreamedExperts(where)

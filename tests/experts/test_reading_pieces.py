@@ -99,6 +99,7 @@ def test_recoverable_faults_do_not_change_bytes(stacks, kind, direct, resident):
     source.close()
 
 
+@pytest.mark.usefixtures("files_may_change")
 @pytest.mark.parametrize("kind", ["eio", "ends"])
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_failed_read_is_reported_to_all_who_wait_and_not_kept(stacks, kind, direct):
@@ -129,7 +130,7 @@ def test_a_file_that_was_replaced_is_not_opened_again(stacks):
     (path.parent / "new").write_bytes(path.read_bytes())
     os.replace(path.parent / "new", path)
     faults.plan = ["einval"]
-    with pytest.raises(ExpertIOError, match=f"{path.name} was replaced while open"):
+    with pytest.raises(ExpertIOError, match=f"{path.name} was changed while in use"):
         loader.request(0, np.array([0])).wait()
     loader.close()
 

@@ -19,7 +19,7 @@ from tiny_models import child_environment, on_cpu, tiny_directory, tiny_model, u
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.errors import DeviceError, ExpertIOError, ModelFileError
-from moeflux_mlx.experts import mapped, routed, waves
+from moeflux_mlx.experts import mapped, routed, stamps, waves
 from moeflux_mlx.experts.lookahead import MEMORY, WARMUP, Trial
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
@@ -701,12 +701,31 @@ def test_a_replaced_file_is_served_only_after_the_next_open(replaceable, mode):
     again.experts.close()
 
 
+@pytest.mark.skipif(backend.name() == "cuda", reason="the GPU has a copy of a mapped file")
+@pytest.mark.parametrize("options", [{"expert_io": "mmap"}, {"expert_io": "pread", "expert_cache_bytes": 1}], ids=str)
+def test_a_file_that_is_written_to_ends_the_request(replaceable, options, monkeypatch):
+    monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
+    path, file, data = replaceable
+    tokens, model = tokens_of("qwen3_moe"), load_model(path, dtype=mx.float32, **options)
+    before = file.stat()
+    run(model, tokens, 1)
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    for _ in range(2):
+        with pytest.raises(ExpertIOError, match="layer_01.bin was changed while in use; start again"):
+            run(model, tokens, 1)
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # what was read cannot be believed any more
+    model.experts.close()
+
+
 CUT = """
     import os, sys
     import mlx.core as mx
     from moeflux_mlx.ops import native
     from moeflux_mlx.errors import ExpertIOError
     from moeflux_mlx.engine.engine import load_model
+    from moeflux_mlx.experts import stamps
+    stamps.LOOK_SECONDS = 1e9
     if sys.argv[2] == "twins":
         native.available, native.warn_if_missing = (lambda: False), (lambda: None)
     model = load_model(sys.argv[1], dtype=mx.float32, expert_io="mmap")
@@ -732,7 +751,7 @@ def test_a_mapped_file_cut_short_while_in_use(replaceable, kind):
 
 
 @on_cpu()  # CUDA has a copy
-@pytest.mark.usefixtures("plain_operations")
+@pytest.mark.usefixtures("plain_operations", "files_may_change")
 def test_an_adopted_file_cut_short_while_in_use(replaceable, monkeypatch):
     """On Metal a token runs as one graph, so no request for a layer is made while it runs."""
     path, file, data = replaceable
@@ -782,7 +801,7 @@ def test_a_replaced_file_is_not_opened_again(replaceable):
     (file.parent / "new").write_bytes(data)
     os.replace(file.parent / "new", file)
     refused.append(True)
-    with pytest.raises(ExpertIOError, match="layer_01.bin was replaced while open"):
+    with pytest.raises(ExpertIOError, match="layer_01.bin was changed while in use"):
         run(model, tokens_of("qwen3_moe"), 1)
     model.experts.close()
 

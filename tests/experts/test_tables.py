@@ -18,7 +18,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
-from moeflux_mlx.experts import tables
+from moeflux_mlx.experts import stamps, tables
 from moeflux_mlx.experts.tables import FEW, TableReader
 from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
 from moeflux_mlx.quant import Quant
@@ -143,6 +143,18 @@ def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
     for _ in range(2):
         with pytest.raises(ExpertIOError, match="closed"):
             pending.take(0, 1)
+
+
+@pytest.mark.usefixtures("files_may_change")
+def test_a_file_that_is_written_to_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
+    files, _ = written(tmp_path, FORMS[0], 10, [10], False)
+    reader = TableReader(files)
+    reader.begin(np.array([[[8]]])).take(0, 1)
+    (tmp_path / "0-0").write_bytes(bytes((tmp_path / "0-0").stat().st_size + 1))
+    with pytest.raises(ExpertIOError, match="0-0 was changed while in use"):
+        reader.begin(np.array([[[8]]]))
+    reader.close()
 
 
 def test_a_file_that_ends_early_and_a_reader_that_is_closed(tmp_path):

@@ -221,6 +221,7 @@ def test_all_at_once(bench):
     )
 
 
+@pytest.mark.usefixtures("files_may_change")
 def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
     """Other requests of the step do not end. A lone request fails if and only if the same one fails among others."""
     directory = shutil.copytree(tiny_directory("qwen3_moe"), tmp_path / "model")
