@@ -88,6 +88,8 @@ LENGTHY = [
     *("$" + "{" * 1800 + "}" * 1800 + "$", "$$" + r"\begin{matrix}" * 900 + "$$"),
     "`" * 9000 + "x",  # the last one is a fence that nothing closes
 ]
+# A list and a quote that grow by pieces of code, in an answer that is shown again and again.
+GROWING = ["- a\n", *["  ```\n  x\n  ```\n" * 10] * 15, "\n---\n", *["> ```\n> x\n> ```\n> - b\n" * 10] * 15]
 GO_ON = threading.Event()
 TAKES = itertools.count(1)
 
@@ -125,6 +127,7 @@ def script(request):
         "ponder": lasting(4096, {"reasoning_content": "Let me see."}),
         "cut": [{"content": "never ends", "finish": "length"}],
         "lengthy": [{"content": piece + "\n\n"} for piece in LENGTHY] + [{"content": "The end"}],
+        "growing": [one for piece in GROWING for one in ({"content": piece}, 0.06)],
         "wide": text("x" * 4000 + " " + "| a |" * 200),
     }
     if last["role"] == "assistant":
@@ -994,6 +997,15 @@ def test_markup_from_a_model_stays_text(open_page):
 def test_no_text_stops_the_page(open_page):
     open_page.send("lengthy")
     assert open_page.see(".md").endswith("The end")
+
+
+def test_what_has_been_shown_of_a_list_and_a_quote_is_not_made_again(open_page):
+    open_page.run("(window.made = 0, window.create = document.createElement.bind(document))")
+    open_page.run("void (document.createElement = (tag) => { window.made++; return window.create(tag); })")
+    open_page.send("growing")
+    shown = open_page.count(".md *")
+    assert open_page.count(".md > ul > li > .code") == 150 and open_page.count(".md > blockquote .code") == 150
+    assert open_page.run("window.made") < 3 * shown  # once while it comes, once when it is over
 
 
 def test_the_map_moves_and_the_figures_are_shown(open_page):
