@@ -89,7 +89,7 @@ LENGTHY = [
     "`" * 9000 + "x",  # the last one is a fence that nothing closes
 ]
 # A list and a quote that grow by pieces of code, in an answer that is shown again and again.
-GROWING = ["- a\n", *["  ```\n  x\n  ```\n" * 10] * 15, "\n---\n", *["> ```\n> x\n> ```\n> - b\n" * 10] * 15]
+GROWING = ["- a\n", *["  ```\n  x\n  ```\n" * 10] * 10, "\n---\n", *["> ```\n> x\n> ```\n> - b\n" * 10] * 10]
 GO_ON = threading.Event()
 TAKES = itertools.count(1)
 
@@ -1004,7 +1004,7 @@ def test_what_has_been_shown_of_a_list_and_a_quote_is_not_made_again(open_page):
     open_page.run("void (document.createElement = (tag) => { window.made++; return window.create(tag); })")
     open_page.send("growing")
     shown = open_page.count(".md *")
-    assert open_page.count(".md > ul > li > .code") == 150 and open_page.count(".md > blockquote .code") == 150
+    assert open_page.count(".md > ul > li > .code") == 100 and open_page.count(".md > blockquote .code") == 100
     assert open_page.run("window.made") < 3 * shown  # once while it comes, once when it is over
 
 

@@ -377,7 +377,7 @@ def test_too_many_open_files_are_reported_once(capfd):
                     held.enter_context(open(os.devnull))
             for client in clients:
                 client.connect(("127.0.0.1", live.port))
-            time.sleep(1.5)  # asyncio tries again after a second
+            time.sleep(1.1)  # asyncio tries again after a second
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         wait_for(lambda: '"ok"' in live.get("/health"))
