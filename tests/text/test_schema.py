@@ -1,6 +1,7 @@
 """Schemas of tools in the forms whose arguments are not JSON: what a grammar allows, and the types that are read."""
 
 import json
+from time import process_time
 from urllib.parse import quote
 
 import pytest
@@ -17,9 +18,10 @@ from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.calls.registry import DIALECTS
-from moeflux_mlx.text.calls.schema import parameter_types
+from moeflux_mlx.text.calls.schema import keys_of, parameter_types, variants
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.calls.typed import JSON_TYPES
+from moeflux_mlx.text.grammar import calls_grammar
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -29,6 +31,7 @@ INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 POINT = {"type": "object", "properties": {"a": INTEGER, "b": TEXT}, "required": ["a"], "additionalProperties": False}
 NOTE = {"type": "object", "properties": {"c": {"enum": ["x", 3]}}, "required": ["c"], "additionalProperties": False}
 DEEP = {"x y": {"prefixItems": [TEXT, INTEGER]}, "a/b~": {"$ref": "#/$defs/x%20y/prefixItems/1"}}
+LENGTHS = [{"type": "string", "minLength": n} for n in range(20)]
 # Schema, what it allows, what it forbids.
 SCHEMAS = {
     "reference": ({"$ref": "#/$defs/p", "$defs": {"p": POINT}}, [{"a": 1, "b": "5"}], [{}, {"a": "x"}]),
@@ -185,11 +188,50 @@ def test_what_a_call_in_tags_cannot_enforce_is_named(constrainer, schema, fault)
             constrainer.grammar(tools=tools_of({"type": "object", **schema}), dialect=dialect)
 
 
-@pytest.mark.parametrize("key", ["prefixItems", "minItems"])
-def test_conditions_of_lists_are_named(constrainer, key):
-    own = {"type": "array", key: [INTEGER] if key == "prefixItems" else 1}
+@pytest.mark.parametrize("dialect", [GEMMA, MINIMAX_M3], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize(
+    "own, key",
+    [({"prefixItems": [INTEGER]}, "prefixItems"), ({"items": [INTEGER]}, "prefixItems"), ({"minItems": 1}, "minItems")],
+)
+def test_conditions_of_lists_are_named(constrainer, dialect, own, key):
     with pytest.raises(RequestError, match=f"parameter 'p' has '{key}'"):
-        constrainer.grammar(tools=tools_of({"properties": {"p": own}}), dialect=GEMMA)
+        constrainer.grammar(tools=tools_of({"properties": {"p": {"type": "array", **own}}}), dialect=dialect)
+
+
+@pytest.mark.parametrize("dialect", [QWEN_XML, GEMMA], ids=lambda dialect: dialect.name)
+def test_a_name_that_is_no_text_is_no_property(dialect):
+    assert "call_0" in calls_grammar(tools_of({"required": [["a"]]}), dialect).text
+
+
+WORDS = [f"word {n}" for n in range(10000)]
+
+
+def test_a_long_enum_is_resolved_in_linear_time():
+    begin = process_time()
+    grammar = calls_grammar(tools_of({"properties": {"p": {"type": "string", "enum": WORDS}}}), QWEN_XML)
+    assert all(word in grammar.text for word in WORDS[::1000]) and process_time() - begin < 3
+
+
+def test_the_items_of_a_list_are_resolved_once():
+    item = {"properties": {"q": {"allOf": [{"enum": WORDS}, {"enum": WORDS[:5000]}]}}}
+    tools = tools_of({"properties": {"p": {"type": "array", "items": item}}})
+    values = {"p": [{"q": WORDS[n]} for n in range(100)]}
+    call, begin = written(MINIMAX_M3)(values, "f"), process_time()
+    assert calls_of(read(call, MINIMAX_M3, tools=tools)) == [("f", values)]
+    assert process_time() - begin < 3
+
+
+def test_a_large_merge_ends_early():
+    large = {"properties": {f"p{n}": INTEGER for n in range(2000)}}
+    schema = {"allOf": [{"$ref": "#/$defs/o"}] * 3, "$defs": {"o": large}}
+    assert keys_of(schema, schema) == large["properties"].keys()
+    schema["allOf"], begin = schema["allOf"] * 500, process_time()
+    assert not keys_of(schema, schema) and process_time() - begin < 1
+
+
+def test_alternatives_that_differ_in_words_alone_are_one():
+    schema = {"allOf": [{"anyOf": [{"title": "a"}, {"title": "b", "description": "c"}]}] * 8, **TEXT}
+    assert variants(schema, schema) == [{"type": ["string"]}]
 
 
 def test_types_that_are_written_need_no_guess(constrainer):
@@ -214,7 +256,9 @@ def test_types_that_are_written_need_no_guess(constrainer):
         ({"properties": {"k": {"type": ["string", "null"], "enum": ["x"]}}}, {"string"}),
         ({"properties": {"k": {"const": True}}}, {"boolean"}),
         ({"properties": {"k": {"$ref": "#/anyOf/9"}}, "anyOf": []}, {"string"}),
-        ({"properties": {"k": {"allOf": [{"anyOf": [TEXT] * 20}] * 20}}}, {"string"}),  # 20 ** 20 alternatives
+        ({"properties": {"k": {"allOf": [{"enum": [1, "x", None]}, {"enum": [True, 1.0, "x"]}]}}}, {"string"}),
+        ({"properties": {"k": {"anyOf": [{"const": True}, {"const": 1}]}}}, {"boolean", "integer"}),
+        ({"properties": {"k": {"allOf": [{"anyOf": LENGTHS}] * 20}}}, {"string"}),  # 20 ** 20 alternatives
     ],
 )
 def test_types_of_a_parameter(schema, types):

@@ -21,7 +21,7 @@ spoken[lazy]: TEXT "<|\"|>"
 INTEGER: /-?(0|[1-9][0-9]*)/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 """
-TYPES = {
+TYPE_RULES = {
     "string": "string",
     "integer": "INTEGER",
     "number": "NUMBER",
@@ -50,7 +50,7 @@ class GemmaRules(SchemaRules):
         return quoted(written(value))
 
     def any_of(self, kind: str) -> str:
-        return TYPES.get(kind, "argument")
+        return TYPE_RULES.get(kind, "argument")
 
 
 def _joined(members: Sequence[Rule], is_first: bool) -> str:

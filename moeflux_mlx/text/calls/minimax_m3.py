@@ -33,8 +33,8 @@ def invoke(call: Call) -> Steps[str]:
     if end in CLOSED:
         return (yield from without_arguments(call, SECTION[1]))
     yield from literal([TAG], (yield from skip_space()))
-    arguments = _Value(call.schema, call.schema, call.write)
-    yield from _members("invoke", (yield from until(">")), arguments, is_list=False)
+    arguments = _Shape(call.schema, call.schema)
+    yield from _members("invoke", (yield from until(">")), arguments, call.write, is_list=False)
     call.check("")
     return (yield from optional(SECTION[1], (yield)))
 
@@ -45,54 +45,57 @@ def section(call: Call) -> Steps[str]:
     return (yield from invoke(call))
 
 
-class _Value:
-    """What is known of a value before it is read: its types, and where its JSON goes."""
+class _Shape:
+    """What the schema says of a value: its types and its keys. The schema of all items of a list is resolved once."""
 
-    def __init__(self, schema: Schema, root: Schema, write: Write, depth: int = MAX_NESTED):
-        self.types, self.keys, self.write = types_of(schema, root), keys_of(schema, root), write
+    def __init__(self, schema: Schema, root: Schema, depth: int = MAX_NESTED):
+        self.types, self.keys = types_of(schema, root), keys_of(schema, root)
         self._schema, self._root, self._depth = schema, root, depth
+        self._inner: dict[str | None, _Shape] = {}
 
-    def inner(self, key: str | None, write: Write) -> "_Value":
-        """The member `key` of this object, or with None an item of this list, whose JSON goes to `write`.
+    def inner(self, key: str | None) -> "_Shape":
+        """The shape of the member `key` of this object, or with None of the items of this list.
 
         Raises:
             Malformed: values are nested too deeply.
         """
         if not self._depth:
             raise Malformed("")
-        return _Value(member_of(key, self._schema, self._root), self._root, write, self._depth - 1)
+        if key not in self._inner:
+            self._inner[key] = _Shape(member_of(key, self._schema, self._root), self._root, self._depth - 1)
+        return self._inner[key]
 
 
-def _members(tag: str, name: str, value: _Value, is_list: bool) -> Steps[None]:
+def _members(tag: str, name: str, shape: _Shape, write: Write, is_list: bool) -> Steps[None]:
     """The members or items of a value up to `</tag>`; `name` is what the first of their tags names."""
     opening, closing = "[]" if is_list else "{}"
-    value.write(opening)
+    write(opening)
     given: set[str] = set()
     while name != f"/{tag}":
         if name.startswith("/"):
             raise Malformed("")
-        write = value.write if is_list or name not in given else _nowhere  # the first value counts
-        write((", " if given else "") + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
+        own = write if is_list or name not in given else _nowhere  # the first value counts
+        own((", " if given else "") + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
         given.add(name)
-        following = {f"/{tag}"} if is_list else {f"/{tag}", *value.keys - given}
-        name = yield from _read(name, value.inner(None if is_list else name, write), following)
+        following = {f"/{tag}"} if is_list else {f"/{tag}", *shape.keys - given}
+        name = yield from _read(name, shape.inner(None if is_list else name), own, following)
         if not name:
             yield from literal([TAG], (yield from skip_space()))
             name = yield from until(">")
-    value.write(closing)
+    write(closing)
 
 
 def _nowhere(_piece: str) -> None:
     pass
 
 
-def _read(tag: str, value: _Value, following: Set[str]) -> Steps[str]:
+def _read(tag: str, shape: _Shape, write: Write, following: Set[str]) -> Steps[str]:
     """A value up to `MARK</tag>`: members or items, or a text; spaces before the first of them are no text yet.
 
     Returns "", or which tag of `following` came in place of the closing one.
     """
     ends = {f"{TAG}/{tag}>": ""} | {f"{TAG}{name}>": name for name in following}
-    text = TypedText(value.write, value.types)
+    text = TypedText(write, shape.types)
     spaces, held, is_text = "", "", False
     while held not in ends:
         char = yield
@@ -100,8 +103,8 @@ def _read(tag: str, value: _Value, following: Set[str]) -> Steps[str]:
             raise Malformed("")
         if held == TAG and char != "/" and not is_text:
             name = yield from until(">", char)
-            is_list = name == ITEM and ("array" in value.types or "object" not in value.types)
-            yield from _members(tag, name, value, is_list)
+            is_list = name == ITEM and ("array" in shape.types or "object" not in shape.types)
+            yield from _members(tag, name, shape, write, is_list)
             return ""
         held += char
         while not any(end.startswith(held) for end in ends):
@@ -109,9 +112,9 @@ def _read(tag: str, value: _Value, following: Set[str]) -> Steps[str]:
         if is_text or spaces.strip():
             text.add(spaces)
             spaces, is_text = "", True
-    empty = [] if is_text or "string" in value.types else [EMPTY[kind] for kind in EMPTY if kind in value.types]
+    empty = [] if is_text or "string" in shape.types else [EMPTY[kind] for kind in EMPTY if kind in shape.types]
     if empty:
-        value.write(empty[0])
+        write(empty[0])
     else:
         text.add(spaces)
         text.end()

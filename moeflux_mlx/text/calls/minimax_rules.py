@@ -27,8 +27,8 @@ boolean: ("true" | "false") MARK
 null: "null" MARK
 MARK: "]<]minimax[>["
 """
-TYPES = {kind: kind for kind in ("string", "integer", "number", "boolean", "null")}
-TYPES |= {"object": "MARK member*", "array": f'MARK ("<{ITEM}>" argument "</{ITEM}>" MARK)*'}
+TYPE_RULES = {kind: kind for kind in ("string", "integer", "number", "boolean", "null")}
+TYPE_RULES |= {"object": "MARK member*", "array": f'MARK ("<{ITEM}>" argument "</{ITEM}>" MARK)*'}
 
 
 class MiniMaxRules(SchemaRules):
@@ -59,7 +59,7 @@ class MiniMaxRules(SchemaRules):
         return quoted(written(value) + MARK)
 
     def any_of(self, kind: str) -> str:
-        return TYPES.get(kind, "argument")
+        return TYPE_RULES.get(kind, "argument")
 
 
 def written(value: Any) -> str:

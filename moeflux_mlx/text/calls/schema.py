@@ -4,19 +4,25 @@ What a schema means for the types of arguments and for a grammar follows from it
 stays in its alternative. `nullable: true`, as in OpenAPI, also allows null.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
 Schema = Mapping[str, Any]
 Member = tuple[str, Any, bool]  # key, schema, whether it is required
 STRING = frozenset({"string"})
-TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 # Without a type, these keys say it.
 IMPLIED = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
 COMPOSED = ("$ref", "anyOf", "oneOf", "allOf")
-MAX_DEPTH = 64  # of references and unions inside each other: a schema may refer to itself
-MAX_VISITS = 2048  # the most parts: recursive unions would double with every level
+ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment")
+)  # they forbid nothing
+MAX_INDIRECTION = 64  # references and unions inside each other: a schema may refer to itself
+MAX_STEPS = 1 << 16  # most names and values that are merged, and parts: recursive unions would double with every level
+PART = 32  # steps that a part takes, besides one for each name and value
 MAX_ALTERNATIVES = 256  # unions that hold together multiply
 
 
@@ -27,7 +33,12 @@ def parameter_types(name: str, schema: Schema) -> frozenset[str]:
 
 def types_of(schema: Any, root: Schema) -> frozenset[str]:
     """The JSON types that `schema`, a part of `root`, allows; {"string"} if it does not say."""
-    return frozenset[str]().union(*map(types, variants(schema, root))) or STRING
+    return allowed_types(variants(schema, root)) or STRING
+
+
+def allowed_types(alternatives: Iterable[Schema]) -> frozenset[str]:
+    """The types that any of the alternatives allows; none if they do not say."""
+    return frozenset[str]().union(*map(types, alternatives))
 
 
 def types(one: Schema) -> frozenset[str]:
@@ -66,71 +77,103 @@ def has_type(value: Any, types: Collection[str]) -> bool:
 
 
 def variants(schema: Any, root: Schema) -> list[Schema]:
-    """The alternatives of a value, in which `type` and `enum` are lists and `const` is an `enum`.
+    """The alternatives of a value, in which `type` and `enum` are lists, `const` is an `enum`, and a list of `items` is
+    `prefixItems`.
 
-    `{"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "title": "A"}` with an integer for `a` gives
-    `[{"title": "A", "type": ["null"]}, {"title": "A", "type": ["integer"]}]`. A schema that refers to itself without
-    an end, or has too many parts, stays as it is.
+    `{"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a"}], "minimum": 1}` with an integer for `a` gives
+    `[{"minimum": 1, "type": ["null"]}, {"minimum": 1, "type": ["integer"]}]`. A schema that refers to itself without
+    an end, or is too large, stays as it is.
     """
     try:
-        return _variants(schema, root, MAX_DEPTH, iter(range(MAX_VISITS)))
+        return _variants(schema, root, MAX_INDIRECTION, iter(range(MAX_STEPS)))
     except _EndlessError:
         return [{key: schema[key] for key in COMPOSED if key in schema}]
 
 
 class _EndlessError(Exception):
-    """A schema cannot be resolved in `MAX_VISITS` steps."""
+    """A schema cannot be resolved in `MAX_STEPS` steps."""
 
 
-def _variants(schema: Any, root: Schema, depth: int, visits: Iterator[int]) -> list[Schema]:
-    if not depth or next(visits, None) is None:
+def _take(count: int, steps: Iterator[int]) -> None:
+    if sum(1 for _ in islice(steps, count)) < count:
+        raise _EndlessError
+
+
+def _variants(schema: Any, root: Schema, depth: int, steps: Iterator[int]) -> list[Schema]:
+    _take(PART, steps)
+    if not depth:
         raise _EndlessError
     if not isinstance(schema, Mapping):
         return [] if schema is False else [{}]
     plain, unions = _split(schema, root)
-    alternatives = _merged([{}], [plain])
+    alternatives = _possible([plain])
     for union in unions:
-        others = [one for part in union for one in _variants(part, root, depth - 1, visits)]
+        others = _distinct([one for part in union for one in _variants(part, root, depth - 1, steps)])
         if len(alternatives) * len(others) > MAX_ALTERNATIVES:
             raise _EndlessError
-        alternatives = _merged(alternatives, others)
+        alternatives = _possible(_both(one, other, steps) for one in alternatives for other in others)
     return [*alternatives, {"type": ["null"]}] if schema.get("nullable") is True else alternatives
 
 
 def _split(schema: Schema, root: Schema) -> tuple[Schema, list[Sequence[Any]]]:
     """A schema's own conditions, and the unions of which a value must follow one part each."""
-    plain = {key: value for key, value in schema.items() if key not in ("const", "type", "enum", "required")}
+    left_out = ANNOTATIONS | {"const", "type", "enum", "required"}
+    plain = {key: value for key, value in schema.items() if key not in left_out}
+    if isinstance(schema.get("items"), list):
+        plain["prefixItems"] = plain.pop("items")
     unions = [plain.pop(key) for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
     if isinstance(schema.get("allOf"), list):
         unions += [[part] for part in plain.pop("allOf")]
-    target = _referred(schema.get("$ref"), root)
+    target = referred(schema.get("$ref"), root)
     if target is not None:
         unions.append([target])
         del plain["$ref"]
-    named = schema.get("type")
+    named, required = schema.get("type"), schema.get("required")
     lists = {
-        "type": [kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)] or None,
+        "type": _texts(named if isinstance(named, list) else [named]) or None,
         "enum": [schema["const"]] if "const" in schema else schema.get("enum"),
-        "required": schema.get("required"),
+        "required": _texts(required) if isinstance(required, list) else None,
     }
-    return plain | {key: value for key, value in lists.items() if isinstance(value, list)}, unions
+    return _typed(plain | {key: value for key, value in lists.items() if isinstance(value, list)}), unions
 
 
-def _merged(some: Sequence[Schema], others: Sequence[Schema]) -> list[Schema]:
-    """The alternatives that follow one of `some` and one of `others`, without those that no value follows."""
-    pairs = (_both(one, other) for one in some for other in others)
-    return [both for both in pairs if both.get("type") != [] and both.get("enum") != []]
+def _texts(items: Sequence[Any]) -> list[str]:
+    return [item for item in items if isinstance(item, str)]
 
 
-def _both(one: Schema, other: Schema) -> Schema:
+def _typed(one: Schema) -> Schema:
+    """An alternative whose enum has only values of its types."""
+    if "type" not in one or "enum" not in one:
+        return one
+    return {**one, "enum": [value for value in one["enum"] if has_type(value, one["type"])]}
+
+
+def _possible(alternatives: Iterable[Schema]) -> list[Schema]:
+    """The alternatives without those that no value follows."""
+    return [one for one in alternatives if one.get("type") != [] and one.get("enum") != []]
+
+
+def _distinct(alternatives: Sequence[Schema]) -> list[Schema]:
+    """The alternatives without those that have the types and the very conditions of another."""
+    return list({_identity(one): one for one in alternatives}.values())
+
+
+def _identity(one: Schema) -> frozenset[Any]:
+    return frozenset((key, tuple(value) if key == "type" else id(value)) for key, value in one.items())
+
+
+def _both(one: Schema, other: Schema, steps: Iterator[int]) -> Schema:
     """The conditions of both."""
+    if not one or not other:
+        return one or other
+    _take(1 + _size(one) + _size(other), steps)
     both = {**one, **other}
     if "type" in one and "type" in other:
         narrower = [kind for kind in one["type"] if _has(other["type"], kind)]
         both["type"] = narrower + [kind for kind in other["type"] if kind not in narrower and _has(one["type"], kind)]
-    if "enum" in both:
-        values = one.get("enum", both["enum"])
-        both["enum"] = [value for value in values if _admits(one, value) and _admits(other, value)]
+    if "enum" in one and "enum" in other:
+        allowed = set(map(_text_of, other["enum"]))
+        both["enum"] = [value for value in one["enum"] if _text_of(value) in allowed]
     if "properties" in both:
         keys = {**_properties(one), **_properties(other)}
         both["properties"] = {key: _all(_member(key, one), _member(key, other)) for key in keys}
@@ -138,7 +181,11 @@ def _both(one: Schema, other: Schema) -> Schema:
         both[key] = _all(one.get(key, True), other.get(key, True))
     if "required" in both:
         both["required"] = [*one.get("required", ()), *other.get("required", ())]
-    return both
+    return _typed(both)
+
+
+def _size(one: Schema) -> int:
+    return len(_properties(one)) + len(one.get("enum", ())) + len(one.get("required", ()))
 
 
 def _all(*parts: Any) -> Any:
@@ -156,22 +203,19 @@ def _member(key: str, one: Schema) -> Any:
     return _properties(one).get(key, one.get("additionalProperties", True))
 
 
-def _admits(one: Schema, value: Any) -> bool:
-    """Whether `type` and `enum` of an alternative allow a value."""
-    if "type" in one and not has_type(value, one["type"]):
-        return False
-    return "enum" not in one or any(_type_of(value) == _type_of(item) and value == item for item in one["enum"])
-
-
 def _has(kinds: Collection[str], kind: str) -> bool:
     return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
+def _text_of(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _type_of(value: Any) -> str:
-    return TYPES.get(type(value), "null")
+    return TYPE_NAMES.get(type(value), "null")
 
 
-def _referred(reference: Any, root: Schema) -> Any:
+def referred(reference: Any, root: Schema) -> Any:
     """What a JSON pointer points to, None if it is none or points to nothing."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
