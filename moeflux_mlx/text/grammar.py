@@ -11,8 +11,17 @@ from typing import Any
 
 from ..errors import RequestError
 from .calls.dialect import Dialect
-from .calls.schema import COMPOSED, STRING, is_map, members, types
-from .calls.schema_rules import SPOKEN_LIMITS, check_limits, check_readable, is_free_text, objects, possible
+from .calls.schema import COMPOSED, STRING, allowed_types, is_map, members, types, variants
+from .calls.schema_rules import (
+    SPOKEN_LIMITS,
+    check_limits,
+    check_readable,
+    enforceable,
+    is_free_text,
+    objects,
+    possible,
+    quoted,
+)
 from .calls.tags import Tags
 from .calls.typed import CONTAINERS
 
@@ -59,18 +68,18 @@ def calls_grammar(
     """
     schemas: list[str] = []
     calls = [_call(function, dialect, schemas) for function in _functions(tools)]
-    opening = _quoted(dialect.opening)
+    opening = quoted(dialect.opening)
     rules = [f"call: {' | '.join(f'call_{n}' for n in range(len(calls)))}"]
     rules += [f"call_{n}: {call}" for n, call in enumerate(calls)]
     rules.append(f"open[lazy]: TEXT {opening}")
     if dialect.arguments is not None:
         rules.append(dialect.arguments[0].strip())
     if dialect.tags is not None:
-        end = _quoted(_value_end(dialect.tags))
+        end = quoted(_value_end(dialect.tags))
         rules += [f"value[lazy]: TEXT {end}", f"unbracketed[lazy]: /\\s*([^\\s\\[{{](.|\\n)*)?/ {end}"]
-        rules += [f"key[lazy]: /[^<>\\n]+/ {_quoted(dialect.tags.key[1])}"]
+        rules += [f"key[lazy]: /[^<>\\n]+/ {quoted(dialect.tags.key[1])}"]
     before = (dialect.begin + dialect.named).partition(dialect.opening)[0]
-    first = "open call" if lead and not required else f"SPACE {_quoted(before + dialect.opening)} call"
+    first = "open call" if lead and not required else f"SPACE {quoted(before + dialect.opening)} call"
     start = "(open call)* TEXT"
     if required or schema is not None:
         start = f"{first} {start}"
@@ -118,7 +127,7 @@ def _led(lead: str) -> str:
 
 def _lead(lead: str) -> str:
     """The rule of what stands before JSON, if anything does."""
-    return f"lead[lazy]: TEXT {_quoted(lead)}\n" if lead else ""
+    return f"lead[lazy]: TEXT {quoted(lead)}\n" if lead else ""
 
 
 def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> str:
@@ -131,18 +140,19 @@ def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> 
     begin = begin.replace("NAME", name)
     if dialect.arguments is not None:
         own = dialect.arguments[1](schema) if strict else "arguments"
-        return f"{_quoted(begin)} {own} {_quoted(dialect.close)}"
+        return f"{quoted(begin)} {own} {quoted(dialect.close)}"
     if dialect.tags is None:
+        objects(schema)  # refused if there is none: arguments are always an object
         schemas.append(json_schema(schema))
-        close = _quoted(dialect.close) if dialect.close else ""
-        return f"{dialect.id_rule} {_quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
-    parameters = " | ".join(" ".join(_parameters(one, schema, dialect.tags, schemas)) for one in objects(schema))
-    return f"{_quoted(begin.rstrip())} {_gap(dialect.tags)} ({parameters}) {_quoted(dialect.close)}"
+        close = quoted(dialect.close) if dialect.close else ""
+        return f"{dialect.id_rule} {quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
+    parameters = " | ".join(" ".join(_parameters(one, schema, dialect.tags, schemas)) for one in enforceable(schema))
+    return f"{quoted(begin.rstrip())} {_gap(dialect.tags)} ({parameters}) {quoted(dialect.close)}"
 
 
 def _gap(tags: Tags) -> str:
     """What stands between two tags."""
-    return _quoted("\n") if tags.lined else "SPACE"
+    return quoted("\n") if tags.lined else "SPACE"
 
 
 def _value_begin(tags: Tags) -> Iterator[str]:
@@ -150,14 +160,14 @@ def _value_begin(tags: Tags) -> Iterator[str]:
     if tags.lined:
         yield _gap(tags)
     elif tags.value[0]:
-        yield f"SPACE {_quoted(tags.value[0])}"
+        yield f"SPACE {quoted(tags.value[0])}"
 
 
 def _kind(tags: Tags, is_string: bool | None = None) -> str:
     """What opens a string, or JSON, or either; nothing where a value does not say which it is."""
     if tags.kinds is None:
         return ""
-    string, json_value = map(_quoted, tags.kinds)
+    string, json_value = map(quoted, tags.kinds)
     return f"({string} | {json_value})" if is_string is None else string if is_string else json_value
 
 
@@ -169,24 +179,24 @@ def _parameters(one: Schema, root: Schema, tags: Tags, schemas: list[str]) -> It
     """The parameters of an alternative in order; those that are not required may be left out."""
     if is_map(one):
         value = _parameter_value(None, one.get("additionalProperties", True), root, tags, schemas)
-        yield f"({_quoted(tags.key[0])} key {value})*"
+        yield f"({quoted(tags.key[0])} key {value})*"
     else:
         for name, own, is_required in members(one, root):
-            rule = f"{_quoted(f'{tags.key[0]}{name}{tags.key[1]}')} {_parameter_value(name, own, root, tags, schemas)}"
+            rule = f"{quoted(f'{tags.key[0]}{name}{tags.key[1]}')} {_parameter_value(name, own, root, tags, schemas)}"
             yield rule if is_required else f"({rule})?"
 
 
 def _parameter_value(name: str | None, own: Any, root: Schema, tags: Tags, schemas: list[str]) -> str:
     """What follows the tag of a key: the value as a text, as one of the listed texts, or as JSON."""
-    alternatives, end = possible(name, own, root), _quoted(_value_end(tags))
+    alternatives, end = possible(name, variants(own, root)), quoted(_value_end(tags))
     texts = [one for one in alternatives if "string" in (types(one) or STRING)]
     if tags.kinds is None:
         check_readable(name, alternatives)
     for one in texts:
         check_limits(name, one, (*COMPOSED, *SPOKEN_LIMITS))
     listed = [text for one in texts for text in one.get("enum", ()) if isinstance(text, str)]
-    rules = [f"{_kind(tags, True)} {_quoted(text)} {end}" for text in listed]
-    others = frozenset[str]().union(*map(types, alternatives)) - STRING
+    rules = [f"{_kind(tags, True)} {quoted(text)} {end}" for text in listed]
+    others = allowed_types(alternatives) - STRING
     if any(map(is_free_text, texts)):
         others = others if tags.kinds else others & CONTAINERS.keys()
         rules = [f"{_kind(tags, True)} {'unbracketed' if others and not tags.kinds else 'value'}"]
@@ -220,7 +230,3 @@ def _rewritten(schema: Any, base: str = "#") -> Any:
         del own["nullable"]
         return {"anyOf": [own, {"type": "null"}]}
     return own
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -198,6 +198,13 @@ def test_conditions_of_lists_are_named(constrainer, dialect, own, key):
         constrainer.grammar(tools=tools_of({"properties": {"p": {"type": "array", **own}}}), dialect=dialect)
 
 
+@EVERY_OWN_FORM
+@pytest.mark.parametrize("schema", [{"type": "array"}, {"anyOf": [{"type": "array"}, {"const": 3}]}])
+def test_a_schema_without_an_object_is_refused(constrainer, dialect, schema):
+    with pytest.raises(RequestError, match="the schema of a tool allows no object"):
+        constrainer.grammar(tools=tools_of(schema), dialect=dialect)
+
+
 @pytest.mark.parametrize("dialect", [QWEN_XML, GEMMA], ids=lambda dialect: dialect.name)
 def test_a_name_that_is_no_text_is_no_property(dialect):
     assert "call_0" in calls_grammar(tools_of({"required": [["a"]]}), dialect).text

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...errors import RequestError
-from .schema import COMPOSED, Schema, is_map, members, types, variants
+from .schema import COMPOSED, Schema, allowed_types, is_map, members, types, variants
 from .typed import NUMBERS, as_json
 
 SPOKEN_LIMITS = ("pattern", "format", "minLength", "maxLength")  # limits of strings that are written without quotes
@@ -20,7 +20,7 @@ LIMITS = (
 )
 MAX_DEPTH = 8  # of nested values
 MAX_VALUES = 1024  # in a call
-MAX_TEXT = 1 << 20  # characters of an object's rule, in which values may come once for each member before them
+MAX_TEXT = 1 << 20  # characters of an object's rule: Gemma's commas repeat a value's rule for each member before it
 Rule = tuple[str, str, bool]  # key, rule of its value, whether it is required
 
 
@@ -43,7 +43,7 @@ class SchemaRules(ABC):
         Raises:
             RequestError: the schema has a condition that cannot be enforced.
         """
-        return self.either([self._object(None, one, MAX_DEPTH) for one in objects(self._root)])
+        return self.either([self._object(None, one, MAX_DEPTH) for one in enforceable(self._root)])
 
     @abstractmethod
     def members(self, members: Sequence[Rule]) -> str:
@@ -75,14 +75,14 @@ class SchemaRules(ABC):
         own = members(one, self._root)
         rules = [(name, self._value(name, value, depth - 1), is_required) for name, value, is_required in own]
         if sum(len(rule) for _, rule, _ in rules) * len(rules) > MAX_TEXT:
-            raise _too_large(key)
+            raise too_large(key)
         return self.members(rules)
 
     def _value(self, key: str | None, schema: Any, depth: int) -> str:
         self._left -= 1
         if not depth or self._left < 0:
-            raise _too_large(key)
-        alternatives = possible(key, schema, self._root)
+            raise too_large(key)
+        alternatives = possible(key, variants(schema, self._root))
         if not self.writes_types:
             check_readable(key, alternatives)
         rules = [rule for one in alternatives for rule in self._rules(key, one, depth)]
@@ -107,23 +107,32 @@ def objects(schema: Schema) -> list[Schema]:
     """The alternatives of the parameters of a tool, whose arguments are always an object.
 
     Raises:
+        RequestError: there is none.
+    """
+    alternatives = [one for one in variants(schema, schema) if "object" in (types(one) or ["object"])]
+    return possible(None, alternatives, "object")
+
+
+def enforceable(schema: Schema) -> list[Schema]:
+    """The same, for arguments that are not JSON.
+
+    Raises:
         RequestError: one has a condition that cannot be enforced, or there is none.
     """
-    alternatives = [one for one in possible(None, schema, schema) if "object" in (types(one) or ["object"])]
+    alternatives = objects(schema)
     for one in alternatives:
         check_limits(None, one, ("enum", *OBJECT_LIMITS))
     return alternatives
 
 
-def possible(key: str | None, schema: Any, root: Schema) -> list[Schema]:
-    """The alternatives of a parameter, or with None of all of them.
+def possible(key: str | None, alternatives: list[Schema], kind: str = "value") -> list[Schema]:
+    """The alternatives of a parameter, or with None of all of them; `kind` is what they allow.
 
     Raises:
         RequestError: there is none.
     """
-    alternatives = variants(schema, root)
     if not alternatives:
-        raise RequestError(f"{_named(key)} allows no value, so it cannot be enforced; correct it")
+        raise RequestError(f"{_named(key)} allows no {kind}, so it cannot be enforced; correct it")
     return alternatives
 
 
@@ -136,7 +145,7 @@ def check_limits(key: str | None, one: Schema, limits: Sequence[str]) -> None:
 
 def check_readable(key: str | None, alternatives: Sequence[Schema]) -> None:
     """Refuses strings and conditions that do not survive if a text is typed afterwards, by the types alone."""
-    allowed = frozenset[str]().union(*map(types, alternatives))
+    allowed = allowed_types(alternatives)
     for text in (value for one in alternatives for value in one.get("enum", ()) if isinstance(value, str)):
         if as_json(text, allowed) != json.dumps(text, ensure_ascii=False):
             raise RequestError(f"{_named(key)} has {text!r} beside another type in 'enum', which cannot be enforced")
@@ -156,7 +165,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _too_large(key: str | None) -> RequestError:
+def too_large(key: str | None) -> RequestError:
     return RequestError(f"{_named(key)} is too large to be enforced in this model's calls; leave out 'strict'")
 
 
