@@ -5,14 +5,16 @@ Text is free until a call opens. This module knows neither tokens nor whether ll
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
 from .calls.dialect import Dialect
-from .calls.schema import COMPOSED, STRING, allowed_types, is_map, members, types, variants
+from .calls.schema import COMPOSED, STRING, allowed_types, is_map, members, referred, types, variants
 from .calls.schema_rules import (
+    MAX_TEXT,
+    MAX_VALUES,
     SPOKEN_LIMITS,
     check_limits,
     check_readable,
@@ -21,6 +23,7 @@ from .calls.schema_rules import (
     objects,
     possible,
     quoted,
+    too_large,
 )
 from .calls.tags import Tags
 from .calls.typed import CONTAINERS
@@ -28,7 +31,8 @@ from .calls.typed import CONTAINERS
 Schema = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 ANY_OBJECT: Schema = {"type": "object"}
-ROOT = "#/$defs/root"
+DATA = ("enum", "const", "default", "examples")  # keys of a schema whose values are no schemas
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # those whose values have schemas under any names
 # Between two tokens of JSON: a space, or a new line and its indent. More would only use up the limit of the answer.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
 HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\nSPACE: /[ \\t\\r\\n]{0,4}/\n"
@@ -146,7 +150,7 @@ def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> 
         schemas.append(json_schema(schema))
         close = quoted(dialect.close) if dialect.close else ""
         return f"{dialect.id_rule} {quoted(begin)} {dialect.between} %json {schemas[-1]} {close}"
-    parameters = " | ".join(" ".join(_parameters(one, schema, dialect.tags, schemas)) for one in enforceable(schema))
+    parameters = _TaggedParameters(schema, dialect.tags, schemas).rule()
     return f"{quoted(begin.rstrip())} {_gap(dialect.tags)} ({parameters}) {quoted(dialect.close)}"
 
 
@@ -175,58 +179,118 @@ def _value_end(tags: Tags) -> str:
     return ("\n" if tags.lined else "") + tags.value[1]
 
 
-def _parameters(one: Schema, root: Schema, tags: Tags, schemas: list[str]) -> Iterator[str]:
-    """The parameters of an alternative in order; those that are not required may be left out."""
-    if is_map(one):
-        value = _parameter_value(None, one.get("additionalProperties", True), root, tags, schemas)
-        yield f"({quoted(tags.key[0])} key {value})*"
-    else:
-        for name, own, is_required in members(one, root):
-            rule = f"{quoted(f'{tags.key[0]}{name}{tags.key[1]}')} {_parameter_value(name, own, root, tags, schemas)}"
-            yield rule if is_required else f"({rule})?"
+class _TaggedParameters:
+    """The grammar of one tool's parameters in tags.
+
+    Args:
+        root: the schema of the tool's arguments.
+        tags: of the dialect.
+        schemas: gets the schemas of the values that are JSON.
+    """
+
+    def __init__(self, root: Schema, tags: Tags, schemas: list[str]):
+        self._root, self._tags, self._schemas = root, tags, schemas
+        self._left, self._room = MAX_VALUES, MAX_TEXT
+
+    def rule(self) -> str:
+        """What a call may have.
+
+        Raises:
+            RequestError: the schema has a condition that cannot be enforced, or is too large.
+        """
+        return " | ".join(" ".join(self._object(one)) for one in enforceable(self._root))
+
+    def _object(self, one: Schema) -> Iterator[str]:
+        """The parameters of an alternative in order; those that are not required may be left out."""
+        opening, closing = self._tags.key
+        if is_map(one):
+            yield f"({quoted(opening)} key {self._value(None, one.get('additionalProperties', True))})*"
+        else:
+            for name, own, is_required in members(one, self._root):
+                rule = f"{quoted(f'{opening}{name}{closing}')} {self._value(name, own)}"
+                yield rule if is_required else f"({rule})?"
+
+    def _value(self, name: str | None, own: Any) -> str:
+        """What follows the tag of a key."""
+        rule = " ".join([*_value_begin(self._tags), f"({' | '.join(self._rules(name, own))})", _gap(self._tags)])
+        self._left -= 1
+        self._room -= len(rule)
+        if self._left < 0 or self._room < 0:
+            raise too_large(name)
+        return rule
+
+    def _rules(self, name: str | None, own: Any) -> list[str]:
+        """The value as a text, as one of the listed texts, or as JSON."""
+        alternatives, end = possible(name, variants(own, self._root)), quoted(_value_end(self._tags))
+        kinds, texts = self._tags.kinds, [one for one in alternatives if "string" in (types(one) or STRING)]
+        if kinds is None:
+            check_readable(name, alternatives)
+        for one in texts:
+            check_limits(name, one, (*COMPOSED, *SPOKEN_LIMITS))
+        listed = [text for one in texts for text in one.get("enum", ()) if isinstance(text, str)]
+        rules = [f"{_kind(self._tags, True)} {quoted(text)} {end}" for text in listed]
+        others = allowed_types(alternatives) - STRING
+        if any(map(is_free_text, texts)):
+            others = others if kinds else others & CONTAINERS.keys()
+            rules = [f"{_kind(self._tags, True)} {'unbracketed' if others and not kinds else 'value'}"]
+        if others:
+            self._schemas.append(json_schema(self._part(name, {"allOf": [own, {"type": sorted(others)}]})))
+            rules.append(f"{_kind(self._tags, False)} %json {self._schemas[-1]} {end}")
+        elif not all(map(types, texts)):
+            rules = [f"{_kind(self._tags)} value"]
+        return rules
+
+    def _part(self, name: str | None, own: Schema) -> Schema:
+        """The schema of a parameter as one of its own, with copies of what it refers to."""
+        targets: list[Any] = []
+        numbers: dict[int, int] = {}  # id of a target -> its index
+
+        def renamed(reference: str) -> str:
+            target = referred(reference, self._root)
+            if target is None:
+                return reference
+            if id(target) not in numbers:
+                numbers[id(target)] = len(targets)
+                targets.append(target)
+            return f"#/$defs/{numbers[id(target)]}"
+
+        part, room = _rewritten(own, renamed), self._room
+        defs: dict[str, Any] = {}
+        for n, target in enumerate(targets):  # each may add others
+            defs[str(n)] = _rewritten(target, renamed)
+            room -= len(json.dumps(defs[str(n)]))
+            if room < 0:
+                raise too_large(name)
+        return {**part, "$defs": defs}
 
 
-def _parameter_value(name: str | None, own: Any, root: Schema, tags: Tags, schemas: list[str]) -> str:
-    """What follows the tag of a key: the value as a text, as one of the listed texts, or as JSON."""
-    alternatives, end = possible(name, variants(own, root)), quoted(_value_end(tags))
-    texts = [one for one in alternatives if "string" in (types(one) or STRING)]
-    if tags.kinds is None:
-        check_readable(name, alternatives)
-    for one in texts:
-        check_limits(name, one, (*COMPOSED, *SPOKEN_LIMITS))
-    listed = [text for one in texts for text in one.get("enum", ()) if isinstance(text, str)]
-    rules = [f"{_kind(tags, True)} {quoted(text)} {end}" for text in listed]
-    others = allowed_types(alternatives) - STRING
-    if any(map(is_free_text, texts)):
-        others = others if tags.kinds else others & CONTAINERS.keys()
-        rules = [f"{_kind(tags, True)} {'unbracketed' if others and not tags.kinds else 'value'}"]
-    if others:
-        schemas.append(json_schema(_part({"allOf": [own, {"type": sorted(others)}]}, root)))
-        rules.append(f"{_kind(tags, False)} %json {schemas[-1]} {end}")
-    elif not all(map(types, texts)):
-        rules = [f"{_kind(tags)} value"]
-    return " ".join([*_value_begin(tags), f"({' | '.join(rules)})", _gap(tags)])
-
-
-def _part(own: Schema, root: Schema) -> Schema:
-    """A part of the schema `root` as a schema of its own."""
-    if "$ref" not in json.dumps(own):
-        return own
-    return {"allOf": [_rewritten(own, ROOT)], "$defs": {"root": _rewritten(root, ROOT)}}
-
-
-def _rewritten(schema: Any, base: str = "#") -> Any:
-    """A schema in which references begin at `base`, and a union says what `nullable` says, which llguidance ignores."""
+def _rewritten(schema: Any, renamed: Callable[[str], str] = str, is_map: bool = False) -> Any:
+    """A schema in which `renamed` has changed the references, and that says otherwise what `nullable` says, which
+    llguidance ignores; `is_map`: it is a map of schemas.
+    """
     if isinstance(schema, list):
-        return [_rewritten(item, base) for item in schema]
+        return [_rewritten(item, renamed) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    own = {key: _rewritten(value, base) for key, value in schema.items()}
-    reference = own.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        own["$ref"] = base + reference[1:]
-    is_schema = not all(isinstance(value, (bool, Mapping)) for value in own.values())  # else a map of schemas
-    if is_schema and own.get("nullable") is True:
-        del own["nullable"]
+    data, maps = ((), ()) if is_map else (DATA, MAPS)
+    own = {key: value if key in data else _rewritten(value, renamed, key in maps) for key, value in schema.items()}
+    if is_map:
+        return own
+    if isinstance(own.get("$ref"), str):
+        own["$ref"] = renamed(own["$ref"])
+    return _with_null(own) if own.get("nullable") is True else own
+
+
+def _with_null(schema: Schema) -> Schema:
+    """What a nullable schema allows; if possible in place, because references may point into the schema."""
+    own = {key: value for key, value in schema.items() if key != "nullable"}
+    if not own.keys().isdisjoint(COMPOSED):
         return {"anyOf": [own, {"type": "null"}]}
+    if "const" in own:
+        own["enum"] = [own.pop("const")]
+    kinds = own.get("type")
+    if isinstance(kinds, (str, list)):
+        own["type"] = [*([kinds] if isinstance(kinds, str) else kinds), "null"]
+    if isinstance(own.get("enum"), list):
+        own["enum"] = [*own["enum"], None]
     return own

@@ -72,6 +72,16 @@ SCHEMAS = {
         [{"u": "x", "v": [1, None]}],
         [{"u": "y"}, {"v": ["x"]}],
     ),
+    "a reference into a nullable value": (
+        {
+            "properties": {
+                "u": {"type": "object", "nullable": True, "properties": {"x": INTEGER}},
+                "v": {"$ref": "#/properties/u/properties/x"},
+            }
+        },
+        [{"u": {"x": 1}, "v": 2}],
+        [{"u": {"x": "z"}}, {"v": "z"}],
+    ),
     "any keys": ({"type": "object", "additionalProperties": INTEGER}, [{}, {"x": 1, "y": 2}], [{"x": "z"}]),
     "any keys inside": (
         {"properties": {"u": {"type": "object", "additionalProperties": INTEGER}}},
@@ -205,6 +215,19 @@ def test_a_schema_without_an_object_is_refused(constrainer, dialect, schema):
         constrainer.grammar(tools=tools_of(schema), dialect=dialect)
 
 
+@pytest.mark.parametrize("dialect", [QWEN_XML, QWEN_JSON], ids=lambda dialect: dialect.name)
+def test_values_that_look_like_schemas_stay_as_they_are(constrainer, dialect):
+    value = {"nullable": True, "type": "string", "$ref": "#/x"}
+    schema = {"properties": {"p": {"enum": [value, 5]}, "default": {"nullable": True, **INTEGER}}}
+    check(constrainer, dialect, schema, [{"p": value}, {"p": 5, "default": None}], [{"p": None}])
+
+
+@pytest.mark.parametrize("own", [{"const": 3}, {"enum": [3], **INTEGER}, INTEGER, {"anyOf": [INTEGER]}, {}])
+def test_null_is_allowed_beside_any_condition(constrainer, own):
+    schema = {"properties": {"p": {"nullable": True, **own}}}
+    check(constrainer, QWEN_JSON, schema, [{"p": None}, {"p": 3}], [{"p": "x"}] if own else [])
+
+
 @pytest.mark.parametrize("dialect", [QWEN_XML, GEMMA], ids=lambda dialect: dialect.name)
 def test_a_name_that_is_no_text_is_no_property(dialect):
     assert "call_0" in calls_grammar(tools_of({"required": [["a"]]}), dialect).text
@@ -239,6 +262,25 @@ def test_a_large_merge_ends_early():
 def test_alternatives_that_differ_in_words_alone_are_one():
     schema = {"allOf": [{"anyOf": [{"title": "a"}, {"title": "b", "description": "c"}]}] * 8, **TEXT}
     assert variants(schema, schema) == [{"type": ["string"]}]
+    integers = {"properties": {f"p{n}": {"$ref": "#/$defs/i"} for n in range(100)}, "$defs": {"i": INTEGER}}
+    grammar = calls_grammar(tools_of({**integers, "allOf": schema["allOf"]}), QWEN_XML)
+    assert len(grammar.schemas) == 100 and len(grammar.text) < 30000
+
+
+@pytest.mark.parametrize("count, size", [(1025, 1), (100, 5000)])
+def test_the_grammar_of_parameters_in_tags_is_bounded(count, size):
+    defs = {"i": {"enum": list(range(size))}}
+    properties = {f"p{n}": {"$ref": "#/$defs/i"} for n in range(count)}
+    with pytest.raises(RequestError, match="parameter 'p[0-9]+' is too large"):
+        calls_grammar(tools_of({"properties": properties, "$defs": defs}), QWEN_XML)
+    few = dict(list(properties.items())[:10])
+    assert len(calls_grammar(tools_of({"properties": few, "$defs": defs}), QWEN_XML).schemas) == 10
+
+
+def test_what_a_parameter_does_not_refer_to_is_not_copied():
+    properties = {f"p{n}": {"$ref": "#/$defs/i"} for n in range(100)}
+    defs = {"i": {"items": {"$ref": "#/$defs/j"}}, "j": INTEGER, "large": {"enum": WORDS}}
+    assert len(calls_grammar(tools_of({"properties": properties, "$defs": defs}), QWEN_XML).text) < 50000
 
 
 def test_types_that_are_written_need_no_guess(constrainer):
