@@ -145,7 +145,8 @@ def _typed(one: Schema) -> Schema:
     """An alternative whose enum has only values of its types."""
     if "type" not in one or "enum" not in one:
         return one
-    return {**one, "enum": [value for value in one["enum"] if has_type(value, one["type"])]}
+    kinds = set(one["type"])
+    return {**one, "enum": [value for value in one["enum"] if has_type(value, kinds)]}
 
 
 def _possible(alternatives: Iterable[Schema]) -> list[Schema]:
@@ -169,8 +170,9 @@ def _both(one: Schema, other: Schema, steps: Iterator[int]) -> Schema:
     _take(1 + _size(one) + _size(other), steps)
     both = {**one, **other}
     if "type" in one and "type" in other:
-        narrower = [kind for kind in one["type"] if _has(other["type"], kind)]
-        both["type"] = narrower + [kind for kind in other["type"] if kind not in narrower and _has(one["type"], kind)]
+        ours, theirs = set(one["type"]), set(other["type"])
+        both["type"] = [kind for kind in one["type"] if _has(theirs, kind)]
+        both["type"] += [kind for kind in other["type"] if kind not in ours and _has(ours, kind)]
     if "enum" in one and "enum" in other:
         allowed = set(map(_text_of, other["enum"]))
         both["enum"] = [value for value in one["enum"] if _text_of(value) in allowed]
