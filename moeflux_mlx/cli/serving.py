@@ -129,15 +129,19 @@ def serve_with(
 
     is_ready = False
 
-    def announce(loaded: Loaded | None) -> None:
+    def announce(loaded: Loaded) -> None:
         nonlocal is_ready
-        if loaded is not None and not is_ready:
+        if is_ready:
+            note(f"loaded {loaded.choice.name}")
+        else:
             is_ready = True
             ready(listener, loaded.engine, where)
-        elif loaded is None and len(loads) == 1 and not is_ready:
+
+    def complain(error: BaseException) -> None:
+        if len(loads) == 1 and not is_ready:
             listener.stop()
         else:
-            note(f"error: {_why(switch.error)}" if loaded is None else f"loaded {loaded.choice.name}")
+            note(f"error: {_why(error)}")
 
     made = partial(sessions_of, options), partial(admission_of, options), partial(defaults_of, options, variables)
     files = {
@@ -146,7 +150,7 @@ def serve_with(
     }
     choices = [Choice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
-    switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce)
+    switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce, complain)
     served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
     hosts = [host.lower() for host in (options.host, *options.allowed_host)]
     origins = [origin.lower() for origin in options.cors_origin]
@@ -202,7 +206,7 @@ def serve(switch: "ModelSwitch", listener: "Listener", listening: socket.socket)
     raise RequestError(_why(switch.error)) from switch.error
 
 
-def _why(error: BaseException | None) -> str:
+def _why(error: BaseException) -> str:
     return str(error) if isinstance(error, MoefluxError) else f"the model cannot be loaded: {error!r}"
 
 

@@ -1,6 +1,7 @@
 """Notices that a file of a loaded model is written to, because answers would then come from two models at once.
 
-A file that another one has replaced under its name does no harm: whoever has it open reads the old bytes.
+A file that another one has replaced under its name does no harm: whoever has it open reads the old bytes. Up to a
+second of answers may have used new bytes before they are noticed, and a model that reads no more does not look.
 """
 
 import os
@@ -43,7 +44,7 @@ class Stamps:
         first = self._first[path]
         try:
             stamp = _stamp(os.stat(files[path]))
-        except OSError:  # it was removed, or its drive is gone, which reading it will tell
+        except OSError:  # it was removed, or its drive is gone, the next read reports that
             return False
         return stamp != first and stamp[:2] == first[:2]
 

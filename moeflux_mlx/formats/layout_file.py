@@ -56,7 +56,7 @@ UNIFORM_VERSION, VERSION, SHARE_VERSION, OPEN_VERSION = VERSIONS = 1, 2, 3, 4
 GEOMETRY_KEYS = ("layers", "experts", "record_size", "record_stride", "fields", "directories")
 OWN_DIRECTORY = "."
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel = 1  # of values within values only that there are some
+_SHORT.maxlevel = 1  # shows only that nested values exist
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 

@@ -35,7 +35,7 @@ from .log import LEFT, RequestLog
 from .prepare import Prepared, Preparer
 from .reply import EVENTS, KEEPALIVE, Events, EventStream, disconnected, whole
 from .request import Failed, Request, ServerEvent
-from .switch import Loaded, ModelSwitch, reason
+from .switch import Loaded, ModelSwitch
 from .wire import chat, completions, health, messages, metrics, models, tokenize
 from .wire.fields import Fields, parse
 from .wire.ids import Ids
@@ -200,9 +200,9 @@ async def _answer(served: Served, wire: Wire, http: HttpRequest) -> Any:
     prepared = None if preparer is None else await served.prepare(http, preparer, asked)  # a refusal loads no model
     async with contextlib.AsyncExitStack() as held:
         loaded = await held.enter_async_context(served.model(http, asked.model))
-        if prepared is None:
+        if preparer is None or prepared is None or loaded.preparer.files != preparer.files:
             prepared = await served.prepare(http, loaded.preparer, asked)
-        elif loaded.preparer is not preparer:
+        else:
             prepared = loaded.preparer.fitted(prepared)
         asked = prepared.request
         events, ids = Events(loaded.worker, prepared, asked.session or _client(http)), Ids()
@@ -339,8 +339,8 @@ async def _live(served: Served, http: HttpRequest) -> Response:
 def _picture(switch: ModelSwitch, watch: Watch) -> dict[str, Any] | None:
     """The latest picture for the page, if there is one."""
     if switch.loaded is None:
-        failures = {name: reason(error) for name, error in switch.failures.items()}
-        return {"loading": switch.loading.name if switch.loading else None, "queue": switch.queue, "failures": failures}
+        loading = switch.loading.name if switch.loading else None
+        return {"loading": loading, "queue": switch.queue, "failures": switch.failures}
     return watch.latest and {**watch.latest, "model": switch.loaded.choice.name}
 
 

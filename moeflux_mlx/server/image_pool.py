@@ -3,9 +3,10 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from ..errors import BadRequestError, RequestError
 from .guard import BUSY
@@ -17,10 +18,14 @@ T = TypeVar("T")
 
 
 class ImagePool:
-    """Threads of their own for requests with images; `count`: the requests under way."""
+    """Threads of their own for requests with images; `count`: the requests under way. The end of the process waits for
+    none of them, because a file may be fetched for a long time.
+    """
 
     def __init__(self) -> None:
-        self._threads, self.count = ThreadPoolExecutor(THREADS, "image"), 0
+        self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._threads = [threading.Thread(target=self._main, name="image", daemon=True) for _ in range(THREADS)]
+        self.count = 0
 
     async def run(self, make: Callable[[], T]) -> T:
         """Calls `make` in one of the threads.
@@ -31,14 +36,29 @@ class ImagePool:
         if self.count >= REQUESTS:
             raise _busy()
         self.count += 1
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        future: Future[T] = Future()
+        self._works.put((make, future))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+            return await asyncio.wrap_future(future)
         finally:
             self.count -= 1
 
+    def _main(self) -> None:
+        while True:
+            make, future = self._works.get()
+            try:
+                if future.set_running_or_notify_cancel():
+                    future.set_result(make())
+            except BaseException as error:  # which the request is told
+                future.set_exception(error)
+            del make, future
+
 
 class PixelBudget:
-    """The pixels of the images that are decoded or wait for it.
+    """Counts the pixels of the images that are being decoded or wait to be decoded.
 
     Args:
         most: the most pixels, of all requests together.

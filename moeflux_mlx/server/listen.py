@@ -204,11 +204,14 @@ class Listener(uvicorn.Server):
         traceback, hundreds a second; one line says it until it has been over for a while.
         """
         error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in FULL:
+        is_accepting = str(context.get("message", "")).startswith("socket.accept()")
+        if not (is_accepting and isinstance(error, OSError) and error.errno in FULL):
             loop.default_exception_handler(context)
             return
         if loop.time() - self._full_at > FULL_SECONDS:
-            remedy = "raise the limit of open files (ulimit -n), or let fewer clients connect"
+            remedy = "let fewer clients connect"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = f"raise the limit of open files (ulimit -n), or {remedy}"
             print(f"error: a connection cannot be accepted: {error.strerror}; {remedy}", file=sys.stderr, flush=True)
         self._full_at = loop.time()
 

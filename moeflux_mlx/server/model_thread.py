@@ -14,6 +14,8 @@ class ModelThread:
     def __init__(self) -> None:
         self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="model", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def run(self, work: Callable[[], None]) -> None:
@@ -23,7 +25,8 @@ class ModelThread:
     def stop(self, seconds: float) -> bool:
         """Ends the thread after all work that it was given; returns whether it ended in time."""
         self._works.put(None)
-        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _main(self) -> None:

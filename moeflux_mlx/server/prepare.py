@@ -6,7 +6,7 @@ It renders and tokenises in any thread, and never uses the model. It refuses bad
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,9 @@ class Preparer:
     vision: reads images.
     path: the model's directory.
     answers: where exact texts are kept.
+
+    Attributes:
+        files: tells whether another one was made from the same files.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Preparer:
     ):
         self.tokenizer, self.vocab_size, self.context = tokenizer, vocab_size, context
         self.vision = vision or NoVision("this server was started without what reads images")
-        self.defaults, self.path = defaults, path
+        self.defaults, self.path, self.files = defaults, path, _stamps(path)
         self.answers = answers or AnswerStore()
         self.history = History(tokenizer, self.answers)
         self.dialect = self.history.dialect
@@ -142,8 +145,10 @@ class Preparer:
         return self.fitted(replace(prompt, request=replace(request, sampling=sampling)))
 
     def fitted(self, prepared: Prepared) -> Prepared:
-        """A request that was prepared with the same files, in the context that is here. Raises BadRequestError if it
-        does not fit, or has images and what encodes them is missing.
+        """A request that was prepared with the same files, with this context.
+
+        Raises:
+            BadRequestError: it does not fit, or it has images, and the encoder is missing.
         """
         request, room = prepared.request, self.context - len(prepared.tokens)
         if room < 1:
@@ -284,10 +289,7 @@ class Preparer:
 
     def _call_opening(self, request: Request, inside_reasoning: bool) -> str:
         """The text that makes the model call any tool, or the named one."""
-        if self.dialect is None:
-            raise BadRequestError(
-                f"tool_choice is {request.tool_choice!r}; this model cannot call tools", "tool_choice"
-            )
+        assert self.dialect is not None  # tools for a model that calls none were refused
         named = None if isinstance(request.tool_choice, str) else request.tool_choice[0]
         return self.dialect.prefix(named, inside_reasoning, self.tokenizer.channels)
 
@@ -301,6 +303,12 @@ class Preparer:
                 )
         make_sampler(**sampler_settings(sampling))
         return sampling
+
+
+def _stamps(path: Path | None) -> Set[tuple[str, int, int]]:
+    """The small files of a model's directory, with their lengths and times of change."""
+    files = [] if path is None else [*path.glob("*.json"), *path.glob("*.jinja"), *path.glob("*.model")]
+    return {(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files}
 
 
 class _Rendered(Rendering):

@@ -25,7 +25,7 @@ from .running import CANCELLED, Totals
 from .sessions import Sessions
 from .worker import QueueFullError, Worker
 
-_PATH = re.compile(r"(?<![\w.])~?/(?:[^\s/,;:'\"]+/)*")  # the folders before a file
+_PATH = re.compile(r"(?<![\w.])~?/(?:[^/;:\s](?:[^/;:]*[^/;:\s])?/)*")  # the folders before a file
 GROUP_SECONDS = 5.0  # seconds that requests for the loaded model may overtake an older one for another model, at least
 
 
@@ -101,12 +101,14 @@ class ModelSwitch:
         waiting: the most waiting requests, those for a model and those in the loaded model's queue together.
         decode_share: share of the time for answers while a prompt is computed.
         idle_seconds: an unused model is unloaded after this time; None: never.
-        on_loaded: called after each attempt to load a model, with None if it failed.
+        on_loaded: called after each model that has been loaded.
+        on_failed: called with the reason after each attempt to load a model or to read its files that failed.
 
     Attributes:
         loaded: the model that requests may use now.
         error: why the last attempt to load a model failed.
-        failures: why the last attempt failed, of each model that could not be loaded, by name.
+        failures: why the last attempt failed, of each model whose files could not be read or that could not be loaded,
+            by name, for clients.
         descriptions: of the models whose files have been read, by name.
         totals, watch: of all workers.
     """
@@ -117,15 +119,16 @@ class ModelSwitch:
         waiting: int = 64,
         decode_share: float = 1 / 3,
         idle_seconds: float | None = None,
-        on_loaded: Callable[[Loaded | None], None] = lambda loaded: None,
+        on_loaded: Callable[[Loaded], None] = lambda loaded: None,
+        on_failed: Callable[[BaseException], None] = lambda error: None,
     ):
         self.choices = {choice.name: choice for choice in choices}
         self._limit, self._decode_share = waiting, decode_share
-        self._idle_seconds, self._on_loaded = idle_seconds, on_loaded
+        self._idle_seconds, self._on_loaded, self._on_failed = idle_seconds, on_loaded, on_failed
         self.loaded: Loaded | None = None
         self.loading: Choice | None = None
         self.error: BaseException | None = None
-        self.failures: dict[str, BaseException] = {}
+        self.failures: dict[str, str] = {}
         self.descriptions: dict[str, Description] = {}
         self.has_loaded = False
         self.totals, self.watch = Totals(), Watch()
@@ -139,6 +142,7 @@ class ModelSwitch:
 
     def start(self) -> None:
         """Begins to load the first model."""
+        self._thread.start()
         self._loop = asyncio.get_running_loop()
         self._begin_change(next(iter(self.choices.values())))
 
@@ -162,7 +166,7 @@ class ModelSwitch:
         if self.loading is not None and self.loading.name == name:
             return {"value": "loading"}
         failure = self.failures.get(name)
-        return {"value": "unloaded", **({"failed": True, "error": reason(failure)} if failure else {})}
+        return {"value": "unloaded", **({"failed": True, "error": failure} if failure else {})}
 
     def find(self, name: str) -> Choice:
         """The model of that name; the first one if no name is given; the only one for any name if there is only one.
@@ -189,9 +193,10 @@ class ModelSwitch:
         choice = self.find(name)
         if self.loaded is not None and self.loaded.choice is choice:
             return self.loaded.preparer
-        async with self._describing:
-            if choice.name not in self.descriptions and choice.describe is not None:
-                await self._describe(choice, choice.describe)
+        if choice.name not in self.descriptions and choice.describe is not None:
+            async with self._describing:
+                if choice.name not in self.descriptions:
+                    await self._describe(choice, choice.describe)
         described = self.descriptions.get(choice.name)
         return described.preparer if described else None
 
@@ -200,8 +205,11 @@ class ModelSwitch:
             preparer = await asyncio.to_thread(describe)
             features = await asyncio.to_thread(features_of, preparer)
         except MoefluxError as error:
-            self._failed(choice, error)
-            raise _cannot_load(choice) from error
+            if self.failures.get(choice.name) != reason(error):  # a client may ask again and again
+                self._on_failed(error)
+            self.failures[choice.name] = reason(error)
+            raise _cannot_load(choice) from None
+        self.failures.pop(choice.name, None)
         self.descriptions.setdefault(choice.name, Description(preparer, features))
 
     async def take(self, name: str) -> Loaded:
@@ -320,8 +328,11 @@ class ModelSwitch:
                 self.descriptions[choice.name] = Description(preparer, features_of(preparer))
                 self._on_loaded(self.loaded)
             else:
+                error = self.error
+                assert error is not None
+                self.failures[choice.name] = reason(error)
                 self._fail([one for one in self._waiting if one.choice is choice], lambda: _cannot_load(choice))
-                self._failed(choice, self.error)
+                self._on_failed(error)
         self._change = None
         self._go_on()
 
@@ -342,13 +353,6 @@ class ModelSwitch:
         vision = model.vision.reader if model.vision else None  # the encoder belongs to the loaded model
         preparer = Preparer(*files, vision, engine.path, known.preparer.answers if known else None)
         return Loaded(choice, worker, preparer, time.monotonic() - began)
-
-    def _failed(self, choice: Choice, error: BaseException | None) -> None:
-        """Keeps why a model cannot be loaded, and tells it."""
-        self.error = error
-        if error is not None:
-            self.failures[choice.name] = error
-        self._on_loaded(None)
 
     def _signal(self) -> "tuple[asyncio.Future[None], Callable[[], None]]":
         """A future and a function that sets it from any thread."""
@@ -373,8 +377,9 @@ class ModelSwitch:
 
 def reason(error: BaseException) -> str:
     """Why a model cannot be loaded, for clients: of a path only the last part."""
-    message = str(error) if isinstance(error, MoefluxError) else f"the server has a fault ({type(error).__name__})"
-    return _PATH.sub("", " ".join(message.split()))
+    if not isinstance(error, MoefluxError):
+        return f"the server has a fault ({type(error).__name__})"
+    return _PATH.sub("", " ".join(str(error).split()))
 
 
 def _ending() -> BadRequestError:

@@ -185,10 +185,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            engine = self._load()
-            self._sessions, self._admission = self._make_sessions(engine), self._make_admission(engine)
-            engine.experts.counts_rows = True
-            self.state.engine = engine
+            engine = self._opened()
         except BaseException as error:  # every end must reach those who wait for the model
             _forget_locals(error)
             self.state.error = error
@@ -200,6 +197,18 @@ class Worker:
                 self._turn(engine)
         finally:
             engine.experts.close()
+
+    def _opened(self) -> Engine:
+        """Loads the engine; it is closed if what belongs to it cannot be made."""
+        engine = self._load()
+        try:
+            self._sessions, self._admission = self._make_sessions(engine), self._make_admission(engine)
+        except BaseException:
+            engine.experts.close()
+            raise
+        engine.experts.counts_rows = True
+        self.state.engine = engine
+        return engine
 
     def _has_work(self) -> bool:
         """Admits jobs that may begin, and waits for one while nothing runs; returns False when the worker should

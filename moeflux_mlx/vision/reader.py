@@ -12,6 +12,8 @@ from .sources import bytes_of
 
 KEPT_BYTES = 1 << 27  # of pixels that were read, which the same file needs again: 42 images of 1024 rows
 DECODING = threading.Lock()  # one picture at a time in a process: it may be large before it is made smaller
+# Pixels by the digest of the file and how it was read, in the order of their last use; for all models of a process.
+_KEPT: dict[tuple[bytes, Processor, int], np.ndarray] = {}
 
 
 class Reader:
@@ -26,7 +28,6 @@ class Reader:
 
     def __init__(self, processor: Processor, token: int, by_axes: bool, rows: int = IMAGE_ROWS):
         self.processor, self.token, self.by_axes, self.most = processor, token, by_axes, rows
-        self._kept: dict[bytes, np.ndarray] = {}  # pixels by the digest of the file, in the order of their last use
 
     def image(self, source: Any) -> "ReadImage":
         """An image to be encoded.
@@ -40,14 +41,14 @@ class Reader:
         return ReadImage(self._levels(bytes_of(source)), self.processor, self.by_axes)
 
     def _levels(self, data: bytes) -> np.ndarray:
-        digest, kept = hashlib.blake2b(data).digest(), self._kept
+        key = hashlib.blake2b(data).digest(), self.processor, self.most
         with DECODING:
-            levels = kept.pop(digest, None)
+            levels = _KEPT.pop(key, None)
             if levels is None:
                 levels = read_levels(data, self.processor, self.most)
-            kept[digest] = levels
-            while len(kept) > 1 and sum(one.nbytes for one in kept.values()) > KEPT_BYTES:
-                del kept[next(iter(kept))]
+            _KEPT[key] = levels
+            while len(_KEPT) > 1 and sum(one.nbytes for one in _KEPT.values()) > KEPT_BYTES:
+                del _KEPT[next(iter(_KEPT))]
         return levels
 
 

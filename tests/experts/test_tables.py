@@ -145,7 +145,6 @@ def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
             pending.take(0, 1)
 
 
-@pytest.mark.usefixtures("files_may_change")
 def test_a_file_that_is_written_to_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
     files, _ = written(tmp_path, FORMS[0], 10, [10], False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import random
 import threading
@@ -144,6 +145,66 @@ def test_a_model_whose_files_cannot_be_read_is_not_loaded():
     with Live(loads.of, describe=damaged) as live:
         assert refused(ask, live, "b") == 500 and ask(live, "a") == "a" and loads.order == ["a"]
         assert listed(live)["b"]["status"] == FAILED
+
+
+def test_what_fails_and_what_is_read_delays_nobody_else():
+    """A damaged model is no sign that the first one is loaded; it is well again once its files are, and another model's
+    files may be read slowly.
+    """
+    broken, slow, may_load = {"b"}, threading.Event(), threading.Event()
+    loads = Loads("a", "b", "c")
+
+    def first():
+        assert may_load.wait(60)
+        return loads.load("a")
+
+    def describe(name, defaults):
+        if name in broken:
+            raise RequestError("/a b/config.json is damaged")
+        assert name != "c" or slow.wait(60)
+        return described(name, defaults)
+
+    def count(name):
+        return live.post("/v1/messages/count_tokens", {"messages": HI, "model": name, "max_tokens": 1})["input_tokens"]
+
+    live = Live({**loads.of, "a": first}, describe=describe)
+    live.thread.start()
+    try:
+        wait_for(lambda: refused(live.get, "/health") == 503)
+        for _ in range(2):
+            assert refused(count, "b") == 500 and refused(live.get, "/health") == 503
+        assert listed(live)["b"]["status"]["error"] == "config.json is damaged"
+        broken.clear()
+        assert count("b") > 2 and listed(live)["b"]["status"] == {"value": "unloaded"}
+        with ThreadPoolExecutor(1) as clients:
+            waiting = clients.submit(count, "c")
+            assert count("b") > 2 and not waiting.done()
+            slow.set()
+            assert waiting.result() > 2
+    finally:
+        may_load.set()
+        live.__exit__()
+
+
+def test_a_request_of_old_files_is_prepared_again(tmp_path):
+    """The model has been written anew, with another tokenizer, since its files were read."""
+    (tmp_path / "tokenizer.json").write_text("old")
+
+    def old(name, defaults):
+        return Preparer(tokenizer_of("minimax_style"), 256, 8192, defaults, path=tmp_path)
+
+    def load():
+        (tmp_path / "tokenizer.json").write_text("anew")
+        engine = FakeEngine(lambda prompt: "yes")
+        engine.path = tmp_path
+        return engine
+
+    loads = Loads("a")
+    with Live({**loads.of, "b": load}, describe=old) as live:
+        before = live.post("/v1/messages/count_tokens", {"messages": HI, "model": "b", "max_tokens": 1})["input_tokens"]
+        reply = live.post("/v1/chat/completions", {"messages": HI, "model": "b"})
+        after = live.post("/v1/messages/count_tokens", {"messages": HI, "model": "b", "max_tokens": 1})["input_tokens"]
+        assert reply["usage"]["prompt_tokens"] == after != before
 
 
 FAILED = {"value": "unloaded", "failed": True, "error": "tokenizer.json is damaged"}
@@ -372,6 +433,7 @@ def test_an_error_in_the_thread_of_models_leaves_it_to_the_next(monkeypatch):
     reported, done = [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
     thread = ModelThread()
+    thread.start()
     thread.run(lambda: 1 // 0)
     thread.run(done.set)
     assert thread.stop(30) and done.is_set() and reported == [ZeroDivisionError]
@@ -390,6 +452,26 @@ def test_a_model_that_fails_while_it_is_loaded_frees_its_memory():
         assert refused(ask, live, "a") == 500
         assert len(engines) == 2
         wait_for(lambda: engines[1]() is None)
+
+
+def test_a_model_whose_conversations_cannot_be_kept_frees_its_memory(monkeypatch):
+    """Its sessions are made after it has been loaded; the reason stays, and the model does not."""
+    engines = []
+
+    def demo():
+        engines.append(demo_engine())
+        return engines[-1]
+
+    def fails(engine, *_):
+        raise RequestError(f"{engine.path}/prompts cannot be written")
+
+    with Live({"a": Loads("a").of["a"], "b": demo}) as live:
+        choice = live.models.choices["b"]
+        monkeypatch.setitem(live.models.choices, "b", dataclasses.replace(choice, make_sessions=fails))
+        assert refused(ask, live, "b") == 500 and engines[0].experts._closed
+        held = weakref.ref(engines.pop())
+        wait_for(lambda: held() is None)
+        assert listed(live)["b"]["status"]["error"] == "prompts cannot be written"
 
 
 def test_any_requests_and_departures_leave_the_switch_consistent():

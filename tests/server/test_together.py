@@ -103,6 +103,7 @@ class Bench:
             lambda: None,
         )
         self.thread = ModelThread()
+        self.thread.start()
         self.thread.run(self.worker.main)
         assert begun.wait(30) and self.worker.state.ready
         self.alone = {}

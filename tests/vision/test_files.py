@@ -116,6 +116,7 @@ def decoded(monkeypatch):
         return read_levels(data, *rest)
 
     monkeypatch.setattr(reader, "read_levels", read)
+    monkeypatch.setattr(reader, "_KEPT", {})
     return files
 
 

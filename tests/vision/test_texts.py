@@ -30,7 +30,7 @@ from moeflux_mlx.ops import backend
 from moeflux_mlx.state.prompt_file import _shifts, read_prompt_header
 from moeflux_mlx.text.tokenizer import load_tokenizer
 from moeflux_mlx.vision.pixels import Processor
-from moeflux_mlx.vision.vision import EncodedImage, Vision
+from moeflux_mlx.vision.reader import ReadImage
 
 ROW = 245
 FAMILY = "qwen3_5_moe"  # some of its layers cannot be cut
@@ -114,11 +114,12 @@ def test_keys_depend_on_the_image_and_are_beyond_any_vocabulary():
 def test_images_of_the_same_bytes_in_other_sizes_differ():
     """The bytes are those of a black picture."""
     processor = Processor("area", 2, 1, 1, 1, 1 << 10, (0.5,) * 3, (0.5,) * 3)
-    encoded = lambda *size, **more: EncodedImage(  # noqa: E731
-        Vision(None, replace(processor, **more), ROW, by_axes=False), np.zeros((*size, 3), np.uint8)
-    )
-    images = [encoded(4, 6), encoded(6, 4), encoded(2, 12), encoded(4, 6, patch=1), encoded(4, 6, mean=(0.4,) * 3)]
-    assert len({image.digest for image in images}) == 5 and encoded(4, 6).digest == images[0].digest
+
+    def black(*size, **more):
+        return ReadImage(np.zeros((*size, 3), np.uint8), replace(processor, **more), by_axes=False)
+
+    images = [black(4, 6), black(6, 4), black(2, 12), black(4, 6, patch=1), black(4, 6, mean=(0.4,) * 3)]
+    assert len({image.digest for image in images}) == 5 and black(4, 6).digest == images[0].digest
 
 
 def test_as_many_images_as_places():

@@ -141,7 +141,9 @@ class Items:
         return {**part, "annotations": [], "logprobs": [_logprob(token) for token in block.logprobs]}
 
     def form(self, block: Block) -> str:
-        """Which of `_PARTS` it has: clients that ask for a summary of the reasoning show only that, so all is one."""
+        """Its key in `_PARTS`. A client that asks for a summary shows nothing else, so it gets the whole reasoning as
+        the summary.
+        """
         return "summary" if block.kind == "reasoning" and self._request.extra.get("summarised") else block.kind
 
     def _known(self, block: Block) -> Known:
