@@ -329,6 +329,8 @@ def test_nothing_waits_for_the_images_of_others(monkeypatch, source):
             assert live.post(answering, text)["usage"]["output_tokens"] > 0
             assert time.monotonic() - began < 2
             assert status_of(live, answering, image) == 503
+            # The end of the server does not wait for them either.
+            assert all(thread.daemon for thread in threading.enumerate() if thread.name == "image")
         finally:
             stuck.go.set()
         assert {one.result() for one in sent} == {400}

@@ -21,7 +21,7 @@ from live_server import Live, demo_engine, wait_for
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.ops import interrupt, native
+from moeflux_mlx.ops import grouped, interrupt, native
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import Watch
@@ -410,6 +410,27 @@ def test_a_cancelled_prompt_ends_within_a_block(name, monkeypatch):
     bench.submit(ask, 0, lambda _, event: heard.append(event), jobs)
     wait_for(lambda: heard and bench.is_over(heard))
     assert heard[-1].code == "cancelled" and calls == [16, 16, 16]
+    monkeypatch.undo()
+    assert told(bench.run([ask])[0]) == told(fresh.run([ask])[0])
+    assert bench.stop() and fresh.stop()
+
+
+@pytest.mark.skipif(not native.available(), reason="only the native kernels compute in pieces")
+@pytest.mark.parametrize("options", [{}, {"expert_io": "pread", "expert_cache_bytes": 1}], ids=["mapped", "streamed"])
+def test_a_cancelled_prompt_ends_within_a_wave(options, monkeypatch):
+    bench, fresh = (Bench(open_engine(tiny_directory("qwen3_moe"), **options)) for _ in range(2))
+    ask, jobs, heard, checks = Ask(200, 4, None, 0, None, "a"), {}, [], []
+
+    def checked():
+        checks.append(1)
+        if len(checks) == 2:
+            jobs[0].cancel()
+        interrupt.check()
+
+    monkeypatch.setattr(grouped, "check", checked)
+    bench.submit(ask, 0, lambda _, event: heard.append(event), jobs)
+    wait_for(lambda: heard and bench.is_over(heard))
+    assert heard[-1].code == "cancelled" and len(checks) == 2
     monkeypatch.undo()
     assert told(bench.run([ask])[0]) == told(fresh.run([ask])[0])
     assert bench.stop() and fresh.stop()
