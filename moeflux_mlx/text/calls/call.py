@@ -60,8 +60,7 @@ class Call:
 
     def hold(self) -> None:
         """Emits no more of the arguments, which are in doubt, until `settle`."""
-        if self._held is None:
-            self._held = len(self._arguments)
+        self._held = len(self._arguments)
 
     def settle(self, arguments: str) -> None:
         """Ends the doubt: the arguments are these, which begin with what has been emitted."""

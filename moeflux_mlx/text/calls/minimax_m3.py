@@ -16,7 +16,7 @@ from .dialect import Dialect
 from .invoke import CLOSED
 from .json_form import without_arguments
 from .minimax_rules import ARGUMENTS, ITEM, MARK, MiniMaxRules
-from .schema import Schema, keys_of, member_of, types_of
+from .schema import Shape
 from .steps import MAX_NESTED, Malformed, Steps, Write, literal, optional, skip_space, until, until_one
 from .typed import TypedText
 
@@ -33,7 +33,7 @@ def invoke(call: Call) -> Steps[str]:
     if end in CLOSED:
         return (yield from without_arguments(call, SECTION[1]))
     yield from literal([TAG], (yield from skip_space()))
-    arguments = _Shape(call.schema, call.schema)
+    arguments = Shape(call.schema, call.schema)
     yield from _members("invoke", (yield from until(">")), arguments, call.write, is_list=False)
     call.check("")
     return (yield from optional(SECTION[1], (yield)))
@@ -45,34 +45,17 @@ def section(call: Call) -> Steps[str]:
     return (yield from invoke(call))
 
 
-class _Shape:
-    """What the schema says of a value: its types and its keys. The schema of all items of a list is resolved once."""
+def _members(tag: str, name: str, shape: Shape, write: Write, is_list: bool) -> Steps[None]:
+    """The members or items of a value up to `</tag>`; `name` is what the first of their tags names.
 
-    def __init__(self, schema: Schema, root: Schema, depth: int = MAX_NESTED):
-        self.types, self.keys = types_of(schema, root), keys_of(schema, root)
-        self._schema, self._root, self._depth = schema, root, depth
-        self._inner: dict[str | None, _Shape] = {}
-
-    def inner(self, key: str | None) -> "_Shape":
-        """The shape of the member `key` of this object, or with None of the items of this list.
-
-        Raises:
-            Malformed: values are nested too deeply.
-        """
-        if not self._depth:
-            raise Malformed("")
-        if key not in self._inner:
-            self._inner[key] = _Shape(member_of(key, self._schema, self._root), self._root, self._depth - 1)
-        return self._inner[key]
-
-
-def _members(tag: str, name: str, shape: _Shape, write: Write, is_list: bool) -> Steps[None]:
-    """The members or items of a value up to `</tag>`; `name` is what the first of their tags names."""
+    Raises:
+        Malformed: values are nested too deeply.
+    """
     opening, closing = "[]" if is_list else "{}"
     write(opening)
     given: set[str] = set()
     while name != f"/{tag}":
-        if name.startswith("/"):
+        if name.startswith("/") or shape.depth == MAX_NESTED:
             raise Malformed("")
         own = write if is_list or name not in given else _nowhere  # the first value counts
         own((", " if given else "") + ("" if is_list else json.dumps(name, ensure_ascii=False) + ": "))
@@ -89,7 +72,7 @@ def _nowhere(_piece: str) -> None:
     pass
 
 
-def _read(tag: str, shape: _Shape, write: Write, following: Set[str]) -> Steps[str]:
+def _read(tag: str, shape: Shape, write: Write, following: Set[str]) -> Steps[str]:
     """A value up to `MARK</tag>`: members or items, or a text; spaces before the first of them are no text yet.
 
     Returns "", or which tag of `following` came in place of the closing one.

@@ -26,14 +26,28 @@ PART = 32  # steps that a part takes, besides one for each name and value
 MAX_ALTERNATIVES = 256  # unions that hold together multiply
 
 
-def parameter_types(name: str, schema: Schema) -> frozenset[str]:
-    """The JSON types of parameter `name` under a tool's `schema`, {"string"} if it does not say."""
-    return types_of(member_of(name, schema, schema), schema)
+class Shape:
+    """What a schema, a part of `root`, says of a value. It is resolved once, however many values have it.
 
+    Attributes:
+        types: the JSON types that it allows; {"string"} if it does not say.
+        keys: the members of an object that it names.
+        depth: how many values it is inside of.
+    """
 
-def types_of(schema: Any, root: Schema) -> frozenset[str]:
-    """The JSON types that `schema`, a part of `root`, allows; {"string"} if it does not say."""
-    return allowed_types(variants(schema, root)) or STRING
+    def __init__(self, schema: Any, root: Schema, depth: int = 0):
+        self._alternatives, self._root, self.depth = variants(schema, root), root, depth
+        self.types = allowed_types(self._alternatives) or STRING
+        self.keys = frozenset(key for one in self._alternatives for key in _properties(one))
+        self._inner: dict[str | None, Shape] = {}
+
+    def inner(self, key: str | None) -> "Shape":
+        """The shape of the member `key` of this object, or with None of the items of this list."""
+        if key not in self._inner:
+            parts = [one.get("items") if key is None else _member(key, one) for one in self._alternatives]
+            schema = {"anyOf": [part for part in parts if isinstance(part, Mapping)]}
+            self._inner[key] = Shape(schema, self._root, self.depth + 1)
+        return self._inner[key]
 
 
 def allowed_types(alternatives: Iterable[Schema]) -> frozenset[str]:
@@ -46,17 +60,6 @@ def types(one: Schema) -> frozenset[str]:
     if "enum" in one:
         return frozenset(map(_type_of, one["enum"]))
     return frozenset(one.get("type") or (kind for key, kind in IMPLIED.items() if key in one))
-
-
-def keys_of(schema: Schema, root: Schema) -> frozenset[str]:
-    """The members that an object's `schema`, a part of `root`, names."""
-    return frozenset(key for one in variants(schema, root) for key in _properties(one))
-
-
-def member_of(key: str | None, schema: Schema, root: Schema) -> Schema:
-    """The schema of an object's member, or with None of a list's items; `schema` is a part of `root`."""
-    parts = [one.get("items") if key is None else _member(key, one) for one in variants(schema, root)]
-    return {"anyOf": [part for part in parts if isinstance(part, Mapping)]}
 
 
 def is_map(one: Schema) -> bool:

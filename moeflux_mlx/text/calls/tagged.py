@@ -14,7 +14,7 @@ from dataclasses import replace
 from .call import Call
 from .json_form import arguments_before
 from .repair import Repair, Span
-from .schema import STRING, keys_of, parameter_types
+from .schema import STRING, Shape
 from .steps import Malformed, Steps, Write, literal, optional, skip_space, until_one
 from .tags import Tags
 from .typed import JSON_TYPES, TypedText, as_json
@@ -44,7 +44,7 @@ class _Parameters:
 
     def __init__(self, call: Call, tags: Tags):
         self._call, self._tags = call, tags
-        self._keys = keys_of(call.schema, call.schema)
+        self._shape = Shape(call.schema, call.schema)
         self._spans: list[Span] = []
         self._begins_lines = False
         self._repair: Repair | None = None  # where there is doubt
@@ -98,7 +98,7 @@ class _Parameters:
         broken = closing[:-1] + "\n"
         text, end = yield from until_one([closing, broken, *filter(None, [opening])])
         key = text.strip()
-        if end != closing and key not in self._keys:
+        if end != closing and key not in self._shape.keys:
             raise Malformed("")
         if opening and end != opening:
             yield from literal([opening], (yield from skip_space()))
@@ -131,7 +131,7 @@ class _Parameters:
     def _look(self, held: str, is_first: bool) -> None:
         """Begins to doubt if `held` may be a tag of the call whose closing tag is missing or misspelt."""
         if self._repair is None and self._is_doubtful(held, is_first):
-            self._repair = Repair(self._tags, self._keys, self._call.names, self._begins_lines)
+            self._repair = Repair(self._tags, self._shape.keys, self._call.names, self._begins_lines)
             self._call.hold()
 
     def _has_next(self) -> bool:
@@ -166,7 +166,7 @@ class _Parameters:
         return held.removeprefix("\n") if self._tags.lined else held
 
     def _types(self, key: str, kind: str) -> frozenset[str]:
-        types = parameter_types(key, self._call.schema)
+        types = self._shape.inner(key).types
         if self._tags.kinds is None:
             return types
         return STRING if kind == self._tags.kinds[0] else types - STRING or JSON_TYPES
