@@ -260,8 +260,12 @@ def model_name(model: str | None) -> str:
 def context_of(options: argparse.Namespace, path: Path) -> int | None:
     """The longest context of the model in `path` with these options; None if its configuration cannot be used."""
     with suppress(MoefluxError):  # which is said when it is loaded
-        return min(ModelArgs.from_file(path).max_position_embeddings, options.context or sys.maxsize)
+        return _longest(options, ModelArgs.from_file(path))
     return None
+
+
+def _longest(options: argparse.Namespace, args: ModelArgs) -> int:
+    return min(args.max_position_embeddings, options.context or sys.maxsize)
 
 
 def preparer_of(options: argparse.Namespace, variables: dict[str, object], path: Path) -> "Preparer":
@@ -272,9 +276,9 @@ def preparer_of(options: argparse.Namespace, variables: dict[str, object], path:
     """
     from ..server.prepare import Preparer
 
-    args, context = ModelArgs.from_file(path), context_of(options, path) or 1
+    args, defaults = ModelArgs.from_file(path), defaults_of(options, variables, path)
     vision = open_reader(path, args, wanted=not options.no_vision, rows=options.image_tokens)
-    return Preparer(load_tokenizer(path), args.vocab_size, context, defaults_of(options, variables, path), vision, path)
+    return Preparer(load_tokenizer(path), args.vocab_size, _longest(options, args), defaults, vision, path)
 
 
 def defaults_of(options: argparse.Namespace, variables: dict[str, object], path: Path) -> "Defaults":
