@@ -517,10 +517,10 @@ def plan_down(
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead)}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     template |= biases_of(DOWN=record.down)
-    simdgroups = min(each, MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
+    most = min(MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
     if form.planes:
-        simdgroups = min(simdgroups, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
-    template["SG"] = simdgroups
+        most = min(most, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
+    template["SG"] = simdgroups = ceildiv(each, ceildiv(each, most))  # as few as take no more turns, so none is idle
     template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"

@@ -313,6 +313,22 @@ def test_more_slots_than_a_threadgroup_has_simdgroups(host, monkeypatch):
         assert mx.array_equal(e.down_combine(), turns)
 
 
+@pytest.mark.parametrize("target, most", [("metal", 8), ("cuda", 16)])
+@pytest.mark.parametrize("quant", [Quant(4, 64), Quant(2, 64)], ids=str)
+def test_the_simdgroups_of_the_down_projection_share_its_slots(target, most, quant):
+    """In as few turns as the most simdgroups need, and in the last turn fewer of them are idle than there are turns.
+    Up to the most, each slot has a simdgroup of its own.
+    """
+    record = Record.make(256, 128, (quant,) * 3)
+    for K in range(1, experts.MAX_SLOTS + 1):
+        shapes = (1, K, 128), (1, 256), (K, record.stride // 4), (1, K)
+        plan = experts.plan_down(target, *shapes, (mx.bfloat16, mx.bfloat16, None), record)
+        simdgroups = plan.template["SG"]
+        turns = -(-K // simdgroups)
+        assert plan.threads == 32 * simdgroups and turns == -(-K // most)
+        assert turns * simdgroups - K < turns and (turns > 1 or simdgroups == K)
+
+
 def test_slots_may_be_signed_or_not(host):
     e = Experts(8, 1, 4, 64, 64, mx.float32)
     assert mx.array_equal(e.gate_up(e.index(mx.int32)), e.gate_up(e.index(mx.uint32)))
