@@ -24,7 +24,7 @@ from .forms import DTYPES, Form, form_of, matmul_float32
 from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
 from .linear import Weights, check_activations, inputs_of, linear, pays, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
-from .tiles import down_lanes, lanes_of, planned, tile_of
+from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
 PLANES_BYTES = 46 * 1024  # bytes of CUDA's 48 KiB for planes of x
@@ -135,19 +135,34 @@ def chosen_ffn(
     """`expert_ffn` with all experts of a layer, whose records are in order; the first kernel chooses."""
     if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
         shared = shared.rows(x)
-    shapes = x.shape, records.blob.shape, choice.logits.shape
-    rule = choice.rule, choice.bias is not None
-    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared))
-    if isinstance(launch, Reason):
+    joined = shared if isinstance(shared, Shared) else None
+    made = chosen_gate_up(x, choice, records, joined, len(records.blob))
+    if isinstance(made, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias, choice.scales)
         return expert_ffn(x, ids, records, weights, residual, shared)
-    own = _first_of(shared, records.blob)
-    act, chosen = launch(x, records.blob, choice.logits, *beside(choice), *own)
+    act, chosen = made
     top_k = choice.rule.top_k
     used = Used(ArrayPiece(chosen, 0, mx.uint32), ArrayPiece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
     out = _down_combine_kernel(act, used, records, residual, shared)
     assert out is not None
     return out
+
+
+def chosen_gate_up(
+    x: mx.array, choice: Choice, records: Records, shared: Shared | None, experts: int
+) -> list[mx.array] | Reason:
+    """`expert_gate_up` with the experts that its kernel chooses, and their ids and the bits of their weights [T, 2, K]
+    uint32.
+
+    `experts` is the number of records, which must be all experts of the rule, unless the choice is known to be among
+    the first ones.
+    """
+    shapes = x.shape, (experts, records.blob.shape[1]), choice.logits.shape
+    rule = choice.rule, choice.bias is not None
+    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared))
+    if isinstance(launch, Reason):
+        return launch
+    return launch(x, records.blob, choice.logits, *beside(choice), *_first_of(shared, records.blob))
 
 
 def expert_ffn(
@@ -455,18 +470,21 @@ def _first_launch(
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES:
         form = form_of(record.gate)
-    tile = tile_of(target, _spot("expert_gate_up", form), f"{inner}x{hidden} {form}")
+    shape = f"{inner}x{hidden} {form}"
+    tile = tile_of(target, _spot("expert_gate_up", form), shape)
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
+    has_own = kernel.name == "expert_choice" and kernel.name in TILES[target]
+    cut = tile_of(target, kernel.name, shape) if has_own else tile  # rows and simdgroups, which change no bit
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(has_shared), "WORDS": blob[1]}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.record_template
-    template |= {"R": tile.rows, "L": lanes, "SG": tile.simdgroups, "AHEAD": form.ahead(tile.ahead)}
+    template |= {"R": cut.rows, "L": lanes, "SG": cut.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     routed, own = record.activation, joined or record.activation
     template |= {"ACTIVATION": FORMS.index(routed.form), "LIMIT": float(routed.limit or 0)}
     template |= {"SHARED_LIMIT": float(own.limit or 0)}
     template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
-    groups = (ceildiv(inner * lanes, tile.rows * 32 * tile.simdgroups), tokens * each)
+    groups = (ceildiv(inner * lanes, cut.rows * 32 * cut.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
-    return Launch(target, replace(kernel, form=form.header), template, groups, 32 * tile.simdgroups, outputs)
+    return Launch(target, replace(kernel, form=form.header), template, groups, 32 * cut.simdgroups, outputs)
 
 
 def _spot(kernel: str, form: Form) -> str:

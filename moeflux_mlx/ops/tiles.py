@@ -44,6 +44,9 @@ class Tile:
 #   prompt_experts: CUDA's product with codes is slower at any number of rows (results.tsv, "prompt").
 # Metal: not measured. 32 lanes read 512 bytes of a row at once, at most 4 rows and small threadgroups keep registers
 # few; a tile that is safe on every Apple GPU was preferred to one that might be fast on some.
+#   expert_choice: every threadgroup repeats the choice, about 700 instructions of a simdgroup. With the 2 simdgroups of
+#     expert_gate_up a layer of the 35B's shape repeats it 1,024 times, by this count 18 us on an M1 of 8 cores; with
+#     8 simdgroups 256 times, 4 us, which is what a launch of its own would cost.
 TILES = {
     "cuda": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=4, ahead=2),
@@ -62,6 +65,7 @@ TILES = {
     },
     "metal": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=2),
+        "expert_choice": Tile(rows=2, lanes=32, simdgroups=8),
         "expert_down_combine": Tile(rows=4, lanes=32),
         "qmv": Tile(rows=4, lanes=32, simdgroups=2),
         "qmv_large": Tile(rows=4, lanes=32, simdgroups=2),
@@ -78,6 +82,7 @@ TILES = {
 # The fields of a kernel's tile that make a difference, in the order of trying, and their possible sizes.
 TUNED = {
     "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead"),
+    "expert_choice": ("rows", "simdgroups"),  # all else is that of "expert_gate_up", because it decides the bits
     "expert_down_combine": ("rows", "lanes", "ahead", "narrow"),
     "expert_gate_up_planes": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_down_combine_planes": ("rows", "ahead"),

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -32,9 +32,10 @@ from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
 from ..ops.expert_rows import expert_rows, refusal, starts_of
-from ..ops.experts import Records, expert_ffn
+from ..ops.experts import Records, Shared, chosen_gate_up, expert_ffn
 from ..ops.grouped import GroupedRows, dense_from
 from ..ops.launch import Input, Launch, Reason
+from ..ops.route import Choice
 from ..ops.streams import spread
 from ..ops.tiles import MAX_TOKENS, TILES, Tile, Tiles, spot_of, using
 from ..quant import Quant
@@ -188,7 +189,10 @@ class TrialExperts:
     def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if len(x) <= MAX_TOKENS:
-            return expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
+            out = expert_ffn(x, slots, self.records, mx.random.uniform(shape=slots.shape), residual, shared)
+            if routing.choice is not None:
+                self._choose(routing.choice, x, shared)
+            return out
         all_slots = slots[0] + 0
         if refusal(x.dtype, self.records.record):
             dequantized_records(self.records, all_slots, x.dtype)
@@ -196,6 +200,14 @@ class TrialExperts:
             starts = mx.array(starts_of(np.full(self.count, len(x))))
             expert_rows(x, starts, mx.tile(mx.arange(len(x), dtype=mx.int32), self.count), all_slots, self.records)
         return residual
+
+    def _choose(self, choice: Choice, x: mx.array, shared: Any) -> None:
+        """Launches the kernel that chooses among all experts; these logits choose the first ones, which exist."""
+        falling = mx.zeros(choice.logits.shape) - mx.arange(choice.logits.shape[1], dtype=mx.float32)
+        choice = replace(choice, logits=falling, bias=None if choice.bias is None else mx.zeros(choice.bias.shape))
+        record = self.records.record
+        joined = shared if isinstance(shared, Shared) and shared.joins(record, self.count) else None
+        chosen_gate_up(x, choice, self.records, joined, choice.rule.experts)
 
     def expect(self, layer: int, tokens: int) -> None:
         pass

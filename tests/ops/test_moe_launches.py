@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_forms import Stored
 from test_kernels import FLOATS, LIMITS, Experts, Matrix, error, wide
+from tile_choices import Chosen
 
 from metal import msl
 from moeflux_mlx.formats.record import Record
@@ -24,6 +25,7 @@ from moeflux_mlx.ops.elementwise import activate
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import Part, linear
 from moeflux_mlx.ops.route import Choice, read_host_copy, route, route_with_host_copy, router_logits
+from moeflux_mlx.ops.tiles import Tile, using
 from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -374,6 +376,31 @@ def test_choosing_in_the_launch_gives_the_bits_of_choosing_before_it(host, rule,
     want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, shared)
     got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule, bias, scales), layer.records, layer.h_mid, shared)
     assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "cut", [Tile(rows=4, lanes=4, simdgroups=1), Tile(rows=1, lanes=32, simdgroups=8)], ids=str
+)
+def test_the_tile_of_the_choice_changes_no_bit(host, cut):
+    """Its rows and simdgroups are its own, and what decides bits is that of gate and up."""
+    layer, rule = Layer(6, 2, 4, 512, 64, mx.float32, columns=17, records=16), Router(16, 4)
+    ids, weights = route(layer.logits, rule)
+    for first in (None, Tile(rows=2, lanes=4, simdgroups=2)):
+        tiles = {"expert_choice": cut} | ({} if first is None else {"expert_gate_up": first})
+        with using(Chosen(tiles)):
+            want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, layer.shared)
+            got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule), layer.records, layer.h_mid, layer.shared)
+        assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize("target, share", [("metal", 4), ("cuda", 1)])
+def test_how_often_the_choice_is_repeated(target, share):
+    """Every threadgroup makes it: on Metal a quarter as many as gate and up have by themselves."""
+    record, sizes = Record.make(2048, 512), ((1, 2048), (256, Record.make(2048, 512).stride // 4))
+    own = experts.plan_gate_up(target, sizes[0], mx.bfloat16, sizes[1], (1, 8), record, record.activation)
+    plan = experts.plan_choice(target, *sizes, (1, 257), mx.bfloat16, record, Router(256, 8), False, record.activation)
+    assert own.groups == (share * plan.groups[0], 9) and plan.groups[1] == 9
+    assert plan.template["L"] == own.template["L"]
 
 
 NAMED = {  # hidden size, expert width, rule, bits of the router, gate of the shared expert (None: there is none)

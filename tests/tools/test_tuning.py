@@ -144,6 +144,15 @@ def test_measurements_alternate():
     assert turns == [code, other] * 3
 
 
+def test_a_choice_among_all_experts_is_tried_with_the_few_that_are_there(host):
+    """Its logits are such that it chooses these."""
+    found = dict(tiny_samples())
+    sample = next(sample for spot, sample in found.items() if spot.startswith("expert_choice"))
+    act, chosen = sample.make()(*sample.inputs)
+    assert chosen[0, 0].tolist() == [0, 1] and mx.isfinite(act).all()
+    assert sample.inputs[1].shape[0] == 2 < sample.make().template["E"] == 4
+
+
 @pytest.mark.parametrize("target, kernel", KERNELS)
 def test_neighbours_are_usable_and_differ(target, kernel):
     code = TILES[target][kernel]
@@ -169,7 +178,8 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
         assert other is None or not trial.is_right(other), "a planted fault"
     of_prompts = {"expert_dequantize", "prompt_experts"}
     wanted = set(TILES["metal"]) - {"qmv_large"}
-    assert met == (wanted if backend.name() == "metal" else wanted - of_prompts | {"expert_rows"})
+    on_cuda = wanted - of_prompts - {"expert_choice"} | {"expert_rows"}
+    assert met == (wanted if backend.name() == "metal" else on_cuda)
 
 
 def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monkeypatch):
