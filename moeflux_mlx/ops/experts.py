@@ -484,7 +484,7 @@ def _first_launch(
     template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
     groups = (ceildiv(inner * lanes, cut.rows * 32 * cut.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]
-    return Launch(target, replace(kernel, form=form.header), template, groups, 32 * cut.simdgroups, outputs)
+    return Launch(target, replace(kernel, form=form.header_of(tile)), template, groups, 32 * cut.simdgroups, outputs)
 
 
 def _spot(kernel: str, form: Form) -> str:
@@ -542,7 +542,7 @@ def plan_down(
     template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
     names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
-    kernel = Kernel("expert_down_combine", names, "out", form.header)
+    kernel = Kernel("expert_down_combine", names, "out", form.header_of(tile))
     return Launch(target, kernel, template, groups, 32 * simdgroups, [(residual, dtypes[1])])
 
 

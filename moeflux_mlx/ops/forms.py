@@ -13,6 +13,7 @@ import mlx.core as mx
 from ..formats.record import Projection
 from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, Quant
 from . import backend
+from .tiles import Tile
 
 MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
@@ -52,6 +53,10 @@ class Form:
         if self.quant.codes != INTEGER:
             return self.quant.codes
         return "affine4" if self.quant.bits == 4 else "affine"
+
+    def header_of(self, tile: Tile) -> str:
+        """`header`, or the one that a tile chooses instead."""
+        return "affine4_halves" if tile.halves and self.header == "affine4" else self.header
 
     @cached_property
     def chunk(self) -> int:

@@ -413,6 +413,6 @@ def plan(
         template["T"] = 3 if tokens == 3 else 2 * ceildiv(tokens, 2 * turns)  # above 3 a text for every two numbers
     grid = (ceildiv(blocks * split, tile.simdgroups), turns)
     inputs = "x w scales biases norm eps residual"
-    kernel = Kernel(name, inputs if tokens == 1 else f"{inputs} count", "y", form.header)
+    kernel = Kernel(name, inputs if tokens == 1 else f"{inputs} count", "y", form.header_of(tile))
     outputs = [((*x[:-1], rows), x_dtype)]
     return Launch(target, kernel, template | around.template(x_dtype), grid, 32 * tile.simdgroups, outputs)

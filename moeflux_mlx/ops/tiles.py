@@ -27,6 +27,7 @@ class Tile:
     spread: int = 0  # a row's columns are split until this many simdgroups are busy
     narrow: int = 0  # lanes are halved, down to 8, while this many threadgroups remain (0: never)
     dense: int = 0  # rows of an expert in a prompt from which its matrices are dequantised for MLX's dense product
+    halves: int = 0  # 1: 4-bit integers are unpacked through halves (metal/affine4_halves.h.metal)
 
 
 # CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
@@ -47,6 +48,10 @@ class Tile:
 #   expert_choice: every threadgroup repeats the choice, about 700 instructions of a simdgroup. With the 2 simdgroups of
 #     expert_gate_up a layer of the 35B's shape repeats it 1,024 times, by this count 18 us on an M1 of 8 cores; with
 #     8 simdgroups 256 times, 4 us, which is what a launch of its own would cost.
+#   qmv with a norm: with 8 rows 2.2 KB instead of 3.2 would pass the first cache for each row of 2,048 columns, and
+#     arithmetic take 0.86 of the time. But codes, scales, sums and addresses of 8 rows take 90 of a thread's 128
+#     registers before x and the norm are loaded, so 8 rows are left to `moeflux tune`.
+#   halves: arithmetic takes half the time if counted (tests/ops/test_halves.py). 0 until an Apple GPU has run it.
 TILES = {
     "cuda": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=4, ahead=2),
@@ -81,13 +86,13 @@ TILES = {
 
 # The fields of a kernel's tile that make a difference, in the order of trying, and their possible sizes.
 TUNED = {
-    "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead"),
+    "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead", "halves"),
     "expert_choice": ("rows", "simdgroups"),  # all else is that of "expert_gate_up", because it decides the bits
-    "expert_down_combine": ("rows", "lanes", "ahead", "narrow"),
+    "expert_down_combine": ("rows", "lanes", "ahead", "narrow", "halves"),
     "expert_gate_up_planes": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_down_combine_planes": ("rows", "ahead"),
-    "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread"),
-    "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread"),
+    "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread", "halves"),
+    "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread", "halves"),
     "qmv_tokens": ("rows",),  # all else is that of "qmv" or "qmv_large", because it decides a row's bits
     "router": ("rows", "simdgroups"),
     "delta_step": ("rows",),
@@ -96,7 +101,9 @@ TUNED = {
     "expert_rows": ("rows", "simdgroups", "ahead"),
     "prompt_experts": ("dense",),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
 }
-UNROLLED = {"cuda": tuple(TUNED), "metal": ("gated_delta_tokens",)}  # kernels whose text does something with `ahead`
+# On these backends a field makes a difference to these kernels only: Metal's text does nothing with `ahead`, and on
+# CUDA shifts are as fast as other instructions.
+ONLY = {("metal", "ahead"): ("gated_delta_tokens",), ("cuda", "halves"): ()}
 LIMITS = {
     "rows": (1, 8),
     "lanes": (4, 32),
@@ -105,6 +112,7 @@ LIMITS = {
     "spread": (512, 8192),
     "narrow": (64, 1024),
     "dense": (1, 1024),
+    "halves": (1, 1),
 }
 
 
@@ -114,7 +122,7 @@ def neighbours(target: str, kernel: str, tile: Tile) -> Iterator[Tile]:
     """
     for name in TUNED[kernel]:
         value, (least, most) = getattr(tile, name), LIMITS[name]
-        if name == "ahead" and kernel not in UNROLLED[target]:
+        if kernel not in ONLY.get((target, name), TUNED):
             continue
         for other in (value // 2, 2 * value) if value else (least,):
             if least <= other <= most:

@@ -29,6 +29,7 @@ USABLE = st.builds(
     ahead=st.sampled_from([1, 2, 4, 8]),
     spread=st.sampled_from([0, 512, 8192]),
     narrow=st.sampled_from([0, 64, 1024]),
+    halves=st.sampled_from([0, 1]),
 )
 SPOTS = st.builds(lambda kernel, shape: f"{kernel} {shape}", st.sampled_from(sorted(TUNED)), st.text(max_size=8))
 JSON = st.recursive(
@@ -105,6 +106,15 @@ def test_files_that_hold_no_tiles(file, text):
     with pytest.raises(ModelFileError):
         tiles.read_entries(file)
     tiles.keep(file, FOUND, FOUND)
+    assert chosen() == (FOUND, [])
+
+
+def test_a_file_may_lack_fields_that_came_later(file):
+    """Such a field has its default, with which the kernels are those of before."""
+    tiles.keep(file, FOUND, FOUND)
+    held = json.loads(file.read_text())
+    del held["found"][0]["tiles"][SPOT]["halves"]
+    file.write_text(json.dumps(held))
     assert chosen() == (FOUND, [])
 
 

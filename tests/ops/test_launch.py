@@ -163,7 +163,7 @@ def test_a_packed_model_gives_the_same_bits_from_fewer_arrays(handed, monkeypatc
 
 
 FORMS = {
-    f"{form}.h.metal" for form in ("affine", "affine4", "e2m1", "e4m3", "planes")
+    f"{form}.h.metal" for form in ("affine", "affine4", "affine4_halves", "e2m1", "e4m3", "planes")
 }  # these define the same functions
 DEFINED = re.compile(r"^(?:(?:#define|struct) |(?:inline|constexpr)[^;{(=]* (?=\w+\())(\w+)", re.M)
 

@@ -379,13 +379,13 @@ def test_choosing_in_the_launch_gives_the_bits_of_choosing_before_it(host, rule,
 
 
 @pytest.mark.parametrize(
-    "cut", [Tile(rows=4, lanes=4, simdgroups=1), Tile(rows=1, lanes=32, simdgroups=8)], ids=str
+    "cut", [Tile(rows=4, lanes=4, simdgroups=1), Tile(rows=1, lanes=32, simdgroups=8, halves=1)], ids=str
 )
 def test_the_tile_of_the_choice_changes_no_bit(host, cut):
     """Its rows and simdgroups are its own, and what decides bits is that of gate and up."""
     layer, rule = Layer(6, 2, 4, 512, 64, mx.float32, columns=17, records=16), Router(16, 4)
     ids, weights = route(layer.logits, rule)
-    for first in (None, Tile(rows=2, lanes=4, simdgroups=2)):
+    for first in (None, Tile(rows=2, lanes=4, simdgroups=2, halves=1)):
         tiles = {"expert_choice": cut} | ({} if first is None else {"expert_gate_up": first})
         with using(Chosen(tiles)):
             want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, layer.shared)

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import goldens
@@ -25,7 +26,7 @@ from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.ops import backend, expert_rows, experts, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.forms import form_of, unpacked
-from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, using
+from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, spot_of, using
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.tools import trial as trials
@@ -142,6 +143,23 @@ def test_measurements_alternate():
 
     tuning.ratio(code, other, seconds, 3)
     assert turns == [code, other] * 3
+
+
+def test_halves_are_tried_on_metal_for_integers_of_four_bits(monkeypatch):
+    """On CUDA shifts are fast; with other codes the launch is the same."""
+    code = TILES["metal"]["expert_gate_up"]
+    assert replace(code, halves=1) in neighbours("metal", "expert_gate_up", code)
+    assert not any(tile.halves for tile in neighbours("cuda", "expert_gate_up", TILES["cuda"]["expert_gate_up"]))
+    monkeypatch.setattr(backend, "name", lambda: "metal")
+    tried = {}
+    for bits in (4, 8):
+        record = Record.make(128, 64, (Quant(bits, 64),) * 3)
+        shapes = (1, 128), mx.bfloat16, (4, record.stride // 4), (1, 2), record
+        launch = experts.plan_gate_up("metal", *shapes)
+        spot = spot_of("expert_gate_up", f"64x128 {form_of(record.gate)}")
+        around = trials.others(lambda: experts.plan_gate_up("metal", *shapes), launch, spot, "expert_gate_up", code)  # noqa: B023
+        tried[bits] = any(tile.halves for tile in around)
+    assert tried == {4: True, 8: False}
 
 
 def test_a_choice_among_all_experts_is_tried_with_the_few_that_are_there(host):
