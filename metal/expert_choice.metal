@@ -1,7 +1,7 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
-// Chooses the experts, then computes the same as expert_gate_up. chosen[T, 2, K] uint gets the ids that topk chooses
-// from logits[T, STRIDE], bias and scale, and then the bits of their weights. An id is a row of the blob. The first
-// simdgroup of each threadgroup makes the choice.
+// Chooses the experts, then computes the same as expert_gate_up. chosen uint, which begins with [T, 2, K], gets the ids
+// that topk chooses from logits[T, STRIDE], bias and scale, and then the bits of their weights. An id is a row of the
+// blob. The first simdgroup of each threadgroup makes the choice.
 //
 // grid and threadgroup are those of expert_gate_up.
   const uint lane = thread_index_in_simdgroup % L;

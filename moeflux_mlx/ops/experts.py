@@ -21,7 +21,19 @@ from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import activate, sigmoid
 from .forms import DTYPES, Form, form_of, matmul_float32
-from .launch import MOST_THREADS, NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv, require
+from .launch import (
+    LEAST_ELEMENTS,
+    MOST_THREADS,
+    NO_KERNELS,
+    ArrayPiece,
+    Input,
+    Kernel,
+    Launch,
+    Reason,
+    Shape,
+    ceildiv,
+    require,
+)
 from .linear import Weights, check_activations, inputs_of, linear, pays, row_by_row
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
@@ -445,7 +457,8 @@ def plan_choice(
     launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined)
     if isinstance(launch, Reason):
         return launch
-    outputs = [*launch.outputs, ((logits[0], 2, rule.top_k), mx.uint32)]
+    words = max(logits[0] * 2 * rule.top_k, LEAST_ELEMENTS)
+    outputs = [*launch.outputs, ((words,), mx.uint32)]
     return replace(launch, template=launch.template | choice_template(rule, logits[1], has_bias), outputs=outputs)
 
 

@@ -90,6 +90,14 @@ def test_inputs_may_be_parts_numbers_and_one_array_twice(handed, host, monkeypat
     assert handed == [("sum", 1)] * 4
 
 
+def test_a_part_of_a_small_array_is_refused():
+    """Metal passes an array of fewer than eight values as another kind of pointer."""
+    whole = some(mx.float32, launch.LEAST_ELEMENTS)
+    assert launch.placed(in_turn(whole, whole[:3], whole[3:]))[0] == [whole]
+    with pytest.raises(AssertionError, match="a part of an array of 7 values"):
+        launch.placed(in_turn(whole[1:], whole[:3], whole[3:]))
+
+
 @msl.needed
 def test_different_sources_have_different_names(host, monkeypatch):
     """MLX keeps what it compiled by name."""

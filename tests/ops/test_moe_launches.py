@@ -403,6 +403,17 @@ def test_how_often_the_choice_is_repeated(target, share):
     assert plan.template["L"] == own.template["L"]
 
 
+@pytest.mark.parametrize("K", range(1, 9))
+def test_a_token_may_have_few_experts(host, K):
+    """Metal passes an array of fewer than eight values as another kind of pointer."""
+    for T in (1, 2):
+        layer, rule = Layer(7, T, K, 64, 64, mx.float32, columns=9, records=8), Router(8, K)
+        ids, weights = route(layer.logits, rule)
+        want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, layer.shared)
+        choice = Choice(layer.logits, rule)
+        assert mx.array_equal(experts.chosen_ffn(layer.x, choice, layer.records, layer.h_mid, layer.shared), want)
+
+
 NAMED = {  # hidden size, expert width, rule, bits of the router, gate of the shared expert (None: there is none)
     "Qwen3-30B-A3B": (2048, 768, Router(128, 8), 8, None),
     "Qwen3.6-35B-A3B": (2048, 512, Router(256, 8), 8, True),
