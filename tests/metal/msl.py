@@ -46,6 +46,7 @@ FLAGS = [
         "-fno-slp-vectorize",
         "-Wall",
         "-Wextra",
+        "-Wc++98-c++11-c++14-compat",  # macOS 14 and 15 compile a text as C++14
         "-Werror",
     ),
     *("-Wno-unknown-attributes", "-Wno-sign-compare", "-Wno-unused-function", "-Wno-unused-parameter"),
