@@ -154,7 +154,7 @@ inline void codes_dot_bytes(
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    acc[r] = metal::fma(scale[r], dot[r] - 256.0f * x_sum, metal::fma(bias[r], x_sum, acc[r]));
+    acc[r] = metal::fma(scale[r], metal::fma(-256.0f, x_sum, dot[r]), metal::fma(bias[r], x_sum, acc[r]));
   }
 }
 

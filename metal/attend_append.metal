@@ -1,4 +1,4 @@
-// needs: kv_rows.h.metal kv_head.h.metal
+// needs: kv_rows.h.metal kv_head.h.metal rotate.h.metal
 // Adds the keys and values of COUNT consecutive tokens of a sequence to `recent`, as attend_step.metal adds one: next is
 // `recent` with all of them. Names and sizes are those of that text; positions are the first token's. AT_K and AT_V are
 // the numbers of values from a token's k or v to that of the next token.
@@ -27,12 +27,12 @@
     for (uint i = lane; i < DIMS / 2; i += 32) {
       const uint first = INTERLEAVED ? 2 * i : i;
       const uint second = INTERLEAVED ? first + 1 : i + DIMS / 2;
-      const float angle = head_angle(positions[3] + int(token), periods[i]);
-      const float cosine = float(magnitude[0]) * metal::cos(angle), sine = float(magnitude[0]) * metal::sin(angle);
+      const float angle = rotate_angle(float(positions[3] + int(token)), periods[i]);
+      const float cosine = float(magnitude[0]) * metal::fast::cos(angle), sine = float(magnitude[0]) * metal::fast::sin(angle);
       const float a = float(own_key[first]) * norm * (NORM ? float(k_weight[first]) : 1.0f);
       const float b = float(own_key[second]) * norm * (NORM ? float(k_weight[second]) : 1.0f);
-      key[first] = turned_first<X>(a, b, cosine, sine);
-      key[second] = turned_second<X>(a, b, cosine, sine);
+      key[first] = float(X(rotate_first(a, b, cosine, sine)));
+      key[second] = float(X(rotate_second(a, b, cosine, sine)));
     }
     for (uint i = DIMS + lane; i < D; i += 32) {
       key[i] = float(X(float(own_key[i]) * norm * (NORM ? float(k_weight[i]) : 1.0f)));

@@ -1,4 +1,4 @@
-// needs: lane.h.metal seen.h.metal
+// needs: seen.h.metal
 // out[H, V] X = the sum of the pieces of attend_step.metal, each weighted by its share of the sum of all exponentials.
 // If SINKS is 1, exp(sinks[H]) is part of that sum. If GATE is 1, the result is multiplied by sigmoid(gate[H, 1]),
 // where gate is [H, 2, D] X and D = V. positions[0] is the token's own position. A piece has P positions; the first
@@ -15,18 +15,17 @@
   const uint offset = uint(positions[0]);
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
   const uint pieces = (visible - 1) / P + 1 - (WINDOW && offset >= WINDOW ? (offset + 1 - WINDOW) / P : 0);
-  float largest = -3.4e38f;
+  const float sink = SINKS ? float(sinks[head]) : 0.0f;
+  float largest = SINKS ? sink : -3.4e38f;
   _Pragma("unroll 1")
   for (uint i = thread_index_in_simdgroup; i < pieces; i += 32) {
     const float top = parts[(i * PIECE + head) * (V + 2) + V];
     largest = top > largest ? top : largest;
   }
-  largest = lane_max(largest);
-  const float sink = SINKS ? float(sinks[head]) : 0.0f;
-  largest = SINKS && sink > largest ? sink : largest;
+  largest = simd_max(largest);
   float sum = 0, total = 0;
   for (uint i = tid; i < pieces; i += SHARES) {
-    const float share = metal::exp(parts[(i * PIECE + head) * (V + 2) + V] - largest);
+    const float share = metal::fast::exp(parts[(i * PIECE + head) * (V + 2) + V] - largest);
     total = metal::fma(share, parts[(i * PIECE + head) * (V + 2) + V + 1], total);
     sum = metal::fma(share, parts[(i * PIECE + head) * (V + 2) + column], sum);
   }
@@ -41,12 +40,12 @@
       total += totals[s * C + at];
     }
     if (SINKS) {
-      total += metal::exp(sink - largest);
+      total += metal::fast::exp(sink - largest);
     }
     const float value = sum / total;
     if (GATE) {
       const float by = float(gate[(2 * head + 1) * D + column]);
-      out[head * V + column] = X(value / (1.0f + metal::exp(-by)));
+      out[head * V + column] = X(value / (1.0f + metal::precise::exp(-by)));
     } else {
       out[head * V + column] = X(value);
     }

@@ -1,4 +1,4 @@
-// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal kv_head.h.metal
+// needs: codes.h.metal lane.h.metal kv_rows.h.metal seen.h.metal kv_head.h.metal rotate.h.metal
 // Attention of one token, up to the sum over pieces of the context (attend_combine.metal). H / KV query heads share a
 // key head. The keys and values of position p < begun are at place p of keys[KV, capacity, D] and values[KV, capacity,
 // V]; if WINDOW is set, they are at place p % capacity. Those of later positions are at place p - begun of recent:
@@ -96,9 +96,9 @@
   }
   CODES_UNROLL(1)
   for (uint i = tid; i < DIMS / 2; i += THREADS) {
-    const float angle = head_angle(positions[3], periods[i]);
-    turns[i] = float(magnitude[0]) * metal::cos(angle);
-    turns[DIMS / 2 + i] = float(magnitude[0]) * metal::sin(angle);
+    const float angle = rotate_angle(float(positions[3]), periods[i]);
+    turns[i] = float(magnitude[0]) * metal::fast::cos(angle);
+    turns[DIMS / 2 + i] = float(magnitude[0]) * metal::fast::sin(angle);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint t = 0; t < LOADS; t++) {
@@ -129,8 +129,8 @@
       const float cosine = turns[i], sine = turns[DIMS / 2 + i];
       const float a = float(x[first]) * norm * norms[norm_at + first];
       const float b = float(x[second]) * norm * norms[norm_at + second];
-      heads[h * D + first] = turned_first<X>(a, b, cosine, sine) * factor;
-      heads[h * D + second] = turned_second<X>(a, b, cosine, sine) * factor;
+      heads[h * D + first] = float(X(rotate_first(a, b, cosine, sine))) * factor;
+      heads[h * D + second] = float(X(rotate_second(a, b, cosine, sine))) * factor;
     }
     CODES_UNROLL(1)
     for (uint i = DIMS + lane; is_mine && i < D; i += 32) {
@@ -185,11 +185,11 @@
       const float score = is_mine ? weights[row * GH + h] : NONE;
       largest = score > largest ? score : largest;
     }
-    largest = lane_max(largest);
+    largest = simd_max(largest);
     float sum = 0;
     for (uint row = lane; is_mine && row < P; row += 32) {
       const float score = row == own ? last : weights[row * GH + h];
-      const float weight = metal::exp(score - largest);
+      const float weight = metal::fast::exp(score - largest);
       weights[row * GH + h] = weight;
       sum += weight;
     }

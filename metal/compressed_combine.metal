@@ -1,4 +1,4 @@
-// needs: lane.h.metal rotate.h.metal
+// needs: rotate.h.metal
 // out[H, D] X = the sum of the pieces of compressed_attend.metal, each weighted by its share of the sum of all
 // exponentials, which includes exp(sinks[H]). The last R values of a head are rotated (rotate.h.metal) by the token's
 // rotary position[0]. offset[0] is the token's place; periods[R / 2] float.
@@ -15,11 +15,11 @@
     const float top = stats[(i * H + head) * 2];
     largest = top > largest ? top : largest;
   }
-  largest = lane_max(largest);
+  largest = simd_max(largest);
   for (uint column = index; column < D; column += T) {
-    float sum = 0, total = metal::exp(sink - largest);
+    float sum = 0, total = metal::fast::exp(sink - largest);
     for (uint i = 0; i < pieces; i++) {
-      const float share = metal::exp(stats[(i * H + head) * 2] - largest);
+      const float share = metal::fast::exp(stats[(i * H + head) * 2] - largest);
       total = metal::fma(share, stats[(i * H + head) * 2 + 1], total);
       sum = metal::fma(share, parts[(i * H + head) * D + column], sum);
     }

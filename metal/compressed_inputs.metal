@@ -23,7 +23,7 @@
     partial[simdgroup_index_in_threadgroup] = squares;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float scale = metal::rsqrt(lane_sum<32>(lane < SG ? partial[lane] : 0.0f) / float(D) + eps[0]);
+  const float scale = metal::precise::rsqrt(lane_sum<32>(lane < SG ? partial[lane] : 0.0f) / float(D) + eps[0]);
   for (uint i = index; i < D; i += THREADS) {
     const X normed = X(float(from[i]) * scale * (is_key ? float(weight[i]) : 1.0f));
     if (i < D - R) {

@@ -14,5 +14,5 @@ inline float convolved(
       next[(j - 1) * C + column] = v;
     }
   }
-  return sum / (1.0f + metal::exp(-sum));
+  return sum / (1.0f + metal::precise::exp(-sum));
 }

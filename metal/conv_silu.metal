@@ -14,7 +14,7 @@
       const float v = at < 0 ? float(state[uint(at + KEPT) * C + column]) : float(x[uint(at) * C + column]);
       sum = metal::fma(float(weight[column * TAPS + uint(j)]), v, sum);
     }
-    out[uint(t) * C + column] = X(sum / (1.0f + metal::exp(-sum)));
+    out[uint(t) * C + column] = X(sum / (1.0f + metal::precise::exp(-sum)));
     if (t == last) {
       for (int r = 0; r < KEPT; r++) {
         const int at = last + 1 - KEPT + r;

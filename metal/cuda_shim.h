@@ -74,6 +74,13 @@ inline uint simd_min(uint v) {
 }
 #endif
 
+inline float simd_max(float v) {
+  for (int o = 1; o < 32; o *= 2) {
+    v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFFu, v, o));
+  }
+  return v;
+}
+
 // Metal's atomic integers; every access here is a relaxed one.
 typedef uint atomic_uint;
 enum { memory_order_relaxed };
@@ -97,17 +104,12 @@ inline A as_type(B b) {
 }
 
 namespace metal {
+namespace precise {
 inline float exp(float v) {
   return expf(v);
 }
 inline float log(float v) {
   return logf(v);
-}
-inline float cos(float v) {
-  return cosf(v);
-}
-inline float sin(float v) {
-  return sinf(v);
 }
 inline float sqrt(float v) {
   return sqrtf(v);
@@ -115,6 +117,21 @@ inline float sqrt(float v) {
 inline float rsqrt(float v) {
   return rsqrtf(v);
 }
+inline float divide(float a, float b) {
+  return a / b;
+}
+}  // namespace precise
+namespace fast {
+inline float exp(float v) {
+  return expf(v);
+}
+inline float cos(float v) {
+  return cosf(v);
+}
+inline float sin(float v) {
+  return sinf(v);
+}
+}  // namespace fast
 inline float fma(float a, float b, float c) {
   return fmaf(a, b, c);
 }
@@ -126,6 +143,9 @@ inline float rint(float v) {
 }
 inline float fmax(float a, float b) {
   return fmaxf(a, b);
+}
+inline float fmin(float a, float b) {
+  return fminf(a, b);
 }
 inline uint min(uint a, uint b) {
   return a < b ? a : b;

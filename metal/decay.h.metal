@@ -3,8 +3,8 @@
 template <bool EACH>
 inline float delta_decay(float u, float rate, float least) {
   if (EACH) {
-    return metal::exp(least / (1.0f + metal::exp(-rate * u)));
+    return metal::precise::exp(least / (1.0f + metal::precise::exp(-rate * u)));
   }
-  const float soft = (u > 0.0f ? u : 0.0f) + metal::log(1.0f + metal::exp(u > 0.0f ? -u : u));
-  return metal::exp(-rate * soft);
+  const float soft = (u > 0.0f ? u : 0.0f) + metal::precise::log(1.0f + metal::precise::exp(u > 0.0f ? -u : u));
+  return metal::precise::exp(-rate * soft);
 }

@@ -22,21 +22,21 @@
       qq = metal::fma(q[i], q[i], qq);
       kk = metal::fma(k[i], k[i], kk);
     }
-    const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
-    const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
+    const float q_scale = metal::precise::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::precise::rsqrt(float(DK));
+    const float k_scale = metal::precise::rsqrt(lane_sum<32>(kk) + 1e-6f);
     for (uint i = 0; i < N; i++) {
       qk[(VECTORS * t * NK + head) * DK + lane + 32 * i] = q[i] * q_scale;
       qk[((VECTORS * t + 1) * NK + head) * DK + lane + 32 * i] = k[i] * k_scale;
       if (EACH) {
         const uint own = head * DK + lane + 32 * i;
         const float u = float(a[t * NV * DK + own]) + dt_bias[own];
-        qk[(VECTORS * t + 2) * NK * DK + own] = delta_decay<EACH>(u, metal::exp(A_log[head]), FLOOR);
+        qk[(VECTORS * t + 2) * NK * DK + own] = delta_decay<EACH>(u, metal::precise::exp(A_log[head]), FLOOR);
       }
     }
     for (uint i = lane; i < SHARED; i += 32) {
       const uint h = head * SHARED + i;
       const float u = float(a[t * NV + h]) + dt_bias[h];
-      gates[2 * t * NV + h] = EACH ? 1.0f : delta_decay<EACH>(u, metal::exp(A_log[h]), FLOOR);
-      gates[(2 * t + 1) * NV + h] = 1.0f / (1.0f + metal::exp(-float(b[t * NV + h])));
+      gates[2 * t * NV + h] = EACH ? 1.0f : delta_decay<EACH>(u, metal::precise::exp(A_log[h]), FLOOR);
+      gates[(2 * t + 1) * NV + h] = 1.0f / (1.0f + metal::precise::exp(-float(b[t * NV + h])));
     }
   }

@@ -47,9 +47,9 @@
         }
         for (uint i = 0; i < N; i++) {
           const uint own = EACH ? head * DK + lane * N + i : head;
-          decay[i] = delta_decay<EACH>(float(a[step * AT_A + own]) + dt_bias[own], metal::exp(A_log[head]), FLOOR);
+          decay[i] = delta_decay<EACH>(float(a[step * AT_A + own]) + dt_bias[own], metal::precise::exp(A_log[head]), FLOOR);
         }
-        beta = 1.0f / (1.0f + metal::exp(-float(b[step * AT_B + head])));
+        beta = 1.0f / (1.0f + metal::precise::exp(-float(b[step * AT_B + head])));
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
         float qq = 0, kk = 0;
@@ -59,8 +59,8 @@
           qq = metal::fma(q[i], q[i], qq);
           kk = metal::fma(k[i], k[i], kk);
         }
-        const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
-        const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
+        const float q_scale = metal::precise::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::precise::rsqrt(float(DK));
+        const float k_scale = metal::precise::rsqrt(lane_sum<32>(kk) + 1e-6f);
         for (uint i = 0; i < N; i++) {
           q[i] *= q_scale;
           k[i] *= k_scale;
@@ -97,11 +97,11 @@
     for (uint i = lane; i < DV; i += 32) {
       squares = metal::fma(outs[i], outs[i], squares);
     }
-    const float scale = metal::rsqrt(lane_sum<32>(squares) / float(DV) + eps[0]);
+    const float scale = metal::precise::rsqrt(lane_sum<32>(squares) / float(DV) + eps[0]);
     for (uint i = thread_index_in_threadgroup; i < DV; i += 32 * SG) {
       const float gate = float(z[step * AT_Z + head * DV + i]);
       const float value = outs[i] * scale * float(weight[i]);
-      out[step * AT_OUT + head * DV + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::exp(-gate)));
+      out[step * AT_OUT + head * DV + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::precise::exp(-gate)));
     }
     if (step + 1 < STEPS) {  // in which rows beyond the last read another thread's; their results are dropped
       threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);

@@ -1,4 +1,4 @@
-// needs: index.h.metal
+// needs: index.h.metal rotate.h.metal
 // entry[W] X: an entry, or the key of a block, of the COUNT newest positions up to offset[0], which fill whole blocks
 // of RATIO positions. Position p is in slot p % SLOTS of ring[SLOTS, ROW] X. Each column of the entry is a mean over
 // the positions. The entry is then normed (NORM: index.h.metal, by weight[W]) and rotated by angles offset[0] / RATIO /
@@ -14,9 +14,9 @@
   threadgroup float turns[DIMS + (DIMS == 0)];
   const uint tid = thread_index_in_threadgroup, own = uint(offset[0]);
   for (uint i = tid; i < DIMS / 2; i += T) {
-    const float angle = float(own / RATIO) * (1.0f / float(periods[i]));
-    turns[i] = magnitude[0] * metal::cos(angle);
-    turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
+    const float angle = rotate_angle(float(own / RATIO), float(periods[i]));
+    turns[i] = magnitude[0] * metal::fast::cos(angle);
+    turns[DIMS / 2 + i] = magnitude[0] * metal::fast::sin(angle);
   }
   for (uint column = tid; column < W; column += T) {
     float largest = -3.4e38f, sum = 0, total = 0;
@@ -31,7 +31,7 @@
       const uint row = (own + 1 - COUNT + i) % SLOTS * ROW;
       float share = 1.0f;
       if (GATED) {
-        share = metal::exp(float(ring[row + GATES + at]) + float(bias[i % RATIO * SERIES * W + at]) - largest);
+        share = metal::precise::exp(float(ring[row + GATES + at]) + float(bias[i % RATIO * SERIES * W + at]) - largest);
       }
       total += share;
       sum = metal::fma(share, float(ring[row + VALUES + at]), sum);

@@ -41,7 +41,7 @@
       down = swiglu_in_record<S, G>(record, DOWN_W, DOWN_S, DOWN_B);
       weight = weights[token * ROW + k];
     } else if (GATED) {
-      weight = 1.0f / (1.0f + metal::exp(-float(gates[token * STRIDE + STRIDE - 1])));
+      weight = 1.0f / (1.0f + metal::precise::exp(-float(gates[token * STRIDE + STRIDE - 1])));
     }
     const device X* a = act + (token * (K + JOINED) + k) * I;
     if (turn == 0 && finishes) {  // loads what the end of the kernel needs

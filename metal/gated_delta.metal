@@ -23,7 +23,7 @@
       s[r * N + i] = state[(head * DV + row[r]) * DK + lane * N + i];
     }
   }
-  const float rate = metal::exp(A_log[head]);
+  const float rate = metal::precise::exp(A_log[head]);
   float shift[N];
   for (uint i = 0; i < N; i++) {
     shift[i] = dt_bias[EACH ? head * DK + lane * N + i : head];
@@ -40,9 +40,9 @@
       qq = metal::fma(q[i], q[i], qq);
       kk = metal::fma(k[i], k[i], kk);
     }
-    const float q_scale = metal::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::rsqrt(float(DK));
-    const float k_scale = metal::rsqrt(lane_sum<32>(kk) + 1e-6f);
-    const float beta = 1.0f / (1.0f + metal::exp(-float(b[t * NV + head])));
+    const float q_scale = metal::precise::rsqrt(lane_sum<32>(qq) + 1e-6f) * metal::precise::rsqrt(float(DK));
+    const float k_scale = metal::precise::rsqrt(lane_sum<32>(kk) + 1e-6f);
+    const float beta = 1.0f / (1.0f + metal::precise::exp(-float(b[t * NV + head])));
     for (uint i = 0; i < N; i++) {
       q[i] *= q_scale;
       k[i] *= k_scale;

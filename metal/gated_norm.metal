@@ -11,10 +11,10 @@
     for (uint i = lane; i < D; i += 32) {
       squares = metal::fma(float(xr[i]), float(xr[i]), squares);
     }
-    const float scale = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
+    const float scale = metal::precise::rsqrt(lane_sum<32>(squares) / float(D) + eps[0]);
     for (uint i = lane; i < D; i += 32) {
       const float gate = float(z[size_t(row) * D + i]);
       const float value = float(xr[i]) * scale * float(weight[i]);
-      out[size_t(row) * D + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::exp(-gate)));
+      out[size_t(row) * D + i] = X(value * (SIGMOID ? 1.0f : gate) / (1.0f + metal::precise::exp(-gate)));
     }
   }

@@ -17,7 +17,7 @@
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   squares = lane_sum<32>(lane < SG ? partial[lane] : 0.0f);
-  const float scale = metal::rsqrt(squares / float(D) + eps[0]);
+  const float scale = metal::precise::rsqrt(squares / float(D) + eps[0]);
   for (uint i = thread_index_in_threadgroup; i < D; i += 32 * SG) {
     out[first + i] = X(x[first + i] * scale * weight[group * D + i]);
   }

@@ -1,4 +1,4 @@
-// needs: lane.h.metal
+// needs: lane.h.metal rotate.h.metal
 // The queries and keys by which an indexer scores positions.
 
 // row[D] float = x[D], normed and rotated, rounded to X. One simdgroup calls this. NORM is 0: x stays unchanged; 1: x
@@ -21,7 +21,7 @@ inline void index_row(
     for (uint i = lane; i < D; i += 32) {
       squares = metal::fma(float(x[i]) - mean, float(x[i]) - mean, squares);
     }
-    factor = metal::rsqrt(lane_sum<32>(squares) / float(D) + eps);
+    factor = metal::precise::rsqrt(lane_sum<32>(squares) / float(D) + eps);
   }
   for (uint i = lane; i < D - DIMS / 2; i += 32) {
     const bool turned = i < DIMS / 2;
@@ -33,8 +33,8 @@ inline void index_row(
       float b = (float(x[second]) - mean) * factor;
       b = NORM ? metal::fma(b, float(weight[second]), NORM == 2 ? float(bias[second]) : 0.0f) : b;
       const float cosine = turns[i], sine = turns[DIMS / 2 + i];
-      row[first] = float(X(a * cosine - b * sine));
-      row[second] = float(X(a * sine + b * cosine));
+      row[first] = float(X(rotate_first(a, b, cosine, sine)));
+      row[second] = float(X(rotate_second(a, b, cosine, sine)));
     } else {
       row[first] = float(X(a));
     }

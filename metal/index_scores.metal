@@ -1,4 +1,4 @@
-// needs: codes.h.metal index.h.metal lane.h.metal seen.h.metal
+// needs: codes.h.metal index.h.metal lane.h.metal rotate.h.metal seen.h.metal
 // How well the blocks that one token sees match an indexer's queries. q[H, D] X and the token's own key[D] X are normed
 // (QNORM and KNORM: index.h.metal, by q_weight, or k_weight and k_bias, W). They are rotated by angles turning[AT] /
 // periods[DIMS / 2], times magnitude[0], where turning[AT] is the token's rotary position. positions = offset, begun.
@@ -30,9 +30,9 @@
     return;
   }
   for (uint i = tid; i < DIMS / 2; i += T) {
-    const float angle = float(turning[AT]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
-    turns[i] = magnitude[0] * metal::cos(angle);
-    turns[DIMS / 2 + i] = magnitude[0] * metal::sin(angle);
+    const float angle = rotate_angle(float(turning[AT]), float(periods[i]));
+    turns[i] = magnitude[0] * metal::fast::cos(angle);
+    turns[DIMS / 2 + i] = magnitude[0] * metal::fast::sin(angle);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (has_own) {
@@ -120,7 +120,7 @@
           const float product = products[pair / WHOLE * P + pair % WHOLE * RATIO + i];
           largest = product > largest ? product : largest;
         }
-        largest = lane_max(largest);
+        largest = simd_max(largest);
         if (lane == 0 && top / RATIO + pair % WHOLE < blocks) {
           scores[(top / RATIO + pair % WHOLE) * H + begin + pair / WHOLE] = largest;
         }

@@ -8,21 +8,5 @@ inline float head_norm(P x, float eps, uint lane) {
   for (uint i = lane; i < WIDTH; i += 32) {
     squares = metal::fma(float(x[i]), float(x[i]), squares);
   }
-  return metal::rsqrt(lane_sum<32>(squares) / float(WIDTH) + eps);
-}
-
-// The angle by which a pair is rotated, rounded as in MLX's rotation of many tokens.
-inline float head_angle(int position, float period) {
-  return float(position) * (1.0f / period);
-}
-
-// The rotated pair (a, b), rounded to X.
-template <typename X>
-inline float turned_first(float a, float b, float cosine, float sine) {
-  return float(X(a * cosine - b * sine));
-}
-
-template <typename X>
-inline float turned_second(float a, float b, float cosine, float sine) {
-  return float(X(a * sine + b * cosine));
+  return metal::precise::rsqrt(lane_sum<32>(squares) / float(WIDTH) + eps);
 }

@@ -1,4 +1,3 @@
-// needs: lane.h.metal
 // Rows of keys and values as a cache stores them: WIDTH values X, or bytes. As bytes, a row has WIDTH codes, followed
 // by one float scale for each group of values (moeflux_mlx/ops/kv_rows.py), and a value is (code - 128) * scale.
 
@@ -90,7 +89,7 @@ inline void kv_round(P x, device uint8_t* row, bool keeps, uint lane) {
     for (uint i = at + lane; i < at + GROUP; i += 32) {
       largest = metal::fmax(largest, metal::fabs(x[i]));
     }
-    largest = lane_max(largest);
+    largest = simd_max(largest);
     const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f, scale = largest * (1.0f / 127.0f);
     for (uint i = at + lane; i < at + GROUP; i += 32) {
       const uint code = uint(metal::rint(x[i] * inverse) + 128.0f);

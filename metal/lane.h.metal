@@ -8,11 +8,3 @@ inline float lane_sum(float v) {
   return v;
 }
 
-// The largest v of a simdgroup; every lane gets it.
-inline float lane_max(float v) {
-  for (uint o = 1; o < 32; o *= 2) {
-    const float other = simd_shuffle_xor(v, ushort(o));
-    v = other > v ? other : v;
-  }
-  return v;
-}

@@ -90,9 +90,9 @@
       const float found = weights[i * GH + h];
       largest = found > largest ? found : largest;
     }
-    largest = lane_max(largest);
+    largest = simd_max(largest);
     for (uint i = lane; i < count; i += 32) {
-      const float weight = metal::exp(weights[i * GH + h] - largest);
+      const float weight = metal::fast::exp(weights[i * GH + h] - largest);
       weights[i * GH + h] = weight;
       sum += weight;
     }

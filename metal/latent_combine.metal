@@ -17,7 +17,7 @@
     const float top = stats[(i * PIECE + head) * 2];
     largest = top > largest ? top : largest;
   }
-  largest = lane_max(largest);
+  largest = simd_max(largest);
   for (uint column = thread_index_in_threadgroup; column < N; column += T) {
     float sum = 0, total = 0;
     for (uint i = 0; i < pieces; i += AHEAD) {
@@ -31,7 +31,7 @@
       }
       MLX_MTL_PRAGMA_UNROLL
       for (uint a = 0; a < AHEAD; a++) {
-        const float share = i + a < pieces ? metal::exp(tops[a] - largest) : 0.0f;
+        const float share = i + a < pieces ? metal::fast::exp(tops[a] - largest) : 0.0f;
         total = metal::fma(share, sums[a], total);
         sum = metal::fma(share, found[a], sum);
       }

@@ -1,4 +1,4 @@
-// needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal stored.h.metal
+// needs: codes.h.metal {form}.h.metal input.h.metal lane.h.metal rotate.h.metal stored.h.metal
 // The queries and the key of one token's latent attention (MLA). q[H, NOPE + R] = w_q times n(x[COLS]) * q_norm[COLS]
 // W, where n divides by the root mean square (+ eps[0]). If PRECOMPUTED is 1, q = x. query[H, N + R] float has for each
 // head the first NOPE values of q times the head's matrix of keys, and then the rotated rest of q, both times scale[0].
@@ -25,7 +25,7 @@
     for (uint i = lane; i < N; i += 32) {
       squares = metal::fma(float(kv[i]), float(kv[i]), squares);
     }
-    const float factor = metal::rsqrt(lane_sum<32>(squares) / float(N) + eps[0]);
+    const float factor = metal::precise::rsqrt(lane_sum<32>(squares) / float(N) + eps[0]);
     for (uint i = tid; i < N; i += T) {
       token[i] = X(float(kv[i]) * factor * float(kv_norm[i]));
     }
@@ -49,7 +49,7 @@
           w_q, (const device Q_S*)q_scales, (const device Q_G*)q_biases, row, chunk, code, scales_of, biases_of);
       codes_dot<EACH, Q_BITS, Q_GROUP, Q_CHUNK>(code, scales_of, biases_of, input + Q_CHUNK * chunk, acc);
     }
-    const float factor = metal::rsqrt(lane_sum<L>(squares) / float(COLS) + eps[0]);
+    const float factor = metal::precise::rsqrt(lane_sum<L>(squares) / float(COLS) + eps[0]);
     MLX_MTL_PRAGMA_UNROLL
     for (uint e = 0; e < EACH; e++) {
       const float total = lane_sum<L>(acc[e]);
@@ -63,16 +63,16 @@
   for (uint i = tid; i < R / 2; i += T) {
     const uint first = INTERLEAVED ? 2 * i : i;
     const uint second = INTERLEAVED ? first + 1 : i + R / 2;
-    const float angle = float(positions[3]) * (1.0f / float(periods[i]));  // in this order as MLX's rotation of many tokens
-    const float cosine = magnitude[0] * metal::cos(angle), sine = magnitude[0] * metal::sin(angle);
+    const float angle = rotate_angle(float(positions[3]), float(periods[i]));
+    const float cosine = magnitude[0] * metal::fast::cos(angle), sine = magnitude[0] * metal::fast::sin(angle);
     if (is_key) {
       const float a = float(kv[N + first]), b = float(kv[N + second]);
-      token[N + first] = X(a * cosine - b * sine);
-      token[N + second] = X(a * sine + b * cosine);
+      token[N + first] = X(rotate_first(a, b, cosine, sine));
+      token[N + second] = X(rotate_second(a, b, cosine, sine));
     } else {
       const float a = whole[NOPE + first], b = whole[NOPE + second];
-      query[head * ROW + N + first] = (a * cosine - b * sine) * scale[0];
-      query[head * ROW + N + second] = (a * sine + b * cosine) * scale[0];
+      query[head * ROW + N + first] = rotate_first(a, b, cosine, sine) * scale[0];
+      query[head * ROW + N + second] = rotate_second(a, b, cosine, sine) * scale[0];
     }
   }
   if (is_key) {

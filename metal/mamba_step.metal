@@ -42,7 +42,7 @@
       }
       dt = softplus(float(projected[WIDTH + C + head]) + dt_bias[head]);
       dt = dt < LEAST ? LEAST : dt > MOST ? MOST : dt;
-      decay = metal::exp(-metal::exp(A_log[head]) * dt);
+      decay = metal::precise::exp(-metal::precise::exp(A_log[head]) * dt);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint i = 0; i < N; i++) {
         const uint column = lane + 32 * i;
@@ -59,7 +59,7 @@
       }
       sum = metal::fma(skip[head], x, lane_sum<32>(sum));
       if (lane == 0 && first + r < DV) {
-        out[row[r]] = sum * gate[r] / (1.0f + metal::exp(-gate[r]));
+        out[row[r]] = sum * gate[r] / (1.0f + metal::precise::exp(-gate[r]));
       }
     }
     for (uint r = 0; r < R; r++) {

@@ -25,11 +25,11 @@
   products = streams_sum<SG>(products, part + 2 * SG, lane, simdgroup);
   values = streams_sum<SG>(values, part + 3 * SG, lane, simdgroup);
 
-  const float both = metal::rsqrt(keys / float(D) + eps[0]) * metal::rsqrt(queries / float(D) + eps[0]);
-  const float g = products * both * metal::rsqrt(float(D)), size = metal::fabs(g);
-  const float root = metal::sqrt(size > 1e-6f ? size : 1e-6f);
-  const float gate = 1.0f / (1.0f + metal::exp(g > 0.0f ? -root : g < 0.0f ? root : 0.0f));
-  const float factor = metal::rsqrt(gate * gate * values / float(D) + eps[0]);
+  const float both = metal::precise::rsqrt(keys / float(D) + eps[0]) * metal::precise::rsqrt(queries / float(D) + eps[0]);
+  const float g = products * both * metal::precise::rsqrt(float(D)), size = metal::fabs(g);
+  const float root = metal::precise::sqrt(size > 1e-6f ? size : 1e-6f);
+  const float gate = 1.0f / (1.0f + metal::precise::exp(g > 0.0f ? -root : g < 0.0f ? root : 0.0f));
+  const float factor = metal::precise::rsqrt(gate * gate * values / float(D) + eps[0]);
 
   const uint column = threadgroup_position_in_grid.x * T + thread_index_in_threadgroup;
   if (column < D) {
@@ -41,7 +41,7 @@
       sum = metal::fma(float(taps[at * TAPS + i]), float(conv[i * FAR * WIDTH + at]), sum);
     }
     sum = metal::fma(float(taps[at * TAPS + TAPS - 1]), float(newest), sum);
-    next[at] = X(float(h[at]) + gated + sum / (1.0f + metal::exp(-sum)));
+    next[at] = X(float(h[at]) + gated + sum / (1.0f + metal::precise::exp(-sum)));
     for (uint r = 0; r < KEPT - 1; r++) {
       next_conv[r * WIDTH + at] = conv[(r + 1) * WIDTH + at];
     }

@@ -48,7 +48,7 @@
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   for (uint i = member * 32 + thread_index_in_simdgroup; i < ROWS && top + i < O; i += 32 * SPLIT) {
-    float sum = 0;
+    float sum = 0, factor = 1;
     for (uint m = 0; m < SPLIT; m++) {
       sum += part[(team * SPLIT + m) * ROWS + i];
     }
@@ -57,7 +57,7 @@
       for (uint m = 0; m < SPLIT; m++) {
         whole += part_squares[team * SPLIT + m];
       }
-      sum *= metal::rsqrt(whole / float(I) + eps[0]);
+      factor = metal::precise::rsqrt(whole / float(I) + eps[0]);
     }
-    y[top + i] = X(ADD ? sum + float(residual[top + i]) : sum);
+    y[top + i] = X(ADD ? metal::fma(sum, factor, float(residual[top + i])) : sum * factor);
   }

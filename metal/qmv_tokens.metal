@@ -62,7 +62,7 @@
     if (begin + i % T >= rows) {
       continue;
     }
-    float sum = 0;
+    float sum = 0, factor = 1;
     for (uint m = 0; m < SPLIT; m++) {
       sum += part[(team * SPLIT + m) * ROWS * T + i];
     }
@@ -71,8 +71,8 @@
       for (uint m = 0; m < SPLIT; m++) {
         whole += part_squares[(team * SPLIT + m) * T + i % T];
       }
-      sum *= metal::rsqrt(whole / float(I) + eps[0]);
+      factor = metal::precise::rsqrt(whole / float(I) + eps[0]);
     }
     const uint at = (begin + i % T) * O + top + i / T;
-    y[at] = X(ADD ? sum + float(residual[at]) : sum);
+    y[at] = X(ADD ? metal::fma(sum, factor, float(residual[at])) : sum * factor);
   }

@@ -22,7 +22,7 @@
   for (uint s = 0; s < SG; s++) {
     total += squares[s];
   }
-  const float scale_of_h = metal::rsqrt(total / float(H) + eps[0]);
+  const float scale_of_h = metal::precise::rsqrt(total / float(H) + eps[0]);
   router_store<NORM, H, THREADS, BLOCKS>(row_of_h, x_norm, scale_of_h, block, index, x + token * H);
 
   uint row[R];

@@ -70,7 +70,7 @@ inline float stored_dot(const thread StoredEight<BITS>& held, const thread float
   for (int j = 0; j < 8; j++) {
     v[j] = as_type<float>((uint(held.codes >> (BITS * j)) & (ONE - 1)) << (23 - BITS) | (127 + BITS) << 23);
   }
-  return metal::fma(held.scale, stored_sum(v, x) - float(ONE) * sum, held.bias * sum);
+  return metal::fma(held.scale, metal::fma(-float(ONE), sum, stored_sum(v, x)), held.bias * sum);
 }
 
 template <int KIND>

@@ -11,16 +11,15 @@
   constexpr uint CELLS = N * N;
   const uint lane = thread_index_in_simdgroup;
   const uint column = threadgroup_position_in_grid.x * T + thread_index_in_threadgroup;
-  const float factor = metal::rsqrt(made[2 * N + CELLS] / float(N * D) + NORM_EPS);
+  const float factor = metal::precise::rsqrt(made[2 * N + CELLS] / float(N * D) + NORM_EPS);
 
   const uint cell = 2 * N + lane % CELLS;
-  float comb = made[cell] * factor * scale[2] + base[cell];
+  float comb = metal::fma(made[cell] * factor, scale[2], base[cell]);
   float most = comb;
   for (uint o = 1; o < N; o *= 2) {
-    const float other = simd_shuffle_xor(most, ushort(o));
-    most = other > most ? other : most;
+    most = metal::fmax(most, simd_shuffle_xor(most, ushort(o)));
   }
-  comb = metal::exp(comb - most);
+  comb = metal::precise::exp(comb - most);
   float sum = comb;
   for (uint o = 1; o < N; o *= 2) {
     sum += simd_shuffle_xor(sum, ushort(o));
@@ -45,12 +44,12 @@
   }
   if (column < N) {
     const uint own = N + column;
-    mixing[column] = 2.0f / (1.0f + metal::exp(-(made[own] * factor * scale[1] + base[own])));
+    mixing[column] = 2.0f / (1.0f + metal::precise::exp(-metal::fma(made[own] * factor, scale[1], base[own])));
   }
   if (column < D) {
     float v = 0;
     for (uint i = 0; i < N; i++) {
-      const float pre = 1.0f / (1.0f + metal::exp(-(made[i] * factor * scale[0] + base[i]))) + EPS;
+      const float pre = 1.0f / (1.0f + metal::precise::exp(-metal::fma(made[i] * factor, scale[0], base[i]))) + EPS;
       v = metal::fma(pre, float(h[i * D + column]), v);
     }
     x[column] = X(v);

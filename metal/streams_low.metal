@@ -66,7 +66,7 @@
         sum += part[s * SUMS + stream * (R + 1) + index];
         squares += part[s * SUMS + stream * (R + 1) + R];
       }
-      const float factor = metal::rsqrt(squares / float(D) + eps[0]);
+      const float factor = metal::precise::rsqrt(squares / float(D) + eps[0]);
       whole = metal::fma(sum, factor, whole);
       if (top + index == 0) {
         made[O + stream] = factor;

@@ -11,10 +11,10 @@
   const uint index = thread_index_in_threadgroup;
   for (uint i = index; i < LOW; i += T) {
     const float v = made[i] / float(N);
-    low[i] = v / (1.0f + metal::exp(-v));
+    low[i] = v / (1.0f + metal::precise::exp(-v));
   }
   if (threadgroup_position_in_grid.x == 0 && index < N) {
-    mixing[index] = O > LOW ? 2.0f / (1.0f + metal::exp(-made[LOW + index] / float(N))) : 0.0f;
+    mixing[index] = O > LOW ? 2.0f / (1.0f + metal::precise::exp(-made[LOW + index] / float(N))) : 0.0f;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -47,7 +47,7 @@
   for (uint i = 0; i < N; i++) {
     const float logit = lane_sum<L>(acc[i]);
     const float normed = float(h[i * D + at]) * made[O + i] * float(weight[i * D + at]);
-    sum += normed / (1.0f + metal::exp(-logit));
+    sum += normed / (1.0f + metal::precise::exp(-logit));
   }
   if (index % L == 0 && column < D) {
     x[column] = X(sum / float(N));

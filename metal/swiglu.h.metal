@@ -6,24 +6,24 @@
 template <int ACTIVATION>
 inline float swiglu_joined(float g, float u, float limit) {
   if (ACTIVATION == 0) {
-    return g / (1.0f + metal::exp(-g)) * u;
+    return g / (1.0f + metal::precise::exp(-g)) * u;
   }
   if (ACTIVATION == 1) {  // (1 + tanh z) / 2 = sigmoid(2 z), and 2 sqrt(2 / pi) = 1.5957691
-    return g / (1.0f + metal::exp(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
+    return g / (1.0f + metal::precise::exp(-1.5957691216f * metal::fma(0.044715f * g * g, g, g))) * u;
   }
   if (ACTIVATION == 5) {
     return (g < 0.0f ? 0.0f : g) * u;
   }
   u = u > limit ? limit : u < -limit ? -limit : u;
   if (ACTIVATION == 3) {
-    const float silu = g / (1.0f + metal::exp(-g));
+    const float silu = g / (1.0f + metal::precise::exp(-g));
     return (silu > limit ? limit : silu) * u;
   }
   g = g > limit ? limit : g;
   if (ACTIVATION == 2) {
-    return g / (1.0f + metal::exp(-g)) * u;
+    return g / (1.0f + metal::precise::exp(-g)) * u;
   }
-  return g / (1.0f + metal::exp(-1.702f * g)) * (u + 1.0f);
+  return g / (1.0f + metal::precise::exp(-1.702f * g)) * (u + 1.0f);
 }
 
 // What is done with the products of gate and up: biases of type B are added if BIASED is 1, and the activation has a

@@ -7,7 +7,7 @@
 // An expert's score, computed from its logit alone. SCORE is 1 for sigmoid, 2 for the square root of softplus.
 template <int SCORE>
 inline float topk_score(float v) {
-  return SCORE == 2 ? metal::sqrt(softplus(v)) : 1.0f / (1.0f + metal::exp(-v));
+  return SCORE == 2 ? metal::precise::sqrt(softplus(v)) : 1.0f / (1.0f + metal::precise::exp(-v));
 }
 
 // An integer that orders as its float does; 0 for an expert that is taken or left out, and for NaN.
@@ -33,11 +33,9 @@ inline void topk_groups(thread float* value, uint lane) {
     }
     for (uint o = 1; o < 32; o *= 2) {
       const float there = simd_shuffle_xor(first, ushort(o));
-      const float next = simd_shuffle_xor(second, ushort(o));
-      const float lower = there > first ? first : there;
-      second = next > second ? next : second;
-      second = lower > second ? lower : second;
-      first = there > first ? there : first;
+      second = metal::fmax(second, simd_shuffle_xor(second, ushort(o)));
+      second = metal::fmax(second, metal::fmin(first, there));
+      first = metal::fmax(first, there);
     }
     score[g] = SIZE > 1 ? first + second : first;
   }
@@ -75,9 +73,9 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
     top = value[i] > top ? value[i] : top;
   }
   if (!SCORE) {
-    top = lane_max(top);
+    top = simd_max(top);
     for (uint i = 0; i < N; i++) {
-      total += lane + 32 * i < E ? metal::exp(value[i] - top) : 0.0f;
+      total += lane + 32 * i < E ? metal::precise::exp(value[i] - top) : 0.0f;
     }
     total = lane_sum<32>(total);
   }
@@ -107,7 +105,7 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
       key[i] = lane + 32 * i == where ? 0 : key[i];
     }
     const float logit = float(logits[where]);
-    const float own = SCORE ? topk_score<SCORE>(logit) : metal::exp(logit - top) / total;
+    const float own = SCORE ? topk_score<SCORE>(logit) : metal::precise::exp(logit - top) / total;
     kept += own;
     weight = wanted == k ? own : weight;
     found = wanted == k ? where : found;

@@ -38,6 +38,11 @@ TYPES = {
     **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
 }
 
+# Metal's compiler makes one operation of a product and a sum where it chooses to, in every math mode, and may choose
+# differently in two texts that must give the same bits. A text says metal::fma where it means one operation.
+UNFUSED = "#pragma METAL fp contract(off)\n"
+LEAST_NAMED = 64  # an Apple compiler dropped barriers of kernels that name at most 32 threads (MoltenVK issue 2711)
+
 Shape = tuple[int, ...]
 
 
@@ -176,8 +181,8 @@ class Kernel:
         """What MLX is given of it.
 
         The headers that the text needs go before it. CUDA's build hashes the text at every launch, so it is given the
-        names of the files only. On Metal the header ends with an attribute of the kernel, which MLX begins right
-        behind it (`threads_named`).
+        names of the files only. On Metal the header begins with UNFUSED, and ends with an attribute of the kernel, which
+        MLX begins right behind it (`threads_named`).
         """
         (names, first), (outputs, output_lines) = self._named(places), _several(self.outputs)
         source, first = text_of(f"{self.name}.metal"), constants + first + output_lines
@@ -191,7 +196,8 @@ class Kernel:
             return KernelText(
                 name, names, outputs, "".join(map(_include, headers)), first + _include(f"{self.name}.metal")
             )
-        return KernelText(name, names, outputs, "".join(texts[:-1]) + threads_named(threads), first + source)
+        header = "".join([UNFUSED, *texts[:-1], threads_named(threads)])
+        return KernelText(name, names, outputs, header, first + source)
 
     def _named(self, places: tuple[Place, ...]) -> tuple[list[str], str]:
         """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
@@ -216,7 +222,7 @@ class Kernel:
 
 def threads_named(threads: int) -> str:
     """The end of a header that makes Metal's compiler use few enough registers for `threads` threads."""
-    return f"[[max_total_threads_per_threadgroup({threads})]]\n"
+    return f"[[max_total_threads_per_threadgroup({max(threads, LEAST_NAMED)})]]\n"
 
 
 def _include(name: str) -> str:

@@ -26,6 +26,8 @@ import pytest
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops import launch as launcher
 
+from . import fast
+
 HERE = pathlib.Path(__file__).parent
 BUILD = pathlib.Path(os.environ.get("MSL_BUILD", pathlib.Path(tempfile.gettempdir()) / f"msl-{os.getuid()}"))
 COMPILER = os.environ.get("MSL_CLANG", "clang++")
@@ -39,7 +41,7 @@ needed = pytest.mark.skipif(not AVAILABLE, reason="Metal's text is executed on L
 ORDERS = (0, 1, 7)  # first to last, last to first, shuffled with this seed
 FLAGS = [
     *("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-cl-single-precision-constant"),
-    *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-O1", "-g1", "-fPIC"),
+    *("-Xclang", "-cl-ext=+cl_khr_fp16,-cl_khr_fp64,-__opencl_c_fp64", "-mf16c", "-mfma", "-O1", "-g1", "-fPIC"),
     *(
         "-ftrivial-auto-var-init=pattern",
         "-fno-vectorize",
@@ -53,6 +55,9 @@ FLAGS = [
     *("-Wno-unused-local-typedef", "-Wno-unused-variable"),  # constants of a launch that this source does not use
     "-fsanitize=thread,shift,array-bounds,integer-divide-by-zero,float-cast-overflow",
 ]
+# How products and sums are contracted: as by Metal's compiler, which does it where a text does not forbid it, or never.
+CONTRACTED, UNFUSED = ("-Xclang", "-ffp-contract=fast-honor-pragmas"), ("-ffp-contract=off",)
+BUILDS: Sequence[Sequence[str]] = (CONTRACTED,)  # in which a kernel runs; all must give the same bytes
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-c"]
 RUNTIME_FLAGS += ["-fno-exceptions", "-fno-c++-static-destructors"]  # so that `ld` alone can link it
 SPACES = {  # the address spaces that msl_host.h gives as OpenCL's, for messages
@@ -112,20 +117,27 @@ def parse(text: str) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def host_text(text: str) -> str:
-    """Returns the source after the two edits that no macro can make: MLX's instantiation line, which clang refuses, is
-    removed; and `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel."""
+    """Returns the source after the three edits that no macro can make: MLX's instantiation line, which clang refuses, is
+    removed; `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel; and Metal's pragmas about
+    floats become clang's."""
     text = re.sub(r"^template \[\[host_name\(.*$", "", text, flags=re.M)
+    text = re.sub(r"^#pragma METAL fp\b", "#pragma clang fp", text, flags=re.M)
     return re.sub(r"\bthreadgroup(?=\s+[\w:]+(?:<[^;()]*>)?\s+\w+\s*[\[;,=])", "MSL_TG_ARRAY", text)
 
 
 def lint(text: str) -> None:
-    """Checks that every pointer and reference has an address space: Metal requires it, clang's OpenCL mode does not."""
+    """Checks that every pointer and reference has an address space: Metal requires it, clang's OpenCL mode does not.
+    And that a kernel with barriers does not name 32 threads or fewer: an Apple compiler has dropped the barriers then
+    (MoltenVK issue 2711)."""
     code = re.sub(r"//.*|/\*.*?\*/", "", text)
     scalar = r"(?:half|float|bool|bfloat|u?(?:char|short|int|long))[234]?|\w+_t|[A-Z]\w*(?=[*&])"
     match = re.search(rf"(?m)(?:^|[;{{}}(,])\s*(?:const\s+)?(?:{scalar})\s*[*&]+\s*\w+\s*[=;,)]", code)
     if match:
         words = re.sub(r"^\W+", "", match[0])
         raise Failure(f"error: pointer without an address space: {words}")
+    named = re.search(r"\[\[max_total_threads_per_threadgroup\((\d+)\)\]\]", code)
+    if named and int(named[1]) <= 32 and "_barrier(" in code:
+        raise Failure(f"error: a kernel with barriers names {named[1]} threads; it must name more than 32")
 
 
 def _argument(kind: str, attribute: str, name: str, buffer: int) -> str:
@@ -179,28 +191,29 @@ def _digest(*parts: str) -> str:
 
 
 @functools.cache
-def _header() -> pathlib.Path:
+def _header(contraction: Sequence[str]) -> pathlib.Path:
     """Returns msl_host.h precompiled by clang, because reading it takes as long as reading a kernel.
 
     It is valid for these very files.
     """
     files = HERE / "msl_host.h", HERE / "msl_abi.h"
-    key = _digest(*FLAGS, *(f"{file} {file.stat().st_mtime_ns}" for file in files))
-    return _make(BUILD / f"{key}.pch", COMPILER, *FLAGS, "-x", "cl-header", files[0])
+    key = _digest(*FLAGS, *contraction, *(f"{file} {file.stat().st_mtime_ns}" for file in files))
+    return _make(BUILD / f"{key}.pch", COMPILER, *FLAGS, *contraction, "-x", "cl-header", files[0])
 
 
 @functools.cache
-def compile_text(text: str) -> pathlib.Path:
+def compile_text(text: str, contraction: Sequence[str] = CONTRACTED) -> pathlib.Path:
     """Returns the object file of generated source. It is cached by content."""
     require_compiler()
     lint(text)
     unit = translation_unit(text)
     headers = [(HERE / name).read_text() for name in ("msl_abi.h", "msl_host.h")]
-    key = _digest(unit, *FLAGS, *headers)
+    flags = [*FLAGS, *contraction]
+    key = _digest(unit, *flags, *headers)
     BUILD.mkdir(parents=True, exist_ok=True)
     source = BUILD / f"{key}.cl"
     source.write_text(unit)
-    return _make(BUILD / f"{key}.o", COMPILER, *FLAGS, f"-I{HERE}", "-include-pch", _header(), "-c", source)
+    return _make(BUILD / f"{key}.o", COMPILER, *flags, f"-I{HERE}", "-include-pch", _header(contraction), "-c", source)
 
 
 @functools.cache
@@ -211,9 +224,9 @@ def _standard_library() -> str:
 
 
 @functools.cache
-def build(text: str) -> ctypes.CDLL:
+def build(text: str, contraction: Sequence[str] = CONTRACTED) -> ctypes.CDLL:
     """Returns a loaded library that runs generated source."""
-    kernel = compile_text(text)
+    kernel = compile_text(text, contraction)
     simt = HERE / "simt.cpp"
     key = _digest(simt.read_text(), (HERE / "msl_abi.h").read_text(), *RUNTIME_FLAGS)
     runtime = _make(BUILD / f"simt-{key}.o", COMPILER, *RUNTIME_FLAGS, simt)
@@ -335,7 +348,8 @@ def run(
     orders: Sequence[int] = ORDERS,
     **call: Any,
 ) -> list[np.ndarray]:
-    """Runs `kernel(...)` on the host, once per scheduling order. All orders must give the same bytes."""
+    """Runs `kernel(...)` on the host, once per scheduling order, and once in each further build (`BUILDS`). All must give
+    the same bytes."""
     text = generate(
         kernel,
         inputs,
@@ -345,14 +359,16 @@ def run(
         output_dtypes=output_dtypes,
         **call,
     )
-    library = build(text)
+    library, *others = (build(text, contraction) for contraction in BUILDS)
     bound = _bound(text, inputs)
     outputs = [(s, NUMPY[d]) for s, d in zip(output_shapes, output_dtypes, strict=True)]
-    results = [launch(library, bound, outputs, grid, threadgroup, order) for order in orders]
-    for other in results[1:]:
-        if any(a.tobytes() != b.tobytes() for a, b in zip(results[0], other, strict=True)):
-            raise Failure("the result depends on the order in which threads run")
-    return results[0]
+    result, *reordered = (launch(library, bound, outputs, grid, threadgroup, order) for order in orders)
+    rebuilt = [launch(other, bound, outputs, grid, threadgroup, orders[0]) for other in others]
+    for cause, results in ("the order in which threads run", reordered), ("contraction", rebuilt):
+        for other in results:
+            if any(a.tobytes() != b.tobytes() for a, b in zip(result, other, strict=True)):
+                raise Failure(f"the result depends on {cause}")
+    return result
 
 
 class HostKernel:
@@ -404,6 +420,7 @@ def launching(kind: type[HostKernel] = HostKernel) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mx.fast, "metal_kernel", lambda **definition: kind(**definition))
             patch.setattr(backend, "name", lambda: "metal")
+            patch.setattr(mx.fast, "rope", fast.rope)
             launcher.built.cache_clear()
             try:
                 yield

@@ -30,11 +30,8 @@ void msl_simd_barrier(int flags, int line);
 uint msl_exchange(const void* mine, void* all, uint size, int line);  // returns the active-lane mask
 uint msl_lane(void);
 float expf(float); float exp2f(float); float logf(float); float log2f(float); float log10f(float);
-float sinf(float); float cosf(float); float tanf(float); float asinf(float); float acosf(float);
-float atanf(float); float sinhf(float); float coshf(float); float tanhf(float); float asinhf(float);
-float acoshf(float); float atanhf(float); float powf(float, float); float atan2f(float, float);
-float fmodf(float, float); float nextafterf(float, float); float ldexpf(float, int);
-float frexpf(float, int*);
+float sinf(float); float cosf(float); float tanf(float); float tanhf(float); float powf(float, float);
+float fmodf(float, float);
 }
 
 #define MSL_VEC(T, N) typedef T T##N __attribute__((ext_vector_type(N)));
@@ -136,8 +133,6 @@ using vec = typename msl_vec<T, N>::type;
 
 // clang-format off
 // Each function in float, half and bfloat; the narrow ones compute in float.
-#define MSL_INTRINSICS_LIST(X) X(exp) X(exp2) X(log) X(log2) X(log10) X(sin) X(cos) X(tan) X(asin) X(acos) \
-  X(atan) X(sinh) X(cosh) X(tanh) X(asinh) X(acosh) X(atanh)
 #define MSL_F1(n, e) \
   METAL_FUNC float n(float x) { return e; } \
   METAL_FUNC half n(half h) { float x = h; return half(e); } MSL_F1_BF(n, e)
@@ -146,18 +141,45 @@ using vec = typename msl_vec<T, N>::type;
   METAL_FUNC half n(half a, half b) { float x = a, y = b; return half(e); } MSL_F2_BF(n, e)
 #define MSL_F1_BF(n, e) METAL_FUNC bfloat n(bfloat b) { float x = b; return bfloat(e); }
 #define MSL_F2_BF(n, e) METAL_FUNC bfloat n(bfloat a, bfloat b) { float x = a, y = b; return bfloat(e); }
-#define MSL_LIBM(n) MSL_F1(n, n##f(x))
-#define MSL_FLOATS \
-  MSL_INTRINSICS_LIST(MSL_LIBM) MSL_F1(fabs, __builtin_fabsf(x)) MSL_F1(sqrt, __builtin_sqrtf(x)) \
-  MSL_F1(rsqrt, 1 / __builtin_sqrtf(x)) MSL_F1(floor, __builtin_floorf(x)) MSL_F1(ceil, __builtin_ceilf(x)) \
+#define MSL_EXACT \
+  MSL_F1(fabs, __builtin_fabsf(x)) MSL_F1(floor, __builtin_floorf(x)) MSL_F1(ceil, __builtin_ceilf(x)) \
   MSL_F1(trunc, __builtin_truncf(x)) MSL_F1(rint, __builtin_rintf(x)) MSL_F1(round, __builtin_roundf(x)) \
-  MSL_F2(fmin, __builtin_fminf(x, y)) MSL_F2(fmax, __builtin_fmaxf(x, y)) MSL_F2(pow, powf(x, y)) \
-  MSL_F2(atan2, atan2f(x, y)) MSL_F2(fmod, fmodf(x, y)) MSL_F2(divide, x / y) \
+  MSL_F2(fmin, __builtin_fminf(x, y)) MSL_F2(fmax, __builtin_fmaxf(x, y)) MSL_F2(fmod, fmodf(x, y)) \
   MSL_F2(min, __builtin_fminf(x, y)) MSL_F2(max, __builtin_fmaxf(x, y)) MSL_F1(abs, __builtin_fabsf(x)) \
   METAL_FUNC float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-MSL_FLOATS
-namespace precise { MSL_FLOATS }
-namespace fast { MSL_FLOATS }
+#define MSL_PRECISE \
+  MSL_F1(exp, expf(x)) MSL_F1(exp2, exp2f(x)) MSL_F1(log, logf(x)) MSL_F1(log2, log2f(x)) \
+  MSL_F1(log10, log10f(x)) MSL_F1(sin, sinf(x)) MSL_F1(cos, cosf(x)) MSL_F1(tan, tanf(x)) \
+  MSL_F1(tanh, tanhf(x)) MSL_F1(sqrt, __builtin_sqrtf(x)) MSL_F1(rsqrt, 1 / __builtin_sqrtf(x)) \
+  MSL_F2(pow, powf(x, y)) MSL_F2(divide, x / y)
+
+// The fast functions err by all that Metal's specification lets them (version 4.1, table 8.2; for sine and cosine its
+// bound within one turn), to the side that the bits of the argument choose, so that errors do not cancel.
+METAL_FUNC float msl_side(float x) {
+  return __builtin_popcount(as_type<uint>(x)) & 1 ? -1.0f : 1.0f;
+}
+// v moved by a number of floats, if it is a number that has so many neighbours.
+METAL_FUNC float msl_moved(float v, float x, float ulps) {
+  const float size = __builtin_fabsf(v);
+  return size > 1e-36f && size < 1e38f ? as_type<float>(as_type<uint>(v) + int(msl_side(x) * ulps)) : v;
+}
+METAL_FUNC float msl_steps(float x) {
+  return 3 + __builtin_floorf(__builtin_fminf(__builtin_fabsf(2 * x), 1000));
+}
+METAL_FUNC float msl_log(float v, float x, float error, float ulps) {
+  return x >= 0.5f && x <= 2 ? v + msl_side(x) * error : msl_moved(v, x, ulps);
+}
+#define MSL_FAST \
+  MSL_F1(exp, msl_moved(expf(x), x, msl_steps(x))) MSL_F1(exp2, msl_moved(exp2f(x), x, msl_steps(x))) \
+  MSL_F1(log, msl_log(logf(x), x, 4.76837158203125e-7f, 3)) MSL_F1(log2, msl_log(log2f(x), x, 2.384185791015625e-7f, 2)) \
+  MSL_F1(log10, log2(x) * 0.30103f) MSL_F1(sin, sinf(x) + msl_side(x) * 0.0001220703125f) \
+  MSL_F1(cos, cosf(x) + msl_side(x) * 0.0001220703125f) MSL_F1(tan, sin(x) * (1 / cos(x))) \
+  MSL_F1(tanh, (exp(2 * x) - 1) / (exp(2 * x) + 1)) MSL_F1(rsqrt, msl_moved(1 / __builtin_sqrtf(x), x, 2)) \
+  MSL_F1(sqrt, x > 0 && x < __builtin_inff() ? x * rsqrt(x) : __builtin_sqrtf(x)) \
+  MSL_F2(pow, exp2(y * log2(x))) MSL_F2(divide, msl_moved(x / y, y, 2))
+MSL_EXACT MSL_FAST  // the default from macOS 15 on
+namespace precise { MSL_EXACT MSL_PRECISE }
+namespace fast { MSL_EXACT MSL_FAST }
 #define MSL_INT(T) \
   METAL_FUNC constexpr T min(T a, T b) { return a < b ? a : b; } \
   METAL_FUNC constexpr T max(T a, T b) { return a > b ? a : b; }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <random>
 #include <vector>
+#include <xmmintrin.h>
 #include "msl_abi.h"
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -38,6 +39,7 @@ constexpr size_t kStack = 64 << 10;
 constexpr size_t kStride = kStack + 576;  // else the tops of all stacks compete for the same lines of a cache
 constexpr unsigned kWidest = 16;         // bytes that a lane exchanges at most
 constexpr unsigned kMemThreadgroup = 2;  // mem_flags::mem_threadgroup as msl_host.h numbers it
+constexpr unsigned kFlush = 0x8040;      // denormal floats are zero, as results and as arguments
 constexpr uint32_t kNone = ~0u;
 
 enum State { kReady, kBarrier, kSimd, kDone };
@@ -482,12 +484,14 @@ API int msl_launch(MslLaunch* l) {
     stacks.reset(new char[most * kStride]);
     fibers.assign(most, Fiber());
   }
-  const unsigned count = e.groups[0] * e.groups[1] * e.groups[2];
+  const unsigned count = e.groups[0] * e.groups[1] * e.groups[2], mode = _mm_getcsr();
+  _mm_setcsr(mode | kFlush);
   for (; group_index < count && !failed; group_index++) {
     const unsigned at[3] = {group_index % e.groups[0], group_index / e.groups[0] % e.groups[1],
                             group_index / (e.groups[0] * e.groups[1])};
     prepare_group(e, at, stacks.get());
     run_group();
   }
+  _mm_setcsr(mode);
   return failed;
 }

@@ -20,7 +20,7 @@ def test_sample_kernel_matches_oracle(sizes, dtype, slots):
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_host_text_differs_by_two_edits(dtype):
+def test_host_text_differs_by_few_edits(dtype):
     case = faults.sample(dtype, 128, 64)
     text = msl.generate(faults.kernel(), case.inputs, **case.call)
     head, last = text.rstrip().rsplit("\n", 1)

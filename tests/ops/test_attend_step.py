@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grids import drawn, one_in_three
 
-from metal import msl
+from metal import fast, msl
 from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import attend, backend, kv_rows
@@ -83,10 +83,9 @@ class Layer:
     def turned(self, x, norm, position):
         if norm is not None:
             x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * wide(norm.weight)
-        angle = position * np.frombuffer(self.rope.frequencies)
         pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
         first, second = pairs.T if self.interleaved else pairs
-        out, (cosine, sine) = x.copy(), self.rope.magnitude * np.array([np.cos(angle), np.sin(angle)])
+        out, (cosine, sine) = x.copy(), fast.turns(position, self.rope)
         out[:, first] = x[:, first] * cosine - x[:, second] * sine
         out[:, second] = x[:, first] * sine + x[:, second] * cosine
         return out
@@ -347,8 +346,8 @@ FAULTS = {
     "weights of the query": ("attend_step", "is_key ? D : 0", "0"),
     "heads without gates": ("attend_step", "q + (head + h) * STRIDE", "q + (head + h) * D"),
     "pairs of the other kind": ("attend_step", "INTERLEAVED ?", "!INTERLEAVED ?"),
-    "turned backwards": ("kv_head.h", "a * cosine - b * sine", "a * cosine + b * sine"),
-    "no magnitude": ("attend_step", "float(magnitude[0]) * metal::sin", "metal::sin"),
+    "turned backwards": ("rotate.h", "-(b * sine)", "b * sine"),
+    "no magnitude": ("attend_step", "float(magnitude[0]) * metal::fast::sin", "metal::fast::sin"),
     "no epsilon": ("kv_head.h", "+ eps)", "+ 0 * eps)"),
     "another key head": ("attend_step", "kv = head / G", "kv = 0"),
     "the newest are old": ("attend_step", "p < begun ?", "p <= begun ?"),
@@ -363,7 +362,7 @@ FAULTS = {
         "values + (kept + (WINDOW ? p % capacity : p)) * VD :",
         "values + kept * VD :",
     ),
-    "no sinks": ("attend_combine", "total += metal::exp(sink - largest)", "total += 0"),
+    "no sinks": ("attend_combine", "total += metal::fast::exp(sink - largest)", "total += 0"),
     "sinks of the other sign": ("attend_combine", "exp(sink -", "exp(-sink -"),
     "the first pieces": ("attend_combine", "(WINDOW && offset >= WINDOW", "(!WINDOW && offset >= WINDOW"),
     "values as wide as keys": (

@@ -256,7 +256,7 @@ def test_a_planted_fault_in_the_step_is_caught(host, monkeypatch, old, new):
     [
         pytest.param("gated_delta_tokens.metal", "from + part / VECTORS >= steps", "false", marks=pytest.mark.full),
         pytest.param("delta_inputs.metal", "EACH ? 1.0f :", "EACH ? 0.5f :", marks=pytest.mark.full),
-        ("decay.h.metal", "least / (1.0f + metal::exp(-rate * u))", "least / (1.0f + metal::exp(-u))"),
+        ("decay.h.metal", "metal::precise::exp(-rate * u)", "metal::precise::exp(-u)"),
     ],
 )
 def test_a_planted_fault_in_decays_of_channels_is_caught(host, monkeypatch, file, old, new):

@@ -32,14 +32,14 @@ def check(series, offset=23, is_first=False):
     pool = Pool(WIDTH, RATIO, BEFORE, gates, bias, max(series, 1), norm, rope, rotates_last=series > 0)
     count = RATIO if is_first else RATIO * max(series, 1)
     rows = ring[:, 0, mx.arange(offset - count + 1, offset + 1) % SLOTS, BEFORE:]
-    if series:
-        values, weights = mx.split(rows.reshape(1, -1, RATIO, 2 * both), 2, axis=-1)
-        made = norm(pooled(values, weights, bias, series > 1, is_first))
-        want = turned(made[:, :, None], rope, number)[:, :, 0]
-    else:
-        want = block_keys(rows[..., :WIDTH], norm, rope, number, RATIO)
     with msl.launching():
         got = pool.entry(ring, mx.array(offset), is_first)
+        if series:
+            values, weights = mx.split(rows.reshape(1, -1, RATIO, 2 * both), 2, axis=-1)
+            made = norm(pooled(values, weights, bias, series > 1, is_first))
+            want = turned(made[:, :, None], rope, number)[:, :, 0]
+        else:
+            want = block_keys(rows[..., :WIDTH], norm, rope, number, RATIO)
     assert got.shape == (1, 1, 1, WIDTH)
     np.testing.assert_allclose(np.array(got)[0], np.array(want), atol=2e-5)
 

@@ -8,7 +8,7 @@ import pytest
 from grids import drawn, one_in_three
 from test_attend_step import check_stand_in
 
-from metal import msl
+from metal import fast, msl
 from moeflux_mlx.kinds import Latent, QueryScale, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import latent
@@ -98,10 +98,9 @@ class Layer:
     def turned(self, x, position):
         if self.rope is None:
             return x
-        angle = position * np.frombuffer(self.rope.frequencies)
         pairs = np.arange(self.rope.dims).reshape((-1, 2) if self.interleaved else (2, -1))
         first, second = pairs.T if self.interleaved else pairs
-        out, (cosine, sine) = x.copy(), self.rope.magnitude * np.array([np.cos(angle), np.sin(angle)])
+        out, (cosine, sine) = x.copy(), fast.turns(position, self.rope)
         out[..., first] = x[..., first] * cosine - x[..., second] * sine
         out[..., second] = x[..., first] * sine + x[..., second] * cosine
         return out
@@ -269,8 +268,8 @@ FAULTS = {
     "no epsilon": ("latent_query", "+ eps[0]", "+ 0 * eps[0]"),
     "unturned values too": ("latent_query", "whole[NOPE + first]", "whole[first]"),
     "pairs of the other kind": ("latent_query", "INTERLEAVED ?", "!INTERLEAVED ?"),
-    "turned backwards": ("latent_query", "a * cosine - b * sine", "a * cosine + b * sine"),
-    "no magnitude": ("latent_query", "magnitude[0] * metal::sin", "metal::sin"),
+    "turned backwards": ("rotate.h", "-(b * sine)", "b * sine"),
+    "no magnitude": ("latent_query", "magnitude[0] * metal::fast::sin", "metal::fast::sin"),
     "a weight for all": ("latent_query", "kv_norm[i]", "kv_norm[0]"),
     "keys of the first head": ("latent_query", "(head * NOPE + row)", "row"),
     "transposed keys of the first head": ("latent_query", "(head * N + column)", "column"),

@@ -93,7 +93,7 @@ def layers(monkeypatch, shapes, tiles=CODE):
 def test_every_launch_names_its_threads_and_every_gpu_allows_them(launches, monkeypatch, name, tiles):
     asked = launches(lambda: layers(monkeypatch, shapes_of(name), tiles), lambda kernel: min(SEEN))
     assert len({kernel for kernel, *_ in asked}) > 5
-    assert all(threads == named for *_, threads, named in asked)
+    assert all(named == max(threads, launch.LEAST_NAMED) for *_, threads, named in asked)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "cogito-v2-671b"])
@@ -119,4 +119,4 @@ def test_no_model_asks_for_more(launches, family):
             mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
 
     asked = launches(run, lambda kernel: min(SEEN))
-    assert asked and all(threads == named for *_, threads, named in asked)
+    assert asked and all(named == max(threads, launch.LEAST_NAMED) for *_, threads, named in asked)
