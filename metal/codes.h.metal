@@ -89,6 +89,27 @@ inline void codes_unpack(uint4 q, float kind, thread float* v) {
   v[3] = as_type<float>(q.w);
 }
 
+// The same for four consecutive x, which start at a multiple of their bytes.
+inline void codes_x4(const device float* x, thread float* v) {
+  const float4 a = *(const device float4*)x;
+  v[0] = a.x;
+  v[1] = a.y;
+  v[2] = a.z;
+  v[3] = a.w;
+}
+
+inline void codes_x4(const device bfloat16_t* x, thread float* v) {
+  const uint2 q = *(const device uint2*)x;
+  codes_bf16_pair(q.x, v);
+  codes_bf16_pair(q.y, v + 2);
+}
+
+inline void codes_x4(const device float16_t* x, thread float* v) {
+  const uint2 q = *(const device uint2*)x;
+  codes_f16_pair(q.x, v);
+  codes_f16_pair(q.y, v + 2);
+}
+
 // The types of 8-bit scales. With 8-bit scales a matrix has no biases; in their place it may have one factor for all
 // scales, codes_whole.
 struct codes_e8m0 {

@@ -1,4 +1,4 @@
-// needs: codes.h.metal swiglu.h.metal matrix_rows.h.metal
+// needs: codes.h.metal swiglu.h.metal {units}.h.metal matrix_rows.h.metal
 // Rows of x times the matrix of their expert, or the activation of two products, for experts with many rows.
 // x[., COLS] X; blob[S, WORDS] u32 are records; slots[N] are the records of N experts; starts[N + 1] are the places of
 // their first rows. The row of x in a place is source[place] if GATHERED is 1, else the place itself. out[P, ROWS] X:
@@ -8,7 +8,7 @@
 // grid: (32 * SG * blocks, N, SPLIT), threadgroup (32 * SG, 1, 1). A simdgroup multiplies 16 rows of a matrix with 8
 // TILES rows of x at a time (matrix_rows.h.metal), every SPLIT-th such block of an expert.
   constexpr uint COUNT = JOINED ? 2 : 1;
-  const uint lane = thread_index_in_simdgroup, quad = lane / 4;
+  const uint lane = thread_index_in_simdgroup, quad = matrix_row(lane);
   const uint top = 16 * (threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup);
   const uint expert = threadgroup_position_in_grid.y;
   const uint stop = uint(starts[expert + 1]);
@@ -20,10 +20,10 @@
 
   const uint from = uint(starts[expert]) + threadgroup_position_in_grid.z * (8 * TILES);
   for (uint begin = from; begin < stop && top < ROWS; begin += SPLIT * 8 * TILES) {
-    uint at[TILES];
+    uint at[TILES * MATRIX_X];
     float acc[COUNT * TILES * 4];
-    for (uint j = 0; j < TILES; j++) {
-      const uint place = metal::min(begin + 8 * j + quad, stop - 1);
+    for (uint j = 0; j < TILES * MATRIX_X; j++) {
+      const uint place = metal::min(begin + 8 * (j / MATRIX_X) + matrix_x_row(lane) + j % MATRIX_X, stop - 1);
       at[j] = (GATHERED ? uint(source[place]) : place) * COLS;
     }
     for (uint i = 0; i < COUNT * TILES * 4; i++) {
@@ -33,7 +33,7 @@
         matrices, row, x, at, (stop - begin + 7) / 8, lane, acc);
     const device B* added[2] = {(const device B*)(record + FIRST_BIAS), (const device B*)(record + LAST_BIAS)};
     for (uint i = 0; i < TILES * 4; i++) {
-      const uint place = begin + 8 * (i / 4) + 2 * (lane % 4) + i % 2, own = top + quad + 8 * (i / 2 % 2);
+      const uint place = begin + 8 * (i / 4) + 2 * matrix_place(lane) + i % 2, own = top + quad + 8 * (i / 2 % 2);
       if (place < stop && own < ROWS) {
         float value = acc[i];
         if (BIASED) {

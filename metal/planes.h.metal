@@ -55,26 +55,6 @@ inline uint codes_integer(float x, float scale) {
   return PLANES == 2 ? made : made - 0x4B400000u;  // this changes only the third and the fourth byte
 }
 
-inline void codes_x4(const device float* x, thread float* v) {
-  const float4 a = *(const device float4*)x;
-  v[0] = a.x;
-  v[1] = a.y;
-  v[2] = a.z;
-  v[3] = a.w;
-}
-
-inline void codes_x4(const device bfloat16_t* x, thread float* v) {
-  const uint2 q = *(const device uint2*)x;
-  codes_bf16_pair(q.x, v);
-  codes_bf16_pair(q.y, v + 2);
-}
-
-inline void codes_x4(const device float16_t* x, thread float* v) {
-  const uint2 q = *(const device uint2*)x;
-  codes_f16_pair(q.x, v);
-  codes_f16_pair(q.y, v + 2);
-}
-
 // A row of x in blocks, which begins with the first (side 0) or the second half of a block.
 template <int PLANES, typename P>
 struct codes_blocks {

@@ -6,6 +6,7 @@ themselves, so the host does not wait for the router. A row's bits do not depend
 expert's record is.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ import numpy as np
 from ..formats.record import Record
 from ..kinds import FORMS
 from . import backend
+from .backend import FLOATS
 from .experts import Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .forms import form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
@@ -23,6 +25,7 @@ PLACES = Kernel("expert_places", "ids count", "starts source places")
 ROWS = Kernel("expert_rows", "x blob slots starts source", "out")
 EACH = 8  # experts, and simdgroups, of a threadgroup that sorts
 SPLIT = 4  # threadgroups that share an expert's rows, so that an expert with very many does not keep others waiting
+UNITS = {"cuda": "matrix", "metal": "simdgroup"}  # the header for a GPU's matrix units
 PIECE = 8  # columns that are unpacked at once; a tile's `ahead` is the number of such pieces, its `rows` that of eights
 
 
@@ -107,7 +110,8 @@ def plan_rows(
 ) -> Launch | Reason:
     """The launch for gate and up, or for down (`is_last`)."""
     check_blob(blob, record)
-    require(dtype in (mx.bfloat16, mx.float16), f"x is {dtype}; the kernel multiplies bfloat16 and float16")
+    taken = FLOATS if target == "metal" else (mx.bfloat16, mx.float16)
+    require(dtype in taken, f"x is {dtype}; the kernel multiplies {' and '.join(str(one) for one in taken)}")
     if target == "ops" or not is_read(record):
         return NO_KERNELS if target == "ops" else unread_reason(record)
     first, last = (record.down, record.down) if is_last else (record.gate, record.up)
@@ -121,7 +125,7 @@ def plan_rows(
     template |= {"ACTIVATION": FORMS.index(activation.form), "LIMIT": float(activation.limit or 0)}
     template |= {"INTERLEAVED": int(record.interleaved and not is_last), **biases_of(FIRST=first, LAST=last)}
     groups = (ceildiv(first.rows, 16 * tile.simdgroups), experts, SPLIT)
-    kernel = Kernel(ROWS.name, ROWS.inputs, ROWS.outputs, form.header)
+    kernel = replace(ROWS, form=form.header, units=UNITS[target])
     return Launch(target, kernel, template, groups, 32 * tile.simdgroups, [((pairs, first.rows), dtype)])
 
 

@@ -124,18 +124,18 @@ def text_of(name: str) -> str:
 
 @cache
 def needs_of(name: str) -> list[str]:
-    """The headers that a file of `metal/` names in its first line; {form} is a parameter of the kernel."""
+    """The headers that a file of `metal/` names in its first line; {form} and {units} are parameters of the kernel."""
     first = (directory("metal") / name).read_text("ascii").partition("\n")[0]
     return first.removeprefix(NEEDS).split() if first.startswith(NEEDS) else []
 
 
-def headers_of(name: str, form: str) -> list[str]:
-    """The headers that a file needs with `metal/{form}.h.metal`, each behind those that it needs itself."""
+def headers_of(name: str, form: str, units: str = "") -> list[str]:
+    """The headers that a file needs with these parameters, each behind those that it needs itself."""
     ordered: list[str] = []
-    for header in (one.format(form=form) for one in needs_of(name)):
+    for header in (one.format(form=form, units=units) for one in needs_of(name)):
         if not (directory("metal") / header).is_file():
             raise FileNotFoundError(f"metal/{name} needs {header}, which does not exist")
-        ordered += [one for one in (*headers_of(header, form), header) if one not in ordered]
+        ordered += [one for one in (*headers_of(header, form, units), header) if one not in ordered]
     return ordered
 
 
@@ -159,12 +159,14 @@ class Kernel:
     SIZE values, a constant of the template, for each row; `name` points to those of its own row.
     `form`: of `metal/{form}.h.metal`, for a text that needs it: such headers define the same functions, each for other
     codes.
+    `units`: of `metal/{units}.h.metal`, likewise: each for other matrix units.
     """
 
     name: str
     inputs: str
     outputs: str
     form: str = ""
+    units: str = ""
 
     @cached_property
     def apart(self) -> Sequence[int]:
@@ -186,7 +188,7 @@ class Kernel:
         """
         (names, first), (outputs, output_lines) = self._named(places), _several(self.outputs)
         source, first = text_of(f"{self.name}.metal"), constants + first + output_lines
-        headers = headers_of(f"{self.name}.metal", self.form)
+        headers = headers_of(f"{self.name}.metal", self.form, self.units)
         if target == "cuda":
             headers = ["cuda_shim.h", *headers]
         texts = [*map(text_of, headers), source]

@@ -333,3 +333,35 @@ template <typename T, typename U>
 inline T ceildiv(T n, U m) {
   return (n + m - 1) / m;
 }
+
+// Apple's matrix units. Apple does not say which two values of a matrix a lane has; MLX's kernels expect these
+// (mlx/backend/metal/kernels/steel/gemm/mma.h).
+namespace metal {
+template <typename T, int ROWS, int COLUMNS>
+struct simdgroup_matrix {
+  static_assert(ROWS == 8 && COLUMNS == 8, "Metal has matrices of 8 rows and 8 columns only");
+  vec<T, 2> msl_own;
+  thread vec<T, 2>& thread_elements() thread {
+    return msl_own;
+  }
+};
+
+// d = a b + c
+METAL_FUNC void simdgroup_multiply_accumulate(
+    thread simdgroup_matrix<float, 8, 8>& d, thread simdgroup_matrix<float, 8, 8>& a,
+    thread simdgroup_matrix<float, 8, 8>& b, thread simdgroup_matrix<float, 8, 8>& c, int line = __builtin_LINE()) {
+  ::float4 own;
+  own.xy = a.msl_own;
+  own.zw = b.msl_own;
+  const msl_lanes<::float4> all(own, line);
+  const uint lane = msl_lane(), row = lane / 16 * 4 + lane / 2 % 4, pair = lane / 8 % 2 * 2 + lane % 2;
+  vec<float, 2> sum = c.msl_own;
+  for (uint k = 0; k < 8; k++) {
+    const uint left = row / 4 * 16 + k / 4 * 8 + row % 4 * 2 + k / 2 % 2;
+    const uint right = k / 4 * 16 + pair / 2 * 8 + k % 4 * 2 + pair % 2;
+    sum.x = fma(all.v[left][k % 2], all.v[right].z, sum.x);
+    sum.y = fma(all.v[left][k % 2], all.v[right].w, sum.y);
+  }
+  d.msl_own = sum;
+}
+}  // namespace metal
