@@ -27,7 +27,7 @@ from ..ops.experts import (
     handed_over,
     native_refusal,
 )
-from ..ops.grouped import PIECE_ROWS, combined
+from ..ops.grouped import PIECE_ROWS, combined, is_cut
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
@@ -64,7 +64,8 @@ class RoutedExperts:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
             whole = self.source.whole(routing.layer) if isinstance(x, mx.array) else None
-            if whole is not None and not refusal(x.dtype, whole.record):
+            rows = routing.ids.size
+            if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
                 return _at_once(routing, x, whole, residual, shared, report)
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)

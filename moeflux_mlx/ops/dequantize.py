@@ -80,6 +80,27 @@ def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> list[Dense]:
     return [[next(taken) for _ in matrix.codes] for matrix in matrices]
 
 
+def in_place(records: Records, dtype: mx.Dtype) -> list[Dense] | None:
+    """The matrices of all records without a copy, as `dense` gives those of some; None if they cannot be read so.
+
+    MLX's packed products on Metal and on the CPU take views whose records are far apart, except for one, of sorted
+    single rows. Its scales have x's dtype `dtype`, and a global scale is gathered, which counts in 32 bits.
+    """
+    matrices = records.record.projections
+    kinds = {field.dtype for matrix in matrices for field in matrix.codes if field.dtype in SCALE_DTYPES}
+    if backend.name() == "cuda" or not isinstance(records.memory, mx.array):
+        return None
+    if any(DTYPES[kind] != dtype for kind in kinds) or any(matrix.quant.has_global_scale for matrix in matrices):
+        return None
+    return [[_viewed(records.blob, field) for field in matrix.codes] for matrix in matrices]
+
+
+def _viewed(blob: mx.array, field: Field) -> mx.array:
+    """This field of all records, [S, ...]."""
+    words = blob[:, field.words]
+    return (words if field.dtype == "U32" else mx.view(words, DTYPES[field.dtype])).reshape(len(blob), *field.beside)
+
+
 def linear_biases(records: Records, where: np.ndarray, dtype: mx.Dtype) -> tuple[mx.array, ...] | None:
     """The biases of the products with a record's matrices, each [n, rows] in `dtype`; None: no biases."""
     fields = [projection.bias for projection in records.record.projections if projection.bias is not None]

@@ -1,5 +1,6 @@
-"""The experts of a prompt's tokens on CUDA's matrix units: all rows of a layer, sorted by expert, take one launch for
-gate and up and one for down.
+"""The experts of a prompt's tokens on matrix units: all rows of a layer, sorted by expert, take one launch for gate and
+up and one for down. CUDA's units are the default there. On Metal only `moeflux tune` chooses Apple's, because they have
+not been measured.
 
 The kernels unpack the codes where they multiply, so no matrix is written in floats, and they find an expert's rows
 themselves, so the host does not wait for the router. A row's bits do not depend on the other rows, nor on where the
@@ -7,6 +8,7 @@ expert's record is.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -52,11 +54,24 @@ def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
 
 @planned()
 def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
-    if target != "cuda":
-        return NO_KERNELS if target == "ops" else Reason("the products of many rows were not measured on Metal")
-    if dtype == mx.float32:
+    if target == "metal" and (record is None or not tile_of(target, "prompt_experts", shapes_of(record)).units):
+        return Reason("moeflux tune has not chosen the matrix units")
+    return units_refusal(target, dtype, record)
+
+
+def units_refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
+    """Why the kernels cannot compute them on the backend `target`, where they would be chosen."""
+    if target == "ops":
+        return NO_KERNELS
+    if target == "cuda" and dtype == mx.float32:
         return Reason("the matrix units do not multiply float32")
     return None if record is None else form_refusal(record)
+
+
+@cache
+def shapes_of(record: Record) -> str:
+    """The matrices of an expert, as the tile `prompt_experts` has them."""
+    return ", ".join(f"{one.rows}x{one.columns} {form_of(one)}" for one in record.projections)
 
 
 @planned()
@@ -77,7 +92,7 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
     """The output of each place's expert for its row of x, [P, H] in x's dtype.
 
     Args:
-        x: [T, H] bfloat16 or float16, row-contiguous.
+        x: [T, H] bfloat16 or float16, on Metal also float32, row-contiguous.
         starts: [n + 1], as `Sorted` has it, of n experts.
         source: [P], the row of x of each place.
         slots: [n] uint32 or int32, the experts' rows of the records.

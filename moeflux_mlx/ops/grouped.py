@@ -1,15 +1,15 @@
 """Computes the experts of many rows: rows are sorted by expert, and each expert is multiplied with all of its rows at
 once.
 
-CUDA's matrix units multiply the rows from the codes (`expert_rows`). Otherwise, with MLX, an expert with few rows is
+Matrix units multiply the rows from the codes (`expert_rows`). Otherwise, with MLX, an expert with few rows is
 multiplied from its codes, in blocks of rows. An expert with many rows is dequantised, and experts with similar row
 counts share one batched product. Only the number of an expert's rows decides between the two. On the CPU the native
 kernels read records in place.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,18 +20,23 @@ from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
-from .dequantize import Dense, dense, dequantized_records, linear_biases
-from .expert_rows import expert_rows, starts_of
+from .dequantize import Dense, dense, dequantized_records, in_place, linear_biases
+from .expert_rows import expert_rows, shapes_of, starts_of
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
-from .forms import factors, form_of, settings
+from .forms import factors, settings
 from .gather_rows import gather_rows
 from .interrupt import check
 from .tiles import tile_of
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
-# or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's has tiles for sorted single
-# rows; not measured.
-BLOCK_ROWS = {"cuda": 16, "metal": 1, "ops": 1}
+# or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's reads an expert once for
+# each tile of 32 rows, from the M5 on of 64, if a block has as many (`get_qmv_batch_limit` of MLX's quantized.cpp), and
+# takes views of records; its product of sorted single rows would copy them. Not measured on Metal.
+BLOCK_ROWS = {"cuda": 16, "metal": 32, "ops": 1}
+M5_BLOCK, M5_GENERATION = 64, 17
+# An expert that fills less than an eighth of a block is multiplied row by row: a block has the arithmetic of all of its
+# rows, in whose time an Apple GPU reads an expert of 4 bits about four times (computed from bandwidths and rates).
+LEAST_FILLED = 8
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 STEPS, LEAST_STEP = 4, 32  # rows are padded to one of this many sizes per doubling, at least this far apart
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
@@ -51,6 +56,7 @@ class Batch:
     Args:
         experts: their indices in the wave.
         rows: number of places of each; 0: as many as needed, in blocks.
+        block: rows of a block.
         start: the place of their first row among all places.
         owners: where `rows` is 0, each block's number among `experts`.
         seats: the index of each among the experts that a single process would multiply together.
@@ -59,6 +65,7 @@ class Batch:
 
     experts: slice
     rows: int
+    block: int
     start: int
     owners: np.ndarray
     seats: np.ndarray
@@ -124,7 +131,7 @@ class GroupedRows:
         elif not self._is_native:
             target = backend.name()
             parts, dense = [counts[wave] for wave in waves], dense_from(target, record)
-            self._batches, own, source = arrange(parts, BLOCK_ROWS[target], dense, among)
+            self._batches, own, source = arrange(parts, block_rows(target), dense, among)
         places = np.empty(flat.size, np.int32)
         places[order] = own
         self._places = places.reshape(ids.shape)
@@ -151,21 +158,31 @@ class GroupedRows:
         first, last = self._firsts[index : index + 2]
         numbers = self._experts[first:last] if slots is self._waves[index] else mx.array(slots.astype(np.int32))
         made: list[mx.array] = []
-        if self._on_units:
-            starts = self._starts[first + index : last + index + 1]  # each wave has one more than experts
-            made.append(expert_rows(self._x, starts, self._source[slice(*self._rows_of(index))], numbers, records))
         most, gathered = piece_rows(records.record), 0
-        for batch in self._batches[index]:
-            some = batch.experts
-            for piece in _products(self._x, self._source, batch, slots[some], numbers[some], records):
-                gathered += len(piece)
-                if gathered > most:
-                    gpu_time.commit(gathered, *made)
-                    gathered = len(piece)
-                made.append(piece)
+        for piece in self._pieces(index, slots, numbers, records):
+            gathered += len(piece)
+            if gathered > most:
+                gpu_time.commit(gathered, *made)
+                gathered = len(piece)
+            made.append(piece)
         backend.start(*made)  # all of them, because a lazy result would read the records after they are overwritten
         self._outputs += made
         return made[-1]
+
+    def _pieces(self, index: int, slots: np.ndarray, numbers: mx.array, records: Records) -> Iterator[mx.array]:
+        """The outputs of a wave's rows, in the order of their places."""
+        for batch in self._batches[index]:
+            some = batch.experts
+            yield from _products(self._x, self._source, batch, slots[some], numbers[some], records)
+        if self._on_units:
+            first, last = self._firsts[index : index + 2]
+            starts = self._starts[first + index : last + index + 1]  # each wave has one more than experts
+            begin, stop = self._rows_of(index)
+            most = most_rows(records.record) or stop - begin
+            for part in _parts(stop - begin, most):
+                own = starts if most >= stop - begin else mx.clip(starts - part.start, 0, part.stop - part.start)
+                source = self._source[begin + part.start : begin + part.stop]
+                yield expert_rows(self._x, own, source, numbers, records)
 
     def _rows_of(self, index: int) -> tuple[int, int]:
         """The first row of a wave, and the one after its last."""
@@ -235,12 +252,16 @@ def dense_from(target: str, record: Record) -> int:
     """The number of rows from which such an expert is dequantised in a prompt."""
     if target == "cuda" and any(part.quant.bits == 1 for part in record.projections):
         return 1  # MLX's product with codes computes nothing for 1 bit there
-    return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", _shapes(record)).dense
+    return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", shapes_of(record)).dense
 
 
-@cache
-def _shapes(record: Record) -> str:
-    return ", ".join(f"{one.rows}x{one.columns} {form_of(one)}" for one in record.projections)
+def block_rows(target: str) -> int:
+    """The rows of a block of an expert with few rows."""
+    if target == "metal":
+        generation = re.search(r"(\d\d)[a-z]$", str(mx.device_info().get("architecture", "")))
+        if generation is not None and int(generation[1]) >= M5_GENERATION:
+            return M5_BLOCK
+    return BLOCK_ROWS[target]
 
 
 def arrange(
@@ -250,7 +271,7 @@ def arrange(
 
     Args:
         waves: for each wave the row counts of its experts, preferably with similar counts next to each other.
-        block: the rows that a product with codes takes at a time.
+        block: the rows that a product with codes takes at a time, if the expert has enough of them.
         dense: the number of rows from which an expert is dequantised.
         among: as `GroupedRows` has it.
 
@@ -259,15 +280,15 @@ def arrange(
         expert repeat its first row.
     """
     counts = np.concatenate(waves)
-    sizes = sizes_of(counts, dense)
-    taken = np.where(sizes, sizes, -(-counts // block) * block)
+    sizes = sizes_of(counts, block, dense)
+    taken = np.where(sizes > 0, sizes, counts - counts % sizes)  # whole blocks: a remainder is at most 0
     first = np.cumsum(taken) - taken  # the first of each expert's places
     batches, start = [], 0
     for i, wave in enumerate(waves):
         part = slice(start, start + len(wave))
         every, own = (wave, np.arange(len(wave))) if among is None else among[i]
-        runs = np.cumsum(np.diff(sizes_of(every, dense), prepend=0) != 0)  # neighbours of one size
-        batches.append(list(_batches(sizes[part], taken[part], int(first[start]), block, runs, own)))
+        runs = np.cumsum(np.diff(sizes_of(every, block, dense), prepend=0) != 0)  # neighbours of one size
+        batches.append(list(_batches(sizes[part], taken[part], int(first[start]), runs, own)))
         start = part.stop
     counts, taken, first = (array.astype(np.int32) for array in (counts, taken, first))
     begin = np.cumsum(counts, dtype=np.int32) - counts  # the first of each expert's rows
@@ -277,21 +298,23 @@ def arrange(
     return batches, own, source
 
 
-def _batches(
-    sizes: np.ndarray, taken: np.ndarray, start: int, block: int, runs: np.ndarray, own: np.ndarray
-) -> Iterator[Batch]:
+def _batches(sizes: np.ndarray, taken: np.ndarray, start: int, runs: np.ndarray, own: np.ndarray) -> Iterator[Batch]:
     """One batch for each of the `runs` of a single process that contains some of the experts `own`."""
     cuts = [0, *(np.flatnonzero(np.diff(runs[own])) + 1).tolist(), len(sizes)]
     for one, end in pairwise(cuts):
-        rows, (begin, stop) = int(sizes[one]), np.searchsorted(runs, [runs[own[one]], runs[own[one]] + 1]).tolist()
+        rows, block = max(int(sizes[one]), 0), max(-int(sizes[one]), 0)
+        begin, stop = np.searchsorted(runs, [runs[own[one]], runs[own[one]] + 1]).tolist()
         owners = NO_OWNERS if rows else np.repeat(np.arange(end - one, dtype=np.uint32), taken[one:end] // block)
-        yield Batch(slice(one, end), rows, start, owners, own[one:end] - begin, stop - begin)
-        start += (end - one) * rows if rows else int(taken[one:end].sum())
+        yield Batch(slice(one, end), rows, block, start, owners, own[one:end] - begin, stop - begin)
+        start += int(taken[one:end].sum())
 
 
-def sizes_of(counts: np.ndarray, dense: int) -> np.ndarray:
-    """The number of places in a batched product for experts with these row counts; 0: they are multiplied in blocks."""
-    return np.where(counts < dense, 0, filled(counts))
+def sizes_of(counts: np.ndarray, block: int, dense: int) -> np.ndarray:
+    """The number of places in a batched product for experts with these row counts; below 0: they are multiplied in
+    blocks of so many rows.
+    """
+    blocks = np.where(counts * LEAST_FILLED < block, 1, block)
+    return np.where(counts < dense, -blocks, filled(counts))
 
 
 def filled(counts: np.ndarray) -> np.ndarray:
@@ -317,13 +340,16 @@ def _products(
     """
     start, H, most = batch.start, x.shape[1], piece_rows(records.record)
     if not batch.rows:
-        size = BLOCK_ROWS[backend.name()]
-        parts, owners = dense(records, slots, x.dtype), mx.array(batch.owners)
+        size, local = batch.block, mx.array(batch.owners)
         biases = linear_biases(records, slots, x.dtype)
+        whole = in_place(records, x.dtype)
+        matrices = whole or dense(records, slots, x.dtype)
+        owners = numbers[local].astype(mx.uint32) if whole else local
         for part in _parts(len(batch.owners), most // size):
             at, own = start + part.start * size, owners[part]
             taken = gather_rows(x, source[at : at + own.size * size].reshape(own.size, size))
-            yield grouped_ffn(taken, parts, records.record, own, biases).reshape(-1, H)
+            added = biases and tuple(bias[local[part]][:, None] for bias in biases)
+            yield grouped_ffn(taken, matrices, records.record, own, added).reshape(-1, H)
         return
     for part, width in batch.parts(most // batch.rows):
         count, own = part.stop - part.start, numbers[part]
@@ -343,10 +369,19 @@ def _products(
             yield made[:count].reshape(-1, H)
 
 
+def most_rows(record: Record) -> int | None:
+    """The most rows that one command buffer multiplies; None: any number."""
+    return gpu_time.rows_at_once(record.hidden_size, len(record.projections) * record.moe_intermediate_size)
+
+
+def is_cut(record: Record, rows: int) -> bool:
+    """Whether so many rows are multiplied in several command buffers."""
+    return rows > (most_rows(record) or rows)
+
+
 def piece_rows(record: Record) -> int:
-    """The most rows of one product, and on Metal of one command buffer."""
-    most = gpu_time.rows_at_once(record.hidden_size, len(record.projections) * record.moe_intermediate_size)
-    return PIECE_ROWS if most is None else min(PIECE_ROWS, most)
+    """The most rows of one product of MLX, and on Metal of one command buffer."""
+    return min(PIECE_ROWS, most_rows(record) or PIECE_ROWS)
 
 
 def _parts(n: int, size: int) -> Iterator[slice]:
@@ -386,15 +421,15 @@ def grouped_ffn(
 
     Args:
         x: [B, size, H], sorted by expert.
-        parts: the records' matrices, as `dense` gives them.
+        parts: the records' matrices, as `dense` or `in_place` gives them.
         record: how they are stored and joined.
-        owners: [B] uint32 index into them, ascending.
-        biases: added to the products with each of them [n, rows].
+        owners: [B] uint32 index into them.
+        biases: added to the products of each block, each [B, 1, rows].
     """
 
     def product(x: mx.array, which: int) -> mx.array:
         made = _multiply(x, parts[which], record.projections[which], owners)
-        return made if biases is None else made + biases[which][owners][:, None]
+        return made if biases is None else made + biases[which]
 
     firsts = [product(x, i) for i in range(len(record.firsts))]
     return product(joined(firsts[0], firsts[-1], record), -1)
@@ -403,7 +438,7 @@ def grouped_ffn(
 def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:
     quant, third = projection.quant, part[2] if len(part) > 2 else None
     biases = third if quant.has_biases else None
-    product = mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, sorted_indices=True, **settings(quant))
+    product = mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, **settings(quant))
     if third is None or not quant.has_global_scale:
         return product
     return (product * factors(third)[owners]).astype(x.dtype)

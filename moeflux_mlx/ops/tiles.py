@@ -28,6 +28,7 @@ class Tile:
     narrow: int = 0  # lanes are halved, down to 8, while this many threadgroups remain (0: never)
     dense: int = 0  # rows of an expert in a prompt from which its matrices are dequantised for MLX's dense product
     halves: int = 0  # 1: 4-bit integers are unpacked through halves (metal/affine4_halves.h.metal)
+    units: int = 0  # 1: Apple's matrix units multiply a prompt's experts from their codes, for any number of rows
 
 
 # CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
@@ -52,6 +53,8 @@ class Tile:
 #     arithmetic take 0.86 of the time. But codes, scales, sums and addresses of 8 rows take 90 of a thread's 128
 #     registers before x and the norm are loaded, so 8 rows are left to `moeflux tune`.
 #   halves: arithmetic takes half the time if counted (tests/ops/test_halves.py). 0 until an Apple GPU has run it.
+#   prompt_experts: dequantising writes and reads 3.6 times the bytes of 4-bit codes. By bandwidths and rates, products
+#     that save a tenth of their time by it make up for that from 400 to 600 rows an expert.
 TILES = {
     "cuda": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=4, ahead=2),
@@ -79,7 +82,8 @@ TILES = {
         "router": Tile(rows=2, lanes=32, simdgroups=4),
         "gated_delta_tokens": Tile(rows=1, lanes=8, simdgroups=8, ahead=8),
         "expert_dequantize": Tile(rows=1, lanes=32, simdgroups=8),
-        "prompt_experts": Tile(rows=1, lanes=32, dense=32),
+        "expert_rows": Tile(rows=4, lanes=32, simdgroups=4),
+        "prompt_experts": Tile(rows=1, lanes=32, dense=256),
     },
 }
 
@@ -99,11 +103,14 @@ TUNED = {
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_dequantize": ("rows", "simdgroups"),
     "expert_rows": ("rows", "simdgroups", "ahead"),
-    "prompt_experts": ("dense",),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
+    "prompt_experts": (
+        "units",
+        "dense",
+    ),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
 }
 # On these backends a field makes a difference to these kernels only: Metal's text does nothing with `ahead`, and on
 # CUDA shifts are as fast as other instructions.
-ONLY = {("metal", "ahead"): ("gated_delta_tokens",), ("cuda", "halves"): ()}
+ONLY = {("metal", "ahead"): ("gated_delta_tokens", "expert_rows"), ("cuda", "halves"): (), ("cuda", "units"): ()}
 LIMITS = {
     "rows": (1, 8),
     "lanes": (4, 32),
@@ -113,6 +120,7 @@ LIMITS = {
     "narrow": (64, 1024),
     "dense": (1, 1024),
     "halves": (1, 1),
+    "units": (1, 1),
 }
 
 

@@ -31,7 +31,7 @@ from ..model.layers import Linear
 from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
-from ..ops.expert_rows import expert_rows, refusal, starts_of
+from ..ops.expert_rows import expert_rows, refusal, starts_of, units_refusal
 from ..ops.experts import Records, Shared, chosen_gate_up, expert_ffn
 from ..ops.grouped import GroupedRows, dense_from
 from ..ops.launch import Input, Launch, Reason
@@ -109,7 +109,7 @@ class Listening(Tiles):
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         self.asked.clear()
         made, asked = make(*given), tuple(self.asked)
-        if not asked or isinstance(made, Reason):
+        if not asked or made is None or isinstance(made, Reason):
             return made
         if not isinstance(made, tuple):
             return self._recording(made, lambda: make(*given), asked)
@@ -150,16 +150,20 @@ class PromptExperts:
         target: the backend.
         record: the geometry of the experts.
         dense: the number of rows from which an expert is dequantised.
+        on_units: whether `expert_rows` multiplies all of them instead.
     """
 
     target: str
     record: Record
     dense: int
+    on_units: bool
 
     def __call__(self, x: mx.array, blob: mx.array) -> list[mx.array]:
         """The experts' outputs for the rows x [sum of `ROWS`, hidden_size]; blob [len(ROWS), words] are records."""
         experts = np.arange(len(ROWS))
-        rows = GroupedRows(x, np.repeat(experts, ROWS)[:, None], np.array(ROWS), [experts], self.record)
+        rows = GroupedRows(
+            x, np.repeat(experts, ROWS)[:, None], np.array(ROWS), [experts], self.record, on_units=self.on_units
+        )
         rows.multiply(0, experts, Records(blob, self.record))
         return [rows.outputs()]
 
@@ -173,7 +177,11 @@ def _prompt_sample(record: Record, dtype: mx.Dtype) -> dict[str, Sample]:
     with using(listening):
         dense_from(target, record)
     x = mx.random.normal((sum(ROWS), record.hidden_size)).astype(dtype)
-    make = lambda: PromptExperts(target, record, dense_from(target, record))  # noqa: E731
+
+    def make() -> PromptExperts:
+        on_units = not refusal(dtype, record)
+        return PromptExperts(target, record, 0 if on_units else dense_from(target, record), on_units)
+
     return {spot_of(kernel, shape): Sample(kernel, cast(Any, make), (x, blob)) for kernel, shape in listening.asked}
 
 
@@ -196,7 +204,7 @@ class TrialExperts:
         all_slots = slots[0] + 0
         if refusal(x.dtype, self.records.record):
             dequantized_records(self.records, all_slots, x.dtype)
-        else:
+        if not units_refusal(backend.name(), x.dtype, self.records.record):
             starts = mx.array(starts_of(np.full(self.count, len(x))))
             expert_rows(x, starts, mx.tile(mx.arange(len(x), dtype=mx.int32), self.count), all_slots, self.records)
         return residual

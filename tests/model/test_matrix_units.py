@@ -1,15 +1,18 @@
 """Prompts on matrix units: a model's logits are as near to those in float32 as plain operations in bfloat16 are."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from tile_choices import Chosen
 from tiny_models import tiny_directory
 
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.ops import expert_rows
+from moeflux_mlx.ops import backend, expert_rows
 from moeflux_mlx.ops.launch import Reason
-from moeflux_mlx.ops.tiles import TILES
+from moeflux_mlx.ops.tiles import TILES, using
 
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "glm4_moe", "minimax_m2"]
 
@@ -23,13 +26,14 @@ def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
     """Loads outside the harness, which knows no memory of a GPU."""
     models = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in ("resident", "pread")]
     exact = logits_of(load_model(tiny_directory(family), dtype=mx.float32))
-    monkeypatch.setitem(TILES["metal"], "expert_rows", TILES["cuda"]["expert_rows"])
     refusal, calls = expert_rows._refusal, []
     with msl.launching():
         monkeypatch.setattr(expert_rows, "_refusal", lambda *_: Reason("they take turns"))
         plain = logits_of(models[0])
-        monkeypatch.setattr(expert_rows, "_refusal", lambda _, *of: calls.append(of) or refusal("cuda", *of))
-        resident, streamed = map(logits_of, models)
+        monkeypatch.setattr(expert_rows, "_refusal", lambda *of: calls.append(of) or refusal(*of))
+        with using(Chosen({"prompt_experts": replace(TILES[backend.name()]["prompt_experts"], units=1)})):
+            resident, streamed = map(logits_of, models)
+            assert not any(refusal(*of) for of in calls)
     assert calls and np.array_equal(resident, streamed)
     # Medians, because a rounded router sometimes chooses another expert.
     assert np.median(np.abs(resident - exact)) < 1.3 * np.median(np.abs(plain - exact))

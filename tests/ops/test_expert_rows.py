@@ -2,6 +2,8 @@
 every stored form.
 """
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from moeflux_mlx.ops.dequantize import dense, linear_biases
 from moeflux_mlx.ops.elementwise import activate
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import unpacked_float32
-from moeflux_mlx.ops.tiles import Tile, using
+from moeflux_mlx.ops.tiles import TILES, Tile, using
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -214,7 +216,10 @@ def test_what_the_kernels_do_not_take(host):
     with pytest.raises(RequestError, match="float32"):
         rows.plan_rows("cuda", (1, record.size // 4), 1, 1, mx.float32, record, False)
     assert rows.refusal(mx.float32, record) and rows.refusal(mx.float32)
-    assert "Metal" in rows._refusal("metal", mx.bfloat16, record)
+    assert "moeflux tune" in rows._refusal("metal", mx.bfloat16, record)
+    with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], units=1)})):
+        assert all(rows._refusal("metal", dtype, record) is None for dtype in LIMITS)
+        assert rows._refusal("metal", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))
     assert "float32" in rows._refusal("cuda", mx.float32, record)
     for one in (record, Record.make(64, 64, (Quant(4, 32, "mxfp4"),) * 3)):
         assert rows._refusal("cuda", mx.bfloat16, one) is None

@@ -26,7 +26,7 @@ from moeflux_mlx.quant import Quant
 @given(
     counts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
     size=st.integers(1, 5),
-    block=st.sampled_from([1, 16]),
+    block=st.sampled_from([1, 16, 32]),
     dense=st.sampled_from([1, 32]),
 )
 def test_every_row_has_a_place_with_its_expert(counts, size, block, dense):
@@ -40,9 +40,10 @@ def test_every_row_has_a_place_with_its_expert(counts, size, block, dense):
         assert [i for batch in batches_of_wave for i in range(len(wave))[batch.experts]] == list(range(len(wave)))
         for batch in batches_of_wave:
             assert batch.start == end
-            each = batch.rows or block
+            each = batch.rows or batch.block
             members = range(len(wave))[batch.experts]
             assert all((wave[i] >= dense) == bool(batch.rows) for i in members)
+            assert batch.rows or all(each == (block if 8 * wave[i] >= block else 1) for i in members)
             owners = batch.owners.tolist() if not batch.rows else range(len(members))
             for local in owners:
                 rows = owner[source[end : end + each]]

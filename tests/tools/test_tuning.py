@@ -182,8 +182,9 @@ def test_neighbours_are_usable_and_differ(target, kernel):
 # ---- what a model launches
 
 
-def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
+def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host, monkeypatch):
     """The launches of a tiny model are recorded once each, repeated with another tile, and compared."""
+    monkeypatch.setattr(trials, "BOUND", 4e-2)  # MLX's products of a prompt's experts sum in bfloat16 on a CPU
     met = set()
     for spot, sample in tiny_samples():
         if sample.kernel in met:
@@ -201,7 +202,6 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host):
 
 
 def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monkeypatch):
-    monkeypatch.setitem(TILES["metal"], "expert_rows", TILES["cuda"]["expert_rows"])
     monkeypatch.setattr(expert_rows, "_refusal", lambda *_: None)
     found = dict(tiny_samples())
     assert not {"expert_dequantize", "prompt_experts"} & {sample.kernel for sample in found.values()}
