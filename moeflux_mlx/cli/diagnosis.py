@@ -22,6 +22,7 @@ from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..installation import install_command, reinstall_command
 from ..ops import backend, native
+from ..ops.grouped import M5_GENERATION
 from ..ops.launch import MOST_THREADS
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from .known_models import known_models, machine_of, table
@@ -31,7 +32,7 @@ PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
 EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
 MEASURED_FILE = 512 << 20
 EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
-M5_GENERATION, M5_MACOS, NAX = 17, (26, 2), b"gather_qmm_rhs_nax"
+M5_MACOS, NAX = (26, 2), b"gather_qmm_rhs_nax"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -80,7 +80,7 @@ def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> list[Dense]:
     return [[next(taken) for _ in matrix.codes] for matrix in matrices]
 
 
-def in_place(records: Records, dtype: mx.Dtype) -> list[Dense] | None:
+def views(records: Records, dtype: mx.Dtype) -> list[Dense] | None:
     """The matrices of all records without a copy, as `dense` gives those of some; None if they cannot be read so.
 
     MLX's packed products on Metal and on the CPU take views whose records are far apart, except for one, of sorted

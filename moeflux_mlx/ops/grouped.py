@@ -20,7 +20,7 @@ from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .backend import Array, view
 from .combine import combine
-from .dequantize import Dense, dense, dequantized_records, in_place, linear_biases
+from .dequantize import Dense, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, shapes_of, starts_of
 from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, settings
@@ -342,7 +342,7 @@ def _products(
     if not batch.rows:
         size, local = batch.block, mx.array(batch.owners)
         biases = linear_biases(records, slots, x.dtype)
-        whole = in_place(records, x.dtype)
+        whole = views(records, x.dtype)
         matrices = whole or dense(records, slots, x.dtype)
         owners = numbers[local].astype(mx.uint32) if whole else local
         for part in _parts(len(batch.owners), most // size):
@@ -421,7 +421,7 @@ def grouped_ffn(
 
     Args:
         x: [B, size, H], sorted by expert.
-        parts: the records' matrices, as `dense` or `in_place` gives them.
+        parts: the records' matrices, as `dense` or `views` gives them.
         record: how they are stored and joined.
         owners: [B] uint32 index into them.
         biases: added to the products of each block, each [B, 1, rows].

@@ -19,6 +19,7 @@ from moeflux_mlx.experts.routing import Routing, ignore_report
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, dequantize, grouped, native
 from moeflux_mlx.ops.experts import Records, expert_ffn
+from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import TILES, using
 from moeflux_mlx.quant import Quant
 
@@ -93,6 +94,60 @@ def test_one_bit_is_always_dequantised_on_cuda():
     records = [Record.make(64, 64, (Quant(bits, 64),) * 3) for bits in (1, 4)]
     with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], dense=32)})):
         assert [grouped.dense_from("cuda", record) for record in records] == [1, 32]
+
+
+@on_cpu()
+@pytest.mark.parametrize(
+    "quant", [Quant(4, 64), Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4", has_global_scale=True)], ids=str
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_views_of_records_give_the_bits_of_copies(monkeypatch, quant, has_bias):
+    record = Record.make(64, 128, (quant,) * 3, has_bias=has_bias)
+    records, counts = random_records(record, 6), np.array([1, 3, 4, 9, 70])
+    x = mx.random.normal((87, 64)).astype(mx.bfloat16)
+    slots = np.array([4, 0, 5, 1, 2])
+    viewed = dequantize.views(records, x.dtype)
+    assert (viewed is None) == quant.has_global_scale
+    for matrix, copies in zip(viewed or [], dequantize.dense(records, np.arange(6), x.dtype), strict=False):
+        assert all(mx.array_equal(*pair) for pair in zip(matrix, copies, strict=True))
+    assert dequantize.views(records, mx.float32) is None or quant.scale != "float"
+
+    def outputs():
+        with standing_in(backend="metal", build=lambda *_: gathered):
+            rows = grouped.GroupedRows(x, np.repeat(np.arange(5), counts)[:, None], counts, [np.arange(5)], record)
+            rows.multiply(0, slots, records)
+            return mx.concatenate(rows._outputs)
+
+    blocks = outputs()
+    monkeypatch.setattr(grouped, "views", lambda *_: None)
+    assert mx.array_equal(blocks, outputs())
+    monkeypatch.setattr(grouped, "views", lambda *_: viewed and [[one[::-1] for one in part] for part in viewed])
+    assert viewed is None or not mx.array_equal(blocks, outputs())
+
+
+def gathered(*, inputs, **_):
+    """Takes the place of the kernel `gather_rows`."""
+    return [inputs[0][inputs[1].reshape(-1)].reshape(*inputs[1].shape, -1)]
+
+
+@on_cpu()
+def test_views_of_records_copy_nothing():
+    record = Record.make(64, 128)
+    records = random_records(record, 6)
+    mx.eval(records.blob)
+    start = np.asarray(records.blob).__array_interface__["data"][0]
+    for matrix, parts in zip(record.projections, dequantize.views(records, mx.bfloat16), strict=True):
+        for part, field in zip(parts, matrix.codes, strict=True):
+            array = np.array(part.view(mx.uint16) if part.dtype == mx.bfloat16 else part, copy=False)
+            assert array.__array_interface__["data"][0] == start + field.offset
+            assert array.strides[0] == record.stride
+
+
+@pytest.mark.parametrize("name, rows", [("applegpu_g13s", 32), ("applegpu_g16d", 32), ("applegpu_g17s", 64), ("", 32)])
+def test_blocks_are_as_long_as_a_tile_of_the_chip(monkeypatch, name, rows):
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": name})
+    assert grouped.block_rows("metal") == rows
+    assert grouped.block_rows("cuda") == 16
 
 
 @pytest.mark.usefixtures("plain_operations")
@@ -173,8 +228,8 @@ def test_records_in_a_form_that_no_kernel_reads_go_to_the_twins(kind):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("shared", [False, True])
-def test_matrix_units_give_the_same_bits_in_waves_too(shared):
-    """Whether all experts are in memory, or come a few at a time and anywhere."""
+def test_matrix_units_give_the_same_bits_in_waves_too(shared, monkeypatch):
+    """Whether all experts are in memory, or come a few at a time and anywhere, in one launch or in several."""
     random = np.random.default_rng(11)
     T, K, E, record = 37, 3, 6, Record.make(64, 128)
     x, residual, beside = (mx.array(random.normal(size=(T, 64)), mx.bfloat16) for _ in range(3))
@@ -186,8 +241,10 @@ def test_matrix_units_give_the_same_bits_in_waves_too(shared):
     with msl.launching(), using(Chosen({"expert_rows": TILES["cuda"]["expert_rows"]})):
         routing = Routing(0, mx.array(ids), weights)
         want = routed._at_once(routing, x, Records(blob, record), residual, beside, ignore_report)
-        for records, slots in ((Records(blob, record), waves), (Records(moved, record), [elsewhere[w] for w in waves])):
-            rows = grouped.GroupedRows(x, ids, counts, waves, record, on_units=True)
+        cases = (blob, waves, None), (moved, [elsewhere[wave] for wave in waves], None), (blob, waves, 10)
+        for memory, slots, most in cases:
+            monkeypatch.setattr(grouped, "most_rows", lambda record, most=most: most)
+            records, rows = Records(memory, record), grouped.GroupedRows(x, ids, counts, waves, record, on_units=True)
             for i, own in enumerate(slots):
                 rows.multiply(i, own, records)
             got = rows.combined(weights, residual, beside)
