@@ -22,16 +22,19 @@
   for (uint begin = from; begin < stop && top < ROWS; begin += SPLIT * 8 * TILES) {
     uint at[TILES * MATRIX_X];
     float acc[COUNT * TILES * 4];
+    MLX_MTL_PRAGMA_UNROLL
     for (uint j = 0; j < TILES * MATRIX_X; j++) {
       const uint place = metal::min(begin + 8 * (j / MATRIX_X) + matrix_x_row(lane) + j % MATRIX_X, stop - 1);
       at[j] = (GATHERED ? uint(source[place]) : place) * COLS;
     }
+    MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < COUNT * TILES * 4; i++) {
       acc[i] = 0;
     }
     matrix_rows<COUNT, TILES, STEP, ROWS, COLS, BITS, GROUP, CHUNK, INTERLEAVED>(
         matrices, row, x, at, (stop - begin + 7) / 8, lane, acc);
     const device B* added[2] = {(const device B*)(record + FIRST_BIAS), (const device B*)(record + LAST_BIAS)};
+    MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < TILES * 4; i++) {
       const uint place = begin + 8 * (i / 4) + 2 * matrix_place(lane) + i % 2, own = top + quad + 8 * (i / 2 % 2);
       if (place < stop && own < ROWS) {

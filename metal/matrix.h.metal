@@ -1,6 +1,6 @@
 // needs: codes.h.metal
 // Products of small matrices that the lanes of a simdgroup hold together: CUDA's matrix units, and the same in plain
-// operations. simdgroup.h.metal has the same names for Apple's.
+// operations. simdgroup.h.metal has the same names for Metal.
 //
 // d[16, 8] += a[16, 16] b[16, 8], where rows of a are weights and columns of b are rows of x. Lane 4 q + t has, of a,
 // row q in a[0] and a[2] and row q + 8 in a[1] and a[3]; of b, column q; and of d, columns 2 t and 2 t + 1, of row q in

@@ -29,6 +29,7 @@ inline void matrix_rows(
         float w[8];
         codes_weights<BITS, GROUP, CHUNK>(
             code + each * WORDS, first + i / 2 % STEP, scale + each * GROUPS, bias + each * GROUPS, w);
+        MLX_MTL_PRAGMA_UNROLL
         for (uint two = 0; two < 4; two++) {
           a[i / 2 * 8 + 2 * two + r] = there ? matrix_weights<X>(w, two) : matrix_two(0);
         }

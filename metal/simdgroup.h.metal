@@ -1,5 +1,5 @@
 // needs: codes.h.metal
-// Products of small matrices on Apple's matrix units, with the names of matrix.h.metal.
+// Products of small matrices with Metal's simdgroup_matrix, with the names of matrix.h.metal.
 //
 // A simdgroup_matrix<float, 8, 8> has two values in each lane. Apple does not say which; MLX's kernels rely on neighbours
 // in one row (mlx/backend/metal/kernels/steel/gemm/mma.h), and so does this text. The left matrix has weights of 8 rows;

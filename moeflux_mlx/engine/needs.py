@@ -9,9 +9,10 @@ from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
 from ..kinds import Delta, HyperConnections, Latent, Mixer, NGrams
 from ..model.span import PromptSizes
+from ..ops.arrangement import STEPS
 from ..ops.attend import SCORES
 from ..ops.expert_rows import form_refusal
-from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS, STEPS
+from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
 from ..state.cache import KVCache, make_cache, untrimmable_bytes

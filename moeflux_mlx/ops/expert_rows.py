@@ -1,6 +1,6 @@
-"""The experts of a prompt's tokens on matrix units: all rows of a layer, sorted by expert, take one launch for gate and
-up and one for down. CUDA's units are the default there. On Metal only `moeflux tune` chooses Apple's, because they have
-not been measured.
+"""The experts of a prompt's tokens as products of small matrices, on CUDA's matrix units or with Metal's
+simdgroup_matrix: all rows of a layer, sorted by expert, take one launch for gate and up and one for down. On Metal only
+`moeflux tune` chooses these kernels, because they have not been measured there.
 
 The kernels unpack the codes where they multiply, so no matrix is written in floats, and they find an expert's rows
 themselves, so the host does not wait for the router. A row's bits do not depend on the other rows, nor on where the
@@ -27,7 +27,7 @@ PLACES = Kernel("expert_places", "ids count", "starts source places")
 ROWS = Kernel("expert_rows", "x blob slots starts source", "out")
 EACH = 8  # experts, and simdgroups, of a threadgroup that sorts
 SPLIT = 4  # threadgroups that share an expert's rows, so that an expert with very many does not keep others waiting
-UNITS = {"cuda": "matrix", "metal": "simdgroup"}  # the header for a GPU's matrix units
+UNITS = {"cuda": "matrix", "metal": "simdgroup"}  # the header for products of small matrices
 PIECE = 8  # columns that are unpacked at once; a tile's `ahead` is the number of such pieces, its `rows` that of eights
 
 
@@ -54,8 +54,8 @@ def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
 
 @planned()
 def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
-    if target == "metal" and (record is None or not tile_of(target, "prompt_experts", shapes_of(record)).units):
-        return Reason("moeflux tune has not chosen the matrix units")
+    if target == "metal" and (record is None or not tile_of(target, "prompt_experts", shapes_of(record)).kernel):
+        return Reason("moeflux tune has not chosen our kernel")
     return units_refusal(target, dtype, record)
 
 

@@ -159,7 +159,7 @@ class Kernel:
     SIZE values, a constant of the template, for each row; `name` points to those of its own row.
     `form`: of `metal/{form}.h.metal`, for a text that needs it: such headers define the same functions, each for other
     codes.
-    `units`: of `metal/{units}.h.metal`, likewise: each for other matrix units.
+    `units`: of `metal/{units}.h.metal`, likewise: each for products of small matrices on another GPU.
     """
 
     name: str

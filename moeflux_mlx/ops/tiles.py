@@ -28,7 +28,7 @@ class Tile:
     narrow: int = 0  # lanes are halved, down to 8, while this many threadgroups remain (0: never)
     dense: int = 0  # rows of an expert in a prompt from which its matrices are dequantised for MLX's dense product
     halves: int = 0  # 1: 4-bit integers are unpacked through halves (metal/affine4_halves.h.metal)
-    units: int = 0  # 1: Apple's matrix units multiply a prompt's experts from their codes, for any number of rows
+    kernel: int = 0  # 1: on Metal `expert_rows` multiplies a prompt's experts with any number of rows, else MLX does
 
 
 # CUDA: measured on an H200, time per launch in a CUDA graph over rotating data; the rows of scripts/bench/results.tsv.
@@ -103,14 +103,12 @@ TUNED = {
     "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
     "expert_dequantize": ("rows", "simdgroups"),
     "expert_rows": ("rows", "simdgroups", "ahead"),
-    "prompt_experts": (
-        "units",
-        "dense",
-    ),  # Metal's product with codes uses the matrix units of an M5, as the dense one does
+    # MLX's product with codes uses the matrix units of an M5, as its dense one does; `expert_rows` does not.
+    "prompt_experts": ("kernel", "dense"),
 }
 # On these backends a field makes a difference to these kernels only: Metal's text does nothing with `ahead`, and on
 # CUDA shifts are as fast as other instructions.
-ONLY = {("metal", "ahead"): ("gated_delta_tokens", "expert_rows"), ("cuda", "halves"): (), ("cuda", "units"): ()}
+ONLY = {("metal", "ahead"): ("gated_delta_tokens", "expert_rows"), ("cuda", "halves"): (), ("cuda", "kernel"): ()}
 LIMITS = {
     "rows": (1, 8),
     "lanes": (4, 32),
@@ -120,7 +118,7 @@ LIMITS = {
     "narrow": (64, 1024),
     "dense": (1, 1024),
     "halves": (1, 1),
-    "units": (1, 1),
+    "kernel": (1, 1),
 }
 
 

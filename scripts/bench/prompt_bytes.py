@@ -3,7 +3,7 @@
 
     scripts/bench/prompt_bytes.py --variant qwen3.6-35b-a3b --tokens 64 512 2048 4096
 
-Each way is traced to the operations and kernels that it gives MLX: our default, our kernel for matrix units, and
+Each way is traced to the operations and kernels that it gives MLX: our default, our own kernel, and
 mlx-lm's module. Nothing is computed, so no weights are needed. Each token's experts are drawn at random, all equally
 often.
 
@@ -141,7 +141,7 @@ Way = tuple[Callable[..., mx.array], list[mx.array]]  # a function and zeros for
 
 
 def ours(layout: ExpertLayout, ids: np.ndarray, on_units: bool) -> Way:
-    """Our products of a prompt's experts, all of them in memory: on matrix units at once, else in waves."""
+    """Our products of a prompt's experts, all of them in memory: by our kernel at once, else in waves."""
     record, counts = next(iter(layout.records.values())), np.bincount(ids.reshape(-1), minlength=layout.num_experts)
     waves = waves_of(counts, layout.num_experts if on_units else wave_size(layout, ids.shape[1]))
 
@@ -182,10 +182,10 @@ def _beside(ids: np.ndarray, record: Record) -> list[mx.array]:
 
 
 def traffic(way: str, layout: ExpertLayout, ids: np.ndarray) -> Traffic:
-    """What the first layer with experts moves in the way "mlx-lm", "default" or "units" for the ids [T, K]."""
+    """What the first layer with experts moves in the way "mlx-lm", "default" or "kernel" for the ids [T, K]."""
     counted = Traffic(next(iter(layout.records.values())))
     with standing_in(backend="metal"), counted.count_products():
-        run, inputs = of_mlx_lm(layout, ids) if way == "mlx-lm" else ours(layout, ids, way == "units")
+        run, inputs = of_mlx_lm(layout, ids) if way == "mlx-lm" else ours(layout, ids, way == "kernel")
         mx.export_function(counted, run, *inputs)
     return counted
 
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| tokens | experts in use | mlx-lm | our default | our kernel |\n|---|---|---|---|---|")
     for tokens in options.tokens:
         ids = drawn(tokens, args.num_experts, args.num_experts_per_tok)
-        each = [traffic(way, layout, ids) for way in ("mlx-lm", "default", "units")]
+        each = [traffic(way, layout, ids) for way in ("mlx-lm", "default", "kernel")]
         first, *rest = [(one.weights + one.others) / 1e6 for one in each]
         ratios = " | ".join(f"{one:,.0f} MB, {one / first:.2f}x" for one in rest)
         print(f"| {tokens:,} | {len(np.unique(ids))} | {first:,.0f} MB | {ratios} |")

@@ -334,7 +334,7 @@ inline T ceildiv(T n, U m) {
   return (n + m - 1) / m;
 }
 
-// Apple's matrix units. Apple does not say which two values of a matrix a lane has; MLX's kernels expect these
+// Metal's products of small matrices. Apple does not say which two values of a matrix a lane has; MLX's kernels expect these
 // (mlx/backend/metal/kernels/steel/gemm/mma.h).
 namespace metal {
 template <typename T, int ROWS, int COLUMNS>

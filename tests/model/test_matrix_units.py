@@ -31,7 +31,7 @@ def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
         monkeypatch.setattr(expert_rows, "_refusal", lambda *_: Reason("they take turns"))
         plain = logits_of(models[0])
         monkeypatch.setattr(expert_rows, "_refusal", lambda *of: calls.append(of) or refusal(*of))
-        with using(Chosen({"prompt_experts": replace(TILES[backend.name()]["prompt_experts"], units=1)})):
+        with using(Chosen({"prompt_experts": replace(TILES[backend.name()]["prompt_experts"], kernel=1)})):
             resident, streamed = map(logits_of, models)
             assert not any(refusal(*of) for of in calls)
     assert calls and np.array_equal(resident, streamed)

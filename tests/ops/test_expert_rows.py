@@ -1,5 +1,5 @@
-"""The experts of a prompt on matrix units, Apple's and CUDA's: sorting by expert, and the products of many rows in
-every stored form.
+"""The experts of a prompt as products of small matrices, Metal's and CUDA's: sorting by expert, and the products of
+many rows in every stored form.
 """
 
 from dataclasses import replace
@@ -217,7 +217,7 @@ def test_what_the_kernels_do_not_take(host):
         rows.plan_rows("cuda", (1, record.size // 4), 1, 1, mx.float32, record, False)
     assert rows.refusal(mx.float32, record) and rows.refusal(mx.float32)
     assert "moeflux tune" in rows._refusal("metal", mx.bfloat16, record)
-    with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], units=1)})):
+    with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], kernel=1)})):
         assert all(rows._refusal("metal", dtype, record) is None for dtype in LIMITS)
         assert rows._refusal("metal", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))
     assert "float32" in rows._refusal("cuda", mx.float32, record)

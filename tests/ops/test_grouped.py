@@ -17,7 +17,7 @@ from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.experts import routed
 from moeflux_mlx.experts.routing import Routing, ignore_report
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, dequantize, grouped, native
+from moeflux_mlx.ops import arrangement, backend, dequantize, grouped, native
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import TILES, using
@@ -33,7 +33,7 @@ from moeflux_mlx.quant import Quant
 def test_every_row_has_a_place_with_its_expert(counts, size, block, dense):
     counts = np.sort(counts)
     waves = [counts[i : i + size] for i in range(0, len(counts), size)]
-    batches, places, source = grouped.arrange(waves, block, dense)
+    batches, places, source = arrangement.arrange(waves, block, dense)
     owner = np.repeat(np.arange(len(counts)), counts)
     assert np.array_equal(source[places], np.arange(len(owner)))
     end = first = 0
@@ -56,7 +56,7 @@ def test_every_row_has_a_place_with_its_expert(counts, size, block, dense):
 
 @given(st.lists(st.integers(1, 10**6), min_size=1))
 def test_sizes_of_batched_products(counts):
-    sizes = grouped.filled(np.array(counts))
+    sizes = arrangement.filled(np.array(counts))
     assert (sizes >= counts).all() and (sizes - counts < np.maximum(np.array(counts) / 4 + 1, 32)).all()
     assert (sizes % 32 == 0).all()
 

@@ -15,7 +15,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError, RankError, RankStopped
 from moeflux_mlx.experts import waves
-from moeflux_mlx.ops import backend, grouped
+from moeflux_mlx.ops import arrangement, backend, grouped
 from moeflux_mlx.several.experts import Owners, RankedExperts
 from moeflux_mlx.several.group import FAILED, Exchange
 
@@ -81,7 +81,7 @@ def ranked(family, exchange, owners, dtype=mx.float32, **options):
 def test_the_bits_and_products_of_one_process_on_mlx_side(monkeypatch, on_device, dense_from):
     """A product's bits may depend on its shape, so no product may be computed that one process does not compute."""
     monkeypatch.setattr(grouped, "dense_from", lambda *_: dense_from)
-    monkeypatch.setattr(grouped, "LEAST_STEP", 1)
+    monkeypatch.setattr(arrangement, "LEAST_STEP", 1)
     monkeypatch.setattr(waves, "WAVE_BYTES", 5 * 10240)
     right, made = grouped.dense_ffn, set()
     monkeypatch.setattr(grouped, "dense_ffn", lambda *a: made.add(tuple(one.shape for one in a[:3])) or right(*a))

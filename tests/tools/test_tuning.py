@@ -212,9 +212,9 @@ def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monke
         assert trial.is_right(next(trial.around(TILES["metal"]["expert_rows"])))
 
 
-def test_apples_matrix_units_are_used_once_the_search_has_chosen_them(host):
+def test_our_kernel_for_prompts_is_used_once_the_search_has_chosen_it(host):
     if backend.name() != "metal":
-        pytest.skip("CUDA's are the default")
+        pytest.skip("on CUDA it is the default")
     launches, record = dict(tiny_samples()), next(iter(tiny_shapes().layout.records.values()))
     (spot,) = (spot for spot, sample in launches.items() if sample.kernel == "prompt_experts")
     make = launches[spot].make
@@ -223,10 +223,10 @@ def test_apples_matrix_units_are_used_once_the_search_has_chosen_them(host):
         def __init__(self, spot, sample):
             self.around = lambda tile: neighbours("metal", sample.kernel, tile)
             self.is_right = lambda tile: True
-            self.seconds = lambda tile: 1.0 if tile.units else 2.0 + (tile.dense != 256)
+            self.seconds = lambda tile: 1.0 if tile.kernel else 2.0 + (tile.dense != 256)
 
     (result,) = tuning.tune([spot], launches, Bench)
-    assert result.best.units and result.gain == 2
+    assert result.best.kernel and result.gain == 2
     assert expert_rows.refusal(mx.bfloat16, record) and not make().on_units
     with using(Tiles(tuning.kept([result]))):
         assert not expert_rows.refusal(mx.bfloat16, record) and make().on_units
