@@ -1,6 +1,7 @@
 """Prompts on a GPU process an expert's rows in blocks: each row keeps its expert, and nothing else changes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -254,3 +255,21 @@ def test_matrix_units_give_the_same_bits_in_waves_too(shared, monkeypatch):
             plain.multiply(i, own, Records(blob, record))
         other = plain.combined(weights, residual, beside).astype(mx.float32)
         assert mx.abs(other - want.astype(mx.float32)).max() < 0.03 * mx.abs(other).max()
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+def test_rows_for_several_command_buffers_go_in_waves(monkeypatch):
+    record = Record.make(64, 64)
+    source = SimpleNamespace(layout=None, reads_ahead=False, at_close=lambda call: None)
+    source.whole = lambda layer: random_records(record, 4)
+    experts, asked = routed.RoutedExperts(source, "off"), []
+    monkeypatch.setattr(routed, "_at_once", lambda *given: asked.append("at once"))
+    monkeypatch.setattr(routed, "in_waves", lambda *given: asked.append("in waves"))
+    x, ids = mx.zeros((20, 64), mx.bfloat16), mx.zeros((20, 2), mx.int32)
+    with msl.launching():
+        for kernel, most in ((0, None), (1, None), (1, 40), (1, 39)):
+            monkeypatch.setattr(grouped, "most_rows", lambda record, most=most: most)
+            with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], kernel=kernel)})):
+                experts(Routing(0, ids, mx.zeros((20, 2))), x, x, None)
+    assert asked == ["in waves", "at once", "at once", "in waves"]

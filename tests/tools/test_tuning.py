@@ -23,7 +23,7 @@ from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.formats.record import ExpertLayout, Record
 from moeflux_mlx.model.tensors import needed, stored_as
-from moeflux_mlx.ops import backend, expert_rows, experts, linear
+from moeflux_mlx.ops import backend, expert_rows, experts, grouped, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.forms import form_of, unpacked
 from moeflux_mlx.ops.tiles import TILES, TUNED, Tile, Tiles, is_usable, neighbours, spot_of, using
@@ -212,12 +212,18 @@ def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monke
         assert trial.is_right(next(trial.around(TILES["metal"]["expert_rows"])))
 
 
-def test_our_kernel_for_prompts_is_used_once_the_search_has_chosen_it(host):
+def test_our_kernel_for_prompts_is_used_once_the_search_has_chosen_it(host, monkeypatch):
     if backend.name() != "metal":
         pytest.skip("on CUDA it is the default")
     launches, record = dict(tiny_samples()), next(iter(tiny_shapes().layout.records.values()))
     (spot,) = (spot for spot, sample in launches.items() if sample.kernel == "prompt_experts")
-    make = launches[spot].make
+    make, inputs, calls = launches[spot].make, launches[spot].inputs, []
+
+    def zeros(x, starts, source, *_):
+        calls.append(len(source))
+        return mx.zeros((len(source), x.shape[1]), x.dtype)
+
+    monkeypatch.setattr(grouped, "expert_rows", zeros)
 
     class Bench:
         def __init__(self, spot, sample):
@@ -227,9 +233,11 @@ def test_our_kernel_for_prompts_is_used_once_the_search_has_chosen_it(host):
 
     (result,) = tuning.tune([spot], launches, Bench)
     assert result.best.kernel and result.gain == 2
-    assert expert_rows.refusal(mx.bfloat16, record) and not make().on_units
+    assert expert_rows.refusal(mx.bfloat16, record)
+    assert make()(*inputs) and not calls
     with using(Tiles(tuning.kept([result]))):
-        assert not expert_rows.refusal(mx.bfloat16, record) and make().on_units
+        assert not expert_rows.refusal(mx.bfloat16, record)
+        assert make()(*inputs) and calls == [sum(tuning.ROWS)]
         assert expert_rows.refusal(mx.bfloat16, Record.make(64, 64))
 
 
