@@ -40,6 +40,31 @@ def test_missing_compiler_names_the_remedy(monkeypatch):
         msl.require_compiler()
 
 
+# A lane's two values of a matrix are where MLX's `BaseMMAFrag::get_coord` has them.
+PRODUCT = """
+  const uint lane = thread_index_in_simdgroup, quad = lane / 4;
+  const uint at = 8 * ((quad & 4) + (lane / 2) % 4) + (quad & 2) * 2 + (lane % 2) * 2;
+  simdgroup_matrix<float, 8, 8> left, right, sum;
+  for (uint i = 0; i < 2; i++) {
+    left.thread_elements()[i] = a[at + i];
+    right.thread_elements()[i] = b[at + i];
+    sum.thread_elements()[i] = 0;
+  }
+  simdgroup_multiply_accumulate(sum, left, right, sum);
+  simdgroup_multiply_accumulate(sum, left, right, sum);
+  out[at] = sum.thread_elements()[0];
+  out[at + 1] = sum.thread_elements()[1];
+"""
+
+
+def test_products_of_small_matrices():
+    a, b = np.random.default_rng(2).integers(-9, 9, (2, 8, 8)).astype(np.float32)
+    kernel = mx.fast.metal_kernel(name="product", input_names=["a", "b"], output_names=["out"], source=PRODUCT)
+    call = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(8, 8)], "output_dtypes": [mx.float32]}
+    (out,) = msl.run(kernel, [mx.array(a), mx.array(b)], **call)
+    assert np.array_equal(out, 2 * a @ b)
+
+
 # ---- kernels written by others, unchanged
 
 
