@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cli import launches
-from .cli.diagnosis import run
+from .cli import diagnosis, launches, reporting
 from .cli.launches import BACKENDS
 from .cli.options import add_variant
 from .cli.run import Parser, execute
@@ -32,6 +31,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="show only which kernels a model runs for one, a few and many tokens, and why others do not run",
     )
+    made.add_argument(
+        "--report",
+        nargs="?",
+        const=reporting.FILE,
+        metavar="FILE",
+        help="make a report to send: compile the kernels of all known models and run the demo model, too, which takes "
+        f"a few minutes; print everything and save it in FILE ({reporting.FILE}), without names, paths or keys",
+    )
     which = made.add_mutually_exclusive_group()
     which.add_argument(
         "--model",
@@ -45,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = parser().parse_args(argv)
-    return execute(launches.run if options.launches else run, options)
+    if options.report is not None:
+        return execute(reporting.run, options)
+    return execute(launches.run if options.launches else diagnosis.run, options)
 
 
 if __name__ == "__main__":

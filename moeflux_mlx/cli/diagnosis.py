@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +38,7 @@ M5_MACOS, NAX = (26, 2), b"gather_qmm_rhs_nax"
 
 def run(options: argparse.Namespace) -> int:
     """Prints the screen; returns 1 if a value is wrong."""
-    for name in ("model", "variant", "backend"):
-        if getattr(options, name) is not None:
-            raise RequestError(f"--{name} is for --launches; give both")
+    refuse_options_of_launches(options)
     figures, dtype = machine_figures(), default_dtype()
     print("\n".join([*machine_lines(figures), *thread_lines(), *matrix_lines()]))
     lines, is_right = value_lines(dtype)
@@ -51,6 +50,13 @@ def run(options: argparse.Namespace) -> int:
     if missing:
         print("\n".join(["", *missing]))
     return 0 if is_right else 1
+
+
+def refuse_options_of_launches(options: argparse.Namespace) -> None:
+    """Raises RequestError: an option is given that only --launches uses."""
+    for name in ("model", "variant", "backend"):
+        if getattr(options, name) is not None:
+            raise RequestError(f"--{name} is for --launches; give both")
 
 
 def machine_lines(figures: Figures) -> list[str]:
@@ -187,4 +193,9 @@ def _processor() -> str:
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         if names:
             return names[0]
+    if platform.system() == "Darwin":
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
+        )
+        return asked.stdout.strip() or platform.machine()
     return platform.processor() or platform.machine()

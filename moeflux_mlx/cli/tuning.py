@@ -27,11 +27,9 @@ from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..files import user_path
-from ..formats.record import ExpertLayout
-from ..model.tensors import needed, resident_bytes, stored_as
+from ..model.tensors import resident_bytes
 from ..ops import backend
 from ..ops.tiles import Tile
-from ..spec import ModelArgs
 from ..tools.tuning import Result, crew, kept, samples
 from ..vision.pixels import IMAGE_ROWS
 
@@ -125,9 +123,7 @@ def shapes_of(options: argparse.Namespace) -> Shapes:
     """The model's sizes, the layout of its experts and how its matrices are stored; no tensor is read."""
     dtype = default_dtype()
     if options.variant is not None:
-        args = ModelArgs.from_variant(options.variant)
-        quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
-        return Shapes(args, ExpertLayout.from_args(args), quants, dtype)
+        return Shapes.of_variant(options.variant, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         args, layout, tensors = remote.figures()
         return Shapes.of(args, layout, tensors, dtype)

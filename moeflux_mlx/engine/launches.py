@@ -30,7 +30,7 @@ from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
 from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
-from ..ops.launch import NO_KERNELS, Kernel, Place, Reason, ceildiv
+from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason, ceildiv
 from ..ops.rows import RowCaches
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
@@ -63,7 +63,7 @@ class Step:
         tokens: number of tokens at once.
         runs: kernels and native forms, with the number of calls of each; everything else is MLX's own operations.
         refused: operations for which a kernel or native form exists but does not run, with the reason.
-        programs: the input of CUDA's compiler for them.
+        programs: the input of the GPU's compiler for them.
     """
 
     part: str
@@ -138,9 +138,9 @@ class Noted(Tiles):
 
         def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
             self.runs[name] += 1
-            if target == "cuda":
-                text = kernel.text(target, constants, threads, places)
-                self.programs.append(Program(text, [array.dtype for array in inputs], output_dtypes))
+            text = kernel.text(target, constants, threads, places)
+            few = [array.size < LEAST_ELEMENTS for array in inputs]
+            self.programs.append(Program(text, [array.dtype for array in inputs], output_dtypes, few, threads))
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
         return call

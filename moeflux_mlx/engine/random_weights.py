@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..formats.record import ExpertLayout, Record
 from ..model.layers import Weight
-from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix
+from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix, needed, stored_as
 from ..model.weights import arrange
 from ..ops.experts import Records
 from ..ops.forms import DTYPES, settings
@@ -42,6 +42,13 @@ class Shapes:
         stated = args.quantization or Quantization()
         stored = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
         return cls(args, layout, {path: stated.of(path) for path in stored}, dtype)
+
+    @classmethod
+    def of_variant(cls, name: str, dtype: mx.Dtype) -> "Shapes":
+        """The shapes of the known model `name`, as a conversion stores it."""
+        args = ModelArgs.from_variant(name)
+        quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
+        return cls(args, ExpertLayout.from_args(args), quants, dtype)
 
 
 def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:

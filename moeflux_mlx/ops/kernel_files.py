@@ -49,11 +49,21 @@ Compiled = tuple[str, bytes]  # a kernel's name in the machine code, and the cod
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel for arrays of certain dtypes: the text that MLX compiles."""
+    """A kernel for arrays of certain dtypes: the text that MLX compiles.
+
+    Args:
+        kernel: the text.
+        inputs: the dtypes of its inputs.
+        outputs: the dtypes of its outputs.
+        few: for each input whether it has fewer than `LEAST_ELEMENTS` elements, on which MLX's text for Metal depends.
+        threads: of a threadgroup, as many as its launch asks for.
+    """
 
     kernel: KernelText
     inputs: Sequence[mx.Dtype]
     outputs: Sequence[mx.Dtype]
+    few: Sequence[bool] = ()
+    threads: int = 0
 
     @property
     def function(self) -> str:

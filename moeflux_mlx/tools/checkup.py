@@ -4,11 +4,9 @@ Each check runs an operation as a model would, on small random inputs, against t
 models nor files.
 """
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,10 +15,12 @@ from ..formats.record import Projection, Record
 from ..kinds import Router
 from ..ops import backend, native
 from ..ops.experts import Records, expert_ffn
-from ..ops.launch import threads_named
+from ..ops.kernel_files import Program
+from ..ops.launch import KernelText, threads_named
 from ..ops.linear import Part, linear
 from ..ops.route import route
 from ..quant import EXPERTS
+from .kernels import threads_allowed
 
 HIDDEN, INNER, EXPERT_COUNT, TOP_K = 512, 256, 8, 4
 RATED, RATED_WIDTH = 5, 4096  # experts of three square matrices, 142 MB together, for the timing of products
@@ -89,18 +89,11 @@ def thread_limits() -> tuple[int, int]:
 
 
 def _threads_given(header: str) -> int:
-    """The threads that MLX names when it refuses `ASKED` threads, or `ASKED`."""
-    make: Any = mx.fast.metal_kernel
-    text = {"input_names": ["x"], "output_names": ["out"], "header": header, "source": CROWDED}
-    call: dict[str, Any] = {"grid": (ASKED, 1, 1), "threadgroup": (ASKED, 1, 1)}
-    call |= {"output_shapes": [(ASKED, 96)], "output_dtypes": [mx.float32]}
+    text = KernelText(f"moeflux_crowded{len(header)}", ["x"], ["out"], header, CROWDED)
     try:
-        mx.eval(make(name=f"moeflux_crowded{len(header)}", **text)(inputs=[mx.ones((ASKED,))], **call))
-    except ValueError as error:
-        return int(re.findall(r"\d+", str(error))[-1])
+        return threads_allowed(Program(text, [mx.float32], [mx.float32]))
     except RuntimeError:
         return 0
-    return ASKED
 
 
 def check_operations(dtype: mx.Dtype) -> list[Check]:

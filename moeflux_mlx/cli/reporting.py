@@ -1,0 +1,244 @@
+"""Writes a file about this machine that its owner can send: what it is, whether every kernel compiles and computes
+correctly, and how fast the demo model runs.
+
+The file has no names, paths or keys (`without_names`). A part that fails is a line of the file, and the others follow.
+"""
+
+import argparse
+import os
+import platform
+import re
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ..engine.engine import Engine, open_engine
+from ..engine.machine import default_dtype, in_gb, machine_figures, used_memory
+from ..errors import MoefluxError, RequestError
+from ..files import replace_file, user_path
+from ..ops import backend
+from ..tools.checkup import product_rate
+from ..tools.demo_check import BOUND, NATS, story_rows
+from ..tools.kernels import Built, built, compiler_of, programs_of_variants
+from ..version import described
+from .benchmarking import OURS, measured, own_steps, table
+from .diagnosis import (
+    disk_rate,
+    hub_folder,
+    machine_lines,
+    matrix_lines,
+    refuse_options_of_launches,
+    thread_lines,
+    value_lines,
+)
+from .known_models import ASSUMED_DISK, Fit, Machine, known_models
+from .known_models import table as table_of_models
+from .terminal import note
+
+FILE = "moeflux-report.txt"
+WIDTH = 100  # columns
+BUDGET = 120.0  # seconds for compiling kernels; macOS keeps what it has compiled, so a second report takes less
+FAULT_LINES = 8  # of what a compiler says
+POOL = 2 << 20  # bytes: half of the demo model's experts
+PROMPT, ANSWER, ROUNDS = 512, 64, 3  # tokens of the demo model's prompt and answer; rounds of which the median counts
+KERNEL = re.compile(r"moeflux_(\w+)_\d+_[0-9a-f]{16}")
+ABSOLUTE = re.compile(r"(?<![\w.~])/[^\s'\":,;()]+")
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+LEAST_NAME, LEAST_SECRET = 2, 6  # characters: shorter words and values are not looked for
+
+Part = tuple[list[str], bool]  # lines, and whether everything is right
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the report part by part and keeps what there is in the file, so that a crash loses only its own part.
+    Returns 1 if something is wrong or failed.
+    """
+    if options.launches:
+        raise RequestError("--report and --launches exclude each other; give one of them")
+    refuse_options_of_launches(options)
+    path, lines, faults = user_path(options.report), list[str](), list[str]()
+
+    def add(*more: str) -> None:
+        text = without_names("\n".join(more))
+        print(text, flush=True)
+        lines.append(text)
+
+    add(f"moeflux {described()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
+    report = Report(None if options.no_disk else options.directory)
+    for title, part in report.parts(with_disk=not options.no_disk).items():
+        note(f"{title} ...")
+        save(path, [*lines, f"\n{title}: began, and the program ended before it did"])
+        said, is_right = outcome(part)
+        add("", f"{title}:", *(f"  {line}" for line in said))
+        faults += [] if is_right else [title]
+    add("", f"WRONG OR FAILED: {', '.join(faults)}" if faults else "everything is right")
+    save(path, lines)
+    note(f"saved in {path}; it holds no names, paths or keys")
+    return 1 if faults else 0
+
+
+def save(path: Path, lines: Sequence[str]) -> None:
+    """Replaces the file."""
+    replace_file(path, ["\n".join([*lines, ""]).encode()])
+
+
+def outcome(part: Callable[[], Part]) -> Part:
+    """What a part gives, or that it failed: on a machine of an unknown kind any part may fail in any way, and that is
+    what the report is for.
+    """
+    try:
+        return part()
+    except Exception as error:
+        return [f"failed: {type(error).__name__}: {first_lines(str(error))}"], False
+
+
+class Report:
+    """The parts of a report. `folder`: where the disk is measured; None: the Hugging Face cache."""
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+        self._disk: float | None = None
+
+    def parts(self, with_disk: bool) -> dict[str, Callable[[], Part]]:
+        """The parts by title, in their order."""
+        return {
+            "machine": self.machine,
+            "threads and matrix units": lambda: ([*thread_lines(), *matrix_lines()] or ["of a Mac alone"], True),
+            "values": lambda: value_lines(default_dtype()),
+            **({"disk": self.disk} if with_disk else {}),
+            "memory": self.memory,
+            "known models": lambda: (table_of_models(self.here, self.models), True),
+            "kernels": self.kernels,
+            "demo model": self.demo,
+        }
+
+    @cached_property
+    def here(self) -> Machine:
+        """This machine, with the disk's rate if it was measured."""
+        rate = product_rate(default_dtype())
+        return Machine(machine_figures(), rate, self._disk or ASSUMED_DISK, self._disk is not None)
+
+    @cached_property
+    def models(self) -> list[Fit]:
+        """The known models, those that fit first."""
+        return known_models(self.here)
+
+    def machine(self) -> Part:
+        lines = machine_lines(machine_figures())
+        if backend.has_kernels():
+            known = mx.device_info().items()
+            lines.append("device    " + ", ".join(f"{name} {value}" for name, value in sorted(known)))
+        return lines, True
+
+    def memory(self) -> Part:
+        used = in_gb(used_memory())
+        return [f"{in_gb(self.here.products, 1)}/s of 4-bit weights in products of one row; {used} in use here"], True
+
+    def disk(self) -> Part:
+        """Measures the disk; no room for the file is no fault of the machine."""
+        try:
+            self._disk = rate = disk_rate(self._folder or hub_folder())
+        except (MoefluxError, OSError) as error:
+            return [f"not measured: {error}"], True
+        return [f"{rate / 1e9:.2f} GB/s reading whole experts past the page cache"], True
+
+    def kernels(self) -> Part:
+        """Compiles every kernel of the known models, those that fit first, until `BUDGET` is spent."""
+        if not backend.has_kernels():
+            return ["none to compile: no GPU computes here"], True
+        start, compiled = time.perf_counter(), compiler_of(backend.name())
+        programs = list(programs_of_variants([fit.name for fit in self.models], backend.name(), default_dtype()))
+        done: list[Built] = []
+        for program in programs:
+            if time.perf_counter() - start > BUDGET:
+                break
+            done.append(built(program, compiled))
+            if len(done) % 100 == 0:
+                note(f"{len(done)} of {len(programs)} kernels compiled")
+        return kernel_lines(done, len(programs), len(self.models)), not any(one.fault for one in done)
+
+    def demo(self) -> Part:
+        """Runs the demo model with all experts in memory and streamed: a known story, a prompt and an answer."""
+        lines, is_right, rows = list[str](), True, list[np.ndarray]()
+        for title, io, pool in (("in memory", "mmap", None), ("half of the experts streamed", "pread", POOL)):
+            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool)
+            try:
+                made, nats = story_rows(engine)
+                rows.append(made)
+                is_near = abs(nats - NATS) <= BOUND
+                is_right &= is_near
+                verdict = "right" if is_near else "WRONG"
+                lines.append(f"{title}: a known story has {nats:.3f} nats a token, {verdict} ({NATS} expected)")
+                lines += speed_of(engine)
+            finally:
+                engine.experts.close()
+        is_same = np.array_equal(rows[0], rows[1])
+        lines.append(f"streaming gives {'the same bits' if is_same else 'OTHER BITS'}")
+        return lines, is_right and is_same
+
+
+def speed_of(engine: Engine) -> list[str]:
+    """A table of the speed of a prompt of `PROMPT` tokens and an answer after it."""
+    sizes = argparse.Namespace(prompt_tokens=[PROMPT], max_tokens=ANSWER, rounds=ROUNDS)
+    return table(measured(sizes, engine, {OURS: own_steps(engine)})[OURS], None)
+
+
+def kernel_lines(done: Sequence[Built], count: int, models: int) -> list[str]:
+    """Lines on compiled kernels: the sum, each text's time and threads by kernel, and the faults.
+
+    Args:
+        done: those that were compiled.
+        count: of all texts of `models` models.
+    """
+    seconds = [one.seconds for one in done]
+    faults = [one for one in done if one.fault]
+    total = f"{len(done)} of {count} texts of {models} models in {sum(seconds):.1f} s"
+    lines = [f"{total}, the slowest in {max(seconds, default=0):.2f} s; {len(faults)} failed"]
+    if len(done) < count:
+        lines.append(f"{count - len(done)} were left out after {BUDGET:.0f} s; a second report begins where Metal's")
+        lines[-1] += " own store of compiled kernels ends"
+    lines.append("milliseconds of each text, and after a slash the threads that it allows in a threadgroup:")
+    by_kernel: dict[str, list[str]] = {}
+    for one in done:
+        name = KERNEL.sub(r"\1", one.name)
+        threads = "" if one.allowed is None else f"/{one.allowed}"
+        by_kernel.setdefault(name, []).append("failed" if one.fault else f"{1e3 * one.seconds:.0f}{threads}")
+    for name in sorted(by_kernel):
+        text = f"{name}: {' '.join(by_kernel[name])}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return lines + [f"FAILED {one.name}: {first_lines(one.fault)}" for one in faults]
+
+
+def first_lines(text: str) -> str:
+    """The first lines of a message, each but the first indented."""
+    return "\n    ".join(line.strip() for line in text.strip().splitlines()[:FAULT_LINES])
+
+
+def without_names(text: str) -> str:
+    """`text` without paths, without the names of the user and the machine, and without the values of variables of the
+    environment that are secret by their names.
+
+    "no /Users/ann/models on anns-mac" -> "no PATH on NAME"
+    """
+    secrets = [value for name, value in os.environ.items() if SECRET.search(name)]
+    places = [Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(mx.__file__).parent]
+    host = platform.node()
+    names = [Path.home().name, *(os.environ.get(name, "") for name in ("USER", "LOGNAME")), host, host.split(".")[0]]
+    text = _replaced(text, (one for one in secrets if len(one) >= LEAST_SECRET), "SECRET")
+    text = _replaced(text, (str(place) for place in places if place != place.parent), "/PATH")
+    text = ABSOLUTE.sub("PATH", text)
+    return _replaced(text, (name for name in names if len(name) >= LEAST_NAME), "NAME", r"\b")
+
+
+def _replaced(text: str, words: Iterable[str], by: str, border: str = "") -> str:
+    """`text` with `by` for each of the words, the longest first, between borders."""
+    for word in sorted(set(words), key=len, reverse=True):
+        text = re.sub(f"{border}{re.escape(word)}{border}", by, text)
+    return text

@@ -1,0 +1,208 @@
+"""The report about a machine: its parts, faults that are planted in it, and what it must not hold."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import msl
+from moeflux_mlx import doctor
+from moeflux_mlx.cli import reporting
+from moeflux_mlx.cli.known_models import Fit
+from moeflux_mlx.engine.launches import launches_of
+from moeflux_mlx.engine.random_weights import Shapes
+from moeflux_mlx.ops.kernel_files import Program
+from moeflux_mlx.ops.launch import KernelText
+from moeflux_mlx.tools import kernels
+from moeflux_mlx.tools.kernels import Built, programs_of_variants, threads_allowed
+
+VARIANT = "qwen3-30b-a3b"
+TITLES = ["machine", "threads and matrix units", "values", "memory", "known models", "kernels", "demo model"]
+
+
+class OnlyCompiled(msl.TextKernel):
+    """Compiles, and then refuses the launch as MLX does for Metal. `limits`: threads allowed, by a part of a name."""
+
+    limits: dict[str, int] = {}
+
+    def __init__(self, **definition):
+        super().__init__(**definition)
+        self.name = definition["name"]
+
+    def __call__(self, *, threadgroup, **call):
+        try:
+            super().__call__(threadgroup=threadgroup, **call)
+        except msl.Failure as error:
+            raise RuntimeError(f"[metal::Device] Unable to build metal library from source\n{error}") from None
+        allowed = next((limit for part, limit in self.limits.items() if part in self.name), 1024)
+        assert threadgroup[0] > 1024, "it would run"
+        words = f"Thread group size ({threadgroup[0]}) is greater than  the maximum allowed threads per threadgroup"
+        raise ValueError(f"{words} ({allowed}).")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(reporting, "ROUNDS", 1)
+    monkeypatch.setattr(reporting, "ANSWER", 8)
+
+
+@pytest.fixture
+def viewed(monkeypatch, cpu_device):
+    """Gives doctor a Metal compiler and one known model; the report has its kernels alone."""
+    monkeypatch.setattr(reporting, "known_models", lambda here: [Fit(VARIANT, None, 0)])
+    monkeypatch.setattr(reporting, "product_rate", lambda dtype: 1e9)
+    monkeypatch.setattr(reporting, "machine_figures", lambda: None)
+    monkeypatch.setattr(kernels, "SEQUENCES", ())
+    monkeypatch.setattr(kernels, "CHECKED", ())
+    whole = reporting.Report.parts
+    monkeypatch.setattr(reporting.Report, "parts", lambda self, **given: {"kernels": whole(self, **given)["kernels"]})
+    monkeypatch.setattr(OnlyCompiled, "texts", [])
+    monkeypatch.setattr(OnlyCompiled, "limits", {})
+    with msl.launching(OnlyCompiled):
+        yield
+
+
+def report(tmp_path, *options, code=0):
+    """Returns the file's text."""
+    path = tmp_path / "sent.txt"
+    assert doctor.main(["--no-disk", "--report", str(path), *options]) == code
+    return path.read_text()
+
+
+def test_every_part_is_in_the_file_and_on_the_screen(tmp_path, capsys):
+    text = report(tmp_path)
+    assert capsys.readouterr().out == text
+    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")] == TITLES
+    assert text.count("right (0.062 expected)") == 2 and "streaming gives the same bits" in text
+    assert text.count("    512 ") == 2 and text.endswith("\neverything is right\n")
+
+
+@msl.needed
+def test_every_text_of_a_model_is_compiled_and_none_runs(viewed, tmp_path):
+    text = report(tmp_path)
+    shapes = Shapes.of_variant(VARIANT, mx.bfloat16)
+    listed = {one.kernel.name for step in launches_of(shapes, "metal") for one in step.programs}
+    compiled = {name for name in listed if any(f"custom_kernel_{name}_" in one for one in msl.TextKernel.texts)}
+    assert len(listed) > 15 and compiled == listed
+    assert f"{len(msl.TextKernel.texts)} of {len(msl.TextKernel.texts)} texts of 1 models" in text
+    assert "\n  attend_step: " in text and "/1024" in text and "; 0 failed" in text
+
+
+@msl.needed
+def test_a_kernel_that_does_not_compile_is_a_fault(viewed, monkeypatch, tmp_path):
+    msl.plant(monkeypatch, "topk.metal", ";\n", ";\nundeclared += 1;\n")
+    text = report(tmp_path, code=1)
+    assert "FAILED moeflux_topk_" in text and "undeclared" in text and "WRONG OR FAILED: kernels" in text
+    assert str(msl.BUILD) not in text
+
+
+@msl.needed
+def test_a_kernel_that_allows_too_few_threads_is_a_fault(viewed, tmp_path):
+    OnlyCompiled.limits["expert_down_combine"] = 32
+    text = report(tmp_path, code=1)
+    assert "FAILED moeflux_expert_down_combine" in text and "and 32 are allowed" in text
+
+
+@msl.needed
+def test_small_inputs_are_as_small_as_the_launch_has_them(viewed):
+    """MLX passes them as `constant`, so that another text is compiled."""
+    texts = []
+    for program in programs_of_variants([VARIANT], "metal", mx.bfloat16):
+        threads_allowed(program)
+        texts.append((any(program.few), "const constant" in msl.TextKernel.texts[-1]))
+    assert {(True, True), (False, False)} == set(texts)
+
+
+@msl.needed
+def test_a_call_that_mlx_refuses_otherwise_is_no_limit(viewed):
+    wrong = Program(KernelText("two", ["x"], ["y"], "", "y[0] = x[0];"), [], [mx.float32])
+    with pytest.raises(ValueError, match="inputs"):
+        threads_allowed(wrong)
+
+
+def test_kernels_beyond_the_time_are_counted(monkeypatch):
+    lines = reporting.kernel_lines([Built("moeflux_topk_64_0123456789abcdef", 0.5, 64, 512)], 7, 2)
+    assert lines[0] == "1 of 7 texts of 2 models in 0.5 s, the slowest in 0.50 s; 0 failed"
+    assert lines[1].startswith("6 were left out") and lines[-1] == "topk: 500/512"
+
+
+def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
+    right = reporting.story_rows
+    monkeypatch.setattr(reporting, "story_rows", lambda engine: (right(engine)[0], 1.4))
+    text = report(tmp_path, code=1)
+    assert "1.400 nats a token, WRONG" in text and text.endswith("WRONG OR FAILED: demo model\n")
+
+
+def test_other_bits_of_streaming_are_seen(monkeypatch, tmp_path):
+    rows = iter([np.zeros(3), np.array([0.0, 0.0, 1e-7])])
+    monkeypatch.setattr(reporting, "story_rows", lambda engine: (next(rows), reporting.NATS))
+    assert "streaming gives OTHER BITS" in report(tmp_path, code=1)
+
+
+def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path):
+    def broken(self):
+        raise OSError(2, "cannot read", "/Users/ann/secret/model")
+
+    monkeypatch.setattr(reporting.Report, "memory", broken)
+    text = report(tmp_path, code=1)
+    assert "memory:\n  failed: FileNotFoundError: [Errno 2] cannot read: 'PATH'" in text
+    assert "streaming gives the same bits" in text and "WRONG OR FAILED: memory" in text
+
+
+def test_a_crash_leaves_what_there_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(reporting.Report, "demo", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    text = report(tmp_path, code=130)
+    assert "values    product   right" in text and text.endswith(
+        "demo model: began, and the program ended before it did\n"
+    )
+
+
+def test_nothing_private_is_in_the_file(tmp_path):
+    """Runs with a home, a user and keys of its own; a broken part names all of them."""
+    home = tmp_path / "Users" / "annabel"
+    home.mkdir(parents=True)
+    secrets = {"HF_TOKEN": "hf_abcdefgh123", "OPENAI_API_KEY": "sk-12345678"}
+    environment = {**os.environ, **secrets, "HOME": str(home), "USER": "annabel", "PYTHONPATH": os.getcwd()}
+    script = """
+import os, platform, sys
+from moeflux_mlx import doctor
+from moeflux_mlx.cli import reporting
+
+def broken(self):
+    raise OSError(f"{os.environ['HF_TOKEN']} of {os.environ['USER']} on {platform.node()}, {os.getcwd()}/x, "
+                  f"{sys.prefix} {os.environ['HOME']}/a model {os.environ['OPENAI_API_KEY']} file:///var/x:1")
+
+reporting.Report.memory = broken
+sys.exit(doctor.main(["--no-disk", "--report"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=home, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    text = (home / reporting.FILE).read_text()
+    assert "failed: OSError: SECRET of NAME on NAME" in text and text == done.stdout
+    private = [*secrets.values(), "annabel", platform.node(), str(tmp_path), sys.prefix, "/var", "/Users"]
+    assert [word for word in private if word in text] == []
+
+
+def test_figures_are_not_taken_for_paths():
+    text = "3.07 GB/s; 31/256 28/1024; Linux-6.18/x; a/b"
+    assert reporting.without_names(text) == text
+
+
+def test_a_report_does_not_list_launches(capsys):
+    assert doctor.main(["--report", "x", "--launches"]) == 1
+    assert "exclude each other" in capsys.readouterr().err and not Path("x").exists()
+
+
+def test_nvidias_compiler_is_named_if_it_is_missing(monkeypatch):
+    monkeypatch.setattr(kernels, "compiler_here", lambda: None)
+    with pytest.raises(RuntimeError, match="NVIDIA's compiler"):
+        kernels.compiler_of("cuda")
+    failing = type("Nvrtc", (), {"compile": lambda self, program: None})
+    monkeypatch.setattr(kernels, "compiler_here", failing)
+    one = kernels.built(Program(KernelText("k", [], ["y"], "", ""), [], [mx.float32]), kernels.compiler_of("cuda"))
+    assert one.fault == "it does not compile" and one.allowed is None
