@@ -50,6 +50,14 @@ def parser() -> argparse.ArgumentParser:
         help=f"read speed of the disk; default: {', '.join(f'{disk:g}' for disk in DISKS)} side by side",
     )
     add("--measure-disk", action="store_true", help="measure the disk by reading experts of --model")
+    add(
+        "--chip",
+        action="append",
+        dest="chips",
+        metavar="NAME",
+        help="show instead what --variant should reach on a Mac with this chip, such as 'M4 Max', computed from public "
+        "figures; may be repeated; default of --ram-gb: the least that it is sold with from 16 GB on",
+    )
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add_memory(add)

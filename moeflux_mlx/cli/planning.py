@@ -36,6 +36,7 @@ from ..packing.tables import SMALL_GROUP
 from ..quant import Quant
 from ..spec import ModelArgs
 from ..vision.vision import NoVision, VisionFiles, checked_rows
+from . import chips
 from .options import gigabytes
 from .rank_planning import machines_of, rank_lines
 from .terminal import note
@@ -48,6 +49,8 @@ DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.chips is not None:
+        return chips.run(options)
     dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
     if (options.model is None) == (options.variant is None):
         raise RequestError("give either --model or --variant")

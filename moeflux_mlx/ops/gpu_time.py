@@ -16,19 +16,10 @@ import mlx.core as mx
 from ..kinds import CHUNK, Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
 from ..spec import ModelArgs
 from . import backend
+from .chips import CHIPS
 
 SECONDS = 0.5  # the most time of one command buffer
-# Float32 operations a second, in 10^12, of a chip's GPU with all of its cores, as huggingface.js lists them
-# (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is two of the Max. M5 counts as M4, without its matrix
-# units. Chips are also sold with fewer cores, an M1 Max with three quarters.
-TFLOPS = {
-    **{"Apple M1": 2.6, "Apple M1 Pro": 5.2, "Apple M1 Max": 10.4, "Apple M1 Ultra": 20.8},
-    **{"Apple M2": 3.6, "Apple M2 Pro": 6.8, "Apple M2 Max": 13.5, "Apple M2 Ultra": 27.0},
-    **{"Apple M3": 4.1, "Apple M3 Pro": 6.4, "Apple M3 Max": 14.2, "Apple M3 Ultra": 28.4},
-    **{"Apple M4": 4.6, "Apple M4 Pro": 9.2, "Apple M4 Max": 18.4},
-    **{"Apple M5": 4.6, "Apple M5 Pro": 9.2, "Apple M5 Max": 18.4},
-}
-SLOWEST = min(TFLOPS.values())
+SLOWEST = min(chip.tflops for chip in CHIPS.values())
 # A command buffer holds at most a layer's work on one block, with one part of its attention and the latents expanded
 # for it, or one piece of a wave. The plan limits a block by the chip; the other pieces are equal on every Apple GPU.
 BLOCK_SHARE = 0.5
@@ -38,7 +29,7 @@ DELTA_SHARE = 0.25  # share of the rate that the delta rule's sequential steps r
 
 def rate(chip: str) -> float:
     """Operations per second of a GPU, by Metal's name; an unknown one counts as the slowest."""
-    return TFLOPS.get(chip, SLOWEST) * 1e12
+    return 1e12 * (CHIPS[chip].tflops if chip in CHIPS else SLOWEST)
 
 
 def rows_at_once(inner: int, outer: int) -> int | None:

@@ -1,0 +1,225 @@
+"""What a known model should reach on a Mac: the bytes, launches and operations of a token and of a prompt, and the
+tokens per second that a chip's public figures allow.
+
+This is arithmetic on a configuration and on `ops/chips.py`; nothing is measured. It needs no Mac.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import mlx.core as mx
+
+from ..errors import RequestError
+from ..experts.source import IoMode
+from ..formats.record import ExpertLayout
+from ..kinds import Delta, GroupedQuery, Latent, Mamba2, Mixer
+from ..model.tensors import EMBEDDING, needed, stored_as, variant_bytes
+from ..ops import gpu_time
+from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
+from ..ops.forms import DTYPES
+from ..ops.stand_ins import standing_in
+from ..spec import ModelArgs
+from ..state.cache import make_cache
+from .budget import plan_memory
+from .demand import demand_of
+from .kv_bits import keeping
+from .launches import launches_of
+from .machine import Figures
+from .random_weights import Shapes
+
+POSITIONS = 4096  # that a token attends to
+DTYPE = mx.bfloat16
+STREAMED, RESIDENT = "experts, streamed", "experts, resident"  # parts of a model, of which it runs one
+# What is usual of a chip's figures: good kernels read at 80 % of the bandwidth. mlx-lm reaches half of the arithmetic
+# in prompts of Qwen3-30B-A3B on an M4 Max (mlx-lm#406). A launch that waits for the one before it costs about 4.5 us
+# beside its bytes, and a wait of the host for the GPU 0.2 to 0.35 ms on an M4 (mlx-lm#1438). None of it was measured
+# with this program.
+BANDWIDTH_SHARE, RATE_SHARE, LAUNCH_SECONDS, WAIT_SECONDS = 0.8, 0.5, 4.5e-6, 0.3e-3
+ASSUMED_SHARE = 0.5  # of the experts that are in memory, where all would fit
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second: `most` at a chip's full figures, `about` at what is usual of them."""
+
+    most: float
+    about: float
+
+    @classmethod
+    def of(cls, tokens: int, most: float, about: float) -> "Speed":
+        """Of `tokens` tokens in these seconds."""
+        return cls(tokens / most, tokens / about)
+
+
+@dataclass(frozen=True)
+class Mac:
+    """A Mac with one of Apple's chips.
+
+    Args:
+        name: of the chip, without "Apple".
+        chip: its figures.
+        memory: bytes.
+        disk: bytes per second.
+    """
+
+    name: str
+    chip: Chip
+    memory: int
+    disk: float
+
+    @classmethod
+    def of(cls, name: str, memory: int | None = None, disk: float | None = None) -> "Mac":
+        """The Mac with the chip `name`, such as "M4 Max" in any case; by default with the least memory of 16 GiB or
+        more, and with the usual drive.
+
+        Raises:
+            RequestError: the chip is not known.
+        """
+        known = {key.removeprefix(FAMILY).lower(): key for key in CHIPS}
+        key = known.get(name.lower().removeprefix(FAMILY.lower()))
+        if key is None:
+            names = ", ".join(one.removeprefix(FAMILY) for one in CHIPS)
+            raise RequestError(f"the chip {name!r} is not known; give one of {names}")
+        chip = CHIPS[key]
+        return cls(key.removeprefix(FAMILY), chip, memory or chip.memory << 30, disk or 1e9 * chip.disk)
+
+    @property
+    def figures(self) -> Figures:
+        """What a memory plan knows of it."""
+        operations = gpu_time.SECONDS * gpu_time.rate(FAMILY + self.name)
+        return Figures(self.memory, *gpu_limits(self.memory), operations=operations)
+
+    @property
+    def rate(self) -> float:
+        """Operations per second of products with many rows."""
+        return 1e12 * (self.chip.matrix_tflops or self.chip.tflops)
+
+    @property
+    def bandwidth(self) -> float:
+        return 1e9 * self.chip.bandwidth
+
+
+class Reach:
+    """The work of a known model's tokens and prompts, in 4 bits, and the speed of a Mac with it.
+
+    Args:
+        name: of the variant.
+
+    Raises:
+        RequestError: there is no such variant.
+    """
+
+    def __init__(self, name: str):
+        self.args = keeping(ModelArgs.from_variant(name), "auto", None)
+        self.layout = ExpertLayout.from_args(self.args)
+        with standing_in(backend="metal"):
+            self._launches = _launches(name)
+            self._resident = variant_bytes(self.args, DTYPE)
+            self._demand = demand_of(self.args, self._resident, DTYPE)
+
+    @property
+    def routed(self) -> int:
+        """Bytes of the experts that a token uses."""
+        return self.args.num_experts_per_tok * sum(record.held_bytes for record in self.layout.records.values())
+
+    @property
+    def dense(self) -> int:
+        """Bytes of all other weights that a token reads; of the embedding it reads a row."""
+        return self._resident - (0 if self.args.is_tied else _embedding_bytes(self.args))
+
+    @property
+    def state(self) -> int:
+        """Bytes of keys of `POSITIONS` positions, and of recurrent states, which are written back."""
+        counts = self.args.mixer_counts.items()
+        return sum(
+            count * (1 + isinstance(mixer, Delta | Mamba2)) * make_cache(mixer).bytes_for(POSITIONS, DTYPE.size)
+            for mixer, count in counts
+        )
+
+    @property
+    def token(self) -> int:
+        """Bytes that a token moves if all experts are in memory."""
+        return self.dense + self.routed + self.state
+
+    @property
+    def waits(self) -> int:
+        """How often the host waits for the GPU in a streamed token: for the router's choice of each layer."""
+        return len(self.layout.moe_layers)
+
+    def launches(self, streamed: bool) -> int:
+        """Kernels of a token; MLX adds a few of its own, such as the embedding."""
+        return sum(count for part, count in self._launches.items() if part != (RESIDENT if streamed else STREAMED))
+
+    def used(self, tokens: int) -> int:
+        """Bytes of the different experts that a prompt uses, if the router uses all equally often."""
+        unused = 1 - self.args.num_experts_per_tok / self.args.num_experts
+        return int(self.layout.total_bytes * (1 - unused**tokens))
+
+    def operations(self, tokens: int) -> float:
+        """Multiplications and additions of a prompt: matrices, routed experts, and scores of earlier positions."""
+        args = self.args
+        routed = args.num_experts_per_tok * args.experts.matrices * args.expert_size * args.moe_intermediate_size
+        each = self._matrices + routed * len(args.moe_layers)
+        scores = sum(count * _attended(mixer, tokens) for mixer, count in args.mixer_counts.items())
+        return gpu_time.product(tokens, each, 1) + scores + gpu_time.product(1, args.hidden_size, args.vocab_size)
+
+    @cached_property
+    def _matrices(self) -> int:
+        """Values of the matrices of all layers, without routed experts."""
+        return sum(prod(shape) for path, shape in needed(self.args)[0].items() if path.startswith("model.layers."))
+
+    def share(self, mac: Mac) -> float | None:
+        """The share of the experts that is in memory on this Mac, 1 if they all are; None: the model does not fit."""
+        with standing_in(backend="metal"):
+            try:
+                plan = plan_memory(self.args, self.layout, mac.figures, self._demand)
+            except RequestError:
+                return None
+        return plan.pool / self.layout.total_bytes if plan.mode is IoMode.PREAD else 1.0
+
+    def decode(self, mac: Mac, share: float = 1.0) -> Speed:
+        """The speed of one token after the other with this share of the experts in memory. At most, reads from the disk
+        and the GPU's work happen at the same time; about, one after the other.
+        """
+        moved, read, streamed = self.token / mac.bandwidth, (1 - share) * self.routed / mac.disk, share < 1
+        added = self.launches(streamed) * LAUNCH_SECONDS + (self.waits * WAIT_SECONDS if streamed else 0)
+        return Speed.of(1, max(moved, read), moved / BANDWIDTH_SHARE + added + read)
+
+    def prompt(self, mac: Mac, tokens: int, share: float = 1.0) -> Speed:
+        """The speed of a prompt with this share of the experts in memory. Every weight is moved once; reads from the
+        disk and the GPU's work happen at the same time.
+        """
+        moved, read = (self.dense + self.used(tokens)) / mac.bandwidth, (1 - share) * self.used(tokens) / mac.disk
+        computed = self.operations(tokens) / mac.rate
+        about = max(moved / BANDWIDTH_SHARE, computed / RATE_SHARE, read)
+        return Speed.of(tokens, max(moved, computed, read), about)
+
+
+def _launches(name: str) -> dict[str, int]:
+    """Kernels of one token by part, in all of its layers."""
+    counts: dict[str, int] = {}
+    for step in launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,)):
+        if not step.part.endswith((", full window", ", chosen positions")):  # other states of a part that is counted
+            counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
+    return counts
+
+
+def _embedding_bytes(args: ModelArgs) -> int:
+    """Bytes of the table of embeddings, as a conversion stores it."""
+    quant = stored_as(args, f"model{EMBEDDING}", args.hidden_size)
+    if quant is None:
+        return args.vocab_size * args.hidden_size * DTYPE.size
+    parts = (quant.of_part(part, args.hidden_size, "BF16") for part in quant.parts)
+    return args.vocab_size * sum(values * DTYPES[kind].size for values, kind in parts)
+
+
+def _attended(mixer: Mixer, tokens: int) -> float:
+    """Operations of scores, and of sums weighed by them: half of the pairs of tokens are in order."""
+    match mixer:
+        case GroupedQuery():
+            return mixer.scores(tokens, tokens) * (mixer.head_dim + mixer.value_width)
+        case Latent():  # which counts two sums of scores
+            return mixer.scores(tokens, tokens) * (mixer.head_dim + mixer.value) / 2
+        case _:
+            return 0.0
