@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=reporting.FILE,
         metavar="FILE",
-        help="make a report to send: compile the kernels of all known models and run the demo model, too, which takes "
-        f"a few minutes; print everything and save it in FILE ({reporting.FILE}), without names, paths or keys",
+        help="also compile the kernels of all known models and run the demo model, which takes minutes, and save "
+        "everything in a file to send, without names, paths or keys (%(const)s)",
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument(

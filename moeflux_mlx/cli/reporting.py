@@ -46,6 +46,7 @@ FILE = "moeflux-report.txt"
 WIDTH = 100  # columns
 BUDGET = 120.0  # seconds for compiling kernels; macOS keeps what it has compiled, so a second report takes less
 FAULT_LINES = 8  # of what a compiler says
+VIRTUAL = "Paravirtual"  # in the GPU's name on a virtual Mac
 POOL = 2 << 20  # bytes: half of the demo model's experts
 PROMPT, ANSWER, ROUNDS = 512, 64, 3  # tokens of the demo model's prompt and answer; rounds of which the median counts
 KERNEL = re.compile(r"moeflux_(\w+)_\d+_[0-9a-f]{16}")
@@ -133,8 +134,10 @@ class Report:
     def machine(self) -> Part:
         lines = machine_lines(machine_figures())
         if backend.has_kernels():
-            known = mx.device_info().items()
-            lines.append("device    " + ", ".join(f"{name} {value}" for name, value in sorted(known)))
+            known = mx.device_info()
+            lines.append("device    " + ", ".join(f"{name} {value}" for name, value in sorted(known.items())))
+            if VIRTUAL in str(known["device_name"]):
+                lines.append("note      this GPU is virtual: values count, and times say nothing of a Mac")
         return lines, True
 
     def memory(self) -> Part:
