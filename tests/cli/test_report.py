@@ -164,7 +164,7 @@ def test_a_crash_leaves_what_there_is(monkeypatch, tmp_path):
 
 def test_nothing_private_is_in_the_file(tmp_path):
     """Runs with a home, a user and keys of its own; a broken part names all of them."""
-    home = tmp_path / "Users" / "annabel"
+    home = tmp_path / "Users" / "Ann Bell"
     home.mkdir(parents=True)
     secrets = {"HF_TOKEN": "hf_abcdefgh123", "OPENAI_API_KEY": "sk-12345678"}
     environment = {**os.environ, **secrets, "HOME": str(home), "USER": "annabel", "PYTHONPATH": os.getcwd()}
@@ -184,7 +184,17 @@ sys.exit(doctor.main(["--no-disk", "--report"]))
     assert done.returncode == 1, done.stderr
     text = (home / reporting.FILE).read_text()
     assert "failed: OSError: SECRET of NAME on NAME" in text and text == done.stdout
-    private = [*secrets.values(), "annabel", platform.node(), str(tmp_path), sys.prefix, "/var", "/Users"]
+    private = [
+        *secrets.values(),
+        "annabel",
+        "Ann",
+        "Bell",
+        platform.node(),
+        str(tmp_path),
+        sys.prefix,
+        "/var",
+        "/Users",
+    ]
     assert [word for word in private if word in text] == []
 
 
