@@ -46,6 +46,7 @@ FILE = "moeflux-report.txt"
 WIDTH = 100  # columns
 BUDGET = 120.0  # seconds for compiling kernels; macOS keeps what it has compiled, so a second report takes less
 FAULT_LINES = 8  # of what a compiler says
+DEVICE = ("architecture", "memory_size", "max_recommended_working_set_size", "max_buffer_length", "resource_limit")
 VIRTUAL = "Paravirtual"  # in the GPU's name on a virtual Mac
 POOL = 2 << 20  # bytes: half of the demo model's experts
 PROMPT, ANSWER, ROUNDS = 512, 64, 3  # tokens of the demo model's prompt and answer; rounds of which the median counts
@@ -135,7 +136,7 @@ class Report:
         lines = machine_lines(machine_figures())
         if backend.has_kernels():
             known = mx.device_info()
-            lines.append("device    " + ", ".join(f"{name} {value}" for name, value in sorted(known.items())))
+            lines.append("device    " + ", ".join(f"{name} {known[name]}" for name in DEVICE if name in known))
             if VIRTUAL in str(known["device_name"]):
                 lines.append("note      this GPU is virtual: values count, and times say nothing of a Mac")
         return lines, True
@@ -205,8 +206,7 @@ def kernel_lines(done: Sequence[Built], count: int, models: int) -> list[str]:
     total = f"{len(done)} of {count} texts of {models} models in {sum(seconds):.1f} s"
     lines = [f"{total}, the slowest in {max(seconds, default=0):.2f} s; {len(faults)} failed"]
     if len(done) < count:
-        lines.append(f"{count - len(done)} were left out after {BUDGET:.0f} s; a second report begins where Metal's")
-        lines[-1] += " own store of compiled kernels ends"
+        lines.append(f"{count - len(done)} were left out, because {BUDGET:.0f} s were over")
     lines.append("milliseconds of each text, and after a slash the threads that it allows in a threadgroup:")
     by_kernel: dict[str, list[str]] = {}
     for one in done:

@@ -125,10 +125,22 @@ def test_a_call_that_mlx_refuses_otherwise_is_no_limit(viewed):
         threads_allowed(wrong)
 
 
-def test_kernels_beyond_the_time_are_counted(monkeypatch):
+def test_a_virtual_gpu_is_said_to_be_one(monkeypatch):
+    """As GitHub's Macs name it. What identifies a machine is left out."""
+    found = {"device_name": "Apple Paravirtual device", "architecture": "air64_v27", "memory_size": 7, "uuid": "abc"}
+    monkeypatch.setattr(reporting.mx, "device_info", lambda: found)
+    monkeypatch.setattr(reporting.backend, "has_kernels", lambda: True)
+    monkeypatch.setattr(reporting, "machine_figures", lambda: None)
+    monkeypatch.setattr(reporting, "machine_lines", lambda figures: [])
+    lines, is_right = reporting.Report(None).machine()
+    assert lines[0] == "device    architecture air64_v27, memory_size 7" and is_right
+    assert "times say nothing of a Mac" in lines[1] and "abc" not in str(lines)
+
+
+def test_kernels_beyond_the_time_are_counted():
     lines = reporting.kernel_lines([Built("moeflux_topk_64_0123456789abcdef", 0.5, 64, 512)], 7, 2)
     assert lines[0] == "1 of 7 texts of 2 models in 0.5 s, the slowest in 0.50 s; 0 failed"
-    assert lines[1].startswith("6 were left out") and lines[-1] == "topk: 500/512"
+    assert lines[1] == "6 were left out, because 120 s were over" and lines[-1] == "topk: 500/512"
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
