@@ -167,7 +167,7 @@ def test_a_choice_among_all_experts_is_tried_with_the_few_that_are_there(host):
     found = dict(tiny_samples())
     sample = next(sample for spot, sample in found.items() if spot.startswith("expert_choice"))
     act, chosen = sample.make()(*sample.inputs)
-    assert chosen[0, 0].tolist() == [0, 1] and mx.isfinite(act).all()
+    assert chosen[:2].tolist() == [0, 1] and mx.isfinite(act).all()
     assert sample.inputs[1].shape[0] == 2 < sample.make().template["E"] == 4
 
 
