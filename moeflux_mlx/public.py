@@ -5,6 +5,7 @@ from .engine.engine import load, load_model
 from .engine.expert_io import select_io_mode
 from .engine.generation import GenerationResponse, generate, make_prompt_cache, stream_generate
 from .engine.sampling import make_logits_processors, make_sampler
+from .engine.settings import configure_mlx
 from .engine.weights import model_fingerprint
 from .errors import (
     ConfigError,
@@ -51,6 +52,7 @@ __all__ = [
     "SnapshotError",
     "TokenizerError",
     "batch_generate",
+    "configure_mlx",
     "generate",
     "load",
     "load_model",

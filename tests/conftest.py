@@ -14,11 +14,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # set before numpy is imported; otherwi
 import pytest
 from hypothesis import settings
 
+from moeflux_mlx.engine.settings import set_variables
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's user has tuned
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # otherwise float32 products keep only 10 bits on an NVIDIA GPU
+set_variables()  # as every command does, before MLX's device is used
 settings.register_profile("moeflux", deadline=None, print_blob=True, max_examples=20)
 settings.register_profile("full", settings.get_profile("moeflux"), max_examples=100)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
+from ..engine.settings import allow_open_files, set_variables
 from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
 from ..ops.limits import within_limits
 from .interrupts import INTERRUPTED, raise_again
@@ -41,7 +42,8 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
 
     Our own errors and warnings become one line each on stderr.
     """
-    configure_mlx()
+    set_variables()
+    allow_open_files()
     raise_again()
     with warnings.catch_warnings():
         warnings.simplefilter("always", MoefluxWarning)
@@ -102,16 +104,3 @@ def _give_up_stdout() -> None:
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     """Prints a warning as one line, without the place in the code."""
     note(f"warning: {message}" if issubclass(category, MoefluxWarning) else f"{category.__name__}: {message}")
-
-
-def configure_mlx() -> None:
-    """Sets how much work MLX gathers before it submits it to the GPU, unless the user has set it.
-
-    MLX counts the elements of whole input arrays; a layer of experts alone is above its limit. To hand over a CUDA
-    graph costs about as much as ten launches in it, and what comes after the first runs beside the GPU: on an H200 a
-    token of Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400. MLX reads the
-    variables when the device is first used, so this comes before the first array.
-    """
-    os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "1000000")
-    if sys.platform == "linux":
-        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "130")

@@ -31,6 +31,7 @@ from .needs import (
     runtime_bytes,
     state_bytes,
 )
+from .settings import Gathered
 
 EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}
 DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
@@ -39,9 +40,8 @@ LEAST_BLOCK = 64
 # If a span is longer than this, or if the pool cannot get its memory back afterwards, it takes at most 1 / PROMPT_SHARE
 # of the pool's bytes.
 EASY_SPAN, PROMPT_SHARE = 8192, 4
-# The most layers whose mapped files one command buffer refers to; Metal wires them together. MLX commits after 50
-# operations, and a layer takes more than five.
-LAYERS_AT_ONCE = 10
+LAYER_OPERATIONS = 5  # a layer takes more
+WORD_BYTES = 4  # the records of a mapped layer are one array of uint32
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,16 @@ def _least(args: ModelArgs, layout: ExpertLayout, figures: Figures, mode: IoMode
         return least_pool(args, layout)
     if figures.copies or mode is IoMode.RESIDENT:
         return layout.total_bytes
-    return 0 if figures.working_set is None else min(layout.total_bytes, LAYERS_AT_ONCE * layout.largest_layer)
+    return 0 if figures.working_set is None else _at_once(layout, figures.gathered)
+
+
+def _at_once(layout: ExpertLayout, gathered: Gathered) -> int:
+    """Bytes of the mapped layers to which one command buffer refers at most, by MLX's count of operations and words;
+    Metal wires them together.
+    """
+    words = layout.largest_layer // WORD_BYTES >> 20
+    layers = min(gathered.operations // LAYER_OPERATIONS, gathered.words // max(words, 1) + 1)
+    return min(layout.total_bytes, layers * layout.largest_layer)
 
 
 def default_context(args: ModelArgs) -> int:

@@ -54,6 +54,7 @@ from .pressure import PoolLimit, sources
 from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
+from .settings import allow_open_files, configure_mlx
 from .tiles import choose
 from .weights import Weights, open_weights
 from .wired import wire
@@ -140,6 +141,8 @@ def open_engine(
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
     claim_process()
+    configure_mlx()
+    allow_open_files()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
     folders = [user_path(folder) for folder in shards_in]

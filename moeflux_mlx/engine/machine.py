@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..ops import backend, gpu_time, native
+from .settings import MOST, Gathered, gathered
 
 WORKING_SET_SHARE = 0.9  # share of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # dtypes of activations
@@ -38,6 +39,7 @@ class Figures:
         others: bytes of MLX's arrays that were in use when `memory` was measured, and are not part of it.
         operations: the most floating-point operations of one command buffer (Metal).
         limit: the user's limit for the whole process; no headroom is subtracted from it.
+        gathered: the most that MLX gathers in one command buffer.
     """
 
     memory: int
@@ -48,6 +50,7 @@ class Figures:
     others: int = 0
     operations: float | None = None
     limit: int | None = None
+    gathered: Gathered = MOST
 
     @property
     def breathes(self) -> bool:
@@ -82,7 +85,7 @@ def _device_figures() -> Figures:
         return Figures(int(info["free_memory"]), name="free GPU memory", copies=True, others=mx.get_active_memory())
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
     operations = gpu_time.SECONDS * gpu_time.rate(str(info["device_name"]))
-    return Figures(usable_ram_bytes(), working_set, buffer, operations=operations)
+    return Figures(usable_ram_bytes(), working_set, buffer, operations=operations, gathered=gathered())
 
 
 def default_dtype() -> mx.Dtype:

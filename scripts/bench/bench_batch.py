@@ -31,10 +31,10 @@ from routing_trace import Traced, missed, steps_of
 from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load_model
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
 from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.spec import ModelArgs, variants
 
 WARMUP = 8  # steps before the first round

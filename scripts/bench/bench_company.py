@@ -27,10 +27,10 @@ from make_random_model import config_of
 from streamed import add_options, held_drive, settings
 
 from moeflux_mlx import load_model
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
 from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.server.running import Totals
 from moeflux_mlx.server.worker import Pace
 from moeflux_mlx.spec import ModelArgs, variants

@@ -34,13 +34,13 @@ from bench_prompt import print_table, quartiles, random_prompt, spread, turns
 from make_random_model import config_of
 from mlx.utils import tree_flatten, tree_unflatten
 
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.budget import MemoryPlan, plan_memory
 from moeflux_mlx.engine.demand import demand_of
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.kernel_cache import compiling
 from moeflux_mlx.engine.machine import Figures, machine_figures
 from moeflux_mlx.engine.random_weights import Shapes, random_parts, random_records, randomise
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.routed import RoutedExperts

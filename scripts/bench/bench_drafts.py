@@ -40,11 +40,11 @@ from routing_trace import Traced, missed, steps_of
 from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load, load_model
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine import decoding, head_drafts
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.head_drafts import HeadDrafts
 from moeflux_mlx.engine.random_weights import Shapes, random_records, randomise
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.engine.tiles import choose
 from moeflux_mlx.experts.held import HeldExperts
 from moeflux_mlx.experts.memory import page_aligned

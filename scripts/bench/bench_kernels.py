@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, delta, dequantize, experts, launch
 from moeflux_mlx.ops.combine import moe_combine

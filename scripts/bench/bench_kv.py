@@ -17,7 +17,7 @@ from dataclasses import replace
 import mlx.core as mx
 from bench_decode import ours
 
-from moeflux_mlx.cli.run import configure_mlx
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.state.cache import Cache

@@ -22,8 +22,8 @@ import mlx.core as mx
 import numpy as np
 from bench_kernels import MXFP4, SHAPES
 
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.random_weights import random_records
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import LOAD_BYTES, Record, rounded
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
 from moeflux_mlx.quant import AFFINE_BITS, Quant

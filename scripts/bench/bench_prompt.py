@@ -31,10 +31,10 @@ import mlx.core as mx
 import numpy as np
 from bench_stream import GROUPS, inside, raw_reads
 
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.machine import default_dtype
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.errors import MoefluxError
 from moeflux_mlx.experts.source import ExpertLoader, IoMode, Lease
 from moeflux_mlx.files import read_json

@@ -31,10 +31,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.sampling import make_sampler
+from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.experts import streamed
 from moeflux_mlx.experts.reader import ExpertReader

@@ -3,10 +3,7 @@
 import contextlib
 import gc
 import importlib
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -21,7 +18,6 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
-from moeflux_mlx.cli.run import configure_mlx
 from moeflux_mlx.engine import needs
 from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.budget import default_context, longest_context, plan_memory
@@ -31,6 +27,7 @@ from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.engine.machine import Figures, group_limits, in_gb
 from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
 from moeflux_mlx.engine.pressure import PoolLimit
+from moeflux_mlx.engine.settings import Gathered
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import MoefluxWarning, RequestError
 from moeflux_mlx.experts.reader import in_pieces_bytes
@@ -134,10 +131,13 @@ def test_what_a_command_buffer_refers_to_fits_what_a_mac_s_gpu_may_use():
     """A user may map more than memory, but Metal wires the files of some layers together."""
     args, layout = named("qwen3.5-397b-a17b")
     demand = Demand(6 * GB, 8192, 2, expert_io="mmap")
-    enough = Figures(96 * GB, working_set=72 * GB)
+    ten = Gathered(50, 1_000_000)
+    enough = Figures(96 * GB, working_set=72 * GB, gathered=ten)
     assert layout.total_bytes > enough.memory and plan_memory(args, layout, enough, demand).mode is IoMode.MMAP
     with pytest.raises(RequestError, match="36.* GB mapped experts, .*; --expert-io pread needs no more"):
-        plan_memory(args, layout, Figures(48 * GB, working_set=36 * GB), demand)
+        plan_memory(args, layout, Figures(48 * GB, working_set=36 * GB, gathered=ten), demand)
+    with pytest.raises(RequestError, match=f"{in_gb(layout.total_bytes)} mapped experts"):
+        plan_memory(args, layout, replace(enough, gathered=Gathered(300, 1_000_000)), demand)
     assert plan_memory(args, layout, Figures(48 * GB), demand).mode is IoMode.MMAP
 
 
@@ -355,7 +355,7 @@ def test_what_metal_may_wire():
     for figures, mode, experts in (
         (Figures(64 * GB), "mmap", None),
         (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", layout.total_bytes),
-        (Figures(24 * GB, 16 * GB, 12 * GB), "mmap", 100 * GB),
+        (Figures(24 * GB, 16 * GB, 12 * GB, gathered=Gathered(50, 1_000_000)), "mmap", 100 * GB),
         (Figures(64 * GB, 48 * GB, 36 * GB), "pread", 2000 * layout.expert_stride),
     ):
         demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.expert_stride)
@@ -617,19 +617,21 @@ def test_the_default_context():
     assert default_context(replace(args, max_position_embeddings=100)) == 100
 
 
-def test_commands_configure_mlx_before_its_device_is_used(monkeypatch):
-    """Importing the commands makes no array, so MLX still reads what they put into the environment."""
-    code = (
-        "import moeflux_mlx.generate, moeflux_mlx.chat, moeflux_mlx.plan, mlx.core as mx;"
-        "assert mx.get_peak_memory() == 0"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    monkeypatch.delenv("MLX_MAX_MB_PER_BUFFER", raising=False)
-    configure_mlx()
-    assert int(os.environ["MLX_MAX_MB_PER_BUFFER"]) > 10**5
-    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "7")
-    configure_mlx()
-    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "7"
+@pytest.mark.parametrize(
+    ("gathered", "layers"),
+    [(Gathered(50, 1_000_000), 10), (Gathered(300, 1_000_000), 40), (Gathered(300, 2_000), 19), (Gathered(50, 50), 1)],
+)
+def test_a_plan_counts_the_mapped_layers_of_a_command_buffer(gathered, layers):
+    """A layer of this model has 108 Mi words. A machine that cannot hold the layers that Metal wires together is
+    refused, and a byte more is enough."""
+    args, layout = named("qwen3.6-35b-a3b")
+    demand = Demand(3 * GB, 8192, 2, expert_io="mmap", span=512, prefill_step_size=64)
+    largest = layout.largest_layer
+    figures = Figures(1000 * GB, 10**12, 10**12, gathered=gathered)
+    need = plan_memory(args, layout, figures, demand).fixed + layers * largest
+    plan_memory(args, layout, replace(figures, limit=need), demand)
+    with pytest.raises(RequestError, match="does not fit"):
+        plan_memory(args, layout, replace(figures, limit=need - 1), demand)
 
 
 @pytest.mark.parametrize("gb", [16, 32, 64, 512])

@@ -1,0 +1,105 @@
+"""Settings of this process before a model is opened: how much work MLX gathers before it gives it to the GPU, and how
+many files may be open.
+
+MLX reads its variables once, when its device is made, so the chip is asked of the system and not of MLX, which this
+module does not import. Nothing here has run on an Apple GPU.
+"""
+
+import ctypes
+import os
+import re
+import resource
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..errors import MoefluxWarning
+
+OPERATIONS, WORDS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
+OPEN_FILES = 4096  # of a checkpoint that is used in place, each shard is open, and MLX opens it again
+# MLX counts the elements of whole input arrays, in Mi, and commits above 40 or 50; a layer of experts of a 35B model
+# has 108 Mi words. What a command buffer uses stays in memory until the GPU has done it, so small Macs get a limit.
+UNLIMITED, SMALL_LIMIT, SMALL_MAC = 1_000_000, 2_000, 24 << 30
+# To hand over a CUDA graph costs about as much as ten launches in it, and what comes after the first runs beside the
+# GPU: on an H200 a token of Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400.
+CUDA_OPERATIONS = 130
+# Each further command buffer of a token costs an Apple GPU about 20 us (mlx#4521). Others measured a gain from 300
+# operations on M1 to M4, and a loss on M5 (mlxcel#353, #360).
+METAL_OPERATIONS, RAISED = 300, re.compile(r"Apple M[1-4]\b")
+
+
+class Gathered(NamedTuple):
+    """The most that MLX gathers in one command buffer: operations, and Mi elements of their inputs."""
+
+    operations: int
+    words: int
+
+
+OWN = Gathered(50, 50)  # MLX's own limits for a Max or an Ultra; 40 for other Macs
+MOST = Gathered(METAL_OPERATIONS, UNLIMITED)
+
+
+def configure_mlx() -> None:
+    """Sets how much work MLX gathers before it gives it to the GPU, for this machine's chip, as `load` does.
+
+    Variables that the user has set stay. MLX reads them when its device is first used; a program that uses MLX before
+    it loads a model calls this first. It gives a `MoefluxWarning` if MLX has already made arrays.
+    """
+    if set_variables() and _has_begun():
+        warnings.warn(
+            f"MLX was used before moeflux_mlx could set {WORDS} and {OPERATIONS}, so a GPU may take longer for each "
+            "token; call moeflux_mlx.configure_mlx() before the first array",
+            MoefluxWarning,
+            stacklevel=2,
+        )
+
+
+def set_variables() -> bool:
+    """`configure_mlx` without the question whether it comes too late; returns whether a variable was set."""
+    wanted = variables_for(chip(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    missing = wanted.keys() - os.environ.keys()
+    os.environ.update({name: str(wanted[name]) for name in missing})
+    return bool(missing)
+
+
+def variables_for(chip: str | None, memory: int) -> Mapping[str, int]:
+    """The values for a Mac with this chip and these bytes of memory; None: no Mac."""
+    if chip is None:
+        return {WORDS: UNLIMITED, OPERATIONS: CUDA_OPERATIONS}
+    words = SMALL_LIMIT if memory <= SMALL_MAC else UNLIMITED
+    return {WORDS: words} | ({OPERATIONS: METAL_OPERATIONS} if RAISED.match(chip) else {})
+
+
+def gathered() -> Gathered:
+    """What the variables say, if MLX reads them; its own values for those that are not set."""
+    texts = [os.environ.get(name, "") for name in (OPERATIONS, WORDS)]
+    return Gathered(*(int(text) if text.isdigit() else own for text, own in zip(texts, OWN, strict=True)))
+
+
+def chip() -> str | None:
+    """The name of a Mac's chip, as "Apple M3 Pro"; None elsewhere."""
+    if sys.platform != "darwin":
+        return None
+    name, size = ctypes.create_string_buffer(128), ctypes.c_size_t(128)
+    sysctl = ctypes.CDLL(None).sysctlbyname
+    failed = sysctl(b"machdep.cpu.brand_string", name, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return "" if failed else name.value.decode(errors="replace")
+
+
+def _has_begun() -> bool:
+    """Whether MLX has made an array on a GPU. Its device may exist without one, which cannot be known."""
+    core = sys.modules.get("mlx.core")
+    if core is None or core.default_device() != core.gpu:
+        return False
+    return max(core.get_peak_memory(), core.get_cache_memory()) > 0
+
+
+def allow_open_files() -> None:
+    """Raises the number of files that this process may open to 4,096, or to the system's limit if that is less. macOS
+    begins with 256.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
