@@ -18,6 +18,7 @@ from .terminal import Progress, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
+STREAMING = ["--expert-cache-gb", "--prefetch", "--keep-warm"]
 
 
 def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
@@ -40,6 +41,8 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
         note(engine.plan.prompts)
         if engine.drafts:
             note(engine.drafts)
+        if engine.keep_warm:
+            note(engine.keep_warm.said)
         note(f"loaded in {time.perf_counter() - start:.2f} s")
     note_idle_options(options, engine.experts.mode)
     return engine
@@ -62,6 +65,7 @@ def open_optional(
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         memory_bytes=gigabytes("--memory-gb", options.memory_gb),
         prefetch=options.prefetch,
+        keep_warm=options.keep_warm,
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
@@ -94,14 +98,14 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         "at --temp 0": DRAWING if getattr(options, "temp", None) == 0 else [],
         "without --xtc-probability": [] if "--xtc-probability" in given else ["--xtc-threshold"],
         "without --repetition-penalty": [] if "--repetition-penalty" in given else ["--repetition-context-size"],
-        "where experts are mapped": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.MMAP else [],
-        "where experts are resident": ["--expert-cache-gb", "--prefetch"] if mode is IoMode.RESIDENT else [],
-        "on several ranks": [] if getattr(options, "ranks", None) is None else ["--draft"],
+        "where experts are mapped": STREAMING if mode is IoMode.MMAP else [],
+        "where experts are resident": STREAMING if mode is IoMode.RESIDENT else [],
+        "on several ranks": [] if getattr(options, "ranks", None) is None else ["--draft", "--keep-warm"],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": [] if getattr(options, "prompt_cache_dir", None) else ["--prompt-cache-gb"],
         "with --no-vision": ["--image-tokens"] if "--no-vision" in given else [],
         "where MLX computes": [] if computes_natively(dtype) else ["--cpu-activations"],
-        "where no GPU computes": [] if has_kernels() else ["--tiles"],
+        "where no GPU computes": [] if has_kernels() else ["--tiles", "--keep-warm"],
         "where --model is a directory": ["--revision", "--yes"] if is_local else [],
     }
     for reason, options_of in idle.items():

@@ -10,6 +10,7 @@ import mlx.core as mx
 from ..engine.expert_io import MODES
 from ..engine.generation import check_max_tokens
 from ..engine.heads import DRAFTS
+from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import RequestError
@@ -27,6 +28,7 @@ NOT_GIVEN = {
     "min_p": 0.0,
     "chat_template_config": "{}",
     "prefetch": "auto",
+    "keep_warm": "auto",
     "tiles": "auto",
     "draft": "off",
     "cpu_activations": "auto",
@@ -71,6 +73,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         default="auto",
         help="whether experts are read ahead (%(default)s)",
     )
+    add_keep_warm(add)
     add(
         "--context",
         type=int,
@@ -104,6 +107,16 @@ def add_expert_io(add: Callable[..., Any]) -> None:
         choices=MODES,
         default="auto",
         help="how experts are read (%(default)s, or the value of MOEFLUX_EXPERT_IO)",
+    )
+
+
+def add_keep_warm(add: Callable[..., Any]) -> None:
+    add(
+        "--keep-warm",
+        choices=KEEP_WARM,
+        default="auto",
+        help="keep the GPU's clock up with tiny launches while a token waits for the disk, which changes only the "
+        "speed; auto: on a Mac on mains, if measured to be faster (%(default)s)",
     )
 
 

@@ -14,11 +14,13 @@ from ..engine.budget import plan_memory
 from ..engine.demand import demand_of
 from ..engine.engine import open_engine
 from ..engine.generation import generate_step
+from ..engine.keep_warm import keep_warm_file, read_measured
+from ..engine.kept_rows import read_rows
 from ..engine.kv_bits import keeping
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.needs import least_pool
-from ..engine.pool_sizes import best_of, keep_pool, pool_file, read_pools, sizes_to_try
+from ..engine.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
 from ..engine.random_weights import Shapes
 from ..engine.remote import Remote, is_remote
 from ..engine.sampling import make_sampler
@@ -43,10 +45,10 @@ def run(options: argparse.Namespace) -> int:
     if (options.show or options.reset) and (options.model or options.variant):
         raise RequestError("--show and --reset are for the tiles of all models; leave --model and --variant out")
     if options.show:
-        print("\n".join([*shown(file), *shown_pools(pool_file())]))
+        print("\n".join([*shown(file), *shown_pools(pool_file()), *shown_warmth(keep_warm_file())]))
         return 0
     if options.reset:
-        for one in (file, pool_file()):
+        for one in (file, pool_file(), keep_warm_file()):
             print(f"removed {one}" if one.exists() else f"there is no {one}")
             one.unlink(missing_ok=True)
         return 0
@@ -87,7 +89,7 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
 
     It has at most `ANSWER` tokens, and takes about `seconds` at most.
     """
-    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool)
+    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool, keep_warm="off")
     try:
         start, times = time.perf_counter(), list[float]()
         prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))
@@ -147,7 +149,12 @@ def spelled(tile: Tile) -> str:
 
 def shown_pools(file: Path) -> list[str]:
     """The sizes of pools in the file."""
-    return [f"{one['model']}: a pool of {one['pool'] / 1e9:.2f} GB" for one in read_pools(file) if "pool" in one]
+    return [f"{one['model']}: a pool of {one['pool'] / 1e9:.2f} GB" for one in read_rows(file) if "pool" in one]
+
+
+def shown_warmth(file: Path) -> list[str]:
+    """The results of keep-warm's trials in the file."""
+    return [f"{key['model']} on {key['gpu']}: keep-warm {measured}" for key, measured in read_measured(file)]
 
 
 def shown(file: Path) -> list[str]:

@@ -43,6 +43,7 @@ from .company import Company, Leading
 from .demand import Demand, demand_of
 from .expert_io import from_environment
 from .heads import Drafts, choose_drafts, load_head
+from .keep_warm import MODES, KeepWarm, keep_warm_of
 from .kernel_cache import compiling
 from .keywords import LOADING, with_signature
 from .kv_bits import keeping
@@ -60,7 +61,7 @@ from .weights import Weights, open_weights
 from .wired import wire
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
-Computing = Callable[[ExpertLoader], RoutedExpertsCall]
+Computing = Callable[[ExpertLoader, KeepWarm | None], RoutedExpertsCall]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,8 +70,9 @@ R = TypeVar("R")
 class Engine:
     """A loaded model with the source of its experts, its memory plan, its tokenizer and its directory.
 
-    `drafts` says in one line where drafts come from, unless they are off. With `lead`, other processes repeat every
-    step of its sessions. An engine does not change after loading.
+    `drafts` says in one line where drafts come from, unless they are off. `keep_warm` launches while experts are read,
+    if anything does. With `lead`, other processes repeat every step of its sessions. An engine does not change after
+    loading.
     """
 
     weights: Weights
@@ -78,6 +80,7 @@ class Engine:
     experts: ExpertLoader
     plan: MemoryPlan
     drafts: str
+    keep_warm: KeepWarm | None = None
     lead: Leading | None = None
 
     @property
@@ -124,6 +127,7 @@ def open_engine(
     expert_io: str = "auto",
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
+    keep_warm: str = "auto",
     context: int | None = None,
     span: int | None = None,
     prefill_step_size: int | None = None,
@@ -145,6 +149,8 @@ def open_engine(
     allow_open_files()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
+    if keep_warm not in MODES:
+        raise RequestError(f"keep_warm {keep_warm!r} is not one of {', '.join(MODES)}")
     folders = [user_path(folder) for folder in shards_in]
     path = resolve(path_or_hf_repo, revision, folders)
     weights, mode = open_weights(path, folders), from_environment(expert_io)
@@ -181,14 +187,14 @@ def open_engine(
     if ranks is None:
         alone = partial(planned, layout=weights.experts.layout)
         drafts = choose_drafts(draft, weights, args, demand, dtype, lambda args, wanted: alone(args, wanted=wanted))
-        computing: Computing = lambda source: RoutedExperts(source, PREFETCH[prefetch])  # noqa: E731
-        engine = _loaded(weights, drafts, dtype, bits, chosen, computing, progress)
+        computing: Computing = lambda source, warm: RoutedExperts(source, PREFETCH[prefetch], warm)  # noqa: E731
+        engine = _loaded(weights, drafts, dtype, bits, chosen, computing, keep_warm, progress)
         return _seeing(engine, images, dtype, image_tokens)
     agreed = ranks.meet(weights, args, dtype, bits, demand, partial(planned, args), chosen)
     with agreed.loading(weights.experts.layout.total_bytes):
-        computing = lambda source: agreed.experts(source, PREFETCH[prefetch])  # noqa: E731
+        computing = lambda source, _: agreed.experts(source, PREFETCH[prefetch])  # noqa: E731
         drafts = Drafts(args, agreed.plan, "off", None, "")
-        engine = _loaded(weights, drafts, dtype, bits, agreed.tiles, computing, progress)
+        engine = _loaded(weights, drafts, dtype, bits, agreed.tiles, computing, "off", progress)
         return _seeing(engine, images, dtype, image_tokens)
 
 
@@ -209,9 +215,12 @@ def _loaded(
     bits: int,
     tiles: Tiles,
     computing: Computing,
+    warmth: str,
     progress: Progress | None,
 ) -> Engine:
-    """Loads the model as planned; `computing` makes the object that computes routed experts from their source."""
+    """Loads the model as planned; `computing` makes the object that computes routed experts from their source.
+    `warmth`: the mode of `keep_warm`.
+    """
     args, plan = drafts.args, drafts.plan
     if plan.enlarged:
         # 6 is the caller of `load`: between are `open_engine`, `within_limits`, and the two functions around `load`.
@@ -220,14 +229,15 @@ def _loaded(
         experts = open_experts(weights.experts, args, plan, progress)
         try:
             shape = split_latent(weights.shapes), plan.sizes, tiles, bits, drafts.drafting
-            model = Model(args, computing(experts), *shape, _opened_tables(weights, args, experts))
+            warm = keep_warm_of(warmth, weights.path, experts)
+            model = Model(args, computing(experts, warm), *shape, _opened_tables(weights, args, experts))
             fill(model, weights.read(), args.quantization, dtype)
             if drafts.head is not None:
                 load_head(drafts.head, model, dtype)
         except BaseException:
             experts.close()  # a model that compiles its steps and its experts refer to each other
             raise
-    return Engine(weights, model, experts, plan, drafts.reason)
+    return Engine(weights, model, experts, plan, drafts.reason, warm)
 
 
 def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> Tables | None:
@@ -323,6 +333,10 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             a reserve for other programs. Mapped files count only in the decision whether to map.
         prefetch: "auto" (read ahead the predicted choice of the next layer's router), "previous" (read ahead what the
             layer used for the previous token) or "off". It matters only with pread and never changes a result.
+        keep_warm: whether tiny launches keep a GPU's clock up while a token waits for experts that are read: "on" (on
+            any GPU), "off", or "auto": on a Mac that does not run on battery, if the first 256 tokens, measured by
+            turns with and without, or an earlier start's, were faster. It changes no result, and is off on several
+            ranks.
         context: positions for which memory is planned; None means 8192, or less if the model's limit or the memory is
             smaller. Longer texts work as long as there is memory.
         span: number of prompt tokens that go through the model together, so that each expert is read once for all of

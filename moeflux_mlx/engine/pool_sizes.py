@@ -6,24 +6,20 @@ There is one entry for each directory of a model. It is valid while the model's 
 the stored sizes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError
-from ..files import read_json, replace_file
+from .kept_rows import file_of, read_rows, write_rows
 from .machine import physical_ram_bytes
-from .tiles import default_file
 
-VERSION = 1
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # shares of the largest pool that are measured
 WORTH = 0.03  # a larger pool is better if it is faster by more than this
 
 
 def pool_file() -> Path:
     """The file, next to that of the tiles in the user's cache directory."""
-    return default_file().with_name("pools.json")
+    return file_of("pools.json")
 
 
 def best_pool(model: Path, experts: int) -> int | None:
@@ -31,34 +27,19 @@ def best_pool(model: Path, experts: int) -> int | None:
     not measured on this machine or the file is damaged.
     """
     key = _key(model, experts)
-    entry = next((one for one in read_pools(pool_file()) if one.items() >= key.items()), {})
+    entry = next((one for one in read_rows(pool_file()) if one.items() >= key.items()), {})
     pool = entry.get("pool")
     return pool if type(pool) is int and pool > 0 else None
 
 
 def keep_pool(model: Path, experts: int, pool: int) -> None:
-    """Stores the fastest size. The file is replaced atomically."""
-    file = pool_file()
-    rows = [one for one in read_pools(file) if one.get("model") != str(model.resolve())]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    content = {"version": VERSION, "found": [*rows, {**_key(model, experts), "pool": pool}]}
-    replace_file(file, [json.dumps(content, indent=1).encode()])
+    """Stores the fastest size."""
+    rows = [one for one in read_rows(pool_file()) if one.get("model") != str(model.resolve())]
+    write_rows(pool_file(), [*rows, {**_key(model, experts), "pool": pool}])
 
 
 def _key(model: Path, experts: int) -> dict[str, Any]:
     return {"model": str(model.resolve()), "experts": experts, "memory": physical_ram_bytes()}
-
-
-def read_pools(file: Path) -> list[Mapping[str, Any]]:
-    """The entries; none if the file is missing or of another version."""
-    try:
-        held = read_json(file) if file.exists() else {}
-    except ModelFileError:
-        return []
-    rows = held.get("found")
-    if held.get("version") != VERSION or not isinstance(rows, list):
-        return []
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def best_of(speeds: Mapping[int, float]) -> int:

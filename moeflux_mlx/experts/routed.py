@@ -7,6 +7,7 @@ and the sizes, never on the contents of memory.
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -35,6 +36,12 @@ from .routing import Report, Routing, ignore_report, in_parts
 from .source import ExpertLoader, Lease, TooManyExpertsError
 from .waves import expect, in_waves
 
+Waiting = Callable[[int, int], AbstractContextManager[None]]
+
+
+def _only_waits(layer: int, rows: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 class RoutedExperts:
     """Implements `routing.RoutedExpertsCall` over a source of experts.
@@ -42,10 +49,12 @@ class RoutedExperts:
     Args:
         source: where the experts are.
         prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
+        waiting: called with the layer and the number of rows; a context manager in which a step on a GPU waits for
+            experts.
     """
 
-    def __init__(self, source: ExpertLoader, prefetch: str = "lookahead"):
-        self.source = source
+    def __init__(self, source: ExpertLoader, prefetch: str = "lookahead", waiting: Waiting | None = None):
+        self.source, self._waiting = source, waiting or _only_waits
         self.lookahead = Lookahead(source, prefetch)
         self._compiles = backend.has_kernels()  # single tokens
         self._compiled: dict[tuple[int, int], Any] = {}  # by thread (as in `DecodeStep`) and layer
@@ -95,7 +104,8 @@ class RoutedExperts:
         self, lease: Lease, weights: mx.array, x: mx.array, residual: mx.array, shared: mx.array | Shared | None
     ) -> mx.array:
         """Computes all experts once they are in memory; the records are held until the result is computed."""
-        lease.wait()
+        with self._waiting(lease.keys[0][0], len(x)):
+            lease.wait()
         records, rows = lease.records()
         records, slots = handed_over(records, rows)
         out: mx.array

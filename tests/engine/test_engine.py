@@ -25,6 +25,7 @@ DEFAULTS = {
     "expert_io": "auto",
     "expert_cache_bytes": None,
     "prefetch": "auto",
+    "keep_warm": "auto",
     "context": None,
     "span": None,
     "prefill_step_size": None,

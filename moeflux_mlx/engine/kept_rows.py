@@ -1,0 +1,36 @@
+"""Files of measured values beside the tiles: {"version": 1, "found": [ROW, ...]}, with one JSON object a row."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelFileError
+from ..files import read_json, replace_file
+from .tiles import default_file
+
+VERSION = 1
+Row = Mapping[str, Any]
+
+
+def file_of(name: str) -> Path:
+    """The file `name`, next to that of the tiles in the user's cache directory."""
+    return default_file().with_name(name)
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The rows; none if the file is missing, damaged or of another version."""
+    try:
+        held = read_json(file) if file.exists() else {}
+    except ModelFileError:
+        return []
+    rows = held.get("found")
+    if held.get("version") != VERSION or not isinstance(rows, list):
+        return []
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Replaces the file atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, [json.dumps({"version": VERSION, "found": rows}, indent=1).encode()])
