@@ -1,18 +1,22 @@
-"""Compiles a model's CUDA kernels together while its weights are read, and keeps them for the next start.
-
-Metal keeps compiled kernels by itself, and the CPU's are compiled at installation.
+"""Compiles a model's kernels while its weights are read. CUDA's are kept for the next start; macOS keeps Metal's by
+itself, and the CPU's are compiled at installation.
 """
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from ..ops import backend
 from ..ops.kernel_files import Compiler, Program, keep
+from ..ops.launch import LEAST_ELEMENTS
 from ..ops.tiles import Tiles
 from .launches import TOKENS, launches_of
 from .random_weights import Shapes
@@ -21,34 +25,76 @@ from .tiles import kept_files, mlx_version
 VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable once, before its first kernel
 NVRTC = "libnvrtc.so.13"  # major version of the CUDA that MLX's build uses
 SEQUENCES = (2, 4, 6, 8)  # row counts of a step; all other counts run the same kernels, except for 3
+TOO_MANY = 2048  # threads: twice as many as any Apple GPU takes in a threadgroup
 CHECKED = (2, 3)  # rows that check drafts; each number has kernels of its own, and more are compiled when first used
 
 
 @contextmanager
 def compiling(shapes: Shapes, tiles: Tiles, drafts: bool = False) -> Iterator[None]:
     """A context manager that compiles, in other threads, the kernels that no earlier start has compiled. If that is
-    impossible, MLX compiles each kernel at its first use. `drafts`: whether the model may check drafts.
+    impossible, and on Metal what is not done at the end, MLX compiles at first use. `drafts`: whether the model may
+    check drafts.
     """
-    compiler = compiler_here() if backend.name() == "cuda" else None
-    folder = None if compiler is None else folder_of(compiler)
-    if compiler is None or folder is None:
+    is_over = threading.Event()
+    work = _work(shapes, tiles, drafts, is_over)
+    if work is None:
         yield
         return
-    thread = threading.Thread(target=keep, args=(compiler, programs_of(shapes, tiles, drafts), folder))
+    thread = threading.Thread(target=work)
     thread.start()
     try:
         yield
     finally:
+        is_over.set()
         thread.join()
 
 
-def programs_of(shapes: Shapes, tiles: Tiles, drafts: bool = False) -> list[Program]:
-    """The kernels that the model's parts run for one token, for a few of one or several sequences, for many, and for
-    checking `drafts`.
+def _work(shapes: Shapes, tiles: Tiles, drafts: bool, is_over: threading.Event) -> Callable[[], None] | None:
+    """What the thread does; None: nothing."""
+    if backend.name() == "metal":
+        return lambda: build_each(partial(programs_of, shapes, tiles, drafts, "metal"), is_over)
+    compiler = compiler_here() if backend.name() == "cuda" else None
+    folder = None if compiler is None else folder_of(compiler)
+    if compiler is None or folder is None:
+        return None
+    return partial(keep, compiler, programs_of(shapes, tiles, drafts), folder)
+
+
+def programs_of(shapes: Shapes, tiles: Tiles, drafts: bool = False, target: str = "cuda") -> list[Program]:
+    """The kernels that the model's parts run for one token and for many, which come first, for a few of one or several
+    sequences, and for checking `drafts`.
     """
     rows = CHECKED if drafts else ()
-    with closing(launches_of(shapes, "cuda", tiles, (*TOKENS, 3), SEQUENCES, rows)) as steps:
-        return list({program.text: program for step in steps for program in step.programs}.values())
+    with closing(launches_of(shapes, target, tiles, (*TOKENS, 3), SEQUENCES, rows)) as steps:
+        listed = [(step.tokens not in (1, TOKENS[-1]), program) for step in steps for program in step.programs]
+    return list({program.key: program for _, program in sorted(listed, key=itemgetter(0))}.values())
+
+
+def build_each(list_programs: Callable[[], list[Program]], is_over: threading.Event) -> None:
+    """Has MLX build Metal kernels until `is_over`. What fails is left to the first use, which reports it."""
+    with suppress(Exception):
+        for program in list_programs():
+            if is_over.is_set():
+                return
+            build(program)
+
+
+def build(program: Program) -> None:
+    """Has MLX build a Metal kernel, which it keeps by name for later launches, without launching it: before a launch
+    MLX builds the kernel and then refuses more threads in a threadgroup than the kernel allows
+    (mlx/backend/metal/custom_kernel.cpp). The text depends on the arrays' dtypes, not on their sizes from
+    `LEAST_ELEMENTS` on.
+    """
+    make: Any = mx.fast.metal_kernel
+    outputs = make(**asdict(program.kernel))(
+        inputs=[mx.array([0] * LEAST_ELEMENTS, dtype) for dtype in program.inputs],
+        output_shapes=[(1,)] * len(program.outputs),
+        output_dtypes=program.outputs,
+        grid=(1, 1, 1),
+        threadgroup=(TOO_MANY, 1, 1),
+    )
+    with suppress(ValueError):
+        mx.eval(outputs)
 
 
 def compiler_here() -> Compiler | None:

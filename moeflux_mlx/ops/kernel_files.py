@@ -66,12 +66,17 @@ class Program:
     threads: int = 0
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for programs that are compiled to the same."""
+        return self.kernel.name, tuple(self.inputs), tuple(self.outputs), tuple(self.few)
+
+    @property
     def function(self) -> str:
         return f"custom_kernel_{self.kernel.name}"
 
     @cached_property
     def text(self) -> str:
-        """The text as `build_kernel` of mlx/backend/cuda/custom_kernel.cpp makes it."""
+        """The text that CUDA's compiler takes, as `build_kernel` of mlx/backend/cuda/custom_kernel.cpp makes it."""
         kernel = self.kernel
         taken = [f"    const {TYPES[one]}* {name}" for name, one in zip(kernel.input_names, self.inputs, strict=True)]
         made = [f"    {TYPES[one]}* {name}" for name, one in zip(kernel.output_names, self.outputs, strict=True)]
