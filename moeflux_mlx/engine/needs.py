@@ -74,7 +74,8 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     expert's output; the states to rewind to; the positions that an indexer chose; the rows of n-grams; and where a GPU
     multiplies by dequantised matrices those of two layers, because it gets the next layer before this one is done. In
     addition it needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a
-    quantised one, or all experts' outputs and the waves in flight.
+    quantised one, or all experts' outputs and the waves in flight. This holds for any number of operations that MLX
+    gathers in a command buffer: on a GPU, blocks, parts of them and waves are waited for.
     """
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import CHUNK, Mamba2
-from . import backend
+from . import backend, gpu_time
 from .attend import SEVERAL
 from .backend import Array, contiguous, leave, library_of, view
 from .delta import STATE_ROWS, State
@@ -39,6 +39,7 @@ from .tiles import planned
 
 MAMBA_STEP = Kernel("mamba_step", "projected conv state taps bias A_log dt_bias skip", "out next_conv next")
 GROUP_NORM = Kernel("group_norm", "x weight eps", "out")
+PIECE = 8 * CHUNK  # tokens of a prompt whose temporaries exist together
 THREADS = 256  # of a threadgroup of GROUP_NORM
 UNLIMITED = float(np.finfo(np.float32).max)  # a step size that none exceeds
 
@@ -86,6 +87,17 @@ def mamba(projected: Array, state: State | RowCaches, w: MambaWeights, sizes: Ma
         )
     if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length, sizes):
         return _on_kernels(projected, [state], w, sizes)
+    parts: list[Any] = []
+    for start in range(0, length, PIECE):
+        parts.append(_on_operations(projected[:, start : start + PIECE], state, w, sizes))
+        gpu_time.in_turn(length, parts)
+    whole: Array = parts[0] if len(parts) == 1 else library_of(projected).concatenate(parts, axis=1)
+    return whole
+
+
+def _on_operations(projected: Any, state: State, w: MambaWeights, sizes: Mamba2) -> Any:
+    """`mamba` of the next tokens of one text or of a batch."""
+    batch, length, _ = projected.shape
     library: Any = library_of(projected)
     z, inputs, dt = split(projected, sizes.width, sizes.width + sizes.channels)
     conv, conv_bias, A_log, dt_bias, D, norm = (
