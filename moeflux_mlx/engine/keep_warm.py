@@ -196,8 +196,8 @@ class KeepWarm:
             return "keep-warm: on"
         if self.measured is not None:
             return f"keep-warm: {self.measured}"
-        done = self._trial.tokens if self._trial is not None else 0
-        return f"keep-warm: {done} of {TURN * len(ORDER)} tokens compared, by turns with and without launches"
+        trial = self._trial
+        return f"keep-warm: {trial.tokens if trial else 0} of {TURN * len(ORDER)} tokens compared, by turns with and without launches"
 
 
 def _beat(warm: "weakref.ref[KeepWarm]", wake: threading.Event) -> None:

@@ -11,14 +11,13 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx import RequestError, generate, load_model
+from moeflux_mlx import RequestError, load_model
 from moeflux_mlx.cli.main import main
 from moeflux_mlx.engine import keep_warm
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.keep_warm import (
     EVERY,
-    IDLE,
     ORDER,
     PATIENCE,
     POWER_SECONDS,
@@ -34,6 +33,7 @@ from moeflux_mlx.engine.keep_warm import (
 )
 from moeflux_mlx.experts.files import OpenFiles
 from moeflux_mlx.experts.source import IoMode
+from moeflux_mlx.ops.backend import has_kernels
 from moeflux_mlx.ops.stand_ins import standing_in
 
 opening = importlib.import_module("moeflux_mlx.engine.engine")
@@ -387,9 +387,7 @@ def slow_disk(monkeypatch):
 def answer(mode, count=12):
     """Returns an answer's tokens and the bits of their log-probabilities, with the engine, whose experts are read from
     the disk all the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mx.random, "state", mx.random.state)
-        engine = open_engine(PATH, expert_io="pread", expert_cache_bytes=1, keep_warm=mode, prefetch="off")
+    engine = open_engine(PATH, expert_io="pread", expert_cache_bytes=1, keep_warm=mode, prefetch="off")
     steps = generate_step([1, 2, 3], engine.model, max_tokens=count)
     return engine, [(token, bytes(memoryview(logprobs.astype(mx.float32)))) for token, logprobs in steps]
 
@@ -448,13 +446,7 @@ def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, monk
     assert capsys.readouterr().err.count(line) == 2 and modes == ["on"]
     assert main(["generate", *options]) == 0
     err = capsys.readouterr().err
-    assert line not in err and "--keep-warm has no effect where no GPU computes" in err
+    assert line not in err and ("--keep-warm has no effect where no GPU computes" in err) is not has_kernels()
     monkeypatch.setattr(opening, "keep_warm_of", lambda *given: None)
-    model, tokenizer = importlib.import_module("moeflux_mlx").load(PATH, expert_io="resident")
-    assert generate(model, tokenizer, "a", max_tokens=1)
     assert main(["generate", *options, "--expert-io", "resident"]) == 0
     assert "--keep-warm has no effect where experts are resident" in capsys.readouterr().err
-
-
-def test_idle_is_longer_than_every():
-    assert EVERY < IDLE < PATIENCE

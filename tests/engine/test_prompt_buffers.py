@@ -24,6 +24,7 @@ from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.state.cache import make_cache
 
+pytestmark = pytest.mark.usefixtures("cpu_device")
 TOKENS = 4096
 FUSED = (64, 80, 128)  # widths of heads for which MLX's attention keeps no scores
 # Operations without memory of their own. The result of the last ones is in the memory of the first input.
