@@ -30,6 +30,7 @@ MODES = ("auto", "on", "off")
 EVERY = 0.003  # seconds between two launches
 IDLE = 0.1  # seconds between two looks while none may be made
 PATIENCE = 1.0  # seconds without a wait after which the thread sleeps until the next one
+LONGEST = 10.0  # seconds of a wait: after an interrupt, one may not be said to be over
 POWER_SECONDS = 60.0  # between two questions whether the machine runs on battery
 TURN, ORDER = 32, (False, True, True, False) * 2  # tokens of a turn; whether each turn launches
 WORTH = 0.02  # launches must make a token faster by this share
@@ -123,6 +124,7 @@ class KeepWarm:
         self._launch: Callable[[], object] | None = None
         self._begun: float | None = None  # when the step that runs began, if a trial counts it
         self._is_waiting = self._is_powered = self.is_closed = False
+        self._waits, self._last = 0, (0, -inf)  # the number of waits; the one that was seen last, and since when
         self._slept = self._is_parked = False  # the thread sleeps until it is woken, which clears only the second
         self._seen = self._asked = -inf  # when a step was seen to wait, and when the power was asked for
         self._wake = threading.Event()
@@ -141,6 +143,7 @@ class KeepWarm:
 
     def __enter__(self) -> None:
         self._is_waiting = True
+        self._waits += 1
         if self._is_parked:
             self._is_parked = False
             self._wake.set()
@@ -166,7 +169,10 @@ class KeepWarm:
             self._keep(self.measured)
         if not self._is_needed:
             return None
-        is_waiting, may_launch = self._is_waiting, self._may_launch(now)
+        if self._waits != self._last[0]:
+            self._last = self._waits, now
+        is_waiting = self._is_waiting and now - self._last[1] < LONGEST
+        may_launch = self._may_launch(now)
         if is_waiting and may_launch:
             self._launch = self._launch or self._make_launch()
             self._launch()
@@ -197,7 +203,8 @@ class KeepWarm:
         if self.measured is not None:
             return f"keep-warm: {self.measured}"
         trial = self._trial
-        return f"keep-warm: {trial.tokens if trial else 0} of {TURN * len(ORDER)} tokens compared, by turns with and without launches"
+        done = f"{trial.tokens if trial else 0} of {TURN * len(ORDER)}"
+        return f"keep-warm: {done} tokens compared, by turns with and without launches"
 
 
 def _beat(warm: "weakref.ref[KeepWarm]", wake: threading.Event) -> None:

@@ -18,6 +18,7 @@ from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.keep_warm import (
     EVERY,
+    LONGEST,
     ORDER,
     PATIENCE,
     POWER_SECONDS,
@@ -148,6 +149,18 @@ def test_an_error_of_a_step_ends_its_wait():
         raise OSError
     scene.passes(1.0)
     assert not scene.launches
+
+
+def test_a_wait_whose_end_an_interrupt_has_swallowed_ends_by_itself():
+    scene = Scene(always=True)
+    scene.step(0.1, 0.1)
+    scene.warm(3, 1).__enter__()
+    scene.passes(LONGEST + 0.1)
+    scene.launches.clear()
+    scene.passes(60.0)
+    assert not scene.launches
+    scene.step(0.1, 0.1)
+    assert scene.launches
 
 
 def test_an_error_of_a_launch_ends_the_launches_quietly(capsys):
