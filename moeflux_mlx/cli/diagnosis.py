@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..engine.machine import Figures, default_dtype, in_gb, machine_figures, physical_ram_bytes
+from ..engine.settings import chip
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
@@ -193,9 +193,4 @@ def _processor() -> str:
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         if names:
             return names[0]
-    if platform.system() == "Darwin":
-        asked = subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        )
-        return asked.stdout.strip() or platform.machine()
-    return platform.processor() or platform.machine()
+    return chip() or platform.processor() or platform.machine()

@@ -3,6 +3,7 @@ itself, and the CPU's are compiled at installation.
 """
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -25,7 +26,8 @@ from .tiles import kept_files, mlx_version
 VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads this variable once, before its first kernel
 NVRTC = "libnvrtc.so.13"  # major version of the CUDA that MLX's build uses
 SEQUENCES = (2, 4, 6, 8)  # row counts of a step; all other counts run the same kernels, except for 3
-TOO_MANY = 2048  # threads: twice as many as any Apple GPU takes in a threadgroup
+TOO_MANY = 1 << 20  # threads of a threadgroup; no GPU allows more than 1,024
+REFUSAL = re.compile(r"allowed threads per threadgroup \((\d+)\)")
 CHECKED = (2, 3)  # rows that check drafts; each number has kernels of its own, and more are compiled when first used
 
 
@@ -76,25 +78,43 @@ def build_each(list_programs: Callable[[], list[Program]], is_over: threading.Ev
         for program in list_programs():
             if is_over.is_set():
                 return
-            build(program)
+            with suppress(RuntimeError, ValueError):
+                threads_allowed(program)
 
 
-def build(program: Program) -> None:
-    """Has MLX build a Metal kernel, which it keeps by name for later launches, without launching it: before a launch
-    MLX builds the kernel and then refuses more threads in a threadgroup than the kernel allows
-    (mlx/backend/metal/custom_kernel.cpp). The text depends on the arrays' dtypes, not on their sizes from
-    `LEAST_ELEMENTS` on.
+def threads_allowed(program: Program) -> int:
+    """Has MLX build a Metal kernel, which it keeps by name for later launches, and returns the most threads that the
+    kernel allows in a threadgroup.
+
+    Nothing is launched: MLX compares the threads of a threadgroup with what the built kernel allows before it encodes
+    the launch (`CustomKernel::eval_gpu` of mlx/backend/metal/custom_kernel.cpp, version 0.32), and names the number
+    that is allowed when it refuses. So a launch that asks for more threads than any GPU has is built and never encoded,
+    and its arrays need not have the sizes that the kernel would read. Its text depends on dtypes, and on which arrays
+    have fewer than `LEAST_ELEMENTS` elements.
+
+    Raises:
+        RuntimeError: it does not compile, or MLX accepts any number of threads.
+        ValueError: MLX refuses the call for another reason.
     """
+    few = program.few or [False] * len(program.inputs)
+    sizes = [LEAST_ELEMENTS - 1 if is_small else LEAST_ELEMENTS for is_small in few]
     make: Any = mx.fast.metal_kernel
-    outputs = make(**asdict(program.kernel))(
-        inputs=[mx.array([0] * LEAST_ELEMENTS, dtype) for dtype in program.inputs],
-        output_shapes=[(1,)] * len(program.outputs),
-        output_dtypes=program.outputs,
-        grid=(1, 1, 1),
-        threadgroup=(TOO_MANY, 1, 1),
-    )
-    with suppress(ValueError):
-        mx.eval(outputs)
+    kernel = make(**asdict(program.kernel))
+    try:
+        mx.eval(
+            kernel(
+                inputs=[mx.array([0] * size, dtype) for size, dtype in zip(sizes, program.inputs, strict=True)],
+                output_shapes=[(LEAST_ELEMENTS,)] * len(program.outputs),
+                output_dtypes=list(program.outputs),
+                grid=(1, 1, 1),
+                threadgroup=(TOO_MANY, 1, 1),
+            )
+        )
+    except ValueError as error:
+        if (refused := REFUSAL.search(str(error))) is None:
+            raise
+        return int(refused[1])
+    raise RuntimeError(f"MLX did not refuse {TOO_MANY} threads in a threadgroup")
 
 
 def compiler_here() -> Compiler | None:

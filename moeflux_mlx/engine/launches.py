@@ -139,7 +139,7 @@ class Noted(Tiles):
         def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
             self.runs[name] += 1
             text = kernel.text(target, constants, threads, places)
-            few = [array.size < LEAST_ELEMENTS for array in inputs]
+            few = [array.size < LEAST_ELEMENTS for array in inputs] if target == "metal" else ()
             self.programs.append(Program(text, [array.dtype for array in inputs], output_dtypes, few, threads))
             return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 

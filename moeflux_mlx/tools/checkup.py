@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from ..engine.kernel_cache import threads_allowed
 from ..formats.record import Projection, Record
 from ..kinds import Router
 from ..ops import backend, native
@@ -20,7 +21,6 @@ from ..ops.launch import KernelText, threads_named
 from ..ops.linear import Part, linear
 from ..ops.route import route
 from ..quant import EXPERTS
-from .kernels import threads_allowed
 
 HIDDEN, INNER, EXPERT_COUNT, TOP_K = 512, 256, 8, 4
 RATED, RATED_WIDTH = 5, 4096  # experts of three square matrices, 142 MB together, for the timing of products

@@ -14,12 +14,13 @@ from metal import msl
 from moeflux_mlx import doctor
 from moeflux_mlx.cli import reporting
 from moeflux_mlx.cli.known_models import Fit
+from moeflux_mlx.engine.kernel_cache import threads_allowed
 from moeflux_mlx.engine.launches import launches_of
 from moeflux_mlx.engine.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
 from moeflux_mlx.tools import kernels
-from moeflux_mlx.tools.kernels import Built, programs_of_variants, threads_allowed
+from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
 VARIANT = "qwen3-30b-a3b"
 TITLES = ["machine", "threads and matrix units", "values", "memory", "known models", "kernels", "demo model"]

@@ -178,7 +178,7 @@ def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, not
 
 def test_nothing_is_compiled_where_no_gpu_computes(monkeypatch):
     monkeypatch.setattr(kernel_cache, "compiler_here", lambda: pytest.fail("a compiler was asked for"))
-    monkeypatch.setattr(kernel_cache, "build", lambda program: pytest.fail("a kernel was built"))
+    monkeypatch.setattr(kernel_cache, "threads_allowed", lambda program: pytest.fail("a kernel was built"))
     if not mx.is_available(mx.gpu):
         with kernel_cache.compiling(shapes_of(tiny_directory("qwen3_5_moe")), CODE):
             pass
@@ -188,11 +188,11 @@ def test_nothing_is_compiled_where_no_gpu_computes(monkeypatch):
 
 
 class Built:
-    """Stands in for `build`: the names of the kernels that were built, by which MLX finds them."""
+    """Stands in for `threads_allowed`: the names of the kernels that were built, by which MLX finds them."""
 
     def __init__(self, monkeypatch, enough=1 << 30):
         self.names, self.threads, self.enough, self.done = [], set(), enough, threading.Event()
-        monkeypatch.setattr(kernel_cache, "build", self)
+        monkeypatch.setattr(kernel_cache, "threads_allowed", self)
 
     def __call__(self, program):
         self.names.append(program.kernel.name)
@@ -231,14 +231,14 @@ def test_loading_does_not_wait_for_kernels(monkeypatch):
         if len(built.names) == 2:
             assert is_over.wait(60)
 
-    monkeypatch.setattr(kernel_cache, "build", slowly)
+    monkeypatch.setattr(kernel_cache, "threads_allowed", slowly)
     with standing_in(backend="metal"), kernel_cache.compiling(shapes, CODE):
         assert built.done.wait(60)
         threading.Timer(0.2, is_over.set).start()
     assert len(built.names) == 2
 
 
-@pytest.mark.parametrize("name", ["build", "programs_of"])
+@pytest.mark.parametrize("name", ["threads_allowed", "programs_of"])
 def test_what_cannot_be_built_is_left_to_the_first_use(name, monkeypatch, capfd):
     def fails(*given):
         raise RuntimeError("[metal::Device] Unable to build metal library from source")
@@ -272,15 +272,15 @@ def generated(kernel, inputs, outputs, shapes, folder, capfd):
 @pytest.mark.skipif(mx.is_available(mx.gpu), reason="the device's own build computes")
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3"])
 def test_small_arrays_build_the_kernel_that_the_model_s_arrays_use(family, monkeypatch, tmp_path, capfd):
-    """The text depends on dtypes, and on whether an array has at least 8 elements, as those that `build` hands over."""
+    """The text depends on dtypes, and on whether an array has at least 8 elements."""
     handed, used = [], {}
     text = Kernel.text
 
     def build(kernel, target, *given):
         def call(*, inputs, output_shapes, output_dtypes, **_):
-            one = Program(text(kernel, target, *given), [array.dtype for array in inputs], output_dtypes)
-            if all(array.size >= launch.LEAST_ELEMENTS for array in inputs):
-                used[one.key] = one, [array.shape for array in inputs], output_shapes
+            few = [array.size < launch.LEAST_ELEMENTS for array in inputs]
+            one = Program(text(kernel, target, *given), [array.dtype for array in inputs], output_dtypes, few)
+            used[one.key] = one, [array.shape for array in inputs], output_shapes
             return list(map(mx.zeros, output_shapes, output_dtypes))
 
         return call
@@ -296,7 +296,7 @@ def test_small_arrays_build_the_kernel_that_the_model_s_arrays_use(family, monke
     figures = machine_figures()
     monkeypatch.setattr(engine, "machine_figures", lambda *_: figures)
     monkeypatch.setattr(resident, "adopt", lambda rows, what: mx.array(rows))
-    monkeypatch.setattr(kernel_cache, "build", lambda program: None)
+    monkeypatch.setattr(kernel_cache, "threads_allowed", lambda program: None)
     with standing_in(backend="metal", build=build):
         model = engine.load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="resident")
         cache = model.make_cache()
@@ -307,10 +307,10 @@ def test_small_arrays_build_the_kernel_that_the_model_s_arrays_use(family, monke
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
         for program in programs:
             with pytest.raises(RuntimeError, match="No Metal"):
-                kernel_cache.build(program)
+                kernel_cache.threads_allowed(program)
     compared = 0
     for program, (kernel, inputs, given) in zip(programs, handed, strict=True):
-        assert given["threadgroup"][0] > 1024 and all(array.size == 8 for array in inputs)
+        assert given["threadgroup"][0] > 1024 and all(array.size <= 8 for array in inputs)
         if program.key in used:
             one, shapes, outputs = used[program.key]
             real = [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, one.inputs, strict=True)]
