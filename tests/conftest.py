@@ -97,6 +97,14 @@ def plain_operations(monkeypatch):
 
 
 @pytest.fixture
+def both_builds(monkeypatch):
+    """Runs each kernel as compilers contract products and sums, and without contraction: the bits must be the same."""
+    from metal import msl
+
+    monkeypatch.setattr(msl, "BUILDS", (msl.CONTRACTED, msl.UNFUSED))
+
+
+@pytest.fixture
 def no_extension(monkeypatch):
     """Acts as if the native extension had not been built, and no warning had been given."""
     from moeflux_mlx.ops import native

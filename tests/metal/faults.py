@@ -166,6 +166,7 @@ FAULTS = {
     "misspelt function": body("compiler", "simd_sum(u[r])", "simdgroup_sum(u[r])"),
     "double": body("compiler", "const float up =", "const double up ="),
     "private array index out of bounds": body("checks", "i < 32; i++) {\n      xv[i]", "i < 33; i++) {\n      xv[i]"),
+    "32 threads named": Fault("compiler", header=HEADER + "[[max_total_threads_per_threadgroup(32)]]\n"),
     "simd_sum missing": body("oracle", "simd_sum(u[r])", "u[r]"),
     "wrong nibble order": header("oracle", "(4 * j)", "(28 - 4 * j)"),
     "scale halves swapped": header("oracle", "(i & 1u) * 16u", "(~i & 1u) * 16u"),

@@ -1,11 +1,16 @@
 """The harness itself: right kernels give right answers, broken ones are caught, other people's kernels run."""
 
+import pathlib
+import re
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from grids import drawn
 
-from . import faults, msl
+from moeflux_mlx.files import directory
+
+from . import fast, faults, msl
 
 pytestmark = msl.needed
 SHAPES = [(128, 64), (256, 136), (1024, 192)]
@@ -63,6 +68,133 @@ def test_products_of_small_matrices():
     call = {"grid": (32, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(8, 8)], "output_dtypes": [mx.float32]}
     (out,) = msl.run(kernel, [mx.array(a), mx.array(b)], **call)
     assert np.array_equal(out, 2 * a @ b)
+
+
+# ---- arithmetic
+
+
+def computed(expression, values, header=""):
+    """Returns what a kernel makes of float32 values x."""
+    x = mx.array(np.asarray(values, np.float32))
+    source = f"const uint i = thread_position_in_grid.x;\nout[i] = {expression};"
+    names = {"input_names": ["x"], "output_names": ["out"]}
+    made = msl.HostKernel(name="computed", **names, header=header, source=source)
+    call = {"grid": (x.size, 1, 1), "threadgroup": (x.size, 1, 1)}
+    return np.array(made(inputs=[x], output_shapes=[x.shape], output_dtypes=[mx.float32], **call)[0], np.float64)
+
+
+def test_denormal_floats_are_zero_and_denormal_halves_are_not():
+    tiny = np.full(8, 2.0**-128)
+    assert not computed("2.0f * x[i]", tiny).any()
+    assert not computed("1e-20f * x[i]", np.full(8, 1e-19)).any()
+    assert (computed("float(half(x[i]))", np.full(8, 2.0**-24)) == 2.0**-24).all()
+
+
+@pytest.mark.usefixtures("both_builds")
+def test_contraction_is_seen_unless_a_text_forbids_it():
+    values, unfused = np.random.default_rng(0).normal(size=32), "#pragma METAL fp contract(off)\n"
+    exact = np.float32(values).astype(np.float64) ** 2 - 1.0
+    with pytest.raises(msl.Failure, match="the result depends on contraction"):
+        computed("x[i] * x[i] - 1.0f", values)
+    assert np.array_equal(computed("metal::fma(x[i], x[i], -1.0f)", values), np.float32(exact))
+    assert not np.array_equal(computed("x[i] * x[i] - 1.0f", values, unfused), np.float32(exact))
+
+
+def ulps(count):
+    return lambda x, exact: count(np.abs(x)) * np.spacing(np.float32(exact)).astype(np.float64)
+
+
+def absolute(error):
+    return lambda x, exact: np.full(x.shape, error)
+
+
+# Between which arguments a fast function errs by how much: table 8.2 of Metal's specification (version 4.1).
+FAST = [
+    ("exp", np.exp, -20, 20, ulps(lambda x: 3 + np.floor(2 * x))),
+    ("exp2", np.exp2, -20, 20, ulps(lambda x: 3 + np.floor(2 * x))),
+    ("log", np.log, 0.5, 2, absolute(2**-21)),
+    ("log", np.log, 2, 100, ulps(lambda x: 3)),
+    ("log2", np.log2, 0.5, 2, absolute(2**-22)),
+    ("log2", np.log2, 2, 100, ulps(lambda x: 2)),
+    ("sin", np.sin, -np.pi, np.pi, absolute(2**-13)),
+    ("cos", np.cos, -np.pi, np.pi, absolute(2**-13)),
+    ("rsqrt", lambda x: x**-0.5, 0.1, 100, ulps(lambda x: 2)),
+]
+
+
+@pytest.mark.parametrize("name, function, low, high, bound", FAST)
+def test_fast_functions_err_as_they_may(name, function, low, high, bound):
+    """In both directions, and by all that the specification allows; precise ones do not."""
+    x = np.float32(np.random.default_rng(1).uniform(low, high, 256)).astype(np.float64)
+    share = {}
+    for kind in ("metal", "metal::fast", "metal::precise"):
+        share[kind] = (computed(f"{kind}::{name}(x[i])", x) - function(x)) / bound(x, function(x))
+    assert np.array_equal(share["metal"], share["metal::fast"])
+    assert share["metal"].min() < -0.6 and share["metal"].max() > 0.6 and np.abs(share["metal"]).max() < 1.6
+    assert np.abs(share["metal::precise"]).max() < 0.6
+
+
+def test_rotations_of_prompts_err_like_those_of_steps():
+    angle = np.float32(np.random.default_rng(2).uniform(-300, 300, 64))
+    cosine, sine = fast.cosine_and_sine(mx.array(angle))
+    np.testing.assert_allclose(computed("metal::fast::cos(x[i])", angle), np.array(cosine), atol=2e-7)
+    np.testing.assert_allclose(computed("metal::fast::sin(x[i])", angle), np.array(sine), atol=2e-7)
+
+
+# ---- the text that MLX prepends
+
+
+def preamble(name="utils"):
+    """Returns what MLX's Metal build prepends to a kernel, made as its make_compiled_preamble.sh makes it: a header of
+    the installed wheel, behind those that it includes."""
+    root, seen = pathlib.Path(mx.__file__).parent / "include", []
+
+    def expand(path):
+        seen.append(path)
+        text = (root / path).read_text()
+        included = [one for one in re.findall(r'(?m)^#include "(.*)"', text) if one not in seen]
+        return "".join(map(expand, included)) + text
+
+    text = expand(f"mlx/backend/metal/kernels/{name}.h")
+    return re.sub(r"//.*|/\*(?s:.*?)\*/", "", text)
+
+
+def declared(text):
+    """Returns the names that a text of `metal/` declares at namespace scope."""
+    outside = re.sub(r"(?m)^[ })].*", "", text)
+    kinds = r"(?:inline|constexpr)\b.*?(\w+)\(", r"(?:struct|using|#define) (\w+)", r"typedef .*?(\w+);"
+    return {name for kind in kinds for name in re.findall(rf"(?m)^{kind}", outside)}
+
+
+TEXTS = sorted(path for path in directory("metal").iterdir() if path.name.endswith(".metal"))
+
+
+def test_no_name_is_one_of_the_preamble():
+    """At the installed version of MLX."""
+    theirs = preamble()
+    words, macros = set(re.findall(r"\w+", theirs)), set(re.findall(r"(?m)^\s*#define (\w+)", theirs))
+    assert {"bfloat16_t", "float16_t", "ceildiv", "MLX_MTL_PRAGMA_UNROLL"} <= words and "instantiate_kernel" in macros
+    ours = {path.name: re.sub("//.*", "", path.read_text()) for path in TEXTS}
+    names = {name: declared(text) for name, text in ours.items() if name.endswith(".h.metal")}
+    assert {"codes_load", "codes_pointer"} <= names["codes.h.metal"] and "KvUnit" in names["kv_rows.h.metal"]
+    assert not {file: names[file] & words for file in names if names[file] & words}
+    used = {name: set(re.findall(r"\w+", text)) & macros - {"MLX_MTL_PRAGMA_UNROLL"} for name, text in ours.items()}
+    assert not {file: found for file, found in used.items() if found}
+
+
+def test_declared_names_are_found():
+    text = "inline uint log1p(float x) {\n  const int y = f(x);\n}\nstruct Limits {\n#define MTL_CONST 1\n"
+    assert declared(text) == {"log1p", "Limits", "MTL_CONST"}
+
+
+FUNCTIONS = "exp|exp2|exp10|log|log2|log10|sin|cos|tan|tanh|pow|sqrt|rsqrt|divide"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_text_says_which_function_it_means(path):
+    """Without a namespace it is the precise one on macOS 14, and from 15 on the fast one."""
+    text = re.sub("//.*", "", path.read_text())
+    assert not re.findall(rf"(?<!metal::fast::)(?<!metal::precise::)\b(?:{FUNCTIONS})\(", text)
 
 
 # ---- kernels written by others, unchanged

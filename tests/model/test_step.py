@@ -140,6 +140,7 @@ def test_rows_of_the_compiled_step_have_the_same_bits(monkeypatch, family):
     assert {1, 2, 8} | several <= set(together)
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.usefixtures("plain_operations")
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")

@@ -8,6 +8,7 @@ from test_kernels import FLOATS, LIMITS, error, wide
 
 from metal import msl
 from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.ops import launch
 from moeflux_mlx.ops.add_normed import Pair, add_normed, plan
 from moeflux_mlx.ops.launch import NO_KERNELS
 
@@ -40,6 +41,7 @@ def wanted(rows, norms, is_pair, factor):
     return (h + normed(made, norms[0])) * factor
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("is_pair", [False, True])
 @pytest.mark.parametrize("shape, dtype", drawn([(1, 1, 2816), (1, 16, 128), (2, 3, 1000)], FLOATS, seed=2))
 def test_the_kernel_and_plain_operations(host, shape, dtype, is_pair):
@@ -50,6 +52,16 @@ def test_the_kernel_and_plain_operations(host, shape, dtype, is_pair):
         want = wanted(rows, norms, is_pair, 1.0 if factor is None else 0.75)
         assert got.shape == shape and got.dtype == dtype
         assert error(got, want) < 2 * LIMITS[dtype]
+
+
+@msl.needed
+@pytest.mark.usefixtures("both_builds")
+def test_contraction_would_change_the_bits(host, monkeypatch):
+    """A norm's product is rounded before the sum, which no text says by itself."""
+    monkeypatch.setattr(launch, "UNFUSED", "")
+    rows, norms = case((1, 1, 128))
+    with pytest.raises(msl.Failure, match="the result depends on contraction"):
+        add_normed(rows[0], rows[1], norms[0], None)
 
 
 @pytest.mark.parametrize("array", [np.array, mx.array])

@@ -138,6 +138,7 @@ def test_a_token_matches_oracle(host, case, dtype):
     assert Layer(*CASES[case], dtype).error([130, 1, 1]) < LIMITS[dtype]
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("case, count, before", drawn(CASES, [2, 3, 8], [[3], [130, 1, 1, 1], [40, *[1] * 29]]))
 def test_several_tokens_have_the_bits_of_each_alone(host, case, count, before):
     """Their outputs, and what the cache holds afterwards. Once they do not fit in the array of the newest keys."""
@@ -263,6 +264,7 @@ def test_a_token_is_turned_by_its_rotary_position(host, shift):
     assert np.abs(wide(got) - layer.want()).max() < LIMITS[mx.float32] * np.abs(layer.want()).max()
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("case", ["gates", "8 bits"])
 def test_bits_do_not_depend_on_where_keys_lie(host, case):
     """The bits do not depend on the capacity either."""

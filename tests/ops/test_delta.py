@@ -175,6 +175,7 @@ STEP_CASES = [(1, 2, 32, 16, 4), (2, 4, 64, 20, 4), (3, 3, 32, 7, 2), (2, 2, 96,
 CHANNELS = (2, 2, 64, 24, 4)  # each channel has its own decay
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("sizes, dtype", drawn([*STEP_CASES, CHANNELS], FLOATS, seed=3))
 def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
     """The parts are compared with the oracle above. Every second case has the other gate."""
@@ -191,6 +192,7 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
         assert np.array_equal(wide(one), wide(want))
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("sizes, count", drawn([*STEP_CASES, CHANNELS], [2, 3, 8], seed=4))
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_several_tokens_in_one_launch_have_the_bits_of_each_alone(host, sizes, count, is_joined):

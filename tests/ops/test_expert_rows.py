@@ -155,6 +155,7 @@ def test_every_activation(host, form, interleaved):
     assert error(case(record, [9, 4], mx.bfloat16)) < LIMITS[mx.bfloat16]
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("tile", [Tile(1, 32, 1), Tile(4, 32, 3, ahead=4), Tile(8, 32, 4, ahead=1)], ids=str)
 def test_a_row_has_the_same_bits_at_every_tile_and_among_any_others(units, tile):
     record = Record.make(128, 192)

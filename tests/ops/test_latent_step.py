@@ -193,6 +193,7 @@ def test_a_token_that_attends_to_chosen_blocks(host, before, count, ratio, has_o
     assert cache.offset == before + 1
 
 
+@pytest.mark.usefixtures("both_builds")
 def test_bits_do_not_depend_on_where_entries_lie(host):
     """The bits do not depend on the capacity either."""
     layer, moved = Layer(*CASES["values"]), Layer(*CASES["values"])

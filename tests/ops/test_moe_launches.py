@@ -326,6 +326,7 @@ def test_a_shared_expert_in_another_form_is_launched_separately(host, monkeypatc
         assert error(routed.routed_and_shared(), routed.want()) < 2 * LIMITS[mx.float32]
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("form", ["silu", "silu then clip"])
 def test_rows_of_a_shared_expert_alone_have_their_own_bits(host, monkeypatch, form):
     monkeypatch.setattr(products, "PAYS_FROM", 0)
@@ -360,6 +361,7 @@ def test_the_bits_of_a_sum_of_rows(host, T, dtype):
 # ---- the choice in the launch of gate and up
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize(
     "rule, with_shared",
     drawn(

@@ -254,6 +254,7 @@ def kernels(monkeypatch):
     linear.plan.cache_clear()
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("i, is_large", drawn(range(len(FORMS) - 1), [False, True]))
 def test_products(kernels, monkeypatch, i, is_large):
     """Each form is tested for one or two row counts, because each row count has a compiled kernel of its own."""
@@ -265,6 +266,7 @@ def test_products(kernels, monkeypatch, i, is_large):
     holds(step.linear(i // 2 % 2, i // 4 % 2))
 
 
+@pytest.mark.usefixtures("both_builds")
 @pytest.mark.parametrize("i", [pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
 def test_moe_layers(kernels, i):
     form, size, switches = FORMS[2 * i], size_for(FORMS[2 * i], 2, 1), (i == 2, ACTIVATIONS[-i], i == 3)
