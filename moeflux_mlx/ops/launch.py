@@ -183,7 +183,7 @@ class Kernel:
         """What MLX is given of it.
 
         The headers that the text needs go before it. CUDA's build hashes the text at every launch, so it is given the
-        names of the files only. On Metal the header begins with UNFUSED, and ends with an attribute of the kernel, which
+        names of the files only. On Metal the header begins with UNFUSED and ends with an attribute of the kernel, which
         MLX begins right behind it (`threads_named`).
         """
         (names, first), (outputs, output_lines) = self._named(places), _several(self.outputs)

@@ -158,11 +158,13 @@ FAULTS = {
     "float to bfloat implicitly": body(
         "compiler", "T(gate / (1 + metal::exp(-gate)) * up)", "gate / (1 + metal::exp(-gate)) * up"
     ),
-    "if constexpr, which C++14 lacks": body("compiler", "if (row0 >= I) {", "if constexpr (I % R != 0) if (row0 >= I) {"),
+    "if constexpr, which C++14 lacks": body("compiler", "if (row0 >= I) {", "if constexpr (I % R) if (row0 >= I) {"),
     "structured binding, which C++14 lacks": body(
-        "compiler", "const uint slot =", "const uint both[2] = {lane, row0};\n  const auto [l, r] = both;\n  const uint slot ="
+        "compiler", "if (row0 >= I) {", "const uint2 both = {lane, row0};\n  const auto [l, r] = both;\n  if (r >= I) {"
     ),
-    "static_assert without a message": body("compiler", "  if (row0 >= I) {", "  static_assert(R > 0);\n  if (row0 >= I) {"),
+    "static_assert without a message": body(
+        "compiler", "if (row0 >= I) {", "static_assert(R > 0);\n  if (row0 >= I) {"
+    ),
     "misspelt function": body("compiler", "simd_sum(u[r])", "simdgroup_sum(u[r])"),
     "double": body("compiler", "const float up =", "const double up ="),
     "private array index out of bounds": body("checks", "i < 32; i++) {\n      xv[i]", "i < 33; i++) {\n      xv[i]"),

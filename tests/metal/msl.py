@@ -117,8 +117,8 @@ def parse(text: str) -> tuple[str, list[tuple[str, str, str]]]:
 
 
 def host_text(text: str) -> str:
-    """Returns the source after the three edits that no macro can make: MLX's instantiation line, which clang refuses, is
-    removed; `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel; and Metal's pragmas about
+    """Returns the source after the three edits that no macro can make: MLX's instantiation line, which clang refuses,
+    is removed; `threadgroup` becomes MSL_TG_ARRAY where it declares an array of the kernel; and Metal's pragmas about
     floats become clang's."""
     text = re.sub(r"^template \[\[host_name\(.*$", "", text, flags=re.M)
     text = re.sub(r"^#pragma METAL fp\b", "#pragma clang fp", text, flags=re.M)
@@ -348,8 +348,8 @@ def run(
     orders: Sequence[int] = ORDERS,
     **call: Any,
 ) -> list[np.ndarray]:
-    """Runs `kernel(...)` on the host, once per scheduling order, and once in each further build (`BUILDS`). All must give
-    the same bytes."""
+    """Runs `kernel(...)` on the host, once per scheduling order, and once in each further build (`BUILDS`). All must
+    give the same bytes."""
     text = generate(
         kernel,
         inputs,
