@@ -30,9 +30,9 @@ def angles(position: Any, periods: mx.array) -> mx.array:
     return mx.array(position).astype(mx.float32) * (1.0 / periods)
 
 
-def turns(position: int, rope: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the (cosines, sines) by which a `Rope` turns pairs at a position, for an oracle: those of the harness if
-    it has taken the place of a GPU, else exact ones."""
+def turns(position: Any, rope: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the (cosines, sines) by which a `Rope` turns pairs at positions, as in `angles`, for an oracle: those of
+    the harness if it has taken the place of a GPU, else exact ones."""
     if sys.platform == "linux" and backend.name() == "metal":
         cosine, sine = (np.array(part, np.float64) for part in cosine_and_sine(angles(position, rope.periods)))
     else:

@@ -11,7 +11,7 @@ import pytest
 from grids import marks
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
-from metal import msl
+from metal import fast, msl
 from moeflux_mlx import kinds
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
@@ -102,6 +102,7 @@ def attending(model):
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
     """Single tokens of a whole model run through every kernel: Metal's source, executed by the harness."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
+    monkeypatch.setattr(mx.fast, "rope", fast.rope)
     model = tiny_model(family, mx.float32)
     caches = [model.make_cache() for _ in range(2)]
     for cache in caches:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal import msl
+from metal import fast, msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
@@ -72,8 +72,7 @@ def normed(x, norm):
 
 def turned(x, rotation):
     """Rotates x [L, heads, D] at positions from 0 on."""
-    angle = np.arange(len(x))[:, None] * np.frombuffer(Rope(rotation).frequencies)
-    cosine, sine = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    cosine, sine = (part[:, None] for part in fast.turns(np.arange(len(x))[:, None], Rope(rotation)))
     half = rotation.dims // 2
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return np.concatenate([first * cosine - second * sine, first * sine + second * cosine, rest], -1)
