@@ -96,11 +96,11 @@ def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.
             places.append(given)
             continue
         whole, start, dtype = given if isinstance(given, ArrayPiece) else (given, 0, None)
-        assert dtype is None or whole.size >= LEAST_ELEMENTS, f"a part of an array of {whole.size} values"
         index = indices.setdefault(id(whole), len(arrays))
         if number in apart:
             index = len(arrays)
         if index == len(arrays):
+            assert dtype is None or whole.size >= LEAST_ELEMENTS, f"a part of an array of {whole.size} values"
             arrays.append(whole)
         places.append((index, start, dtype))
     return arrays, tuple(places)
