@@ -19,19 +19,20 @@
 typedef const device uint32_t* codes_pointer;
 
 // The record of a slot. The distance between two records, in words, can exceed 32 bits.
-inline codes_pointer codes_record(codes_pointer blob, uint slot, uint words) {
+inline codes_pointer codes_record(codes_pointer blob, uint slot, uint words, uint = 0) {
   return blob + size_t(slot) * words;
 }
 
-// The same if each record is an array of its own.
+// The same in several arrays: the lowest row_bits bits of a slot are the row in an array, the others are the number of
+// the array. If each record is an array of its own, row_bits is 0.
 template <int N>
-inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint slot, uint) {
-  codes_pointer record = blob[0];
+inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint slot, uint words, uint row_bits = 0) {
+  codes_pointer first = blob[0];
   MLX_MTL_PRAGMA_UNROLL
   for (int i = 1; i < N; i++) {
-    record = int(slot) == i ? blob[i] : record;
+    first = int(slot >> row_bits) == i ? blob[i] : first;
   }
-  return record;
+  return first + size_t(slot & ((1u << row_bits) - 1)) * words;
 }
 
 // Loads eight consecutive x as floats. A row of x starts at a multiple of 16 bytes.

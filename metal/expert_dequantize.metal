@@ -10,7 +10,7 @@
 // pieces.
   constexpr uint EACH = ROWS * COLS / 8;  // pieces of a matrix
   const size_t place = threadgroup_position_in_grid.y;
-  const device uint32_t* record = codes_record(blob, uint(slots[place]), WORDS);
+  const device uint32_t* record = codes_record(blob, uint(slots[place]), WORDS, ROW_BITS);
   device X* to = out + place * (8 * COUNT * size_t(EACH));
   const uint from = threadgroup_position_in_grid.x * (R * 32 * SG) + thread_index_in_threadgroup;
 

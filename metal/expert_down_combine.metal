@@ -1,7 +1,7 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal swiglu.h.metal
 // out[T, H] = h_mid + sum_k weights[t, k] * (down_k act[t, k] + bias_k) (+ shared). The sums are in float32, k ascends.
 // If BIASED is 1, a record has a bias [H] B at word DOWN_BIAS; otherwise there is none.
-// act[T, K + JOINED, I] X; blob[S, WORDS] u32, or S arrays: records. In a record, the codes [H, I * BITS / 32] u32 of
+// act[T, K + JOINED, I] X; blob[S, WORDS] u32, or several: records. In a record, the codes [H, I * BITS / 32] u32 of
 // down begin at word DOWN_W, its scales and biases [H, I / GROUP] S at words DOWN_S and DOWN_B. slots[T, K] and
 // weights[T, K] float: the values of a token begin ROW after those of the token before.
 // The shared expert is added last. If SHARED is 1, its output is shared[T, H] Z. If JOINED is 1, its output is the
@@ -37,7 +37,7 @@
     float weight = 1;
     const device uint32_t* record = codes;
     if (k < K) {
-      record = codes_record(blob, uint(slots[token * ROW + k]), WORDS);
+      record = codes_record(blob, uint(slots[token * ROW + k]), WORDS, ROW_BITS);
       down = swiglu_in_record<S, G>(record, DOWN_W, DOWN_S, DOWN_B);
       weight = weights[token * ROW + k];
     } else if (GATED) {

@@ -2,7 +2,7 @@
 // act[T, K + SHARED, I] = the activation of gate x and up x for the K slots of each token, and for the shared expert if
 // SHARED is 1. ACTIVATION names the activation; its limit is LIMIT, or SHARED_LIMIT for the shared expert. If BIASED is
 // 1, biases [I] B, which begin at words GATE_BIAS and UP_BIAS of a record, are added to the products first.
-// x[T, H] X; blob[S, WORDS] u32, or S arrays: records; slots[T, K]. In a record, the codes [I, H * BITS / 32] u32 of
+// x[T, H] X; blob[S, WORDS] u32, or several: records; slots[T, K]. In a record, the codes [I, H * BITS / 32] u32 of
 // gate begin at word GATE_W, its scales and biases [I, H / GROUP] S at words GATE_S and GATE_B; those of up begin at
 // UP_W, UP_S and UP_B. The codes, scales and biases of the shared expert are separate arrays with the I rows of gate
 // and then those of up.
@@ -21,7 +21,7 @@
   swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, codes, own_scales, own_biases);
   const device uint32_t* record = codes;  // the shared expert's, which adds no biases
   if (k < K) {
-    record = codes_record(blob, uint(slots[token * K + k]), WORDS);
+    record = codes_record(blob, uint(slots[token * K + k]), WORDS, ROW_BITS);
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S, G>(record, UP_W, UP_S, UP_B);
   }

@@ -12,7 +12,7 @@
   const uint top = 16 * (threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup);
   const uint expert = threadgroup_position_in_grid.y;
   const uint stop = uint(starts[expert + 1]);
-  const device uint32_t* record = codes_record(blob, uint(slots[expert]), WORDS);
+  const device uint32_t* record = codes_record(blob, uint(slots[expert]), WORDS, ROW_BITS);
   const swiglu_matrix<S, G> matrices[2] = {
       swiglu_in_record<S, G>(record, FIRST_W, FIRST_S, FIRST_B),
       swiglu_in_record<S, G>(record, LAST_W, LAST_S, LAST_B)};

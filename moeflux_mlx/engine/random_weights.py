@@ -12,8 +12,8 @@ from ..formats.record import ExpertLayout, Record
 from ..model.layers import Weight
 from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix, needed, stored_as
 from ..model.weights import arrange
-from ..ops.experts import Records
 from ..ops.forms import DTYPES, settings
+from ..ops.records import Records
 from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, Quant, Quantization
 from ..spec import ModelArgs
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.packed import PackedExperts
 from ..ops import backend
-from ..ops.experts import Records
+from ..ops.records import Records
 from .memory import adopt, on_device
 from .source import IoMode, Lease
 from .stamps import Stamps

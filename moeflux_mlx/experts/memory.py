@@ -21,7 +21,7 @@ def page_aligned(rows: int, words: int) -> np.ndarray:
 
 
 def private_pages(size: int) -> mmap.mmap:
-    """Zeroed memory that takes no physical pages until it is touched.
+    """Zeroed memory that takes no physical pages until it is touched, or adopted by Metal.
 
     A forked child does not inherit it, because the parent's reads could otherwise write to the child's copies. Uses
     large pages, where available, because they make direct I/O cheaper.
@@ -50,6 +50,16 @@ def adopt(rows: np.ndarray, what: str) -> mx.array:
             f"Metal refuses {what}, {rows.nbytes / 1e9:.2f} GB ({error}); "
             "give --expert-io pread or a smaller --expert-cache-gb"
         ) from None
+
+
+def adopted_pages(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
+    """Zeroed memory [rows, words] uint32 that direct I/O can fill and Metal reads: the host's array and MLX's.
+
+    Raises:
+        ExpertIOError: Metal refuses it.
+    """
+    memory = page_aligned(rows, words)
+    return memory, adopt(memory, "a part of the expert pool")
 
 
 def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:

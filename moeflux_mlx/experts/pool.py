@@ -1,44 +1,37 @@
-"""The memory for expert records: which record is in which slot, who still reads it, and which one is evicted next.
+"""The memory for expert records: which record is in which place, who still reads it, and which one is evicted next.
 
-The CPU and Metal read a slot's memory in place; Metal adopts the memory once. On CUDA each record is copied to its own
-array in device memory, because updating a part of a shared array would copy all of it; the host's memory is only for
-staging. The pool knows neither files nor threads, only reads.
-
-A pool can be resized while the model runs. With CPUs on Linux its rows are address space for the largest size. The
-system takes back only whole large pages, so the remaining records are moved together into the first rows (results.tsv,
-"pool resize"). Memory that Metal has adopted, and memory on systems that keep the pages of a mapping, can be returned
-only as a whole. There a pool gets new memory of the wanted size while nobody reads its records, and the records are
-read again. MLX frees the old buffer with the last array that refers to it; this has not run on an Apple GPU.
+The CPU and Metal read a record's memory in place (`places.py`). On CUDA each record is copied to its own array in
+device memory, because updating a part of a shared array would copy all of it; the host's memory is only for staging.
+The pool knows neither files nor threads, only reads. While the model runs it can be resized; the most recently used
+records stay.
 
 A caller may be interrupted between any two bytecodes. The table of records is authoritative: it says who owns a row and
 which reads are in progress, and each change to it is one operation. The other attributes are for speed; `reconcile`
 rebuilds them from the table.
 """
 
-import math
-import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import chain
 
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import STRIDE_ALIGNMENT, Key, rounded
+from ..formats.record import Key
 from ..ops import backend
-from .memory import GIVES_BACK, adopt, as_result, give_back, on_device, private_pages, staging_memory
+from .memory import as_result, on_device, staging_memory
+from .places import AddressRange, Adopt, Buffers, Places
 from .reader import Read, as_they_end
 
 NOWHERE = -1
+WORTH_GROWING = 16  # a pool grows by at least 1/16, so that it is not resized for each token
 
 
 @dataclass(eq=False)
 class Slot:
-    """A record in memory, or being read by `read`: in row `row` of the memory, or copied to `device`. The record owns
-    its row until the copy has been computed; then `row` is NOWHERE. `guard` must be evaluated before the memory is used
-    again.
+    """A record in memory, or being read by `read`: in the place `row`, or copied to `device`. The record owns its place
+    until the copy has been computed; then `row` is NOWHERE. `guard` must be evaluated before the memory is used again.
     """
 
     row: int
@@ -46,17 +39,6 @@ class Slot:
     guard: mx.array | None = None
     device: mx.array | None = None
     speculative: bool = False
-
-
-def whole_pages(rows: int, nbytes: int) -> int:
-    """`rows` rows of `nbytes` bytes, or a few more, so that they fill whole pages."""
-    step = STRIDE_ALIGNMENT // math.gcd(nbytes, STRIDE_ALIGNMENT)
-    return rounded(rows, step)
-
-
-def can_breathe(copied: bool) -> bool:
-    """Whether a pool on this device keeps its records when it is resized; memory adopted by Metal is replaced."""
-    return backend.name() != "metal" and (copied or GIVES_BACK)
 
 
 class SlotPool:
@@ -67,46 +49,59 @@ class SlotPool:
         slots: number of records to keep, until `resize`.
         staging: None keeps records where they were read to. With a number, each record is copied to its own array on
             arrival, and this many records may be read at once.
-        most: the most slots that `resize` may set; equal to `slots` if the pool does not breathe.
+        most: the most slots that `resize` may set.
+        least: the fewest; for memory that is adopted.
+        largest: bytes of the largest array that the device can adopt.
+        adopt: how MLX adopts memory (`places.Adopt`); None: the CPU reads the records.
 
     Attributes:
-        breathes: whether records stay when the pool is resized, so that its size can follow the free memory.
-        rows: the memory, one record per row.
-        free_rows: the rows that no record owns.
-        adopted: the memory as an MLX array on Metal.
+        places: the memory.
         has_been_full: whether a record had no free memory since the pool last grew.
     """
 
-    def __init__(self, nbytes: int, slots: int, staging: int | None = None, most: int | None = None):
+    def __init__(
+        self,
+        nbytes: int,
+        slots: int,
+        staging: int | None = None,
+        most: int | None = None,
+        *,
+        least: int = 1,
+        largest: int | None = None,
+        adopt: Adopt | None = None,
+    ):
         self.nbytes = nbytes
         self.copied = staging is not None
-        self.breathes = can_breathe(self.copied)
-        self.slots = slots
-        self.most = slots if most is None or not self.breathes else most
-        self._pages: mmap.mmap | None = None
+        self.most = slots if most is None else most
         self.copying: list[Slot] = []  # slots whose rows the device may still read
         self._staging: mx.array | None = None
-        self.adopted: mx.array | None = None
-        self.rows: np.ndarray
-        self.free_rows: list[int]  # a heap: the first rows are used first
+        self.places: Places
         if staging is not None and backend.name() == "cuda":
-            self.rows, self._staging = staging_memory(staging, nbytes // 4)
-            self.free_rows = list(range(staging))
+            rows, self._staging = staging_memory(staging, nbytes // 4)
+            self.places = AddressRange(rows)
+        elif staging is None and adopt is not None:
+            self.places = buffers = Buffers(nbytes, self.most, least, largest, adopt)
+            self.most = buffers.most
         else:
-            self._take_memory(self.most if staging is None else staging)
+            self.places = AddressRange.of_pages(self.most if staging is None else staging, nbytes)
+        self.slots = self.fit(min(slots, self.most))
+        if not self.copied:
+            self.places.aim(self.slots, {})
         self._used: OrderedDict[Key, Slot] = OrderedDict()
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()  # records that are wanted soon
         self.has_been_full = False
 
-    def _take_memory(self, count: int) -> None:
-        """Replaces the memory by new memory for `count` records, in one step."""
-        rows = whole_pages(count, self.nbytes) if backend.name() == "metal" else count  # Metal adopts only whole pages
-        pages = private_pages(rows * self.nbytes)
-        memory = np.frombuffer(pages, np.uint32).reshape(rows, -1)
-        adopted = adopt(memory, "the expert pool") if backend.name() == "metal" else None
-        self.__dict__.update(_pages=pages, rows=memory, adopted=adopted, free_rows=list(range(rows)))
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the records take from the machine; of adopted memory, with all places."""
+        return len(self) * self.nbytes if self.copied else self.places.held_bytes(len(self))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of MLX's arrays."""
+        return self.held_bytes if self.copied or self.places.is_adopted else 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -141,7 +136,7 @@ class SlotPool:
 
         A record that is intended or still arriving is chosen only if there is no other, and never for a guess.
         """
-        row_wanted, last = self.copied and not self.free_rows, None
+        row_wanted, last = self.copied and not self.places.free, None
         for key, slot in self._used.items():
             if self.pinned(key):
                 continue
@@ -153,13 +148,14 @@ class SlotPool:
 
     def take(self) -> Slot | None:
         """A free slot, if there is one."""
-        if not self.free_rows:
+        if self.copied and not self.places.free:
             self.finish_copies()
         self.has_been_full |= len(self._used) >= self.slots
-        return Slot(heappop(self.free_rows)) if self.free_rows and len(self._used) < self.slots else None
+        place = self.places.take() if len(self._used) < self.slots else None
+        return None if place is None else Slot(place)
 
     def memory(self, slot: Slot) -> memoryview:
-        return memoryview(self.rows[slot.row]).cast("B")
+        return self.places.row(slot.row).data.cast("B")
 
     def arrived(self, key: Key) -> None:
         """Marks the record as complete."""
@@ -175,25 +171,24 @@ class SlotPool:
             mx.eval(self.copying[-1].device)
             slot = self.copying.pop()
             row, slot.row = slot.row, NOWHERE
-            heappush(self.free_rows, row)
+            self.places.put(row)
 
     def _copy(self, row: int) -> mx.array:
         """An array [words] in device memory; the copy is being computed."""
         if self._staging is None:
-            return on_device(self.rows[row])
+            return on_device(self.places.row(row))
         copy = as_result(self._staging[row : row + 1]).reshape(-1)
         mx.async_eval(copy)
         return copy
 
     def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array | tuple[mx.array, ...], np.ndarray]:
-        """(memory of S records, as `Records` has it, row of each key int32)."""
+        """(memory of records, as `Records` has it, slot of each key int32)."""
         slots = [self._used[key] for key in keys]
         if self.copied:
             copies = tuple(slot.device for slot in slots if slot.device is not None)
             assert len(copies) == len(keys)  # the caller has waited for them
             return copies, np.arange(len(keys), dtype=np.int32)
-        blob = self.rows if self.adopted is None else self.adopted
-        return blob, np.array([slot.row for slot in slots], np.int32)
+        return self.places.memory, np.array([slot.row for slot in slots], np.int32)
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
         """Keeps these records until `unpin` is called with the same list; returns their slots."""
@@ -240,9 +235,7 @@ class SlotPool:
         del self._used[key]
         self._arriving.discard(key)
         if slot.row != NOWHERE:
-            heappush(self.free_rows, slot.row)
-            if slot.row >= self.slots and not self.copied:  # the row could not be moved when the pool shrank
-                self._give_back(slot.row, slot.row + 1)
+            self.places.put(slot.row)
 
     def reconcile(self, abandoned: Sequence[mx.array] = ()) -> None:
         """After an interrupted call: releases everything, and rebuilds the other attributes from the table of records.
@@ -259,74 +252,70 @@ class SlotPool:
                 self.drop(key)
         self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
         self.copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
-        self._find_free()
+        if self.copied:
+            self.places.find_free(self._owned())
+        else:
+            self.places.aim(self.slots, self._owned())
 
-    def _find_free(self) -> None:
-        taken = {slot.row for slot in self._used.values()}
-        self.free_rows = [row for row in range(len(self.rows)) if row not in taken]  # ascending: a heap
+    def _owned(self) -> dict[int, bool]:
+        """The places that records own, and whether the record must stay there: it is leased or being read."""
+        leased = set().union(*list(self._leased.values()))
+        return {slot.row: slot.read is not None or key in leased for key, slot in self._used.items()}
+
+    def fit(self, slots: int) -> int:
+        """The number of slots that `resize` reaches if no record is leased."""
+        return slots if self.copied else self.places.fit(slots)
+
+    def is_due(self, slots: int, may_grow: bool) -> bool:
+        """Whether the pool should be resized if it may have `slots` slots."""
+        slots = self.fit(slots)
+        grown = slots - self.slots
+        if grown <= 0:
+            return grown < 0 or not self.places.is_settled
+        return may_grow and (grown >= max(self.slots / WORTH_GROWING, 1) or slots == self.most)
 
     def resize(self, slots: int, evict: Callable[[Key], object]) -> int:
         """Keeps at most `slots` records and their memory from now on; returns the resulting number of slots.
 
-        The result is larger if more records are pinned. It is unchanged if records in adopted memory are pinned.
+        The result is larger if more records are pinned, and is rounded to whole buffers of adopted memory.
 
         Args:
             evict: removes a record after its read is cancelled or over.
         """
         assert 0 < slots <= self.most
+        slots = self.fit(slots)
         self.has_been_full &= slots <= self.slots
-        if not self.breathes:
-            return self._replace(slots, evict)
         if len(self._used) > slots:
             self.finish_copies()  # otherwise `victim` would look for a record that frees a staging row
         while len(self._used) > slots and (key := self.victim(for_guess=False)) is not None:
             evict(key)
         reached = max(slots, len(self._used))
-        if reached < self.slots and not self.copied:
-            self._compact(reached)
+        if not self.copied:
+            self._set_memory(reached)
         self.slots = reached
         return reached
 
-    def _replace(self, slots: int, evict: Callable[[Key], object]) -> int:
-        """Replaces the memory by that of `slots` records and drops all records. Does nothing while somebody reads a
-        record.
+    def _set_memory(self, slots: int) -> None:
+        """Takes or returns memory, so that there is enough for `slots` records, and moves records out of the memory
+        that goes. A record that is pinned or arriving stays where it is, and its memory goes later.
         """
-        if slots != self.slots and not self._leased:
-            for key in self.records():
-                evict(key)
-            if not self._used:
-                self._take_memory(slots)
-                self.slots = slots
-        return self.slots
-
-    def _compact(self, slots: int) -> None:
-        """Moves records from behind the first `slots` rows into free rows among these, and returns the memory of all
-        free rows.
-
-        A record that is pinned or arriving stays where it is.
-        """
-        self._find_free()
-        for key, slot in self._used.items():
-            if slot.row >= slots and slot.read is None and not self.pinned(key):
+        owned = self._owned()
+        self.places.aim(slots, owned)
+        if slots >= self.slots and self.places.is_settled:
+            return
+        for slot in self._used.values():
+            if self.places.goes(slot.row) and not owned[slot.row]:
                 self._move(slot)
-        self.free_rows.sort()  # it remains a heap
-        for first, stop in _runs(self.free_rows):
-            self._give_back(first, stop)
+        self.places.release(self._owned())
 
     def _move(self, slot: Slot) -> None:
-        """Moves a record to the first free row."""
+        """Moves a record to the first free place that stays."""
         if slot.guard is not None:
             mx.eval(slot.guard)
-        old, new = slot.row, self.free_rows[0]
-        self.rows[new] = self.rows[old]
-        heappop(self.free_rows)
-        slot.row = new
-        heappush(self.free_rows, old)
-
-    def _give_back(self, first: int, stop: int) -> None:
-        if self._pages is not None:
-            stride = self.rows.strides[0]
-            give_back(self._pages, first * stride, stop * stride)
+        self.places.row(self.places.free[0])[:] = self.places.row(slot.row)
+        place = self.places.take()
+        assert place is not None
+        slot.row = place
 
     def in_turn(self, keys: list[Key]) -> Iterable[Key]:
         """The slots in the order in which to wait for them. Records that are copied come as they arrive, so that copies
@@ -344,11 +333,3 @@ class SlotPool:
     def in_flight(self) -> list[Key]:
         """Records whose read is in progress, or has ended without a call of `arrived`."""
         return list(self._arriving)
-
-
-def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers in ascending `rows`: the first of each run, and its end (exclusive)."""
-    cuts = [i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1]
-    for start, stop in zip([0, *cuts], [*cuts, len(rows)], strict=True):
-        if stop > start:
-            yield rows[start], rows[stop - 1] + 1

@@ -3,21 +3,17 @@ how records are read.
 """
 
 from collections.abc import Sequence
-from itertools import chain
-
-import numpy as np
 
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
-from .pool import SlotPool, can_breathe
+from .memory import GIVES_BACK, adopted_pages
+from .places import Adopt
+from .pool import SlotPool
 from .shares import SizeClass, divide, size_classes
-
-WORTH_GROWING = 16  # the pool grows by at least 1/16, so that it is not resized for each token
-WORTH_REPLACING = 8  # a pool that loses its records when resized shrinks by at least 1/8
 
 
 class Pools(list[SlotPool]):
-    """One pool per size class, or several if one would exceed `buffer_bytes`; none after they are cleared.
+    """One pool per size class; none after they are cleared.
 
     Args:
         layout: the layout of the experts.
@@ -25,25 +21,28 @@ class Pools(list[SlotPool]):
         least: the most records of one request; no pool is smaller.
         buffer_bytes: bytes of the largest array that the device allows; None: no limit.
         copied: whether records are copied into device memory; None: only on CUDA.
+        adopt: how MLX adopts memory (`places.Adopt`); None: as pages on Metal, else not at all.
 
     Attributes:
         of: the pool of each layer.
     """
 
     def __init__(
-        self, layout: ExpertLayout, sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
+        self,
+        layout: ExpertLayout,
+        sizes: tuple[int, int],
+        least: int,
+        buffer_bytes: int | None,
+        copied: bool | None,
+        adopt: Adopt | None = None,
     ):
         self._classes, self._least = size_classes(layout), least
-        self._parts = _parts(self._classes, sizes, least, buffer_bytes, copied)
-        super().__init__(chain.from_iterable(self._parts))
-        self._groups = [
-            group.tolist()
-            for one, part in zip(self._classes, self._parts, strict=True)
-            for group in np.array_split(np.array(one.layers), len(part))
-        ]
-        self.of = {layer: pool for pool, group in zip(self, self._groups, strict=True) for layer in group}
+        start, most = (divide(self._classes, size, least) for size in sizes)
+        given = zip(self._classes, start, most, strict=True)
+        super().__init__(_pool_of(*each, least, buffer_bytes, copied, adopt) for each in given)
+        self.of = {layer: pool for pool, one in zip(self, self._classes, strict=True) for layer in one.layers}
         self._divided: tuple[int, list[int]] = (-1, [])  # the last argument of `shares`, and its result
-        self._records = {layer: len(group) * layout.num_experts for group in self._groups for layer in group}
+        self._records = {layer: one.records for one in self._classes for layer in one.layers}
 
     @property
     def slots(self) -> int:
@@ -55,31 +54,27 @@ class Pools(list[SlotPool]):
         return sum(pool.slots * pool.nbytes for pool in self)
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of records that are MLX arrays."""
-        return sum(len(pool) * pool.nbytes for pool in self if pool.copied)
+    def device_bytes(self) -> int:
+        """Bytes of MLX's arrays."""
+        return sum(pool.device_bytes for pool in self)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the records that are in memory or being read."""
-        return sum(len(pool) * pool.nbytes for pool in self)
+        """Bytes that the records take from the machine; of adopted memory, with all places."""
+        return sum(pool.held_bytes for pool in self)
 
     def shares(self, nbytes: int) -> list[int]:
-        """Slots of each pool if all pools together have `nbytes`; pools of one class get equal numbers."""
+        """Slots of each pool if all pools together have `nbytes`."""
         if self._divided[0] == nbytes:  # called at every request of experts
             return self._divided[1]
-        shares: list[int] = []
-        for part, slots in zip(self._parts, divide(self._classes, nbytes, self._least), strict=True):
-            shares += [min(max(slots // len(part), min(self._least, pool.most)), pool.most) for pool in part]
+        slots = divide(self._classes, nbytes, self._least)
+        shares = [min(share, pool.most) for share, pool in zip(slots, self, strict=True)]
         self._divided = nbytes, shares
         return shares
 
     def is_due(self, nbytes: int, may_grow: bool = True) -> bool:
         """Whether the pools should be resized if they may have `nbytes`."""
-        return any(
-            _is_due(pool, share) and (may_grow or share < pool.slots)
-            for pool, share in zip(self, self.shares(nbytes), strict=True)
-        )
+        return any(pool.is_due(share, may_grow) for pool, share in zip(self, self.shares(nbytes), strict=True))
 
     def in_flight(self) -> list[Key]:
         return [key for pool in self for key in pool.in_flight()]
@@ -90,7 +85,8 @@ class Pools(list[SlotPool]):
 
     def slots_per_layer(self, spare: int) -> int:
         """Slots per layer, without `spare` slots, in the pool that has the fewest per layer."""
-        return min((max(pool.slots - spare, 0) // len(self._groups[i]) for i, pool in enumerate(self)), default=0)
+        pools = zip(self, self._classes, strict=False)  # none after they are cleared
+        return min((max(pool.slots - spare, 0) // len(one.layers) for pool, one in pools), default=0)
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         """As `ExpertLoader.intend`."""
@@ -106,33 +102,21 @@ class Pools(list[SlotPool]):
             self.of[layer].demote((layer, expert))
 
 
-def _is_due(pool: SlotPool, share: int) -> bool:
-    """Whether a pool should be resized if it may have `share` slots."""
-    grown = share - pool.slots
-    if not pool.breathes:
-        return -grown * WORTH_REPLACING >= pool.slots or grown > 0 and share == pool.most
-    return grown < 0 or grown >= max(pool.slots / WORTH_GROWING, 1) or grown > 0 and share == pool.most
-
-
-def _parts(
-    classes: Sequence[SizeClass], sizes: tuple[int, int], least: int, buffer_bytes: int | None, copied: bool | None
-) -> list[list[SlotPool]]:
-    """The pools of each class."""
+def _pool_of(
+    one: SizeClass,
+    slots: int,
+    most: int,
+    least: int,
+    buffer_bytes: int | None,
+    copied: bool | None,
+    adopt: Adopt | None,
+) -> SlotPool:
     if copied is None:
         copied = backend.name() == "cuda"
-    start, most = (divide(classes, size, least) for size in sizes)
-    if not can_breathe(copied):
-        most = start
-    return [
-        _pools_of(one, slots, max(slots, limit), min(least, one.records), buffer_bytes, copied)
-        for one, slots, limit in zip(classes, start, most, strict=True)
-    ]
-
-
-def _pools_of(
-    one: SizeClass, slots: int, most: int, least: int, buffer_bytes: int | None, copied: bool
-) -> list[SlotPool]:
-    at_most = one.records if buffer_bytes is None else max(buffer_bytes // one.nbytes, 1)
-    count = min(-(-most // at_most), max(slots // least, 1), len(one.layers))
-    staging = 2 * least if copied else None
-    return [SlotPool(one.nbytes, slots // count, staging, most // count) for _ in range(count)]
+    if adopt is None and backend.name() == "metal":
+        adopt = adopted_pages
+    most = max(slots, most) if copied or adopt or GIVES_BACK else slots
+    least = min(least, one.records)
+    return SlotPool(
+        one.nbytes, slots, 2 * least if copied else None, most, least=least, largest=buffer_bytes, adopt=adopt
+    )

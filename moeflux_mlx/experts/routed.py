@@ -19,7 +19,6 @@ from ..ops import backend
 from ..ops.backend import Array
 from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
-    Records,
     Shared,
     chosen_ffn,
     expert_down_combine,
@@ -29,6 +28,7 @@ from ..ops.experts import (
     native_refusal,
 )
 from ..ops.grouped import PIECE_ROWS, combined, is_cut
+from ..ops.records import Records
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import ExpertIOError
 from ..formats.record import ExpertLayout, Key
-from ..ops.experts import Records
+from ..ops.records import Records
 from ..process import check_process
 from .stats import Asked, LoaderStats
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
-from ..ops.experts import Records
+from ..ops.records import Records
+from .places import Adopt
 from .pool import Slot, SlotPool
 from .pools import Pools
 from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
@@ -35,19 +36,19 @@ class StreamedExperts(ExpertLoader):
     """Args:
         packed: the opened files.
         decision: one line that says why experts are read.
-        cache_bytes: size of the pool; its initial size if it breathes.
-        most_bytes: its largest size; None is `cache_bytes`. Ignored if the pool does not breathe.
+        cache_bytes: the initial size of the pool.
+        most_bytes: its largest size; None is `cache_bytes`. Ignored where memory cannot be given back.
         allowance: called with the number of tokens of a call and the bytes of MLX arrays that belong to the pool;
             returns the bytes that the pool may have during the call. It is called for every call of the model, so it
             must take only microseconds.
-        limit: called with the bytes of the pool's records; returns the bytes that the machine leaves to the pool. It is
-            called at every call and every request, and by a separate thread while nothing is computed.
+        limit: called with the bytes that the pool takes from the machine; returns those that the machine leaves to it.
+            It is called at every call and every request, and by a separate thread while nothing is computed.
         least_slots: number of records that a request may always ask for; the pool is never smaller.
-        buffer_bytes: bytes of the largest array that the device allows (Metal); a larger pool is split into several,
-            each for some of the layers. Layers with records of another size always have their own pool.
+        buffer_bytes: bytes of the largest array that the device allows (Metal).
         workers: number of reading threads.
         check: called with each record when it has been read for the first time, as for `ExpertReader`.
         copied: whether records are copied into device memory as they arrive; by default on CUDA.
+        adopt: how MLX adopts the pool's memory (`places.Adopt`); by default as Metal does, on Metal.
         reader: replaces the default reader (direct I/O), in tests.
 
     Raises:
@@ -70,6 +71,7 @@ class StreamedExperts(ExpertLoader):
         buffer_bytes: int | None = None,
         workers: int = DEFAULT_WORKERS,
         copied: bool | None = None,
+        adopt: Adopt | None = None,
         reader: ExpertReader | None = None,
         check: Check | None = None,
     ):
@@ -87,7 +89,7 @@ class StreamedExperts(ExpertLoader):
         weakref.finalize(self, self.reader.close)
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
-        self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied)
+        self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt)
         self._allowance, self._limit = allowance, limit
         if limit is not None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="pool-watch", daemon=True).start()
@@ -141,7 +143,7 @@ class StreamedExperts(ExpertLoader):
             self.relieve(may_grow=self._allowance is None)
         if self._allowance is None:
             return
-        nbytes = self._allowance(tokens, self.pools.copied_bytes)
+        nbytes = self._allowance(tokens, self.pools.device_bytes)
         if self._limit is not None:
             nbytes = min(nbytes, self._limit(self.pools.held_bytes))
         if self.pools.is_due(nbytes):

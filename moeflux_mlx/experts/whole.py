@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ExpertIOError
 from ..formats.record import ExpertLayout
-from ..ops.experts import Records
+from ..ops.records import Records
 from .source import CLOSED, ExpertLoader, Key, Lease, asked_for
 
 

@@ -1,6 +1,6 @@
 """Unpacks records for large products: into dense arrays of their fields, or floats."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -9,12 +9,12 @@ from ..formats.record import SCALE_DTYPES, Field, Record
 from ..quant import GLOBAL_SCALE
 from . import backend
 from .backend import FLOATS
-from .experts import Records, check_blob, is_read, places_of, unread_reason
+from .experts import is_read, places_of, unread_reason
 from .forms import DTYPES, code_number, form_of, unpacked_float32
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, require
+from .records import ONE_ARRAY, Arrays, Records, check_blob, words_of
 from .tiles import planned, tile_of
 
-DEQUANTIZE = Kernel("expert_dequantize", "blob slots", "out")
 LARGEST_INDEX = 2**31 - 1
 
 Dense = list[mx.array]  # the arrays of a projection's form, [n, rows, ...]; of a global scale [n, 1, 1]
@@ -37,14 +37,24 @@ def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> t
         RequestError: a shape or dtype the kernel does not take.
     """
     record = records.record
-    plans = tuple(plan(backend.name(), records.blob.shape, slots.shape, dtype, record, which) for which in (0, 1))
+    memory, blob, arrays = records.inputs()
+    given = slots.shape, dtype, record
+    plans = tuple(plan(backend.name(), blob, *given, which, arrays) for which in (0, 1))
     if isinstance(plans[0], Reason) or isinstance(plans[1], Reason):
         return _dequantized_ops(records, slots, dtype)
-    return plans[0](records.blob, slots)[0], plans[1](records.blob, slots)[0]
+    return plans[0](*memory, slots)[0], plans[1](*memory, slots)[0]
 
 
 @planned()
-def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record, which: int) -> Launch | Reason:
+def plan(
+    target: str,
+    blob: Shape,
+    slots: Shape,
+    dtype: mx.Dtype,
+    record: Record,
+    which: int,
+    arrays: Arrays = ONE_ARRAY,
+) -> Launch | Reason:
     """The launch for gate and up, or up alone (0), or for down (1)."""
     check_blob(blob, record)
     require(len(slots) == 1 and slots[0] > 0, f"slots are {slots}; expected [n]")
@@ -56,12 +66,14 @@ def plan(target: str, blob: Shape, slots: Shape, dtype: mx.Dtype, record: Record
     count, rows, columns = len(matrices), first.rows, first.columns
     form = form_of(first)
     tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
-    template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1], **form.record_template}
+    template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1]}
+    template |= {"ROW_BITS": arrays.row_bits, **form.record_template}
     template |= {"KIND": code_number(first.quant), "R": tile.rows, "SG": tile.simdgroups}
     template |= places_of("FIRST", first) | places_of("LAST", last)
     threads = 32 * tile.simdgroups
     groups = (ceildiv(count * rows * columns // 8, tile.rows * threads), slots[0])
-    return Launch(target, DEQUANTIZE, template, groups, threads, [((slots[0], count * rows, columns), dtype)])
+    kernel = Kernel("expert_dequantize", f"{arrays.names} slots", "out")
+    return Launch(target, kernel, template, groups, threads, [((slots[0], count * rows, columns), dtype)])
 
 
 def _dequantized_ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -111,19 +123,27 @@ def _taken(records: Records, where: np.ndarray, fields: Sequence[Field], dtype: 
     """These fields of the records in the rows `where`; floating ones in `dtype`."""
     if not fields:
         return []
-    blob, first = records.blob, int(where[0])
-    run = np.array_equal(where, np.arange(first, first + len(where)))  # copied faster
-    if not run and blob.size > LARGEST_INDEX:
-        # MLX's gather counts in 32 bits if the view is small, even if its rows are far apart.
-        blob, first, run = mx.take(blob, mx.array(where), axis=0), 0, True
-
     made = []
-    for field in fields:
-        columns = blob[:, field.words]
-        words = mx.contiguous(columns[first : first + len(where)]) if run else mx.take(columns, mx.array(where), axis=0)
+    for field, words in zip(fields, _words(records, where, fields), strict=True):
         if field.dtype != "U32":
             words = mx.view(words, DTYPES[field.dtype])
         if field.dtype in SCALE_DTYPES and field.part != GLOBAL_SCALE:
             words = words.astype(dtype)
         made.append(words.reshape(len(where), *field.beside))
     return made
+
+
+def _words(records: Records, where: np.ndarray, fields: Sequence[Field]) -> Iterator[mx.array]:
+    """The words [n, ...] of each of these fields of the records in the rows `where`."""
+    slots = mx.array(where)
+    if not records.in_buffers:
+        blob, first = records.blob, int(where[0])
+        if np.array_equal(where, np.arange(first, first + len(where))):  # copied faster
+            yield from (mx.contiguous(blob[first : first + len(where), field.words]) for field in fields)
+            return
+        if blob.size > LARGEST_INDEX:
+            # MLX's gather counts in 32 bits if the view is small, even if its rows are far apart.
+            blob = mx.take(blob, slots, axis=0)
+            yield from (mx.contiguous(blob[:, field.words]) for field in fields)
+            return
+    yield from (words_of(records, slots, field.words) for field in fields)

@@ -7,7 +7,6 @@ themselves, so the host does not wait for the router. A row's bits do not depend
 expert's record is.
 """
 
-from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,13 +17,13 @@ from ..formats.record import Record
 from ..kinds import FORMS
 from . import backend
 from .backend import FLOATS
-from .experts import Records, biases_of, check_blob, is_read, places_of, unread_reason
+from .experts import biases_of, is_read, places_of, unread_reason
 from .forms import form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .records import ONE_ARRAY, Arrays, Records, check_blob
 from .tiles import planned, tile_of
 
 PLACES = Kernel("expert_places", "ids count", "starts source places")
-ROWS = Kernel("expert_rows", "x blob slots starts source", "out")
 EACH = 8  # experts, and simdgroups, of a threadgroup that sorts
 SPLIT = 4  # threadgroups that share an expert's rows, so that an expert with very many does not keep others waiting
 UNITS = {"cuda": "matrix", "metal": "simdgroup"}  # the header for products of small matrices
@@ -101,12 +100,12 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
     Raises:
         RequestError: a shape or dtype the kernels do not take.
     """
-    record, blob, pairs = records.record, records.blob, source.shape[0]
-    sizes = backend.name(), blob.shape, slots.shape[0], pairs, x.dtype, record
-    first, last = (plan_rows(*sizes, is_last) for is_last in (False, True))
+    memory, blob, arrays = records.inputs()
+    sizes = backend.name(), blob, slots.shape[0], source.shape[0], x.dtype, records.record
+    first, last = (plan_rows(*sizes, is_last, arrays) for is_last in (False, True))
     assert not isinstance(first, Reason) and not isinstance(last, Reason)
-    act = first(x, blob, slots, starts, source)[0]
-    return last(act, blob, slots, starts, source)[0]
+    act = first(x, *memory, slots, starts, source)[0]
+    return last(act, *memory, slots, starts, source)[0]
 
 
 @planned(256)
@@ -121,7 +120,14 @@ def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
 
 @planned(256)
 def plan_rows(
-    target: str, blob: Shape, experts: int, pairs: int, dtype: mx.Dtype, record: Record, is_last: bool
+    target: str,
+    blob: Shape,
+    experts: int,
+    pairs: int,
+    dtype: mx.Dtype,
+    record: Record,
+    is_last: bool,
+    arrays: Arrays = ONE_ARRAY,
 ) -> Launch | Reason:
     """The launch for gate and up, or for down (`is_last`)."""
     check_blob(blob, record)
@@ -134,13 +140,15 @@ def plan_rows(
     form, activation = form_of(first), record.activation
     tile = tile_of(target, "expert_rows", f"{2 - is_last}x{first.rows}x{first.columns} {form}")
     template: dict[str, Any] = {"X": dtype, "ROWS": first.rows, "COLS": first.columns, "WORDS": blob[1]}
+    template["ROW_BITS"] = arrays.row_bits
     template |= places_of("FIRST", first) | places_of("LAST", last) | form.record_template
     template |= {"JOINED": int(not is_last), "GATHERED": int(not is_last), "TILES": tile.rows, "SPLIT": SPLIT}
     template |= {"SG": tile.simdgroups, "STEP": min(tile.ahead, form.chunk // PIECE)}
     template |= {"ACTIVATION": FORMS.index(activation.form), "LIMIT": float(activation.limit or 0)}
     template |= {"INTERLEAVED": int(record.interleaved and not is_last), **biases_of(FIRST=first, LAST=last)}
     groups = (ceildiv(first.rows, 16 * tile.simdgroups), experts, SPLIT)
-    kernel = replace(ROWS, form=form.header, units=UNITS[target])
+    names = f"x {arrays.names} slots starts source"
+    kernel = Kernel("expert_rows", names, "out", form.header, UNITS[target])
     return Launch(target, kernel, template, groups, 32 * tile.simdgroups, [((pairs, first.rows), dtype)])
 
 

@@ -7,7 +7,7 @@ depend on the slots of its experts, nor on other contents of the memory.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from .launch import (
     require,
 )
 from .linear import Weights, check_activations, inputs_of, linear, pays, row_by_row
+from .records import ONE_ARRAY, Arrays, Records, check_blob, words_of
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
@@ -44,44 +45,6 @@ PLANES_BYTES = 46 * 1024  # bytes of CUDA's 48 KiB for planes of x
 # and row.
 MAX_SLOTS = 32
 MOST_SIMDGROUPS = 16  # simdgroups of the second kernel: an H200 lacks the registers for 32 with a clipped activation
-MAX_ARRAYS = 16  # the most separate records: Metal gives a kernel at most 31 arrays
-
-
-@dataclass(frozen=True)
-class Records:
-    """Records in memory, with the geometry `record`: [S, words] uint32, one in each row, or S arrays [words].
-
-    The memory is a numpy array if the CPU reads it in place, an mx.array on a GPU, and a tuple of arrays if each record
-        has its own. `lasting`: it is never overwritten, so it may be read after the lease has ended.
-    """
-
-    memory: Any  # mx.array | np.ndarray | tuple[mx.array, ...]
-    record: Record
-    lasting: bool = False
-
-    @cached_property
-    def blob(self) -> Any:
-        """All of them as one array [S, words]."""
-        return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
-
-    def inputs(self, tokens: int) -> tuple[tuple[Any, ...], Shape, int]:
-        """A kernel's inputs for `tokens` tokens, the shape of the blob, and the number of arrays that form it.
-
-        Separate records are not stacked for a single token, because it always has the same number of them; each number
-        of arrays has its own kernel.
-        """
-        if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
-            return self.memory, (len(self.memory), self.memory[0].size), len(self.memory)
-        return (self.blob,), self.blob.shape, 0
-
-    def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
-        """Records that MLX's operations can index, and the places of `slots` in them; records are copied if
-        necessary.
-        """
-        if not isinstance(self.memory, np.ndarray):
-            return self, slots
-        used, local = np.unique(slots, return_inverse=True)
-        return Records(mx.array(self.memory[used]), self.record, lasting=True), local.reshape(slots.shape)
 
 
 @dataclass(frozen=True)
@@ -276,9 +239,9 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
     assert isinstance(slots, mx.array)
-    memory, blob, apart = records.inputs(len(x))
+    memory, blob, arrays = records.inputs(len(x))
     shapes = blob, slots.shape
-    launch = plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, _joined(shared), apart)
+    launch = plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, _joined(shared), arrays)
     if isinstance(launch, Reason):
         return _gate_up_ops(x, slots, records)
     return launch(x, *memory, slots, *_first_of(shared, memory[0]))[0]
@@ -348,9 +311,9 @@ def _down_combine_kernel(
     rows = residual if shared is None or isinstance(shared, Shared) else shared  # an input cannot be left out
     columns = shared.gates.shape[1] if isinstance(shared, Shared) and shared.gates is not None else 0
     dtypes = act.dtype, residual.dtype, None if rows is residual else rows.dtype
-    memory, blob, apart = records.inputs(len(act))
+    memory, blob, arrays = records.inputs(len(act))
     shapes = act.shape, residual.shape, blob, used.shape
-    launch = plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, apart, used.row)
+    launch = plan_down(backend.name(), *shapes, dtypes, records.record, joined, columns, arrays, used.row)
     if isinstance(launch, Reason):
         return None
     inputs = act, *memory, used.slots, used.weights, residual, rows
@@ -374,13 +337,6 @@ def unread_reason(record: Record) -> Reason:
     """Why kernels do not take records for which `is_read` is false."""
     stored = (f"{part.name} has rows of {part.columns} columns in {part.quant}" for part in record.projections)
     return Reason(f"no kernel reads the records: {'; '.join(stored)}")
-
-
-def check_blob(blob: Shape, record: Record) -> None:
-    """Raises RequestError: the kernels do not take a blob of such a shape."""
-    least = record.size // 4
-    good = len(blob) == 2 and blob[1] >= least and blob[1] % 4 == 0
-    require(good, f"blob is {blob}; expected [S, words], words a multiple of 4 and at least {least}")
 
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:
@@ -416,11 +372,6 @@ def biases_of(**projections: Projection) -> dict[str, Any]:
     return template | {f"{name}_BIAS": field.words.start if field else 0 for name, field in fields.items()}
 
 
-def _blob(apart: int) -> str:
-    """The input names of the records: one array, or one per record."""
-    return f"blob*{apart}" if apart else "blob"
-
-
 @planned()
 def plan_gate_up(
     target: str,
@@ -430,11 +381,11 @@ def plan_gate_up(
     slots: Shape,
     record: Record,
     joined: Activation | None = None,
-    apart: int = 0,
+    arrays: Arrays = ONE_ARRAY,
 ) -> Launch | Reason:
     _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
-    kernel = Kernel("expert_gate_up", f"x {_blob(apart)} slots codes scales biases", "act")
-    return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined)
+    kernel = Kernel("expert_gate_up", f"x {arrays.names} slots codes scales biases", "act")
+    return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined, arrays)
 
 
 @planned()
@@ -471,6 +422,7 @@ def _first_launch(
     record: Record,
     top_k: int,
     joined: Activation | None,
+    arrays: Arrays = ONE_ARRAY,
 ) -> Launch | Reason:
     """The launch of gate and up for a number of slots; `joined`: also of a shared expert with that activation."""
     check_activations("x", x, dtype)
@@ -488,7 +440,8 @@ def _first_launch(
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
     has_own = kernel.name == "expert_choice" and kernel.name in TILES[target]
     cut = tile_of(target, kernel.name, shape) if has_own else tile  # rows and simdgroups, which change no bit
-    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(has_shared), "WORDS": blob[1]}
+    template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(has_shared)}
+    template |= {"WORDS": blob[1], "ROW_BITS": arrays.row_bits}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.record_template
     template |= {"R": cut.rows, "L": lanes, "SG": cut.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     routed, own = record.activation, joined or record.activation
@@ -524,7 +477,7 @@ def plan_down(
     record: Record,
     joined: bool = False,
     gates: int = 0,
-    apart: int = 0,
+    arrays: Arrays = ONE_ARRAY,
     row: int = 0,
 ) -> Launch | Reason:
     check_activations("act", act, dtypes[0], rank=3)
@@ -543,8 +496,8 @@ def plan_down(
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
-    template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], **places_of("DOWN", record.down)}
-    template |= combine_types(dtypes) | form.record_template
+    template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], "ROW_BITS": arrays.row_bits}
+    template |= places_of("DOWN", record.down) | combine_types(dtypes) | form.record_template
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead)}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}
     template |= biases_of(DOWN=record.down)
@@ -554,7 +507,7 @@ def plan_down(
     template["SG"] = simdgroups = ceildiv(each, ceildiv(each, most))  # as few as take no more turns, so none is idle
     template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)
-    names = f"act {_blob(apart)} slots weights h_mid shared codes scales biases gates"
+    names = f"act {arrays.names} slots weights h_mid shared codes scales biases gates"
     kernel = Kernel("expert_down_combine", names, "out", form.header_of(tile))
     return Launch(target, kernel, template, groups, 32 * simdgroups, [(residual, dtypes[1])])
 
@@ -563,7 +516,7 @@ def _multiply(x: mx.array, slots: mx.array, records: Records, projection: Projec
     """[P, columns] x, each row times its own record's matrix, plus its bias: float32 [P, rows]."""
     pairs = len(x)
     start, stop = projection.fields[0].words.start, projection.fields[-1].words.stop
-    words = mx.take(records.blob[:, start:stop], slots.reshape(-1), axis=0)
+    words = words_of(records, slots.reshape(-1), slice(start, stop))
 
     def values(field: Field) -> mx.array:
         part = words[:, field.words.start - start : field.words.stop - start]

@@ -21,10 +21,11 @@ from .backend import Array, view
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, shapes_of, starts_of
-from .experts import Records, expert_down_combine, expert_gate_up, joined, native_refusal
+from .experts import expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, settings
 from .gather_rows import gather_rows
 from .interrupt import check
+from .records import Records
 from .tiles import tile_of
 
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows

@@ -86,7 +86,7 @@ Place = tuple[int, int, mx.Dtype | None] | float
 def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.array], tuple[Place, ...]]:
     """The arrays that contain the inputs, each once, and the place of each input. MLX's work on the host grows with the
     number of arrays. `apart`: inputs that always get their own array, because a text must not depend on whether two
-    sequences happen to share one.
+    of them happen to be the same.
     """
     arrays: list[mx.array] = []
     places: list[Place] = []
@@ -170,9 +170,9 @@ class Kernel:
 
     @cached_property
     def apart(self) -> Sequence[int]:
-        """The inputs that each row of a step has for itself."""
+        """The inputs that stand for one of several arrays."""
         signs = [sign for _, sign, of in _parsed(self.inputs) for _ in range(int(of) if sign in ARRAYS else 1)]
-        return [i for i, sign in enumerate(signs) if sign == "@"]
+        return [i for i, sign in enumerate(signs) if sign in ARRAYS]
 
     def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
         """MLX's object for it, compiled at first use."""

@@ -18,9 +18,10 @@ from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
 from ..ops.backend import Array, constant, leave, library_of, view
-from ..ops.experts import Records, Shared, expert_down_combine, expert_gate_up, shared_rows
+from ..ops.experts import Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.gather_rows import gather_rows
 from ..ops.grouped import combined, native_rows
+from ..ops.records import Records
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .dealing import Dealing
 from .group import FAILED, FINE, STOPPED, Exchange, Gathered

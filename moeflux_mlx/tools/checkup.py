@@ -15,10 +15,11 @@ from ..engine.kernel_cache import threads_allowed
 from ..formats.record import Projection, Record
 from ..kinds import Router
 from ..ops import backend, native
-from ..ops.experts import Records, expert_ffn
+from ..ops.experts import expert_ffn
 from ..ops.kernel_files import Program
 from ..ops.launch import KernelText, threads_named
 from ..ops.linear import Part, linear
+from ..ops.records import Records
 from ..ops.route import route
 from ..quant import EXPERTS
 

@@ -32,9 +32,10 @@ from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
 from ..ops.expert_rows import expert_rows, refusal, starts_of, units_refusal
-from ..ops.experts import Records, Shared, chosen_gate_up, expert_ffn
+from ..ops.experts import Shared, chosen_gate_up, expert_ffn
 from ..ops.grouped import GroupedRows, dense_from
 from ..ops.launch import Input, Launch, Reason
+from ..ops.records import Records
 from ..ops.route import Choice
 from ..ops.streams import spread
 from ..ops.tiles import MAX_TOKENS, TILES, Tile, Tiles, spot_of, using

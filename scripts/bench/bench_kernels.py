@@ -37,9 +37,10 @@ from moeflux_mlx.ops import backend, delta, dequantize, experts, launch
 from moeflux_mlx.ops.combine import moe_combine
 from moeflux_mlx.ops.delta import gated_delta, gated_delta_ops, gated_delta_tokens
 from moeflux_mlx.ops.dequantize import dequantized_records
-from moeflux_mlx.ops.experts import Records, expert_down_combine, expert_gate_up
+from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.linear import qmv
+from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.tiles import TILES, Tile
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, Quant
 

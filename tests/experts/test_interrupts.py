@@ -18,12 +18,14 @@ from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa:
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.experts import lookahead, mapped, pool, reader, routed, source, waves, whole
+from moeflux_mlx.experts import lookahead, mapped, places, pool, reader, routed, source, waves, whole
 from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.pool import NOWHERE
 
-FILES = {module.__file__ for module in (streaming, pool, reader, lookahead, waves, source, routed, mapped, whole)}
+FILES = {
+    module.__file__ for module in (streaming, pool, places, reader, lookahead, waves, source, routed, mapped, whole)
+}
 
 
 class Interrupt:
@@ -75,7 +77,7 @@ def check_pools(loader):
     for one in getattr(loader, "pools", ()):
         assert not one.in_flight() and not one.pinned_besides([])
         rows = [slot.row for slot in map(one.get, one.records()) if slot.row != NOWHERE]
-        assert sorted([*one.free_rows, *rows]) == list(range(len(one.rows)))
+        assert sorted([*one.places.free, *rows]) == list(one.places.staying())
 
 
 def slow(fd, buffers, offset):
@@ -88,6 +90,7 @@ KINDS = {
     "a larger pool": {"least_slots": TOP_K, "cache_bytes": 40 * 16384},
     "the previous token's": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "prefetch": "previous"},
     "copied": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "copied": True},
+    "in buffers": {"least_slots": TOP_K, "cache_bytes": 1 << 30, "adopt": staging_memory},
     "queued reads": {"least_slots": TOP_K, "cache_bytes": 20 * 16384, "workers": 1, "preadv": slow},
     "mapped": None,
 }
@@ -97,8 +100,11 @@ KINDS = {
 def model(request, small_waves, monkeypatch):  # noqa: F811
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # what is raised while something is freed ends there
     options, path = KINDS[request.param], tiny_directory("qwen3_moe")
-    if request.param == "copied":
+    if request.param in ("copied", "in buffers"):
         use_plain_operations(monkeypatch)
+    if request.param == "in buffers":  # they are given back and taken again in every second call
+        sizes = itertools.cycle([1 << 30, 20 * 16384])
+        options = options | {"allowance": lambda tokens, held: next(sizes)}
     threads = set(threading.enumerate())
     made = streamed(path, **options) if options else load_model(path, dtype=mx.float32, expert_io="mmap")
     yield made
@@ -199,10 +205,8 @@ def test_200_signals_in_a_row(model):
 
 @pytest.mark.usefixtures("plain_operations")
 def test_what_an_interrupted_call_left_lazy_does_not_stop_other_threads(monkeypatch):
-    """A turn ends by evaluating lazy arrays that read the pool. No other thread can evaluate them."""
-    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, copied=False)
-    for one in model.experts.pools:  # as on Metal, where MLX reads the pool's own memory
-        one.rows, one.adopted = staging_memory(*one.rows.shape)
+    """A turn ends by evaluating lazy arrays that read the pool's own memory. No other thread can evaluate them."""
+    model = streamed(tiny_directory("qwen3_moe"), least_slots=TOP_K, cache_bytes=1, adopt=staging_memory)
     want = run(model, TOKENS[:, :3], 1)
 
     def broken_off(*arrays):

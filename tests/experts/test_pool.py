@@ -17,7 +17,7 @@ def filled(slots, copied=False):
     pool = SlotPool(LAYOUT.held_bytes, slots, slots if copied else None)
     for expert in range(slots):
         slot = pool.take()
-        pool.rows[slot.row] = expert
+        pool.places.row(slot.row)[:] = expert
         pool.put((0, expert), slot)
         pool.arrived((0, expert))
     assert copied or pool.take() is None
@@ -66,4 +66,4 @@ def test_the_row_of_a_dropped_record_is_reused():
     pool = filled(2)
     pool.drop((0, 1))
     slot = pool.take()
-    assert np.all(pool.rows[slot.row] == 1) and (0, 1) not in pool and (0, 0) in pool
+    assert np.all(pool.places.row(slot.row) == 1) and (0, 1) not in pool and (0, 0) in pool

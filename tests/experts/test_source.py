@@ -30,6 +30,7 @@ from moeflux_mlx.experts.source import HIT, IN_MEMORY, MISSED, ON_DISK, IoMode
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.ops.records import words_of
 
 EXPERTS = 6
 
@@ -89,11 +90,17 @@ def records(packed, layer):
     return np.fromfile(packed.paths[layer], np.uint32).reshape(EXPERTS, -1)
 
 
+def words_at(held, slots):
+    """Returns the words [n, ...] of the records in these slots."""
+    if held.in_buffers:
+        return np.array(words_of(held, mx.array(slots.reshape(-1)), slice(0, held.memory[0].shape[1])))
+    return np.asarray(held.blob)[slots.reshape(-1)]
+
+
 def blocks(lease):
     """Returns the bytes of the lease's ids in their order."""
     lease.wait()
-    held, slots = lease.records()
-    return np.asarray(held.blob)[slots.reshape(-1)]
+    return words_at(*lease.records())
 
 
 @pytest.mark.parametrize("mode", IoMode)
@@ -364,20 +371,10 @@ def test_records_read_only_for_rejected_rows_are_evicted_first(packed):
     loader.close()
 
 
-def test_several_buffers_hold_whole_layers(packed):
-    stride = packed.layout.expert_stride
-    loader = StreamedExperts(packed, cache_bytes=8 * stride, least_slots=4, buffer_bytes=5 * stride)
-    assert [pool.slots for pool in loader.pools] == [4, 4]
-    for layer in (0, 1):
-        assert np.array_equal(blocks(loader.request(layer, np.arange(4))), records(packed, layer)[:4])
-    assert not np.shares_memory(loader.pools[0].rows, loader.pools[1].rows)
-    loader.close()
-
-
 def test_blocks_copied_to_a_device(packed):
     """As on CUDA, each record has an array, and a staging row is free again once it is copied."""
     loader = StreamedExperts(packed, cache_bytes=1 << 20, least_slots=2, copied=True)
-    assert len(loader.pools[0].rows) == 4 < loader.slots == 2 * EXPERTS
+    assert len(loader.pools[0].places.rows) == 4 < loader.slots == 2 * EXPERTS
     for _ in range(2):
         for start in range(0, EXPERTS, 2):
             lease = loader.request(1, np.array([start, start + 1, start]))
@@ -412,8 +409,8 @@ def test_an_interrupted_copy_frees_each_row_once(packed, n, monkeypatch):
     for start in (2, 1, 0):
         wanted = np.arange(start, start + 4)
         assert np.array_equal(blocks(loader.request(1, wanted)), records(packed, 1)[wanted])
-    rows = pool.free_rows + [slot.row for slot in pool.copying]
-    assert len(set(rows)) == len(rows) <= len(pool.rows)
+    rows = pool.places.free + [slot.row for slot in pool.copying]
+    assert len(set(rows)) == len(rows) <= len(pool.places.rows)
     loader.close()
 
 

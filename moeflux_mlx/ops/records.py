@@ -1,0 +1,132 @@
+"""Packed records of experts in memory, and how kernels find them: in one array, in several buffers, or each in an array
+of its own.
+
+A slot is a record's place in memory. In buffers its lowest ROW_BITS bits are the row in a buffer, and the others are
+the number of the buffer, so that a record may be in any row of any buffer (`codes_record` in metal/codes.h.metal).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..formats.record import Record
+from . import backend
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .tiles import planned
+
+MAX_ARRAYS = 16  # the most arrays of records in one kernel: Metal gives a kernel at most 31 arrays
+ROW_BITS = 24
+THREADS = 128  # of a threadgroup that copies words
+
+
+class Arrays(NamedTuple):
+    """How a kernel's text takes the records.
+
+    Args:
+        number: how many arrays; 0: one array, which the text has by its name alone.
+        row_bits: bits of a slot that are the row in an array; 0: each array is one record.
+    """
+
+    number: int = 0
+    row_bits: int = 0
+
+    @property
+    def names(self) -> str:
+        """The input's name in a `Kernel`."""
+        return f"blob*{self.number}" if self.number else "blob"
+
+
+ONE_ARRAY = Arrays()
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records of uint32 words in memory, with the geometry `record`.
+
+    Args:
+        memory: an array [S, words] with one record in each row: numpy's if the CPU reads it in place, else MLX's. Or a
+            tuple of MLX's arrays: buffers [rows, words], all of one shape, or records [words] that lie apart.
+        record: their geometry.
+        lasting: the memory is never overwritten, so it may be read after the lease has ended.
+    """
+
+    memory: Any  # mx.array | np.ndarray | tuple[mx.array, ...]
+    record: Record
+    lasting: bool = False
+
+    @property
+    def in_buffers(self) -> bool:
+        return isinstance(self.memory, tuple) and self.memory[0].ndim == 2
+
+    @cached_property
+    def blob(self) -> Any:
+        """All of them as one array [S, words]. Buffers have none, because it would be a copy of the whole memory."""
+        assert not self.in_buffers
+        return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
+
+    def inputs(self, tokens: int = 0) -> tuple[tuple[Any, ...], Shape, Arrays]:
+        """A kernel's inputs for `tokens` tokens of a step, or for a prompt (0), the shape of an array of records, and
+        how the text takes them.
+
+        Records that lie apart are stacked for several tokens: a single token always has the same number of them, and
+        each number has its own text.
+        """
+        if self.in_buffers:
+            return self.memory, self.memory[0].shape, Arrays(len(self.memory), ROW_BITS)
+        if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
+            return self.memory, (len(self.memory), self.memory[0].size), Arrays(len(self.memory))
+        return (self.blob,), self.blob.shape, ONE_ARRAY
+
+    def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
+        """Records that MLX's operations can index, and the places of `slots` in them; records are copied if
+        necessary.
+        """
+        if not isinstance(self.memory, np.ndarray):
+            return self, slots
+        used, local = np.unique(slots, return_inverse=True)
+        return Records(mx.array(self.memory[used]), self.record, lasting=True), local.reshape(slots.shape)
+
+
+def divided(slot: int) -> tuple[int, int]:
+    """The number of the buffer, and the row in it."""
+    return slot >> ROW_BITS, slot & ((1 << ROW_BITS) - 1)
+
+
+def check_blob(blob: Shape, record: Record) -> None:
+    """Raises RequestError: the kernels do not take a blob of such a shape."""
+    least = record.size // 4
+    good = len(blob) == 2 and blob[1] >= least and blob[1] % 4 == 0
+    require(good, f"blob is {blob}; expected [S, words], words a multiple of 4 and at least {least}")
+
+
+def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
+    """The words `words` of the records in `slots`, uint32 [n, number of words]; other words are not read.
+
+    Args:
+        records: on MLX's side.
+        slots: [n] uint32 or int32; they may repeat.
+    """
+    if not records.in_buffers:
+        return mx.take(records.blob[:, words], slots, axis=0)
+    arrays, blob, how = records.inputs()
+    launch = plan_words(backend.name(), blob, slots.shape, words.start, words.stop, how)
+    if isinstance(launch, Reason):
+        return mx.stack([arrays[buffer][row, words] for buffer, row in map(divided, np.array(slots).tolist())])
+    return launch(*arrays, slots, count(len(slots)))[0]
+
+
+@planned(256)
+def plan_words(target: str, blob: Shape, slots: Shape, start: int, stop: int, arrays: Arrays) -> Launch | Reason:
+    """MLX's operations would copy a buffer for each of them, or take each record by itself."""
+    if target == "ops":
+        return NO_KERNELS
+    unit = 4 if start % 4 == stop % 4 == 0 else 1  # words that a thread copies
+    units = (stop - start) // unit
+    template = {"UNIT": "uint4" if unit == 4 else "uint", "UNITS": units, "FIRST": start, "WORDS": blob[1]}
+    template |= {"ROW_BITS": arrays.row_bits}
+    kernel = Kernel("expert_words", f"{arrays.names} slots count", "out")
+    outputs = [((slots[0], stop - start), mx.uint32)]
+    return Launch(target, kernel, template, (ceildiv(slots[0] * units, THREADS), 1), THREADS, outputs)
