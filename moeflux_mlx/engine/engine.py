@@ -51,7 +51,7 @@ from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .needs import least_slots
 from .pool_sizes import best_pool
-from .pressure import PoolLimit, sources
+from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
 from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
@@ -262,7 +262,8 @@ def open_experts(
             whole = files.check_scales if isinstance(files, InPlaceExperts) else None
             experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
         else:
-            limit = PoolLimit(sources(plan.figures), plan.most)
+            pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
+            limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
             experts = StreamedExperts(
                 files,
                 plan.decision,

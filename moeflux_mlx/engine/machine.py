@@ -54,7 +54,9 @@ class Figures:
 
     @property
     def breathes(self) -> bool:
-        """Whether a pool of experts can grow and shrink; memory adopted by Metal cannot."""
+        """Whether a pool of experts follows what calls need. On Metal it only follows pressure, because a buffer that
+        is adopted again must be filled again.
+        """
         return self.working_set is None
 
     @property

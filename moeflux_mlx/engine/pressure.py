@@ -18,8 +18,7 @@ from .machine import Figures, limit_of, memory_groups, physical_ram_bytes, used_
 from .needs import headroom_bytes
 
 EVERY = 0.125  # seconds between two checks of the sources
-PATIENCE = 3.0  # seconds without pressure before the pool grows
-STEPS = 8  # steps in which it grows to its full size, one per check
+STEPS = 8  # steps in which the pool grows to its full size
 WINDOW = 1.0  # seconds over which stalls are counted, and between two cuts
 STALLED = 0.1  # share of a window in which some process waited for memory: more is pressure
 CUT, DEEP_CUT = 8, 2  # 1/8 of the pool is given back at a first warning, 1/2 at a critical one
@@ -27,14 +26,29 @@ MOST_FALL = 4  # at most 1/4 of what a limit leaves is expected to go before the
 COMPRESSED_SHARE = 0.01  # growth of macOS's compressor per window, as a share of memory: more is pressure
 
 
+class Pace(NamedTuple):
+    """How the pool grows: `patience` seconds without pressure before its first step, `between` before the next."""
+
+    patience: float
+    between: float
+
+
+PACE = Pace(3.0, 0.0)
+# On Metal each step adopts a buffer. The system takes its pages from other programs, and if these need them again, the
+# records are lost: so a step must be rare, and the effect of the one before be known.
+PACE_OF_METAL = Pace(60.0, 60.0)
+
+
 class Spare(NamedTuple):
     """Bytes that may be taken; a negative number of bytes must be given back.
 
     `hard`: bytes that can be taken before the system ends the process, or infinity if unknown.
+    `cut`: bytes of the pool that must be given back where the source cannot say how many are missing.
     """
 
     nbytes: float = math.inf
     hard: float = math.inf
+    cut: int = 0
 
 
 class Source(Protocol):
@@ -88,7 +102,7 @@ class Stalls:
         if seconds < WINDOW:
             return Spare()
         stalled, self._since, self._before = (total - self._before) / 1e6 / seconds, now, total
-        return Spare(-pool // CUT) if stalled > STALLED and self._is_short() else Spare()
+        return Spare(cut=pool // CUT) if stalled > STALLED and self._is_short() else Spare()
 
     def _total(self) -> int:
         """Microseconds of stalls since the system started; 0 if the system does not count them."""
@@ -128,8 +142,8 @@ class MacOS:
         held = self._compressed()
         grown, self._since, self._before = held - self._before, now, held
         if level >= 4:
-            return Spare(-pool // DEEP_CUT)
-        return Spare(-pool // CUT) if level >= 2 or grown > COMPRESSED_SHARE * self._memory else Spare()
+            return Spare(cut=pool // DEEP_CUT)
+        return Spare(cut=pool // CUT) if level >= 2 or grown > COMPRESSED_SHARE * self._memory else Spare()
 
 
 class Process:
@@ -147,12 +161,13 @@ class PoolLimit:
 
     The pool shrinks at once. It leaves room for what the current call may still take, and for the amount by which a
     control group's limit has fallen since the last check, because it may fall as much again while a layer is computed.
-    The pool grows again in steps, after some seconds without pressure.
+    The pool grows again in steps, after some time without pressure.
 
     Args:
         sources: the one with the least to spare decides.
         most: bytes of the pool if there is no pressure.
         used: returns the bytes that this process holds.
+        pace: how the pool grows.
 
     Attributes:
         room: bytes that pool and computation together could take at the last check before the system ends the process.
@@ -164,10 +179,11 @@ class PoolLimit:
         most: int,
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], int] = used_memory,
+        pace: Pace = PACE,
     ):
-        self._sources, self._most, self._clock, self._used = sources, most, clock, used
+        self._sources, self._most, self._clock, self._used, self._pace = sources, most, clock, used, pace
         self._limit, self._now, self.room = float(most), float(most), math.inf
-        self._looked = self._pressed = -math.inf
+        self._looked = self._grows = -math.inf  # the time of the last look, and the earliest of the next step
         self._left = math.inf  # bytes that the system's limit left to the pool at the last check
         self._pool = self._need = self._others = 0  # bytes of the pool, of the call, and of the rest before the call
 
@@ -188,10 +204,12 @@ class PoolLimit:
         spares = [source.spare(self._pool) for source in self._sources]
         spare = min((one.nbytes for one in spares), default=math.inf)
         taken = self._used() - self._pool - self._others
-        if spare < 0:
-            self._pressed = now
-        step = self._most / STEPS if now - self._pressed >= PATIENCE else 0
-        self._limit = max(min(self._limit + step, self._pool + spare, self._most), 0)
+        kept = self._pool - max((one.cut for one in spares), default=0)
+        if spare < 0 or kept < self._pool:
+            self._limit, self._grows = min(self._limit, kept), now + self._pace.patience
+        elif now >= self._grows:
+            self._limit, self._grows = self._limit + self._most / STEPS, now + self._pace.between
+        self._limit = max(min(self._limit, self._pool + spare, self._most), 0)
         self.room = self._pool + min((one.hard for one in spares), default=math.inf)
         left = self.room + taken  # the limit minus what others take
         falls = min(max(self._left - left, 0), max(left, 0) / MOST_FALL) if math.isfinite(self._left) else 0

@@ -308,6 +308,11 @@ class SlotPool:
                 self._move(slot)
         self.places.release(self._owned())
 
+    def give_back(self) -> None:
+        """Returns all memory of a pool without records."""
+        self.places.aim(0, {})
+        self.places.release(())
+
     def _move(self, slot: Slot) -> None:
         """Moves a record to the first free place that stays."""
         if slot.guard is not None:

@@ -383,6 +383,7 @@ class StreamedExperts(ExpertLoader):
             self._take_in(self.in_flight)
             for pool in self.pools:
                 self._empty(pool)
+                pool.give_back()
             self.pools.clear()
 
     def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:

@@ -13,7 +13,7 @@ from moeflux_mlx.engine.needs import headroom_bytes
 from moeflux_mlx.engine.pressure import (
     EVERY,
     MOST_FALL,
-    PATIENCE,
+    PACE,
     STEPS,
     Group,
     MacOS,
@@ -77,45 +77,45 @@ def stalls_file(folder, microseconds):
 
 def test_stalls_of_a_tenth_of_the_time_are_pressure(tmp_path, clock):
     stalls = Stalls(stalls_file(tmp_path, 5_000_000), clock=clock)
-    for seconds, total, spare in [
-        (0.5, 9_000_000, math.inf),  # too early for a statement
-        (0.5, 5_090_000, math.inf),
-        (2.0, 5_280_000, math.inf),
-        (2.0, 5_490_000, -100),
-        (1.0, 5_490_000, math.inf),
+    for seconds, total, cut in [
+        (0.5, 9_000_000, 0),  # too early for a statement
+        (0.5, 5_090_000, 0),
+        (2.0, 5_280_000, 0),
+        (2.0, 5_490_000, 100),
+        (1.0, 5_490_000, 0),
     ]:
         clock.pass_by(seconds)
         stalls_file(tmp_path, total)
-        assert stalls.spare(800) == Spare(spare)
+        assert stalls.spare(800) == Spare(cut=cut)
     clock.pass_by(5)
     (tmp_path / "pressure").unlink()
     assert stalls.spare(800) == Spare()
 
 
-@pytest.mark.parametrize("available, spare", [(8_000_000, math.inf), (500_000, -100)])
-def test_stalls_of_a_machine_with_free_memory_are_ignored(tmp_path, clock, available, spare):
+@pytest.mark.parametrize("available, cut", [(8_000_000, 0), (500_000, 100)])
+def test_stalls_of_a_machine_with_free_memory_are_ignored(tmp_path, clock, available, cut):
     (tmp_path / "meminfo").write_text(f"MemTotal: 16000000 kB\nMemAvailable: {available} kB\nHugePages_Total: 0\n")
     stalls = Stalls(stalls_file(tmp_path, 0), tmp_path / "meminfo", clock)
     clock.pass_by(1)
     stalls_file(tmp_path, 900_000)
-    assert stalls.spare(800) == Spare(spare)
+    assert stalls.spare(800) == Spare(cut=cut)
 
 
 def test_levels_of_a_mac_and_a_compressor_that_grows(clock):
     level, compressed = [1], [GB]
     mac = MacOS(lambda: level[0], lambda: compressed[0], 16 * GB, clock)
-    for seconds, now, held, spare in [
-        (1, 1, GB, math.inf),
-        (1, 2, GB, -100),
-        (0.5, 4, GB, math.inf),  # the earlier cut has no effect yet
-        (0.5, 4, GB, -400),
-        (1, 1, GB + 100_000_000, math.inf),
-        (1, 1, GB + 300_000_000, -100),
-        (1, 1, GB, math.inf),
+    for seconds, now, held, cut in [
+        (1, 1, GB, 0),
+        (1, 2, GB, 100),
+        (0.5, 4, GB, 0),  # the earlier cut has no effect yet
+        (0.5, 4, GB, 400),
+        (1, 1, GB + 100_000_000, 0),
+        (1, 1, GB + 300_000_000, 100),
+        (1, 1, GB, 0),
     ]:
         clock.pass_by(seconds)
         level[0], compressed[0] = now, held
-        assert mac.spare(800) == Spare(spare)
+        assert mac.spare(800) == Spare(cut=cut)
 
 
 def test_the_process_has_what_its_user_allows():
@@ -187,7 +187,7 @@ def test_falls_between_two_looks_do_not_reach_what_is_used(tmp_path):
     for _ in range(100):
         if machine.limit < 3 * GB:
             machine.limit, last = 10 * GB, 0
-            machine.pass_by(PATIENCE + (STEPS + 2) * EVERY)
+            machine.pass_by(PACE.patience + (STEPS + 2) * EVERY)
         expected = min(last, (machine.limit - GB) // MOST_FALL)
         last = rng.randint(0, expected + headroom_bytes(machine.limit) // 2)
         machine.limit -= last
@@ -237,7 +237,7 @@ def test_a_hundred_random_squeezes(tmp_path):
         machine.pass_by(rng.choice([2 * EVERY, 1, 5]), filled=rng.random())
         assert 0 <= machine.pool <= 6 * GB and GB + machine.pool <= machine.limit
     machine.limit = 10 * GB
-    machine.pass_by(PATIENCE + (STEPS + 2) * EVERY)
+    machine.pass_by(PACE.patience + (STEPS + 2) * EVERY)
     assert machine.pool == 6 * GB
 
 

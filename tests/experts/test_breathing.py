@@ -60,12 +60,12 @@ def read(loader, layer, ids):
 class BreathingMachine(RuleBasedStateMachine):
     """Compares the loader with the files themselves. It is resized between any two calls, while leases are held."""
 
-    def __init__(self, copied=None):
+    def __init__(self, **options):
         super().__init__()
         packed, self.truth = shared_files()
         self.faults, self.held = Faults(), []
         reader = ExpertReader(packed, workers=2, preadv=self.faults)
-        self.loader, self.stride = breathing(packed, 4, reader=reader, copied=copied)
+        self.loader, self.stride = breathing(packed, 4, reader=reader, **options)
         self.pool = self.loader.pools[0]
 
     layers = st.sampled_from([0, 1])
@@ -105,6 +105,9 @@ class BreathingMachine(RuleBasedStateMachine):
     def resize(self, slots):
         before, pinned = self.loader.slots, self.pool.pinned_besides([])
         reached = self.loader.resize(slots * self.stride)
+        self.check_size(slots, before, pinned, reached)
+
+    def check_size(self, slots, before, pinned, reached):
         wanted = min(max(slots, 2), ALL)
         assert wanted <= reached <= max(wanted, pinned) and self.loader.slots == reached
         if reached < before and not self.pool.copied:
@@ -124,8 +127,11 @@ class BreathingMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_row_has_one_owner(self):
+        assert len(self.pool) <= self.loader.slots <= ALL
+        self.check_rows()
+
+    def check_rows(self):
         slots = [self.pool[key] for key in self.pool.records()]
-        assert len(slots) <= self.loader.slots <= ALL
         used = [slot.row for slot in slots if slot.row != NOWHERE]
         assert sorted([*self.pool.places.free, *used]) == list(range(len(self.pool.places.rows)))
 

@@ -40,8 +40,8 @@ def mixed(experts=EXPERTS):
     return ExpertLayout.from_args(tiny_args(layers=4, experts=experts), QUANTS)
 
 
-def write_mixed(folder):
-    layout, rng = mixed(), np.random.default_rng(1)
+def write_mixed(folder, experts=EXPERTS):
+    layout, rng = mixed(experts), np.random.default_rng(1)
     paths = {layer: folder / layout.file_name(layer) for layer in layout.moe_layers}
     for layer, path in paths.items():
         path.write_bytes(rng.integers(0, 256, layout.layer_bytes(layer), dtype=np.uint8).tobytes())

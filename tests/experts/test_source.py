@@ -30,7 +30,7 @@ from moeflux_mlx.experts.source import HIT, IN_MEMORY, MISSED, ON_DISK, IoMode
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.ops.records import words_of
+from moeflux_mlx.ops.records import divided
 
 EXPERTS = 6
 
@@ -93,7 +93,8 @@ def records(packed, layer):
 def words_at(held, slots):
     """Returns the words [n, ...] of the records in these slots."""
     if held.in_buffers:
-        return np.array(words_of(held, mx.array(slots.reshape(-1)), slice(0, held.memory[0].shape[1])))
+        places = map(divided, slots.reshape(-1).tolist())
+        return np.stack([np.asarray(held.memory[buffer])[row] for buffer, row in places])
     return np.asarray(held.blob)[slots.reshape(-1)]
 
 

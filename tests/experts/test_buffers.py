@@ -1,0 +1,281 @@
+"""A pool whose memory a device adopts, as on Metal: buffers come and go one at a time, and other records stay.
+
+`Mac` stands in for the machine: adopted memory counts as taken at once, whether it was touched or not, and the level of
+memory pressure follows from it.
+"""
+
+import gc
+import time
+import weakref
+
+import numpy as np
+import pytest
+from grids import examples
+from hypothesis import settings
+from test_breathing import ALL, BreathingMachine, breathing, read
+from test_shares import write_mixed
+from test_source import EXPERTS, blocks, records, write_packed
+
+from moeflux_mlx.engine.pressure import PACE_OF_METAL, MacOS, PoolLimit
+from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts.memory import page_aligned, private_pages
+from moeflux_mlx.experts.places import BUFFERS
+from moeflux_mlx.experts.streamed import StreamedExperts
+
+LAYERS, SLOTS = 2, 64
+
+
+class Mac:
+    """A Mac with memory for `room` bytes of the pool and of other programs."""
+
+    def __init__(self, room):
+        self.room, self.now, self.others = room, 1000.0, 0
+        self.adopted = self.most = 0
+
+    def adopt(self, rows, words):
+        pages = private_pages(4 * rows * words)
+        weakref.finalize(pages, self._free, len(pages))
+        self.adopted += len(pages)
+        self.most = max(self.most, self.adopted)
+        memory = np.frombuffer(pages, np.uint32).reshape(rows, words)
+        return memory, memory
+
+    def _free(self, nbytes):
+        self.adopted -= nbytes
+
+    def limit(self, most):
+        source = MacOS(self._level, lambda: 0, self.room, self._clock)
+        limit = PoolLimit([source], most, self._clock, lambda: self.adopted, PACE_OF_METAL)
+        limit.begin(most // 4)  # temporaries of a call, of which the level says nothing
+        return limit
+
+    def _level(self):
+        return 2 if self.adopted + self.others > self.room else 1
+
+    def _clock(self):
+        return self.now
+
+
+class Run:
+    """A model on a Mac that uses some records of each layer per second."""
+
+    def __init__(self, packed):
+        stride = packed.layout.expert_stride
+        self.mac, self.rng, self.nbytes = Mac(SLOTS * stride), np.random.default_rng(0), SLOTS * stride
+        self.loader = StreamedExperts(packed, cache_bytes=self.nbytes, least_slots=8, adopt=self.mac.adopt)
+        self.loader._limit = self.mac.limit(self.nbytes)
+        self.pool = self.loader.pools[0]
+        self.experts = packed.layout.num_experts
+
+    def seconds(self, count, among=None):
+        """Lets time pass. `among`: only records that are there are used."""
+        for _ in range(count):
+            self.mac.now += 1
+            with self.loader.turn(1):
+                for layer in range(LAYERS):
+                    there = [expert for of, expert in self.pool.records() if of == layer and among]
+                    ids = self.rng.choice(there or self.experts, 4, replace=False)
+                    read(self.loader, layer, ids).release()
+
+    def swing(self, share):
+        """Others take a share of the memory for some seconds. Returns the share of the records that are lost."""
+        before = set(self.pool.records())
+        self.mac.others = int(share * self.nbytes)
+        self.seconds(8, among=True)
+        lost = before - set(self.pool.records())
+        self.mac.others = 0
+        return len(lost) / len(before)
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run(write_packed(tmp_path, experts=40))
+    made.seconds(60)
+    assert len(made.pool) == SLOTS and made.mac.adopted == made.nbytes
+    yield made
+    made.loader.close()
+
+
+def test_ten_swings_in_ten_minutes_lose_little(run):
+    lost = []
+    for _ in range(10):
+        lost.append(run.swing(1 / 8))
+        run.seconds(52)
+    assert max(lost) <= 0.15 and sum(share > 0 for share in lost) >= 4
+    assert run.mac.most <= run.nbytes, "the old buffer is free before another is adopted"
+    run.seconds(120)
+    assert run.mac.adopted == run.nbytes and len(run.pool) == SLOTS
+
+
+def test_a_swing_of_three_eighths_loses_no_more(run):
+    run.pool.resize(SLOTS, run.pool.drop)
+    assert 0.3 < run.swing(3 / 8) <= 0.4
+    for buffers in (5, 6, 7, 8):  # an eighth at a time, after a minute each
+        assert run.mac.adopted == buffers * run.nbytes // 8
+        run.seconds(61)
+
+
+def test_growing_waits_for_a_minute_without_pressure(run):
+    for share, seconds, eighths in [(1 / 8, 45, 7), (2 / 8, 45, 6), (0, 20, 7), (0, 40, 7), (0, 25, 8)]:
+        run.swing(share)
+        run.seconds(seconds - 8)
+        assert run.mac.adopted == eighths * run.nbytes // 8
+
+
+def test_pressure_before_the_pool_holds_anything_does_not_make_it_small(tmp_path):
+    run = Run(write_packed(tmp_path, experts=40))
+    run.mac.others = 2 * run.mac.room
+    for _ in range(5):
+        run.mac.now += 1
+        run.loader.relieve()
+    run.mac.others = 0
+    run.seconds(60)
+    assert len(run.pool) == SLOTS
+    run.loader.close()
+
+
+# ---- the buffers
+
+
+@pytest.fixture
+def packed(tmp_path):
+    return write_packed(tmp_path)
+
+
+def adopting(packed, slots=ALL, **options):
+    """Returns a loader of buffers of two records, and its Mac."""
+    mac = Mac(1 << 40)
+    loader, stride = breathing(packed, slots, adopt=mac.adopt, **options)
+    return loader, mac, stride
+
+
+def test_a_buffer_is_adopted_when_the_others_are_full(packed):
+    loader, mac, stride = adopting(packed)
+    assert loader.slots == ALL and mac.adopted == 0 == loader.pools.held_bytes
+    for count in range(1, ALL + 1):
+        read(loader, (count - 1) // EXPERTS, [(count - 1) % EXPERTS]).release()
+        assert mac.adopted == -(-count // 2) * 2 * stride == loader.pools.held_bytes == loader.pools.device_bytes
+    loader.close()
+    gc.collect()
+    assert mac.adopted == 0
+
+
+def test_kernels_are_given_the_same_number_of_arrays(packed):
+    loader, mac, stride = adopting(packed)
+    seen = []
+    for layer in (0, 1):
+        for expert in range(EXPERTS):
+            lease = read(loader, layer, [expert])
+            held, slots = lease.records()
+            seen.append((len(held.memory), held.inputs(1)[1:]))
+            assert np.array_equal(blocks(lease), records(packed, layer)[[expert]])
+            lease.release()
+    assert set(seen) == {seen[0]} and seen[0][0] == BUFFERS
+    loader.close()
+
+
+def test_the_records_of_a_request_lie_in_several_buffers(packed):
+    loader, _, _ = adopting(packed)
+    lease = read(loader, 0, range(EXPERTS))
+    _, slots = lease.records()
+    assert len({int(slot) >> 24 for slot in slots}) == 3
+    assert np.array_equal(blocks(lease), records(packed, 0))
+    loader.close()
+
+
+def test_the_most_recently_used_records_stay(packed):
+    """They are moved out of the buffer that goes; it is the one with the fewest."""
+    loader, mac, stride = adopting(packed)
+    for layer in (0, 1):
+        read(loader, layer, range(EXPERTS)).release()
+    kept = [(0, 1), (1, 0), (1, 5), (0, 4), (1, 3)]
+    for layer, expert in kept:
+        read(loader, layer, [expert]).release()
+    assert loader.resize(6 * stride) == 6 and mac.adopted == 6 * stride
+    assert set(kept) < set(loader.pools[0].records()) and len(loader.pools[0]) == 6
+    for layer, expert in kept:
+        lease = read(loader, layer, [expert])
+        assert lease.ready.all() and np.array_equal(blocks(lease), records(packed, layer)[[expert]])
+        lease.release()
+    loader.close()
+
+
+def test_a_buffer_that_is_leased_goes_later(packed):
+    """Leased records are in three of six buffers, of which two must go."""
+    allowed = [ALL]
+    loader, mac, stride = adopting(packed)
+    loader._limit = lambda held: allowed[0] * stride
+    for layer in (0, 1):
+        read(loader, layer, range(EXPERTS)).release()
+    lease = read(loader, 0, range(EXPERTS))
+    others = read(loader, 1, [0, 2])
+    allowed[0] = 2
+    loader.relieve()
+    assert loader.slots == 8 and mac.adopted == 10 * stride, "leased records cannot move"
+    for one, layer, ids in ((lease, 0, range(EXPERTS)), (others, 1, [0, 2])):
+        assert np.array_equal(blocks(one), records(packed, layer)[list(ids)])
+    others.release()
+    assert np.array_equal(blocks(lease), records(packed, 0))
+    lease.release()
+    read(loader, 0, [1]).release()
+    assert loader.slots == 2 and mac.adopted == 2 * stride
+    loader.close()
+
+
+def test_a_share_of_records_of_every_size_goes(tmp_path):
+    """Shares are rounded; no size loses two buffers because of that."""
+    packed = write_mixed(tmp_path, experts=130)
+    loader = StreamedExperts(packed, cache_bytes=1 << 40, least_slots=4, adopt=Mac(1 << 40).adopt)
+    for layer in packed.layout.moe_layers:
+        for start in range(0, 130, 10):
+            read(loader, layer, range(start, start + 10)).release()
+    held = loader.pools.held_bytes
+    buffers = [pool.held_bytes // (pool.places.rows * pool.nbytes) for pool in loader.pools]
+    loader.resize(held - held // 8)
+    left = [pool.held_bytes // (pool.places.rows * pool.nbytes) for pool in loader.pools]
+    assert min(buffers) >= 7 and left == [count - 1 for count in buffers]
+    loader.close()
+
+
+def test_a_device_that_refuses_is_reported_and_asked_again(packed):
+    refused = []
+
+    def adopt(rows, words):
+        if not refused:
+            refused.append(rows)
+            raise ExpertIOError("no memory")
+        memory = page_aligned(rows, words)
+        return memory, memory
+
+    loader, _ = breathing(packed, ALL, adopt=adopt)
+    with pytest.raises(ExpertIOError, match="no memory"):
+        loader.request(0, np.array([1]))
+    assert np.array_equal(blocks(read(loader, 0, [1])), records(packed, 0)[[1]])
+    loader.close()
+
+
+class BuffersMachine(BreathingMachine):
+    """As for other pools, with the memory counted."""
+
+    def __init__(self):
+        self.mac = Mac(1 << 40)
+        super().__init__(adopt=self.mac.adopt)
+
+    def check_size(self, slots, before, pinned, reached):
+        places = self.pool.places
+        end = time.monotonic() + 5
+        while not self.held and self.mac.adopted != self.pool.held_bytes:  # a thread may still let go of its read
+            assert time.monotonic() < end
+            time.sleep(1e-4)
+        assert reached == self.loader.slots and (reached <= max(slots, 2, pinned) or reached == before)
+        if not pinned and not self.pool.in_flight():
+            assert places.is_settled and self.mac.adopted <= -(-reached // places.rows) * places.rows * self.stride
+
+    def check_rows(self):
+        places, used = self.pool.places, [slot.row for slot in map(self.pool.get, self.pool.records())]
+        assert len(set(used)) == len(used) and all(places.row(place) is not None for place in used)
+        assert sorted([*places.free, *(place for place in used if not places.goes(place))]) == list(places.staying())
+
+
+TestBuffersMachine = BuffersMachine.TestCase
+TestBuffersMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

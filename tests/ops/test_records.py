@@ -1,0 +1,156 @@
+"""Records in several buffers: the bits of one array, whatever buffer and row a record lies in, and one kernel text."""
+
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_expert_rows import case as rows_case
+from test_expert_rows import computed
+from test_kernels import Experts
+from tile_choices import Chosen
+from tiny_models import use_plain_operations
+
+from metal import msl
+from moeflux_mlx.engine.random_weights import random_records
+from moeflux_mlx.experts.places import BUFFERS
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.ops import dequantize, grouped, launch
+from moeflux_mlx.ops.records import ROW_BITS, Records, words_of
+from moeflux_mlx.ops.tiles import TILES, using
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+ROWS = 3
+
+
+@pytest.fixture
+def host():
+    with msl.launching():
+        yield
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    use_plain_operations(monkeypatch)
+
+
+def scattered(records, seed=0, rows=ROWS):
+    """Returns the records in buffers of `rows` rows, with other contents elsewhere, and the slot of each."""
+    blob, rng = np.array(records.blob), np.random.default_rng(seed)
+    count = -(-len(blob) // rows) + 1
+    memory = rng.integers(0, 2**32, (count, rows, blob.shape[1]), dtype=np.uint32)
+    places = rng.permutation(count * rows)[: len(blob)]
+    memory.reshape(-1, blob.shape[1])[places] = blob
+    buffers = tuple(map(mx.array, memory))
+    slots = (places // rows << ROW_BITS) + places % rows
+    assert count <= BUFFERS and len(set(slots >> ROW_BITS)) > 1
+    return Records((*buffers, *[buffers[0]] * (BUFFERS - count)), records.record), slots
+
+
+@pytest.mark.parametrize("kind", ["host", "plain"])
+@pytest.mark.parametrize("T, K", [(1, 4), (3, 5), (2, 9)])
+def test_a_step_has_the_same_bits_in_buffers(kind, T, K, request):
+    request.getfixturevalue(kind)
+    together, apart = (Experts(7, T, K, 128, 64, mx.bfloat16, records=12) for _ in range(2))
+    apart.records, slots = scattered(together.records)
+    apart.slots = slots[together.slots]
+    assert mx.array_equal(together.gate_up(), apart.gate_up())
+    assert mx.array_equal(together.down_combine(), apart.down_combine())
+
+
+def test_a_step_with_a_shared_expert_has_the_same_bits_in_buffers(host):
+    """A missing input is replaced by the first buffer, which may also stand for missing buffers."""
+    together, apart = (Experts(7, 1, 4, 128, 64, mx.bfloat16, records=5) for _ in range(2))
+    apart.records, slots = scattered(together.records)
+    apart.slots = slots[together.slots]
+    assert mx.array_equal(together.down_combine(shared=False), apart.down_combine(shared=False))
+
+
+FIELDS = Record.make(64, 128, stride=64 * 128 * 2)
+
+
+@pytest.mark.parametrize("kind", ["host", "plain"])
+@pytest.mark.parametrize("where", [[0], [2, 3, 4], [4, 1, 5, 0, 3], [3, 3]])
+def test_fields_are_taken_from_buffers(kind, where, request):
+    request.getfixturevalue(kind)
+    records = random_records(FIELDS, 6)
+    buffers, slots = scattered(records)
+    for dtype in (mx.bfloat16, mx.float32):
+        want, got = (dequantize.dense(*given, dtype) for given in ((records, np.array(where)), (buffers, slots[where])))
+        assert all(mx.array_equal(a, b) for x, y in zip(want, got, strict=True) for a, b in zip(x, y, strict=True))
+    index = mx.array(where, mx.uint32), mx.array(slots[where], mx.uint32)
+    want, got = (
+        dequantize.dequantized_records(*given, mx.bfloat16) for given in ((records, index[0]), (buffers, index[1]))
+    )
+    assert all(map(mx.array_equal, want, got))
+
+
+@pytest.mark.parametrize("words", [slice(4, 12), slice(4, 7), slice(5, 9), slice(0, 4096)])
+def test_any_words_are_taken(host, words):
+    records = random_records(FIELDS, 6)
+    buffers, slots = scattered(records)
+    got = words_of(buffers, mx.array(slots), words)
+    assert np.array_equal(np.array(got), np.array(records.blob)[:, words])
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_sorted_rows_have_the_same_bits_in_buffers(host, dtype):
+    with using(Chosen({"expert_rows": TILES["cuda"]["expert_rows"]})):
+        records, x, starts, source, slots = rows_case(Record.make(64, 128), [9, 0, 4, 17], dtype)
+        buffers, places = scattered(records)
+        want = computed(records, x, starts, source, slots)
+        assert mx.array_equal(computed(buffers, x, starts, source, places[slots]), want)
+
+
+@pytest.mark.parametrize("kind", ["host", "plain"])
+@pytest.mark.parametrize("dense_from", [1, 8, 10**9])
+def test_a_prompt_has_the_same_bits_in_buffers(kind, dense_from, request, monkeypatch):
+    """Experts with many rows are dequantised, those with few are multiplied from their codes."""
+    request.getfixturevalue(kind)
+    monkeypatch.setattr(grouped, "dense_from", lambda *_: dense_from)
+    random = np.random.default_rng(11)
+    T, K, E, record = 37, 3, 6, Record.make(64, 128)
+    x = mx.array(random.normal(size=(T, 64)), mx.bfloat16)
+    ids = np.stack([random.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
+    records, waves = random_records(record, E), [np.array([4, 1]), np.array([0, 5, 2, 3])]
+    buffers, slots = scattered(records)
+    outputs = []
+    for memory, own in ((records, waves), (buffers, [slots[wave] for wave in waves])):
+        rows = grouped.GroupedRows(x, ids, np.bincount(ids.reshape(-1), minlength=E), waves, record)
+        for i, wave in enumerate(own):
+            rows.multiply(i, wave, memory)
+        outputs.append(rows.outputs())
+    assert mx.array_equal(*outputs)
+
+
+def test_no_buffer_is_made_one_array(host):
+    with pytest.raises(AssertionError):
+        scattered(random_records(FIELDS, 6))[0].blob  # noqa: B018
+
+
+def test_one_text_for_any_number_of_buffers(host, monkeypatch):
+    """A buffer that does not exist is replaced by the first, so nothing is compiled as buffers come and go."""
+    texts = Counter()
+    text = launch.Kernel.text
+    monkeypatch.setattr(launch.Kernel, "text", lambda *given: (made := text(*given), texts.update([made.name]))[0])
+    e = Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6)
+    memory, slots = scattered(e.records)
+    e.slots = slots[e.slots]
+    for count in (3, 2, 1):  # those that follow need not exist for this
+        first = memory.memory[:count]
+        e.records = Records((*first, *[first[0]] * (BUFFERS - count)), memory.record)
+        mx.eval(e.gate_up(), e.down_combine(shared=False))
+    assert sorted(texts.values()) == [1, 1]
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [("int(slot >> row_bits) == i", "int(slot >> row_bits) == i - 1"), ("slot & ((1u << row_bits) - 1)", "slot & 1u")],
+)
+def test_another_buffer_or_row_is_seen(host, monkeypatch, old, new):
+    msl.plant(monkeypatch, "codes.h.metal", old, new)
+    together, apart = (Experts(7, 1, 4, 128, 64, mx.bfloat16, records=12) for _ in range(2))
+    apart.records, slots = scattered(together.records)
+    apart.slots = slots[together.slots]
+    assert not mx.array_equal(together.gate_up(), apart.gate_up())
