@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..experts.places import BUFFERS
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Compressed, Connections, Delta, Dense, GatedConnections, GroupedQuery, Latent, Mamba2, Mixer, NGrams
@@ -165,7 +166,9 @@ class SomeExperts:
     def __init__(self, record: Record, experts: int, top_k: int, is_resident: bool):
         self.count, self.is_resident = top_k, is_resident
         shape = experts if is_resident else top_k, record.stride // 4
-        self.array, self.memory = Records(mx.zeros(shape, mx.uint32), record), np.zeros(shape, np.uint32)
+        array, self.memory = mx.zeros(shape, mx.uint32), np.zeros(shape, np.uint32)
+        in_buffers = backend.name() == "metal" and not is_resident
+        self.array = Records((array,) * BUFFERS if in_buffers else array, record)
 
     def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
         here = isinstance(x, np.ndarray)

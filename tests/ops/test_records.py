@@ -15,8 +15,9 @@ from metal import msl
 from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.experts.places import BUFFERS
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import dequantize, grouped, launch
+from moeflux_mlx.ops import dequantize, experts, grouped, launch
 from moeflux_mlx.ops.records import ROW_BITS, Records, words_of
+from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import TILES, using
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -154,3 +155,28 @@ def test_another_buffer_or_row_is_seen(host, monkeypatch, old, new):
     apart.records, slots = scattered(together.records)
     apart.slots = slots[together.slots]
     assert not mx.array_equal(together.gate_up(), apart.gate_up())
+
+
+def test_a_compiled_step_is_traced_once_for_any_number_of_buffers():
+    calls = []
+
+    def build(kernel, *_):
+        def call(*, inputs, output_shapes, output_dtypes, **_):
+            calls.append((kernel.name, len(inputs)))
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    e = Experts(7, 1, 4, 128, 64, mx.bfloat16, records=6)
+    memory, slots = scattered(e.records)
+
+    def run(memory, x, slots, weights, residual):
+        return experts.expert_ffn(x, slots, Records(memory, e.records.record), weights, residual, None)
+
+    step = mx.compile(run)
+    with standing_in(backend="metal", build=build):
+        for count in (1, 2, 3):
+            arrays = (*memory.memory[:count], *[memory.memory[0]] * (BUFFERS - count))
+            weights = mx.zeros((1, 4), mx.float32)
+            mx.eval(step(arrays, e.x, mx.array(slots[e.slots]), weights, e.h_mid))
+    assert calls == [("expert_gate_up", BUFFERS + 2), ("expert_down_combine", BUFFERS + 4)]
