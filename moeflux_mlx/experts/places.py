@@ -28,7 +28,7 @@ from ..ops.records import ROW_BITS, divided
 from .memory import GIVES_BACK, give_back, private_pages
 
 BUFFERS = 8  # of a pool; kernels are always given this many, so that they are compiled once
-TOLERANCE = 8  # a pool may have 1/8 of a buffer more than its size, because sizes are rounded
+TOLERANCE = 5  # a pool may have 1/5 of a buffer more than its size, because the shares of several sizes are rounded
 # Takes memory for a number of records of so many words: the host's array [rows, words] uint32, and MLX's.
 Adopt = Callable[[int, int], tuple[np.ndarray, mx.array]]
 

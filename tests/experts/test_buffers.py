@@ -19,7 +19,7 @@ from test_source import EXPERTS, blocks, records, write_packed
 from moeflux_mlx.engine.pressure import PACE_OF_METAL, MacOS, PoolLimit
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.memory import page_aligned, private_pages
-from moeflux_mlx.experts.places import BUFFERS
+from moeflux_mlx.experts.places import BUFFERS, Buffers
 from moeflux_mlx.experts.streamed import StreamedExperts
 
 LAYERS, SLOTS = 2, 64
@@ -222,8 +222,31 @@ def test_a_buffer_that_is_leased_goes_later(packed):
     loader.close()
 
 
+def test_a_buffer_goes_once_the_leases_that_use_it_have_ended(packed):
+    """The pool has its new size, but each buffer has a leased record."""
+    allowed = [ALL]
+    loader, mac, stride = adopting(packed)
+    loader._limit = lambda held: allowed[0] * stride
+    for layer in (0, 1):
+        read(loader, layer, range(EXPERTS)).release()
+    leases = [read(loader, layer, [0, 2, 4]) for layer in (0, 1)]
+    allowed[0] = 8
+    loader.relieve()
+    assert loader.slots == 8 and mac.adopted == ALL * stride
+    for layer, lease in enumerate(leases):
+        assert np.array_equal(blocks(lease), records(packed, layer)[[0, 2, 4]])
+        lease.release()
+    del lease, leases
+    assert read(loader, 0, [0]).ready.all() and mac.adopted == 8 * stride
+    loader.close()
+
+
+def test_a_share_that_is_rounded_down_keeps_its_buffers():
+    made = Buffers(16384, 800, 8, None, page_aligned)
+    assert [made.fit(slots) for slots in (800, 700, 685, 675, 175, 1)] == [800, 700, 700, 600, 100, 100]
+
+
 def test_a_share_of_records_of_every_size_goes(tmp_path):
-    """Shares are rounded; no size loses two buffers because of that."""
     packed = write_mixed(tmp_path, experts=130)
     loader = StreamedExperts(packed, cache_bytes=1 << 40, least_slots=4, adopt=Mac(1 << 40).adopt)
     for layer in packed.layout.moe_layers:
