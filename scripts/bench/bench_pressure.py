@@ -30,7 +30,7 @@ from moeflux_mlx.engine.machine import CGROUPS, used_memory
 
 STEP = 0.95  # the limit falls by this share of itself every second; a pool keeps more than that free
 MOST_SECONDS = 45.0  # how long a squeeze may last: a prompt's temporaries may need more than the minimum
-PATIENCE = 10.0  # seconds within which the pool must have its size again
+PATIENCE = 660.0 if sys.platform == "darwin" else 10.0  # seconds within which the pool must have its size again
 NAMES = ("memory/", "memory.limit_in_bytes"), ("", "memory.high")  # the limit files of version 1 and version 2
 
 
