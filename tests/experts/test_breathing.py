@@ -21,7 +21,7 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 import moeflux_mlx.experts.streamed
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import waves
-from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages
+from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages, staging_memory
 from moeflux_mlx.experts.pool import NOWHERE, SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.source import TooManyExpertsError
@@ -356,8 +356,11 @@ def test_memory_is_given_back_while_nothing_is_computed(packed, monkeypatch):
     assert not watching.is_alive()
 
 
-def test_random_squeezes_change_no_token(monkeypatch):
+@pytest.mark.parametrize("adopt", [None, pytest.param(staging_memory, marks=on_host)])
+def test_random_squeezes_change_no_token(adopt, monkeypatch):
     """A hundred squeezes come in the middle of calls: between any two requests of a prompt or a token."""
+    if adopt is not None:
+        use_plain_operations(monkeypatch)
     rng, most = random.Random(3), 1 << 30
     path, tokens = tiny_directory("qwen3_moe"), tokens_of("qwen3_moe")
     monkeypatch.setattr(waves, "WAVE_BYTES", 2 * 16384)
@@ -368,7 +371,7 @@ def test_random_squeezes_change_no_token(monkeypatch):
             squeezes.append(rng.choice([0, held // 2, most]))
         return squeezes[-1] if squeezes else most
 
-    model = streamed(path, least_slots=2 * TOP_K, cache_bytes=most, limit=limit)
+    model = streamed(path, least_slots=2 * TOP_K, cache_bytes=most, limit=limit, adopt=adopt)
     expected = run(tiny_model("qwen3_moe", mx.float32), tokens, 20), run(tiny_model("qwen3_moe", mx.float32), tokens, 1)
     while len(squeezes) < 100:
         for size, want in zip((20, 1), expected, strict=True):
