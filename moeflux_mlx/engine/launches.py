@@ -185,7 +185,9 @@ class SomeExperts:
         on_units = not refusal(backend.dtype_of(x), records.record)
         if on_units and self.is_resident:
             sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
-        rows = GroupedRows(x, slots, np.full(self.count, len(x)), [slots[0]], records.record, on_units=on_units)
+        slots[1:] = self.count - 1  # so some experts have few rows, and one has many
+        counts = np.bincount(slots.reshape(-1))
+        rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
         rows.multiply(0, slots[0], records)
         return rows.combined(weights, residual, shared)
 

@@ -112,21 +112,20 @@ def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
     if not records.in_buffers:
         return mx.take(records.blob[:, words], slots, axis=0)
     arrays, blob, how = records.inputs()
-    launch = plan_words(backend.name(), blob, slots.shape, words.start, words.stop, how)
+    unit = 4 if words.start % 4 == words.stop % 4 == 0 else 1  # words that a thread copies
+    units = (words.stop - words.start) // unit
+    launch = plan_words(backend.name(), blob, slots.shape, unit, units, how)
     if isinstance(launch, Reason):
         return mx.stack([arrays[buffer][row, words] for buffer, row in map(divided, np.array(slots).tolist())])
-    return launch(*arrays, slots, count(len(slots)))[0]
+    return launch(*arrays, slots, *map(count, (len(slots), words.start, units)))[0]
 
 
 @planned(256)
-def plan_words(target: str, blob: Shape, slots: Shape, start: int, stop: int, arrays: Arrays) -> Launch | Reason:
+def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, arrays: Arrays) -> Launch | Reason:
     """MLX's operations would copy a buffer for each of them, or take each record by itself."""
     if target == "ops":
         return NO_KERNELS
-    unit = 4 if start % 4 == stop % 4 == 0 else 1  # words that a thread copies
-    units = (stop - start) // unit
-    template = {"UNIT": "uint4" if unit == 4 else "uint", "UNITS": units, "FIRST": start, "WORDS": blob[1]}
-    template |= {"ROW_BITS": arrays.row_bits}
-    kernel = Kernel("expert_words", f"{arrays.names} slots count", "out")
-    outputs = [((slots[0], stop - start), mx.uint32)]
+    template = {"UNIT": "uint4" if unit == 4 else "uint", "WORDS": blob[1], "ROW_BITS": arrays.row_bits}
+    kernel = Kernel("expert_words", f"{arrays.names} slots count first units", "out")
+    outputs = [((slots[0], units * unit), mx.uint32)]
     return Launch(target, kernel, template, (ceildiv(slots[0] * units, THREADS), 1), THREADS, outputs)

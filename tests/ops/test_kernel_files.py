@@ -16,7 +16,7 @@ from moeflux_mlx.engine import engine, kernel_cache, launches
 from moeflux_mlx.engine.machine import machine_figures
 from moeflux_mlx.engine.random_weights import Shapes
 from moeflux_mlx.engine.weights import open_weights
-from moeflux_mlx.experts import pool, resident
+from moeflux_mlx.experts import memory, resident
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops import kernel_files, launch, linear
 from moeflux_mlx.ops.kernel_files import Program, hash_of, keep
@@ -146,7 +146,7 @@ def noted(target, monkeypatch):
     figures = machine_figures()
     monkeypatch.setattr(engine, "machine_figures", lambda *_: figures)
     monkeypatch.setattr(kernel_cache, "compiler_here", lambda: None)
-    for module in (pool, resident):
+    for module in (memory, resident):
         monkeypatch.setattr(module, "adopt", lambda rows, what: mx.array(rows))
     with standing_in(backend=target, build=none):
         yield names
