@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 
@@ -158,7 +159,9 @@ class Report:
         if not backend.has_kernels():
             return ["none to compile: no GPU computes here"], True
         start, compiled = time.perf_counter(), compiler_of(backend.name())
-        programs = list(programs_of_variants([fit.name for fit in self.models], backend.name(), default_dtype()))
+        names = [fit.name for fit in self.models]
+        with closing(programs_of_variants(names, backend.name(), default_dtype())) as listed:
+            programs = list(listed)
         done: list[Built] = []
         for program in programs:
             if time.perf_counter() - start > BUDGET:

@@ -4,6 +4,7 @@ tokens per second that a chip's public figures allow.
 This is arithmetic on a configuration and on `ops/chips.py`; nothing is measured. It needs no Mac.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -199,9 +200,10 @@ class Reach:
 def _launches(name: str) -> dict[str, int]:
     """Kernels of one token by part, in all of its layers."""
     counts: dict[str, int] = {}
-    for step in launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,)):
-        if not step.part.endswith((", full window", ", chosen positions")):  # other states of a part that is counted
-            counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
+    with closing(launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,))) as steps:
+        for step in steps:
+            if not step.part.endswith((", full window", ", chosen positions")):  # other states of a counted part
+                counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
     return counts
 
 

@@ -2,7 +2,8 @@
 CPU in float32.
 """
 
-from typing import cast
+from contextlib import closing
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -32,8 +33,9 @@ def story_rows(engine: Engine) -> tuple[np.ndarray, float]:
     """
     prompt, story = _ids(engine)
     forced = iter(story)
-    steps = generate_step(prompt, engine.model, max_tokens=len(story), sampler=lambda _: mx.array([next(forced)]))
-    rows = np.stack([np.array(row) for _, row in steps])
+    choice: dict[str, Any] = {"max_tokens": len(story), "sampler": lambda _: mx.array([next(forced)])}
+    with closing(generate_step(prompt, engine.model, **choice)) as steps:
+        rows = np.stack([np.array(row) for _, row in steps])
     return rows, float(-rows[np.arange(len(story)), story].mean())
 
 

@@ -3,7 +3,7 @@ allows each.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ def compiler_of(target: str) -> Callable[[Program], int | None]:
     return compiled
 
 
-def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> Iterator[Program]:
+def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> Generator[Program, None, None]:
     """Every kernel that these known models run on `target`, identical ones once: first those of one text for all
     models, then those of several rows in a step.
     """
