@@ -5,7 +5,7 @@ from math import prod
 import mlx.core as mx
 
 from . import backend
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count
 from .tiles import planned
 
 GATHER_ROWS = Kernel("gather_rows", "x places count", "out")
@@ -33,6 +33,8 @@ def gather_rows(x: mx.array, places: mx.array) -> mx.array:
 def plan(target: str, x: Shape, dtype: mx.Dtype, places: Shape) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS
+    if prod(x) < LEAST_ELEMENTS:
+        return Reason(f"{prod(x)} values are fewer than {LEAST_ELEMENTS}")
     nbytes = x[1] * dtype.size
     if nbytes % UNIT:
         return Reason(f"rows of {nbytes} bytes are not a multiple of {UNIT}")

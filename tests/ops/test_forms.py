@@ -310,7 +310,7 @@ FAULTS = {
     "the second place": (Quant(2, 64), "affine.h.metal", "float(1 << (BITS * i))", "float(1 << i)"),
     "halfwords of a block": (Quant(5, 64), "affine.h.metal", "words[(k + SPAN) / 2]", "words[k / 2]"),
     "the second group of a chunk": (Quant(3, 32), "codes.h.metal", "/ GROUP + g", "/ GROUP"),
-    "bytes": (Quant(8, 64), "affine.h.metal", "256.0f * x_sum", "255.0f * x_sum"),
+    "bytes": (Quant(8, 64), "affine.h.metal", "-256.0f, x_sum", "-255.0f, x_sum"),
     "the sign": (MXFP4, "e2m1.h.metal", "0x80008000u", "0x80000000u"),
     "the sign of a byte": (MXFP8, "e4m3.h.metal", "0x80008000u", "0x80000000u"),
     "bytes that are odd": (MXFP8, "e4m3.h.metal", "odd ? word : word << 8", "word << 8"),

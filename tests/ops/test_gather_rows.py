@@ -44,6 +44,15 @@ def test_rows_that_are_not_whole_units_are_gathered_by_mlx():
 
 
 @pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("width", [4, 0])
+def test_few_values_are_gathered_by_mlx(width):
+    """Metal passes an array of fewer than eight values as another kind of pointer."""
+    x, places = mx.ones((1, width)), mx.zeros(3, mx.int32)
+    with msl.launching():
+        assert mx.array_equal(gather_rows(x, places), x[places])
+
+
+@pytest.mark.usefixtures("cpu_device")
 def test_a_planted_fault_is_caught(monkeypatch):
     msl.plant(monkeypatch, "gather_rows.metal", "size_t(places[row])", "size_t(places[0])")
     with pytest.raises(AssertionError):

@@ -292,7 +292,7 @@ FAULTS = {
     "parts of one weight": ("latent_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
     "values of the first head": ("latent_combine", "(head * V + row)", "row"),
     "scales of another group": ("stored.h", "piece / (GROUP / 8)", "piece / (GROUP / 4)"),
-    "codes over another number": ("stored.h", "float(ONE) * sum", "float(ONE - 1) * sum"),
+    "codes over another number": ("stored.h", "-float(ONE), sum", "-float(ONE - 1), sum"),
     "a bias of none": ("stored.h", "KIND ? 0.0f : codes_scale", "true ? 0.0f : codes_scale"),
 }
 SEEN_IN = dict.fromkeys(  # the case that shows the fault; the others are in "values"

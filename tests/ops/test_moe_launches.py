@@ -468,7 +468,7 @@ FAULTS = {
     "the shared row of the first token": ("expert_down_combine.metal", "(token * (K + JOINED) + k)", "(token * K + k)"),
     "gate of the first token": ("expert_down_combine.metal", "gates[token * STRIDE + STRIDE", "gates[STRIDE"),
     "a choice later": ("topk.h.metal", "found = wanted == k", "found = wanted == k + 1"),
-    "bias in the weights": ("topk.h.metal", "topk_sigmoid(logit)", "topk_sigmoid(logit + float(bias[where]))"),
+    "bias in the weights": ("topk.h.metal", "<SCORE>(logit)", "<SCORE>(logit + float(bias[where]))"),
     "one of the best two": ("topk.h.metal", "first + second", "first"),
 }  # fmt: skip
 
