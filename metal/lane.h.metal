@@ -7,4 +7,3 @@ inline float lane_sum(float v) {
   }
   return v;
 }
-

@@ -33,6 +33,10 @@ def test_experts_move_little_more_than_those_of_mlx_lm(way, most, tokens):
     assert ratio(way, tokens) < most
 
 
+def test_the_padding_of_blocks_costs_most_at_256_tokens():
+    assert 1.3 < ratio("default", 256) < 1.4
+
+
 def test_copies_of_codes_would_be_seen(monkeypatch):
     monkeypatch.setattr(grouped, "views", lambda *_: None)
     assert ratio("default", 512) > 1.8

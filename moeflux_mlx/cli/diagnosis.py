@@ -8,7 +8,6 @@ import argparse
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import tempfile
 from importlib import metadata
@@ -23,7 +22,7 @@ from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..installation import install_command, reinstall_command
 from ..ops import backend, native
-from ..ops.grouped import M5_GENERATION
+from ..ops.chips import M5_GENERATION, generation_of
 from ..ops.launch import MOST_THREADS
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
 from .known_models import known_models, machine_of, table
@@ -105,8 +104,7 @@ def matrix_units(architecture: str, macos: str, library: bytes) -> str:
         macos: the version of macOS.
         library: MLX's compiled kernels.
     """
-    generation = re.search(r"(\d\d)[a-z]$", architecture)
-    if generation is None or int(generation[1]) < M5_GENERATION:
+    if generation_of(architecture) < M5_GENERATION:
         return f"{architecture} has no matrix units; GPUs from M5 on have them"
     if tuple(map(int, macos.split(".")[:2])) < M5_MACOS:
         return f"matrix units are not used: they need macOS {'.'.join(map(str, M5_MACOS))} or later"

@@ -7,9 +7,11 @@ two of the Max, and an M5 counts as an M4 here. Matrix units of the M5: "over 4x
 fast. Each chip has all of its cores here; it is also sold with fewer, and a Max then with less bandwidth.
 """
 
+import re
 from typing import NamedTuple
 
 FAMILY = "Apple "
+M5_GENERATION = 17  # of a GPU, in MLX's name of it; from here on they have matrix units
 LARGE = 36  # GiB: macOS 14 and 15 let the GPU use two thirds of less memory, and three quarters from here on
 
 
@@ -61,3 +63,9 @@ def gpu_limits(memory: int) -> tuple[int, int]:
     """
     working_set = memory * 2 // 3 if memory < LARGE << 30 else memory * 3 // 4
     return working_set, working_set * 3 // 4
+
+
+def generation_of(architecture: str) -> int:
+    """The number of a GPU's generation in MLX's name of it, as 17 in "applegpu_g17s"; 0: it has none."""
+    found = re.search(r"(\d\d)[a-z]$", architecture)
+    return int(found[1]) if found else 0

@@ -7,7 +7,6 @@ counts share one batched product. Only the number of an expert's rows decides be
 kernels read records in place.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .arrangement import Among, Batch, arrange
 from .backend import Array, view
+from .chips import M5_GENERATION, generation_of
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, shapes_of, starts_of
@@ -31,9 +31,10 @@ from .tiles import tile_of
 # Rows of an expert that one packed product takes: CUDA's reads an expert once for each block, at the price of 16 rows
 # or more, and its bits do not depend on the other blocks (results.tsv, "prefill"). Metal's reads an expert once for
 # each tile of 32 rows, from the M5 on of 64, if a block has as many (`get_qmv_batch_limit` of MLX's quantized.cpp), and
-# takes views of records; its product of sorted single rows would copy them. Not measured on Metal.
+# takes views of records if they are in one array; its product of sorted single rows would copy them. Not measured on
+# Metal.
 BLOCK_ROWS = {"cuda": 16, "metal": 32, "ops": 1}
-M5_BLOCK, M5_GENERATION = 64, 17
+M5_BLOCK = 64
 PLAIN_DENSE = 32  # rows from which an expert is dequantised where there are no kernels
 PIECE_ROWS = 16384  # the most rows of one product; limits a wave's memory for any distribution of rows
 NATIVE_ROWS = 1024  # the same for the native kernels, which are as fast with it
@@ -218,9 +219,8 @@ def dense_from(target: str, record: Record) -> int:
 def block_rows(target: str) -> int:
     """The rows of a block of an expert with few rows."""
     if target == "metal":
-        generation = re.search(r"(\d\d)[a-z]$", str(mx.device_info().get("architecture", "")))
-        if generation is not None and int(generation[1]) >= M5_GENERATION:
-            return M5_BLOCK
+        architecture = str(mx.device_info().get("architecture", ""))
+        return M5_BLOCK if generation_of(architecture) >= M5_GENERATION else BLOCK_ROWS[target]
     return BLOCK_ROWS[target]
 
 

@@ -114,6 +114,13 @@ def test_a_model_has_programs_for_one_token_and_many():
     assert "attend_step" in names and "expert_down_combine" in names and "delta_step" in names
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v4", "nemotron_h"])
+def test_every_text_for_metal_forbids_contraction_from_its_first_line_on(family):
+    programs = kernel_cache.programs_of(shapes_of(tiny_directory(family)), CODE, target="metal")
+    assert len(programs) > 10
+    assert all(one.kernel.header.startswith("#pragma METAL fp contract(off)\n") for one in programs)
+
+
 @pytest.fixture(params=["cuda", "metal"])
 def target(request):
     """A GPU's backend: this machine's, or one that computes nothing."""
