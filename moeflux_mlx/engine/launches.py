@@ -36,7 +36,7 @@ from ..ops.records import Records
 from ..ops.rows import RowCaches
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
-from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
+from ..ops.tiles import CODE, MAX_TOKENS, Tile, Tiles, using
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
@@ -106,8 +106,8 @@ class Noted(Tiles):
     """
 
     def __init__(self, tiles: Tiles, missing: Reason) -> None:
-        super().__init__(tiles.found)
-        self._missing = missing
+        super().__init__()
+        self._tiles, self._missing = tiles, missing
         self.programs: list[Program] = []
         self.runs, self.refused = Counter[str](), dict[str, Reason]()
 
@@ -118,6 +118,9 @@ class Noted(Tiles):
         stack.enter_context(standing_in(build=self._kernel, extension=Extension(self.runs)))
         stack.enter_context(np.errstate(all="ignore"))  # the values are arbitrary, because nothing is computed
         return stack
+
+    def tile(self, target: str, kernel: str, shape: str) -> Tile:
+        return self._tiles.tile(target, kernel, shape)
 
     def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         made = super().plan(make, given)

@@ -5,7 +5,7 @@ allows each.
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -13,7 +13,18 @@ from ..engine.kernel_cache import CHECKED, SEQUENCES, compiler_here, threads_all
 from ..engine.launches import TOKENS, launches_of
 from ..engine.random_weights import Shapes
 from ..ops.kernel_files import Program
-from ..ops.tiles import CODE
+from ..ops.tiles import CODE, ONLY, TUNED, Tile, Tiles
+
+SWITCHES = ("halves", "kernel")  # fields of tiles that are 0 in the code and 1 where `moeflux tune` chose so
+FEW_MODELS = 3  # whose texts with the switches on are compiled
+
+
+class Switched(Tiles):
+    """The built-in tiles with their switches on."""
+
+    def tile(self, target: str, kernel: str, shape: str) -> Tile:
+        switches = (name for name in SWITCHES if name in TUNED[kernel] and kernel in ONLY.get((target, name), TUNED))
+        return replace(super().tile(target, kernel, shape), **dict.fromkeys(switches, 1))
 
 
 @dataclass(frozen=True)
@@ -67,14 +78,19 @@ def compiler_of(target: str) -> Callable[[Program], int | None]:
 
 
 def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> Generator[Program, None, None]:
-    """Every kernel that these known models run on `target`, identical ones once: first those of one text for all
-    models, then those of several rows in a step.
+    """Every kernel that these known models run on `target`, identical ones once: first those of the first models that
+    only `moeflux tune` chooses, then those of one text for all models, then those of several rows in a step.
     """
-    seen = set[object]()
-    for tokens, sequences, rows in (((*TOKENS, 3), (), ()), ((1,), SEQUENCES, CHECKED)):
-        for name in names:
+    seen, one_text = set[object](), ((*TOKENS, 3), (), ())
+    cases = (
+        (names[:FEW_MODELS], Switched(), one_text),
+        (names, CODE, one_text),
+        (names, CODE, ((1,), SEQUENCES, CHECKED)),
+    )
+    for some, tiles, counts in cases:
+        for name in some:
             shapes = Shapes.of_variant(name, dtype)
-            with closing(launches_of(shapes, target, CODE, tokens, sequences, rows)) as steps:
+            with closing(launches_of(shapes, target, tiles, *counts)) as steps:
                 for program in (program for step in steps for program in step.programs):
                     if program.key not in seen:
                         seen.add(program.key)

@@ -19,6 +19,7 @@ from moeflux_mlx.engine.launches import launches_of
 from moeflux_mlx.engine.random_weights import Shapes
 from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.launch import KernelText
+from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.tools import kernels
 from moeflux_mlx.tools.kernels import Built, programs_of_variants
 
@@ -87,7 +88,10 @@ def test_every_part_is_in_the_file_and_on_the_screen(tmp_path, capsys):
 def test_every_text_of_a_model_is_compiled_and_none_runs(viewed, tmp_path):
     text = report(tmp_path)
     shapes = Shapes.of_variant(VARIANT, mx.bfloat16)
-    listed = {one.kernel.name for step in launches_of(shapes, "metal") for one in step.programs}
+    choices = (CODE, kernels.Switched())
+    listed = {
+        one.kernel.name for tiles in choices for step in launches_of(shapes, "metal", tiles) for one in step.programs
+    }
     compiled = {name for name in listed if any(f"custom_kernel_{name}_" in one for one in msl.TextKernel.texts)}
     assert len(listed) > 15 and compiled == listed
     assert f"{len(msl.TextKernel.texts)} of {len(msl.TextKernel.texts)} texts of 1 models" in text
@@ -107,6 +111,20 @@ def test_a_kernel_that_allows_too_few_threads_is_a_fault(viewed, tmp_path):
     OnlyCompiled.limits["expert_down_combine"] = 32
     text = report(tmp_path, code=1)
     assert "FAILED moeflux_expert_down_combine" in text and "and 32 are allowed" in text
+
+
+def test_texts_that_only_tune_chooses_come_first(cpu_device):
+    names = [VARIANT, "qwen3.6-35b-a3b"]
+    programs = list(programs_of_variants(names, "metal", mx.bfloat16))
+    for word in ("simdgroup_multiply_accumulate", "affine4_halves", "moeflux_expert_places"):
+        places = [
+            i for i, one in enumerate(programs) if word in one.kernel.name + one.kernel.header + one.kernel.source
+        ]
+        assert places and places[-1] < len(programs) / 2
+    keys = {one.key for one in programs}
+    for name in names:
+        steps = launches_of(Shapes.of_variant(name, mx.bfloat16), "metal")
+        assert keys >= {program.key for step in steps for program in step.programs}
 
 
 @msl.needed
