@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=reporting.FILE,
         metavar="FILE",
-        help="also compile the kernels of all known models and run the demo model, which takes minutes, and save "
+        help="also compile as many kernels of the known models as 120 s allow and run the demo model, and save "
         "everything in a file to send, without names, paths or keys (%(const)s)",
     )
     which = made.add_mutually_exclusive_group()

@@ -4,6 +4,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -51,6 +53,7 @@ class OnlyCompiled(msl.TextKernel):
 def short(monkeypatch):
     monkeypatch.setattr(reporting, "ROUNDS", 1)
     monkeypatch.setattr(reporting, "ANSWER", 8)
+    monkeypatch.delenv("CI", raising=False)
 
 
 @pytest.fixture
@@ -157,9 +160,61 @@ def test_a_virtual_gpu_is_said_to_be_one(monkeypatch):
 
 
 def test_kernels_beyond_the_time_are_counted():
-    lines = reporting.kernel_lines([Built("moeflux_topk_64_0123456789abcdef", 0.5, 64, 512)], 7, 2)
-    assert lines[0] == "1 of 7 texts of 2 models in 0.5 s, the slowest in 0.50 s; 0 failed"
+    lines = reporting.kernel_lines([Built("moeflux_topk_64_0123456789abcdef", 0.5, 64, 512)], 7, 2, 120.0)
+    assert lines[0] == "1 of 7 texts of 2 models, 0.5 s of compiling, the slowest in 0.50 s; 0 failed"
     assert lines[1] == "6 were left out, because 120 s were over" and lines[-1] == "topk: 500/512"
+
+
+@pytest.fixture
+def listed(viewed, monkeypatch):
+    """Lists eight kernels, slowly, of which no compiler knows anything."""
+
+    def slowly(*given):
+        time.sleep(0.6)
+        for i in range(8):
+            yield Program(KernelText(f"k{i}", [], ["y"], "", ""), [], [mx.float32])
+
+    monkeypatch.setattr(reporting, "programs_of_variants", slowly)
+    monkeypatch.setattr(reporting, "compiler_of", lambda target: lambda program: None)
+    monkeypatch.setattr(reporting, "BUDGET", 0.5)
+
+
+@msl.needed
+def test_listing_takes_nothing_from_the_time_to_compile(listed, tmp_path):
+    assert "8 of 8 texts" in report(tmp_path)
+
+
+@msl.needed
+def test_kernels_that_are_left_out_are_said_at_the_end(listed, monkeypatch, tmp_path):
+    monkeypatch.setattr(reporting, "BUDGET", -1.0)
+    text = report(tmp_path)
+    assert text.endswith("\nwhat ran is right; 8 kernels were left out\n") and "everything is right" not in text
+    monkeypatch.setenv("CI", "true")
+    assert report(tmp_path).endswith("\neverything is right\n")
+
+
+@msl.needed
+def test_cudas_kernels_are_compiled_together(listed, monkeypatch, tmp_path):
+    """Each waits for another one."""
+    together = threading.Barrier(2, timeout=5)
+    monkeypatch.setattr(reporting, "compiler_of", lambda target: lambda program: together.wait() and None)
+    monkeypatch.setattr(reporting.os, "cpu_count", lambda: 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(reporting.backend, "name", lambda: "cuda")
+        text = report(tmp_path)
+    assert "8 of 8 texts" in text and "; 0 failed" in text
+
+
+def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, tmp_path):
+    opened, modes = reporting.open_engine, []
+
+    def noting(*given, **named):
+        modes.append(named.get("keep_warm"))
+        return opened(*given, **named)
+
+    monkeypatch.setattr(reporting, "open_engine", noting)
+    report(tmp_path)
+    assert modes == ["off", "off"]
 
 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
