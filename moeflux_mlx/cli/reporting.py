@@ -24,8 +24,9 @@ import numpy as np
 from ..engine.engine import Engine, open_engine
 from ..engine.machine import default_dtype, in_gb, machine_figures, used_memory
 from ..errors import MoefluxError, RequestError
-from ..files import replace_file, user_path
+from ..files import directory, replace_file, user_path
 from ..ops import backend
+from ..ops.chips import CHIPS
 from ..ops.kernel_files import Program
 from ..tools.checkup import product_rate
 from ..tools.demo_check import BOUND, NATS, story_rows
@@ -54,9 +55,16 @@ VIRTUAL = "Paravirtual"  # in the GPU's name on a virtual Mac
 POOL = 2 << 20  # bytes: half of the demo model's experts
 PROMPT, ANSWER, ROUNDS = 512, 64, 3  # tokens of the demo model's prompt and answer; rounds of which the median counts
 KERNEL = re.compile(r"moeflux_(\w+)_\d+_[0-9a-f]{16}")
-ABSOLUTE = re.compile(r"(?<![\w.~])/[^\s'\":,;()]+")
+QUOTED = re.compile(r"""(?<!\w)(["'`])(?:(?!\1).)*/(?:(?!\1).)*\1(?!\w)""")  # with a slash
+PIECE = r"[^\s'\":,;()"
+MORE = rf"(?: {PIECE}/]+){{1,3}}/{PIECE}]*"  # of a name with spaces
+ABSOLUTE = re.compile(rf"(?<![\w.])(?:~[\w.-]*)?/{PIECE}]+(?:{MORE})*")
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
-LEAST_NAME, LEAST_SECRET = 2, 6  # characters: shorter words and values are not looked for
+LEAST_NAME, LEAST_SECRET = 2, 8  # characters: shorter words and values are not looked for
+WORDS = (
+    "apple cpu cuda demo dev disk doctor gpu kernel kernels linux mac macbook machine macos memory metal mini model "
+    "models moeflux nvidia python report studio test tests threads values"
+)
 
 Part = tuple[list[str], bool]  # lines, and whether everything is right
 
@@ -69,14 +77,16 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError("--report and --launches exclude each other; give one of them")
     refuse_options_of_launches(options)
     path, lines, faults = user_path(options.report), list[str](), list[str]()
+    folder = options.directory and options.directory.absolute()
+    places = [path.absolute(), path.absolute().parent, *([folder] if folder else [])]
 
     def add(*more: str) -> None:
-        text = without_names("\n".join(more))
+        text = without_names("\n".join(more), places)
         print(text, flush=True)
         lines.append(text)
 
     add(f"moeflux {described()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
-    report = Report(None if options.no_disk else options.directory)
+    report = Report(folder)
     for title, part in report.parts(with_disk=not options.no_disk).items():
         note(f"{title} ...")
         save(path, [*lines, f"\n{title}: began, and the program ended before it did"])
@@ -247,24 +257,38 @@ def first_lines(text: str) -> str:
     return "\n    ".join(line.strip() for line in text.strip().splitlines()[:FAULT_LINES])
 
 
-def without_names(text: str) -> str:
+def without_names(text: str, places: Sequence[Path] = ()) -> str:
     """`text` without paths, without the names of the user and the machine, and without the values of variables of the
-    environment that are secret by their names.
+    environment that are secret by their names. A path that is neither quoted nor in one of the `places` or the usual
+    ones ends with the last word that has a slash, because any words may follow it.
 
     "no /Users/ann/models on anns-mac" -> "no PATH on NAME"
     """
+    from huggingface_hub import constants
+
+    usual = [Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(mx.__file__).parent]
+    known = [*places, *usual, Path(constants.HF_HUB_CACHE)]
     secrets = [value for name, value in os.environ.items() if SECRET.search(name)]
-    places = [Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(mx.__file__).parent]
     host = platform.node()
     names = [Path.home().name, *(os.environ.get(name, "") for name in ("USER", "LOGNAME")), host, host.split(".")[0]]
-    text = _replaced(text, (one for one in secrets if len(one) >= LEAST_SECRET), "SECRET")
-    text = _replaced(text, (str(place) for place in places if place != place.parent), "/PATH")
+    text = _replaced(text, (one for one in secrets if len(one) >= LEAST_SECRET), "SECRET", r"\w")
+    text = QUOTED.sub(r"\1PATH\1", text)
+    text = _replaced(text, (str(place) for place in known if place != place.parent), "/PATH")
     text = ABSOLUTE.sub("PATH", text)
-    return _replaced(text, (name for name in names if len(name) >= LEAST_NAME), "NAME", r"\b")
+    kept = own_words()
+    return _replaced(
+        text, (name for name in names if len(name) >= LEAST_NAME and name.lower() not in kept), "NAME", r"\w"
+    )
 
 
-def _replaced(text: str, words: Iterable[str], by: str, border: str = "") -> str:
-    """`text` with `by` for each of the words, the longest first, between borders."""
+def own_words() -> set[str]:
+    """Words of the report that stay even if an account or a machine has such a name."""
+    chips = (word for name in CHIPS for word in name.lower().split())
+    return {*WORDS.split(), *chips, *(file.name.partition(".")[0] for file in directory("metal").iterdir())}
+
+
+def _replaced(text: str, words: Iterable[str], by: str, inside: str = "(?!)") -> str:
+    """`text` with `by` for each of the words, the longest first, where no character `inside` stands beside it."""
     for word in sorted(set(words), key=len, reverse=True):
-        text = re.sub(f"{border}{re.escape(word)}{border}", by, text)
+        text = re.sub(f"(?<!{inside}){re.escape(word)}(?!{inside})", by, text)
     return text

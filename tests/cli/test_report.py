@@ -284,6 +284,56 @@ sys.exit(doctor.main(["--no-disk", "--report"]))
     assert [word for word in private if word in text] == []
 
 
+SPACED = {
+    "no '/proc/Ann Bell/my models' here": "no 'PATH' here",
+    'cannot read "/x/Ann\'s/my models", 3.07 GB/s': 'cannot read "PATH", 3.07 GB/s',
+    "at /Volumes/My Drive/models": "at PATH",
+    "/Volumes/A Very Big Drive/my models/x: gone, 3 of 4": "PATH: gone, 3 of 4",
+    "in ~/Secret Project/x, or ~ann/y": "in PATH, or PATH",
+    "on /Volumes/Ann's Drive with spaces has 1 GB": "on PATH has 1 GB",
+    "see /Volumes/Hub Of Ann": "see PATH",
+}
+
+
+@pytest.mark.parametrize("text", SPACED)
+def test_a_path_with_spaces_is_taken_out_as_a_whole(text, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "/Volumes/Hub Of Ann")
+    place = Path("/Volumes/Ann's Drive with spaces")
+    assert reporting.without_names(text, [place]) == SPACED[text]
+
+
+def test_a_folder_that_is_given_is_taken_out_as_a_whole(monkeypatch, tmp_path):
+    """It is given as a relative path, and its message does not quote it."""
+
+    def full(place):
+        raise OSError(f"{place} is full")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting.Report, "parts", lambda self, **given: {"disk": self.disk})
+    monkeypatch.setattr(reporting, "disk_rate", full)
+    assert doctor.main(["--directory", "my own models", "--report", "sent.txt"]) == 0
+    assert "not measured: PATH is full" in Path("sent.txt").read_text()
+
+
+def test_words_of_the_report_stay_whatever_the_account_is_called(monkeypatch):
+    text = "[metal::Device] Apple M4 Max, max 3; mac test dev pro ultra topk: 500/512 memory"
+    for name in ("max", "metal", "test", "mac", "dev", "pro", "topk", "memory", "Apple"):
+        monkeypatch.setenv("USER", name)
+        monkeypatch.setattr(reporting.platform, "node", lambda name=name: f"{name}.local")
+        assert reporting.without_names(text) == text
+        assert reporting.without_names(f"on {name}.local") == "on NAME"
+
+
+def test_secrets_are_whole_words_of_some_length(monkeypatch):
+    monkeypatch.setenv("MY_KEY", "metal_k")
+    monkeypatch.setenv("MY_TOKEN", "abcdefg==")
+    assert (
+        reporting.without_names("metal_k metal_kernel xabcdefg== abcdefg==") == "metal_k metal_kernel xabcdefg== SECRET"
+    )
+
+
 def test_figures_are_not_taken_for_paths():
     text = "3.07 GB/s; 31/256 28/1024; Linux-6.18/x; a/b"
     assert reporting.without_names(text) == text
