@@ -57,7 +57,9 @@ def test_macs_make_the_report_and_keep_it():
     runs = commands_of(ROOT / ".github" / "workflows" / "mac.yml")
     assert list(calls(runs)) == [("doctor", ["--report"])]
     kept = [step for step in steps_of(read) if "upload-artifact" in step.get("uses", "")]
-    assert [step["with"]["path"] for step in kept] == [reporting.FILE] and kept[0]["if"] == "always()"
+    assert [step["with"]["path"] for step in kept] == [reporting.FILE, "kernels.txt"]
+    assert kept[1] == steps_of(read)[-1] and all(step["if"] == "always()" for step in kept)
+    assert re.search(r"set -o pipefail\n.*bench_kernels.py \| tee kernels.txt", runs)
     assert all(name.startswith("macos-") for name in read["jobs"]["mac"]["strategy"]["matrix"]["os"])
     assert not any("macos" in str(job) for job in workflow("test")["jobs"].values()), "Macs run once"
 
@@ -65,6 +67,13 @@ def test_macs_make_the_report_and_keep_it():
 def test_a_release_makes_the_report_of_its_wheel():
     kept = [step for step in steps_of(workflow("release")) if step.get("env", {}).get("REPORT") == reporting.FILE]
     assert len(kept) == 1 and "scripts/try_wheel" in kept[0]["run"]
+    jobs = workflow("release")["jobs"]
+    systems = {name: set(jobs[name]["strategy"]["matrix"]["os"]) for name in ("wheels", "try")}
+    macs = set(workflow("mac")["jobs"]["mac"]["strategy"]["matrix"]["os"])
+    assert systems["try"] == systems["wheels"] | macs
+    (taken,) = [step["with"]["name"] for step in jobs["try"]["steps"] if "download-artifact" in step.get("uses", "")]
+    chosen = re.fullmatch(r"dist-\$\{\{ matrix.os == '(.*?)' && '(.*?)' \|\| matrix.os \}\}", taken)
+    assert systems["try"] - systems["wheels"] == {chosen[1]} and chosen[2] in systems["wheels"]
     assert ("doctor", ["--no-disk", "--report", "report.txt"]) in list(calls(commands_of(SCRIPTS[-1])))
 
 
