@@ -1,10 +1,12 @@
 """The public figures of Apple's chips, by the name that Metal gives the GPU.
 
 Memory bandwidth and GPU cores: Apple's technical specifications (support.apple.com/en-us/111902, 117736, 121553,
-126318 and others). Float32 operations: huggingface.js (packages/tasks/src/hardware.ts, pull request 1044); an Ultra is
-two of the Max, and an M5 counts as an M4 here. Matrix units of the M5: "over 4x the peak GPU compute for AI" of the M4
-(Apple's announcement, March 2026). Drives: what reviewers measured with 1 TB or more; smaller drives may be half as
-fast. Each chip has all of its cores here; it is also sold with fewer, and a Max then with less bandwidth.
+126318 and others); the M5 Ultra's bandwidth from mlx's discussion 4504, the M6's figures from rlindsey2/sunkcost
+(data/hardware.json), where it has 170 GB/s with 24 GB. Float32 operations: huggingface.co/hardware; an Ultra is two of
+the Max. Matrix units of the M5: "over 4x the peak GPU compute for AI" of the M4 (Apple's announcement, March 2026);
+an M6 counts as an M5. Drives: what reviewers measured with 1 TB or more; smaller drives may be half as fast, and those
+of the M5 Ultra and the M6 count as those of the other M5. Each chip has all of its cores here; it is also sold with
+fewer, and a Max then with less bandwidth and less memory.
 """
 
 import re
@@ -23,7 +25,7 @@ class Chip(NamedTuple):
         cores: of the GPU.
         tflops: float32 operations of the GPU, in units of 1e12 a second.
         disk: in units of 1e9 bytes a second, about.
-        memory: of the smallest Mac with it that has 16 GiB or more, in GiB.
+        memory: of the smallest Mac with all of its cores that has 16 GiB or more, in GiB.
         matrix_tflops: 16-bit operations of the matrix units, in units of 1e12 a second; None: it has none.
     """
 
@@ -46,14 +48,16 @@ CHIPS = {
     "Apple M2 Ultra": Chip(800, 76, 27.0, 5, 64),
     "Apple M3": Chip(100, 10, 4.1, 3, 16),
     "Apple M3 Pro": Chip(150, 18, 6.4, 5, 18),
-    "Apple M3 Max": Chip(400, 40, 14.2, 5, 36),
+    "Apple M3 Max": Chip(400, 40, 14.2, 5, 48),
     "Apple M3 Ultra": Chip(819, 80, 28.4, 7, 96),
     "Apple M4": Chip(120, 10, 4.6, 3, 16),
     "Apple M4 Pro": Chip(273, 20, 9.2, 5, 24),
-    "Apple M4 Max": Chip(546, 40, 18.4, 7, 36),
-    "Apple M5": Chip(153, 10, 4.6, 6, 16, 18.4),
-    "Apple M5 Pro": Chip(307, 20, 9.2, 13, 24, 36.8),
-    "Apple M5 Max": Chip(614, 40, 18.4, 13, 36, 73.6),
+    "Apple M4 Max": Chip(546, 40, 18.4, 7, 48),
+    "Apple M5": Chip(153, 10, 5.7, 6, 16, 18.4),
+    "Apple M5 Pro": Chip(307, 20, 11.4, 13, 24, 36.8),
+    "Apple M5 Max": Chip(614, 40, 22.8, 13, 48, 73.6),
+    "Apple M5 Ultra": Chip(1200, 80, 45.6, 13, 96, 147.2),
+    "Apple M6": Chip(153, 12, 6.2, 6, 16, 18.4),
 }
 
 

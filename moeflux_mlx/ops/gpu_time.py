@@ -9,6 +9,7 @@ are still in time. Memory traffic is not counted; most of it is the sum of the e
 GPU.
 """
 
+import re
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -16,10 +17,11 @@ import mlx.core as mx
 from ..kinds import CHUNK, Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
 from ..spec import ModelArgs
 from . import backend
-from .chips import CHIPS
+from .chips import CHIPS, FAMILY
 
 SECONDS = 0.5  # the most time of one command buffer
 SLOWEST = min(chip.tflops for chip in CHIPS.values())
+CLASS = re.compile(rf"{FAMILY}M\d+( Pro| Max| Ultra)")  # the Pro of another family, such as the A18 Pro, may be slower
 # A command buffer holds at most a layer's work on one block, with one part of its attention and the latents expanded
 # for it, or one piece of a wave. The plan limits a block by the chip; the other pieces are equal on every Apple GPU.
 BLOCK_SHARE = 0.5
@@ -28,8 +30,13 @@ DELTA_SHARE = 0.25  # share of the rate that the delta rule's sequential steps r
 
 
 def rate(chip: str) -> float:
-    """Operations per second of a GPU, by Metal's name; an unknown one counts as the slowest."""
-    return 1e12 * (CHIPS[chip].tflops if chip in CHIPS else SLOWEST)
+    """Operations per second of a GPU, by Metal's name; an unknown Pro, Max or Ultra counts as the slowest of them, and
+    any other unknown one as the slowest of all.
+    """
+    if chip in CHIPS:
+        return 1e12 * CHIPS[chip].tflops
+    kind = CLASS.fullmatch(chip)
+    return 1e12 * (min(one.tflops for name, one in CHIPS.items() if name.endswith(kind[1])) if kind else SLOWEST)
 
 
 def rows_at_once(inner: int, outer: int) -> int | None:

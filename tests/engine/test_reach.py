@@ -100,6 +100,29 @@ def test_a_chip_of_the_table_has_the_rate_of_the_plans():
     assert gpu_time.rate("Apple Paravirtual device") == 2.6e12
 
 
+@pytest.mark.parametrize(
+    ("chip", "like"),
+    [
+        ("Apple M9 Ultra", "Apple M1 Ultra"),
+        ("Apple M10 Max", "Apple M1 Max"),
+        ("Apple M7 Pro", "Apple M1 Pro"),
+        ("Apple M9", "Apple M1"),
+        ("Apple A18 Pro", "Apple M1"),
+        ("AMD Radeon Pro", "Apple M1"),
+    ],
+)
+def test_an_unknown_chip_counts_as_the_slowest_of_its_class(chip, like):
+    assert gpu_time.rate(chip) == gpu_time.rate(like)
+
+
+def test_an_ultra_is_two_of_the_max():
+    for name, chip in CHIPS.items():
+        if name.endswith("Ultra"):
+            half = CHIPS[name.replace("Ultra", "Max")]
+            assert chip.tflops == pytest.approx(2 * half.tflops) and chip.cores == 2 * half.cores
+            assert chip.matrix_tflops == (half.matrix_tflops and 2 * half.matrix_tflops)
+
+
 def test_an_unknown_chip_is_refused_with_the_known_ones(capsys):
     with pytest.raises(RequestError, match="give one of M1, M1 Pro"):
         Mac.of("M9")
