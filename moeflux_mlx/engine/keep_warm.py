@@ -231,13 +231,14 @@ def keep_warm_of(mode: str, model: Path, source: ExpertLoader) -> KeepWarm | Non
     gpus = {"auto": ["metal"], "on": ["metal", "cuda"], "off": []}[mode]
     if source.mode is not IoMode.PREAD or backend.name() not in gpus:
         return None
+    held = weakref.ref(source)  # which refers to `warm` by `at_close`, and would not be freed when it is dropped
     key: Row = {"gpu": gpu_name(), "mlx": mlx_version(), "model": str(model.resolve())}
     warm = KeepWarm(
         tiny_launch,
         source.layout.moe_layers[0],
         always=mode == "on",
         measured=next((measured for one, measured in read_measured(keep_warm_file()) if one == key), None),
-        is_filling=lambda: source.is_filling,
+        is_filling=lambda: getattr(held(), "is_filling", False),
         on_mains=on_mains,
         keep=lambda measured: keep_measured(key, measured),
     )

@@ -1,10 +1,12 @@
 """Launches while a step waits for the disk: when they are made, that they delay nothing, and the trial."""
 
+import gc
 import importlib
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -422,6 +424,27 @@ def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_di
     engine.experts.close()
     warm._thread.join(10)
     assert not warm._thread.is_alive()
+
+
+def test_a_dropped_model_frees_its_experts_at_once(plain_operations, monkeypatch):
+    """The pool may have gigabytes, which no garbage collection must wait for."""
+    monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
+
+    def on_a_mac(mode, path, source):
+        with standing_in(backend="metal"):
+            return keep_warm_of(mode, path, source)
+
+    monkeypatch.setattr(opening, "keep_warm_of", on_a_mac)
+    engine, _ = answer("auto")
+    assert f"0 of {ALL} tokens" in engine.keep_warm.said
+    experts = weakref.ref(engine.experts)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert experts() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not mx.is_available(mx.gpu), reason="no GPU")
