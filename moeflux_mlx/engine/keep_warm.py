@@ -29,7 +29,7 @@ from .tiles import gpu_name, mlx_version
 MODES = ("auto", "on", "off")
 EVERY = 0.003  # seconds between two launches
 IDLE = 0.1  # seconds between two looks while none may be made
-PATIENCE = 1.0  # seconds without a wait after which the thread sleeps until the next one
+PATIENCE = 1.0  # seconds without a wait after which the thread sleeps until it is woken
 LONGEST = 10.0  # seconds of a wait: after an interrupt, one may not be said to be over
 POWER_SECONDS = 60.0  # between two questions whether the machine runs on battery
 TURN, ORDER = 32, (False, True, True, False) * 2  # tokens of a turn; whether each turn launches
@@ -128,6 +128,7 @@ class KeepWarm:
         self._slept = self._is_parked = False  # the thread sleeps until it is woken, which clears only the second
         self._seen = self._asked = -inf  # when a step was seen to wait, and when the power was asked for
         self._wake = threading.Event()
+        weakref.finalize(self, self._wake.set)
         self._thread: threading.Thread | None = None
 
     def __call__(self, layer: int, rows: int) -> "KeepWarm":
@@ -137,8 +138,9 @@ class KeepWarm:
             now = self._clock()
             if self._begun is not None:
                 trial.add(now - self._begun)
-            counts = rows == 1 and self._is_powered and not self._is_filling()
-            self._begun = now if counts else None
+            self._begun = now if rows == 1 and self._is_powered else None
+        if self._begun is not None and self._is_filling():  # which only the token's last layer knows of all
+            self._begun = None
         return self
 
     def __enter__(self) -> None:
@@ -160,8 +162,8 @@ class KeepWarm:
         return not self.is_closed and (self._always or self.measured is None or self.measured.helps)
 
     def beat(self) -> float | None:
-        """What the thread does again and again: launches if a step waits. Returns the seconds until the next time;
-        None: there will be none.
+        """What the thread does again and again: launches if a step waits. Returns the seconds until the next time,
+        infinite if it is woken for it; None: there will be none.
         """
         now, trial = self._clock(), self._trial
         if trial is not None and trial.is_over:
@@ -172,7 +174,9 @@ class KeepWarm:
         if self._waits != self._last[0]:
             self._last = self._waits, now
         is_waiting = self._is_waiting and now - self._last[1] < LONGEST
-        may_launch = self._may_launch(now)
+        if is_waiting and not self._always and now - self._asked >= POWER_SECONDS:
+            self._is_powered, self._asked = self._on_mains(), now
+        may_launch = self._always or (self._is_powered and (self._trial is None or self._trial.launches))
         if is_waiting and may_launch:
             self._launch = self._launch or self._make_launch()
             self._launch()
@@ -181,14 +185,9 @@ class KeepWarm:
         if is_waiting or was_woken:
             self._seen = now
         self._slept = self._is_parked = now - self._seen >= PATIENCE
-        return PATIENCE if self._is_parked else EVERY if may_launch else IDLE
-
-    def _may_launch(self, now: float) -> bool:
-        if self._always:
-            return True
-        if now - self._asked >= POWER_SECONDS:
-            self._is_powered, self._asked = self._on_mains(), now
-        return self._is_powered and (self._trial is None or self._trial.launches)
+        if self._is_parked and self._waits == self._last[0]:  # else a wait began that saw no sleeping thread
+            return inf
+        return EVERY if may_launch else IDLE
 
     def close(self) -> None:
         """Ends the thread."""
@@ -217,7 +216,7 @@ def _beat(warm: "weakref.ref[KeepWarm]", wake: threading.Event) -> None:
         del own
         if seconds is None:
             return
-        wake.wait(seconds)
+        wake.wait(None if seconds == inf else seconds)
         wake.clear()
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from math import inf
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -114,8 +115,8 @@ def test_between_answers_the_thread_sleeps_and_the_next_wait_wakes_it():
     scene.passes(PATIENCE + 0.01)
     looks = []
     beat, scene.warm.beat = scene.warm.beat, lambda: looks.append(scene.now) or beat()
-    scene.passes(10.0)
-    assert len(looks) <= 11
+    scene.passes(3600.0)
+    assert not looks
     begin = len(scene.launches)
     scene.step(0.1, 0.0)
     assert len(scene.launches) > begin + 20
@@ -175,11 +176,20 @@ def test_an_error_of_a_launch_ends_the_launches_quietly(capsys):
     assert not warm._thread.is_alive() and not capsys.readouterr().err
 
 
-def test_the_thread_ends_with_its_object():
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("closes", [False, True])
+def test_the_thread_ends_with_its_object(closes, sleeps, monkeypatch):
+    monkeypatch.setattr(keep_warm, "PATIENCE", 0.0 if sleeps else PATIENCE)
     warm = KeepWarm(lambda: lambda: None, 0, always=True)
     with warm(0, 1):
         thread = warm._thread
-    del warm
+    while sleeps and not warm._is_parked:
+        time.sleep(0.001)
+    time.sleep(0.01)
+    if closes:
+        warm.close()
+    else:
+        del warm
     thread.join(10)
     assert not thread.is_alive()
 
@@ -204,6 +214,16 @@ def test_power_is_asked_for_again_after_a_minute():
     for _ in range(int(POWER_SECONDS / 0.2) + 2):
         scene.step(0.1, 0.1)
     assert scene.asked == 2 and scene.launches
+
+
+def test_an_idle_hour_has_no_question_of_power():
+    scene = Scene(measured=Measured(0.2, 0.1))
+    scene.step(0.1, 0.1)
+    assert scene.asked == 1
+    scene.passes(3600.0)
+    assert scene.asked == 1 and scene.next == inf
+    scene.step(0.1, 0.1)
+    assert scene.asked == 2
 
 
 def test_tokens_on_battery_do_not_count_in_a_trial():
@@ -294,6 +314,17 @@ def test_other_steps_do_not_count():
     for rows in (1, 2, 1, 1):
         scene.step(0.3, 0.1, rows)
     assert f" 2 of {ALL} tokens" in scene.warm.said  # those whose end is known
+
+
+def test_a_token_that_fills_the_pool_in_a_later_layer_does_not_count():
+    filled, layers = [], (3, 4, 5)
+    scene = Scene(is_filling=lambda: bool(filled))
+    scene.step(0.3, 0.1, layers=layers)  # in which the power is asked for
+    for fills in (3, 4, 5, 5, None, None):
+        for layer in layers:  # as the loader has it: since the token's beginning
+            filled[:] = [1] if fills is not None and layer >= fills else []
+            scene.step(0.1, 0.1, layers=[layer])
+    assert f" 1 of {ALL} tokens" in scene.warm.said  # the last but one, as the end of the last is not known
 
 
 def test_a_trial_takes_equally_many_turns_of_both():
