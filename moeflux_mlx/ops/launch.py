@@ -9,7 +9,7 @@ the shapes, so the bits of a result do not depend on slot numbers or other conte
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, starmap
@@ -262,16 +262,9 @@ def _constant(name: str, value: int | float | mx.Dtype | str) -> str:
 
 
 @cache
-def built(
-    build: Callable[..., Any] | None,
-    target: str,
-    kernel: Kernel,
-    constants: str,
-    threads: int,
-    places: tuple[Place, ...],
-) -> Any:
-    """The function that a launch calls, made once by `build` or `Kernel.build`."""
-    return (build or Kernel.build)(kernel, target, constants, threads, places)
+def built(kernel: Kernel, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
+    """The function that a launch calls, made once. What a stand-in makes is not kept, as it would keep the stand-in."""
+    return kernel.build(target, constants, threads, places)
 
 
 @dataclass(frozen=True)
@@ -331,7 +324,8 @@ class Launch:
 
     def __call__(self, *inputs: Input) -> list[mx.array]:
         arrays, places = placed(inputs, self.kernel.apart)
-        call = built(stand_ins().build, self.target, self.kernel, self.constants, self.threads, places)
+        build = stand_ins().build or built
+        call = build(self.kernel, self.target, self.constants, self.threads, places)
         return call(inputs=arrays, **self.arguments)
 
 

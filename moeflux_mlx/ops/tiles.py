@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,16 +186,22 @@ def tile_of(target: str, kernel: str, shape: str) -> Tile:
 
 
 def planned(most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results."""
+    """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results, which are
+    freed with it.
+    """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
-        kept = functools.lru_cache(most)(lambda tiles, *given: tiles.plan(make, given))
+        kept = WeakKeyDictionary[Tiles, Callable[..., R]]()
 
         @functools.wraps(make)
         def call(*given: P.args, **named: P.kwargs) -> R:
-            return kept(_used.get(), *given)
+            tiles = _used.get()
+            own = kept.get(tiles)
+            if own is None:
+                kept[tiles] = own = functools.lru_cache(most)(lambda *given: _used.get().plan(make, given))
+            return own(*given)
 
-        call.cache_clear = kept.cache_clear  # type: ignore[attr-defined]
+        call.cache_clear = kept.clear  # type: ignore[attr-defined]
         return call
 
     return decorate

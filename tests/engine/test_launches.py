@@ -1,6 +1,8 @@
 """The list of launches, compared with the launches that run."""
 
+import gc
 import re
+import weakref
 from argparse import Namespace
 from collections import Counter
 
@@ -13,7 +15,7 @@ from moeflux_mlx.cli import tuning as screen
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
-from moeflux_mlx.ops import backend, gpu_time, linear, native
+from moeflux_mlx.ops import backend, gpu_time, launch, linear, native
 from moeflux_mlx.ops.launch import LEAST_ELEMENTS
 from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in
 from moeflux_mlx.quant import Quant
@@ -116,6 +118,17 @@ def test_every_text_of_a_token_is_listed(family, monkeypatch):
 
 def name_of(kernel, target, constants, threads, places):
     return kernel.text(target, constants, threads, places).name
+
+
+def test_a_list_keeps_nothing():
+    """Every load on a GPU makes one; what a launch of it would call has the texts of all its kernels."""
+    kept = launch.built.cache_info().currsize
+    for _ in range(2):
+        assert any(step.programs for step in said("qwen3_moe", "cuda", 1)[1])
+    assert launch.built.cache_info().currsize == kept
+    made = [weakref.ref(step.programs[0]) for step in said("qwen3_moe", "cuda", 1)[1] if step.programs]
+    gc.collect()
+    assert made and not any(one() for one in made)
 
 
 def test_another_backend_is_only_viewed():
