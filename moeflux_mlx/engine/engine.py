@@ -55,12 +55,15 @@ from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
 from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
-from .settings import allow_open_files, configure_mlx
+from .settings import allow_open_files, configure_early
 from .tiles import choose
 from .weights import Weights, open_weights
 from .wired import wire
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
+# The stack level of the caller of `load` in a function that `open_engine` calls: between are `open_engine`,
+# `within_limits`, and the two functions around `load`.
+CALLER = 6
 Computing = Callable[[ExpertLoader, KeepWarm | None], RoutedExpertsCall]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,7 +148,7 @@ def open_engine(
 ) -> Engine:
     """Loads a model; arguments and errors are those of `load`."""
     claim_process()
-    configure_mlx()
+    configure_early(CALLER)
     allow_open_files()
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
@@ -223,8 +226,7 @@ def _loaded(
     """
     args, plan = drafts.args, drafts.plan
     if plan.enlarged:
-        # 6 is the caller of `load`: between are `open_engine`, `within_limits`, and the two functions around `load`.
-        warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=6)
+        warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=CALLER)
     with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles, drafts.drafting.most > 0):
         experts = open_experts(weights.experts, args, plan, progress)
         try:

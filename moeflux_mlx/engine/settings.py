@@ -12,6 +12,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import MoefluxWarning
@@ -19,8 +20,10 @@ from ..errors import MoefluxWarning
 OPERATIONS, WORDS = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 OPEN_FILES = 4096  # of a checkpoint that is used in place, each shard is open, and MLX opens it again
 # MLX counts the elements of whole input arrays, in Mi, and commits above 40 or 50; a layer of experts of a 35B model
-# has 108 Mi words. What a command buffer uses stays in memory until the GPU has done it, so small Macs get a limit.
-UNLIMITED, SMALL_LIMIT, SMALL_MAC = 1_000_000, 2_000, 24 << 30
+# has 108 Mi words. What a command buffer uses stays in memory until the GPU has done it, so small Macs get a limit. A
+# kernel is given all buffers of the pool, so each command buffer counts the whole pool, and a pool above the limit is a
+# commit after each launch: with 16 GiB that of a 35B model has 1,493 Mi words, with 24 GiB 2,721.
+UNLIMITED, SMALL_LIMIT, SMALL_MAC = 1_000_000, 2_000, 16 << 30
 # To hand over a CUDA graph costs about as much as ten launches in it, and what comes after the first runs beside the
 # GPU: on an H200 a token of Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400.
 CUDA_OPERATIONS = 130
@@ -46,12 +49,17 @@ def configure_mlx() -> None:
     Variables that the user has set stay. MLX reads them when its device is first used; a program that uses MLX before
     it loads a model calls this first. It gives a `MoefluxWarning` if MLX has already made arrays.
     """
+    configure_early(3)
+
+
+def configure_early(stacklevel: int) -> None:
+    """`configure_mlx`; the warning names the line that `warnings.warn` finds at `stacklevel`, from this function on."""
     if set_variables() and _has_begun():
         warnings.warn(
             f"MLX was used before moeflux_mlx could set {WORDS} and {OPERATIONS}, so a GPU may take longer for each "
             "token; call moeflux_mlx.configure_mlx() before the first array",
             MoefluxWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
 
 
@@ -97,9 +105,10 @@ def _has_begun() -> bool:
 
 def allow_open_files() -> None:
     """Raises the number of files that this process may open to 4,096, or to the system's limit if that is less. macOS
-    begins with 256.
+    begins with 256. If it must not, as in a sandbox, the number stays.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -10,9 +10,9 @@ import warnings
 import mlx.core as mx
 import pytest
 from safetensors_writer import write_model
-from tiny_models import child_environment
+from tiny_models import child_environment, tiny_directory
 
-from moeflux_mlx import configure_mlx
+from moeflux_mlx import configure_mlx, load, load_model
 from moeflux_mlx.cli.run import execute
 from moeflux_mlx.engine import settings
 from moeflux_mlx.engine.settings import OPERATIONS, OWN, WORDS, Gathered, gathered, set_variables, variables_for
@@ -43,8 +43,9 @@ def in_a_process(code, *arguments):
         ("Apple M1", 8, 300, 2_000),
         ("Apple M1 Max", 64, 300, 1_000_000),
         ("Apple M2 Ultra", 192, 300, 1_000_000),
-        ("Apple M3 Pro", 18, 300, 2_000),
-        ("Apple M4", 24, 300, 2_000),
+        ("Apple M3 Pro", 18, 300, 1_000_000),
+        ("Apple M4", 16, 300, 2_000),
+        ("Apple M4", 24, 300, 1_000_000),
         ("Apple M4 Pro", 48, 300, 1_000_000),
         ("Apple M1 (Virtual)", 7, 300, 2_000),
         ("Apple M5", 16, None, 2_000),
@@ -137,6 +138,25 @@ def test_a_call_that_comes_too_late_warns_once(used, unset, monkeypatch):
     assert all("call moeflux_mlx.configure_mlx() before the first array" in str(one.message) for one in caught)
 
 
+def test_the_warning_names_the_line_of_the_caller(unset, monkeypatch):
+    mx.eval(mx.zeros(8) + 1)
+    monkeypatch.setattr(settings, "_has_begun", lambda: True)
+    path = tiny_directory("qwen3_moe")
+    calls = (
+        lambda: configure_mlx(),
+        lambda: load(path),
+        lambda: load_model(path),
+    )
+    for call in calls:
+        for variable in (OPERATIONS, WORDS):
+            monkeypatch.delenv(variable, raising=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        found = [(one.filename, one.lineno) for one in caught if "first array" in str(one.message)]
+        assert found == [(__file__, call.__code__.co_firstlineno)]
+
+
 def test_where_no_gpu_computes_no_call_is_too_late(unset, cpu_device):
     mx.eval(mx.zeros(8) + 1)
     configure_mlx()
@@ -196,3 +216,13 @@ def test_the_limit_only_rises(soft, hard, wanted, monkeypatch):
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
     settings.allow_open_files()
     assert asked == ([] if wanted is None else [(wanted, hard)])
+
+
+@pytest.mark.parametrize("error", [ValueError, PermissionError])
+def test_a_limit_that_must_not_rise_stays(error, monkeypatch):
+    def refuse(kind, limits):
+        raise error("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 10_240))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    settings.allow_open_files()
