@@ -31,7 +31,7 @@ from .needs import (
     runtime_bytes,
     state_bytes,
 )
-from .settings import Gathered
+from .settings import OPERATIONS, OWN, Gathered
 
 EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}
 DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
@@ -339,6 +339,9 @@ def _refusal(
         f"{in_gb(pool)} {EXPERTS_OF[mode]}, {in_gb(kept)} {why}"
     )
     spare = room(figures) - fixed
+    fewer = figures.gathered._replace(operations=OWN.operations)
+    if mode is IoMode.MMAP and figures.working_set is not None and _at_once(layout, fewer) <= spare:
+        text += f"; with {OPERATIONS}={OWN.operations} in the environment a command buffer uses fewer layers, which fit"
     if spare >= least and pool > spare:
         return f"{text}; an expert pool of {in_gb(spare)} fits"
     shorter = _longest_context(args, layout, figures, demand, context, pool)

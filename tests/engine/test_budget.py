@@ -134,10 +134,15 @@ def test_what_a_command_buffer_refers_to_fits_what_a_mac_s_gpu_may_use():
     ten = Gathered(50, 1_000_000)
     enough = Figures(96 * GB, working_set=72 * GB, gathered=ten)
     assert layout.total_bytes > enough.memory and plan_memory(args, layout, enough, demand).mode is IoMode.MMAP
-    with pytest.raises(RequestError, match="36.* GB mapped experts, .*; --expert-io pread needs no more"):
+    with pytest.raises(RequestError, match="36.* GB mapped experts, .*; --expert-io pread needs no more") as refused:
         plan_memory(args, layout, Figures(48 * GB, working_set=36 * GB, gathered=ten), demand)
-    with pytest.raises(RequestError, match=f"{in_gb(layout.total_bytes)} mapped experts"):
+    way = "MLX_MAX_OPS_PER_BUFFER=50 in the environment"
+    assert way not in str(refused.value)  # because it is set
+    with pytest.raises(RequestError, match=f"{in_gb(layout.total_bytes)} mapped experts, .*; with {way}"):
         plan_memory(args, layout, replace(enough, gathered=Gathered(300, 1_000_000)), demand)
+    with pytest.raises(RequestError) as refused:  # as ten layers do not fit either
+        plan_memory(args, layout, Figures(48 * GB, working_set=36 * GB), demand)
+    assert "mapped experts" in str(refused.value) and way not in str(refused.value)
     assert plan_memory(args, layout, Figures(48 * GB), demand).mode is IoMode.MMAP
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from math import inf
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.keep_warm import (
     EVERY,
     LONGEST,
+    MODES,
     ORDER,
     PATIENCE,
     POWER_SECONDS,
@@ -416,6 +418,21 @@ def test_a_stored_result_is_used_and_a_new_mlx_measures_again(monkeypatch):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(RequestError, match="keep_warm 'yes' is not one of auto, on, off"):
         load_model(PATH, keep_warm="yes")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_ranks_have_none(mode, monkeypatch):
+    class Reached(Exception):
+        pass
+
+    def loaded(weights, drafts, dtype, bits, tiles, computing, warmth, progress):
+        raise Reached(warmth)
+
+    agreed = SimpleNamespace(plan=None, tiles=None, loading=lambda nbytes: nullcontext())
+    ranks = SimpleNamespace(io_mode=lambda asked, weights: asked, meet=lambda *given: agreed)
+    monkeypatch.setattr(opening, "_loaded", loaded)
+    with pytest.raises(Reached, match="^off$"):
+        load_model(PATH, keep_warm=mode, ranks=ranks)
 
 
 @pytest.fixture
