@@ -22,7 +22,7 @@ OPEN_FILES = 4096  # of a checkpoint that is used in place, each shard is open, 
 # MLX counts the elements of whole input arrays, in Mi, and commits above 40 or 50; a layer of experts of a 35B model
 # has 108 Mi words. What a command buffer uses stays in memory until the GPU has done it, so small Macs get a limit. A
 # kernel is given all buffers of the pool, so each command buffer counts the whole pool, and a pool above the limit is a
-# commit after each launch: with 16 GiB that of a 35B model has 1,493 Mi words, with 24 GiB 2,721.
+# commit after each launch: with 16 GiB that of a 35B model has about 1,500 Mi words, with 24 GiB 2,700.
 UNLIMITED, SMALL_LIMIT, SMALL_MAC = 1_000_000, 2_000, 16 << 30
 # To hand over a CUDA graph costs about as much as ten launches in it, and what comes after the first runs beside the
 # GPU: on an H200 a token of Qwen3-30B-A3B's shapes takes 2.96 ms with 40 launches in one, 2.56 with 130, 2.55 with 400.
