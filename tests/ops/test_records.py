@@ -141,7 +141,7 @@ def test_one_text_for_any_number_of_buffers(host, monkeypatch):
         first = memory.memory[:count]
         e.records = Records((*first, *[first[0]] * (BUFFERS - count)), memory.record)
         mx.eval(e.gate_up(), e.down_combine(shared=False))
-    assert sorted(texts.values()) == [1, 1]
+    assert set(texts.values()) == {1}
 
 
 @msl.needed
