@@ -19,36 +19,46 @@ from .needs import headroom_bytes
 
 EVERY = 0.125  # seconds between two checks of the sources
 STEPS = 8  # steps in which the pool grows to its full size
-WINDOW = 1.0  # seconds over which stalls are counted, and between two cuts
+WINDOW = 1.0  # seconds over which stalls are counted, and between two statements of a source
 STALLED = 0.1  # share of a window in which some process waited for memory: more is pressure
-CUT, DEEP_CUT = 8, 2  # 1/8 of the pool is given back at a first warning, 1/2 at a critical one
+CUT, DEEP_CUT = 1 / 8, 1 / 2  # shares of the pool that are given back at a warning, and at a critical one
 MOST_FALL = 4  # at most 1/4 of what a limit leaves is expected to go before the next check
 COMPRESSED_SHARE = 0.01  # growth of macOS's compressor per window, as a share of memory: more is pressure
 
 
 class Pace(NamedTuple):
-    """How the pool grows: `patience` seconds without pressure before its first step, `between` before the next."""
+    """How fast the pool follows the machine.
+
+    patience: seconds without pressure before the pool's first step of growth.
+    between: seconds between two steps.
+    pause: seconds between two cuts, unless the second is deeper.
+    slack: share of the full pool by which it may exceed what cuts leave, but never what a limit leaves.
+    """
 
     patience: float
     between: float
+    pause: float = 0.0
+    slack: float = 0.0
 
 
 PACE = Pace(3.0, 0.0)
 # On Metal each step adopts a buffer. The system takes its pages from other programs, and if these need them again, the
-# records are lost: so a step must be rare, and the effect of the one before be known.
-PACE_OF_METAL = Pace(60.0, 60.0)
+# records are lost: so a step must be rare, and the effect of the one before be known. macOS lowers its level some
+# seconds after memory suffices, so a cut must wait for the effect of the one before. The slack lets a share of the pool
+# that is rounded to whole records still fill its whole buffers.
+PACE_OF_METAL = Pace(60.0, 60.0, pause=10.0, slack=1 / 40)
 
 
 class Spare(NamedTuple):
     """Bytes that may be taken; a negative number of bytes must be given back.
 
     `hard`: bytes that can be taken before the system ends the process, or infinity if unknown.
-    `cut`: bytes of the pool that must be given back where the source cannot say how many are missing.
+    `cut`: share of the pool that must be given back where the source cannot say how many bytes are missing.
     """
 
     nbytes: float = math.inf
     hard: float = math.inf
-    cut: int = 0
+    cut: float = 0.0
 
 
 class Source(Protocol):
@@ -102,7 +112,7 @@ class Stalls:
         if seconds < WINDOW:
             return Spare()
         stalled, self._since, self._before = (total - self._before) / 1e6 / seconds, now, total
-        return Spare(cut=pool // CUT) if stalled > STALLED and self._is_short() else Spare()
+        return Spare(cut=CUT) if stalled > STALLED and self._is_short() else Spare()
 
     def _total(self) -> int:
         """Microseconds of stalls since the system started; 0 if the system does not count them."""
@@ -142,8 +152,8 @@ class MacOS:
         held = self._compressed()
         grown, self._since, self._before = held - self._before, now, held
         if level >= 4:
-            return Spare(cut=pool // DEEP_CUT)
-        return Spare(cut=pool // CUT) if level >= 2 or grown > COMPRESSED_SHARE * self._memory else Spare()
+            return Spare(cut=DEEP_CUT)
+        return Spare(cut=CUT) if level >= 2 or grown > COMPRESSED_SHARE * self._memory else Spare()
 
 
 class Process:
@@ -163,11 +173,14 @@ class PoolLimit:
     control group's limit has fallen since the last check, because it may fall as much again while a layer is computed.
     The pool grows again in steps, after some time without pressure.
 
+    A cut lowers the limit by a share of the full pool, however little of it is filled; a critical one leaves half of
+    what is filled.
+
     Args:
         sources: the one with the least to spare decides.
         most: bytes of the pool if there is no pressure.
         used: returns the bytes that this process holds.
-        pace: how the pool grows.
+        pace: how fast the pool shrinks and grows.
 
     Attributes:
         room: bytes that pool and computation together could take at the last check before the system ends the process.
@@ -184,6 +197,7 @@ class PoolLimit:
         self._sources, self._most, self._clock, self._used, self._pace = sources, most, clock, used, pace
         self._limit, self._now, self.room = float(most), float(most), math.inf
         self._looked = self._grows = -math.inf  # the time of the last look, and the earliest of the next step
+        self._cut, self._cut_at = 0.0, -math.inf  # the last cut, and its time
         self._left = math.inf  # bytes that the system's limit left to the pool at the last check
         self._pool = self._need = self._others = 0  # bytes of the pool, of the call, and of the rest before the call
 
@@ -204,9 +218,13 @@ class PoolLimit:
         spares = [source.spare(self._pool) for source in self._sources]
         spare = min((one.nbytes for one in spares), default=math.inf)
         taken = self._used() - self._pool - self._others
-        kept = self._pool - max((one.cut for one in spares), default=0)
-        if spare < 0 or kept < self._pool:
-            self._limit, self._grows = min(self._limit, kept), now + self._pace.patience
+        cut = max((one.cut for one in spares), default=0.0)
+        if cut and (now - self._cut_at >= self._pace.pause or cut > self._cut):
+            self._cut, self._cut_at = cut, now
+            deep = min(self._limit, self._pool) * (1 - cut)
+            self._limit = deep if cut >= DEEP_CUT else self._limit - cut * self._most
+        if spare < 0 or cut:
+            self._grows = now + self._pace.patience
         elif now >= self._grows:
             self._limit, self._grows = self._limit + self._most / STEPS, now + self._pace.between
         self._limit = max(min(self._limit, self._pool + spare, self._most), 0)
@@ -214,7 +232,8 @@ class PoolLimit:
         left = self.room + taken  # the limit minus what others take
         falls = min(max(self._left - left, 0), max(left, 0) / MOST_FALL) if math.isfinite(self._left) else 0
         self._left = left
-        self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0) - falls), 0)
+        soft = min(self._limit + self._pace.slack * self._most, self._most)
+        self._now = max(min(soft, self._pool + spare - max(self._need - max(taken, 0), 0) - falls), 0)
         self._looked = now
 
 

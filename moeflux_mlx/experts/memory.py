@@ -41,15 +41,14 @@ def give_back(pages: mmap.mmap, start: int, stop: int) -> None:
         pages.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def adopt(rows: np.ndarray, what: str) -> mx.array:
-    """The same memory as an MLX array; raises ExpertIOError if Metal refuses it."""
+def adopt(
+    rows: np.ndarray, what: str, advice: str = "give --expert-io pread or a smaller --expert-cache-gb"
+) -> mx.array:
+    """The same memory as an MLX array; raises ExpertIOError with this advice if Metal refuses it."""
     try:
         return mx.from_dlpack(rows, copy=False)
     except (ValueError, RuntimeError) as error:
-        raise ExpertIOError(
-            f"Metal refuses {what}, {rows.nbytes / 1e9:.2f} GB ({error}); "
-            "give --expert-io pread or a smaller --expert-cache-gb"
-        ) from None
+        raise ExpertIOError(f"Metal refuses {what}, {rows.nbytes / 1e9:.2f} GB ({error}); {advice}") from None
 
 
 def adopted_pages(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
@@ -59,7 +58,9 @@ def adopted_pages(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
         ExpertIOError: Metal refuses it.
     """
     memory = page_aligned(rows, words)
-    return memory, adopt(memory, "a part of the expert pool")
+    return memory, adopt(
+        memory, "a part of the expert pool", "give a smaller --expert-cache-gb or --context, or end other programs"
+    )
 
 
 def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:

@@ -6,7 +6,8 @@ remaining records are moved together into the first rows (results.tsv, "pool res
 `Buffers` is memory that Metal has adopted. A buffer can be returned only as a whole, and from macOS 15 on MLX asks for
 the residency of all adopted memory, so its pages are taken even if nobody has touched them. So the memory is several
 buffers: each is adopted when the others are full, and given back alone. MLX frees a buffer with the last array that
-refers to it. This has not run on an Apple GPU.
+refers to it, so one that is given back in the middle of a wave lives until the wave ends. This has not run on an Apple
+GPU.
 
 Only the pool knows which record is where. It says which places are owned, and it moves records. After an interrupt it
 calls `aim` or `find_free`, which set everything here anew except the list of buffers; that changes in one operation.
@@ -23,12 +24,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..errors import ExpertIOError
 from ..formats.record import STRIDE_ALIGNMENT, rounded
 from ..ops.records import ROW_BITS, divided
 from .memory import GIVES_BACK, give_back, private_pages
 
 BUFFERS = 8  # of a pool; kernels are always given this many, so that they are compiled once
-TOLERANCE = 5  # a pool may have 1/5 of a buffer more than its size, because the shares of several sizes are rounded
 # Takes memory for a number of records of so many words: the host's array [rows, words] uint32, and MLX's.
 Adopt = Callable[[int, int], tuple[np.ndarray, mx.array]]
 
@@ -47,11 +48,15 @@ class Places(ABC):
     is_settled = True
 
     def take(self) -> int | None:
-        """A place that is free, or None."""
+        """A place that is free, or None.
+
+        Raises:
+            ExpertIOError: the device refuses memory without which the pool is too small.
+        """
         return heappop(self.free) if self.free else None
 
     def find_free(self, owned: Collection[int]) -> None:
-        """Rebuilds the heap: free are the places that stay and that no record owns."""
+        """Rebuilds the heap: free are the places of `staying` that no record owns."""
         self.free = [place for place in self.staying() if place not in owned]  # ascending
 
     @abstractmethod
@@ -84,7 +89,9 @@ class Places(ABC):
 
     @abstractmethod
     def staying(self) -> Iterable[int]:
-        """The places that exist and do not go, ascending."""
+        """The places that new records may take, ascending: of buffers, those that do not go; of a range of addresses,
+        all, the first ones first.
+        """
 
     @abstractmethod
     def release(self, owned: Collection[int]) -> None:
@@ -158,7 +165,7 @@ class Buffers(Places):
         adopt: takes the memory of one buffer.
 
     Attributes:
-        most: the same, or fewer if so many do not fill whole buffers.
+        most: the same, or fewer if so many do not fill whole buffers, or if the device refused a further buffer.
         rows: records of a buffer.
     """
 
@@ -188,7 +195,14 @@ class Buffers(Places):
     def take(self) -> int | None:
         if not self.free and len(self._buffers) < self._wanted:
             number = next(number for number in self._numbers if number not in self._buffers)
-            self._set_buffers({**self._buffers, number: self._adopt(self.rows, self._nbytes // 4)})
+            try:
+                buffer = self._adopt(self.rows, self._nbytes // 4)
+            except ExpertIOError:
+                if len(self._buffers) < self._least:
+                    raise
+                self._wanted, self.most = len(self._buffers), len(self._buffers) * self.rows
+                return None
+            self._set_buffers({**self._buffers, number: buffer})
             self.free = list(self._places(number))
         return super().take()
 
@@ -204,8 +218,7 @@ class Buffers(Places):
     def fit(self, slots: int) -> int:
         if slots >= self.most:
             return self.most
-        number = (slots + self.rows // TOLERANCE) // self.rows
-        return min(max(number, self._least) * self.rows, self.most)
+        return min(max(slots // self.rows, self._least) * self.rows, self.most)
 
     def held_bytes(self, records: int) -> int:
         return len(self._buffers) * self.rows * self._nbytes
@@ -227,7 +240,6 @@ class Buffers(Places):
 
     def release(self, owned: Collection[int]) -> None:
         gone = self._leaving - {divided(place)[0] for place in owned}
-        self._leaving -= gone
         self._set_buffers({number: buffer for number, buffer in self._buffers.items() if number not in gone})
         self.find_free(owned)
 
@@ -237,7 +249,7 @@ class Buffers(Places):
 
 def _sizes(nbytes: int, most: int, least: int, largest: int | None) -> tuple[int, int]:
     """Records of a buffer, and the number of buffers: they fill whole pages, and hold as many of `most` records as they
-    can without more memory, but at least `least`.
+    can without more memory, but at least `least`, if need be in buffers that are larger than `largest`.
     """
     page = STRIDE_ALIGNMENT // gcd(nbytes, STRIDE_ALIGNMENT)  # records that fill whole pages
     limit = most if largest is None else largest // nbytes

@@ -152,6 +152,8 @@ class SlotPool:
             self.finish_copies()
         self.has_been_full |= len(self._used) >= self.slots
         place = self.places.take() if len(self._used) < self.slots else None
+        if place is None and len(self._used) < self.slots:
+            self.slots = self.fit(self.slots)  # fewer if the device refused a buffer
         return None if place is None else Slot(place)
 
     def memory(self, slot: Slot) -> memoryview:

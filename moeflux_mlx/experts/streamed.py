@@ -153,11 +153,12 @@ class StreamedExperts(ExpertLoader):
         """Returns memory that the machine is short of, during a call or between two; leased records stay."""
         if self._limit is None:
             return
-        nbytes, before = self._limit(self.pools.held_bytes), self.pools.nbytes
+        before = self.pools.held_bytes
+        nbytes = self._limit(before)
         if self.pools.is_due(nbytes, may_grow):
             self._resize(nbytes)
             mx.clear_cache()
-            self._stats.given_back += max(before - self.pools.nbytes, 0)
+            self._stats.given_back += max(before - self.pools.held_bytes, 0)
 
     def relieve_between_calls(self) -> None:
         """Calls `relieve`, unless a call is in progress, which does it itself, or was interrupted."""
@@ -418,6 +419,8 @@ class StreamedExperts(ExpertLoader):
                 self._evict(pool, key)
             elif for_guess:
                 return None
+            elif not pool.copied:
+                raise TooManyExpertsError(f"the device refused memory, and all {pool.slots} slots are in use")
             else:
                 self._wait_for_staging(pool)
         return slot

@@ -11,6 +11,8 @@ from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.needs import headroom_bytes
 from moeflux_mlx.engine.pressure import (
+    CUT,
+    DEEP_CUT,
     EVERY,
     MOST_FALL,
     PACE,
@@ -81,7 +83,7 @@ def test_stalls_of_a_tenth_of_the_time_are_pressure(tmp_path, clock):
         (0.5, 9_000_000, 0),  # too early for a statement
         (0.5, 5_090_000, 0),
         (2.0, 5_280_000, 0),
-        (2.0, 5_490_000, 100),
+        (2.0, 5_490_000, CUT),
         (1.0, 5_490_000, 0),
     ]:
         clock.pass_by(seconds)
@@ -92,7 +94,7 @@ def test_stalls_of_a_tenth_of_the_time_are_pressure(tmp_path, clock):
     assert stalls.spare(800) == Spare()
 
 
-@pytest.mark.parametrize("available, cut", [(8_000_000, 0), (500_000, 100)])
+@pytest.mark.parametrize("available, cut", [(8_000_000, 0), (500_000, CUT)])
 def test_stalls_of_a_machine_with_free_memory_are_ignored(tmp_path, clock, available, cut):
     (tmp_path / "meminfo").write_text(f"MemTotal: 16000000 kB\nMemAvailable: {available} kB\nHugePages_Total: 0\n")
     stalls = Stalls(stalls_file(tmp_path, 0), tmp_path / "meminfo", clock)
@@ -106,11 +108,11 @@ def test_levels_of_a_mac_and_a_compressor_that_grows(clock):
     mac = MacOS(lambda: level[0], lambda: compressed[0], 16 * GB, clock)
     for seconds, now, held, cut in [
         (1, 1, GB, 0),
-        (1, 2, GB, 100),
+        (1, 2, GB, CUT),
         (0.5, 4, GB, 0),  # the earlier cut has no effect yet
-        (0.5, 4, GB, 400),
+        (0.5, 4, GB, DEEP_CUT),
         (1, 1, GB + 100_000_000, 0),
-        (1, 1, GB + 300_000_000, 100),
+        (1, 1, GB + 300_000_000, CUT),
         (1, 1, GB, 0),
     ]:
         clock.pass_by(seconds)

@@ -1,7 +1,7 @@
 """A pool whose memory a device adopts, as on Metal: buffers come and go one at a time, and other records stay.
 
 `Mac` stands in for the machine: adopted memory counts as taken at once, whether it was touched or not, and the level of
-memory pressure follows from it.
+memory pressure follows from it. macOS lowers the level some seconds after memory suffices.
 """
 
 import gc
@@ -16,21 +16,24 @@ from test_breathing import ALL, BreathingMachine, breathing, read
 from test_shares import write_mixed
 from test_source import EXPERTS, blocks, records, write_packed
 
-from moeflux_mlx.engine.pressure import PACE_OF_METAL, MacOS, PoolLimit
+from moeflux_mlx.engine.pressure import PACE_OF_METAL, MacOS, PoolLimit, Process
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts.memory import page_aligned, private_pages
 from moeflux_mlx.experts.places import BUFFERS, Buffers
+from moeflux_mlx.experts.source import TooManyExpertsError
 from moeflux_mlx.experts.streamed import StreamedExperts
 
 LAYERS, SLOTS = 2, 64
+LAG = 5  # seconds for which the level stays raised
 
 
 class Mac:
     """A Mac with memory for `room` bytes of the pool and of other programs."""
 
     def __init__(self, room):
-        self.room, self.now, self.others = room, 1000.0, 0
+        self.room, self.now, self.others, self._short = room, 1000.0, 0, 0.0
         self.adopted = self.most = 0
+        self.raised = 2  # the level while memory is short
 
     def adopt(self, rows, words):
         pages = private_pages(4 * rows * words)
@@ -50,7 +53,9 @@ class Mac:
         return limit
 
     def _level(self):
-        return 2 if self.adopted + self.others > self.room else 1
+        if self.adopted + self.others > self.room:
+            self._short = self.now
+        return self.raised if self.now - self._short <= LAG else 1
 
     def _clock(self):
         return self.now
@@ -77,11 +82,11 @@ class Run:
                     ids = self.rng.choice(there or self.experts, 4, replace=False)
                     read(self.loader, layer, ids).release()
 
-    def swing(self, share):
-        """Others take a share of the memory for some seconds. Returns the share of the records that are lost."""
+    def swing(self, share, seconds=8):
+        """Others take a share of the memory for these seconds. Returns the share of the records that are lost."""
         before = set(self.pool.records())
         self.mac.others = int(share * self.nbytes)
-        self.seconds(8, among=True)
+        self.seconds(seconds, among=True)
         lost = before - set(self.pool.records())
         self.mac.others = 0
         return len(lost) / len(before)
@@ -109,29 +114,56 @@ def test_ten_swings_in_ten_minutes_lose_little(run):
 
 def test_a_swing_of_three_eighths_loses_no_more(run):
     run.pool.resize(SLOTS, run.pool.drop)
-    assert 0.3 < run.swing(3 / 8) <= 0.4
+    assert 0.3 < run.swing(3 / 8, 40) <= 0.4
     for buffers in (5, 6, 7, 8):  # an eighth at a time, after a minute each
         assert run.mac.adopted == buffers * run.nbytes // 8
         run.seconds(61)
 
 
 def test_growing_waits_for_a_minute_without_pressure(run):
-    for share, seconds, eighths in [(1 / 8, 45, 7), (2 / 8, 45, 6), (0, 20, 7), (0, 40, 7), (0, 25, 8)]:
+    for share, seconds, eighths in [(1 / 8, 45, 7), (2 / 8, 45, 6), (0, 30, 7), (0, 40, 7), (0, 25, 8)]:
         run.swing(share)
         run.seconds(seconds - 8)
         assert run.mac.adopted == eighths * run.nbytes // 8
 
 
-def test_pressure_before_the_pool_holds_anything_does_not_make_it_small(tmp_path):
+@pytest.mark.parametrize("records", [0, 8])
+def test_pressure_while_the_pool_fills_takes_an_eighth(tmp_path, records):
     run = Run(write_packed(tmp_path, experts=40))
+    read(run.loader, 0, range(records)).release()
+    assert run.mac.adopted == records * run.nbytes // SLOTS
     run.mac.others = 2 * run.mac.room
-    for _ in range(5):
+    for _ in range(3):
         run.mac.now += 1
         run.loader.relieve()
     run.mac.others = 0
-    run.seconds(60)
-    assert len(run.pool) == SLOTS
+    run.seconds(50)
+    assert run.mac.adopted == 7 * run.nbytes // 8
+    run.seconds(50)
+    assert run.mac.adopted == run.nbytes and len(run.pool) == SLOTS
     run.loader.close()
+
+
+def test_a_critical_level_takes_half_at_once_and_then_waits(run):
+    """It does not wait for an earlier cut of an eighth."""
+    run.mac.others = run.nbytes // 16
+    run.seconds(2, among=True)
+    assert run.mac.adopted == 7 * run.nbytes // 8
+    run.mac.raised, run.mac.others = 4, run.nbytes
+    for seconds, eighths in [(1, 3), (8, 3), (3, 1)]:
+        run.seconds(seconds, among=True)
+        assert run.mac.adopted == eighths * run.nbytes // 8
+
+
+def test_a_limit_of_bytes_is_never_exceeded(run):
+    """A share of the records that does not fill its last buffer does not get it, however little is missing."""
+    for sixteenths, eighths in [(15.9, 7), (13.9, 6), (9, 4)]:
+        allowed = int(sixteenths * run.nbytes / 16)
+        sources = [Process(allowed, lambda: run.mac.adopted)]
+        run.loader._limit = PoolLimit(sources, run.nbytes, run.mac._clock, lambda: run.mac.adopted, PACE_OF_METAL)
+        run.seconds(3)
+        assert run.mac.adopted == eighths * run.nbytes // 8
+        assert run.loader.stats.given_back == run.nbytes - run.mac.adopted
 
 
 # ---- the buffers
@@ -241,20 +273,34 @@ def test_a_buffer_goes_once_the_leases_that_use_it_have_ended(packed):
     loader.close()
 
 
-def test_a_share_that_is_rounded_down_keeps_its_buffers():
+def test_a_share_of_records_fills_whole_buffers():
     made = Buffers(16384, 800, 8, None, page_aligned)
-    assert [made.fit(slots) for slots in (800, 700, 685, 675, 175, 1)] == [800, 700, 700, 600, 100, 100]
+    assert [made.fit(slots) for slots in (800, 700, 699, 175, 1)] == [800, 700, 600, 100, 100]
 
 
-def test_a_share_of_records_of_every_size_goes(tmp_path):
+def test_a_buffer_with_a_record_that_must_stay_goes_last():
+    made = Buffers(16384, 16, 2, None, lambda *shape: (page_aligned(*shape),) * 2)
+    places = [made.take() for _ in range(16)]
+    assert made.rows == 2
+    first, *_, last, other = places
+    owned = {first: True, last: False, other: False, **dict.fromkeys(places[2:13:2], True)}
+    made.aim(14, owned)
+    assert made.goes(last) and not made.goes(first)
+
+
+def test_a_cut_takes_one_buffer_of_records_of_every_size(tmp_path):
     packed = write_mixed(tmp_path, experts=130)
     loader = StreamedExperts(packed, cache_bytes=1 << 40, least_slots=4, adopt=Mac(1 << 40).adopt)
     for layer in packed.layout.moe_layers:
         for start in range(0, 130, 10):
             read(loader, layer, range(start, start + 10)).release()
-    held = loader.pools.held_bytes
     buffers = [pool.held_bytes // (pool.places.rows * pool.nbytes) for pool in loader.pools]
-    loader.resize(held - held // 8)
+    clock, level = [0.0], [2]
+    mac = MacOS(lambda: level[0], lambda: 0, 1 << 40, lambda: clock[0])
+    most = loader.pools.nbytes
+    loader._limit = PoolLimit([mac], most, lambda: clock[0], lambda: 0, PACE_OF_METAL)
+    clock[0] = 1.0
+    loader.relieve()
     left = [pool.held_bytes // (pool.places.rows * pool.nbytes) for pool in loader.pools]
     assert min(buffers) >= 7 and left == [count - 1 for count in buffers]
     loader.close()
@@ -274,6 +320,35 @@ def test_a_device_that_refuses_is_reported_and_asked_again(packed):
     with pytest.raises(ExpertIOError, match="no memory"):
         loader.request(0, np.array([1]))
     assert np.array_equal(blocks(read(loader, 0, [1])), records(packed, 0)[[1]])
+    loader.close()
+
+
+def test_a_pool_goes_on_with_the_buffers_that_it_has_if_the_device_refuses_another(packed):
+    """It holds fewer records from then on. A request that needs more beside a lease is refused."""
+    mac = Mac(1 << 40)
+
+    def adopt(rows, words):
+        if mac.adopted >= 6 * stride:
+            refused.append(rows)
+            raise ExpertIOError("no memory")
+        return mac.adopt(rows, words)
+
+    refused, stride = [], packed.layout.expert_stride
+    loader, _ = breathing(packed, ALL, adopt=adopt)
+    lease = read(loader, 0, range(4))
+    with pytest.raises(TooManyExpertsError, match="all 6 slots are in use"):
+        loader.request(1, np.arange(4))
+    assert np.array_equal(blocks(lease), records(packed, 0)[:4])
+    lease.release()
+    for _ in range(2):
+        for layer in (0, 1):
+            for expert in range(EXPERTS):
+                with loader.turn(1):
+                    lease = read(loader, layer, [expert])
+                    assert np.array_equal(blocks(lease), records(packed, layer)[[expert]])
+                    lease.release()
+    assert loader.slots == 6 == len(loader.pools[0]) and mac.adopted == 6 * stride
+    assert len(refused) == 1, "it is not asked at every miss"
     loader.close()
 
 
