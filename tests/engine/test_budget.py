@@ -4,11 +4,14 @@ import contextlib
 import gc
 import importlib
 import re
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import goldens
 import mlx.core as mx
+import numpy as np
 import pytest
 from grids import examples
 from hypothesis import given, settings
@@ -26,10 +29,12 @@ from moeflux_mlx.engine.engine import load, load_model, open_engine
 from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.engine.machine import Figures, group_limits, in_gb
 from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
-from moeflux_mlx.engine.pressure import PoolLimit
+from moeflux_mlx.engine.pressure import CUT, PoolLimit, Spare
 from moeflux_mlx.engine.settings import Gathered
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import MoefluxWarning, RequestError
+from moeflux_mlx.experts import pools
+from moeflux_mlx.experts.memory import page_aligned
 from moeflux_mlx.experts.reader import in_pieces_bytes
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.formats.packed import PackedExperts
@@ -397,6 +402,38 @@ def test_models_share_what_metal_may_wire(monkeypatch):
     assert limits[2:] == [one + 5] * 2
     for loader in loaders:
         loader.close()
+
+
+def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
+    """No buffer is larger than Metal allows, and the pool's limit follows macOS's pace."""
+    load = importlib.import_module("moeflux_mlx.engine.engine")
+    first = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread")
+    packed = PackedExperts.open(tiny_directory("qwen3_moe"), first.model.args)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda nbytes: None)
+    monkeypatch.setattr(pools, "backend", SimpleNamespace(name=lambda: "metal"))
+    monkeypatch.setattr(pools, "adopted_pages", lambda *shape: (page_aligned(*shape),) * 2)
+    sizes = {}
+    for buffer in (GB, 65536):
+        figures = Figures(16 * GB, working_set=GB, buffer=buffer)
+        experts = load.open_experts(packed, first.model.args, replace(first.plan, figures=figures))
+        (pool,) = experts.pools
+        experts.request(0, np.array([0])).release()
+        sizes[buffer] = pool.held_bytes
+        assert 0 < sizes[buffer] <= buffer
+        limit, most = experts._limit, first.plan.most
+        clock, source = [time.monotonic() + 60], mock.Mock()
+        monkeypatch.setattr(limit, "_clock", lambda clock=clock: clock[0])
+        monkeypatch.setattr(limit, "_sources", [source])
+        source.spare.return_value = Spare(cut=CUT)
+        for seconds, share in [(0, 7 / 8), (9, 7 / 8), (1, 6 / 8)]:
+            clock[0] += seconds
+            assert share * most <= limit(most) < (share + CUT / 4) * most
+        source.spare.return_value = Spare()
+        for seconds, share in [(59, 6 / 8), (1, 7 / 8), (59, 7 / 8), (1, 1)]:
+            clock[0] += seconds
+            assert share * most <= limit(most) < (share + CUT / 4) * most
+        experts.close()
+    assert sizes[GB] > 65536, "the largest buffer matters"
 
 
 def test_a_share_may_be_given_back_in_the_middle_of_anything(monkeypatch):
