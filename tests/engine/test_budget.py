@@ -419,7 +419,7 @@ def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
         (pool,) = experts.pools
         experts.request(0, np.array([0])).release()
         sizes[buffer] = pool.held_bytes
-        assert 0 < sizes[buffer] <= buffer
+        assert 0 < sizes[buffer] <= buffer and pool.fit(1) >= needs.least_slots(first.model.args)
         limit, most = experts._limit, first.plan.most
         clock, source = [time.monotonic() + 60], mock.Mock()
         monkeypatch.setattr(limit, "_clock", lambda clock=clock: clock[0])

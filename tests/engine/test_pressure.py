@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -16,6 +17,7 @@ from moeflux_mlx.engine.pressure import (
     EVERY,
     MOST_FALL,
     PACE,
+    PACE_OF_METAL,
     STEPS,
     Group,
     MacOS,
@@ -241,6 +243,24 @@ def test_a_hundred_random_squeezes(tmp_path):
     machine.limit = 10 * GB
     machine.pass_by(PACE.patience + (STEPS + 2) * EVERY)
     assert machine.pool == 6 * GB
+
+
+def test_a_mac_cuts_an_eighth_of_the_full_pool_every_ten_seconds(clock):
+    """Only a deeper cut comes sooner, and halves what is filled. Growth waits for a minute without any pressure."""
+    source = mock.Mock()
+    limit = PoolLimit([source], 800, clock, lambda: 0, PACE_OF_METAL)
+    for seconds, pool, cut, eighths in [
+        (0, 100, CUT, 7),
+        (9, 100, CUT, 7),
+        (1, 400, CUT, 6),
+        (1, 400, DEEP_CUT, 2),
+        (1, 400, DEEP_CUT, 2),
+        (59, 200, 0, 2),
+        (1, 200, 0, 3),
+    ]:
+        clock.pass_by(seconds)
+        source.spare.return_value = Spare(cut=cut)
+        assert limit(pool) // 100 == eighths
 
 
 def test_the_sources_are_not_asked_at_every_call(clock):

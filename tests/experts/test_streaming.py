@@ -780,7 +780,9 @@ def test_records_that_metal_does_not_adopt_are_reported(replaceable, monkeypatch
     monkeypatch.setattr(backend, "name", lambda: "metal")
     with pytest.raises(ExpertIOError, match=f"Metal refuses {path}.*layer_00.bin.*without a copy.*--expert-io"):
         MappedExperts(packed)
-    with pytest.raises(ExpertIOError, match="Metal refuses a part of the expert pool.*--expert-cache-gb"):
+    with pytest.raises(
+        ExpertIOError, match=r"Metal refuses a part of the expert pool.*\); give a smaller --expert-cache-gb"
+    ):
         StreamedExperts(packed).request(0, np.array([0]))
 
 
