@@ -32,21 +32,18 @@ class Pace(NamedTuple):
     patience: seconds without pressure before the pool's first step of growth.
     between: seconds between two steps.
     pause: seconds between two cuts, unless the second is deeper.
-    slack: share of the full pool by which it may exceed what cuts leave, but never what a limit leaves.
     """
 
     patience: float
     between: float
     pause: float = 0.0
-    slack: float = 0.0
 
 
 PACE = Pace(3.0, 0.0)
 # On Metal each step adopts a buffer. The system takes its pages from other programs, and if these need them again, the
 # records are lost: so a step must be rare, and the effect of the one before be known. macOS lowers its level some
-# seconds after memory suffices, so a cut must wait for the effect of the one before. The slack lets a share of the pool
-# that is rounded to whole records still fill its whole buffers.
-PACE_OF_METAL = Pace(60.0, 60.0, pause=10.0, slack=1 / 40)
+# seconds after memory suffices, so a cut must wait for the effect of the one before.
+PACE_OF_METAL = Pace(60.0, 60.0, pause=10.0)
 
 
 class Spare(NamedTuple):
@@ -232,8 +229,7 @@ class PoolLimit:
         left = self.room + taken  # the limit minus what others take
         falls = min(max(self._left - left, 0), max(left, 0) / MOST_FALL) if math.isfinite(self._left) else 0
         self._left = left
-        soft = min(self._limit + self._pace.slack * self._most, self._most)
-        self._now = max(min(soft, self._pool + spare - max(self._need - max(taken, 0), 0) - falls), 0)
+        self._now = max(min(self._limit, self._pool + spare - max(self._need - max(taken, 0), 0) - falls), 0)
         self._looked = now
 
 

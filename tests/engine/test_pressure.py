@@ -253,10 +253,10 @@ def test_a_mac_cuts_an_eighth_of_the_full_pool_every_ten_seconds(clock):
         (0, 100, CUT, 7),
         (9, 100, CUT, 7),
         (1, 400, CUT, 6),
-        (1, 400, DEEP_CUT, 2),
-        (1, 400, DEEP_CUT, 2),
-        (59, 200, 0, 2),
-        (1, 200, 0, 3),
+        (1, 300, DEEP_CUT, 1),
+        (1, 300, DEEP_CUT, 1),
+        (59, 100, 0, 1),
+        (1, 100, 0, 2),
     ]:
         clock.pass_by(seconds)
         source.spare.return_value = Spare(cut=cut)
