@@ -20,7 +20,7 @@ class Pools(list[SlotPool]):
         sizes: bytes of all pools together, initially and at most.
         least: the most records of one request; no pool is smaller.
         buffer_bytes: bytes of the largest array that the device allows; None: no limit.
-        copied: whether records are copied into device memory; None: only on CUDA.
+        copied: whether records are copied into device memory; None: only on CUDA, unless `adopt` is given.
         adopt: how MLX adopts memory (`places.Adopt`); None: as pages on Metal, else not at all.
 
     Attributes:
@@ -112,7 +112,7 @@ def _pool_of(
     adopt: Adopt | None,
 ) -> SlotPool:
     if copied is None:
-        copied = backend.name() == "cuda"
+        copied = adopt is None and backend.name() == "cuda"
     if adopt is None and backend.name() == "metal":
         adopt = adopted_pages
     most = max(slots, most) if copied or adopt or GIVES_BACK else slots

@@ -47,7 +47,7 @@ class StreamedExperts(ExpertLoader):
         buffer_bytes: bytes of the largest array that the device allows (Metal).
         workers: number of reading threads.
         check: called with each record when it has been read for the first time, as for `ExpertReader`.
-        copied: whether records are copied into device memory as they arrive; by default on CUDA.
+        copied: whether records are copied into device memory as they arrive; by default on CUDA without `adopt`.
         adopt: how MLX adopts the pool's memory (`places.Adopt`); by default as Metal does, on Metal.
         reader: replaces the default reader (direct I/O), in tests.
 
