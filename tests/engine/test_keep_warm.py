@@ -474,6 +474,7 @@ def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_di
     assert not warm._thread.is_alive()
 
 
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="a step that a GPU compiles refers to the experts too")
 def test_a_dropped_model_frees_its_experts_at_once(plain_operations, monkeypatch):
     """The pool may have gigabytes, which no garbage collection must wait for."""
     monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
