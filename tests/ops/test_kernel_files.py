@@ -154,7 +154,7 @@ def noted(target, monkeypatch):
     monkeypatch.setattr(engine, "machine_figures", lambda *_: figures)
     monkeypatch.setattr(kernel_cache, "compiler_here", lambda: None)
     for module in (memory, resident):
-        monkeypatch.setattr(module, "adopt", lambda rows, what: mx.array(rows))
+        monkeypatch.setattr(module, "adopt", lambda rows, *said: mx.array(rows))
     with standing_in(backend=target, build=none):
         yield names
 
@@ -302,7 +302,7 @@ def test_small_arrays_build_the_kernel_that_the_model_s_arrays_use(family, monke
     programs = kernel_cache.programs_of(shapes_of(tiny_directory(family)), CODE, target="metal")
     figures = machine_figures()
     monkeypatch.setattr(engine, "machine_figures", lambda *_: figures)
-    monkeypatch.setattr(resident, "adopt", lambda rows, what: mx.array(rows))
+    monkeypatch.setattr(resident, "adopt", lambda rows, *said: mx.array(rows))
     monkeypatch.setattr(kernel_cache, "threads_allowed", lambda program: None)
     with standing_in(backend="metal", build=build):
         model = engine.load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="resident")

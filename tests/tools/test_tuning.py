@@ -185,6 +185,7 @@ def test_neighbours_are_usable_and_differ(target, kernel):
 def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host, monkeypatch):
     """The launches of a tiny model are recorded once each, repeated with another tile, and compared."""
     monkeypatch.setattr(trials, "BOUND", 4e-2)  # MLX's products of a prompt's experts sum in bfloat16 on a CPU
+    mx.random.seed(1)
     met = set()
     for spot, sample in tiny_samples():
         if sample.kernel in met:
