@@ -393,7 +393,7 @@ def resident():
 def test_memory_goes_back_to_the_system(share):
     """200 MB of records whose stride is no multiple of a large page; the ones that stay are anywhere among them."""
     layout = ExpertLayout.from_args(tiny_args(hidden=1024, inner=512))
-    stride, slack = layout.expert_stride, 8 << 20
+    stride, slack = layout.expert_stride, 16 << 20
     most = (200 << 20) // stride
     start = resident()
     pool = SlotPool(layout.held_bytes, most // 2, most=most)
