@@ -35,7 +35,8 @@
     others = lane_sum<32>(lane < SG ? partial[SG + lane] : 0.0f);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     if (round < PAIR) {
-      const float first = metal::precise::rsqrt(squares / float(D) + eps[0]), second = metal::precise::rsqrt(others / float(D) + eps[0]);
+      const float first = metal::precise::rsqrt(squares / float(D) + eps[0]);
+      const float second = metal::precise::rsqrt(others / float(D) + eps[0]);
       squares = 0;
       MLX_MTL_PRAGMA_UNROLL
       for (uint t = 0; t < EACH; t++) {

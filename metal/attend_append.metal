@@ -28,7 +28,8 @@
       const uint first = INTERLEAVED ? 2 * i : i;
       const uint second = INTERLEAVED ? first + 1 : i + DIMS / 2;
       const float angle = rotate_angle(float(positions[3] + int(token)), periods[i]);
-      const float cosine = float(magnitude[0]) * metal::fast::cos(angle), sine = float(magnitude[0]) * metal::fast::sin(angle);
+      const float cosine = float(magnitude[0]) * metal::fast::cos(angle);
+      const float sine = float(magnitude[0]) * metal::fast::sin(angle);
       const float a = float(own_key[first]) * norm * (NORM ? float(k_weight[first]) : 1.0f);
       const float b = float(own_key[second]) * norm * (NORM ? float(k_weight[second]) : 1.0f);
       key[first] = float(X(rotate_first(a, b, cosine, sine)));

@@ -122,9 +122,7 @@ inline float divide(float a, float b) {
 }
 }  // namespace precise
 namespace fast {
-inline float exp(float v) {
-  return expf(v);
-}
+using precise::exp;
 inline float cos(float v) {
   return cosf(v);
 }

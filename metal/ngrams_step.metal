@@ -25,7 +25,8 @@
   products = streams_sum<SG>(products, part + 2 * SG, lane, simdgroup);
   values = streams_sum<SG>(values, part + 3 * SG, lane, simdgroup);
 
-  const float both = metal::precise::rsqrt(keys / float(D) + eps[0]) * metal::precise::rsqrt(queries / float(D) + eps[0]);
+  const float both =
+      metal::precise::rsqrt(keys / float(D) + eps[0]) * metal::precise::rsqrt(queries / float(D) + eps[0]);
   const float g = products * both * metal::precise::rsqrt(float(D)), size = metal::fabs(g);
   const float root = metal::precise::sqrt(size > 1e-6f ? size : 1e-6f);
   const float gate = 1.0f / (1.0f + metal::precise::exp(g > 0.0f ? -root : g < 0.0f ? root : 0.0f));

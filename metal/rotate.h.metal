@@ -1,6 +1,6 @@
-// The rotation of a pair of values by a token's position. Prompts are rotated by MLX's own kernel, and both write the same
-// cache: the functions and the order of roundings here are those of that kernel, of which Metal's compiler should contract the
-// first product of a line.
+// The rotation of a pair of values by a token's position. Prompts are rotated by MLX's own kernel, and both write the
+// same cache: the functions and the order of roundings here are those of that kernel, of which Metal's compiler should
+// contract the first product of a line.
 
 inline float rotate_angle(float position, float period) {
   return position * metal::precise::divide(1.0f, period);
