@@ -15,8 +15,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..engine.machine import Figures, default_dtype, in_gb, machine_figures, physical_ram_bytes
-from ..engine.settings import chip
+from ..engine.machine import Figures, default_dtype, in_gb, machine_figures
+from ..engine.settings import chip, physical_ram_bytes
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record

@@ -3,7 +3,6 @@ figures and does not know how they are used.
 """
 
 import contextlib
-import os
 import resource
 import sys
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..ops import backend, gpu_time, native
-from .settings import MOST, Gathered, gathered
+from .settings import MOST, Gathered, gathered, physical_ram_bytes
 
 WORKING_SET_SHARE = 0.9  # share of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # dtypes of activations
@@ -126,10 +125,6 @@ def activation_bits(asked: int | str, dtype: mx.Dtype | None) -> int:
         raise RequestError(f"dtype float32 is computed exactly, cpu_activations {bits} is not; leave one of them out")
     native_here = backend.computes_natively(default_dtype() if dtype is None else dtype)
     return bits if native_here else native.EXACT
-
-
-def physical_ram_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def usable_ram_bytes() -> int:

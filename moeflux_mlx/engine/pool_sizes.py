@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .kept_rows import file_of, read_rows, write_rows
-from .machine import physical_ram_bytes
+from .settings import physical_ram_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # shares of the largest pool that are measured
 WORTH = 0.03  # a larger pool is better if it is faster by more than this

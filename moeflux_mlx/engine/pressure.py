@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from .machine import Figures, limit_of, memory_groups, physical_ram_bytes, used_memory
+from .machine import Figures, limit_of, memory_groups, used_memory
 from .needs import headroom_bytes
+from .settings import physical_ram_bytes
 
 EVERY = 0.125  # seconds between two checks of the sources
 STEPS = 8  # steps in which the pool grows to its full size

@@ -44,11 +44,15 @@ class Shapes:
         return cls(args, layout, {path: stated.of(path) for path in stored}, dtype)
 
     @classmethod
-    def of_variant(cls, name: str, dtype: mx.Dtype) -> "Shapes":
-        """The shapes of the known model `name`, as a conversion stores it."""
-        args = ModelArgs.from_variant(name)
+    def of_args(cls, args: ModelArgs, dtype: mx.Dtype) -> "Shapes":
+        """The shapes of a model with this configuration, as a conversion stores it."""
         quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
         return cls(args, ExpertLayout.from_args(args), quants, dtype)
+
+    @classmethod
+    def of_variant(cls, name: str, dtype: mx.Dtype) -> "Shapes":
+        """Those of the known model `name`."""
+        return cls.of_args(ModelArgs.from_variant(name), dtype)
 
 
 def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:

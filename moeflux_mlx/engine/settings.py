@@ -65,7 +65,7 @@ def configure_early(stacklevel: int) -> None:
 
 def set_variables() -> bool:
     """`configure_mlx` without the question whether it comes too late; returns whether a variable was set."""
-    wanted = variables_for(chip(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    wanted = variables_for(chip(), physical_ram_bytes())
     missing = wanted.keys() - os.environ.keys()
     os.environ.update({name: str(wanted[name]) for name in missing})
     return bool(missing)
@@ -83,6 +83,10 @@ def gathered() -> Gathered:
     """What the variables say, if MLX reads them; its own values for those that are not set."""
     texts = [os.environ.get(name, "") for name in (OPERATIONS, WORDS)]
     return Gathered(*(int(text) if text.isdigit() else own for text, own in zip(texts, OWN, strict=True)))
+
+
+def physical_ram_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def chip() -> str | None:

@@ -51,7 +51,7 @@ from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
-from moeflux_mlx.model.tensors import needed, stored_as, variant_bytes
+from moeflux_mlx.model.tensors import variant_bytes
 from moeflux_mlx.ops.tiles import CODE, Tiles
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
@@ -82,11 +82,9 @@ def ours(
     sizes: PromptSizes = PromptSizes(),  # noqa: B008
     tables: Tables | None = None,
 ) -> Model:
-    layout = ExpertLayout.from_args(args)
-    quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
-    shapes = Shapes(args, layout, quants, mx.bfloat16)
+    shapes = Shapes.of_args(args, mx.bfloat16)
     with compiling(shapes, tiles):
-        model = Model(args, RoutedExperts(RandomExperts(layout)), sizes=sizes, tiles=tiles, tables=tables)
+        model = Model(args, RoutedExperts(RandomExperts(shapes.layout)), sizes=sizes, tiles=tiles, tables=tables)
         randomise(model, "", shapes)
         mx.eval(model.parameters())
     return model

@@ -21,8 +21,8 @@ from moeflux_mlx.cli import tuning as screen
 from moeflux_mlx.engine import random_weights
 from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.formats.record import ExpertLayout, Record
-from moeflux_mlx.model.tensors import needed, stored_as
+from moeflux_mlx.formats.record import Record
+from moeflux_mlx.model.tensors import stored_as
 from moeflux_mlx.ops import backend, expert_rows, experts, grouped, linear
 from moeflux_mlx.ops.experts import Records, expert_ffn
 from moeflux_mlx.ops.forms import form_of, unpacked
@@ -76,9 +76,7 @@ def host(monkeypatch):
 
 
 def tiny_shapes():
-    args = ModelArgs.from_dict(TINY)
-    quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
-    return random_weights.Shapes(args, ExpertLayout.from_args(args), quants, mx.bfloat16)
+    return random_weights.Shapes.of_args(ModelArgs.from_dict(TINY), mx.bfloat16)
 
 
 def tiny_samples():
