@@ -22,7 +22,7 @@ from .machine import Figures
 
 HEADROOM_SHARE = 0.15  # share of memory kept free for the system, other programs and the page cache
 LEAST_HEADROOM = 1 << 30
-SMALL_MACHINE = 4 << 30  # up to this size only the share counts
+SMALL_MACHINE = 4 << 30  # up to this size only the share counts; bytes beyond it are kept free up to the least headroom
 PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
 KV_STEP = KVCache.step  # positions by which caches grow
 BLOCK = 4096  # the most tokens that a mixer handles at once by default
@@ -52,8 +52,9 @@ def room(figures: Figures) -> int:
 
 
 def headroom_bytes(memory: int) -> int:
-    share = int(memory * HEADROOM_SHARE)
-    return share if memory <= SMALL_MACHINE else max(share, LEAST_HEADROOM)
+    """Bytes of `memory` that are kept free. More memory never leaves less for the process."""
+    share, beyond = int(memory * HEADROOM_SHARE), memory - SMALL_MACHINE
+    return share if beyond <= 0 else max(share, min(LEAST_HEADROOM, int(SMALL_MACHINE * HEADROOM_SHARE) + beyond))
 
 
 def runtime_bytes(layout: ExpertLayout, demand: Demand) -> int:

@@ -161,6 +161,9 @@ def test_the_headroom_is_a_share_and_at_least_a_gibibyte_on_large_machines():
     assert headroom_bytes(10 * GB) == 10 * GB * 15 // 100
     assert headroom_bytes(5 * 2**30) == 2**30
     assert headroom_bytes(2**30) == int(2**30 * 0.15)
+    steps = range(2**31, 3 * 2**31, 2**22)
+    room_of = [room(Figures(memory)) for memory in steps]
+    assert room_of == sorted(room_of)  # more memory never leaves less
 
 
 def test_state_bytes_match_the_caches():
