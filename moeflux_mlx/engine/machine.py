@@ -184,7 +184,6 @@ def limit_of(folder: Path) -> int | None:
 
 def used_memory() -> int:
     """Bytes that this process holds, or if the system does not say, those of MLX's arrays."""
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
+    with contextlib.suppress(OSError):  # another system, or no more files may be opened
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     return mx.get_active_memory() + mx.get_cache_memory()

@@ -106,12 +106,24 @@ def send_and_never_read(live, data):
     return connection
 
 
+@pytest.fixture
+def small_buffers(monkeypatch):
+    """The server's system buffers little of an answer; not every system takes this from the listening socket."""
+    made = PatientProtocol.connection_made
+
+    def connection_made(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(PatientProtocol, "connection_made", connection_made)
+
+
+@pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
     monkeypatch.setattr(PatientProtocol, "read_seconds", 0.3)
     endless = "</think>" + "word " * 20_000
     with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
-        live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         many = body(1, max_tokens=None if stream else 2000, stream=stream, logprobs=not stream)
         with send_and_never_read(live, many) as connection:
             wait_for(lambda: live.worker.state.running)
@@ -126,12 +138,12 @@ def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
             assert b"[DONE]" in read_whole(connection)
 
 
+@pytest.mark.usefixtures("small_buffers")
 def test_unread_output_is_limited(monkeypatch):
     monkeypatch.setattr(reply, "MOST_UNREAD", 50)
     monkeypatch.setattr(PatientProtocol, "read_seconds", 20)
     endless = "</think>" + "word " * 20_000
     with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
-        live.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with send_and_never_read(live, body(1, max_tokens=None)) as connection:
             wait_for(lambda: live.models.totals.cancelled)
             connection.settimeout(20)

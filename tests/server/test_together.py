@@ -89,14 +89,14 @@ class Bench:
     thread.
     """
 
-    def __init__(self, engine):
+    def __init__(self, engine, decode_share=1 / 3):
         self.engine, begun = engine, threading.Event()
         self.worker = Worker(
             lambda: engine,
             lambda engine: Sessions(engine.session, 3, 1 << 30),
             lambda engine: Admission(5, 400, lambda tokens: tokens),
             64,
-            1 / 3,
+            decode_share,
             Totals(),
             Watch(),
             begun.set,
@@ -241,7 +241,8 @@ def test_a_failed_read_ends_those_that_chose_the_expert(tmp_path):
 def test_what_each_request_asked_for_is_counted(tmp_path):
     """The experts are the same alone and among others. A record that several requests read is counted once."""
     engine = open_engine(tiny_directory("qwen3_moe"), expert_io="pread", expert_cache_bytes=1, span=512, prefetch="off")
-    bench, asks = Bench(engine), [Ask(3 + n, 5, None, 0, None, "a") for n in range(4)]
+    bench = Bench(engine, decode_share=0)  # all prompts come first, so that answers share steps
+    asks = [Ask(3 + n, 5, None, 0, None, "a") for n in range(4)]
     layers, stats = len(engine.model.args.moe_layers), engine.experts.stats
     engine.experts.reset_stats()
     counts = [events[-1].asked for events in bench.run(asks)]

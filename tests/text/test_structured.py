@@ -383,7 +383,7 @@ def test_any_allowed_tokens_make_json(constrainer):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RequestError, match="run: pip install 'llguidance>="):
+    with pytest.raises(RequestError, match=r"run: pip install ('llguidance>=|-e .*\[structured\])"):
         Constrainer(load_tokenizer("moeflux_mlx/demo"))
 
 
