@@ -117,12 +117,13 @@ class Matrix:
         """
         stop = self.shape[0] if stop is None else stop
         step = max(1, CHUNK_VALUES // math.prod(self.shape[1:]))
+        device = mx.cpu if quant.bits == 1 else mx.default_device()  # MLX's CUDA build makes nothing of 1 bit
         parts = []
         for row in range(start, stop, step):
             values = self.values(row, min(row + step, stop))
             if values.dtype != dtype:  # a large float32 becomes infinite here
                 values = finite(self.weight, values.astype(dtype))
-            parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode))
+            parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode, stream=device))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 

@@ -65,10 +65,10 @@ def test_pairs_are_sorted_by_expert_and_token(tokens, top_k, experts, seed):
         assert np.array_equal(np.array(part), want)
 
 
-def in_floats(records, x, starts, source, slots):
+def in_floats(units, records, x, starts, source, slots):
     """Returns the outputs in float32 from dequantised matrices, with the same roundings of weights and activation."""
     record, dtype, made = records.record, x.dtype, []
-    stored = mx.float32 if rows.UNITS[backend.name()] == "simdgroup" else dtype
+    stored = mx.float32 if units == "simdgroup" else dtype
     parts, biases = dense(records, np.array(slots), mx.float32), linear_biases(records, np.array(slots), mx.float32)
     matrices = [
         np.array(unpacked_float32(one.quant, *part).astype(stored).astype(mx.float32))
@@ -115,9 +115,9 @@ def computed(records, x, starts, source, slots):
 
 
 def error(given):
-    got = np.array(computed(*given).astype(mx.float32))
+    got, units = np.array(computed(*given).astype(mx.float32)), rows.UNITS[backend.name()]
     with mx.stream(mx.cpu):  # MLX's CUDA build does not dequantise 1 bit
-        want = in_floats(*given)
+        want = in_floats(units, *given)
     return np.abs(got - want).max() / np.abs(want).max()
 
 

@@ -19,6 +19,7 @@ from moeflux_mlx.server.listen import PatientProtocol
 from moeflux_mlx.server.prepare import Preparer
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BUFFER = 1 << 14  # bytes; Linux lets the smallest ones take a little more again and again
 ANSWER = "</think>" + "An owl flew over the lake. " * 4
 
 
@@ -100,7 +101,7 @@ def test_a_slow_reader_delays_nobody():
 def send_and_never_read(live, data):
     """Returns a connection with small buffers that is not read."""
     connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
     connection.connect(("127.0.0.1", live.port))
     connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return connection
@@ -112,7 +113,7 @@ def small_buffers(monkeypatch):
     made = PatientProtocol.connection_made
 
     def connection_made(self, transport):
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         made(self, transport)
 
     monkeypatch.setattr(PatientProtocol, "connection_made", connection_made)
@@ -143,11 +144,13 @@ def test_unread_output_is_limited(monkeypatch):
     monkeypatch.setattr(reply, "MOST_UNREAD", 50)
     monkeypatch.setattr(PatientProtocol, "read_seconds", 20)
     endless = "</think>" + "word " * 20_000
-    with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
-        with send_and_never_read(live, body(1, max_tokens=None)) as connection:
-            wait_for(lambda: live.models.totals.cancelled)
-            connection.settimeout(20)
-            assert b'"not_read"' in read_whole(connection)[-400:]
+    with (
+        Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live,
+        send_and_never_read(live, body(1, max_tokens=None)) as connection,
+    ):
+        wait_for(lambda: live.models.totals.cancelled)
+        connection.settimeout(20)
+        assert b'"not_read"' in read_whole(connection)[-400:]
 
 
 @pytest.mark.parametrize("stream", [False, True])

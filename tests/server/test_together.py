@@ -158,6 +158,10 @@ class Bench:
         return bool(events) and isinstance(events[-1], (Finish, Failed))
 
     def answer_alone(self, ask, number):
+        """Returns the events of the request alone, with a prompt that is computed whole: a GPU gives a continued one
+        other bits.
+        """
+        self.worker._sessions._kept.clear()
         if (ask, number) not in self.alone:
             padded = [None] * number + [ask]
             heard, over, jobs = [], threading.Event(), {}
