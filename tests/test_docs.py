@@ -184,6 +184,7 @@ def table(text):
     return [row for row in rows if len(row) >= 8 and row[-1].endswith(("%", "all"))]
 
 
+@pytest.mark.usefixtures("cpu_device")
 def test_the_table_of_models_is_what_plan_says(capsys):
     rows = table((ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
     assert sorted(variant.strip("`") for _, variant, *_ in rows) == variants()

@@ -6,6 +6,7 @@ and long matrices are quantised a few rows at a time.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -117,13 +118,13 @@ class Matrix:
         """
         stop = self.shape[0] if stop is None else stop
         step = max(1, CHUNK_VALUES // math.prod(self.shape[1:]))
-        device = mx.cpu if quant.bits == 1 else mx.default_device()  # MLX's CUDA build makes nothing of 1 bit
         parts = []
         for row in range(start, stop, step):
             values = self.values(row, min(row + step, stop))
             if values.dtype != dtype:  # a large float32 becomes infinite here
                 values = finite(self.weight, values.astype(dtype))
-            parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode, stream=device))
+            with mx.stream(mx.cpu) if quant.bits == 1 else nullcontext():  # MLX's CUDA build makes nothing of 1 bit
+                parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 

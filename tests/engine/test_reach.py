@@ -22,6 +22,7 @@ def reach():
     return Reach("qwen3.6-35b-a3b")
 
 
+@pytest.mark.usefixtures("cpu_device")
 def test_the_table_of_the_page_is_what_the_command_prints(capsys):
     section = PAGE.read_text().partition("## What a Mac should reach\n")[2].partition("\n## ")[0]
     command, table = re.search(r"```bash\n(.*?)\n```\n\n```text\n(.*?)```", section, re.DOTALL).groups()

@@ -196,7 +196,7 @@ class FakeSession:
         return tokens
 
     def _answer(self, tokens, max_tokens, prompt_tokens):
-        speller = self.tokenizer.detokenizer
+        speller, logprobs = self.tokenizer.detokenizer, mx.array(np.log(np.full(256, 1 / 256, np.float32)))
         for n, token in enumerate([*tokens, self.tokenizer.eos_token_id], start=1):
             time.sleep(self.engine.token_seconds)
             reason = "stop" if n > len(tokens) else "length" if n == max_tokens else None
@@ -204,7 +204,6 @@ class FakeSession:
                 speller.add_token(token)
             if reason:
                 speller.finalize()
-            logprobs = mx.array(np.log(np.full(256, 1 / 256, np.float32)))
             yield GenerationResponse(
                 speller.last_segment, token, logprobs, False, prompt_tokens, 1.0, n, 1.0, 0, reason
             )

@@ -163,6 +163,8 @@ def test_halves_are_tried_on_metal_for_integers_of_four_bits(monkeypatch):
 def test_a_choice_among_all_experts_is_tried_with_the_few_that_are_there(host):
     """Its logits are such that it chooses these."""
     found = dict(tiny_samples())
+    if backend.name() == "cuda":
+        pytest.skip("its kernel is for Apple GPUs")
     sample = next(sample for spot, sample in found.items() if spot.startswith("expert_choice"))
     act, chosen = sample.make()(*sample.inputs)
     assert chosen[:2].tolist() == [0, 1] and mx.isfinite(act).all()
