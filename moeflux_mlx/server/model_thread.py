@@ -1,13 +1,15 @@
 """The one thread in which all models are loaded and run, one after another.
 
-MLX keeps a stream, which has a thread of its own, for each thread that has computed, and never gives it back. A thread
-for each loaded model would therefore leave one more thread behind at each change of models.
+MLX keeps a stream, which has a thread of its own, for each thread that has computed, until that thread clears it. A
+thread for each loaded model would leave one more behind at each change of models.
 """
 
 import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+
+import mlx.core as mx
 
 
 class ModelThread:
@@ -36,3 +38,6 @@ class ModelThread:
             except BaseException:  # reported as at the end of a thread, but the next model needs this one
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
             del work  # it holds the model's sessions
+        # Compiled functions belong to their thread. Freed after its last line, they would wait for an interpreter that
+        # is ending, and the process would be aborted.
+        mx.clear_streams()

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -18,7 +20,7 @@ import openai
 import pytest
 from live_server import FakeEngine, Live, demo_engine, tokenizer_of, wait_for
 from test_load import send
-from tiny_models import tiny_directory
+from tiny_models import child_environment, tiny_directory
 
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import RequestError
@@ -496,3 +498,26 @@ def test_any_requests_and_departures_leave_the_switch_consistent():
             one.result()
         wait_for(lambda: live.models.loaded is None and not live.models.queue)
         assert live.models.totals.failed == 0
+
+
+def test_a_process_whose_model_thread_compiled_functions_ends_well():
+    """They are freed in the thread, not while the interpreter ends."""
+    script = """
+import mlx.core as mx
+from moeflux_mlx.server.model_thread import ModelThread
+
+kept = []
+
+def work():
+    for i in range(200):
+        kept.append(mx.compile(lambda x, i=i: x + i))
+        mx.eval(kept[-1](mx.ones(4)))
+
+thread = ModelThread()
+thread.start()
+thread.run(work)
+assert thread.stop(60)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], env=child_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
