@@ -123,7 +123,7 @@ def small_buffers(monkeypatch):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
     monkeypatch.setattr(PatientProtocol, "read_seconds", 0.3)
-    endless = "</think>" + "word " * 20_000
+    endless = "</think>" + "word " * 2000
     with Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live:
         many = body(1, max_tokens=None if stream else 800, stream=stream, logprobs=not stream)
         with send_and_never_read(live, many) as connection:
@@ -143,7 +143,7 @@ def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
 def test_unread_output_is_limited(monkeypatch):
     monkeypatch.setattr(reply, "MOST_UNREAD", 50)
     monkeypatch.setattr(PatientProtocol, "read_seconds", 20)
-    endless = "</think>" + "word " * 20_000
+    endless = "</think>" + "word " * 2000
     with (
         Live(lambda: FakeEngine(lambda prompt: endless, context=200_000)) as live,
         send_and_never_read(live, body(1, max_tokens=None)) as connection,

@@ -510,8 +510,8 @@ kept = []
 
 def work():
     for i in range(200):
-        kept.append(mx.compile(lambda x, i=i: x + i))
-        mx.eval(kept[-1](mx.ones(4)))
+        kept.append(mx.compile(lambda x, i=i: x.reshape(-1, 1 + i % 4)))
+        mx.eval(kept[-1](mx.ones(12)))
 
 thread = ModelThread()
 thread.start()
