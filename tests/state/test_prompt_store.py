@@ -193,7 +193,19 @@ def changed(source, target, name, at=None):
     return target
 
 
-SHAPES = {"qwen3.6-35b-a3b": "a181c9e6d57f6b37", "cogito-v2-671b": "49d65ce853c57684"}
+SHAPES = {
+    "qwen3.6-35b-a3b": "a181c9e6d57f6b37",
+    "cogito-v2-671b": "49d65ce853c57684",
+    "deepseek-v3.2": "72df1d7b302db2d4",
+    "deepseek-v4-flash": "4cb3d4cdae656d59",
+    "gemma-4-26b-a4b": "383d3f3c58b69d6d",
+    "glm-5-744b": "e97c554a67f78d2a",
+    "glm-5.3-flash-321b": "79eefae42fb7587d",
+    "gpt-oss-20b": "11e3af8e6203eaaa",
+    "minimax-m3-428b": "02ab70b2f3ecce29",
+    "nemotron-3-nano-30b-a3b": "533496a4ed86d1fa",
+    "qwen3.8-flash-next-125b": "debcb806e39ee4d9",
+}
 
 
 @pytest.mark.parametrize("variant", SHAPES)
