@@ -18,7 +18,8 @@ from .layer import (
     Residual,
     unsupported,
 )
-from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2, NGrams, Recurrent
+from .ngrams import NGrams
+from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2, Recurrent
 from .rotation import Llama3, Rotation, Yarn
 
 __all__ = [

@@ -4,51 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .ngrams import NGrams
+
 CHUNK = 64  # tokens that Mamba2 takes together
-
-
-@dataclass(frozen=True)
-class NGrams:
-    """Rows of large tables that are chosen by a token and those before it, and added to all streams of a layer before
-    its mixer (transformers, `Qwen4ExpTextPLELayer`).
-
-    For 2-grams, then 3-grams and so on, there are equally many heads; each takes a row of `width` values out of its own
-    part of the table, by a hash. The result goes through a causal convolution of `taps` inputs, whose distance is the
-    length of the longest n-gram.
-
-    Attributes:
-        sizes: rows of each head's part, which follow one another.
-        multipliers: odd factors of a token and of those before it, the newest first; as many as the longest n-gram has
-            tokens.
-        rows: number of rows of the table, including unused ones.
-        end: the token that ends a text; no n-gram goes back beyond one.
-        channels: channels of the convolution, those of all streams.
-    """
-
-    sizes: tuple[int, ...]
-    multipliers: tuple[int, ...]
-    rows: int
-    width: int
-    end: int
-    taps: int
-    channels: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest n-gram."""
-        return len(self.multipliers)
-
-    @property
-    def remembered(self) -> int:
-        """Inputs of the convolution before the newest that it sees."""
-        return (self.taps - 1) * self.longest
-
-    @property
-    def embedded(self) -> int:
-        """Values of all rows of a token."""
-        return len(self.sizes) * self.width
-
-
 LEAST_FLOOR = -5.0  # the least logarithm of a decay
 
 
