@@ -2,7 +2,6 @@
 
 from ..errors import ConfigError
 from ..kinds import (
-    Attention,
     Compressed,
     Delta,
     Experts,
@@ -15,10 +14,8 @@ from ..kinds import (
     Mixer,
     NGrams,
 )
+from ..kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, not_multiple
 from ..quant import EXPERTS
-from .fields import LARGEST, WIDEST_HEAD
-
-WIDEST_WINDOW = 1 << 20  # far beyond any model's
 
 
 def check_mixer(mixer: Mixer) -> None:
@@ -28,32 +25,30 @@ def check_mixer(mixer: Mixer) -> None:
             if mixer.ngrams is not None:
                 _check_ngrams(mixer.ngrams)
             if mixer.value_heads % mixer.key_heads:
-                raise _not_multiple(
-                    "linear_num_value_heads", mixer.value_heads, "linear_num_key_heads", mixer.key_heads
-                )
+                raise not_multiple("linear_num_value_heads", mixer.value_heads, "linear_num_key_heads", mixer.key_heads)
             if mixer.channel_decay is not None:
-                _check_width("linear_num_heads * linear_head_dim", mixer.channel_decay.rank * mixer.key_heads)
-            _check_width("linear attention", mixer.channels)
-            _check_width("linear attention's convolution", mixer.channels * mixer.taps)
+                check_width("linear_num_heads * linear_head_dim", mixer.channel_decay.rank * mixer.key_heads)
+            check_width("linear attention", mixer.channels)
+            check_width("linear attention's convolution", mixer.channels * mixer.taps)
         case GroupedQuery():
             if mixer.heads % mixer.kv_heads:
-                raise _not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
-            _check_head(mixer)
+                raise not_multiple("num_attention_heads", mixer.heads, "num_key_value_heads", mixer.kv_heads)
+            check_head(mixer.head_dim, mixer.rotation)
             if mixer.gate == "joined" and mixer.value_width != mixer.head_dim:
                 raise ConfigError(f"v_head_dim {mixer.value_width} is not head_dim {mixer.head_dim}, as the gate wants")
             joined = 2 if mixer.gate == "joined" else 1
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * joined)
-            _check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
+            check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim * joined)
+            check_width("num_attention_heads * v_head_dim", mixer.heads * mixer.value_width)
             if mixer.window is not None and not 1 <= mixer.window <= WIDEST_WINDOW:
                 raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
             if mixer.blocks is not None:
                 _check_blocks(mixer, mixer.blocks)
         case Latent():
-            _check_head(mixer)
-            _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
+            check_head(mixer.head_dim, mixer.rotation)
+            check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
             name = "num_attention_heads * (qk_nope_head_dim + v_head_dim)"
-            _check_width(name, mixer.heads * (mixer.nope + mixer.value))
-            _check_width("kv_lora_rank + qk_rope_head_dim", mixer.latent + mixer.rotated)
+            check_width(name, mixer.heads * (mixer.nope + mixer.value))
+            check_width("kv_lora_rank + qk_rope_head_dim", mixer.latent + mixer.rotated)
             indexer = mixer.blocks.indexer if mixer.blocks else mixer.indexer
             if indexer is not None:
                 _check_indexer(mixer, indexer)
@@ -63,9 +58,9 @@ def check_mixer(mixer: Mixer) -> None:
             _check_compressed(mixer)
         case Mamba2():
             if mixer.heads % mixer.groups:
-                raise _not_multiple("mamba_num_heads", mixer.heads, "n_groups", mixer.groups)
-            _check_width("Mamba's projection", mixer.projected)
-            _check_width("Mamba's convolution", mixer.channels * mixer.taps)
+                raise not_multiple("mamba_num_heads", mixer.heads, "n_groups", mixer.groups)
+            check_width("Mamba's projection", mixer.projected)
+            check_width("Mamba's convolution", mixer.channels * mixer.taps)
 
 
 def _check_indexer(mixer: Latent, indexer: Indexer) -> None:
@@ -73,7 +68,7 @@ def _check_indexer(mixer: Latent, indexer: Indexer) -> None:
         raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
     if not mixer.rotated <= indexer.dim <= WIDEST_HEAD:
         raise ConfigError(f"index_head_dim is {indexer.dim}; expected an integer from {mixer.rotated} to {WIDEST_HEAD}")
-    _check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+    check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
 
 
 def _check_blocks(mixer: GroupedQuery, blocks: KeyBlocks | HeadBlocks) -> None:
@@ -87,36 +82,28 @@ def _check_blocks(mixer: GroupedQuery, blocks: KeyBlocks | HeadBlocks) -> None:
         )
     if blocks.ratio > WIDEST_WINDOW:
         raise ConfigError(f"indexer_compress_ratio is {blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
-    _check_width("(indexer_n_heads + 1) * indexer_head_dim", (blocks.indexer.heads + 1) * blocks.indexer.dim)
+    check_width("(indexer_n_heads + 1) * indexer_head_dim", (blocks.indexer.heads + 1) * blocks.indexer.dim)
 
 
 def _check_ngrams(ngrams: NGrams) -> None:
-    _check_width("hc_count * hidden_size", ngrams.channels)
-    _check_width("ple_embed_dim", ngrams.embedded)
+    check_width("hc_count * hidden_size", ngrams.channels)
+    check_width("ple_embed_dim", ngrams.embedded)
 
 
 def _check_compressed(mixer: Compressed) -> None:
-    _check_head(mixer)
+    check_head(mixer.head_dim, mixer.rotation)
     if mixer.heads % mixer.groups:
-        raise _not_multiple("num_attention_heads", mixer.heads, "o_groups", mixer.groups)
+        raise not_multiple("num_attention_heads", mixer.heads, "o_groups", mixer.groups)
     if not 1 <= mixer.window <= WIDEST_WINDOW:
         raise ConfigError(f"sliding_window is {mixer.window}; expected positions from 1 to {WIDEST_WINDOW}")
-    _check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
-    _check_width("o_groups * o_lora_rank", mixer.groups * mixer.group_latent)
+    check_width("num_attention_heads * head_dim", mixer.heads * mixer.head_dim)
+    check_width("o_groups * o_lora_rank", mixer.groups * mixer.group_latent)
     indexer = mixer.compressor and mixer.compressor.indexer
     if indexer:
-        _check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+        check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
         if not mixer.rotation.dims <= indexer.dim <= WIDEST_HEAD:
             least = f"an integer from {mixer.rotation.dims} to {WIDEST_HEAD}"
             raise ConfigError(f"index_head_dim is {indexer.dim}; expected {least}")
-
-
-def _check_head(mixer: Attention) -> None:
-    if not 1 <= mixer.head_dim <= WIDEST_HEAD:
-        raise ConfigError(f"head_dim is {mixer.head_dim}; expected an integer from 1 to {WIDEST_HEAD}")
-    rotation = mixer.rotation
-    if rotation and not (0 < rotation.dims <= mixer.head_dim and rotation.dims % 2 == 0):
-        raise ConfigError(f"{rotation.dims} rotary dimensions do not fit a head of {mixer.head_dim}")
 
 
 def check_experts(experts: Experts, hidden_size: int) -> None:
@@ -135,14 +122,4 @@ def check_experts(experts: Experts, hidden_size: int) -> None:
             f"num_experts_per_tok {router.top_k} exceeds the experts of {router.kept_groups} of {router.groups} groups"
         )
     if experts.shared:
-        _check_width("shared_expert_intermediate_size", experts.shared.width)
-
-
-def _check_width(name: str, value: int) -> None:
-    """Checks the width of a projection's result: a product of fields that are each in range."""
-    if not 0 < value <= LARGEST:
-        raise ConfigError(f"{name} is {value}; expected a width from 1 to {LARGEST}")
-
-
-def _not_multiple(name: str, value: int, of: str, unit: int) -> ConfigError:
-    return ConfigError(f"{name} {value} is not a multiple of {of} {unit}")
+        check_width("shared_expert_intermediate_size", experts.shared.width)

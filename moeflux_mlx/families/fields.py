@@ -15,10 +15,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Llama3, Mixer, Rotation, Router, SharedExpert, Yarn
+from ..kinds.limits import LARGEST, WIDEST_HEAD
 
-LARGEST = 2**31 - 1  # MLX counts an array's axes in 32 bits
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
-WIDEST_HEAD = 1 << 16  # far beyond any model's
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
 
 
