@@ -20,7 +20,7 @@ from .families.registry import FAMILIES
 from .files import directory, read_json
 from .kinds import (
     SILU,
-    Attention,
+    Attending,
     Connections,
     Delta,
     Experts,
@@ -117,9 +117,9 @@ class ModelArgs:
         return self.experts.width
 
     @cached_property
-    def attention(self) -> Attention | None:
+    def attention(self) -> Attending | None:
         """The first layer's that has attention."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, Attention)), None)
+        return next((mixer.attention for mixer in self.mixers if mixer.attention is not None), None)
 
     @property
     def num_attention_heads(self) -> int:
@@ -159,7 +159,7 @@ class ModelArgs:
         of the family."""
         if FAMILIES[self.model_type].head is None or not self.moe_layers:
             return None
-        layers = [layer for layer in self.layers if isinstance(layer.mixer, Attention) and _has_own_choice(layer.mixer)]
+        layers = [layer for layer in self.layers if layer.mixer.attention is not None and _has_own_choice(layer.mixer)]
         alike = [layer for layer in layers if isinstance(layer.feed_forward, Experts)]
         if not alike:
             return None
@@ -215,7 +215,7 @@ class ModelArgs:
         return cls.from_dict(read_json(directory("configs") / f"{name.lower()}.json"))
 
 
-def _has_own_choice(mixer: Attention) -> bool:
+def _has_own_choice(mixer: Mixer) -> bool:
     """Whether it needs no layer before it to choose the positions that it attends to."""
     return not (isinstance(mixer, Latent) and mixer.indexer is not None and mixer.indexer.reuses)
 

@@ -4,7 +4,7 @@ Each part is a frozen dataclass whose fields are switches that the model's code 
 belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
 """
 
-from .attention import Attention, Compressed, Compressor, GroupedQuery, Latent, QueryScale
+from .attention import Compressed, Compressor, GroupedQuery, Latent, QueryScale
 from .chosen import HeadBlocks, Indexer, KeyBlocks
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
 from .layer import (
@@ -14,18 +14,18 @@ from .layer import (
     GatedConnections,
     HyperConnections,
     LayerSpec,
-    Mixer,
     Residual,
     unsupported,
 )
+from .mixer import Attending, Mixer, Recurrent
 from .ngrams import NGrams
-from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2, Recurrent
+from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2
 from .rotation import Llama3, Rotation, Yarn
 
 __all__ = [
     "Activation",
     "ActivationForm",
-    "Attention",
+    "Attending",
     "CHUNK",
     "COMPUTED",
     "ChannelDecay",

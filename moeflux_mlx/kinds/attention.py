@@ -5,11 +5,12 @@ from typing import Literal
 
 from . import chosen
 from .chosen import HeadBlocks, Indexer, KeyBlocks
+from .mixer import Attending, Mixer
 from .rotation import Rotation
 
 
 @dataclass(frozen=True)
-class GroupedQuery:
+class GroupedQuery(Mixer):
     """Attention with `heads` queries over `kv_heads` keys and values.
 
     Attributes:
@@ -49,6 +50,10 @@ class GroupedQuery:
     value_norm: bool = False
     blocks: KeyBlocks | HeadBlocks | None = None
     kv_bits: Literal[8] | None = None
+
+    @property
+    def attention(self) -> Attending:
+        return self
 
     @property
     def value_width(self) -> int:
@@ -94,7 +99,7 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
-class Latent:
+class Latent(Mixer):
     """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
 
     Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
@@ -112,6 +117,10 @@ class Latent:
     indexer: Indexer | None = None
     blocks: KeyBlocks | None = None
     norm_eps: float = 1e-6
+
+    @property
+    def attention(self) -> Attending:
+        return self
 
     @property
     def rotated(self) -> int:
@@ -195,7 +204,7 @@ class Compressor:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(Mixer):
     """Attention of `heads` queries over one head that is key and value: over a window of the newest positions and, with
     a `compressor`, over entries that summarise all earlier ones; with sinks.
 
@@ -212,6 +221,10 @@ class Compressed:
     groups: int
     group_latent: int
     compressor: Compressor | None = None
+
+    @property
+    def attention(self) -> Attending:
+        return self
 
     @property
     def kv_heads(self) -> int:
@@ -275,6 +288,3 @@ class Compressed:
     def scores(self, tokens: int, positions: int) -> int:
         """None besides those that `temporaries` counts."""
         return 0
-
-
-Attention = GroupedQuery | Latent | Compressed

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .mixer import Mixer
 from .ngrams import NGrams
 
 CHUNK = 64  # tokens that Mamba2 takes together
@@ -21,7 +22,7 @@ class ChannelDecay:
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Mixer):
     """The gated delta rule behind a causal convolution of `taps` inputs.
 
     Attributes:
@@ -90,7 +91,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Mixer):
     """A state space model behind a causal convolution of `taps` inputs (Mamba-2, arXiv:2405.21060, section 7).
 
     Each of `heads` has a state [head_dim, state_dim]. Of `groups` of heads each has its own B and C, and its own mean
@@ -147,6 +148,3 @@ class Mamba2:
     def scores(self, tokens: int, positions: int) -> int:
         """It has none."""
         return 0
-
-
-Recurrent = Delta | Mamba2

@@ -98,6 +98,7 @@ def _projected(mixer: Mixer) -> int:
             return mixer.channels + 2 * mixer.value_width + 2 * mixer.value_heads
         case Mamba2():
             return mixer.projected + mixer.width
+    raise AssertionError(f"an unknown mixer: {mixer}")
 
 
 def _own(mixer: Mixer, tokens: int) -> float:
@@ -118,3 +119,4 @@ def _own(mixer: Mixer, tokens: int) -> float:
         case Mamba2():  # of each head between a chunk's tokens, and with the state
             chunk = min(tokens, CHUNK)
             return product(tokens, chunk, mixer.width) + 2 * product(tokens, mixer.width, mixer.state_dim)
+    raise AssertionError(f"an unknown mixer: {mixer}")

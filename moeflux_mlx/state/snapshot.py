@@ -52,7 +52,7 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..kinds import Attention, GroupedQuery, Latent, Mixer, Recurrent
+from ..kinds import GroupedQuery, Latent, Mixer
 from ..spec import ModelArgs
 from .cache import Cache, make_cache
 from .layer_cache import FLOAT_BYTES, State
@@ -210,7 +210,7 @@ def _header(args: ModelArgs) -> tuple[int, ...]:
 
 def _interval(args: ModelArgs) -> int | None:
     """n, where exactly the layers n - 1, 2n - 1, ... have full attention, all alike; None: MFLX cannot express them."""
-    full = [i for i, mixer in enumerate(args.mixers) if isinstance(mixer, Attention)]
+    full = [i for i, mixer in enumerate(args.mixers) if mixer.attention is not None]
     if not full:
         raise SnapshotError("no layer has attention, so nothing in a snapshot would tell its length")
     interval = full[0] + 1
@@ -231,7 +231,7 @@ def _is_plain(mixer: Mixer) -> bool:
 
 def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
     """Bytes of the two states of a layer with linear attention; 0 if there is none."""
-    mixer = next((mixer for mixer in args.mixers if isinstance(mixer, Recurrent)), None)
+    mixer = next((mixer for mixer in args.mixers if mixer.attention is None), None)
     if mixer is None:
         return 0, 0
     conv, recurrent = (FLOAT_BYTES * math.prod(shape) for shape in make_cache(mixer).stored_shapes(0))

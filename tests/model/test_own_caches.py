@@ -11,7 +11,6 @@ from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_model
 
 from moeflux_mlx import kinds
-from moeflux_mlx.kinds import Recurrent
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.state.snapshot import load_state, save_state
@@ -56,7 +55,7 @@ def test_texts_side_by_side(family):
 def test_what_is_cut_kept_or_saved_goes_on_alike(family, lengths, back, way):
     """The text is cut if no layer is recurrent, taken back to a kept state, or saved and loaded."""
     model, tokens = opened(family)
-    is_recurrent = any(isinstance(mixer, Recurrent) for mixer in model.args.mixers)
+    is_recurrent = any(mixer.attention is None for mixer in model.args.mixers)
     lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), 50)))]
     position, cache, fresh = sum(lengths), model.make_cache(), model.make_cache()
     logits(model, tokens, lengths, cache)
