@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import ConfigError, did_you_mean
-from .families.conditions import check_experts, check_mixer
+from .families.conditions import check_experts
 from .families.fields import Fields
 from .families.registry import FAMILIES
 from .files import directory, read_json
@@ -264,7 +264,7 @@ def _check(args: ModelArgs) -> None:
         if isinstance(layer.feed_forward, Experts) and _plain(layer.feed_forward) != _plain(args.experts):
             raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
     for mixer in dict.fromkeys(args.mixers):
-        check_mixer(mixer)
+        mixer.check()
     check_experts(args.experts, args.hidden_size)
 
 

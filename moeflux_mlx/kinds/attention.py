@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import ConfigError
 from . import chosen
 from .chosen import HeadBlocks, Indexer, KeyBlocks
+from .limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_index_head, check_width, check_window, not_multiple
 from .mixer import Attending, Mixer
 from .rotation import Rotation
 
@@ -54,6 +56,33 @@ class GroupedQuery(Mixer):
     @property
     def attention(self) -> Attending:
         return self
+
+    def check(self) -> None:
+        if self.heads % self.kv_heads:
+            raise not_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
+        check_head(self.head_dim, self.rotation)
+        if self.gate == "joined" and self.value_width != self.head_dim:
+            raise ConfigError(f"v_head_dim {self.value_width} is not head_dim {self.head_dim}, as the gate wants")
+        joined = 2 if self.gate == "joined" else 1
+        check_width("num_attention_heads * head_dim", self.heads * self.head_dim * joined)
+        check_width("num_attention_heads * v_head_dim", self.heads * self.value_width)
+        if self.window is not None:
+            check_window(self.window)
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
+
+    def _check_blocks(self, blocks: KeyBlocks | HeadBlocks) -> None:
+        if isinstance(blocks, HeadBlocks) and blocks.indexer.heads != self.kv_heads:
+            heads = f"index_n_heads {blocks.indexer.heads} is not num_key_value_heads {self.kv_heads}"
+            raise ConfigError(f"{heads}, which is not implemented")
+        dims = self.rotation.dims if self.rotation else 1
+        if not dims <= blocks.indexer.dim <= WIDEST_HEAD:
+            raise ConfigError(
+                f"the indexer's head_dim is {blocks.indexer.dim}; expected an integer from {dims} to {WIDEST_HEAD}"
+            )
+        if blocks.ratio > WIDEST_WINDOW:
+            raise ConfigError(f"indexer_compress_ratio is {blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
+        check_width("(indexer_n_heads + 1) * indexer_head_dim", (blocks.indexer.heads + 1) * blocks.indexer.dim)
 
     @property
     def value_width(self) -> int:
@@ -121,6 +150,23 @@ class Latent(Mixer):
     @property
     def attention(self) -> Attending:
         return self
+
+    def check(self) -> None:
+        check_head(self.head_dim, self.rotation)
+        check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
+        check_width("num_attention_heads * (qk_nope_head_dim + v_head_dim)", self.heads * (self.nope + self.value))
+        check_width("kv_lora_rank + qk_rope_head_dim", self.latent + self.rotated)
+        indexer = self.blocks.indexer if self.blocks else self.indexer
+        if indexer is not None:
+            self._check_indexer(indexer)
+        if self.blocks is not None and self.blocks.ratio > WIDEST_WINDOW:
+            raise ConfigError(f"index_kpool is {self.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
+
+    def _check_indexer(self, indexer: Indexer) -> None:
+        if self.q_latent is None:
+            raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
+        check_index_head(indexer.dim, self.rotated)
+        check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
 
     @property
     def rotated(self) -> int:
@@ -225,6 +271,18 @@ class Compressed(Mixer):
     @property
     def attention(self) -> Attending:
         return self
+
+    def check(self) -> None:
+        check_head(self.head_dim, self.rotation)
+        if self.heads % self.groups:
+            raise not_multiple("num_attention_heads", self.heads, "o_groups", self.groups)
+        check_window(self.window)
+        check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
+        check_width("o_groups * o_lora_rank", self.groups * self.group_latent)
+        indexer = self.compressor and self.compressor.indexer
+        if indexer:
+            check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+            check_index_head(indexer.dim, self.rotation.dims)
 
     @property
     def kv_heads(self) -> int:

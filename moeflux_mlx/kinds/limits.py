@@ -21,5 +21,17 @@ def check_head(width: int, rotation: Rotation | None) -> None:
         raise ConfigError(f"{rotation.dims} rotary dimensions do not fit a head of {width}")
 
 
+def check_window(window: int) -> None:
+    """Checks how many of the newest positions a query sees."""
+    if not 1 <= window <= WIDEST_WINDOW:
+        raise ConfigError(f"sliding_window is {window}; expected positions from 1 to {WIDEST_WINDOW}")
+
+
+def check_index_head(width: int, rotated: int) -> None:
+    """Checks the width of an indexer's head, of which as many values are rotated as of attention's."""
+    if not rotated <= width <= WIDEST_HEAD:
+        raise ConfigError(f"index_head_dim is {width}; expected an integer from {rotated} to {WIDEST_HEAD}")
+
+
 def not_multiple(name: str, value: int, of: str, unit: int) -> ConfigError:
     return ConfigError(f"{name} {value} is not a multiple of {of} {unit}")

@@ -47,6 +47,10 @@ class Mixer:
         """The mixer itself if it attends to earlier positions; None: it keeps a state of fixed size."""
         return None
 
+    def check(self) -> None:
+        """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""
+        raise NotImplementedError
+
     @property
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .limits import check_width
+
 
 @dataclass(frozen=True)
 class NGrams:
@@ -28,6 +30,11 @@ class NGrams:
     end: int
     taps: int
     channels: int
+
+    def check(self) -> None:
+        """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""
+        check_width("hc_count * hidden_size", self.channels)
+        check_width("ple_embed_dim", self.embedded)
 
     @property
     def longest(self) -> int:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .limits import check_width, not_multiple
 from .mixer import Mixer
 from .ngrams import NGrams
 
@@ -39,6 +40,16 @@ class Delta(Mixer):
     gate: Literal["silu", "sigmoid"] = "silu"
     ngrams: NGrams | None = None
     channel_decay: ChannelDecay | None = None
+
+    def check(self) -> None:
+        if self.ngrams is not None:
+            self.ngrams.check()
+        if self.value_heads % self.key_heads:
+            raise not_multiple("linear_num_value_heads", self.value_heads, "linear_num_key_heads", self.key_heads)
+        if self.channel_decay is not None:
+            check_width("linear_num_heads * linear_head_dim", self.channel_decay.rank * self.key_heads)
+        check_width("linear attention", self.channels)
+        check_width("linear attention's convolution", self.channels * self.taps)
 
     @property
     def key_width(self) -> int:
@@ -108,6 +119,12 @@ class Mamba2(Mixer):
     taps: int
     least_step: float = 0.0
     most_step: float | None = None
+
+    def check(self) -> None:
+        if self.heads % self.groups:
+            raise not_multiple("mamba_num_heads", self.heads, "n_groups", self.groups)
+        check_width("Mamba's projection", self.projected)
+        check_width("Mamba's convolution", self.channels * self.taps)
 
     @property
     def width(self) -> int:
