@@ -22,10 +22,7 @@ from .kinds import (
     SILU,
     Attending,
     Connections,
-    Delta,
     Experts,
-    GroupedQuery,
-    Latent,
     LayerSpec,
     Mixer,
     NGrams,
@@ -136,22 +133,17 @@ class ModelArgs:
     @property
     def kv_bits(self) -> int | None:
         """Bits to which caches round keys and values; None: unchanged, or there are none."""
-        return next((mixer.kv_bits for mixer in self.mixers if isinstance(mixer, GroupedQuery)), None)
+        return next((mixer.kv_bits for mixer in self.mixers if mixer.rounds_keys), None)
 
     @property
     def rounds_keys(self) -> bool:
         """Whether a cache of some layer can round keys and values."""
-        return any(map(_rounds_keys, self.mixers))
+        return any(mixer.rounds_keys for mixer in self.mixers)
 
     def with_kv_bits(self, kv_bits: Literal[8] | None) -> "ModelArgs":
         """The same model with keys and values kept in `kv_bits` bits; None: unchanged."""
-
-        def kept(mixer: Mixer) -> Mixer:
-            if isinstance(mixer, GroupedQuery) and _rounds_keys(mixer):
-                return replace(mixer, kv_bits=kv_bits)
-            return mixer
-
-        return replace(self, layers=tuple(replace(layer, mixer=kept(layer.mixer)) for layer in self.layers))
+        layers = (replace(layer, mixer=layer.mixer.with_kv_bits(kv_bits)) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def head(self) -> "ModelArgs | None":
@@ -159,7 +151,7 @@ class ModelArgs:
         of the family."""
         if FAMILIES[self.model_type].head is None or not self.moe_layers:
             return None
-        layers = [layer for layer in self.layers if layer.mixer.attention is not None and _has_own_choice(layer.mixer)]
+        layers = [layer for layer in self.layers if layer.mixer.attention is not None and layer.mixer.has_own_choice]
         alike = [layer for layer in layers if isinstance(layer.feed_forward, Experts)]
         if not alike:
             return None
@@ -168,8 +160,7 @@ class ModelArgs:
     @cached_property
     def ngrams(self) -> Mapping[int, NGrams]:
         """The n-grams of each layer that has some."""
-        parts = ((i, mixer.ngrams) for i, mixer in enumerate(self.mixers) if isinstance(mixer, Delta))
-        return {i: part for i, part in parts if part is not None}
+        return {i: mixer.ngrams for i, mixer in enumerate(self.mixers) if mixer.ngrams is not None}
 
     @cached_property
     def widths(self) -> frozenset[int]:
@@ -213,11 +204,6 @@ class ModelArgs:
             meant = did_you_mean(name.lower(), known) or f"; there are: {', '.join(known)}"
             raise ConfigError(f"no variant {name!r}{meant}")
         return cls.from_dict(read_json(directory("configs") / f"{name.lower()}.json"))
-
-
-def _has_own_choice(mixer: Mixer) -> bool:
-    """Whether it needs no layer before it to choose the positions that it attends to."""
-    return not (isinstance(mixer, Latent) and mixer.indexer is not None and mixer.indexer.reuses)
 
 
 def family_name(config: Mapping[str, Any]) -> str:
@@ -266,10 +252,6 @@ def _check(args: ModelArgs) -> None:
     for mixer in dict.fromkeys(args.mixers):
         mixer.check()
     check_experts(args.experts, args.hidden_size)
-
-
-def _rounds_keys(mixer: Mixer) -> bool:
-    return isinstance(mixer, GroupedQuery) and mixer.blocks is None
 
 
 def _plain(experts: Experts) -> Experts:

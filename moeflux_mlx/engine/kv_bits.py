@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..kinds import GroupedQuery
 from ..ops.kv_rows import BITS
 from ..spec import ModelArgs
 from ..state.cache import make_cache
@@ -46,9 +45,7 @@ def keeping(args: ModelArgs, asked: int | str, dtype: mx.Dtype | None) -> ModelA
 
 def token_bytes(args: ModelArgs) -> int:
     """Bytes of keys and values in 16 bits that a token adds to a long text."""
-    mixers = args.with_kv_bits(None).mixers
-    parts = [mixer for mixer in mixers if isinstance(mixer, GroupedQuery) and mixer.blocks is None]
-    caches = map(make_cache, parts)
+    caches = [make_cache(mixer) for mixer in args.with_kv_bits(None).mixers if mixer.rounds_keys]
     return sum((one.bytes_for(2 * LONG, 2) - one.bytes_for(LONG, 2)) // LONG for one in caches)
 
 

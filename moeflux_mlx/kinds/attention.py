@@ -1,6 +1,6 @@
 """Mixers that attend to earlier positions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import ConfigError
@@ -56,6 +56,13 @@ class GroupedQuery(Mixer):
     @property
     def attention(self) -> Attending:
         return self
+
+    @property
+    def rounds_keys(self) -> bool:
+        return self.blocks is None
+
+    def with_kv_bits(self, kv_bits: Literal[8] | None) -> "GroupedQuery":
+        return replace(self, kv_bits=kv_bits) if self.rounds_keys else self
 
     def check(self) -> None:
         if self.heads % self.kv_heads:
@@ -150,6 +157,10 @@ class Latent(Mixer):
     @property
     def attention(self) -> Attending:
         return self
+
+    @property
+    def has_own_choice(self) -> bool:
+        return self.indexer is None or not self.indexer.reuses
 
     def check(self) -> None:
         check_head(self.head_dim, self.rotation)

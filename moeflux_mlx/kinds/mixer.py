@@ -1,7 +1,8 @@
 """What every way of mixing tokens answers about itself."""
 
-from typing import Protocol
+from typing import Literal, Protocol
 
+from .ngrams import NGrams
 from .rotation import Rotation
 
 
@@ -46,6 +47,30 @@ class Mixer:
     def attention(self) -> Attending | None:
         """The mixer itself if it attends to earlier positions; None: it keeps a state of fixed size."""
         return None
+
+    @property
+    def has_own_choice(self) -> bool:
+        """Whether it needs no layer before it to choose the positions that it attends to."""
+        return True
+
+    @property
+    def ngrams(self) -> NGrams | None:
+        """The n-grams that are added before it; None: none."""
+        return None
+
+    @property
+    def rounds_keys(self) -> bool:
+        """Whether its cache can round keys and values to 8 bits."""
+        return False
+
+    @property
+    def kv_bits(self) -> Literal[8] | None:
+        """Bits to which its cache rounds keys and values; None: unchanged, or there are none."""
+        return None
+
+    def with_kv_bits(self, kv_bits: Literal[8] | None) -> "Mixer":
+        """The mixer with keys and values rounded to so many bits, None: unchanged; itself if it cannot round them."""
+        return self
 
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""

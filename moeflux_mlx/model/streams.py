@@ -145,7 +145,7 @@ class StreamsLayer(nn.Module):
         if isinstance(rule, HyperConnections):
             self.input_layernorm, self.post_attention_layernorm = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
         self.attn_hc, self.ffn_hc = (connection(rule, hidden_size, eps) for _ in range(2))
-        ngrams = getattr(mixer.mixer, "ngrams", None)
+        ngrams = mixer.mixer.ngrams
         if ngrams is not None:
             self.ple = NGramLayer(ngrams, hidden_size, eps, layer)
 
