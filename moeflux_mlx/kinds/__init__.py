@@ -17,7 +17,7 @@ from .layer import (
     Residual,
     unsupported,
 )
-from .mixer import Attending, Mixer, Recurrent
+from .mixer import Attending, Mflx, Mixer, Recurrent
 from .ngrams import NGrams
 from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2
 from .rotation import Llama3, Rotation, Yarn
@@ -48,6 +48,7 @@ __all__ = [
     "LayerSpec",
     "Llama3",
     "Mamba2",
+    "Mflx",
     "Mixer",
     "NGrams",
     "QueryScale",

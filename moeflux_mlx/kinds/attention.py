@@ -7,7 +7,7 @@ from ..errors import ConfigError
 from . import chosen
 from .chosen import HeadBlocks, Indexer, KeyBlocks
 from .limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_index_head, check_width, check_window, not_multiple
-from .mixer import Attending, Mixer
+from .mixer import Attending, Mflx, Mixer
 from .rotation import Rotation
 
 
@@ -63,6 +63,11 @@ class GroupedQuery(Mixer):
 
     def with_kv_bits(self, kv_bits: Literal[8] | None) -> "GroupedQuery":
         return replace(self, kv_bits=kv_bits) if self.rounds_keys else self
+
+    @property
+    def mflx(self) -> Mflx | None:
+        is_plain = self.window is None and self.value_width == self.head_dim and self.blocks is None
+        return Mflx() if is_plain else None
 
     def check(self) -> None:
         if self.heads % self.kv_heads:
@@ -161,6 +166,12 @@ class Latent(Mixer):
     @property
     def has_own_choice(self) -> bool:
         return self.indexer is None or not self.indexer.reuses
+
+    @property
+    def mflx(self) -> Mflx | None:
+        if self.indexer is not None or self.blocks is not None:
+            return None
+        return Mflx(latent=self.latent, rotated=self.rotated)
 
     def check(self) -> None:
         check_head(self.head_dim, self.rotation)

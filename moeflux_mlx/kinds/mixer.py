@@ -1,6 +1,6 @@
 """What every way of mixing tokens answers about itself."""
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from .ngrams import NGrams
 from .rotation import Rotation
@@ -34,6 +34,18 @@ class Recurrent(Protocol):
 
     @property
     def state_shape(self) -> tuple[int, int, int]: ...
+
+
+class Mflx(NamedTuple):
+    """What the header of MFLX, moeflux's format of a text's state, says of a layer besides its heads (the format stands
+    in `state/snapshot.py`): the values of the two states of a layer that does not attend; the values per position of a
+    layer that caches latents, and of its rotated keys. 0: the layer has no such thing.
+    """
+
+    conv: int = 0
+    state: int = 0
+    latent: int = 0
+    rotated: int = 0
 
 
 class Mixer:
@@ -71,6 +83,11 @@ class Mixer:
     def with_kv_bits(self, kv_bits: Literal[8] | None) -> "Mixer":
         """The mixer with keys and values rounded to so many bits, None: unchanged; itself if it cannot round them."""
         return self
+
+    @property
+    def mflx(self) -> Mflx | None:
+        """What MFLX says of a layer with it; None: MFLX cannot express its state."""
+        return None
 
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""

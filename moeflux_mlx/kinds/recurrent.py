@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .limits import check_width, not_multiple
-from .mixer import Mixer
+from .mixer import Mflx, Mixer
 from .ngrams import NGrams
 
 CHUNK = 64  # tokens that Mamba2 takes together
@@ -40,6 +40,12 @@ class Delta(Mixer):
     gate: Literal["silu", "sigmoid"] = "silu"
     ngrams: NGrams | None = None
     channel_decay: ChannelDecay | None = None
+
+    @property
+    def mflx(self) -> Mflx | None:
+        if self.ngrams is not None:
+            return None
+        return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
 
     def check(self) -> None:
         if self.ngrams is not None:
@@ -119,6 +125,10 @@ class Mamba2(Mixer):
     taps: int
     least_step: float = 0.0
     most_step: float | None = None
+
+    @property
+    def mflx(self) -> Mflx:
+        return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
 
     def check(self) -> None:
         if self.heads % self.groups:

@@ -52,7 +52,6 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..kinds import GroupedQuery, Latent, Mixer
 from ..spec import ModelArgs
 from .cache import Cache, make_cache
 from .layer_cache import FLOAT_BYTES, State
@@ -191,57 +190,29 @@ def snapshot_length(model: Stateful, data: bytes | bytearray | memoryview) -> in
 
 
 def _header(args: ModelArgs) -> tuple[int, ...]:
-    interval = _interval(args)
+    mflx = _mflx(args)
     if args.kv_bits is not None:
         return QUANTIZED_MAGIC, OTHER_VERSION, args.num_hidden_layers
-    if interval is None:
-        return OTHER_MAGIC, OTHER_VERSION, args.num_hidden_layers
-    return (
-        MAGIC,
-        VERSION,
-        args.num_hidden_layers,
-        interval,
-        args.num_key_value_heads,
-        args.head_dim,
-        *_linear_bytes(args),
-        *_latent_widths(args),
-    )
+    return mflx or (OTHER_MAGIC, OTHER_VERSION, args.num_hidden_layers)
 
 
-def _interval(args: ModelArgs) -> int | None:
-    """n, where exactly the layers n - 1, 2n - 1, ... have full attention, all alike; None: MFLX cannot express them."""
+def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
+    """The header of MFLX; None: it cannot express the layers. It needs n, where exactly the layers n - 1, 2n - 1, ...
+    have full attention, all alike.
+    """
     full = [i for i, mixer in enumerate(args.mixers) if mixer.attention is not None]
     if not full:
         raise SnapshotError("no layer has attention, so nothing in a snapshot would tell its length")
     interval = full[0] + 1
-    attention = [args.mixers[i] for i in full]
-    is_alike = len({make_cache(mixer).stored_shapes(1) for mixer in attention}) == 1
+    is_alike = len({make_cache(args.mixers[i]).stored_shapes(1) for i in full}) == 1
     is_regular = full == list(range(interval - 1, args.num_hidden_layers, interval))
-    return interval if is_alike and is_regular and all(map(_is_plain, attention)) else None
-
-
-def _is_plain(mixer: Mixer) -> bool:
-    """Whether MFLX expresses attention of this kind."""
-    if isinstance(mixer, Latent):
-        return mixer.indexer is None and mixer.blocks is None
-    return isinstance(mixer, GroupedQuery) and (
-        mixer.window is None and mixer.value_width == mixer.head_dim and mixer.blocks is None
-    )
-
-
-def _linear_bytes(args: ModelArgs) -> tuple[int, int]:
-    """Bytes of the two states of a layer with linear attention; 0 if there is none."""
-    mixer = next((mixer for mixer in args.mixers if mixer.attention is None), None)
-    if mixer is None:
-        return 0, 0
-    conv, recurrent = (FLOAT_BYTES * math.prod(shape) for shape in make_cache(mixer).stored_shapes(0))
-    return conv, recurrent
-
-
-def _latent_widths(args: ModelArgs) -> tuple[int, int]:
-    """kv_lora_rank and qk_rope_head_dim of a layer with latent attention; 0 if there is none."""
-    latent = args.attention
-    return (latent.latent, latent.rotated) if isinstance(latent, Latent) else (0, 0)
+    parts = [mixer.mflx for mixer in args.mixers if mixer.mflx is not None]
+    if not (is_alike and is_regular and len(parts) == args.num_hidden_layers):
+        return None
+    conv, state, *latent = (next(filter(None, values), 0) for values in zip(*parts, strict=True))
+    states = FLOAT_BYTES * conv, FLOAT_BYTES * state
+    heads = args.num_key_value_heads, args.head_dim
+    return MAGIC, VERSION, args.num_hidden_layers, interval, *heads, *states, *latent
 
 
 def _check_caches(args: ModelArgs, cache: Sequence[Cache]) -> None:
@@ -306,8 +277,7 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
             f"the snapshot begins with {magic:#010x} instead of {wanted[0]:#010x}; is it this model's, "
             "with the same --kv-bits?"
         )
-    is_latent = isinstance(args.attention, Latent)
-    known = [one for one in versions if one > 1 or not (is_latent and wanted[0] == MAGIC)]
+    known = [one for one, words in versions.items() if not any(wanted[words:])]  # a shorter header leaves nothing out
     if version not in known:
         names = " and ".join(map(str, known))
         raise BadVersionError(f"the snapshot has version {version}; this model's snapshots have {names}")
