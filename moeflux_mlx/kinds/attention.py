@@ -1,7 +1,7 @@
 """Mixers that attend to earlier positions."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from . import chosen
@@ -68,6 +68,12 @@ class GroupedQuery(Mixer):
     def mflx(self) -> Mflx | None:
         is_plain = self.window is None and self.value_width == self.head_dim and self.blocks is None
         return Mflx() if is_plain else None
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        turning = self.rotation.flat_fields if self.rotation else {}
+        share = self.rotation.dims / self.head_dim if self.rotation else 0.0
+        return {**turning, "partial_rotary_factor": share, "attn_output_gate": self.gate == "joined"}
 
     def check(self) -> None:
         if self.heads % self.kv_heads:
@@ -172,6 +178,17 @@ class Latent(Mixer):
         if self.indexer is not None or self.blocks is not None:
             return None
         return Mflx(latent=self.latent, rotated=self.rotated)
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        return {
+            **(self.rotation.flat_fields if self.rotation else {}),
+            "q_lora_rank": self.q_latent,
+            "kv_lora_rank": self.latent,
+            "qk_nope_head_dim": self.nope,
+            "qk_rope_head_dim": self.rotated,
+            "v_head_dim": self.value,
+        }
 
     def check(self) -> None:
         check_head(self.head_dim, self.rotation)

@@ -1,6 +1,6 @@
 """What every way of mixing tokens answers about itself."""
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from .ngrams import NGrams
 from .rotation import Rotation
@@ -88,6 +88,13 @@ class Mixer:
     def mflx(self) -> Mflx | None:
         """What MFLX says of a layer with it; None: MFLX cannot express its state."""
         return None
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        """The fields by which the first release described it, for digests in saved prompts. They never change; a mixer
+        that came later has none.
+        """
+        return {}
 
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""

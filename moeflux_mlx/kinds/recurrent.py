@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .limits import check_width, not_multiple
 from .mixer import Mflx, Mixer
@@ -46,6 +46,16 @@ class Delta(Mixer):
         if self.ngrams is not None:
             return None
         return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        return {
+            "linear_num_key_heads": self.key_heads,
+            "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.key_dim,
+            "linear_value_head_dim": self.value_dim,
+            "linear_conv_kernel_dim": self.taps,
+        }
 
     def check(self) -> None:
         if self.ngrams is not None:

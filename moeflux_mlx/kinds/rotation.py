@@ -1,6 +1,7 @@
 """How queries and keys are rotated by their positions."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,8 @@ class Rotation:
     llama3: Llama3 | None = None
     axes: tuple[int, ...] | None = None
     pairs: int | None = None
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        """The same of a rotation as `Mixer.flat_fields`."""
+        return {"rope_theta": self.theta, "rope_scaling": self.yarn and asdict(self.yarn)}

@@ -6,7 +6,7 @@ They are frozen: a family that came later is described otherwise (`fingerprint`)
 from dataclasses import asdict
 from typing import Any
 
-from ..kinds import Delta, Dense, GroupedQuery, Latent, Mixer
+from ..kinds import Dense
 from ..spec import ModelArgs
 
 FAMILIES = ("qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3")
@@ -15,6 +15,12 @@ SIZES = (
     *("head_dim", "rms_norm_eps", "max_position_embeddings", "num_experts", "num_experts_per_tok"),
     *("moe_intermediate_size", "moe_layers"),
 )
+# What only some mixers have; 0 if no layer has such a mixer.
+LATENT = "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+LINEAR = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
 
 
 def of(args: ModelArgs) -> dict[str, Any]:
@@ -22,10 +28,11 @@ def of(args: ModelArgs) -> dict[str, Any]:
     router, shared = args.experts.router, args.experts.shared
     dense = [layer.feed_forward.width for layer in args.layers if isinstance(layer.feed_forward, Dense)]
     fields: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
-    for part in (GroupedQuery, Latent, Delta):
-        fields |= _mixer_fields(part, next((mixer for mixer in args.mixers if isinstance(mixer, part)), None))
+    fields |= dict.fromkeys(LATENT + LINEAR, 0) | {"partial_rotary_factor": 1.0, "attn_output_gate": False}
+    for mixer in reversed(args.mixers):  # the first of each kind decides
+        fields |= mixer.flat_fields
     return fields | {
-        "layer_types": ["linear_attention" if isinstance(mixer, Delta) else "full_attention" for mixer in args.mixers],
+        "layer_types": ["linear_attention" if mixer.attention is None else "full_attention" for mixer in args.mixers],
         "intermediate_size": dense[0] if dense else 0,
         "shared_expert_intermediate_size": shared.width if shared else 0,
         "norm_topk_prob": router.normalise,
@@ -34,35 +41,3 @@ def of(args: ModelArgs) -> dict[str, Any]:
         "routed_scaling_factor": router.scale,
         "quantization": args.quantization and asdict(args.quantization),
     }
-
-
-def _mixer_fields(kind: type, mixer: Mixer | None) -> dict[str, Any]:
-    """The fields of the first mixer of a kind; if there is none, the defaults of that release."""
-    rotation = getattr(mixer, "rotation", None)
-    turning = {} if rotation is None else {
-        "rope_theta": rotation.theta,
-        "rope_scaling": rotation.yarn and asdict(rotation.yarn),
-    }  # fmt: skip
-    match mixer:
-        case GroupedQuery():
-            share = rotation.dims / mixer.head_dim if rotation else 0.0
-            return {**turning, "partial_rotary_factor": share, "attn_output_gate": mixer.gate == "joined"}
-        case Latent():
-            latent = (mixer.q_latent, mixer.latent, mixer.nope, mixer.rotated, mixer.value)
-            return {**turning, **dict(zip(LATENT, latent, strict=True))}
-        case Delta():
-            sizes = (mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim, mixer.taps)
-            return dict(zip(LINEAR, sizes, strict=True))
-    return dict(ABSENT[kind])
-
-
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LINEAR = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
-ABSENT: dict[type, dict[str, Any]] = {
-    GroupedQuery: {"partial_rotary_factor": 1.0, "attn_output_gate": False},
-    Latent: dict.fromkeys(LATENT, 0),
-    Delta: dict.fromkeys(LINEAR, 0),
-}
