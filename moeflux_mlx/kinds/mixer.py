@@ -96,6 +96,13 @@ class Mixer:
         """
         return {}
 
+    @property
+    def convolution(self) -> tuple[str, tuple[int, int, int]] | None:
+        """The name, behind the layer's, of a convolution [channels, 1, taps] that MLX conversions store with its axes
+        moved, and its published shape: it tells who wrote a checkpoint. None: there is no such tensor.
+        """
+        return None
+
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""
         raise NotImplementedError

@@ -57,6 +57,10 @@ class Delta(Mixer):
             "linear_conv_kernel_dim": self.taps,
         }
 
+    @property
+    def convolution(self) -> tuple[str, tuple[int, int, int]] | None:
+        return None if self.channel_decay else ("linear_attn.conv1d.weight", (self.channels, 1, self.taps))
+
     def check(self) -> None:
         if self.ngrams is not None:
             self.ngrams.check()

@@ -15,7 +15,6 @@ from ..errors import ModelFileError
 from ..families.names import canonical_name, head_name, renamed
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import Tensor
-from ..kinds import Delta
 from ..spec import ModelArgs
 
 LEAST_MEAN = 0.1  # least mean of a norm's weights
@@ -82,14 +81,15 @@ def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bo
     family = FAMILIES[args.model_type]
     if not family.zero_centred:
         return False
-    layer, delta = next(((i, mixer) for i, mixer in enumerate(args.mixers) if isinstance(mixer, Delta)), (0, None))
-    if delta is None:
+    convolutions = [(i, *mixer.convolution) for i, mixer in enumerate(args.mixers) if mixer.convolution is not None]
+    if not convolutions:
         by_publisher = not any(".switch_mlp." in name for name in tensors)
     else:
-        name = f"model.layers.{layer}.linear_attn.conv1d.weight"
+        layer, leaf, published = convolutions[0]
+        name = f"model.layers.{layer}.{leaf}"
         if name not in tensors:
             raise ModelFileError(f"tensor {name} is missing")
-        by_publisher = tensors[name].shape == (delta.channels, 1, delta.taps)
+        by_publisher = tensors[name].shape == published
     return by_publisher or (family.either_centred and lack_their_one(args, tensors))
 
 
