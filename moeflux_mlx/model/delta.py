@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..kinds import Delta
 from ..ops.backend import Array, library_of
@@ -13,7 +12,7 @@ from ..ops.delta import DeltaWeights, State, delta
 from ..ops.elementwise import split
 from ..ops.linear import grouped_linear
 from ..ops.rows import RowCaches
-from .layers import Linear, MixerModule, RMSNorm, Stack, packed
+from .layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
 
 
 class GatedDeltaNet(MixerModule):
@@ -26,8 +25,7 @@ class GatedDeltaNet(MixerModule):
         self.in_proj_z = Linear(hidden_size, mixer.value_width)
         self.in_proj_b = Linear(hidden_size, mixer.value_heads)
         self.in_proj_a = Linear(hidden_size, mixer.value_heads)
-        self.conv1d = nn.Module()
-        self.conv1d.weight = mx.zeros((mixer.channels, mixer.taps, 1))
+        self.conv1d = Convolution(mixer.channels, mixer.taps)
         self.A_log = mx.zeros((mixer.value_heads,))
         self.dt_bias = mx.zeros((mixer.value_heads,))
         self.norm = RMSNorm(mixer.value_dim, eps)
@@ -51,14 +49,6 @@ class GatedDeltaNet(MixerModule):
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.out_proj(out, residual=x)
-
-
-class Convolution(nn.Module):
-    """A causal convolution of each channel by itself."""
-
-    def __init__(self, channels: int, taps: int):
-        super().__init__()
-        self.weight = mx.zeros((channels, taps, 1))
 
 
 class KimiDelta(MixerModule):

@@ -178,6 +178,18 @@ class MixerModule(nn.Module):
         raise NotImplementedError
 
 
+class Convolution(nn.Module):
+    """The parameters of a causal convolution of each channel by itself: the weight [channels, taps, 1], and a bias
+    [channels] if it has one. A publisher's checkpoint stores the weight as [channels, 1, taps].
+    """
+
+    def __init__(self, channels: int, taps: int, bias: bool = False):
+        super().__init__()
+        self.weight = mx.zeros((channels, taps, 1))
+        if bias:
+            self.bias = mx.zeros((channels,))
+
+
 class Embedding(Weight):
     """Rows of W [num_embeddings, dims] by token id."""
 

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..kinds import Mamba2
 from ..ops.backend import Array
 from ..ops.delta import State
 from ..ops.mamba import MambaWeights, mamba
 from ..ops.rows import RowCaches
-from .layers import Linear, MixerModule, RMSNorm, packed
+from .layers import Convolution, Linear, MixerModule, RMSNorm, packed
 
 
 class Mamba(MixerModule):
@@ -21,9 +20,7 @@ class Mamba(MixerModule):
         super().__init__()
         self.mixer = mixer
         self.in_proj = Linear(hidden_size, mixer.projected)
-        self.conv1d = nn.Module()
-        self.conv1d.weight = mx.zeros((mixer.channels, mixer.taps, 1))
-        self.conv1d.bias = mx.zeros((mixer.channels,))
+        self.conv1d = Convolution(mixer.channels, mixer.taps, bias=True)
         self.A_log = mx.zeros((mixer.heads,))
         self.dt_bias = mx.zeros((mixer.heads,))
         self.D = mx.ones((mixer.heads,))

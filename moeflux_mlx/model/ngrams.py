@@ -8,7 +8,7 @@ from ..kinds import NGrams
 from ..ops.backend import Array, view
 from ..ops.ngrams import NGramWeights, with_ngrams
 from ..state.joined import NGramCache
-from .layers import Linear, RMSNorm, Stack
+from .layers import Convolution, Linear, RMSNorm, Stack
 from .tokens import Tokens
 
 
@@ -21,8 +21,7 @@ class NGramLayer(nn.Module):
         self.key_proj = Linear(part.embedded, part.channels)
         self.value_proj = Linear(part.embedded, hidden_size)
         self.norm_key, self.norm_query, self.norm_conv = (RMSNorm(part.channels, eps) for _ in range(3))
-        self.conv1d = nn.Module()
-        self.conv1d.weight = mx.zeros((part.channels, part.taps, 1))
+        self.conv1d = Convolution(part.channels, part.taps)
         self.arrange()
 
     def arrange(self) -> None:

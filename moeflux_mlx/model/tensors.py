@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -16,7 +17,7 @@ from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
-from .layers import Weight
+from .layers import Convolution, Weight
 
 KEPT_FLOAT32 = (
     *("A_log", "dt_bias", "D", "e_score_correction_bias", "expert_scales", "ape", "fn", "base", "scale", GLOBAL_SCALE),
@@ -31,20 +32,30 @@ INDEX_WEIGHTS = (".indexer.weights_proj", ".indexer.wgate")
 Shapes = dict[str, tuple[int, ...]]
 
 
-def needed(
-    args: ModelArgs, split_latent: bool = False, kind: type[Model] | type[DraftHead] = Model
-) -> tuple[Shapes, Shapes]:
-    """Shapes of the model's matrices by module path, and of its other tensors by name; or of a draft head's."""
+class Needed(NamedTuple):
+    """The shapes of a model's matrices by module path, and of its other tensors by name. `convolutions`: the names of
+    those that are weights of convolutions.
+    """
+
+    matrices: Shapes
+    plain: Shapes
+    convolutions: frozenset[str]
+
+
+def needed(args: ModelArgs, split_latent: bool = False, kind: type[Model] | type[DraftHead] = Model) -> Needed:
+    """The tensors of a model, or of a draft head."""
     model = kind(args, None, split_latent)
     matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
     names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
-    return matrices, {name: shape for name, shape in names.items() if not is_of_matrix(name, matrices)}
+    plain = {name: shape for name, shape in names.items() if not is_of_matrix(name, matrices)}
+    convolutions = (path for path, module in model.named_modules() if isinstance(module, Convolution))
+    return Needed(matrices, plain, frozenset(f"{path}.weight" for path in convolutions))
 
 
 def layer_values(args: ModelArgs) -> int:
     """The most values of the matrices of one layer, without routed experts."""
     counts: dict[str, int] = {}
-    for path, shape in needed(args)[0].items():
+    for path, shape in needed(args).matrices.items():
         layer = re.match(r"model\.layers\.\d+\.", path)
         if layer:
             counts[layer[0]] = counts.get(layer[0], 0) + prod(shape)
@@ -100,7 +111,7 @@ def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> i
     """
     counts = Counter(args.layers)
     args = replace(args, layers=tuple(counts))
-    matrices, plain = needed(args)
+    matrices, plain, _ = needed(args)
     tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
     for path, (*rows, columns) in matrices.items():
         stored = stored_as(args, path, columns, quant)

@@ -20,7 +20,7 @@ from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, Tensor
 from ..model.decoder import Model
 from ..model.head import DraftHead
-from ..model.tensors import ROUTERS, TABLE, needed, split_latent, stored_as
+from ..model.tensors import ROUTERS, TABLE, Needed, needed, split_latent, stored_as
 from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
@@ -95,29 +95,29 @@ def plan_resident(
     Raises:
         ModelFileError: a tensor is missing or misshapen.
     """
-    matrices, plain = needed(args, split_latent(tensors), kind)
+    ours = needed(args, split_latent(tensors), kind)
     shards = _shards(args, tensors, form.block[0])
     fused = _fused_matrices(args, tensors, shards)
     parted = {
         f"{part}.weight": Part(f"{path}.weight", rows, sum(len(own) for _, own in pieces))
         for path, pieces in fused.items()
         for part, rows in pieces
-        if f"{part}.weight" in plain
+        if f"{part}.weight" in ours.plain
     }
     fused = {path: pieces for path, pieces in fused.items() if f"{pieces[0][0]}.weight" not in parted}
     fused_paths = {path for pieces in fused.values() for path, _ in pieces}
-    pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in matrices if path not in fused_paths}
+    pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in ours.matrices if path not in fused_paths}
     sources: list[Source] = []
     as_stored = wanted.keeps_floats or any(name.endswith(".scales") for name in tensors)
     for path, pieces in (pieces_of | fused).items():
-        shape = matrices.get(path) or (
+        shape = ours.matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),
             args.hidden_size,
         )
         matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
         sources.append(_matrix_source(args, matrix, pieces, wanted.resident, as_stored))
     centred = (has_zero_centred_norms if kind is Model else lack_their_one)(args, tensors)
-    sources += [_plain_source(args, name, shape, tensors, centred, parted.get(name)) for name, shape in plain.items()]
+    sources += [_plain_source(args, name, ours, tensors, centred, parted.get(name)) for name in ours.plain]
     sources.sort(key=lambda source: source.written[0].name)
     return ResidentPlan(tuple(sources))
 
@@ -178,7 +178,7 @@ def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, quant: Quant
 def _plain_source(
     args: ModelArgs,
     name: str,
-    shape: tuple[int, ...],
+    ours: Needed,
     tensors: Mapping[str, Tensor],
     centred: bool,
     part: Part | None,
@@ -187,7 +187,7 @@ def _plain_source(
 
     Raises ModelFileError: missing, or neither the model's shape nor Hugging Face's form of it.
     """
-    stored = part.stored if part else name
+    stored, shape = part.stored if part else name, ours.plain[name]
     if stored not in tensors:
         raise ModelFileError(f"tensor {stored} is missing")
     tensor = tensors[stored]
@@ -195,7 +195,7 @@ def _plain_source(
         return _table_source(name, shape, tensor)
     if part:
         shape = (part.total, *shape[1:])
-    swapped = (shape[0], shape[2], shape[1]) if name.endswith("conv1d.weight") else shape
+    swapped = (shape[0], shape[2], shape[1]) if name in ours.convolutions else shape
     convolution = tensor.shape == swapped != shape
     wanted = swapped if convolution else shape
     if tensor.shape != wanted or tensor.dtype not in FLOATS:

@@ -210,7 +210,7 @@ def device_of(folder: Path) -> int:
 def write_resident(args: ModelArgs, out: Path, rng: np.random.Generator) -> dict:
     """Writes one safetensors file. Returns the exceptions from the default quantisation for config.json."""
     tensors, overrides = {}, {}
-    matrices, others = needed(args)
+    matrices, others, _ = needed(args)
     for path, shape in matrices.items():
         quant = stored_as(args, path, shape[-1])
         if quant is None:

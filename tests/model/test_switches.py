@@ -215,7 +215,7 @@ def tiny_args(mixer, **change):
 
 
 def test_heads_and_widths_differ_by_layer_and_biases_are_tensors_of_their_own():
-    matrices, plain = needed(tiny_args(replace(PLAIN, bias=True)))
+    matrices, plain, _ = needed(tiny_args(replace(PLAIN, bias=True)))
     assert matrices["model.layers.0.self_attn.q_proj"] == (128, 2048)
     assert matrices["model.layers.1.self_attn.q_proj"] == (4096, 2048)
     assert plain["model.layers.0.self_attn.q_proj.bias"] == (128,)
