@@ -1,6 +1,6 @@
 """Attention over a window and compressed entries: projections, and the parts that make and choose entries."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -66,6 +66,8 @@ class EntryIndexer(nn.Module):
 
 class CompressedAttention(nn.Module):
     """Attention of DeepSeek-V4."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("ape",)
 
     def __init__(self, mixer: Compressed, hidden_size: int, eps: float):
         super().__init__()

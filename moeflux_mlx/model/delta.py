@@ -2,7 +2,7 @@
 projections round their core."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -17,6 +17,8 @@ from .layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
 
 class GatedDeltaNet(MixerModule):
     """Projections are stored flat: [q of all heads | k | v], z, b and a."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
         super().__init__()
@@ -54,6 +56,8 @@ class GatedDeltaNet(MixerModule):
 class KimiDelta(MixerModule):
     """The delta rule with a decay for each channel: q, k and v have projections and convolutions of their own, decays
     and gates two matrices each."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
         super().__init__()

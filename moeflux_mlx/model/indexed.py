@@ -1,7 +1,7 @@
 """Latent attention over chosen positions or blocks: the projections of the indexer and of the attention."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -149,6 +149,8 @@ class PoolScoring(nn.Module):
 
 class PooledMLA(MLA):
     """`MLA` over the blocks of positions that an indexer chooses."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("ape",)
 
     def __init__(self, mixer: Latent, hidden_size: int, split_latent: bool = False):
         assert mixer.blocks is not None

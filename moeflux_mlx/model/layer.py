@@ -27,6 +27,8 @@ from .moe import DenseMLP, MoE, NoMLP
 from .span import MIXER_SHARE, Span
 from .streams import StreamsLayer
 
+MIXERS = Attention, MLA, IndexedMLA, PooledMLA, CompressedAttention, GatedDeltaNet, KimiDelta, Mamba
+
 
 def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
     """The module for `mixer`, and its name in checkpoints."""

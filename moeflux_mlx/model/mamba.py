@@ -1,7 +1,7 @@
 """Mamba-2 (arXiv:2405.21060), a state space model as a token mixer: the projections round its core."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -15,6 +15,8 @@ from .layers import Convolution, Linear, MixerModule, RMSNorm, packed
 
 class Mamba(MixerModule):
     """One projection makes the gate, x, B, C and the step sizes, side by side."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
     def __init__(self, mixer: Mamba2, hidden_size: int, eps: float):
         super().__init__()

@@ -1,7 +1,7 @@
 """The Mixture-of-Experts block: router, shared expert, and the one call to the routed experts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +26,8 @@ class MoE(nn.Module):
     """Replaces the dense MLP. The loader of the model provides `experts`; None if only shapes are needed. `residual`
     says how the output is added to the stream; `eps` is that of the block's own norms.
     """
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias", "expert_scales")
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A layer between several residual streams, and the module that joins the streams after the last layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +29,8 @@ from .tokens import Tokens
 
 class Connection(nn.Module):
     """The weights between the streams and a part of a layer; with `rows` for its input alone, those behind the last."""
+
+    kept_float32: ClassVar[tuple[str, ...]] = ("fn", "base", "scale")
 
     def __init__(self, rule: HyperConnections, hidden_size: int, eps: float, is_last: bool = False):
         super().__init__()

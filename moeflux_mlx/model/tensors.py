@@ -17,11 +17,13 @@ from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
+from .layer import MIXERS
 from .layers import Convolution, Weight
+from .moe import MoE
+from .streams import Connection
 
-KEPT_FLOAT32 = (
-    *("A_log", "dt_bias", "D", "e_score_correction_bias", "expert_scales", "ape", "fn", "base", "scale", GLOBAL_SCALE),
-)
+# By names alone: sizes in memory are known of files without a model.
+KEPT_FLOAT32 = {GLOBAL_SCALE}.union(*(module.kept_float32 for module in (*MIXERS, MoE, Connection)))
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 ROUTER_BITS = 8
