@@ -2,6 +2,8 @@
 rounded.
 """
 
+from dataclasses import replace
+
 import goldens
 import mlx.core as mx
 import numpy as np
@@ -55,6 +57,13 @@ def decoded(model, cache, count=3):
     at = cache[0].offset
     tables = (model(mx.array(TEXT[None, i : i + 1]), cache)[0, -1] for i in range(at, at + count))
     return np.array([np.array(logits.astype(mx.float32)) for logits in tables])
+
+
+def test_a_model_says_its_bits_if_its_first_layer_attends_to_blocks():
+    args = ModelArgs.from_variant("minimax-m3-428b")
+    turned = replace(args, layers=args.layers[::-1])
+    assert turned.mixers[0].blocks is not None
+    assert turned.kv_bits is None and turned.with_kv_bits(8).kv_bits == 8
 
 
 def test_families_with_large_keys_and_values_use_8_bits_by_default():
