@@ -24,6 +24,7 @@ from .kv_rows import row_bytes
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
+    SEVERAL,
     TOGETHER,
     ArrayPiece,
     Input,
@@ -51,7 +52,6 @@ ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 APPENDING = 128  # threads that add a key and its value
-SEVERAL = Reason("there are several tokens")
 # Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
 # M1's GPU 0.05 s at its full rate (gpu_time).
 SCORES = 1 << 27

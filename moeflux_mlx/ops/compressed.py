@@ -16,12 +16,11 @@ import numpy as np
 
 from ..kinds import Compressed, KeyBlocks
 from . import backend, gpu_time, index
-from .attend import SEVERAL
 from .backend import Array, arange, library_of, view
 from .elementwise import softmax
 from .gather_rows import gather_rows
 from .index import Index, Place, Projections, choose, choose_blocks_step
-from .launch import NO_KERNELS, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import Norm
 from .rope import Rope
 from .tiles import planned

@@ -11,11 +11,10 @@ import mlx.core as mx
 from ..kinds import GatedConnections
 from ..quant import Quant
 from . import backend
-from .attend import SEVERAL
 from .backend import Array
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, stored
 from .streams import plan_scatter
 from .tiles import lanes_of, planned

@@ -17,11 +17,11 @@ import numpy as np
 from ..kinds import QueryScale
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import SEVERAL, in_parts
+from .attend import in_parts
 from .backend import Array, stack, view
 from .elementwise import split
 from .forms import Form, StoredForm, is_read, stored_template
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
 from .linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
 from .norm import Norm
 from .positions import RECENT, Steps

@@ -16,13 +16,13 @@ import numpy as np
 
 from ..kinds import CHUNK, Mamba2
 from . import backend, gpu_time
-from .attend import SEVERAL
 from .backend import Array, contiguous, leave, library_of, view
 from .delta import STATE_ROWS, State
 from .elementwise import activate, float32, sigmoid, softplus, split
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
+    SEVERAL,
     SHARED_BYTES,
     TOGETHER,
     ArrayPiece,

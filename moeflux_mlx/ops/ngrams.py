@@ -13,10 +13,9 @@ import numpy as np
 
 from ..kinds import NGrams
 from . import backend
-from .attend import SEVERAL
 from .backend import Array, library_of, view
 from .elementwise import float32, sigmoid
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .streams import normed_streams
 from .tiles import planned
 

@@ -12,10 +12,9 @@ import mlx.core as mx
 
 from ..kinds import HyperConnections
 from . import backend
-from .attend import SEVERAL
 from .backend import Array, view
 from .elementwise import float32, sigmoid, softmax
-from .launch import NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
