@@ -8,8 +8,8 @@ import mlx.nn as nn
 
 from ..kinds import Mamba2
 from ..ops.backend import Array
-from ..ops.delta import State
 from ..ops.mamba import MambaWeights, mamba
+from ..ops.recurrent_state import State
 from ..ops.rows import RowCaches
 from .layers import Linear, MixerModule, RMSNorm, packed
 

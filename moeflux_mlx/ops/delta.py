@@ -8,7 +8,7 @@ has its own decay, the plain operations are those of `channel_delta`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +36,7 @@ from .launch import (
     require,
 )
 from .norm import rms_norm
+from .recurrent_state import STATE_ROWS, State
 from .rows import Begin, RowCaches
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
@@ -47,18 +48,9 @@ GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
 DELTA_STEP = Kernel("delta_step", "qkv z b a A_log dt_bias taps weight eps conv state", "out next_conv next")
 PARTS = ("qkv", "z", "b", "a", "out")  # inputs and outputs that hold the rows of a step in one array
 SIMDGROUPS = 4  # per threadgroup: enough to hide latency, few enough to spread over every core of the GPU
-STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
 PLANS = 512  # launches that are kept, one for each length of a chunk
 NORM_EPS = 1e-6  # epsilon of the query/key L2 norm, fixed in the published model code
-
-
-class State(Protocol):
-    """The layer's state of one text or a batch of them; None before the first token."""
-
-    offset: Any
-    conv: Any  # [B, taps - 1, channels], the convolution's last inputs
-    recurrent: Any  # [B, value heads, value dim, key dim] float32
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 from ..kinds import CHUNK, Mamba2
 from . import backend, gpu_time
 from .backend import Array, contiguous, leave, library_of, view
-from .delta import STATE_ROWS, State
 from .elementwise import activate, float32, sigmoid, softplus, split
 from .launch import (
     MOST_THREADS,
@@ -34,6 +33,7 @@ from .launch import (
     ceildiv,
 )
 from .norm import rms_norm
+from .recurrent_state import STATE_ROWS, State
 from .rows import RowCaches
 from .tiles import planned
 
