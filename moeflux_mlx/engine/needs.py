@@ -10,7 +10,7 @@ from ..formats.record import ExpertLayout
 from ..kinds import Delta, HyperConnections, Latent, Mixer, NGrams
 from ..model.span import PromptSizes
 from ..ops.arrangement import STEPS
-from ..ops.attend import SCORES
+from ..ops.causal_parts import SCORES
 from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS

@@ -17,8 +17,8 @@ import numpy as np
 from ..kinds import QueryScale
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import in_parts
 from .backend import Array, stack, view
+from .causal_parts import in_parts
 from .elementwise import split
 from .forms import Form, StoredForm, is_read, stored_template
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
