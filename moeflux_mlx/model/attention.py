@@ -12,8 +12,8 @@ from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
 from ..ops.attend import Whole, attend
 from ..ops.backend import Array
 from ..ops.blocks import Terms, attend_blocks, block_keys
-from ..ops.compressed import Pool
 from ..ops.elementwise import HEAD_GATES, gated_heads, split
+from ..ops.entry_pool import Pool
 from ..ops.index import IndexTerms, Projections, takes_step
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope

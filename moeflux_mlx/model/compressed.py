@@ -10,17 +10,15 @@ from ..kinds import Compressed, Compressor, Rotation
 from ..ops import backend
 from ..ops.backend import Array, library_of
 from ..ops.compressed import (
-    Pool,
     Seen,
     attend_compressed,
     attend_token,
     choose_entries,
-    pool_refusal,
-    pooled,
     refusal,
     token_inputs,
 )
 from ..ops.elementwise import split
+from ..ops.entry_pool import Pool, pool_refusal, pooled
 from ..ops.index import IndexTerms, Projections
 from ..ops.launch import in_turn
 from ..ops.linear import grouped_linear

@@ -8,8 +8,8 @@ import mlx.nn as nn
 
 from ..kinds import Indexer, KeyBlocks, Latent
 from ..ops.backend import Array, library_of
-from ..ops.compressed import Pool, pooled
 from ..ops.elementwise import float32, split
+from ..ops.entry_pool import Pool, pooled
 from ..ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ..ops.indexed import Chosen, attend_indexed, attend_pools
 from ..ops.latent import Queries, Up
