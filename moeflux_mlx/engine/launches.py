@@ -29,11 +29,11 @@ from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
-from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
 from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason, ceildiv
 from ..ops.records import Records
 from ..ops.rows import RowCaches
+from ..ops.seen import Chosen
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tile, Tiles, using

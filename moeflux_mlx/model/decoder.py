@@ -14,9 +14,9 @@ from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import GatedConnections
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
-from ..ops.indexed import Chosen
 from ..ops.limits import within_limits
 from ..ops.rows import RowCaches
+from ..ops.seen import Chosen
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs

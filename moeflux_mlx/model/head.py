@@ -15,7 +15,7 @@ import numpy as np
 from ..experts.routing import RoutedExpertsCall, ignore_report
 from ..families.registry import FAMILIES
 from ..ops import backend
-from ..ops.indexed import Chosen
+from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 from ..state.cache import Cache, make_cache

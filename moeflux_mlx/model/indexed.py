@@ -11,11 +11,12 @@ from ..ops.backend import Array, library_of
 from ..ops.elementwise import float32, split
 from ..ops.entry_pool import Pool, pooled
 from ..ops.index import IndexTerms, Projections, put_in_ring, takes_step
-from ..ops.indexed import Chosen, attend_indexed, attend_pools
+from ..ops.indexed import attend_indexed, attend_pools
 from ..ops.latent import Queries, Up
 from ..ops.norm import Norm, layer_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
+from ..ops.seen import Chosen
 from ..state.compressed import CompressedCache
 from ..state.traced import PLAIN, OnKernels
 from .latent import MLA

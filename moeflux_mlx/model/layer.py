@@ -11,7 +11,7 @@ from ..experts.source import ExpertLoader
 from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mamba2, Mixer
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.indexed import Chosen
+from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from ..state.cache import Cache
 from ..state.traced import Traced

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops.indexed import Chosen
+from ..ops.seen import Chosen
 from ..state.cache import Cache
 from ..state.layer_cache import Arrays
 from .images import NO_IMAGES, Images

@@ -20,7 +20,7 @@ from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.ops import attend, backend, launch, linear
 from moeflux_mlx.ops.experts import Shared
-from moeflux_mlx.ops.indexed import Chosen
+from moeflux_mlx.ops.seen import Chosen
 from moeflux_mlx.state import compressed, growing, window
 
 FAMILIES = (*goldens.families(), "gpt_oss")
