@@ -122,10 +122,10 @@ class Noted(Tiles):
     def tile(self, target: str, kernel: str, shape: str) -> Tile:
         return self._tiles.tile(target, kernel, shape)
 
-    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        made = super().plan(make, given)
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        made = super().plan(operation, make, given)
         if isinstance(made, Reason):
-            self.refused[make.__module__.rpartition(".")[2]] = self._missing if made is NO_KERNELS else made
+            self.refused[operation] = self._missing if made is NO_KERNELS else made
         return made
 
     def asked_for(self) -> Counter[str]:

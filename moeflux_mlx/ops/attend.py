@@ -191,7 +191,7 @@ def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> A
     return x if rope is None else rope(x, position)
 
 
-@planned()
+@planned("attend")
 def native_refusal(is_alone: bool) -> Reason | None:
     """Why norms, rotation and attention are separate native calls instead of the joint one for a single token."""
     return None if is_alone else Reason("attend_step takes a single token")
@@ -230,7 +230,7 @@ def takes_step(width: int, value_width: int) -> bool:
     return not refusal(backend.name(), True, width, value_width)
 
 
-@planned()
+@planned("attend")
 def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason | None:
     """Why the kernels do not attend for a token alone, or for several, with keys and values of these widths."""
     if target == "ops":

@@ -144,7 +144,7 @@ def _mixed(weights: Any, values: Any) -> Any:
 # ---- kernels, for one token on a GPU
 
 
-@planned()
+@planned("compressed")
 def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
     """Why the kernels do not take this number of tokens of a layer."""
     if target == "ops":
@@ -198,7 +198,7 @@ def _heads(mixer: Compressed) -> int:
     return next(n for n in range(HEADS, 0, -1) if mixer.heads % n == 0)
 
 
-@planned()
+@planned("compressed")
 def plan_inputs(target: str, dtype: mx.Dtype, mixer: Compressed, interleaved: bool) -> Launch:
     template = {"X": dtype, "H": mixer.heads, "D": mixer.head_dim, "R": mixer.rotation.dims, "ROW": mixer.row}
     template |= {"SG": THREADS // 32, "INTERLEAVED": int(interleaved)}
@@ -206,7 +206,7 @@ def plan_inputs(target: str, dtype: mx.Dtype, mixer: Compressed, interleaved: bo
     return Launch(target, INPUTS, template, (mixer.heads + 1, 1), THREADS, outputs)
 
 
-@planned()
+@planned("compressed")
 def plan_attend(
     target: str, dtype: mx.Dtype, slots: int, entries: int, top: int, mixer: Compressed, interleaved: bool
 ) -> tuple[Launch, Launch]:

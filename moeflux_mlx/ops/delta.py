@@ -124,7 +124,7 @@ def delta(
     return out
 
 
-@planned()
+@planned("delta")
 def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
     """Why the kernels do not take this number of sequences with heads of these sizes."""
     if target == "ops":
@@ -309,7 +309,7 @@ def delta_step(
     return out, conv, recurrent
 
 
-@planned(PLANS)
+@planned("delta", PLANS)
 def plan_step(
     target: str,
     qkv: Shape,
@@ -387,7 +387,7 @@ def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.ar
     return conv, mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
 
 
-@planned(PLANS)
+@planned("delta", PLANS)
 def plan_rows(count: int, widths: Sequence[int], in_order: bool, target: str, *given: Any) -> Launch:
     """The launch of `plan_step`, whose arguments are `given`, for several rows.
 
@@ -495,7 +495,7 @@ def gated_delta_tokens(
     return out, following
 
 
-@planned(PLANS)
+@planned("delta", PLANS)
 def plan_tokens(
     target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None
 ) -> tuple[Launch, Launch]:

@@ -54,7 +54,7 @@ class Pool(NamedTuple):
         return tuple(sizes.items())
 
 
-@planned()
+@planned("entry_pool")
 def pool_refusal(target: str, width: int) -> Reason | None:
     """Why no kernel makes entries of this width."""
     if target == "ops":
@@ -62,7 +62,7 @@ def pool_refusal(target: str, width: int) -> Reason | None:
     return Reason(f"entries of {width} values are wider than {WIDEST}") if width > WIDEST else None
 
 
-@planned()
+@planned("entry_pool")
 def plan_pool(target: str, dtype: mx.Dtype, ring: Shape, sizes: tuple[tuple[str, int], ...]) -> Launch:
     template = {"X": dtype, "SLOTS": ring[2], "ROW": ring[3], "T": POOLING, **dict(sizes)}
     return Launch(target, POOL, template, (1, 1), POOLING, [((1, 1, 1, dict(sizes)["W"]), dtype)])

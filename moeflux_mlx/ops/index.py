@@ -169,7 +169,7 @@ def takes_step(rule: Rule) -> bool:
     return not refusal(backend.name(), True, rule)
 
 
-@planned()
+@planned("index")
 def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
     """Why the kernels do not choose for a token alone, or for several."""
     if target == "ops":

@@ -205,7 +205,7 @@ def attend_latent(
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
-@planned()
+@planned("latent")
 def native_refusal(tokens: int) -> Reason | None:
     """Why the native kernels do not attend over these latents."""
     expanded = f"for more than {ABSORB_AT_MOST} tokens keys and values are made of the latents"
@@ -236,7 +236,7 @@ def takes_step(latent: int, rotated: int) -> bool:
     return not refusal(backend.name(), True, latent, rotated)
 
 
-@planned()
+@planned("latent")
 def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
     """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
     if target == "ops":

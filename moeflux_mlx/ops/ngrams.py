@@ -88,7 +88,7 @@ def _convolved(inputs: Any, weight: mx.array, part: NGrams, count: int) -> Any:
 # ---- the kernel for one token on a GPU
 
 
-@planned()
+@planned("ngrams")
 def refusal(target: str, tokens: int) -> Reason | None:
     """Why the kernel does not take this number of tokens."""
     if target == "ops":
@@ -106,7 +106,7 @@ def _on_kernel(h: mx.array, key: Any, value: Any, before: Any, w: NGramWeights, 
     return h, inputs
 
 
-@planned()
+@planned("ngrams")
 def plan(target: str, kept: Shape, width: int, dtypes: tuple[mx.Dtype, ...], taps: int, far: int) -> Launch:
     streams, blocks = kept[-1] // width, ceildiv(width, THREADS)
     template = dict(zip("XVW", dtypes, strict=True)) | {"N": streams, "D": width, "TAPS": taps, "FAR": far}

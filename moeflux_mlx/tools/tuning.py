@@ -107,7 +107,7 @@ class Listening(Tiles):
         self.asked.append((kernel, shape))
         return super().tile(target, kernel, shape)
 
-    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         self.asked.clear()
         made, asked = make(*given), tuple(self.asked)
         if not asked or made is None or isinstance(made, Reason):
