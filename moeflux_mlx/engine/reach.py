@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
-from ..kinds import Delta, GroupedQuery, Latent, Mamba2, Mixer
+from ..kinds import Delta, GroupedQuery, Latent, Mamba2, Mixer, product
 from ..model.tensors import EMBEDDING, needed, stored_as, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
@@ -163,7 +163,7 @@ class Reach:
         routed = args.num_experts_per_tok * args.experts.matrices * args.expert_size * args.moe_intermediate_size
         each = self._matrices + routed * len(args.moe_layers)
         scores = sum(count * _attended(mixer, tokens) for mixer, count in args.mixer_counts.items())
-        return gpu_time.product(tokens, each, 1) + scores + gpu_time.product(1, args.hidden_size, args.vocab_size)
+        return product(tokens, each, 1) + scores + product(1, args.hidden_size, args.vocab_size)
 
     @cached_property
     def _matrices(self) -> int:

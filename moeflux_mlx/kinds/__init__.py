@@ -14,10 +14,10 @@ from .layer import (
     GatedConnections,
     HyperConnections,
     LayerSpec,
-    Mixer,
     Residual,
     unsupported,
 )
+from .mixer import Mixer, product
 from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2, NGrams, Recurrent
 from .rotation import Llama3, Rotation, Yarn
 
@@ -57,5 +57,6 @@ __all__ = [
     "SILU",
     "SharedExpert",
     "Yarn",
+    "product",
     "unsupported",
 ]

@@ -5,11 +5,12 @@ from typing import Literal
 
 from . import chosen
 from .chosen import HeadBlocks, Indexer, KeyBlocks
+from .mixer import Mixer, product
 from .rotation import Rotation
 
 
 @dataclass(frozen=True)
-class GroupedQuery:
+class GroupedQuery(Mixer):
     """Attention with `heads` queries over `kv_heads` keys and values.
 
     Attributes:
@@ -81,6 +82,13 @@ class GroupedQuery:
             return self.heads * tokens * min(positions, self.blocks.most)
         return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
 
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, without an indexer's."""
+        queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
+        gates = self.gate not in (None, "joined")
+        return self.heads * (queries + gates) + self.kv_heads * (self.head_dim + self.value_width)
+
 
 @dataclass(frozen=True)
 class QueryScale:
@@ -94,7 +102,7 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
-class Latent:
+class Latent(Mixer):
     """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
 
     Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
@@ -156,6 +164,18 @@ class Latent:
         """Two sums of scores of all heads."""
         return 2 * self.heads * tokens * self._expanded(positions)
 
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, without those of the blocks' indexer."""
+        queries = self.heads * self.head_dim if self.q_latent is None else self.q_latent
+        index = self.indexer.dim + self.indexer.heads if self.indexer else 0
+        return queries + index + self.latent + self.rotated + self.heads * self.value
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the queries from their latent."""
+        index = self.indexer.heads * self.indexer.dim if self.indexer else 0
+        return product(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+
     def _expanded(self, positions: int) -> int:
         """Positions over which many tokens attend together."""
         if self.blocks:
@@ -195,7 +215,7 @@ class Compressor:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(Mixer):
     """Attention of `heads` queries over one head that is key and value: over a window of the newest positions and, with
     a `compressor`, over entries that summarise all earlier ones; with sinks.
 
@@ -272,9 +292,18 @@ class Compressed:
         scores = 3 * chosen.INDEX_VALUES + of_indexer
         return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
 
-    def scores(self, tokens: int, positions: int) -> int:
-        """None besides those that `temporaries` counts."""
-        return 0
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it."""
+        index = self.compressor.indexer.heads if self.compressor and self.compressor.indexer else 0
+        return self.q_latent + self.row + index + self.groups * self.group_latent
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the queries from their latent, and of the groups' projections."""
+        indexer = self.compressor.indexer if self.compressor else None
+        index = indexer.heads * indexer.dim if indexer else 0
+        width = self.heads * self.head_dim
+        return product(tokens, self.q_latent, width + index) + product(tokens, width, self.group_latent)
 
 
 Attention = GroupedQuery | Latent | Compressed

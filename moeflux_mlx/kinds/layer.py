@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .attention import Attention
 from .feed_forward import Dense, Experts
-from .recurrent import Recurrent
+from .mixer import Mixer
 
-Mixer = Attention | Recurrent
 FeedForward = Dense | Experts
 
 

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .mixer import Mixer, product
+
 CHUNK = 64  # tokens that Mamba2 takes together
 
 
@@ -50,6 +52,7 @@ class NGrams:
 
 
 LEAST_FLOOR = -5.0  # the least logarithm of a decay
+DELTA_SHARE = 0.25  # share of a GPU's rate that the delta rule's sequential steps reach; 0.35 to 0.46 on an H200
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class ChannelDecay:
 
 
 @dataclass(frozen=True)
-class Delta:
+class Delta(Mixer):
     """The gated delta rule behind a causal convolution of `taps` inputs.
 
     Attributes:
@@ -126,13 +129,19 @@ class Delta:
     def _of_grams(self, tokens: int) -> int:
         return (8 * self.ngrams.channels + 2 * self.ngrams.embedded) * tokens if self.ngrams else 0
 
-    def scores(self, tokens: int, positions: int) -> int:
-        """It has none."""
-        return 0
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, as if none were of low rank."""
+        return self.channels + 2 * self.value_width + 2 * self.value_heads
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the delta rule's steps: decay, S k, what is learned and S q are 7 for each value of S
+        (arXiv:2412.06464). They count as if they were more, because they do not reach a GPU's full rate."""
+        return 7.0 * tokens * self.value_width * self.key_dim / DELTA_SHARE
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Mixer):
     """A state space model behind a causal convolution of `taps` inputs (Mamba-2, arXiv:2405.21060, section 7).
 
     Each of `heads` has a state [head_dim, state_dim]. Of `groups` of heads each has its own B and C, and its own mean
@@ -186,9 +195,15 @@ class Mamba2:
         chunk = min(tokens, CHUNK)
         return 5 * self.projected * tokens + 3 * self.heads * chunk * chunk + 2 * math.prod(self.state_shape)
 
-    def scores(self, tokens: int, positions: int) -> int:
-        """It has none."""
-        return 0
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it."""
+        return self.projected + self.width
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of each head between a chunk's tokens, and with the state."""
+        chunk = min(tokens, CHUNK)
+        return product(tokens, chunk, self.width) + 2 * product(tokens, self.width, self.state_dim)
 
 
 Recurrent = Delta | Mamba2

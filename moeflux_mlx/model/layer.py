@@ -44,6 +44,8 @@ def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn
             return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
         case Mamba2():
             return "mamba", Mamba(mixer, args.hidden_size, args.rms_norm_eps)
+        case _:
+            raise TypeError(f"no module computes {mixer}")
 
 
 def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:

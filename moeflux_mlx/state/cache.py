@@ -38,6 +38,8 @@ def make_cache(mixer: Mixer) -> Cache:
             return NGramsCache(mixer)
         case Delta() | Mamba2():
             return RecurrentCache(mixer)
+        case _:
+            raise TypeError(f"no cache serves {mixer}")
 
 
 def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:

@@ -1,0 +1,41 @@
+"""What every way of mixing tokens answers about itself."""
+
+
+def product(rows: int, inner: int, outer: int) -> float:
+    """[rows, inner] times [inner, outer]: a multiplication and an addition for each."""
+    return 2.0 * rows * inner * outer
+
+
+class Mixer:
+    """A way of mixing tokens: a part of a layer in which tokens meet. Each is a frozen dataclass of its switches.
+
+    The base class has no fields, because saved prompts are known by the names of classes and fields.
+    """
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take."""
+        raise NotImplementedError
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of `count` tokens from the place `first` on attend to all that they see; by default each does."""
+        return count
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Number of values that exist at once while `tokens` are mixed and `positions` are seen, without scores."""
+        raise NotImplementedError
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Scores of all heads that exist at once besides `temporaries`; by default there are none."""
+        return 0
+
+    # ---- what it costs
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it."""
+        raise NotImplementedError
+
+    def own_operations(self, tokens: int) -> float:
+        """Multiplications and additions in proportion to the tokens, besides those projections; by default none."""
+        return 0.0
