@@ -89,6 +89,10 @@ class GroupedQuery(Mixer):
         gates = self.gate not in (None, "joined")
         return self.heads * (queries + gates) + self.kv_heads * (self.head_dim + self.value_width)
 
+    def attended(self, tokens: int) -> float:
+        """Those of scores, and of sums weighed by them."""
+        return self.scores(tokens, tokens) * (self.head_dim + self.value_width)
+
 
 @dataclass(frozen=True)
 class QueryScale:
@@ -175,6 +179,10 @@ class Latent(Mixer):
         """Those of the queries from their latent."""
         index = self.indexer.heads * self.indexer.dim if self.indexer else 0
         return product(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+
+    def attended(self, tokens: int) -> float:
+        """Those of scores, and of sums weighed by them; `scores` counts two sums."""
+        return self.scores(tokens, tokens) * (self.head_dim + self.value) / 2
 
     def _expanded(self, positions: int) -> int:
         """Positions over which many tokens attend together."""

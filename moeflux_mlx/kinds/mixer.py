@@ -39,3 +39,9 @@ class Mixer:
     def own_operations(self, tokens: int) -> float:
         """Multiplications and additions in proportion to the tokens, besides those projections; by default none."""
         return 0.0
+
+    def attended(self, tokens: int) -> float:
+        """Multiplications and additions of a prompt's scores, and of the sums weighed by them: half of the pairs of its
+        tokens are in order. By default there are none.
+        """
+        return 0.0
