@@ -184,6 +184,11 @@ class Latent(Mixer):
         """Those of scores, and of sums weighed by them; `scores` counts two sums."""
         return self.scores(tokens, tokens) * (self.head_dim + self.value) / 2
 
+    @property
+    def handed_on(self) -> int:
+        """The positions that an indexer chooses, also one that reuses a choice; a choice of blocks is not reused."""
+        return self.indexer.top if self.indexer else 0
+
     def _expanded(self, positions: int) -> int:
         """Positions over which many tokens attend together."""
         if self.blocks:

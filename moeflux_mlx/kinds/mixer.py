@@ -45,3 +45,12 @@ class Mixer:
         tokens are in order. By default there are none.
         """
         return 0.0
+
+    def native_temporaries(self, tokens: int, positions: int) -> int:
+        """`temporaries` of the CPU's native kernels, which compute at once; by default they are the same."""
+        return self.temporaries(tokens, positions)
+
+    @property
+    def handed_on(self) -> int:
+        """How many positions a token chooses of which later layers reuse the choice; by default none."""
+        return 0

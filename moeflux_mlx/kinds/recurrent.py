@@ -7,6 +7,7 @@ from typing import Literal
 from .mixer import Mixer, product
 
 CHUNK = 64  # tokens that Mamba2 takes together
+NUMBER_BYTES = 16  # per row of a table: its number, and its place among the rows that are read
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class NGrams:
     def embedded(self) -> int:
         """Values of all rows of a token."""
         return len(self.sizes) * self.width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all rows of a token, and of their numbers."""
+        return 2 * self.embedded + NUMBER_BYTES * len(self.sizes)
 
 
 LEAST_FLOOR = -5.0  # the least logarithm of a decay
@@ -119,13 +125,6 @@ class Delta(Mixer):
         of the n-grams and of their convolution."""
         return max(4 * (self.channels + self.value_width) * tokens, self._of_grams(tokens))
 
-    def native_temporaries(self, tokens: int) -> int:
-        """The same of the native kernels, which compute at once: the projections and the convolution's results, queries
-        and keys, values and results."""
-        decays = 2 * self.key_width if self.channel_decay else 0
-        own = 2 * self.channels + 2 * self.key_width + 3 * self.value_width + decays
-        return max(own * tokens, self._of_grams(tokens))
-
     def _of_grams(self, tokens: int) -> int:
         return (8 * self.ngrams.channels + 2 * self.ngrams.embedded) * tokens if self.ngrams else 0
 
@@ -138,6 +137,12 @@ class Delta(Mixer):
         """Those of the delta rule's steps: decay, S k, what is learned and S q are 7 for each value of S
         (arXiv:2412.06464). They count as if they were more, because they do not reach a GPU's full rate."""
         return 7.0 * tokens * self.value_width * self.key_dim / DELTA_SHARE
+
+    def native_temporaries(self, tokens: int, positions: int) -> int:
+        """The projections and the convolution's results, queries and keys, values and results."""
+        decays = 2 * self.key_width if self.channel_decay else 0
+        own = 2 * self.channels + 2 * self.key_width + 3 * self.value_width + decays
+        return max(own * tokens, self._of_grams(tokens))
 
 
 @dataclass(frozen=True)

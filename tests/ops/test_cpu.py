@@ -232,4 +232,4 @@ def test_the_delta_rule_holds_what_is_planned(decay, key_heads):
         return most
 
     peak()
-    assert 0.95 < peak() / (4 * sizes.native_temporaries(L)) < 1.05
+    assert 0.95 < peak() / (4 * sizes.native_temporaries(L, L)) < 1.05
