@@ -202,7 +202,7 @@ def _launches(name: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     with closing(launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,))) as steps:
         for step in steps:
-            if not step.part.endswith((", full window", ", chosen positions")):  # other states of a counted part
+            if not step.is_later:
                 counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
     return counts
 

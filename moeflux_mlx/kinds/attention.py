@@ -1,5 +1,6 @@
 """Mixers that attend to earlier positions."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +93,10 @@ class GroupedQuery(Mixer):
     def attended(self, tokens: int) -> float:
         """Those of scores, and of sums weighed by them."""
         return self.scores(tokens, tokens) * (self.head_dim + self.value_width)
+
+    @property
+    def title(self) -> str:
+        return "attention"
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,10 @@ class Latent(Mixer):
     def handed_on(self) -> int:
         """The positions that an indexer chooses, also one that reuses a choice; a choice of blocks is not reused."""
         return self.indexer.top if self.indexer else 0
+
+    @property
+    def title(self) -> str:
+        return "latent attention"
 
     def _expanded(self, positions: int) -> int:
         """Positions over which many tokens attend together."""
@@ -317,6 +326,16 @@ class Compressed(Mixer):
         index = indexer.heads * indexer.dim if indexer else 0
         width = self.heads * self.head_dim
         return product(tokens, self.q_latent, width + index) + product(tokens, width, self.group_latent)
+
+    @property
+    def title(self) -> str:
+        return "compressed attention"
+
+    def moments(self, longest: int) -> Iterator[tuple[str, int]]:
+        """Also that in which the window is full and the next token ends an entry."""
+        ratio = self.ratio or 1
+        yield "full window", -(-(self.window + 1) // ratio) * ratio - 1
+        yield from super().moments(longest)
 
 
 Attention = GroupedQuery | Latent | Compressed

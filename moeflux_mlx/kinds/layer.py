@@ -23,6 +23,7 @@ class HyperConnections:
     eps: float
     mean: bool = False
     copies: ClassVar[int] = 2  # of the streams, in each part of a layer; measured on an H200
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -40,6 +41,7 @@ class GatedConnections:
     streams: int
     rank: int
     copies: ClassVar[int] = 7  # of the streams, in each part of a layer; measured on an H200
+    has_own_norm: ClassVar[bool] = True  # in place of the norm before each part
 
     @property
     def widths(self) -> tuple[int, ...]:

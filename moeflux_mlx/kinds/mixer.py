@@ -1,5 +1,7 @@
 """What every way of mixing tokens answers about itself."""
 
+from collections.abc import Iterator
+
 
 def product(rows: int, inner: int, outer: int) -> float:
     """[rows, inner] times [inner, outer]: a multiplication and an addition for each."""
@@ -37,7 +39,9 @@ class Mixer:
         raise NotImplementedError
 
     def own_operations(self, tokens: int) -> float:
-        """Multiplications and additions in proportion to the tokens, besides those projections; by default none."""
+        """Other multiplications and additions in proportion to `tokens`: as many as a GPU does at its full rate in the
+        time that they take. By default there are none.
+        """
         return 0.0
 
     def attended(self, tokens: int) -> float:
@@ -54,3 +58,19 @@ class Mixer:
     def handed_on(self) -> int:
         """How many positions a token chooses of which later layers reuse the choice; by default none."""
         return 0
+
+    # ---- how it is listed
+
+    @property
+    def title(self) -> str:
+        """Its name for users."""
+        raise NotImplementedError
+
+    def moments(self, longest: int) -> Iterator[tuple[str, int]]:
+        """The states of a text of at most `longest` positions in which a token runs other kernels than at its start, as
+        (name, number of positions before the token). By default only the first in which the token does not attend to
+        all that it sees.
+        """
+        seen = self.seeing_all(0, longest)
+        if seen < longest:
+            yield "chosen positions", seen

@@ -144,6 +144,10 @@ class Delta(Mixer):
         own = 2 * self.channels + 2 * self.key_width + 3 * self.value_width + decays
         return max(own * tokens, self._of_grams(tokens))
 
+    @property
+    def title(self) -> str:
+        return "delta rule"
+
 
 @dataclass(frozen=True)
 class Mamba2(Mixer):
@@ -209,6 +213,10 @@ class Mamba2(Mixer):
         """Those of each head between a chunk's tokens, and with the state."""
         chunk = min(tokens, CHUNK)
         return product(tokens, chunk, self.width) + 2 * product(tokens, self.width, self.state_dim)
+
+    @property
+    def title(self) -> str:
+        return "state space model"
 
 
 Recurrent = Delta | Mamba2

@@ -244,3 +244,7 @@ class NGramsCache(JoinedCache):
 
     def __init__(self, part: Delta):
         super().__init__(part, RecurrentCache(part), NGramCache(part.ngrams))  # type: ignore[arg-type]
+
+    @property
+    def of_mixer(self) -> Any:
+        return self.own

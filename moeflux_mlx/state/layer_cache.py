@@ -61,6 +61,11 @@ class LayerCache(Generic[Part]):
     def _shifts_at(self, position: int) -> Shifts:
         return tuple(one for one in self.shifts if one[0] <= position)
 
+    @property
+    def of_mixer(self) -> Any:
+        """The cache that the layer's mixer takes, without one that serves another part of the layer."""
+        return self
+
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
         """Bytes that a prompt's block needs to read `positions` positions as values of `itemsize` bytes."""
         return 0
