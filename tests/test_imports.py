@@ -26,6 +26,7 @@ ORDER = [
     "formats",
     "text",
     "ops",
+    "caches",
     "state",
     "experts",
     "model",

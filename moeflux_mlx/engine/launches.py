@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.joined import NGramsCache
 from ..experts.places import BUFFERS
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record

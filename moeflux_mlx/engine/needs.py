@@ -3,6 +3,7 @@
 It opens no file, allocates nothing, and decides nothing.
 """
 
+from ..caches.layer_cache import FLOAT_BYTES
 from ..experts.reader import in_pieces_bytes
 from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
@@ -16,7 +17,6 @@ from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
 from ..state.cache import KVCache, make_cache, untrimmable_bytes
-from ..state.layer_cache import FLOAT_BYTES
 from .demand import Demand
 from .machine import Figures
 

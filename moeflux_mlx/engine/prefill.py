@@ -8,13 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays
 from ..errors import RequestError
 from ..model.decoder import Model
 from ..model.images import NO_IMAGES, Images
 from ..model.span import Span
 from ..ops.limits import within_limits
 from ..state.cache import Cache
-from ..state.layer_cache import Arrays
 from .head_drafts import HeadDrafts
 
 Progress = Callable[[int, int], Any]

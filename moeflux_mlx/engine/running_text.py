@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays
 from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows, Step
 from ..state.cache import Cache, untrimmable_bytes
-from ..state.layer_cache import Arrays
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..caches.traced import PLAIN, OnKernels
 from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
 from ..ops.attend import Whole, attend
 from ..ops.backend import Array
@@ -18,7 +19,6 @@ from ..ops.index import IndexTerms, Projections, takes_step
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
-from ..state.traced import PLAIN, OnKernels
 from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..caches.traced import Traced, up_to
 from ..experts.source import ExpertLoader
 from ..ops.rows import RowCaches
 from ..state.cache import Cache
-from ..state.traced import Traced, up_to
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
 # The most graphs of a step, for each thread. A step has one for each way in which its caches are traced: for

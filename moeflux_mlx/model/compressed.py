@@ -6,6 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.entries import CompressedCache
+from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Compressed, Compressor, Rotation
 from ..ops import backend
 from ..ops.backend import Array, library_of
@@ -24,8 +26,6 @@ from ..ops.launch import in_turn
 from ..ops.linear import grouped_linear
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope, turned
-from ..state.compressed import CompressedCache
-from ..state.traced import PLAIN, OnKernels
 from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import GatedConnections
@@ -21,7 +22,6 @@ from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from ..state.cache import Cache, make_cache
-from ..state.traced import Traced
 from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, Shared

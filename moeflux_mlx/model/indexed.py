@@ -6,6 +6,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..caches.entries import CompressedCache
+from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Indexer, KeyBlocks, Latent
 from ..ops.backend import Array, library_of
 from ..ops.elementwise import float32, split
@@ -17,8 +19,6 @@ from ..ops.norm import Norm, layer_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
 from ..ops.seen import Chosen
-from ..state.compressed import CompressedCache
-from ..state.traced import PLAIN, OnKernels
 from .latent import MLA
 from .layers import Linear, RMSNorm, Stack, normed_with_weights
 

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mamba2, Mixer
@@ -14,7 +15,6 @@ from ..ops.backend import Array
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from ..state.cache import Cache
-from ..state.traced import Traced
 from .attention import Attention
 from .compiled import DecodeStep, by_prediction
 from .compressed import CompressedAttention

@@ -4,10 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.joined import NGramCache
 from ..kinds import NGrams
 from ..ops.backend import Array, view
 from ..ops.ngrams import NGramWeights, with_ngrams
-from ..state.joined import NGramCache
 from .layers import Linear, RMSNorm, Stack
 from .tokens import Tokens
 

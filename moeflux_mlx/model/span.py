@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..ops.seen import Chosen
+from ..caches.layer_cache import Arrays
 from ..state.cache import Cache
-from ..state.layer_cache import Arrays
 from .images import NO_IMAGES, Images
 from .tokens import Tokens
 

@@ -6,11 +6,11 @@ from typing import cast
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays
 from ..errors import RequestError
 from ..experts.stats import Asked
 from ..ops.rows import RowCaches
 from ..state.cache import Cache
-from ..state.layer_cache import Arrays
 from .tokens import token_ids
 
 MAX_ROWS = 16  # the most rows of a step

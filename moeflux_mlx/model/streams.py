@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.traced import Traced
 from ..experts.routing import Report
 from ..experts.source import ExpertLoader
 from ..kinds import Connections, GatedConnections, HyperConnections
@@ -18,7 +19,6 @@ from ..ops.rows import RowCaches
 from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 from ..state.cache import Cache
-from ..state.traced import Traced
 from .compiled import DecodeStep, by_prediction
 from .layers import Linear, RMSNorm, Stack, packed
 from .moe import DenseMLP, MoE

@@ -8,14 +8,14 @@ of each value. `IndexedCache`, `BlocksCache` and `NGramsCache` each combine a mi
 
 from collections.abc import Mapping
 
+from ..caches.entries import CompressedCache
+from ..caches.growing import KVCache, LatentCache
+from ..caches.joined import BlocksCache, JoinedCache, NGramsCache
+from ..caches.recurrent import RecurrentCache
+from ..caches.ring import WindowCache
 from ..kinds import Compressed, Delta, GroupedQuery, HeadBlocks, KeyBlocks, Latent, Mamba2, Mixer, NGrams
-from .compressed import CompressedCache
-from .growing import KVCache, LatentCache
-from .indexed import IndexedCache
-from .joined import BlocksCache, JoinedCache, NGramsCache
-from .quantized import QuantizedKVCache, QuantizedWindowCache
-from .recurrent import RecurrentCache
-from .window import WindowCache
+from .grouped import QuantizedKVCache, QuantizedWindowCache
+from .latent import IndexedCache
 
 Cache = KVCache | WindowCache | CompressedCache | LatentCache | IndexedCache | RecurrentCache | JoinedCache
 

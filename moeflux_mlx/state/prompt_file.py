@@ -31,11 +31,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..caches.layer_cache import Shifts
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
 from ..files import replace_file
 from .cache import Cache
 from .fingerprint import Fingerprint
-from .layer_cache import Shifts
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
 MAGIC, VERSION, SHIFTED = b"MOEFLXPC", 1, 2

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays
 from .cache import Cache
-from .layer_cache import Arrays
 
 
 class RewindPoints:

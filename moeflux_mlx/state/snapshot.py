@@ -41,6 +41,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..caches.layer_cache import FLOAT_BYTES, State
 from ..errors import (
     BadMagicError,
     BadVersionError,
@@ -55,7 +56,6 @@ from ..errors import (
 from ..kinds import Attention, GroupedQuery, Latent, Mixer, Recurrent
 from ..spec import ModelArgs
 from .cache import Cache, make_cache
-from .layer_cache import FLOAT_BYTES, State
 
 MAGIC = 0x4D464C58
 VERSION = 2

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
+from moeflux_mlx.caches import traced
+from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
+from moeflux_mlx.caches.traced import REACH, SPARE
 from moeflux_mlx.engine.budget import state_bytes
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import GroupedQuery
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import attend, backend, causal_parts
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.state import traced
 from moeflux_mlx.state.cache import make_cache, untrimmable_bytes
-from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 from moeflux_mlx.state.rewind import RewindPoints
-from moeflux_mlx.state.traced import REACH, SPARE
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HEADS, WIDTH = 2, 16

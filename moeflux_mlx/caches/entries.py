@@ -11,8 +11,8 @@ from ..ops.backend import library_of, view
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
+from .ring import WindowCache
 from .traced import PLAIN, EntriesKind, OnKernels
-from .window import WindowCache
 
 
 class CompressedCache(WindowCache):

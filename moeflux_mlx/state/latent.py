@@ -5,10 +5,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..caches.growing import LatentCache
+from ..caches.joined import JoinedCache, KeyCache
+from ..caches.layer_cache import Arrays, Shape, State
 from ..kinds import Latent
-from .growing import LatentCache
-from .joined import JoinedCache, KeyCache
-from .layer_cache import Arrays, Shape, State
 
 
 class IndexedCache(JoinedCache):

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..kinds import Delta, GroupedQuery, HeadBlocks, Indexer, Latent
 from ..ops.positions import RECENT, Rows
-from .compressed import CompressedCache
+from .entries import CompressedCache
 from .growing import KVCache, LatentCache, Stepping, takes_steps
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
 from .recurrent import RecurrentCache

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
+from ..caches.growing import KVCache
+from ..caches.layer_cache import FLOAT_BYTES, State
+from ..caches.ring import WindowCache
+from ..caches.traced import FixedCache, FixedRing
 from ..ops.kv_rows import decode, encode, row_bytes
 from ..ops.positions import Held, Rows
-from .growing import KVCache
-from .layer_cache import FLOAT_BYTES, State
-from .traced import FixedCache, FixedRing
-from .window import WindowCache
 
 CODES = mx.uint8
 
