@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..caches.joined import NGramsCache
 from ..experts.places import BUFFERS
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
@@ -41,6 +40,7 @@ from ..ops.tiles import CODE, MAX_TOKENS, Tile, Tiles, using
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
+from ..state.delta import NGramsCache
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 

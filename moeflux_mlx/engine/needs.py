@@ -3,6 +3,7 @@
 It opens no file, allocates nothing, and decides nothing.
 """
 
+from ..caches.growing import Growing
 from ..caches.layer_cache import FLOAT_BYTES
 from ..experts.reader import in_pieces_bytes
 from ..experts.shares import taken
@@ -16,7 +17,7 @@ from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import KVCache, make_cache, untrimmable_bytes
+from ..state.cache import make_cache, untrimmable_bytes
 from .demand import Demand
 from .machine import Figures
 
@@ -24,7 +25,7 @@ HEADROOM_SHARE = 0.15  # share of memory kept free for the system, other program
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to this size only the share counts; bytes beyond it are kept free up to the least headroom
 PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
-KV_STEP = KVCache.step  # positions by which caches grow
+KV_STEP = Growing.step  # positions by which caches grow
 BLOCK = 4096  # the most tokens that a mixer handles at once by default
 SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
 INDEX_BYTES = 4  # per position that an indexer chose

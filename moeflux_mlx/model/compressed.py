@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..caches.entries import CompressedCache
+from ..caches.entries import EntriesCache
 from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Compressed, Compressor, Rotation
 from ..ops import backend
@@ -89,7 +89,7 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: Any, norm: RMSNorm, cache: CompressedCache) -> Any:
+    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)

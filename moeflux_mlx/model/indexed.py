@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..caches.entries import CompressedCache
+from ..caches.entries import EntriesCache
 from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Indexer, KeyBlocks, Latent
 from ..ops.backend import Array, library_of
@@ -127,7 +127,7 @@ class PoolScoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
 
     def __call__(
-        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[Array], cache: CompressedCache
+        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[Array], cache: EntriesCache
     ) -> Projections:
         """For `attend_pools`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
         and of the outputs of `wk`, `weights_proj` and `wgate`. `cache` absorbs the keys; the result has those of all

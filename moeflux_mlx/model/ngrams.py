@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..caches.joined import NGramCache
+from ..caches.ngrams import NGramCache
 from ..kinds import NGrams
 from ..ops.backend import Array, view
 from ..ops.ngrams import NGramWeights, with_ngrams

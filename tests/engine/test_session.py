@@ -13,6 +13,7 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
 from moeflux_mlx.caches import growing, layer_cache, recurrent, ring
+from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.engine import running_text
 from moeflux_mlx.engine.running_text import Stopped
 from moeflux_mlx.engine.session import Session
@@ -20,7 +21,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
 from moeflux_mlx.state import rewind
-from moeflux_mlx.state.cache import KVCache, RecurrentCache
+from moeflux_mlx.state.grouped import KVCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from grids import drawn
 from tiny_models import tiny_directory
 
-from moeflux_mlx.caches.entries import CompressedCache
+from moeflux_mlx.caches.entries import EntriesCache
 from moeflux_mlx.caches.joined import JoinedCache
 from moeflux_mlx.engine.budget import plan_memory
 from moeflux_mlx.engine.demand import Demand
@@ -104,7 +104,7 @@ def fill(cache, positions):
     if cache.is_trimmable():
         for name, (heads, width) in zip(("keys", "values"), cache.rows, strict=True):
             setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
-    if isinstance(cache, CompressedCache):
+    if isinstance(cache, EntriesCache):
         (_, row), (_, entry) = cache.rows
         cache.keys = mx.zeros((1, 1, cache.capacity, row), mx.bfloat16)
         cache.values = mx.zeros((1, 1, cache.entries_of(positions), entry), mx.bfloat16) if entry else None

@@ -17,7 +17,7 @@ from moeflux_mlx.ops.linear import Part
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.seen import SeenBlocks
 from moeflux_mlx.quant import Quant
-from moeflux_mlx.state.cache import LatentCache
+from moeflux_mlx.state.latent import LatentCache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value
