@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.growing import Growing
+from ..caches.layer_cache import LayerCache
 from ..errors import ModelFileError
 from ..experts.source import ExpertLoader
 from ..experts.stats import Asked
@@ -20,7 +21,6 @@ from ..model.decoder import Model
 from ..model.step import SequenceRows, Step
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
-from ..state.cache import Cache
 from .constrained import Constraint
 from .drafts import Drafts, Lookup
 from .sampling import LogitsProcessor, Sampler, greedy, make_sampler
@@ -130,7 +130,7 @@ class Decoding:
     def __init__(
         self,
         model: Model,
-        cache: list[Cache],
+        cache: list[LayerCache],
         prompt: mx.array,
         logits: mx.array,
         *,

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
@@ -14,7 +15,6 @@ from ..ops import backend
 from ..ops.backend import Array
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
-from ..state.cache import Cache
 from .attention import Attention
 from .compiled import DecodeStep, by_prediction
 from .compressed import CompressedAttention
@@ -127,7 +127,7 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
+    def pass_span(self, x: Array, cache: LayerCache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
 
         At most two blocks are in flight, so that only their temporaries are in memory.

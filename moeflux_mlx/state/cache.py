@@ -15,7 +15,6 @@ from ..caches.recurrent import RecurrentCache
 from ..kinds import Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
 from . import delta, grouped, latent
 
-Cache = LayerCache
 MAKERS: dict[type, Callable[[Any], LayerCache]] = {
     GroupedQuery: grouped.make_cache,
     Latent: latent.make_cache,
