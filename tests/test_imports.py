@@ -27,6 +27,7 @@ ORDER = [
     "text",
     "ops",
     "caches",
+    "layers",
     "state",
     "experts",
     "model",
@@ -131,7 +132,7 @@ def test_imports_point_down(module):
 def test_the_model_knows_nothing_of_files():
     """Only filling a model and the plan of its tensors read files; where experts are is behind a protocol."""
     files = {"formats.packed", *(f"experts.{name}" for name in ("mapped", "streamed", "reader", "pool", "memory"))}
-    for module in (name for name in MODULES if name.startswith("model.") and name not in ("model.weights",)):
+    for module in (name for name in MODULES if name.startswith(("model.", "layers")) and name != "model.weights"):
         assert not GRAPH[module] & {*files, "experts.routed"}, module
 
 

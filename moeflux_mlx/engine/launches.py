@@ -20,8 +20,8 @@ from ..experts.places import BUFFERS
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Connections, Dense, Mixer, NGrams
+from ..layers import Linear, RMSNorm, Weight
 from ..model.layer import feed_forward_of, mixer_of
-from ..model.layers import Linear, RMSNorm, Weight
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend

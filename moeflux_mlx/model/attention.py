@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from ..caches.traced import PLAIN, OnKernels
 from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
+from ..layers import Linear, MixerModule, RMSNorm, Stack, packed
 from ..ops.attend import Whole, attend
 from ..ops.backend import Array
 from ..ops.blocks import Terms, attend_blocks, block_keys
@@ -19,7 +20,6 @@ from ..ops.index import IndexTerms, Projections, takes_step
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
-from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
 
 class BlockIndexer(nn.Module):

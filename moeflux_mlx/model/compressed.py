@@ -9,6 +9,7 @@ import numpy as np
 from ..caches.entries import EntriesCache
 from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Compressed, Compressor, Rotation
+from ..layers import Linear, RMSNorm, Stack, normed_with_weights
 from ..ops import backend
 from ..ops.backend import Array, library_of
 from ..ops.compressed import (
@@ -26,7 +27,6 @@ from ..ops.launch import in_turn
 from ..ops.linear import grouped_linear
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope, turned
-from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 
 class Pooling(nn.Module):

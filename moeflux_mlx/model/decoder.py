@@ -14,6 +14,7 @@ from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import GatedConnections
+from ..layers import Embedding, LastProduct, Linear, RMSNorm
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
 from ..ops.limits import within_limits
@@ -28,7 +29,6 @@ from .drafting import Drafting
 from .head import DraftHead, Shared
 from .images import ImageEncoder
 from .layer import layer_of
-from .layers import Embedding, LastProduct, Linear, RMSNorm
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
 from .streams import connection

@@ -8,13 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import Delta
+from ..layers import Linear, MixerModule, RMSNorm, Stack, packed
 from ..ops.backend import Array, library_of
 from ..ops.delta import DeltaWeights, delta
 from ..ops.elementwise import split
 from ..ops.linear import grouped_linear
 from ..ops.recurrent_state import State
 from ..ops.rows import RowCaches
-from .layers import Linear, MixerModule, RMSNorm, Stack, packed
 
 
 class GatedDeltaNet(MixerModule):

@@ -15,6 +15,7 @@ import numpy as np
 from ..caches.layer_cache import LayerCache
 from ..experts.routing import RoutedExpertsCall, ignore_report
 from ..families.registry import FAMILIES
+from ..layers import Linear, RMSNorm
 from ..ops import backend
 from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
@@ -22,7 +23,6 @@ from ..spec import ModelArgs
 from ..state.cache import make_cache
 from .compiled import DecodeStep
 from .layer import DecoderLayer
-from .layers import Linear, RMSNorm
 from .span import Span
 from .step import MAX_OF_SEQUENCE
 

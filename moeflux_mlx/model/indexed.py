@@ -9,6 +9,7 @@ import mlx.nn as nn
 from ..caches.entries import EntriesCache
 from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Indexer, KeyBlocks, Latent
+from ..layers import Linear, RMSNorm, Stack, normed_with_weights
 from ..ops.backend import Array, library_of
 from ..ops.elementwise import float32, split
 from ..ops.entry_pool import Pool, pooled
@@ -20,7 +21,6 @@ from ..ops.rope import Rope
 from ..ops.rows import RowCaches
 from ..ops.seen import Chosen
 from .latent import MLA
-from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 

@@ -11,6 +11,7 @@ from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mamba2, Mixer
+from ..layers import MixerModule, Output, RMSNorm
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.seen import Chosen
@@ -21,7 +22,6 @@ from .compressed import CompressedAttention
 from .delta import GatedDeltaNet, KimiDelta
 from .indexed import IndexedMLA, PooledMLA
 from .latent import MLA
-from .layers import MixerModule, Output, RMSNorm
 from .mamba import Mamba
 from .moe import DenseMLP, MoE, NoMLP
 from .span import MIXER_SHARE, Span

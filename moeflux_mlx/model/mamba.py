@@ -7,11 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kinds import Mamba2
+from ..layers import Linear, MixerModule, RMSNorm, packed
 from ..ops.backend import Array
 from ..ops.mamba import MambaWeights, mamba
 from ..ops.recurrent_state import State
 from ..ops.rows import RowCaches
-from .layers import Linear, MixerModule, RMSNorm, packed
 
 
 class Mamba(MixerModule):

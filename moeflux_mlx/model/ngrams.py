@@ -6,9 +6,9 @@ import numpy as np
 
 from ..caches.ngrams import NGramCache
 from ..kinds import NGrams
+from ..layers import Linear, RMSNorm, Stack
 from ..ops.backend import Array, view
 from ..ops.ngrams import NGramWeights, with_ngrams
-from .layers import Linear, RMSNorm, Stack
 from .tokens import Tokens
 
 

@@ -12,6 +12,7 @@ from ..caches.traced import Traced
 from ..experts.routing import Report
 from ..experts.source import ExpertLoader
 from ..kinds import Connections, GatedConnections, HyperConnections
+from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
@@ -20,7 +21,6 @@ from ..ops.rows import RowCaches
 from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 from .compiled import DecodeStep, by_prediction
-from .layers import Linear, RMSNorm, Stack, packed
 from .moe import DenseMLP, MoE
 from .ngrams import NGramLayer
 from .span import MIXER_SHARE, Span

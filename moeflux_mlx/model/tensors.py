@@ -11,12 +11,12 @@ from math import prod
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..layers import Weight
 from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
-from .layers import Weight
 
 KEPT_FLOAT32 = (
     *("A_log", "dt_bias", "D", "e_score_correction_bias", "expert_scales", "ape", "fn", "base", "scale", GLOBAL_SCALE),

@@ -11,8 +11,8 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import ChannelDecay, Delta, Router
+from moeflux_mlx.layers import Embedding, Linear, Weight
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.layers import Embedding, Linear, Weight
 from moeflux_mlx.ops import attend, backend, delta, experts, latent, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax

@@ -10,7 +10,7 @@ from test_attend_step import check_stand_in
 
 from metal import fast, msl
 from moeflux_mlx.kinds import Latent, QueryScale, Rotation, Yarn
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.linear import Part
