@@ -31,6 +31,7 @@ from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.step import Step
 from moeflux_mlx.ops.backend import has_kernels
+from moeflux_mlx.state import grouped
 from moeflux_mlx.state.cache import untrimmable_bytes
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -253,7 +254,7 @@ def test_an_error_among_drafts_leaves_a_session_that_goes_on(monkeypatch, family
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_an_answer_with_drafts_may_be_interrupted_at_any_line(monkeypatch, family):
     """After any interruption the session continues like one with the same known text."""
-    model, modules = tiny_model(family, mx.float32), (decoding, model_step, session, growing, recurrent, ring)
+    model, modules = tiny_model(family, mx.float32), (decoding, model_step, session, growing, recurrent, ring, grouped)
     want = [token for token, _ in said_by(session_of(model, family), PROMPT, 12, 12)]
     drafts(monkeypatch, model, [[*PROMPT, *want]], (True, False, True, True))
     for at in range(0, 400, 47):

@@ -20,7 +20,7 @@ from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
-from moeflux_mlx.state import rewind
+from moeflux_mlx.state import grouped, rewind
 from moeflux_mlx.state.grouped import KVCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -265,7 +265,7 @@ def test_going_back_may_be_interrupted_at_any_line(family, at):
     """The session is then where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
-    files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, ring)}
+    files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, ring, grouped)}
     interrupted(lambda: session.rewind(20), at=at, files=files)
     check(session, [*session.tokens, *text(5, 9)])
 
