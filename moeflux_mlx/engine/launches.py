@@ -40,7 +40,6 @@ from ..ops.tiles import CODE, MAX_TOKENS, Tile, Tiles, using
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
-from ..state.delta import NGramsCache
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 

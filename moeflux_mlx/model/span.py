@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops.seen import Chosen
 from ..caches.layer_cache import Arrays, LayerCache
+from ..ops.seen import Chosen
 from .images import NO_IMAGES, Images
 from .tokens import Tokens
 
