@@ -26,6 +26,8 @@ ORDER = [
     "formats",
     "text",
     "ops",
+    "caches",
+    "layers",
     "state",
     "experts",
     "model",
@@ -55,6 +57,15 @@ COMMANDS = {
     "list",
     "remove",
 }
+# What belongs to one way of mixing tokens. What several of them need lies in modules of its own.
+OF_MIXERS = {
+    "grouped": ("ops.attend", "ops.blocks", "model.attention"),
+    "latent": ("ops.latent", "ops.indexed", "model.latent", "model.indexed"),
+    "compressed": ("ops.compressed", "model.compressed"),
+    "delta": ("ops.delta", "ops.channel_delta", "model.delta"),
+    "mamba": ("ops.mamba", "model.mamba"),
+}
+OWNERS = {module: mixer for mixer, modules in OF_MIXERS.items() for module in modules}
 MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
 
 
@@ -97,6 +108,13 @@ def cycle(graph):
     return sorted(left)
 
 
+def imports_of_other_mixers(graph):
+    """Returns (module, imported module), where an operation, or a module of a mixer, imports what is another's."""
+    bound = [module for module in graph if module in OWNERS or module.startswith("ops.")]
+    pairs = [(module, used) for module in bound for used in sorted(graph[module]) if used in OWNERS]
+    return [(module, used) for module, used in pairs if OWNERS[used] != OWNERS.get(module)]
+
+
 def test_every_module_has_a_place():
     firsts = {module.split(".")[0] for module in MODULES}
     assert firsts <= {*ORDER, *COMMANDS, "__init__", "__main__"}
@@ -114,7 +132,7 @@ def test_imports_point_down(module):
 def test_the_model_knows_nothing_of_files():
     """Only filling a model and the plan of its tensors read files; where experts are is behind a protocol."""
     files = {"formats.packed", *(f"experts.{name}" for name in ("mapped", "streamed", "reader", "pool", "memory"))}
-    for module in (name for name in MODULES if name.startswith("model.") and name not in ("model.weights",)):
+    for module in (name for name in MODULES if name.startswith(("model.", "layers")) and name != "model.weights"):
         assert not GRAPH[module] & {*files, "experts.routed"}, module
 
 
@@ -125,6 +143,11 @@ def test_opening_a_checkpoint_imports_nothing_that_writes_one():
         todo += GRAPH[module] - seen
     assert "packing.plan" in seen
     assert not seen & {"packing.convert", "packing.writer", "packing.shards", "packing.journal"}
+
+
+def test_mixers_do_not_import_each_other():
+    assert set(OWNERS) <= set(MODULES)
+    assert imports_of_other_mixers(GRAPH) == []
 
 
 def test_there_are_no_cycles():
@@ -139,6 +162,8 @@ def test_faults_are_seen():
     assert imports_of("if TYPE_CHECKING:\n    from .engine import engine", "chat") == {"engine.engine"}
     assert imports_of("def f():\n    import moeflux_mlx.ops.native", "errors") == {"ops.native"}
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    planted = {"ops.mamba": {"ops.delta", "ops.rows"}, "ops.blocks": {"ops.attend"}, "ops.index": {"ops.attend"}}
+    assert imports_of_other_mixers(planted) == [("ops.mamba", "ops.delta"), ("ops.index", "ops.attend")]
 
 
 def test_public_names_exist():

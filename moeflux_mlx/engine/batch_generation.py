@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import mlx.core as mx
 
+from ..caches.layer_cache import LayerCache
 from ..errors import DeviceError, RequestError
 from ..model.decoder import Model
 from ..model.step import MAX_ROWS
-from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .batch import advance_together
 from .decoding import Decoding
@@ -67,7 +67,7 @@ class BatchToken:
     token: int | None
     logprobs: mx.array | None
     finish_reason: str | None = None
-    prompt_cache: list[Cache] | None = None
+    prompt_cache: list[LayerCache] | None = None
     all_tokens: list[int] | None = None
     error: Exception | None = None
 
@@ -78,7 +78,7 @@ class BatchResponse:
 
     texts: list[str]
     stats: BatchStats
-    caches: list[list[Cache]] | None = None
+    caches: list[list[LayerCache]] | None = None
     token_ids: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None
 
@@ -89,7 +89,7 @@ class _Text:
 
     uid: int
     prompt: Prompt
-    cache: list[Cache]
+    cache: list[LayerCache]
     options: dict[str, Any]
     decoding: Decoding | None = None
     tokens: list[int] = field(default_factory=list)
@@ -145,7 +145,7 @@ class BatchGenerator:
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: Sequence[int] | None = None,
-        caches: Sequence[list[Cache]] | None = None,
+        caches: Sequence[list[LayerCache]] | None = None,
         samplers: Sequence[Sampler | None] | None = None,
         logits_processors: Sequence[Sequence[LogitsProcessor]] | None = None,
     ) -> list[int]:
@@ -179,7 +179,7 @@ class BatchGenerator:
         options = {"max_tokens": most, "sampler": sampler or self.sampler, "logits_processors": processors}
         return _Text(self._count + i, checked_prompt(prompt, self.model), self._own(cache), options)
 
-    def _own(self, cache: list[Cache] | None) -> list[Cache]:
+    def _own(self, cache: list[LayerCache] | None) -> list[LayerCache]:
         """A copy of `cache` that nobody else writes to."""
         made = self.model.make_cache()
         if cache is not None:
@@ -208,7 +208,7 @@ class BatchGenerator:
         while self._waiting or self._running:
             yield self.next()
 
-    def remove(self, uids: Iterable[int]) -> dict[int, list[Cache]]:
+    def remove(self, uids: Iterable[int]) -> dict[int, list[LayerCache]]:
         """Removes texts and returns the caches of those that have begun; the caches have absorbed all tokens but the
         last.
         """
@@ -287,7 +287,7 @@ def batch_generate(
     model: Model,
     tokenizer: TokenizerWrapper,
     prompts: Sequence[str | Sequence[int]],
-    prompt_caches: Sequence[list[Cache]] | None = None,
+    prompt_caches: Sequence[list[LayerCache]] | None = None,
     max_tokens: int | Sequence[int] = 128,
     verbose: bool = False,
     return_prompt_caches: bool = False,
@@ -327,7 +327,7 @@ def batch_generate(
     most = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     uids = generator.insert(tokens_of, most, prompt_caches, samplers, of_each)
     tokens: dict[int, list[tuple[int, float]]] = {uid: [] for uid in uids}
-    caches: dict[int, list[Cache]] = {}
+    caches: dict[int, list[LayerCache]] = {}
     for told in generator:
         for one in told:
             if one.error is not None:

@@ -12,6 +12,8 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
+from ..caches.growing import Growing
+from ..caches.layer_cache import LayerCache
 from ..errors import ModelFileError
 from ..experts.source import ExpertLoader
 from ..experts.stats import Asked
@@ -19,7 +21,6 @@ from ..model.decoder import Model
 from ..model.step import SequenceRows, Step
 from ..ops.elementwise import log_softmax
 from ..ops.limits import within_limits
-from ..state.cache import Cache, KVCache
 from .constrained import Constraint
 from .drafts import Drafts, Lookup
 from .sampling import LogitsProcessor, Sampler, greedy, make_sampler
@@ -129,7 +130,7 @@ class Decoding:
     def __init__(
         self,
         model: Model,
-        cache: list[Cache],
+        cache: list[LayerCache],
         prompt: mx.array,
         logits: mx.array,
         *,
@@ -246,7 +247,7 @@ class Decoding:
         self._followed = self._step if self._step is not None and self._step.rows_left else None
         self._next = self._logits = None
         self.count += 1
-        if self.count == 1 or self.count % KVCache.step == 0:
+        if self.count == 1 or self.count % Growing.step == 0:
             mx.clear_cache()  # buffers of a prompt's temporaries or of outgrown caches, which no later request fits
         return chosen
 

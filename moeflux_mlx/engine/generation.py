@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import mlx.core as mx
 import numpy as np
 
+from ..caches.layer_cache import LayerCache
 from ..errors import RequestError
 from ..experts.stats import LoaderStats
 from ..model.decoder import Model
 from ..spec import ModelArgs
-from ..state.cache import Cache
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
 from .head_drafts import head_drafts
@@ -62,7 +62,7 @@ class GenerationOptions(TypedDict, total=False):
 
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor]
-    prompt_cache: list[Cache] | None
+    prompt_cache: list[LayerCache] | None
     prefill_step_size: int | None
     span: int | None
     prompt_progress_callback: Progress | None
@@ -77,7 +77,7 @@ SAMPLING = {"temperature": Replaced("give sampler=make_sampler(temp=...)", ...)}
 
 
 @public()
-def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[Cache]:
+def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[LayerCache]:
     """Returns an empty cache for `model`, one entry per layer, to be given to several calls in turn.
 
     Args:
@@ -98,7 +98,7 @@ def generate_step(
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] = (),
-    prompt_cache: list[Cache] | None = None,
+    prompt_cache: list[LayerCache] | None = None,
     prefill_step_size: int | None = None,
     span: int | None = None,
     prompt_progress_callback: Progress | None = None,
@@ -147,7 +147,7 @@ def _decoded(
     model: Model,
     *,
     max_tokens: int = 256,
-    prompt_cache: list[Cache] | None = None,
+    prompt_cache: list[LayerCache] | None = None,
     prefill_step_size: int | None = None,
     span: int | None = None,
     prompt_progress_callback: Progress | None = None,

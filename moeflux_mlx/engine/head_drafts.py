@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..caches.layer_cache import LayerCache
 from ..model.decoder import Model
 from ..model.head import DraftHead
 from ..model.span import Span
 from ..ops.backend import leave
-from ..state.cache import Cache
 from ..state.snapshot import head_rows, load_head_rows
 from ..text.boundaries import shared_length
 
@@ -36,7 +36,7 @@ class HeadDrafts:
 
     def __init__(self, model: Model):
         self._model, self._head = model, cast(DraftHead, model.head)
-        self.cache: Cache = self._head.make_cache()
+        self.cache: LayerCache = self._head.make_cache()
         self._tokens: list[int] = []  # the known tokens of the text
         self._start = self._rows = 0  # position of the first row; number of rows made from the model's hidden states
         self._waiting: list[Any] = []  # hidden states of the next positions, each [1, n, hidden_size]

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.layer_cache import MOST_DRAFTS
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
@@ -21,7 +22,6 @@ from ..packing.aside import NAME
 from ..packing.heads import HeadWeights, find_head
 from ..packing.resident import TensorFile
 from ..spec import ModelArgs
-from ..state.layer_cache import MOST_DRAFTS
 from .budget import MemoryPlan
 from .demand import Demand
 from .machine import in_gb

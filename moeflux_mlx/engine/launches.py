@@ -19,9 +19,9 @@ import numpy as np
 from ..experts.places import BUFFERS
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
-from ..kinds import Compressed, Connections, Delta, Dense, GatedConnections, GroupedQuery, Latent, Mamba2, Mixer, NGrams
+from ..kinds import Connections, Dense, Mixer, NGrams
+from ..layers import Linear, RMSNorm, Weight
 from ..model.layer import feed_forward_of, mixer_of
-from ..model.layers import Linear, RMSNorm, Weight
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend
@@ -29,28 +29,20 @@ from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
-from ..ops.indexed import Chosen
 from ..ops.kernel_files import Program
-from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason, ceildiv
+from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason
 from ..ops.records import Records
 from ..ops.rows import RowCaches
+from ..ops.seen import Chosen
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tile, Tiles, using
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.cache import make_cache
-from ..state.joined import NGramsCache
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 
-TITLES: dict[type, str] = {
-    GroupedQuery: "attention",
-    Latent: "latent attention",
-    Compressed: "compressed attention",
-    Delta: "delta rule",
-    Mamba2: "state space model",
-}
 TOKENS = (1, 4, 512)  # one, a few, and many
 Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
@@ -66,6 +58,7 @@ class Step:
         runs: kernels and native forms, with the number of calls of each; everything else is MLX's own operations.
         refused: operations for which a kernel or native form exists but does not run, with the reason.
         programs: the input of the GPU's compiler for them.
+        is_later: whether another step has the part at the beginning of a text, and this one has it later in a text.
     """
 
     part: str
@@ -74,6 +67,7 @@ class Step:
     runs: Counter[str]
     refused: dict[str, Reason]
     programs: Sequence[Program]
+    is_later: bool
 
 
 def launches_of(
@@ -92,12 +86,12 @@ def launches_of(
     cases += [(count, partial(_rows, count)) for count in rows]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
-        for part, layers, run, is_single in _parts(shapes):
-            for count, caches in cases[:1] if is_single else cases:
+        for part, layers, run, is_later in _parts(shapes):
+            for count, caches in cases[:1] if is_later else cases:
                 noted = Noted(tiles, missing)
                 with noted.listening():
                     run(_activations(shapes, count), caches)
-                yield Step(part, layers, count, noted.asked_for(), noted.refused, noted.programs)
+                yield Step(part, layers, count, noted.asked_for(), noted.refused, noted.programs, is_later)
 
 
 class Noted(Tiles):
@@ -122,10 +116,10 @@ class Noted(Tiles):
     def tile(self, target: str, kernel: str, shape: str) -> Tile:
         return self._tiles.tile(target, kernel, shape)
 
-    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        made = super().plan(make, given)
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        made = super().plan(operation, make, given)
         if isinstance(made, Reason):
-            self.refused[make.__module__.rpartition(".")[2]] = self._missing if made is NO_KERNELS else made
+            self.refused[operation] = self._missing if made is NO_KERNELS else made
         return made
 
     def asked_for(self) -> Counter[str]:
@@ -212,25 +206,21 @@ def _activations(shapes: Shapes, tokens: int) -> Any:
 
 
 def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
-    """Name, layers and call of each kind of part, and whether the call takes only single tokens."""
+    """Name, layers and call of each kind of part, and whether it is a listed part later in a text (`Step.is_later`).
+    Then the call takes only single tokens.
+    """
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
-    before = None if isinstance(args.connections, GatedConnections) else norm
+    before = None if args.connections is not None and args.connections.has_own_norm else norm
     is_split = any(path.endswith(".embed_q") for path in shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         name, module = mixer_of(mixer, args, is_split)
         _fill(module, f"model.layers.{layers[0]}.{name}.", shapes)
-        title = TITLES[type(mixer)]
         mix = partial(_mix, args, mixer, module, before)
-        yield title, layers, mix, False
-        if isinstance(mixer, Compressed):
-            ratio = mixer.ratio or 1
-            length = ceildiv(mixer.window + 1, ratio) * ratio - 1  # the next token ends an entry
-            yield f"{title}, full window", layers, _late(mix, shapes.dtype, length), True
-        if not isinstance(mixer, Delta | Mamba2) and mixer.seeing_all(0, MAX_LENGTH) < MAX_LENGTH:
-            length = mixer.seeing_all(0, MAX_LENGTH)
-            yield f"{title}, chosen positions", layers, _late(mix, shapes.dtype, length), True
+        yield mixer.title, layers, mix, False
+        for moment, length in mixer.moments(MAX_LENGTH):
+            yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), True
     if args.connections is not None:
         yield "streams", range(args.num_hidden_layers), _between(shapes, args.connections), False
         yield "streams, after the last layer", (), _behind(shapes, args.connections), False
@@ -269,7 +259,7 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
         return module(x, norm, made, *_chosen(mixer, x))
     if isinstance(made, RowCaches):
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(len(made.caches))]
-    return module.mixed(x, norm, made.own if isinstance(made, NGramsCache) else made)
+    return module.mixed(x, norm, made.of_mixer)
 
 
 def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:
@@ -286,9 +276,9 @@ def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:
 
 def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
     """The previous layer's choice for x [B, L, D], if the mixer uses it."""
-    if not isinstance(mixer, Latent) or mixer.indexer is None:
+    B, top = x.shape[0], mixer.handed_on
+    if not top:
         return []
-    B, top = x.shape[0], mixer.indexer.top
     late = 1 if x.shape[1] == 1 else max(x.shape[1] - top, 0)  # a single token may stand behind a long text
     return [Chosen(backend.library_of(x).zeros((B, late, top), np.int32 if isinstance(x, np.ndarray) else mx.int32))]
 

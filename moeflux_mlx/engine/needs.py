@@ -3,20 +3,21 @@
 It opens no file, allocates nothing, and decides nothing.
 """
 
+from ..caches.growing import Growing
+from ..caches.layer_cache import FLOAT_BYTES
 from ..experts.reader import in_pieces_bytes
 from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
-from ..kinds import Delta, HyperConnections, Latent, Mixer, NGrams
+from ..kinds import Mixer
 from ..model.span import PromptSizes
 from ..ops.arrangement import STEPS
-from ..ops.attend import SCORES
+from ..ops.causal_parts import SCORES
 from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import KVCache, make_cache, untrimmable_bytes
-from ..state.layer_cache import FLOAT_BYTES
+from ..state.cache import make_cache, untrimmable_bytes
 from .demand import Demand
 from .machine import Figures
 
@@ -24,12 +25,10 @@ HEADROOM_SHARE = 0.15  # share of memory kept free for the system, other program
 LEAST_HEADROOM = 1 << 30
 SMALL_MACHINE = 4 << 30  # up to this size only the share counts; bytes beyond it are kept free up to the least headroom
 PROCESS_BYTES = 100 << 20  # the interpreter, MLX, numpy, the tokenizer and allocators' slack, on a Linux CPU
-KV_STEP = KVCache.step  # positions by which caches grow
+KV_STEP = Growing.step  # positions by which caches grow
 BLOCK = 4096  # the most tokens that a mixer handles at once by default
 SCORES_COPIES = 2  # attention without a kernel of its own keeps scores and their softmax
-MIXED_COPIES, GATED_COPIES = 2, 7  # of the streams, in each part of a layer; measured on an H200
 INDEX_BYTES = 4  # per position that an indexer chose
-NUMBER_BYTES = 16  # per row of a table: its number, and its place among the rows that are read
 ROUTING_BYTES = 40  # per row: its expert, weight, places, and temporaries of sorting
 
 
@@ -84,7 +83,8 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     # Experts add to zeros before a norm or a projection.
     zeros = args.experts.latent is not None or any(layer.residual.output_norms for layer in args.layers)
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
-    streams += span * (max(map(_chosen_bytes, args.mixer_counts)) + sum(map(_row_bytes, args.ngrams.values())))
+    chosen = INDEX_BYTES * max(mixer.handed_on for mixer in args.mixer_counts)
+    streams += span * (chosen + sum(part.row_bytes for part in args.ngrams.values()))
     streams += 2 * demand.dense
     block = _mixer_bytes(args, min(sizes.block, span), demand, context) + _mixing_bytes(args, sizes.block, span, demand)
     caches = [make_cache(mixer) for mixer in args.mixer_counts]
@@ -97,25 +97,13 @@ def _streams(args: ModelArgs) -> int:
     return args.connections.streams if args.connections else 1
 
 
-def _chosen_bytes(mixer: Mixer) -> int:
-    """Bytes of a token's chosen positions, which later layers reuse."""
-    indexer = mixer.indexer if isinstance(mixer, Latent) else None
-    return INDEX_BYTES * indexer.top if indexer else 0
-
-
-def _row_bytes(ngrams: NGrams) -> int:
-    """Bytes of a token's rows of n-grams, and of their numbers."""
-    return 2 * ngrams.embedded + NUMBER_BYTES * len(ngrams.sizes)
-
-
 def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> int:
     """Bytes of the layer that needs most: its mixer or its dense MLP."""
 
     def values(mixer: Mixer) -> int:
         if demand.native:
             # They compute at once: what the block leaves behind, in all streams and for the experts, is not there yet.
-            own = mixer.native_temporaries(tokens) if isinstance(mixer, Delta) else mixer.temporaries(tokens, context)
-            return own - (_streams(args) + 2) * tokens * args.hidden_size
+            return mixer.native_temporaries(tokens, context) - (_streams(args) + 2) * tokens * args.hidden_size
         return mixer.temporaries(tokens, context) + SCORES_COPIES * min(mixer.scores(tokens, context), SCORES)
 
     mlp = 3 * tokens * max(layer.row_width for layer in args.layers)
@@ -131,8 +119,8 @@ def _mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int
     """
     if demand.native or args.connections is None:
         return 0
-    copies = MIXED_COPIES if isinstance(args.connections, HyperConnections) else GATED_COPIES
-    return 2 * copies * min(2 * block, span) * args.connections.streams * args.hidden_size * demand.itemsize
+    streams = args.connections.copies * args.connections.streams
+    return 2 * streams * min(2 * block, span) * args.hidden_size * demand.itemsize
 
 
 def _experts_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, tokens: int) -> int:

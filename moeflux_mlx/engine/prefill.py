@@ -8,13 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays, LayerCache
 from ..errors import RequestError
 from ..model.decoder import Model
 from ..model.images import NO_IMAGES, Images
 from ..model.span import Span
 from ..ops.limits import within_limits
-from ..state.cache import Cache
-from ..state.layer_cache import Arrays
 from .head_drafts import HeadDrafts
 
 Progress = Callable[[int, int], Any]
@@ -53,7 +52,7 @@ class Prefill:
     def __init__(
         self,
         model: Model,
-        cache: list[Cache],
+        cache: list[LayerCache],
         tokens: mx.array,
         *,
         span: int | None = None,

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..formats.record import ExpertLayout, Record
-from ..model.layers import Weight
+from ..layers import Weight
 from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix, needed, stored_as
 from ..model.weights import arrange
 from ..ops.forms import DTYPES, settings

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
-from ..kinds import Delta, GroupedQuery, Latent, Mamba2, Mixer
+from ..kinds import product
 from ..model.tensors import EMBEDDING, needed, stored_as, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
@@ -131,11 +131,11 @@ class Reach:
 
     @property
     def state(self) -> int:
-        """Bytes of keys of `POSITIONS` positions, and of recurrent states, which are written back."""
-        counts = self.args.mixer_counts.items()
+        """Bytes of keys of `POSITIONS` positions, and of recurrent states, which count no positions and are written
+        back."""
+        caches = [(make_cache(mixer), count) for mixer, count in self.args.mixer_counts.items()]
         return sum(
-            count * (1 + isinstance(mixer, Delta | Mamba2)) * make_cache(mixer).bytes_for(POSITIONS, DTYPE.size)
-            for mixer, count in counts
+            count * (1 if cache.counts else 2) * cache.bytes_for(POSITIONS, DTYPE.size) for cache, count in caches
         )
 
     @property
@@ -162,8 +162,8 @@ class Reach:
         args = self.args
         routed = args.num_experts_per_tok * args.experts.matrices * args.expert_size * args.moe_intermediate_size
         each = self._matrices + routed * len(args.moe_layers)
-        scores = sum(count * _attended(mixer, tokens) for mixer, count in args.mixer_counts.items())
-        return gpu_time.product(tokens, each, 1) + scores + gpu_time.product(1, args.hidden_size, args.vocab_size)
+        scores = sum(count * mixer.attended(tokens) for mixer, count in args.mixer_counts.items())
+        return product(tokens, each, 1) + scores + product(1, args.hidden_size, args.vocab_size)
 
     @cached_property
     def _matrices(self) -> int:
@@ -202,7 +202,7 @@ def _launches(name: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     with closing(launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,))) as steps:
         for step in steps:
-            if not step.part.endswith((", full window", ", chosen positions")):  # other states of a counted part
+            if not step.is_later:
                 counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
     return counts
 
@@ -214,14 +214,3 @@ def _embedding_bytes(args: ModelArgs) -> int:
         return args.vocab_size * args.hidden_size * DTYPE.size
     parts = (quant.of_part(part, args.hidden_size, "BF16") for part in quant.parts)
     return args.vocab_size * sum(values * DTYPES[kind].size for values, kind in parts)
-
-
-def _attended(mixer: Mixer, tokens: int) -> float:
-    """Operations of scores, and of sums weighed by them: half of the pairs of tokens are in order."""
-    match mixer:
-        case GroupedQuery():
-            return mixer.scores(tokens, tokens) * (mixer.head_dim + mixer.value_width)
-        case Latent():  # which counts two sums of scores
-            return mixer.scores(tokens, tokens) * (mixer.head_dim + mixer.value) / 2
-        case _:
-            return 0.0

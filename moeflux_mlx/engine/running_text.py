@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays, LayerCache
 from ..errors import DeviceError, PromptCacheError, SnapshotError
 from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows, Step
-from ..state.cache import Cache, untrimmable_bytes
-from ..state.layer_cache import Arrays
+from ..state.cache import untrimmable_bytes
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length
@@ -354,7 +354,7 @@ class RunningText:
         self._to_store = []
 
 
-def _cut(layer: Cache, length: int, kept: Arrays | None) -> Cache:
+def _cut(layer: LayerCache, length: int, kept: Arrays | None) -> LayerCache:
     """A copy of the cache as it was at `length`: from `kept`, or by cutting."""
     cut = layer.copy()
     if kept is not None or (layer.is_trimmable() and layer.offset > length):

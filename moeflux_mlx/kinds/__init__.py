@@ -17,7 +17,7 @@ from .layer import (
     Residual,
     unsupported,
 )
-from .mixer import Attending, Mflx, Mixer, Recurrent
+from .mixer import Attending, Mflx, Mixer, Recurrent, product
 from .ngrams import NGrams
 from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2
 from .rotation import Llama3, Rotation, Yarn
@@ -59,5 +59,6 @@ __all__ = [
     "SILU",
     "SharedExpert",
     "Yarn",
+    "product",
     "unsupported",
 ]

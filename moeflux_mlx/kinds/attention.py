@@ -1,5 +1,6 @@
 """Mixers that attend to earlier positions."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -7,7 +8,7 @@ from ..errors import ConfigError
 from . import chosen
 from .chosen import HeadBlocks, Indexer, KeyBlocks
 from .limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_index_head, check_width, check_window, not_multiple
-from .mixer import Attending, Mflx, Mixer
+from .mixer import Attending, Mflx, Mixer, product
 from .rotation import Rotation
 
 
@@ -133,6 +134,21 @@ class GroupedQuery(Mixer):
             return self.heads * tokens * min(positions, self.blocks.most)
         return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
 
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, without an indexer's."""
+        queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
+        gates = self.gate not in (None, "joined")
+        return self.heads * (queries + gates) + self.kv_heads * (self.head_dim + self.value_width)
+
+    def attended(self, tokens: int) -> float:
+        """Those of scores, and of sums weighed by them."""
+        return self.scores(tokens, tokens) * (self.head_dim + self.value_width)
+
+    @property
+    def title(self) -> str:
+        return "attention"
+
 
 @dataclass(frozen=True)
 class QueryScale:
@@ -249,6 +265,31 @@ class Latent(Mixer):
     def scores(self, tokens: int, positions: int) -> int:
         """Two sums of scores of all heads."""
         return 2 * self.heads * tokens * self._expanded(positions)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, without those of the blocks' indexer."""
+        queries = self.heads * self.head_dim if self.q_latent is None else self.q_latent
+        index = self.indexer.dim + self.indexer.heads if self.indexer else 0
+        return queries + index + self.latent + self.rotated + self.heads * self.value
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the queries from their latent."""
+        index = self.indexer.heads * self.indexer.dim if self.indexer else 0
+        return product(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+
+    def attended(self, tokens: int) -> float:
+        """Those of scores, and of sums weighed by them; `scores` counts two sums."""
+        return self.scores(tokens, tokens) * (self.head_dim + self.value) / 2
+
+    @property
+    def handed_on(self) -> int:
+        """The positions that an indexer chooses, also one that reuses a choice; a choice of blocks is not reused."""
+        return self.indexer.top if self.indexer else 0
+
+    @property
+    def title(self) -> str:
+        return "latent attention"
 
     def _expanded(self, positions: int) -> int:
         """Positions over which many tokens attend together."""
@@ -382,6 +423,25 @@ class Compressed(Mixer):
         scores = 3 * chosen.INDEX_VALUES + of_indexer
         return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
 
-    def scores(self, tokens: int, positions: int) -> int:
-        """None besides those that `temporaries` counts."""
-        return 0
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it."""
+        index = self.compressor.indexer.heads if self.compressor and self.compressor.indexer else 0
+        return self.q_latent + self.row + index + self.groups * self.group_latent
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the queries from their latent, and of the groups' projections."""
+        indexer = self.compressor.indexer if self.compressor else None
+        index = indexer.heads * indexer.dim if indexer else 0
+        width = self.heads * self.head_dim
+        return product(tokens, self.q_latent, width + index) + product(tokens, width, self.group_latent)
+
+    @property
+    def title(self) -> str:
+        return "compressed attention"
+
+    def moments(self, longest: int) -> Iterator[tuple[str, int]]:
+        """Also that in which the window is full and the next token ends an entry."""
+        ratio = self.ratio or 1
+        yield "full window", -(-(self.window + 1) // ratio) * ratio - 1
+        yield from super().moments(longest)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .feed_forward import Dense, Experts
 from .mixer import Mixer
@@ -22,6 +22,8 @@ class HyperConnections:
     iterations: int
     eps: float
     mean: bool = False
+    copies: ClassVar[int] = 2  # of the streams, in each part of a layer; measured on an H200
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -38,6 +40,8 @@ class GatedConnections:
 
     streams: int
     rank: int
+    copies: ClassVar[int] = 7  # of the streams, in each part of a layer; measured on an H200
+    has_own_norm: ClassVar[bool] = True  # in place of the norm before each part
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from .limits import check_width
 
+NUMBER_BYTES = 16  # per row of a table: its number, and its place among the rows that are read
+
 
 @dataclass(frozen=True)
 class NGrams:
@@ -50,3 +52,8 @@ class NGrams:
     def embedded(self) -> int:
         """Values of all rows of a token."""
         return len(self.sizes) * self.width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all rows of a token, and of their numbers."""
+        return 2 * self.embedded + NUMBER_BYTES * len(self.sizes)

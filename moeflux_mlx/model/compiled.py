@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..caches.layer_cache import LayerCache
+from ..caches.traced import Traced, up_to
 from ..experts.source import ExpertLoader
 from ..ops.rows import RowCaches
-from ..state.cache import Cache
-from ..state.traced import Traced, up_to
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
 # The most graphs of a step, for each thread. A step has one for each way in which its caches are traced: for
@@ -54,7 +54,7 @@ class DecodeStep:
         self._graphs = {}
 
     @staticmethod
-    def takes(tokens: mx.array, sequences: Sequence[Sequence[Cache]]) -> bool:
+    def takes(tokens: mx.array, sequences: Sequence[Sequence[LayerCache]]) -> bool:
         """Whether there is a graph for rows: their tokens [1, R] or hidden states [1, R, hidden_size], and for each row
         the caches of its sequence, which must have absorbed a token and have a stand-in for all of its rows."""
         if tokens.shape[:2] != (1, len(sequences)):

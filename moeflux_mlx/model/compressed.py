@@ -6,29 +6,27 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.entries import EntriesCache
+from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Compressed, Compressor, Rotation
+from ..layers import Linear, RMSNorm, Stack, normed_with_weights
 from ..ops import backend
 from ..ops.backend import Array, library_of
 from ..ops.compressed import (
-    Pool,
     Seen,
     attend_compressed,
     attend_token,
     choose_entries,
-    pool_refusal,
-    pooled,
     refusal,
     token_inputs,
 )
 from ..ops.elementwise import split
+from ..ops.entry_pool import Pool, pool_refusal, pooled
 from ..ops.index import IndexTerms, Projections
 from ..ops.launch import in_turn
 from ..ops.linear import grouped_linear
 from ..ops.norm import rms_norm
 from ..ops.rope import Rope, turned
-from ..state.compressed import CompressedCache
-from ..state.traced import PLAIN, OnKernels
-from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 
 class Pooling(nn.Module):
@@ -93,7 +91,7 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: Any, norm: RMSNorm, cache: CompressedCache) -> Any:
+    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)

@@ -9,25 +9,26 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.layer_cache import LayerCache
+from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import GatedConnections
+from ..layers import Embedding, LastProduct, Linear, RMSNorm
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
-from ..ops.indexed import Chosen
 from ..ops.limits import within_limits
 from ..ops.rows import RowCaches
+from ..ops.seen import Chosen
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
-from ..state.cache import Cache, make_cache
-from ..state.traced import Traced
+from ..state.cache import make_cache
 from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, Shared
 from .images import ImageEncoder
 from .layer import layer_of
-from .layers import Embedding, LastProduct, Linear, RMSNorm
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
 from .streams import connection
@@ -119,7 +120,7 @@ class Model(nn.Module):
             for layer in self.layers:
                 layer.compile(self.experts)
 
-    def __call__(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
 
         Many tokens in one call are one span: they go through the model layer by layer, and each expert is read once for
@@ -149,7 +150,7 @@ class Model(nn.Module):
         self._head = lambda: head
         self.experts.at_close(head.close)
 
-    def hidden(self, tokens: mx.array, cache: list[Cache] | None = None) -> mx.array:
+    def hidden(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """As calling the model, but returns the normed hidden states [B, L, hidden_size] that `last_product` takes."""
         return self._in_turn(lambda tokens, cache: [self.run(tokens, cache)], tokens, cache)[0]
 
@@ -199,7 +200,10 @@ class Model(nn.Module):
             self.experts.check_process()
 
     def _in_turn(
-        self, compute: Callable[[mx.array, list[Cache]], list[Any]], tokens: mx.array, cache: list[Cache] | None
+        self,
+        compute: Callable[[mx.array, list[LayerCache]], list[Any]],
+        tokens: mx.array,
+        cache: list[LayerCache] | None,
     ) -> list[mx.array]:
         cache = self.make_cache() if cache is None else cache
         with self._turn(getattr(tokens, "size", 0)) as shared:  # `_check` may still refuse them
@@ -224,7 +228,7 @@ class Model(nn.Module):
         with native.activations(self.cpu_activations), using(self.tiles):
             yield
 
-    def _check(self, tokens: mx.array, cache: list[Cache]) -> None:
+    def _check(self, tokens: mx.array, cache: list[LayerCache]) -> None:
         if not isinstance(tokens, mx.array) or tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
             form = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, mx.array) else type(tokens).__name__
             raise RequestError(f"tokens are {form}; give an mx.array of integers [B, L]")
@@ -241,13 +245,13 @@ class Model(nn.Module):
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
         raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
 
-    def _outputs(self, tokens: mx.array, cache: list[Cache]) -> list[Any]:
+    def _outputs(self, tokens: mx.array, cache: list[LayerCache]) -> list[Any]:
         """Logits [B, L, vocab_size], and for a head that drafts the hidden states [B, L, hidden_size] that it takes."""
         if self.decode_step is not None and self.decode_step.takes(tokens, [cache]):
             return self.decode_step(tokens, [cache], *self._inputs(tokens, cache).arrays(self._tabled))
         return self._step(tokens, cache)
 
-    def _step(self, tokens: mx.array, cache: Sequence[Cache | Traced | RowCaches], *arrays: mx.array) -> list[Any]:
+    def _step(self, tokens: mx.array, cache: Sequence[LayerCache | Traced | RowCaches], *arrays: mx.array) -> list[Any]:
         """Also what is compiled; `arrays`: of the tokens, where they have been read."""
         return self._out_of(self._last(tokens, cache, *arrays))
 
@@ -279,7 +283,7 @@ class Model(nn.Module):
             return self._one_by_one(tokens, sequences, step)
         return self._step(tokens, caches)
 
-    def _one_by_one(self, tokens: mx.array, sequences: Sequence[list[Cache]], step: Step) -> list[mx.array]:
+    def _one_by_one(self, tokens: mx.array, sequences: Sequence[list[LayerCache]], step: Step) -> list[mx.array]:
         """`_outputs` of rows for which there is no graph. A graph joins elementwise operations, and then CUDA rounds
         them differently, so each row is computed as if it were alone.
         """
@@ -317,7 +321,7 @@ class Model(nn.Module):
             last = backend.contiguous(span.hidden[:, start:end])
             return self.model.normed(last) if self.head.takes_normed else last
 
-    def advance(self, span: Span, cache: list[Cache], report: Report = ignore_report) -> mx.array:
+    def advance(self, span: Span, cache: list[LayerCache], report: Report = ignore_report) -> mx.array:
         """Takes a span through its remaining layers and returns the logits [B, vocab_size] of its last token.
 
         Args:
@@ -393,6 +397,6 @@ class Model(nn.Module):
         """The dtype that the model computes in and that its attention and convolution caches hold."""
         return self.model.dtype
 
-    def make_cache(self) -> list[Cache]:
+    def make_cache(self) -> list[LayerCache]:
         """An empty cache for each layer."""
         return [make_cache(mixer) for mixer in self.args.mixers]

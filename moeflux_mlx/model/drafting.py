@@ -7,7 +7,7 @@ token. This module does not know where drafts come from.
 import math
 from collections.abc import Iterator, Sequence
 
-from ..state.layer_cache import MOST_DRAFTS
+from ..caches.layer_cache import MOST_DRAFTS
 
 WINDOW = 32  # drafts, or steps of a depth, after which older measurements count for a third
 EXPECTED = 0.5  # assumed share of accepted drafts before any measurement

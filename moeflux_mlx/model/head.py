@@ -12,16 +12,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.layer_cache import LayerCache
 from ..experts.routing import RoutedExpertsCall, ignore_report
 from ..families.registry import FAMILIES
+from ..layers import Linear, RMSNorm
 from ..ops import backend
-from ..ops.indexed import Chosen
+from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import Cache, make_cache
+from ..state.cache import make_cache
 from .compiled import DecodeStep
 from .layer import DecoderLayer
-from .layers import Linear, RMSNorm
 from .span import Span
 from .step import MAX_OF_SEQUENCE
 
@@ -89,12 +90,12 @@ class DraftHead(nn.Module):
         if self._experts is not None:
             self._experts.source.close()
 
-    def make_cache(self) -> Cache:
+    def make_cache(self) -> LayerCache:
         """An empty cache of its layer."""
         return make_cache(self.args.mixers[0])
 
     def absorb(
-        self, hidden: Sequence[Any], tokens: Sequence[int], cache: Cache, draft: bool = False
+        self, hidden: Sequence[Any], tokens: Sequence[int], cache: LayerCache, draft: bool = False
     ) -> tuple[Any, mx.array | None]:
         """Takes hidden states, in parts [1, ., hidden_size], with the tokens after them.
 
@@ -110,7 +111,7 @@ class DraftHead(nn.Module):
         return out, self.next(out) if draft else None
 
     def _in_a_step(
-        self, hidden: Sequence[Any], ids: mx.array, cache: Cache, draft: bool
+        self, hidden: Sequence[Any], ids: mx.array, cache: LayerCache, draft: bool
     ) -> tuple[Any, mx.array | None]:
         """`absorb` by a compiled step."""
         states = mx.concatenate([backend.leave(part) for part in hidden], axis=1)
@@ -122,7 +123,7 @@ class DraftHead(nn.Module):
         with self._computing() as shared:
             return mx.argmax(backend.leave(shared.logits(out)), axis=-1)
 
-    def follow(self, out: Any, token: mx.array, cache: Cache) -> tuple[Any, mx.array]:
+    def follow(self, out: Any, token: mx.array, cache: LayerCache) -> tuple[Any, mx.array]:
         """Uses `out` as the hidden state before the drafted `token` [1, 1]; returns the output and the next token."""
         with self._computing() as shared:
             if self._steps and self._steps[1].takes(token, [[cache]]):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..state.cache import Cache
+from ..caches.layer_cache import LayerCache
 
 
 class ImageRows(NamedTuple):
@@ -82,7 +82,7 @@ class Images:
     placed: Sequence[tuple[int, Image]] = ()
     by: int = 0
 
-    def after(self, cache: Sequence[Cache]) -> "Images":
+    def after(self, cache: Sequence[LayerCache]) -> "Images":
         """The same images if the text follows the contents of `cache`."""
         start = cache[0].offset
         return Images([(start + place, image) for place, image in self.placed], cache[0].position - start)

@@ -6,20 +6,21 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..caches.entries import EntriesCache
+from ..caches.traced import PLAIN, OnKernels
 from ..kinds import Indexer, KeyBlocks, Latent
+from ..layers import Linear, RMSNorm, Stack, normed_with_weights
 from ..ops.backend import Array, library_of
-from ..ops.compressed import Pool, pooled
 from ..ops.elementwise import float32, split
+from ..ops.entry_pool import Pool, pooled
 from ..ops.index import IndexTerms, Projections, put_in_ring, takes_step
-from ..ops.indexed import Chosen, attend_indexed, attend_pools
+from ..ops.indexed import attend_indexed, attend_pools
 from ..ops.latent import Queries, Up
 from ..ops.norm import Norm, layer_norm
 from ..ops.rope import Rope
 from ..ops.rows import RowCaches
-from ..state.compressed import CompressedCache
-from ..state.traced import PLAIN, OnKernels
+from ..ops.seen import Chosen
 from .latent import MLA
-from .layers import Linear, RMSNorm, Stack, normed_with_weights
 
 INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 
@@ -126,7 +127,7 @@ class PoolScoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
 
     def __call__(
-        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[Array], cache: CompressedCache
+        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[Array], cache: EntriesCache
     ) -> Projections:
         """For `attend_pools`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
         and of the outputs of `wk`, `weights_proj` and `wgate`. `cache` absorbs the keys; the result has those of all

@@ -6,22 +6,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..caches.layer_cache import LayerCache
+from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mamba2, Mixer
+from ..layers import MixerModule, Output, RMSNorm
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.indexed import Chosen
+from ..ops.seen import Chosen
 from ..spec import ModelArgs
-from ..state.cache import Cache
-from ..state.traced import Traced
 from .attention import Attention
 from .compiled import DecodeStep, by_prediction
 from .compressed import CompressedAttention
 from .delta import GatedDeltaNet, KimiDelta
 from .indexed import IndexedMLA, PooledMLA
 from .latent import MLA
-from .layers import MixerModule, Output, RMSNorm
 from .mamba import Mamba
 from .moe import DenseMLP, MoE, NoMLP
 from .span import MIXER_SHARE, Span
@@ -46,8 +46,8 @@ def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn
             return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
         case Mamba2():
             return "mamba", Mamba(mixer, args.hidden_size, args.rms_norm_eps)
-    raise AssertionError(f"an unknown mixer: {mixer}")
-    raise AssertionError(f"an unknown mixer: {mixer}")
+        case _:
+            raise TypeError(f"no module computes {mixer}")
 
 
 def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:
@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def pass_span(self, x: Array, cache: Cache, span: Span, report: Report) -> Array:
+    def pass_span(self, x: Array, cache: LayerCache, span: Span, report: Report) -> Array:
         """The layer over a span: its mixer block by block, its experts over all rows.
 
         At most two blocks are in flight, so that only their temporaries are in memory.

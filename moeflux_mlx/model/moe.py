@@ -9,6 +9,7 @@ import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Dense, Experts, Residual
+from ..layers import MLP, Linear, Output, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
 from ..ops.backend import Array
@@ -17,7 +18,6 @@ from ..ops.experts import Shared
 from ..ops.norm import ConstantNorm
 from ..ops.route import Choice, route, route_by_table, route_with_host_copy, router_logits, table_rows
 from ..ops.tiles import MAX_TOKENS
-from .layers import MLP, Linear, Output, RMSNorm, Stack
 
 PLAIN = Residual()
 

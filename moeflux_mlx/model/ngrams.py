@@ -4,11 +4,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.ngrams import NGramCache
 from ..kinds import NGrams
+from ..layers import Convolution, Linear, RMSNorm, Stack
 from ..ops.backend import Array, view
 from ..ops.ngrams import NGramWeights, with_ngrams
-from ..state.joined import NGramCache
-from .layers import Convolution, Linear, RMSNorm, Stack
 from .tokens import Tokens
 
 

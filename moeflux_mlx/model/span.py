@@ -11,9 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops.indexed import Chosen
-from ..state.cache import Cache
-from ..state.layer_cache import Arrays
+from ..caches.layer_cache import Arrays, LayerCache
+from ..ops.seen import Chosen
 from .images import NO_IMAGES, Images
 from .tokens import Tokens
 
@@ -81,7 +80,7 @@ class Span:
         chosen += sum(rows.nbytes for rows in self.inputs.tables.values()) if self.inputs else 0
         return states + chosen + (0 if self.hidden is None else self.hidden.nbytes)
 
-    def blocks(self, cache: Cache) -> Iterator[tuple[int, int]]:
+    def blocks(self, cache: LayerCache) -> Iterator[tuple[int, int]]:
         """Start and end of what the mixer of `cache` takes in turn: blocks, cut where its state is to be kept.
 
         The cache knows the rotary positions of the images in each, and of what follows them.
@@ -98,18 +97,18 @@ class Span:
                 cache.shift(by, place)
             start = end
 
-    def begin(self, layer: int, cache: Cache) -> None:
+    def begin(self, layer: int, cache: LayerCache) -> None:
         """Begins a layer; if the layer was interrupted in an earlier attempt, that is undone."""
         self.undo(layer, cache)
         self._before[layer] = cache.kept()
 
-    def passed(self, layer: int, end: int, cache: Cache) -> None:
+    def passed(self, layer: int, end: int, cache: LayerCache) -> None:
         """Records that the mixer of `layer` has absorbed the first `end` tokens."""
         kept = cache.kept() if end in self.keep else None
         if kept is not None:
             self.kept.setdefault(end, {})[layer] = kept
 
-    def undo(self, layer: int, cache: Cache) -> None:
+    def undo(self, layer: int, cache: LayerCache) -> None:
         """Takes the cache of a layer that has begun back to where the span starts."""
         cache.axes = None
         if layer in self._before:
@@ -118,7 +117,7 @@ class Span:
                 states.pop(layer, None)
             del self._before[layer]  # last, so that an interruption before leaves a way back
 
-    def drop(self, caches: Sequence[Cache]) -> None:
+    def drop(self, caches: Sequence[LayerCache]) -> None:
         """Takes all caches back to the start of the span."""
         for layer in list(self._before):
             self.undo(layer, caches[layer])

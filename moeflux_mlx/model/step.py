@@ -6,11 +6,10 @@ from typing import cast
 
 import mlx.core as mx
 
+from ..caches.layer_cache import Arrays, LayerCache
 from ..errors import RequestError
 from ..experts.stats import Asked
 from ..ops.rows import RowCaches
-from ..state.cache import Cache
-from ..state.layer_cache import Arrays
 from .tokens import token_ids
 
 MAX_ROWS = 16  # the most rows of a step
@@ -26,7 +25,7 @@ class SequenceRows:
         tokens: ids in order. An array need not be evaluated yet: on a GPU its ids are assumed to be in the vocabulary.
     """
 
-    cache: list[Cache]
+    cache: list[LayerCache]
     tokens: Sequence[int] | mx.array
 
     @property

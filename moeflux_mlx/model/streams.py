@@ -7,9 +7,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..caches.layer_cache import LayerCache
+from ..caches.traced import Traced
 from ..experts.routing import Report
 from ..experts.source import ExpertLoader
 from ..kinds import Connections, GatedConnections, HyperConnections
+from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
@@ -17,10 +20,7 @@ from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token
 from ..ops.rows import RowCaches
 from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
-from ..state.cache import Cache
-from ..state.traced import Traced
 from .compiled import DecodeStep, by_prediction
-from .layers import Linear, RMSNorm, Stack, packed
 from .moe import DenseMLP, MoE
 from .ngrams import NGramLayer
 from .span import MIXER_SHARE, Span
@@ -224,7 +224,7 @@ class StreamsLayer(nn.Module):
         out = self.mixer.mixed(x, self.get("input_layernorm"), own)
         return tuple(self.ffn_hc.gather_behind(h, out, *mixing))
 
-    def pass_span(self, h: Array, cache: Cache, span: Span, report: Report) -> Any:
+    def pass_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> Any:
         """The layer over a span: its mixer block by block, its experts over all rows."""
         parts: list[tuple[Any, ...]] = []
         joined: list[Any]

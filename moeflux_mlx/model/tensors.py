@@ -12,13 +12,13 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..layers import Convolution, Weight
 from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
 from .layer import MIXERS
-from .layers import Convolution, Weight
 from .moe import MoE
 from .streams import Connection
 

@@ -11,12 +11,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import ModelFileError
+from ..layers import Weight
 from ..ops import backend
 from ..ops.backend import FLOATS
 from ..quant import FLOAT, Quant, Quantization, of_shapes
 from .decoder import Model
 from .head import DraftHead
-from .layers import Weight
 from .tensors import TABLE, is_of_matrix, kept_dtype
 
 

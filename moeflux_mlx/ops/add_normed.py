@@ -52,7 +52,7 @@ def _inputs(made: Any, norm: Norm) -> tuple[Any, ...]:
     return made.made, made.made_norm.weight, made.beside, made.beside_norm.weight
 
 
-@planned()
+@planned("add_normed")
 def plan(target: str, rows: int, width: int, dtype: mx.Dtype, is_pair: bool, has_factor: bool) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS

@@ -9,7 +9,7 @@ cache if the previous token is still being computed. On the CPU a token takes on
 into such an array: appending them with MLX takes as long as reading a tenth of the layer's weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,11 +19,13 @@ import numpy as np
 
 from . import backend, gpu_time, native
 from .backend import Array, stack, view
+from .causal_parts import in_parts
 from .elementwise import sigmoid
 from .kv_rows import row_bytes
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
+    SEVERAL,
     TOGETHER,
     ArrayPiece,
     Input,
@@ -51,44 +53,7 @@ ATTEND_COMBINE = Kernel("attend_combine", "parts gate sinks positions", "out")
 HEADS = 8  # queries in a threadgroup: with 256 values each they take 9 KB of its memory
 WIDEST = 256
 APPENDING = 128  # threads that add a key and its value
-SEVERAL = Reason("there are several tokens")
-# Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
-# M1's GPU 0.05 s at its full rate (gpu_time).
-SCORES = 1 << 27
-LEAST_ROWS = 256  # least rows of a part of an attention with a window
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
-
-
-def in_parts(
-    heads: int, rows: int, positions: int, mask: Any, window: int | None = None
-) -> Iterator[tuple[slice, slice, Any]]:
-    """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
-
-    Yields the rows of a part, the positions that they see, and their mask. Only a causal attention of many rows is cut.
-    With a window, a part has at most as many rows as the window, or `LEAST_ROWS`, so that few of its positions are
-    masked.
-    """
-    size = max(SCORES // (heads * positions), 1)
-    if window is not None:
-        size = min(size, max(window, LEAST_ROWS))
-    if mask != "causal" or (rows <= size and window is None):
-        yield slice(0, rows), slice(0, positions), mask
-        return
-    before = positions - rows
-    for start in range(0, rows, size):
-        stop = min(start + size, rows)
-        first = 0 if window is None else max(before + start - window + 1, 0)
-        seen = slice(first, before + stop)
-        if window is not None and seen.stop - first > window and stop - start > 1:
-            yield slice(start, stop), seen, _band(stop - start, seen.stop - first, window)
-        else:
-            yield slice(start, stop), seen, "causal" if stop - start > 1 else None
-
-
-def _band(rows: int, positions: int, window: int) -> mx.array:
-    """The mask [rows, positions] of the last positions' queries, each of which sees `window` positions."""
-    age = mx.arange(positions - rows, positions)[:, None] - mx.arange(positions)
-    return (age >= 0) & (age < window)
 
 
 class Whole(NamedTuple):
@@ -226,7 +191,7 @@ def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> A
     return x if rope is None else rope(x, position)
 
 
-@planned()
+@planned("attend")
 def native_refusal(is_alone: bool) -> Reason | None:
     """Why norms, rotation and attention are separate native calls instead of the joint one for a single token."""
     return None if is_alone else Reason("attend_step takes a single token")
@@ -265,7 +230,7 @@ def takes_step(width: int, value_width: int) -> bool:
     return not refusal(backend.name(), True, width, value_width)
 
 
-@planned()
+@planned("attend")
 def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason | None:
     """Why the kernels do not attend for a token alone, or for several, with keys and values of these widths."""
     if target == "ops":

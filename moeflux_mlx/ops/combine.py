@@ -60,7 +60,7 @@ def combine_types(dtypes: Dtypes) -> dict[str, Any]:
     return {"X": experts, "Y": residual, "Z": shared or residual, "SHARED": int(shared is not None)}
 
 
-@planned()
+@planned("combine")
 def plan(target: str, places: Shape, hidden: int, dtypes: Dtypes) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS

@@ -8,7 +8,7 @@ has its own decay, the plain operations are those of `channel_delta`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +36,7 @@ from .launch import (
     require,
 )
 from .norm import rms_norm
+from .recurrent_state import STATE_ROWS, State
 from .rows import Begin, RowCaches
 from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
 
@@ -47,18 +48,9 @@ GATED_NORM = Kernel("gated_norm", "x z weight eps length", "out")
 DELTA_STEP = Kernel("delta_step", "qkv z b a A_log dt_bias taps weight eps conv state", "out next_conv next")
 PARTS = ("qkv", "z", "b", "a", "out")  # inputs and outputs that hold the rows of a step in one array
 SIMDGROUPS = 4  # per threadgroup: enough to hide latency, few enough to spread over every core of the GPU
-STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 THREADS = 256
 PLANS = 512  # launches that are kept, one for each length of a chunk
 NORM_EPS = 1e-6  # epsilon of the query/key L2 norm, fixed in the published model code
-
-
-class State(Protocol):
-    """The layer's state of one text or a batch of them; None before the first token."""
-
-    offset: Any
-    conv: Any  # [B, taps - 1, channels], the convolution's last inputs
-    recurrent: Any  # [B, value heads, value dim, key dim] float32
 
 
 @dataclass(frozen=True)
@@ -132,7 +124,7 @@ def delta(
     return out
 
 
-@planned()
+@planned("delta")
 def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
     """Why the kernels do not take this number of sequences with heads of these sizes."""
     if target == "ops":
@@ -317,7 +309,7 @@ def delta_step(
     return out, conv, recurrent
 
 
-@planned(PLANS)
+@planned("delta", PLANS)
 def plan_step(
     target: str,
     qkv: Shape,
@@ -395,7 +387,7 @@ def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.ar
     return conv, mx.zeros((1, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
 
 
-@planned(PLANS)
+@planned("delta", PLANS)
 def plan_rows(count: int, widths: Sequence[int], in_order: bool, target: str, *given: Any) -> Launch:
     """The launch of `plan_step`, whose arguments are `given`, for several rows.
 
@@ -503,7 +495,7 @@ def gated_delta_tokens(
     return out, following
 
 
-@planned(PLANS)
+@planned("delta", PLANS)
 def plan_tokens(
     target: str, T: int, dtype: mx.Dtype, state: Shape, key_heads: int, rule: ChannelDecay | None
 ) -> tuple[Launch, Launch]:

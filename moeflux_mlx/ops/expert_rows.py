@@ -51,7 +51,7 @@ def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
     return _refusal(backend.name(), dtype, record)
 
 
-@planned()
+@planned("expert_rows")
 def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
     if target == "metal" and (record is None or not tile_of(target, "prompt_experts", shapes_of(record)).kernel):
         return Reason("moeflux tune has not chosen our kernel")
@@ -73,7 +73,7 @@ def shapes_of(record: Record) -> str:
     return ", ".join(f"{one.rows}x{one.columns} {form_of(one)}" for one in record.projections)
 
 
-@planned()
+@planned("expert_rows")
 def form_refusal(record: Record) -> Reason | None:
     """Why the kernels do not multiply records of this form."""
     return None if is_read(record) else unread_reason(record)
@@ -108,7 +108,7 @@ def expert_rows(x: mx.array, starts: mx.array, source: mx.array, slots: mx.array
     return last(act, *memory, slots, starts, source)[0]
 
 
-@planned(256)
+@planned("expert_rows", 256)
 def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
     if target == "ops":
         return NO_KERNELS
@@ -118,7 +118,7 @@ def plan_places(target: str, ids: Shape, experts: int) -> Launch | Reason:
     return Launch(target, PLACES, template, (ceildiv(experts, EACH), 1), 32 * EACH, outputs)
 
 
-@planned(256)
+@planned("expert_rows", 256)
 def plan_rows(
     target: str,
     blob: Shape,

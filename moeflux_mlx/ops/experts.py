@@ -327,7 +327,7 @@ def is_read(record: Record) -> bool:
     return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
 
 
-@planned()
+@planned("experts")
 def native_refusal(record: Record) -> Reason | None:
     """Why the native kernels do not read such records."""
     return None if is_read(record) else unread_reason(record)
@@ -372,7 +372,7 @@ def biases_of(**projections: Projection) -> dict[str, Any]:
     return template | {f"{name}_BIAS": field.words.start if field else 0 for name, field in fields.items()}
 
 
-@planned()
+@planned("experts")
 def plan_gate_up(
     target: str,
     x: Shape,
@@ -388,7 +388,7 @@ def plan_gate_up(
     return _first_launch(target, kernel, x, dtype, blob, record, slots[1], joined, arrays)
 
 
-@planned()
+@planned("experts")
 def plan_choice(
     target: str,
     x: Shape,
@@ -466,7 +466,7 @@ def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
 
-@planned()
+@planned("experts")
 def plan_down(
     target: str,
     act: Shape,

@@ -11,11 +11,10 @@ import mlx.core as mx
 from ..kinds import GatedConnections
 from ..quant import Quant
 from . import backend
-from .attend import SEVERAL
 from .backend import Array
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .linear import Weights, stored
 from .streams import plan_scatter
 from .tiles import lanes_of, planned
@@ -40,7 +39,7 @@ def injected(h: Array, out: Array, weights: Array) -> Any:
     return h + (weights[..., None] * out[:, :, None]).reshape(h.shape)
 
 
-@planned()
+@planned("gated_streams")
 def refusal(target: str, tokens: int) -> Reason | None:
     """Why the kernels do not take this number of tokens."""
     if target == "ops":
@@ -48,7 +47,7 @@ def refusal(target: str, tokens: int) -> Reason | None:
     return None if tokens == 1 else SEVERAL
 
 
-@planned()
+@planned("gated_streams")
 def form_refusal(quant: Quant | None, columns: int) -> Reason | None:
     """Why the kernels do not take a matrix with this number of columns."""
     if columns % 8:
@@ -93,7 +92,7 @@ def token_mean(
     return h, x, mixing
 
 
-@planned()
+@planned("gated_streams")
 def plan_mean(
     target: str,
     shapes: tuple[int, int],

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..kinds import CHUNK, Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
+from ..kinds import Mixer, product
 from ..spec import ModelArgs
 from . import backend
 from .chips import CHIPS, FAMILY
@@ -26,7 +26,6 @@ CLASS = re.compile(rf"{FAMILY}M\d+( Pro| Max| Ultra)")  # the Pro of another fam
 # for it, or one piece of a wave. The plan limits a block by the chip; the other pieces are equal on every Apple GPU.
 BLOCK_SHARE = 0.5
 AT_ONCE = 0.25 * SECONDS * SLOWEST * 1e12  # operations of one piece, or of one expansion
-DELTA_SHARE = 0.25  # share of the rate that the delta rule's sequential steps reach; 0.35 to 0.46 on an H200
 
 
 def rate(chip: str) -> float:
@@ -61,11 +60,6 @@ def in_turn(tokens: int, parts: Sequence[mx.array]) -> None:
             backend.finish(before)
 
 
-def product(rows: int, inner: int, outer: int) -> float:
-    """[rows, inner] times [inner, outer]: a multiplication and an addition for each."""
-    return 2.0 * rows * inner * outer
-
-
 def block_size(args: ModelArgs, longest: int, operations: float) -> int:
     """`longest`, halved until a block fits its share of a command buffer."""
     while longest > 1 and max(block(args, mixer, longest) for mixer in args.mixer_counts) > BLOCK_SHARE * operations:
@@ -77,46 +71,4 @@ def block(args: ModelArgs, mixer: Mixer, tokens: int) -> float:
     """A layer over a block of a span: its mixer but for scores, router and shared expert, or a dense MLP."""
     width = max(layer.row_width for layer in args.layers)
     mlp = product(tokens, args.hidden_size, 3 * width + args.num_experts)
-    return mlp + product(tokens, args.hidden_size, _projected(mixer)) + _own(mixer, tokens)
-
-
-def _projected(mixer: Mixer) -> int:
-    """Columns of the projections from the hidden state and back to it."""
-    match mixer:
-        case GroupedQuery():
-            queries = mixer.head_dim * (1 + (mixer.gate == "joined")) + mixer.value_width
-            gates = mixer.gate not in (None, "joined")
-            return mixer.heads * (queries + gates) + mixer.kv_heads * (mixer.head_dim + mixer.value_width)
-        case Latent():
-            queries = mixer.heads * mixer.head_dim if mixer.q_latent is None else mixer.q_latent
-            index = mixer.indexer.dim + mixer.indexer.heads if mixer.indexer else 0
-            return queries + index + mixer.latent + mixer.rotated + mixer.heads * mixer.value
-        case Compressed():
-            index = mixer.compressor.indexer.heads if mixer.compressor and mixer.compressor.indexer else 0
-            return mixer.q_latent + mixer.row + index + mixer.groups * mixer.group_latent
-        case Delta():
-            return mixer.channels + 2 * mixer.value_width + 2 * mixer.value_heads
-        case Mamba2():
-            return mixer.projected + mixer.width
-    raise AssertionError(f"an unknown mixer: {mixer}")
-
-
-def _own(mixer: Mixer, tokens: int) -> float:
-    """Other work proportional to the tokens: queries from a latent; the delta rule's steps."""
-    match mixer:
-        case GroupedQuery():
-            return 0.0
-        case Latent():
-            index = mixer.indexer.heads * mixer.indexer.dim if mixer.indexer else 0
-            return product(tokens, mixer.q_latent or 0, mixer.heads * mixer.head_dim + index)
-        case Compressed():
-            indexer = mixer.compressor.indexer if mixer.compressor else None
-            index = indexer.heads * indexer.dim if indexer else 0
-            width = mixer.heads * mixer.head_dim
-            return product(tokens, mixer.q_latent, width + index) + product(tokens, width, mixer.group_latent)
-        case Delta():  # decay, S k, what is learned and S q: 7 for each value of S (arXiv:2412.06464)
-            return 7.0 * tokens * mixer.value_width * mixer.key_dim / DELTA_SHARE
-        case Mamba2():  # of each head between a chunk's tokens, and with the state
-            chunk = min(tokens, CHUNK)
-            return product(tokens, chunk, mixer.width) + 2 * product(tokens, mixer.width, mixer.state_dim)
-    raise AssertionError(f"an unknown mixer: {mixer}")
+    return mlp + product(tokens, args.hidden_size, mixer.columns) + mixer.own_operations(tokens)

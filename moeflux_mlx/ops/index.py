@@ -14,10 +14,9 @@ import numpy as np
 
 from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
-from .attend import SEVERAL
 from .backend import Array, arange, library_of, view
 from .elementwise import float32
-from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
 from .positions import RECENT, Held, Positions
 from .rope import Rope, turned
@@ -170,7 +169,7 @@ def takes_step(rule: Rule) -> bool:
     return not refusal(backend.name(), True, rule)
 
 
-@planned()
+@planned("index")
 def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
     """Why the kernels do not choose for a token alone, or for several."""
     if target == "ops":

@@ -6,7 +6,6 @@ kernels for one token read them where they are. The projections of keys and valu
 so nothing else is read. Many tokens are processed a few at a time.
 """
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -37,22 +36,7 @@ from .latent import (
 from .norm import Norm
 from .positions import Positions
 from .rope import Rope
-from .seen import SeenBlocks
-
-
-@dataclass
-class Chosen:
-    """The choice of the last layer with an indexer for a block of tokens, for layers that reuse it.
-
-    positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all positions that it
-        sees. rows: the same for each row of a step, by its number.
-    """
-
-    positions: Any = None
-    rows: "dict[int, Chosen]" = field(default_factory=dict)
-
-    def of_row(self, row: int) -> "Chosen":
-        return self.rows.setdefault(row, Chosen())
+from .seen import Chosen, SeenBlocks
 
 
 def attend_indexed(

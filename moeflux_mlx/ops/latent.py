@@ -17,11 +17,11 @@ import numpy as np
 from ..kinds import QueryScale
 from ..quant import DEFAULT
 from . import backend, gpu_time, native
-from .attend import SEVERAL, in_parts
 from .backend import Array, stack, view
+from .causal_parts import in_parts
 from .elementwise import split
 from .forms import Form, StoredForm, is_read, stored_template
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
 from .linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
 from .norm import Norm
 from .positions import RECENT, Steps
@@ -205,7 +205,7 @@ def attend_latent(
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
-@planned()
+@planned("latent")
 def native_refusal(tokens: int) -> Reason | None:
     """Why the native kernels do not attend over these latents."""
     expanded = f"for more than {ABSORB_AT_MOST} tokens keys and values are made of the latents"
@@ -236,7 +236,7 @@ def takes_step(latent: int, rotated: int) -> bool:
     return not refusal(backend.name(), True, latent, rotated)
 
 
-@planned()
+@planned("latent")
 def refusal(target: str, is_alone: bool, latent: int, rotated: int) -> Reason | None:
     """Why the kernels do not attend for a token alone, or for several, with latents and keys of such widths."""
     if target == "ops":

@@ -334,6 +334,7 @@ class Reason(str):
 
 
 NO_KERNELS = Reason("the default device has no kernels")
+SEVERAL = Reason("there are several tokens")
 
 
 @cache

@@ -257,7 +257,7 @@ def _is_native(w: Weights) -> bool:
     return not native_refusal(w.quant, w.shape[-1])
 
 
-@planned()
+@planned("linear")
 def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
     """Why the native kernels do not read a matrix of this form."""
     return None if quant is None or is_read(quant, columns) else _unread(quant, columns)
@@ -354,7 +354,7 @@ def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array |
     return launch(x, *inputs_of(w), weight, eps, x if residual is None else residual, *lengths)[0]
 
 
-@planned()
+@planned("linear")
 def refusal(target: str, tokens: int, shape: Shape, quant: Quant | None, least: int) -> Reason | None:
     """Why `qmv` does not multiply this number of rows with a matrix of this shape, or with one of fewer than `least`
     weights.
@@ -383,7 +383,7 @@ def check_activations(name: str, shape: Shape, dtype: mx.Dtype, rank: int = 2) -
     require(1 <= shape[0] <= MAX_TOKENS, f"{name} has {shape[0]} tokens; the kernels take 1 to {MAX_TOKENS}")
 
 
-@planned()
+@planned("linear")
 def plan(
     target: str, x: Shape, x_dtype: mx.Dtype, w: Shape, scales: Shape, form: Form, around: Around = PLAIN
 ) -> Launch | Reason:

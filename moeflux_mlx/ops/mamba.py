@@ -16,13 +16,12 @@ import numpy as np
 
 from ..kinds import CHUNK, Mamba2
 from . import backend, gpu_time
-from .attend import SEVERAL
 from .backend import Array, contiguous, leave, library_of, view
-from .delta import STATE_ROWS, State
 from .elementwise import activate, float32, sigmoid, softplus, split
 from .launch import (
     MOST_THREADS,
     NO_KERNELS,
+    SEVERAL,
     SHARED_BYTES,
     TOGETHER,
     ArrayPiece,
@@ -34,6 +33,7 @@ from .launch import (
     ceildiv,
 )
 from .norm import rms_norm
+from .recurrent_state import STATE_ROWS, State
 from .rows import RowCaches
 from .tiles import planned
 
@@ -180,7 +180,7 @@ def _chunk(x: Any, B: Any, C: Any, decay: Any, S: Any) -> tuple[Any, Any]:
 # ---- kernels, for a token of each of some sequences on a GPU
 
 
-@planned()
+@planned("mamba")
 def refusal(target: str, sequences: int, tokens: int, sizes: Mamba2) -> Reason | None:
     """Why the kernels do not take this number of sequences in one array, with this number of tokens of each, or states
     of these sizes.
@@ -214,7 +214,7 @@ def _or_zeros(array: mx.array | None, shape: Shape, dtype: mx.Dtype) -> mx.array
     return mx.zeros((1, *shape), dtype) if array is None else array.astype(dtype)
 
 
-@planned()
+@planned("mamba")
 def plan_step(target: str, dtype: mx.Dtype, sizes: Mamba2, count: int) -> tuple[Launch, Launch]:
     """The launch up to the gate for a token of each of `count` sequences, and that of the norm."""
     simdgroups = min(ceildiv(sizes.head_dim, STATE_ROWS), MOST_THREADS[target] // 32)

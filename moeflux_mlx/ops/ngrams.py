@@ -13,10 +13,9 @@ import numpy as np
 
 from ..kinds import NGrams
 from . import backend
-from .attend import SEVERAL
 from .backend import Array, library_of, view
 from .elementwise import float32, sigmoid
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .streams import normed_streams
 from .tiles import planned
 
@@ -89,7 +88,7 @@ def _convolved(inputs: Any, weight: mx.array, part: NGrams, count: int) -> Any:
 # ---- the kernel for one token on a GPU
 
 
-@planned()
+@planned("ngrams")
 def refusal(target: str, tokens: int) -> Reason | None:
     """Why the kernel does not take this number of tokens."""
     if target == "ops":
@@ -107,7 +106,7 @@ def _on_kernel(h: mx.array, key: Any, value: Any, before: Any, w: NGramWeights, 
     return h, inputs
 
 
-@planned()
+@planned("ngrams")
 def plan(target: str, kept: Shape, width: int, dtypes: tuple[mx.Dtype, ...], taps: int, far: int) -> Launch:
     streams, blocks = kept[-1] // width, ceildiv(width, THREADS)
     template = dict(zip("XVW", dtypes, strict=True)) | {"N": streams, "D": width, "TAPS": taps, "FAR": far}

@@ -120,7 +120,7 @@ def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
     return launch(*arrays, slots, *map(count, (len(slots), words.start, units)))[0]
 
 
-@planned(256)
+@planned("records", 256)
 def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, arrays: Arrays) -> Launch | Reason:
     """MLX's operations would copy a buffer for each of them, or take each record by itself."""
     if target == "ops":

@@ -194,7 +194,7 @@ def score_number(rule: Router) -> int:
     return list(SCORES).index(rule.score)
 
 
-@planned()
+@planned("route")
 def table_refusal(target: str, rule: Router) -> Reason | None:
     """Why no kernel weighs the experts that a table gives."""
     if target == "ops":
@@ -212,7 +212,7 @@ def plan_table(target: str, shape: Shape, rule: Router) -> Launch:
     return Launch(target, TABLE, template, (1, tokens), 32, [(chosen, mx.uint32), (chosen, mx.float32)])
 
 
-@planned()
+@planned("route")
 def refusal(target: str, rule: Router) -> Reason | None:
     """Why no kernel chooses by the rule."""
     if target == "ops":
@@ -220,7 +220,7 @@ def refusal(target: str, rule: Router) -> Reason | None:
     return None if is_known(rule) else UNKNOWN_RULE
 
 
-@planned()
+@planned("route")
 def native_refusal(rule: Router) -> Reason | None:
     """Why the native kernel does not choose."""
     if rule.score != "softmax":
@@ -288,7 +288,7 @@ def router_logits(
     return x, logits if bias is None else plus(logits, bias)
 
 
-@planned()
+@planned("route")
 def plan_logits(
     target: str,
     h: Shape,

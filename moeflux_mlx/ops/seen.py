@@ -1,6 +1,9 @@
-"""The positions to which a token attends, if it does not attend to all: those of chosen blocks (metal/seen.h.metal)."""
+"""The positions to which a token attends, if it does not attend to all: chosen ones, or those of chosen blocks
+(metal/seen.h.metal).
+"""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -44,3 +47,18 @@ class SeenBlocks(NamedTuple):
     def sizes(self) -> SeenSizes:
         top = self.chosen.shape[-1]
         return SeenSizes(top, self.ratio, self.has_own, self.chosen.size // top)
+
+
+@dataclass
+class Chosen:
+    """The choice of the last layer with an indexer for a block of tokens, for layers that reuse it.
+
+    positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all positions that it
+        sees. rows: the same for each row of a step, by its number.
+    """
+
+    positions: Any = None
+    rows: "dict[int, Chosen]" = field(default_factory=dict)
+
+    def of_row(self, row: int) -> "Chosen":
+        return self.rows.setdefault(row, Chosen())

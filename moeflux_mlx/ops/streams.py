@@ -12,10 +12,9 @@ import mlx.core as mx
 
 from ..kinds import HyperConnections
 from . import backend
-from .attend import SEVERAL
 from .backend import Array, view
 from .elementwise import float32, sigmoid, softmax
-from .launch import NO_KERNELS, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
@@ -78,7 +77,7 @@ def _takes_token(h: Any, rule: HyperConnections) -> bool:
     return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule)
 
 
-@planned()
+@planned("streams")
 def refusal(target: str, tokens: int, rule: HyperConnections) -> Reason | None:
     """Why the kernels do not take this number of tokens or of streams."""
     if target == "ops":
@@ -104,7 +103,7 @@ def _from_products(launches: Gather, h: Any, made: mx.array, by: Mapping) -> tup
     return x, mixing
 
 
-@planned()
+@planned("streams")
 def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections, eps: float) -> Gather:
     n, D = rule.streams, width // rule.streams
     rows = n * (n + 2)
@@ -118,7 +117,7 @@ def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections
     return Gather(products, following, Launch(target, GATHER, template, (ceildiv(D, THREADS), 1), THREADS, made))
 
 
-@planned()
+@planned("streams")
 def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int, is_mixed: bool) -> Launch:
     """The launch that adds a part's output, to mixtures of the streams or to the streams themselves."""
     D = width // streams

@@ -156,8 +156,8 @@ class Tiles:
         """
         return self.found.get(spot_of(kernel, shape)) or TILES[target][kernel]
 
-    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        """The result of a `planned` function with this choice."""
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        """The result of a `planned` function of an operation with this choice."""
         return make(*given)
 
 
@@ -185,9 +185,9 @@ def tile_of(target: str, kernel: str, shape: str) -> Tile:
     return _used.get().tile(target, kernel, shape)
 
 
-def planned(most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results, which are
-    freed with it.
+    freed with it. `operation`: the name under which users see the function's reasons.
     """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
@@ -198,7 +198,7 @@ def planned(most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R
             tiles = _used.get()
             own = kept.get(tiles)
             if own is None:
-                kept[tiles] = own = functools.lru_cache(most)(lambda *given: _used.get().plan(make, given))
+                kept[tiles] = own = functools.lru_cache(most)(lambda *given: _used.get().plan(operation, make, given))
             return own(*given)
 
         call.cache_clear = kept.clear  # type: ignore[attr-defined]

@@ -1,45 +1,32 @@
 """The state of a model between calls: one cache per layer, with mlx-lm's cache protocol.
 
-A cache is made for the part of a layer that it serves. `KVCache` and `LatentCache` grow in steps and can be trimmed;
-`WindowCache` and `CompressedCache` hold the newest positions and go back a few; `RecurrentCache` holds a state that has
-absorbed every token and goes back to states that were kept. `QuantizedKVCache` and `QuantizedWindowCache` keep 8 bits
-of each value. `IndexedCache`, `BlocksCache` and `NGramsCache` each combine a mixer's cache with a second one.
+A cache is made for the part of a layer that it serves. Most caches of attention grow in steps and can be trimmed; a
+`Ring` holds the newest positions and goes back a few; a `RecurrentCache` holds a state that has absorbed every token
+and goes back to states that were kept. A `JoinedCache` combines a mixer's cache with a second one. Where a mixer has
+caches of its own, the module of its name has them, and chooses between them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ..kinds import Compressed, Delta, GroupedQuery, HeadBlocks, KeyBlocks, Latent, Mamba2, Mixer, NGrams
-from .compressed import CompressedCache
-from .growing import KVCache, LatentCache
-from .indexed import IndexedCache
-from .joined import BlocksCache, JoinedCache, NGramsCache
-from .quantized import QuantizedKVCache, QuantizedWindowCache
-from .recurrent import RecurrentCache
-from .window import WindowCache
+from ..caches.entries import EntriesCache
+from ..caches.layer_cache import LayerCache
+from ..caches.recurrent import RecurrentCache
+from ..kinds import Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
+from . import delta, grouped, latent
 
-Cache = KVCache | WindowCache | CompressedCache | LatentCache | IndexedCache | RecurrentCache | JoinedCache
+MAKERS: dict[type, Callable[[Any], LayerCache]] = {
+    GroupedQuery: grouped.make_cache,
+    Latent: latent.make_cache,
+    Compressed: EntriesCache,
+    Delta: delta.make_cache,
+    Mamba2: RecurrentCache,
+}
 
 
-def make_cache(mixer: Mixer) -> Cache:
+def make_cache(mixer: Mixer) -> LayerCache:
     """An empty cache for a layer with this mixer."""
-    match mixer:
-        case GroupedQuery(blocks=KeyBlocks() | HeadBlocks()) | Latent(blocks=KeyBlocks()):
-            return BlocksCache(mixer)
-        case GroupedQuery(kv_bits=8):
-            return QuantizedKVCache(mixer) if mixer.window is None else QuantizedWindowCache(mixer)
-        case GroupedQuery():
-            return KVCache(mixer) if mixer.window is None else WindowCache(mixer)
-        case Latent():
-            has_keys = mixer.indexer is not None and not mixer.indexer.reuses
-            return IndexedCache(mixer) if has_keys else LatentCache(mixer)
-        case Compressed():
-            return CompressedCache(mixer)
-        case Delta(ngrams=NGrams()):
-            return NGramsCache(mixer)
-        case Delta() | Mamba2():
-            return RecurrentCache(mixer)
-    raise AssertionError(f"an unknown mixer: {mixer}")
-    raise AssertionError(f"an unknown mixer: {mixer}")
+    return MAKERS[type(mixer)](mixer)
 
 
 def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:

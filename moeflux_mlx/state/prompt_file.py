@@ -31,11 +31,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..caches.layer_cache import LayerCache, Shifts
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
 from ..files import replace_file
-from .cache import Cache
 from .fingerprint import Fingerprint
-from .layer_cache import Shifts
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
 MAGIC, VERSION, SHIFTED = b"MOEFLXPC", 1, 2
@@ -61,7 +60,7 @@ class PromptHeader:
     shifts: Shifts = ()
 
 
-def file_version(cache: Sequence[Cache]) -> int:
+def file_version(cache: Sequence[LayerCache]) -> int:
     """The version of a file that holds the state of `cache`."""
     return SHIFTED if any(layer.is_shifted for layer in cache) else VERSION
 
@@ -74,7 +73,7 @@ def prompt_file_size(model: Stateful, tokens: Sequence[int]) -> int:
 def save_prompt(
     path: Path,
     model: Stateful,
-    cache: Sequence[Cache],
+    cache: Sequence[LayerCache],
     tokens: Sequence[int],
     fingerprint: Fingerprint,
     extra: Mapping[str, Any] | None = None,
@@ -97,7 +96,7 @@ def save_prompt(
     _replace(path, _with_checksums(head, chain(state_parts(model, cache), [memoryview(behind)])))
 
 
-def load_prompt(path: Path, model: Stateful, cache: Sequence[Cache], fingerprint: Fingerprint) -> PromptHeader:
+def load_prompt(path: Path, model: Stateful, cache: Sequence[LayerCache], fingerprint: Fingerprint) -> PromptHeader:
     """Replaces the state of `cache` by the file's, after checking all of it; after an error it is as it was.
 
     Raises:

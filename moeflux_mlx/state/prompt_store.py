@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..caches.layer_cache import LayerCache
 from ..errors import FingerprintError, PromptCacheError
 from ..files import user_path
 from ..text.boundaries import shared_length
-from .cache import Cache
 from .fingerprint import Fingerprint
 from .prompt_file import (
     SHIFTED,
@@ -71,13 +71,13 @@ class PromptStore(Protocol):
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         """Handles a damaged candidate; raises `error` if it cannot be skipped."""
 
-    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
+    def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
         """Keeps the state of `cache`, which has absorbed exactly `tokens`, and `behind` it what a draft head knows."""
 
 
 def reuse_prefix(
     model: Stateful,
-    cache: list[Cache],
+    cache: list[LayerCache],
     tokens: Sequence[int],
     store: PromptStore,
     *,
@@ -99,7 +99,7 @@ def reuse_prefix(
 
 
 def restore_prefix(
-    model: Stateful, cache: list[Cache], tokens: Sequence[int], store: PromptStore, longer_than: int
+    model: Stateful, cache: list[LayerCache], tokens: Sequence[int], store: PromptStore, longer_than: int
 ) -> Restored:
     """As `reuse_prefix`, with all details of the result."""
     points = RewindPoints(cache, 0)
@@ -144,7 +144,7 @@ class PromptFile:
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         raise error
 
-    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
+    def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
         save_prompt(self.path, model, cache, tokens, self.fingerprint, behind=behind)
 
 
@@ -174,7 +174,7 @@ class PromptDirectory:
         if not isinstance(error.__cause__, OSError):
             _remove(path)
 
-    def save(self, model: Stateful, cache: Sequence[Cache], tokens: Sequence[int], behind: bytes = b"") -> None:
+    def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
         """Raises PromptCacheError: no room on the disk, or the state alone passes `max_bytes`."""
         size = prompt_file_size(model, tokens) + len(behind)
         if size > self.max_bytes:

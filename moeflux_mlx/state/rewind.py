@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .cache import Cache
-from .layer_cache import Arrays
+from ..caches.layer_cache import Arrays, LayerCache
 
 
 class RewindPoints:
@@ -22,7 +21,7 @@ class RewindPoints:
         max_bytes: of all kept states together; beyond it, the states closest to others are dropped first.
     """
 
-    def __init__(self, cache: Sequence[Cache], max_bytes: int):
+    def __init__(self, cache: Sequence[LayerCache], max_bytes: int):
         self.cache = cache
         self.max_bytes = max_bytes
         self.set_aside = 0  # the part of `max_bytes` that something else takes at the moment

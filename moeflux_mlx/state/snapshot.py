@@ -41,6 +41,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..caches.layer_cache import FLOAT_BYTES, LayerCache, State
 from ..errors import (
     BadMagicError,
     BadVersionError,
@@ -53,8 +54,7 @@ from ..errors import (
     TruncatedError,
 )
 from ..spec import ModelArgs
-from .cache import Cache, make_cache
-from .layer_cache import FLOAT_BYTES, State
+from .cache import make_cache
 
 MAGIC = 0x4D464C58
 VERSION = 2
@@ -89,7 +89,7 @@ class Stateful(Protocol):
     def activation_dtype(self) -> mx.Dtype: ...
 
 
-def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[Cache] | int) -> int:
+def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[LayerCache] | int) -> int:
     """Bytes of `save_state`, for these caches or for a state of that many positions.
 
     Raises:
@@ -100,11 +100,11 @@ def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[Cache] | i
     return 4 * len(_header(args)) + sum(_layer_bytes(make_cache(mixer), length) for mixer in args.mixers)
 
 
-def _layer_bytes(layer: Cache, length: int) -> int:
+def _layer_bytes(layer: LayerCache, length: int) -> int:
     return 4 * layer.counts + layer.stored_dtype.itemsize * sum(map(math.prod, layer.stored_shapes(length)))
 
 
-def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
+def save_state(model: Stateful, cache: Sequence[LayerCache]) -> bytes:
     """The state of `cache` (from `model.make_cache`, batch 1) as one snapshot, MFLX version 2 where that suffices.
 
     bfloat16 and float16 caches survive exactly: every value is written as float32.
@@ -123,7 +123,7 @@ def save_state(model: Stateful, cache: Sequence[Cache]) -> bytes:
     return whole.getvalue()
 
 
-def state_parts(model: Stateful, cache: Sequence[Cache]) -> Iterator[memoryview]:
+def state_parts(model: Stateful, cache: Sequence[LayerCache]) -> Iterator[memoryview]:
     """`save_state` piece by piece, one array of one layer at a time, so that a file needs no second copy; where rotary
     positions are further than places (`LayerCache.shifts`) is for the caller to keep."""
     args = model.args
@@ -134,7 +134,7 @@ def state_parts(model: Stateful, cache: Sequence[Cache]) -> Iterator[memoryview]
         yield from _layer_parts(layer, length)
 
 
-def _layer_parts(layer: Cache, length: int) -> Iterator[memoryview]:
+def _layer_parts(layer: LayerCache, length: int) -> Iterator[memoryview]:
     if layer.counts:
         yield memoryview(struct.pack("<i", length))
     for array, shape in zip(layer.stored(), layer.stored_shapes(length), strict=True):
@@ -142,13 +142,13 @@ def _layer_parts(layer: Cache, length: int) -> Iterator[memoryview]:
             yield _bytes(mx.zeros(shape) if array is None else array, layer.stored_dtype)
 
 
-def head_rows(cache: Cache) -> bytes:
+def head_rows(cache: LayerCache) -> bytes:
     """The bytes after a snapshot that hold a draft head's cache: `HEAD`, and a layer as in a snapshot."""
     mx.eval([array for array in cache.state[:-1] if array is not None])
     return b"".join([HEAD, *_layer_parts(cache, cache.offset)])
 
 
-def load_head_rows(cache: Cache, data: bytes, dtype: mx.Dtype) -> bool:
+def load_head_rows(cache: LayerCache, data: bytes, dtype: mx.Dtype) -> bool:
     """Replaces the state of a draft head's cache by what `head_rows` gave; whether `data` is that of such a cache."""
     start = len(HEAD) + 4
     if not cache.counts or data[: len(HEAD)] != HEAD or len(data) < start:
@@ -160,7 +160,7 @@ def load_head_rows(cache: Cache, data: bytes, dtype: mx.Dtype) -> bool:
     return True
 
 
-def load_state(model: Stateful, cache: Sequence[Cache], data: bytes | bytearray | memoryview) -> None:
+def load_state(model: Stateful, cache: Sequence[LayerCache], data: bytes | bytearray | memoryview) -> None:
     """Replaces the state of `cache` by a snapshot's; what follows the snapshot in `data` is ignored.
 
     Everything is checked, and every array made, before anything changes: after an error `cache` is as it was.
@@ -215,7 +215,7 @@ def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
     return MAGIC, VERSION, args.num_hidden_layers, interval, *heads, *states, *latent
 
 
-def _check_caches(args: ModelArgs, cache: Sequence[Cache]) -> None:
+def _check_caches(args: ModelArgs, cache: Sequence[LayerCache]) -> None:
     if [layer.part for layer in cache] != list(args.mixers):
         raise RequestError(
             f"{len(cache)} caches do not fit this {args.model_type} model of {args.num_hidden_layers} layers; "
@@ -223,7 +223,7 @@ def _check_caches(args: ModelArgs, cache: Sequence[Cache]) -> None:
         )
 
 
-def _length(args: ModelArgs, cache: Sequence[Cache]) -> int:
+def _length(args: ModelArgs, cache: Sequence[LayerCache]) -> int:
     """The number of positions in the caches, which must have one batch row and agree."""
     _check_caches(args, cache)
     lengths = sorted({layer.offset for layer in cache})
@@ -240,7 +240,7 @@ def _length(args: ModelArgs, cache: Sequence[Cache]) -> int:
     return lengths[0]
 
 
-def _wait_for_all(model: Stateful, cache: Sequence[Cache]) -> None:
+def _wait_for_all(model: Stateful, cache: Sequence[LayerCache]) -> None:
     """Waits for reads and computations that are still under way."""
     model.experts.drain()
     mx.eval([array for layer in cache for array in layer.state[:-1] if array is not None])
@@ -323,7 +323,7 @@ def _check_length(layer: int, length: int) -> None:
         )
 
 
-def _read(cache: Sequence[Cache], view: memoryview, offset: int, length: int, dtype: mx.Dtype) -> list[State]:
+def _read(cache: Sequence[LayerCache], view: memoryview, offset: int, length: int, dtype: mx.Dtype) -> list[State]:
     """New arrays for every layer of a checked snapshot."""
     states: list[State] = []
     for layer in cache:
@@ -332,6 +332,5 @@ def _read(cache: Sequence[Cache], view: memoryview, offset: int, length: int, dt
         for shape in layer.stored_shapes(length):
             arrays.append(np.frombuffer(view, layer.stored_dtype, math.prod(shape), offset).reshape(shape))
             offset += arrays[-1].nbytes
-        restored: Any = layer.restored
-        states.append(restored(*arrays, length, dtype))
+        states.append(layer.restored(*arrays, length, dtype))
     return states

@@ -26,8 +26,8 @@ from ..engine.random_weights import Shapes, fill_randomly, random_records, rando
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Connections, Mixer
+from ..layers import Linear
 from ..model.layer import layer_of
-from ..model.layers import Linear
 from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
@@ -107,7 +107,7 @@ class Listening(Tiles):
         self.asked.append((kernel, shape))
         return super().tile(target, kernel, shape)
 
-    def plan(self, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         self.asked.clear()
         made, asked = make(*given), tuple(self.asked)
         if not asked or made is None or isinstance(made, Reason):

@@ -38,8 +38,8 @@ from moeflux_mlx.engine.sampling import greedy
 from moeflux_mlx.files import read_json
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
+from moeflux_mlx.layers import Weight
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.layers import Weight
 from moeflux_mlx.ops import native
 from moeflux_mlx.quant import PARTS
 

@@ -40,6 +40,7 @@ from routing_trace import Traced, missed, steps_of
 from streamed import add_options, add_trace, held_drive, settings, trace_of
 
 from moeflux_mlx import load, load_model
+from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.engine import decoding, head_drafts
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.head_drafts import HeadDrafts
@@ -57,7 +58,6 @@ from moeflux_mlx.model.step import SequenceRows, Step
 from moeflux_mlx.model.tensors import needed, stored_as
 from moeflux_mlx.packing.heads import RESIDENT
 from moeflux_mlx.spec import ModelArgs, variants
-from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 
 STORY = "Tell me a story about Tom. Then tell me the same story again, word for word."
 

@@ -17,15 +17,15 @@ from dataclasses import replace
 import mlx.core as mx
 from bench_decode import ours
 
+from moeflux_mlx.caches.layer_cache import LayerCache
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.spec import ModelArgs, variants
-from moeflux_mlx.state.cache import Cache
 
 TOKENS, WARMUP = 32, 8
 
 
-def long_text(model: Model, positions: int) -> list[Cache]:
+def long_text(model: Model, positions: int) -> list[LayerCache]:
     """Returns caches of a text with `positions` positions."""
     cache = model.make_cache()
     for layer, mixer in zip(cache, model.args.mixers, strict=True):
@@ -35,7 +35,7 @@ def long_text(model: Model, positions: int) -> list[Cache]:
     return cache
 
 
-def token_ms(model: Model, cache: list[Cache]) -> float:
+def token_ms(model: Model, cache: list[LayerCache]) -> float:
     """Returns the median of the milliseconds of a token. Each token is waited for."""
     times = []
     for i in range(WARMUP + TOKENS):

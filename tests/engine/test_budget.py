@@ -39,6 +39,7 @@ from moeflux_mlx.experts.reader import in_pieces_bytes
 from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.kinds import GatedConnections
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import resident_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
@@ -239,7 +240,7 @@ def test_dequantised_matrices_and_streams_under_way_are_planned():
 
     assert planned(512, dense=1000) - planned(512) == 2000
     mixed = [needs._mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
-    assert mixed == [2 * needs.GATED_COPIES * tokens * width * 2 for tokens in (512, 1024, 1024)]
+    assert mixed == [2 * GatedConnections.copies * tokens * width * 2 for tokens in (512, 1024, 1024)]
     assert needs._mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0
     assert planned(1024) > planned(512) + mixed[0]
 

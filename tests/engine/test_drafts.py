@@ -14,6 +14,8 @@ from test_decode import make_resident
 from test_interrupts import interrupted
 from tiny_models import tiny_directory, tiny_model
 
+from moeflux_mlx.caches import growing, recurrent, ring
+from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.engine import decoding, session
 from moeflux_mlx.engine.constrained import Constraint
 from moeflux_mlx.engine.demand import demand_of
@@ -29,9 +31,8 @@ from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.step import Step
 from moeflux_mlx.ops.backend import has_kernels
-from moeflux_mlx.state import growing, recurrent, window
+from moeflux_mlx.state import grouped
 from moeflux_mlx.state.cache import untrimmable_bytes
-from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -253,7 +254,7 @@ def test_an_error_among_drafts_leaves_a_session_that_goes_on(monkeypatch, family
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_an_answer_with_drafts_may_be_interrupted_at_any_line(monkeypatch, family):
     """After any interruption the session continues like one with the same known text."""
-    model, modules = tiny_model(family, mx.float32), (decoding, model_step, session, growing, recurrent, window)
+    model, modules = tiny_model(family, mx.float32), (decoding, model_step, session, growing, recurrent, ring, grouped)
     want = [token for token, _ in said_by(session_of(model, family), PROMPT, 12, 12)]
     drafts(monkeypatch, model, [[*PROMPT, *want]], (True, False, True, True))
     for at in range(0, 400, 47):

@@ -21,6 +21,7 @@ from test_interrupts import interrupted
 from tiny_heads import HEADED, headed_directory
 from tiny_models import tiny_directory, use_plain_operations
 
+from moeflux_mlx.caches import growing
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine import decoding, head_drafts, heads
 from moeflux_mlx.engine.engine import load, load_model, open_engine
@@ -33,7 +34,6 @@ from moeflux_mlx.errors import ModelFileError, RequestError
 from moeflux_mlx.experts import held, mapped
 from moeflux_mlx.model import head as model_head
 from moeflux_mlx.model.drafting import Drafting
-from moeflux_mlx.state import growing
 from moeflux_mlx.state.prompt_store import PromptDirectory
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ from moeflux_mlx.engine.needs import state_bytes
 from moeflux_mlx.errors import BadMagicError, FingerprintError, RequestError
 from moeflux_mlx.ops import kv_rows
 from moeflux_mlx.spec import ModelArgs, variants
-from moeflux_mlx.state import quantized
+from moeflux_mlx.state import grouped
 from moeflux_mlx.state.snapshot import state_size
 
 TEXT = np.random.default_rng(0).integers(0, 240, 60)
@@ -212,6 +212,6 @@ def test_a_cost_that_is_too_high_is_noticed(tmp_path, monkeypatch):
         rows = kv_rows.encode(x)
         return mx.concatenate([rows[..., : x.shape[-1]] // 16 * 16, rows[..., x.shape[-1] :]], axis=-1)
 
-    monkeypatch.setattr(quantized, "encode", encode)
+    monkeypatch.setattr(grouped, "encode", encode)
     with pytest.raises(AssertionError):
         test_rounding_costs_at_most_a_tenth_of_what_4_bit_weights_do(tmp_path, "minimax_m2", 256)

@@ -16,8 +16,9 @@ from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.ops import backend, gpu_time, launch, linear, native
-from moeflux_mlx.ops.launch import LEAST_ELEMENTS
+from moeflux_mlx.ops.launch import LEAST_ELEMENTS, NO_KERNELS, Reason
 from moeflux_mlx.ops.stand_ins import StandIns, stand_ins, standing_in
+from moeflux_mlx.ops.tiles import CODE, planned
 from moeflux_mlx.quant import Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -149,6 +150,17 @@ def test_a_cpu_says_why_another_native_form_does_not_run(monkeypatch):
     _, steps = said("deepseek_v3", "ops", 1)
     reasons = {reason for step in steps for reason in step.refused.values()}
     assert reasons == {"the native extension is not built"} and not any(step.runs for step in steps)
+
+
+def test_a_reason_stands_under_the_name_of_its_operation():
+    @planned("attend")
+    def plan(width):
+        return Reason(f"width {width}")
+
+    noted = launches.Noted(CODE, NO_KERNELS)
+    with noted.listening():
+        plan(7)
+    assert noted.refused == {"attend": "width 7"}
 
 
 def test_nothing_is_computed_for_a_list(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from moeflux_mlx.cli.tuning import shapes_of
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.demand import Demand
-from moeflux_mlx.engine.launches import TITLES, Noted
+from moeflux_mlx.engine.launches import Noted
 from moeflux_mlx.engine.needs import activation_bytes
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import layer_values
@@ -146,8 +146,9 @@ def blocks_of(variant, waits):
         args = shapes.args
         demand = Demand(0, itemsize=2, dense=2 * layer_values(args))
         plan = activation_bytes(args, shapes.layout, demand, 8192, PromptSizes(TOKENS, TOKENS))
-        for title, _, run, is_single in launches._parts(shapes):
-            if title not in TITLES.values() or is_single:
+        titles = {mixer.title for mixer in args.mixers}
+        for title, _, run, is_later in launches._parts(shapes):
+            if title not in titles or is_later:
                 continue
             noted = Noted(CODE, NO_KERNELS)
             with noted.listening():

@@ -12,14 +12,16 @@ from test_interrupts import interrupted
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
+from moeflux_mlx.caches import growing, layer_cache, recurrent, ring
+from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.engine import running_text
 from moeflux_mlx.engine.running_text import Stopped
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Delta, GroupedQuery
 from moeflux_mlx.ops import backend, delta
-from moeflux_mlx.state import growing, layer_cache, recurrent, rewind, window
-from moeflux_mlx.state.cache import KVCache, RecurrentCache
+from moeflux_mlx.state import grouped, rewind
+from moeflux_mlx.state.grouped import KVCache
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -263,7 +265,7 @@ def test_going_back_may_be_interrupted_at_any_line(family, at):
     """The session is then where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
-    files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, window)}
+    files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, ring, grouped)}
     interrupted(lambda: session.rewind(20), at=at, files=files)
     check(session, [*session.tokens, *text(5, 9)])
 

@@ -13,6 +13,7 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import fast, msl
 from moeflux_mlx import kinds
+from moeflux_mlx.caches import entries, growing, ring
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
@@ -20,8 +21,7 @@ from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.ops import attend, backend, launch, linear
 from moeflux_mlx.ops.experts import Shared
-from moeflux_mlx.ops.indexed import Chosen
-from moeflux_mlx.state import compressed, growing, window
+from moeflux_mlx.ops.seen import Chosen
 
 FAMILIES = (*goldens.families(), "gpt_oss")
 CHOOSING = ("deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3_vl", "qwen4_exp")
@@ -36,7 +36,7 @@ def full(family):
 def make_resident(monkeypatch, family, dtype=mx.float32):
     """Returns a model as on a GPU: MLX operations, each layer's experts in one array, tokens by the compiled step."""
     use_plain_operations(monkeypatch)
-    for caches in (compressed, growing, window):
+    for caches in (entries, growing, ring):
         monkeypatch.setattr(caches, "sees_capacity", lambda length: length == 1)
     with monkeypatch.context() as patch:
         patch.setattr(mapped, "map_file", copied)

@@ -19,7 +19,7 @@ from moeflux_mlx.model import indexed as module
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops.backend import contiguous
 from moeflux_mlx.ops.index import Index, choose
-from moeflux_mlx.ops.indexed import Chosen
+from moeflux_mlx.ops.seen import Chosen
 from moeflux_mlx.state.cache import make_cache
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")

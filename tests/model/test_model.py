@@ -17,7 +17,7 @@ import moeflux_mlx.ops.route as router
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.kinds import Yarn
-from moeflux_mlx.model.layers import Weight
+from moeflux_mlx.layers import Weight
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.ops import backend, latent, native

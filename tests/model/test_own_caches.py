@@ -11,10 +11,10 @@ from tiny_models import logits_of_calls as logits
 from tiny_models import tiny_model
 
 from moeflux_mlx import kinds
+from moeflux_mlx.caches.traced import REACH
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.state.snapshot import load_state, save_state
-from moeflux_mlx.state.traced import REACH
 
 # Lengths at which a text begins to see more positions than it attends to, and a few tokens less.
 STARTS = {

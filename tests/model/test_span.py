@@ -14,7 +14,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.prefill import Prefill, span_lengths
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.model.span import Span
-from moeflux_mlx.ops import attend, backend, grouped
+from moeflux_mlx.ops import attend, backend, causal_parts, grouped
 
 TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 FAMILIES = goldens.families()
@@ -62,7 +62,7 @@ def test_attention_cut_by_its_scores_matches_hugging_face(family, monkeypatch):
     tokens, want = prompt(family)
     model = model_of(family)
     for scores in (1, 300, 2000):
-        monkeypatch.setattr(attend, "SCORES", scores)
+        monkeypatch.setattr(causal_parts, "SCORES", scores)
         assert np.abs(np.array(model(tokens[None])[0]) - want).max() < TOLERANCE
     monkeypatch.setattr(
         attend, "in_parts", lambda heads, rows, n, mask, window=None: [(slice(0, rows), slice(0, n), None)]

@@ -12,6 +12,7 @@ from test_decode import CHOOSING, FAMILIES, make_resident
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import msl
+from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import GroupedQuery
@@ -22,7 +23,6 @@ from moeflux_mlx.ops import attend, backend, delta, latent, linear
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rows import RowCaches
 from moeflux_mlx.state.cache import make_cache
-from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 
 PROMPT = list(range(5, 25))
 

@@ -12,8 +12,8 @@ from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import Activation, Experts, GroupedQuery, Residual, Rotation, Router, SharedExpert
+from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.model.attention import Attention
-from moeflux_mlx.model.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
 from moeflux_mlx.ops import native

@@ -7,7 +7,7 @@ from grids import drawn
 from test_kernels import FLOATS, LIMITS, error, wide
 
 from metal import msl
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import launch
 from moeflux_mlx.ops.add_normed import Pair, add_normed, plan
 from moeflux_mlx.ops.launch import NO_KERNELS

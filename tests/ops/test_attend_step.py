@@ -9,7 +9,7 @@ from grids import drawn, one_in_three
 
 from metal import fast, msl
 from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import attend, backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.rows import RowCaches

@@ -8,7 +8,7 @@ import pytest
 
 from metal import fast, msl
 from moeflux_mlx.kinds import Compressed, Compressor, Rotation
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import backend, compressed
 from moeflux_mlx.ops.compressed import Seen
 from moeflux_mlx.ops.rope import Rope

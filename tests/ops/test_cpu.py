@@ -11,8 +11,8 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import ChannelDecay, Delta, Router
+from moeflux_mlx.layers import Embedding, Linear, Weight
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.layers import Embedding, Linear, Weight
 from moeflux_mlx.ops import attend, backend, delta, experts, latent, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax
@@ -232,4 +232,4 @@ def test_the_delta_rule_holds_what_is_planned(decay, key_heads):
         return most
 
     peak()
-    assert 0.95 < peak() / (4 * sizes.native_temporaries(L)) < 1.05
+    assert 0.95 < peak() / (4 * sizes.native_temporaries(L, L)) < 1.05

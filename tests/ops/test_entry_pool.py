@@ -9,9 +9,9 @@ from grids import one_in_three
 
 from metal import msl
 from moeflux_mlx.kinds import Rotation
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops.blocks import block_keys
-from moeflux_mlx.ops.compressed import Pool, pooled
+from moeflux_mlx.ops.entry_pool import Pool, pooled
 from moeflux_mlx.ops.rope import Rope, turned
 
 pytestmark = [pytest.mark.usefixtures("cpu_device"), msl.needed]

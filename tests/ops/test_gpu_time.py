@@ -11,6 +11,8 @@ import pytest
 from grids import drawn
 from tiny_models import tiny_directory
 
+from moeflux_mlx.caches.entries import EntriesCache
+from moeflux_mlx.caches.joined import JoinedCache
 from moeflux_mlx.engine.budget import plan_memory
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
@@ -26,8 +28,6 @@ from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
 from moeflux_mlx.spec import ModelArgs, variants
 from moeflux_mlx.state.cache import make_cache
-from moeflux_mlx.state.compressed import CompressedCache
-from moeflux_mlx.state.joined import JoinedCache
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
 MEMORY = 1 << 40
@@ -104,7 +104,7 @@ def fill(cache, positions):
     if cache.is_trimmable():
         for name, (heads, width) in zip(("keys", "values"), cache.rows, strict=True):
             setattr(cache, name, mx.zeros((1, heads, positions, width), mx.bfloat16))
-    if isinstance(cache, CompressedCache):
+    if isinstance(cache, EntriesCache):
         (_, row), (_, entry) = cache.rows
         cache.keys = mx.zeros((1, 1, cache.capacity, row), mx.bfloat16)
         cache.values = mx.zeros((1, 1, cache.entries_of(positions), entry), mx.bfloat16) if entry else None

@@ -9,8 +9,8 @@ from grids import one_in_three
 
 from metal import msl
 from moeflux_mlx.kinds import GroupedQuery, HeadBlocks, Indexer, KeyBlocks, Latent, Rotation, Yarn
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.model.indexed import LayerNorm
-from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import backend, index
 from moeflux_mlx.ops.blocks import choose_by_head
 from moeflux_mlx.ops.launch import Launch

@@ -17,7 +17,7 @@ from metal import msl
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.files import directory
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import backend, combine, experts, launch, linear
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.forms import Form

@@ -11,7 +11,7 @@ from tiny_models import tiny_directory
 from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.files import directory
-from moeflux_mlx.model.layers import Linear
+from moeflux_mlx.layers import Linear
 from moeflux_mlx.model.weights import arrange
 from moeflux_mlx.ops import launch, linear
 from moeflux_mlx.ops.launch import Kernel, Launch, in_turn, pack

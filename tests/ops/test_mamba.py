@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal import msl
+from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.kinds import CHUNK, Mamba2
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops import mamba as operation
 from moeflux_mlx.ops.launch import pack
 from moeflux_mlx.ops.mamba import MambaWeights, mamba
 from moeflux_mlx.ops.rows import RowCaches
-from moeflux_mlx.state.recurrent import RecurrentCache
 
 SIZES = Mamba2(heads=6, head_dim=8, state_dim=16, groups=3, taps=4, least_step=0.4, most_step=1.5)
 WIDE = Mamba2(heads=4, head_dim=20, state_dim=40, groups=2, taps=3)

@@ -16,7 +16,7 @@ from test_native import PATHS, force
 from metal import msl
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import SILU, Router
-from moeflux_mlx.model.layers import RMSNorm
+from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.ops import elementwise, experts, linear, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.backend import view

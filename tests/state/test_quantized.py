@@ -21,8 +21,7 @@ from moeflux_mlx.kinds import GroupedQuery
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import attend, kv_rows, native
 from moeflux_mlx.state.cache import make_cache
-from moeflux_mlx.state.growing import KVCache
-from moeflux_mlx.state.quantized import QuantizedKVCache
+from moeflux_mlx.state.grouped import KVCache, QuantizedKVCache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HEADS, WIDTH, VALUE_WIDTH, LONGEST = 2, 128, 64, 400

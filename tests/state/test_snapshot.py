@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from moeflux_mlx import errors
+from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.kinds import Delta, Latent
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.state.cache import RecurrentCache
 from moeflux_mlx.state.snapshot import MAX_LENGTH, load_state, save_state, state_size
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)

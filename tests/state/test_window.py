@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
+from moeflux_mlx.caches import traced
+from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
+from moeflux_mlx.caches.traced import REACH, SPARE
 from moeflux_mlx.engine.budget import state_bytes
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import GroupedQuery
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
-from moeflux_mlx.ops import attend, backend
+from moeflux_mlx.ops import attend, backend, causal_parts
 from moeflux_mlx.spec import ModelArgs
-from moeflux_mlx.state import traced
 from moeflux_mlx.state.cache import make_cache, untrimmable_bytes
-from moeflux_mlx.state.layer_cache import MOST_DRAFTS
 from moeflux_mlx.state.rewind import RewindPoints
-from moeflux_mlx.state.traced import REACH, SPARE
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HEADS, WIDTH = 2, 16
@@ -64,12 +64,12 @@ def test_each_position_sees_its_window(on_gpu):
 
 
 def test_a_long_prompt_is_cut_into_parts_that_see_few_positions(monkeypatch):
-    monkeypatch.setattr(attend, "LEAST_ROWS", 8)
+    monkeypatch.setattr(causal_parts, "LEAST_ROWS", 8)
     cache = window_cache(12)
     feed(cache, 7)
     got = feed(cache, 100)
     assert all(close(got[:, i], 7 + i, 12) for i in range(100))
-    parts = list(attend.in_parts(HEADS, 100, 107, "causal", 12))
+    parts = list(causal_parts.in_parts(HEADS, 100, 107, "causal", 12))
     assert [(rows.start, seen.start, seen.stop) for rows, seen, _ in parts[:3]] == [
         (0, 0, 19),
         (12, 8, 31),

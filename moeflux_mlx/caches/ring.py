@@ -1,4 +1,4 @@
-"""The cache of attention over a window: a ring of the newest positions."""
+"""A ring of the newest positions, in two arrays or in one."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from .growing import KVCache, sees_capacity
-from .layer_cache import Arrays, Same, Shape, State
+from .growing import Stepping, sees_capacity
+from .layer_cache import Arrays, Part, Same, Shape, State
 from .traced import REACH, SPARE, FixedRing, seen_in_ring
 
 
-class WindowCache(KVCache):
-    """Keys and values of the newest `part.window + SPARE` positions: position p lies in slot p % capacity.
+class Ring(Stepping[Part]):
+    """The newest `window + SPARE` positions: position p lies in slot p % capacity.
 
     It can go back only as far as it still holds all positions that the next token sees (`reaches`); going further back
     needs a kept state.
@@ -20,9 +20,9 @@ class WindowCache(KVCache):
 
     traced_whole = FixedRing
 
-    def __init__(self, part: Any, window: int | None = None):
+    def __init__(self, part: Part, window: int):
         super().__init__(part)
-        self.window: int = part.window if window is None else window
+        self.window = window
         self.capacity = self.window + SPARE
         self._lost = 0  # positions before this one have been overwritten
 

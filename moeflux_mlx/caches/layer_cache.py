@@ -4,6 +4,7 @@ Each cache knows its bytes for a text of any length, its part of a snapshot, how
 any row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
@@ -24,6 +25,9 @@ class LayerCache(Generic[Part]):
 
     Attributes:
         stored_dtype: of the arrays that a snapshot holds.
+        counts: a snapshot says how many positions there are.
+        restored: (the arrays that a snapshot holds, each as a numpy array; the number of positions; the dtype of
+            entries) -> the state that they were taken of.
         axes: the rotary positions [3, L] of the next rows, if some belong to an image; else None.
         position: the next token's rotary position: its place `offset` plus the shift; or `axes`.
         shifts: ascending places, each with the difference between rotary positions and places from there on.
@@ -32,6 +36,8 @@ class LayerCache(Generic[Part]):
     """
 
     stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<f4")
+    counts: bool
+    restored: Callable[..., State]
     state: State
     offset: int
 
@@ -60,6 +66,11 @@ class LayerCache(Generic[Part]):
 
     def _shifts_at(self, position: int) -> Shifts:
         return tuple(one for one in self.shifts if one[0] <= position)
+
+    @property
+    def of_mixer(self) -> Any:
+        """The cache that the layer's mixer takes, without one that serves another part of the layer."""
+        return self
 
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
         """Bytes that a prompt's block needs to read `positions` positions as values of `itemsize` bytes."""
@@ -94,6 +105,38 @@ class LayerCache(Generic[Part]):
         """Bytes of one text with that many positions, with entries of `itemsize` bytes."""
         raise NotImplementedError
 
+    def stored_shapes(self, length: int) -> tuple[Shape, ...]:
+        """The shapes of the arrays that a snapshot of `length` positions holds."""
+        raise NotImplementedError
+
+    def stored(self) -> Arrays:
+        """The arrays of a single text in a snapshot; None stands for zeros."""
+        raise NotImplementedError
+
+    def empty(self) -> bool:
+        """Whether it has absorbed no token."""
+        raise NotImplementedError
+
+    def expect(self, n: int) -> None:
+        """Prepares for n more positions that come in several calls."""
+        raise NotImplementedError
+
+    def reserve(self, n: int) -> None:
+        """Makes room for n more positions; there must be some already."""
+        raise NotImplementedError
+
+    def traced(self, n: int) -> Any:
+        """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
+        raise NotImplementedError
+
+    def step_arrays(self, n: int = 1) -> list[Any]:
+        """The arrays of the traced stand-in for the next n tokens."""
+        raise NotImplementedError
+
+    def take_step(self, arrays: list[mx.array]) -> None:
+        """Takes the arrays after the step."""
+        raise NotImplementedError
+
     def way_back(self) -> Arrays | None:
         """The state that `take_back` needs to return here within the same step."""
         return None
@@ -109,6 +152,12 @@ class LayerCache(Generic[Part]):
     def take_back(self, position: int, way: Arrays | None) -> None:
         """Goes back to before a row of the last step; `way` is the result of `way_back` there."""
         self.go_back(position, way)
+
+    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+        """Takes the state that `other` had at `position`, where its kept state was `kept`; later changes of one do not
+        affect the other.
+        """
+        raise NotImplementedError
 
     def copy(self: Same) -> Same:
         """A copy; the two share arrays until one of them writes."""

@@ -1,24 +1,23 @@
 """The cache of a recurrent mixer: a state that has absorbed every token and cannot be cut."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Recurrent
 from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
 from .traced import FixedState
 
 
-class RecurrentCache(LayerCache[Recurrent]):
-    """The cache of the delta rule or Mamba2: `conv`, the last raw inputs of the convolution [B, taps - 1, channels],
-    and `recurrent`, float32 [B, *state_shape].
+class RecurrentCache(LayerCache[Any]):
+    """`conv`, the last raw inputs of a convolution [B, *conv_shape], and `recurrent`, float32 [B, *state_shape]; `part`
+    says both shapes.
     """
 
-    counts: ClassVar[bool] = False
+    counts = False
 
-    def __init__(self, part: Recurrent):
+    def __init__(self, part: Any):
         super().__init__(part)
         self.conv: mx.array | None = None
         self.recurrent: mx.array | None = None

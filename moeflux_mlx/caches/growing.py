@@ -1,13 +1,12 @@
-"""Caches that hold every position: keys and values, or latents and rotated keys. They grow in steps and can be cut."""
+"""What caches of every position have in common: two arrays that grow in steps and can be cut."""
 
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import GroupedQuery, Latent
-from ..ops import attend, backend, index, latent
+from ..ops import backend
 from ..ops.backend import view
 from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
@@ -18,7 +17,7 @@ class Growing(LayerCache[Part]):
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
 
     step = 256
-    counts: ClassVar[bool] = True  # a snapshot says how many positions there are
+    counts = True
     traced_whole: Any = FixedCache  # the stand-in for a token that attends to all positions
 
     def __init__(self, part: Part):
@@ -229,7 +228,7 @@ class Stepping(Growing[Part]):
         self._begun = 0  # the first position of `recent`
 
     def takes_steps(self) -> bool:
-        """Whether there are kernels for the next token alone."""
+        """Whether there are kernels for the next token alone, of the mixer and of all that it asks of this cache."""
         raise NotImplementedError
 
     @property
@@ -302,54 +301,3 @@ class Stepping(Growing[Part]):
             new = mx.array(part) if isinstance(part, np.ndarray) else part
             kept.append(self._placed(array, new, self._begun, self.offset))
         (self.keys, self.values), self._recent = kept, None  # last, so that an interrupt loses nothing
-
-
-def takes_steps(part: GroupedQuery | Latent) -> bool:
-    """Whether there are kernels for a token alone of the attention, and of its indexer."""
-    if isinstance(part, Latent):
-        rule = part.blocks or part.indexer
-        return latent.takes_step(part.latent, part.rotated) and (rule is None or index.takes_step(rule))
-    return attend.takes_step(part.head_dim, part.value_width) and (part.blocks is None or index.takes_step(part.blocks))
-
-
-class KVCache(Stepping[GroupedQuery]):
-    """Keys (after norm and rotation) and values of grouped-query attention."""
-
-    @property
-    def rows(self) -> Rows:
-        return (self.part.kv_heads, self.part.head_dim), (self.part.kv_heads, self.part.value_width)
-
-    def takes_steps(self) -> bool:
-        return takes_steps(self.part)
-
-    @property
-    def recent_shape(self) -> Shape:
-        return (RECENT * sum(heads * width for heads, width in self.rows),)
-
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
-        (heads, width), (_, value_width) = self.rows
-        end = RECENT * heads * width
-        keys, values = (
-            recent[:end].reshape(1, heads, RECENT, width),
-            recent[end:].reshape(1, heads, RECENT, value_width),
-        )
-        return keys[:, :, :length], values[:, :, :length]
-
-
-class LatentCache(Stepping[Latent]):
-    """MLA: the normed latent [B, 1, N, latent] and the rotated shared key [B, 1, N, rotated]."""
-
-    @property
-    def rows(self) -> Rows:
-        return (1, self.part.latent), (1, self.part.rotated)
-
-    def takes_steps(self) -> bool:
-        return takes_steps(self.part)
-
-    @property
-    def recent_shape(self) -> Shape:
-        return RECENT, self.part.latent + self.part.rotated
-
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
-        entries, width = recent[None, None, :length], self.part.latent
-        return entries[..., :width], entries[..., width:]

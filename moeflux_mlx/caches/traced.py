@@ -188,7 +188,7 @@ class EntriesKind:
     """Makes a `FixedEntries`.
 
     Args:
-        part: a `Compressed`, or `KeyBlocks`.
+        part: as of an `EntriesCache`.
         ends: of each token, whether it ends an entry. is_first: that is the first one.
         sees_all: the tokens attend to all entries.
     """
@@ -231,7 +231,7 @@ class FixedEntries:
     def absorb(
         self, rows: mx.array, make: Callable[..., mx.array], kernels: OnKernels = PLAIN
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """As `CompressedCache.absorb`, of a token's rows [B, 1, row]; the positions come in the order of slots."""
+        """As `EntriesCache.absorb`, of a token's rows [B, 1, row]; the positions come in the order of slots."""
         kind, (ring, *entries), part = self._kind, self.arrays, self._kind.part
         slots = ring.shape[2]
         if kernels.put is None:

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kinds import SILU, Activation
-from ..ops import backend
-from ..ops.add_normed import Pair, add_normed
-from ..ops.backend import Array
-from ..ops.elementwise import activate, plus, softcap, split
-from ..ops.launch import ArrayPiece, pack
-from ..ops.linear import embed, linear
-from ..ops.norm import Norm, rms_norm
-from ..ops.route import router_logits
-from ..quant import Quant
+from .kinds import SILU, Activation
+from .ops import backend
+from .ops.add_normed import Pair, add_normed
+from .ops.backend import Array
+from .ops.elementwise import activate, plus, softcap, split
+from .ops.launch import ArrayPiece, pack
+from .ops.linear import embed, linear
+from .ops.norm import Norm, rms_norm
+from .ops.route import router_logits
+from .quant import Quant
 
 
 def packed(*arrays: mx.array) -> list[ArrayPiece] | None:

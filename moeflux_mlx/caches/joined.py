@@ -1,16 +1,10 @@
-"""Caches of layers with more state than their mixer's: a second cache holds the rest."""
+"""Two caches of one layer as one: the second holds what the first does not."""
 
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from ..kinds import Delta, GroupedQuery, HeadBlocks, Indexer, Latent
-from ..ops.positions import RECENT, Rows
-from .compressed import CompressedCache
-from .growing import KVCache, LatentCache, Stepping, takes_steps
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
-from .recurrent import RecurrentCache
 from .traced import JoinedKind
 
 
@@ -187,60 +181,3 @@ class JoinedCache(LayerCache[Any]):
 def _all(first: Arrays | None, second: Arrays | None) -> Arrays | None:
     """The arrays of both; None: there are none."""
     return (*(first or ()), *(second or ())) or None
-
-
-class KeyCache(Stepping[GroupedQuery | Latent]):
-    """An indexer's keys [B, 1, N, dim] of all positions, normed and rotated; its second array is empty."""
-
-    @property
-    def _indexer(self) -> Indexer:
-        part: Any = self.part
-        indexer: Indexer = part.blocks.indexer if part.blocks else part.indexer
-        return indexer
-
-    @property
-    def rows(self) -> Rows:
-        return (1, self._indexer.dim), (1, 0)
-
-    def takes_steps(self) -> bool:
-        return takes_steps(self.part)
-
-    @property
-    def recent_shape(self) -> Shape:
-        return RECENT, self._indexer.dim
-
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
-        keys = recent[None, None, :length]
-        return keys, keys[..., :0]
-
-
-class BlocksCache(JoinedCache):
-    """Keys and values, or latents, of all positions, and the keys of their blocks, or those by which blocks are
-    chosen."""
-
-    def __init__(self, part: GroupedQuery | Latent):
-        own = LatentCache(part) if isinstance(part, Latent) else KVCache(part)
-        blocks = part.blocks
-        super().__init__(part, own, KeyCache(part) if isinstance(blocks, HeadBlocks) else CompressedCache(blocks))
-
-
-class NGramCache(RecurrentCache):
-    """`conv`: the last inputs of the n-grams' convolution [B, remembered, channels]; in place of a recurrent state the
-    last tokens, int32 [B, longest - 1]."""
-
-    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        part: Any = self.part
-        return (part.remembered, part.channels), (part.longest - 1,)
-
-    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
-        """The state that `stored` was taken of, inputs in `dtype`."""
-        if not length:
-            return None, None, 0
-        return mx.array(first)[None].astype(dtype), mx.array(second.astype(np.int32))[None], length
-
-
-class NGramsCache(JoinedCache):
-    """The cache of the delta rule and that of the n-grams before it."""
-
-    def __init__(self, part: Delta):
-        super().__init__(part, RecurrentCache(part), NGramCache(part.ngrams))  # type: ignore[arg-type]

@@ -11,17 +11,18 @@ from ..ops.backend import library_of, view
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
+from .ring import Ring
 from .traced import PLAIN, EntriesKind, OnKernels
-from .window import WindowCache
 
 
-class CompressedCache(WindowCache):
+class EntriesCache(Ring[Any]):
     """A ring of the newest positions [B, 1, slots, row]: their keys, and what entries are yet to be made of; and all
     entries [B, 1, T, entry]. An entry is made when the last of its positions arrives. The cache can go back only to
     positions that the ring still covers; later entries are then dropped.
-    """
 
-    part: Any  # a `Compressed`, or `KeyBlocks`
+    `part` says of how many positions an entry is made (`ratio`, `overlap`), the widths of both (`row`, `entry`), the
+    window (`remembered`), and which tokens attend to all entries (`seeing_all`), as `KeyBlocks` does.
+    """
 
     def __init__(self, part: Any):
         super().__init__(part, part.remembered)

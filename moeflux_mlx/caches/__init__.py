@@ -1,0 +1,1 @@
+"""What caches of layers are made of, whichever mixer they serve."""

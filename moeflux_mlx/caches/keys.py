@@ -1,0 +1,31 @@
+"""The cache of an indexer's keys of all positions."""
+
+from typing import Any
+
+from ..kinds import Indexer
+from ..ops.positions import RECENT, Rows
+from .growing import Stepping
+from .layer_cache import Part, Shape
+
+
+class KeyCache(Stepping[Part]):
+    """An indexer's keys [B, 1, N, dim] of all positions, normed and rotated; its second array is empty. `part` is the
+    mixer that has the indexer.
+    """
+
+    @property
+    def indexer(self) -> Indexer:
+        """The indexer whose keys these are."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> Rows:
+        return (1, self.indexer.dim), (1, 0)
+
+    @property
+    def recent_shape(self) -> Shape:
+        return RECENT, self.indexer.dim
+
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+        keys = recent[None, None, :length]
+        return keys, keys[..., :0]

@@ -1,0 +1,24 @@
+"""The cache of n-grams."""
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import NGrams
+from .layer_cache import Shape, State
+from .recurrent import RecurrentCache
+
+
+class NGramCache(RecurrentCache):
+    """`conv`: the last inputs of the n-grams' convolution [B, remembered, channels]; in place of a recurrent state the
+    last tokens, int32 [B, longest - 1]."""
+
+    part: NGrams
+
+    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
+        return (self.part.remembered, self.part.channels), (self.part.longest - 1,)
+
+    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
+        """The state that `stored` was taken of, inputs in `dtype`."""
+        if not length:
+            return None, None, 0
+        return mx.array(first)[None].astype(dtype), mx.array(second.astype(np.int32))[None], length

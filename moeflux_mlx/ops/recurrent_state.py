@@ -1,0 +1,13 @@
+"""What recurrent operations share: the state of a layer, and how many of its rows a simdgroup of a GPU holds."""
+
+from typing import Any, Protocol
+
+STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
+
+
+class State(Protocol):
+    """The layer's state of one text or a batch of them; None before the first token."""
+
+    offset: Any
+    conv: Any  # [B, taps - 1, channels], the convolution's last inputs
+    recurrent: Any  # [B, value heads, value dim, key dim] float32
