@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..errors import RequestError
+from ..mixers.registry import make_cache
 from ..ops.kv_rows import BITS
 from ..spec import ModelArgs
-from ..state.cache import make_cache
 from .machine import in_gb
 from .needs import state_bytes
 

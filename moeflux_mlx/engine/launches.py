@@ -21,6 +21,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Connections, Dense, Mixer, NGrams
 from ..layers import Linear, RMSNorm, Weight
+from ..mixers.registry import make_cache
 from ..model.layer import feed_forward_of, mixer_of
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
@@ -39,7 +40,6 @@ from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tile, Tiles, using
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
-from ..state.cache import make_cache
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 

@@ -10,6 +10,7 @@ from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
 from ..kinds import Mixer
+from ..mixers.registry import make_cache, untrimmable_bytes
 from ..model.span import PromptSizes
 from ..ops.arrangement import STEPS
 from ..ops.causal_parts import SCORES
@@ -17,7 +18,6 @@ from ..ops.expert_rows import form_refusal
 from ..ops.grouped import NATIVE_ROWS, PIECE_ROWS
 from ..ops.tiles import LEASED_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import make_cache, untrimmable_bytes
 from .demand import Demand
 from .machine import Figures
 

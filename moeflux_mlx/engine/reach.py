@@ -15,13 +15,13 @@ from ..errors import RequestError
 from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
 from ..kinds import product
+from ..mixers.registry import make_cache
 from ..model.tensors import EMBEDDING, needed, stored_as, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
 from ..ops.forms import DTYPES
 from ..ops.stand_ins import standing_in
 from ..spec import ModelArgs
-from ..state.cache import make_cache
 from .budget import plan_memory
 from .demand import demand_of
 from .kv_bits import keeping

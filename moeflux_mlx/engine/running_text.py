@@ -13,10 +13,10 @@ import mlx.core as mx
 
 from ..caches.layer_cache import Arrays, LayerCache
 from ..errors import DeviceError, PromptCacheError, SnapshotError
+from ..mixers.registry import untrimmable_bytes
 from ..model.decoder import Model
 from ..model.span import Span
 from ..model.step import SequenceRows, Step
-from ..state.cache import untrimmable_bytes
 from ..state.prompt_store import PromptStore, restore_prefix
 from ..state.rewind import RewindPoints
 from ..text.boundaries import shared_length

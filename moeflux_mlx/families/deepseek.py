@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import Indexer, Latent, QueryScale
+from ..kinds import Indexer
+from ..mixers.latent.spec import Latent, QueryScale
 from .fields import (
     NEXT_LAYER,
     Family,

@@ -4,17 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..kinds import (
-    Activation,
-    Compressed,
-    Compressor,
-    HyperConnections,
-    Indexer,
-    LayerSpec,
-    Residual,
-    Rotation,
-    Yarn,
-)
+from ..kinds import Activation, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
+from ..mixers.compressed.spec import Compressed, Compressor
 from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"

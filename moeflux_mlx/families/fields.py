@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..kinds import Dense, Experts, GroupedQuery, LayerSpec, Llama3, Mixer, Rotation, Router, SharedExpert, Yarn
+from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Rotation, Router, SharedExpert, Yarn
 from ..kinds.limits import LARGEST, WIDEST_HEAD
+from ..mixers.grouped.spec import GroupedQuery
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import Activation, Experts, GroupedQuery, LayerSpec, Residual, Router, SharedExpert
+from ..kinds import Activation, Experts, LayerSpec, Residual, Router, SharedExpert
+from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, layer_count, layer_kinds, rotation, sizes
 
 GELU = Activation("gelu")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..kinds import GroupedQuery
+from ..mixers.grouped.spec import GroupedQuery
 from .deepseek import RENAMES
 from .fields import (
     NEXT_LAYER,

@@ -8,21 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..kinds import (
-    LEAST_FLOOR,
-    Activation,
-    ChannelDecay,
-    Delta,
-    Dense,
-    Experts,
-    HyperConnections,
-    Indexer,
-    KeyBlocks,
-    Latent,
-    LayerSpec,
-    Mixer,
-    Residual,
-)
+from ..kinds import Activation, Dense, Experts, HyperConnections, Indexer, KeyBlocks, LayerSpec, Mixer, Residual
+from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
+from ..mixers.latent.spec import Latent
 from .deepseek import FULL
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import (

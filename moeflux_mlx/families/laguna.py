@@ -3,7 +3,8 @@
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import GroupedQuery, SharedExpert
+from ..kinds import SharedExpert
+from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
     FULL,
     SLIDING,

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ..kinds import GroupedQuery, LayerSpec
+from ..kinds import LayerSpec
+from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
     FULL,
     SLIDING,

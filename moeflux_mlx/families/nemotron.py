@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import Activation, Experts, GroupedQuery, LayerSpec, Mamba2, Mixer, SharedExpert
+from ..kinds import Activation, Experts, LayerSpec, Mixer, SharedExpert
+from ..mixers.grouped.spec import GroupedQuery
+from ..mixers.mamba.spec import Mamba2
 from .fields import MOST_LAYERS, Family, Fields, experts, out_of_range, scale, sizes
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"

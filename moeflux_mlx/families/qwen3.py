@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from ..kinds import Delta, GroupedQuery, LayerSpec, SharedExpert
+from ..kinds import LayerSpec, SharedExpert
+from ..mixers.delta.spec import Delta
+from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
     Family,
     Fields,

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import SILU, Activation, Dense, Experts, GroupedQuery, LayerSpec, Router, SharedExpert
+from ..kinds import SILU, Activation, Dense, Experts, LayerSpec, Router, SharedExpert
+from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, common, layer_count, of_kind, out_of_range, rotation, scale
 
 

@@ -4,7 +4,6 @@ Each part is a frozen dataclass whose fields are switches that the model's code 
 belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
 """
 
-from .attention import Compressed, Compressor, GroupedQuery, Latent, QueryScale
 from .chosen import HeadBlocks, Indexer, KeyBlocks
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
 from .layer import (
@@ -19,39 +18,28 @@ from .layer import (
 )
 from .mixer import Attending, Mflx, Mixer, Recurrent, product
 from .ngrams import NGrams
-from .recurrent import CHUNK, LEAST_FLOOR, ChannelDecay, Delta, Mamba2
 from .rotation import Llama3, Rotation, Yarn
 
 __all__ = [
     "Activation",
     "ActivationForm",
     "Attending",
-    "CHUNK",
     "COMPUTED",
-    "ChannelDecay",
-    "Compressed",
-    "Compressor",
     "Connections",
-    "Delta",
     "Dense",
     "Experts",
     "FORMS",
     "FeedForward",
     "GatedConnections",
-    "GroupedQuery",
     "HeadBlocks",
     "HyperConnections",
     "Indexer",
     "KeyBlocks",
-    "LEAST_FLOOR",
-    "Latent",
     "LayerSpec",
     "Llama3",
-    "Mamba2",
     "Mflx",
     "Mixer",
     "NGrams",
-    "QueryScale",
     "Recurrent",
     "Residual",
     "Rotation",

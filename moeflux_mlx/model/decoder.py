@@ -15,6 +15,7 @@ from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import GatedConnections
 from ..layers import Embedding, LastProduct, Linear, RMSNorm
+from ..mixers.registry import make_cache
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
 from ..ops.limits import within_limits
@@ -23,7 +24,6 @@ from ..ops.seen import Chosen
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
-from ..state.cache import make_cache
 from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, Shared

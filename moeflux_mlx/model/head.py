@@ -16,11 +16,11 @@ from ..caches.layer_cache import LayerCache
 from ..experts.routing import RoutedExpertsCall, ignore_report
 from ..families.registry import FAMILIES
 from ..layers import Linear, RMSNorm
+from ..mixers.registry import make_cache
 from ..ops import backend
 from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
-from ..state.cache import make_cache
 from .compiled import DecodeStep
 from .layer import DecoderLayer
 from .span import Span

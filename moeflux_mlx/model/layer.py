@@ -10,19 +10,24 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..kinds import ChannelDecay, Compressed, Delta, Dense, Experts, GroupedQuery, Latent, Mamba2, Mixer
+from ..kinds import Dense, Experts, Mixer
 from ..layers import MixerModule, Output, RMSNorm
+from ..mixers.compressed.module import CompressedAttention
+from ..mixers.compressed.spec import Compressed
+from ..mixers.delta.module import GatedDeltaNet, KimiDelta
+from ..mixers.delta.spec import ChannelDecay, Delta
+from ..mixers.grouped.module import Attention
+from ..mixers.grouped.spec import GroupedQuery
+from ..mixers.latent.indexed_module import IndexedMLA, PooledMLA
+from ..mixers.latent.module import MLA
+from ..mixers.latent.spec import Latent
+from ..mixers.mamba.module import Mamba
+from ..mixers.mamba.spec import Mamba2
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
-from .attention import Attention
 from .compiled import DecodeStep, by_prediction
-from .compressed import CompressedAttention
-from .delta import GatedDeltaNet, KimiDelta
-from .indexed import IndexedMLA, PooledMLA
-from .latent import MLA
-from .mamba import Mamba
 from .moe import DenseMLP, MoE, NoMLP
 from .span import MIXER_SHARE, Span
 from .streams import StreamsLayer

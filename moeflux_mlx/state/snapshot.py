@@ -53,8 +53,8 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
+from ..mixers.registry import make_cache
 from ..spec import ModelArgs
-from .cache import make_cache
 
 MAGIC = 0x4D464C58
 VERSION = 2

@@ -27,6 +27,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Connections, Mixer
 from ..layers import Linear
+from ..mixers.registry import make_cache
 from ..model.layer import layer_of
 from ..model.tokens import Tokens
 from ..ops import backend
@@ -41,7 +42,6 @@ from ..ops.streams import spread
 from ..ops.tiles import MAX_TOKENS, TILES, Tile, Tiles, spot_of, using
 from ..quant import Quant
 from ..spec import ModelArgs
-from ..state.cache import make_cache
 from .trial import Bench, Sample, others
 
 WORTH = 1.02  # a tile replaces another one if it is faster by this factor

@@ -33,9 +33,10 @@ import numpy as np
 
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend, delta, dequantize, experts, launch
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.delta.op import gated_delta, gated_delta_ops, gated_delta_tokens
+from moeflux_mlx.ops import backend, dequantize, experts, launch
 from moeflux_mlx.ops.combine import moe_combine
-from moeflux_mlx.ops.delta import gated_delta, gated_delta_ops, gated_delta_tokens
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
 from moeflux_mlx.ops.forms import unpacked_float32

@@ -26,13 +26,13 @@ from moeflux_mlx.engine.needs import activation_bytes
 from moeflux_mlx.engine.sampling import make_logits_processors, make_sampler
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.mixers.grouped import cache as grouped
+from moeflux_mlx.mixers.registry import untrimmable_bytes
 from moeflux_mlx.model import step as model_step
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.step import Step
 from moeflux_mlx.ops.backend import has_kernels
-from moeflux_mlx.state import grouped
-from moeflux_mlx.state.cache import untrimmable_bytes
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer
 

@@ -16,9 +16,9 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.kv_bits import keeping, state_lines
 from moeflux_mlx.engine.needs import state_bytes
 from moeflux_mlx.errors import BadMagicError, FingerprintError, RequestError
+from moeflux_mlx.mixers.grouped import cache as grouped
 from moeflux_mlx.ops import kv_rows
 from moeflux_mlx.spec import ModelArgs, variants
-from moeflux_mlx.state import grouped
 from moeflux_mlx.state.snapshot import state_size
 
 TEXT = np.random.default_rng(0).integers(0, 240, 60)

@@ -16,13 +16,14 @@ from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.launches import Noted
 from moeflux_mlx.engine.needs import activation_bytes
+from moeflux_mlx.mixers.mamba import op as mamba
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import layer_values
-from moeflux_mlx.ops import gpu_time, mamba
+from moeflux_mlx.ops import gpu_time
 from moeflux_mlx.ops.launch import NO_KERNELS
 from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.ops.tiles import CODE
-from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 TOKENS = 4096

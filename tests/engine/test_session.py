@@ -18,10 +18,13 @@ from moeflux_mlx.engine import running_text
 from moeflux_mlx.engine.running_text import Stopped
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.kinds import Delta, GroupedQuery
-from moeflux_mlx.ops import backend, delta
-from moeflux_mlx.state import grouped, rewind
-from moeflux_mlx.state.grouped import KVCache
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.delta.spec import Delta
+from moeflux_mlx.mixers.grouped import cache as grouped
+from moeflux_mlx.mixers.grouped.cache import KVCache
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.ops import backend
+from moeflux_mlx.state import rewind
 from moeflux_mlx.state.rewind import RewindPoints
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -252,7 +255,7 @@ def test_an_answer_cut_off_inside_a_recurrent_layer_does_no_harm(monkeypatch):
             raise KeyboardInterrupt
         return out
 
-    monkeypatch.setattr("moeflux_mlx.model.delta.delta", cut_off)
+    monkeypatch.setattr("moeflux_mlx.mixers.delta.module.delta", cut_off)
     with pytest.raises(KeyboardInterrupt):
         list(session.respond([*session.tokens, 5, 6], max_tokens=9))
     monkeypatch.undo()

@@ -23,9 +23,11 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
-from moeflux_mlx.kinds import Delta, GroupedQuery, Latent
+from moeflux_mlx.mixers.delta.spec import Delta
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.latent.module import softmax_scale
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.latent import softmax_scale
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant, entries

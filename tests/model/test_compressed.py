@@ -20,7 +20,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts.lookahead import MEMORY, LayerGuesses
 from moeflux_mlx.kinds import HyperConnections
-from moeflux_mlx.model import compressed as module
+from moeflux_mlx.mixers.compressed import module
 from moeflux_mlx.model import moe, weights
 from moeflux_mlx.ops import streams
 

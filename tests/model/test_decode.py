@@ -17,9 +17,10 @@ from moeflux_mlx.caches import entries, growing, ring
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
+from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
-from moeflux_mlx.ops import attend, backend, launch, linear
+from moeflux_mlx.ops import backend, launch, linear
 from moeflux_mlx.ops.experts import Shared
 from moeflux_mlx.ops.seen import Chosen
 

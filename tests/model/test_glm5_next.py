@@ -14,9 +14,10 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import kinds
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.model import indexed, streams
-from moeflux_mlx.ops import delta
-from moeflux_mlx.ops import indexed as operations
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.latent import indexed_module as indexed
+from moeflux_mlx.mixers.latent import indexed_op as operations
+from moeflux_mlx.model import streams
 
 FAMILY = "glm5_next"
 TOKENS, WANTED = goldens.golden(FAMILY)

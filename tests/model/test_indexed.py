@@ -15,12 +15,12 @@ from tiny_models import tiny_model
 from metal import msl
 from moeflux_mlx import kinds
 from moeflux_mlx.kinds import Indexer
-from moeflux_mlx.model import indexed as module
+from moeflux_mlx.mixers.latent import indexed_module as module
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops.backend import contiguous
 from moeflux_mlx.ops.index import Index, choose
 from moeflux_mlx.ops.seen import Chosen
-from moeflux_mlx.state.cache import make_cache
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 

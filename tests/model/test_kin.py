@@ -11,7 +11,9 @@ from grids import drawn
 from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.ops import backend, latent, mamba
+from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.mamba import op as mamba
+from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 
 TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32

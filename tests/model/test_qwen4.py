@@ -17,8 +17,9 @@ from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import kinds
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.model import attention, ngrams, tables
-from moeflux_mlx.ops import delta
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.grouped import module as attention
+from moeflux_mlx.model import ngrams, tables
 from moeflux_mlx.ops import ngrams as operations
 
 FAMILY = "qwen4_exp"

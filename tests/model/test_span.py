@@ -13,8 +13,9 @@ from tiny_models import tiny_directory, use_plain_operations
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.prefill import Prefill, span_lengths
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.model.span import Span
-from moeflux_mlx.ops import attend, backend, causal_parts, grouped
+from moeflux_mlx.ops import backend, causal_parts, grouped
 
 TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 FAMILIES = goldens.families()
@@ -67,7 +68,7 @@ def test_attention_cut_by_its_scores_matches_hugging_face(family, monkeypatch):
     monkeypatch.setattr(
         attend, "in_parts", lambda heads, rows, n, mask, window=None: [(slice(0, rows), slice(0, n), None)]
     )
-    monkeypatch.setattr("moeflux_mlx.ops.latent.in_parts", attend.in_parts)
+    monkeypatch.setattr("moeflux_mlx.mixers.latent.op.in_parts", attend.in_parts)
     assert np.abs(np.array(model(tokens[None])[0]) - want).max() > TOLERANCE, "tokens that see later ones go unseen"
 
 

@@ -15,14 +15,17 @@ from metal import msl
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.kinds import GroupedQuery
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model import compiled
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
-from moeflux_mlx.ops import attend, backend, delta, latent, linear
+from moeflux_mlx.ops import backend, linear
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rows import RowCaches
-from moeflux_mlx.state.cache import make_cache
 
 PROMPT = list(range(5, 25))
 

@@ -11,15 +11,16 @@ from metal import fast, msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, Experts, GroupedQuery, Residual, Rotation, Router, SharedExpert
+from moeflux_mlx.kinds import Activation, Experts, Residual, Rotation, Router, SharedExpert
 from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
-from moeflux_mlx.model.attention import Attention
+from moeflux_mlx.mixers.grouped.module import Attention
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.spec import ModelArgs, _check
-from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HIDDEN, EPS = 48, 1e-2

@@ -8,13 +8,15 @@ import pytest
 from grids import drawn, one_in_three
 
 from metal import fast, msl
-from moeflux_mlx.kinds import GroupedQuery, Rotation, Yarn
+from moeflux_mlx.kinds import Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
-from moeflux_mlx.ops import attend, backend, kv_rows
+from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.ops import backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.rows import RowCaches
 from moeflux_mlx.ops.seen import SeenBlocks
-from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value

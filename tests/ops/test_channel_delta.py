@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeflux_mlx.kinds import LEAST_FLOOR
+from moeflux_mlx.mixers.delta.channel_op import CHUNK, channel_delta, inverse
+from moeflux_mlx.mixers.delta.spec import LEAST_FLOOR
 from moeflux_mlx.ops import native
-from moeflux_mlx.ops.channel_delta import CHUNK, channel_delta, inverse
 
 HEADS, KEY, VALUE = 2, 16, 8
 
@@ -67,7 +67,7 @@ def test_every_channel_decays_as_fast_as_it_can(length):
 def test_a_prompt_in_several_parts(monkeypatch):
     given = drawn(2, 50, -1.0, False)
     wanted, state = steps(*given)
-    monkeypatch.setattr("moeflux_mlx.ops.channel_delta.DELTA_TOKENS", 20)
+    monkeypatch.setattr("moeflux_mlx.mixers.delta.channel_op.DELTA_TOKENS", 20)
     for one, other in zip(in_chunks(*given), (wanted, state), strict=True):
         np.testing.assert_allclose(np.array(one), other, atol=3e-5)
 

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from metal import fast, msl
-from moeflux_mlx.kinds import Compressed, Compressor, Rotation
+from moeflux_mlx.kinds import Rotation
 from moeflux_mlx.layers import RMSNorm
-from moeflux_mlx.ops import backend, compressed
-from moeflux_mlx.ops.compressed import Seen
+from moeflux_mlx.mixers.compressed import op as compressed
+from moeflux_mlx.mixers.compressed.op import Seen
+from moeflux_mlx.mixers.compressed.spec import Compressed, Compressor
+from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.rope import Rope
 
 pytestmark = pytest.mark.usefixtures("cpu_device")

@@ -10,17 +10,21 @@ import pytest
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.kinds import ChannelDecay, Delta, Router
+from moeflux_mlx.kinds import Router
 from moeflux_mlx.layers import Embedding, Linear, Weight
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.delta.spec import ChannelDecay, Delta
+from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.latent.op import HeadMatrices
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.ops import attend, backend, delta, experts, latent, native
+from moeflux_mlx.ops import backend, experts, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax
-from moeflux_mlx.ops.latent import HeadMatrices
 from moeflux_mlx.ops.linear import by_head, dequantized
 from moeflux_mlx.ops.route import route
 from moeflux_mlx.quant import Quant
-from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.skipif(
     not native.available() or mx.default_device() != mx.cpu, reason="needs the extension, and the CPU as device"

@@ -11,8 +11,10 @@ from tile_choices import Chosen
 
 from metal import msl
 from moeflux_mlx.errors import RequestError
-from moeflux_mlx.kinds import ChannelDecay, Delta, Router
-from moeflux_mlx.ops import delta, route
+from moeflux_mlx.kinds import Router
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.delta.spec import ChannelDecay, Delta
+from moeflux_mlx.ops import route
 from moeflux_mlx.ops.rows import RowCaches
 from moeflux_mlx.ops.tiles import MAX_TOKENS, Tile, using
 

@@ -19,6 +19,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layer import layer_of
 from moeflux_mlx.model.span import PromptSizes, Span
@@ -27,7 +28,6 @@ from moeflux_mlx.ops import backend, gpu_time, launch
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
 from moeflux_mlx.spec import ModelArgs, variants
-from moeflux_mlx.state.cache import make_cache
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
 MEMORY = 1 << 40

@@ -8,14 +8,16 @@ import pytest
 from grids import one_in_three
 
 from metal import msl
-from moeflux_mlx.kinds import GroupedQuery, HeadBlocks, Indexer, KeyBlocks, Latent, Rotation, Yarn
+from moeflux_mlx.kinds import HeadBlocks, Indexer, KeyBlocks, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
-from moeflux_mlx.model.indexed import LayerNorm
+from moeflux_mlx.mixers.grouped.blocks import choose_by_head
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.latent.indexed_module import LayerNorm
+from moeflux_mlx.mixers.latent.spec import Latent
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.ops import backend, index
-from moeflux_mlx.ops.blocks import choose_by_head
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rope import Rope
-from moeflux_mlx.state.cache import make_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 ROTATION = Rotation(16, 1e4)

@@ -9,15 +9,16 @@ from grids import drawn, one_in_three
 from test_attend_step import check_stand_in
 
 from metal import fast, msl
-from moeflux_mlx.kinds import Latent, QueryScale, Rotation, Yarn
+from moeflux_mlx.kinds import Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
-from moeflux_mlx.ops import latent
+from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.latent.cache import LatentCache
+from moeflux_mlx.mixers.latent.spec import Latent, QueryScale
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.linear import Part
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.seen import SeenBlocks
 from moeflux_mlx.quant import Quant
-from moeflux_mlx.state.latent import LatentCache
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value

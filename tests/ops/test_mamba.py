@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from metal import msl
 from moeflux_mlx.caches.recurrent import RecurrentCache
-from moeflux_mlx.kinds import CHUNK, Mamba2
+from moeflux_mlx.mixers.mamba import op as operation
+from moeflux_mlx.mixers.mamba.op import MambaWeights, mamba
+from moeflux_mlx.mixers.mamba.spec import CHUNK, Mamba2
 from moeflux_mlx.ops import backend
-from moeflux_mlx.ops import mamba as operation
 from moeflux_mlx.ops.launch import pack
-from moeflux_mlx.ops.mamba import MambaWeights, mamba
 from moeflux_mlx.ops.rows import RowCaches
 
 SIZES = Mamba2(heads=6, head_dim=8, state_dim=16, groups=3, taps=4, least_step=0.4, most_step=1.5)

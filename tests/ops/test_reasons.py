@@ -4,33 +4,16 @@ import mlx.core as mx
 import pytest
 
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.kinds import (
-    ChannelDecay,
-    Compressed,
-    Delta,
-    HeadBlocks,
-    HyperConnections,
-    Indexer,
-    Mamba2,
-    Rotation,
-    Router,
-)
-from moeflux_mlx.ops import (
-    attend,
-    combine,
-    compressed,
-    delta,
-    dequantize,
-    experts,
-    gated_streams,
-    index,
-    latent,
-    linear,
-    mamba,
-    ngrams,
-    route,
-    streams,
-)
+from moeflux_mlx.kinds import HeadBlocks, HyperConnections, Indexer, Rotation, Router
+from moeflux_mlx.mixers.compressed import op as compressed
+from moeflux_mlx.mixers.compressed.spec import Compressed
+from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.delta.spec import ChannelDecay, Delta
+from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.mixers.mamba import op as mamba
+from moeflux_mlx.mixers.mamba.spec import Mamba2
+from moeflux_mlx.ops import combine, dequantize, experts, gated_streams, index, linear, ngrams, route, streams
 from moeflux_mlx.ops.forms import Form
 from moeflux_mlx.ops.launch import NO_KERNELS, Launch, Reason
 from moeflux_mlx.ops.tiles import MAX_TOKENS

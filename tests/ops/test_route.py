@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeflux_mlx.kinds import Rotation, Router, Yarn
-from moeflux_mlx.model.latent import softmax_scale
+from moeflux_mlx.mixers.latent.module import softmax_scale
 from moeflux_mlx.ops.rope import Rope, yarn_inv_freq
 from moeflux_mlx.ops.route import route, top_k
 from moeflux_mlx.spec import ModelArgs

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from moeflux_mlx.caches import growing
-from moeflux_mlx.kinds import GroupedQuery
+from moeflux_mlx.mixers.grouped.cache import KVCache
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.ops import backend
-from moeflux_mlx.state.grouped import KVCache
 
 HEADS, WIDTH = 2, 8
 PART = GroupedQuery(HEADS, HEADS, WIDTH, None)

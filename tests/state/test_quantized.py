@@ -17,11 +17,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from moeflux_mlx.kinds import GroupedQuery
+from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.grouped.cache import KVCache, QuantizedKVCache
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
+from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
-from moeflux_mlx.ops import attend, kv_rows, native
-from moeflux_mlx.state.cache import make_cache
-from moeflux_mlx.state.grouped import KVCache, QuantizedKVCache
+from moeflux_mlx.ops import kv_rows, native
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HEADS, WIDTH, VALUE_WIDTH, LONGEST = 2, 128, 64, 400

@@ -14,7 +14,8 @@ from tiny_models import tiny_model
 
 from moeflux_mlx import errors
 from moeflux_mlx.caches.recurrent import RecurrentCache
-from moeflux_mlx.kinds import Delta, Latent
+from moeflux_mlx.mixers.delta.spec import Delta
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.spec import ModelArgs
 from moeflux_mlx.state.snapshot import MAX_LENGTH, load_state, save_state, state_size
 

@@ -12,8 +12,15 @@ from typing import Any
 from ..caches.entries import EntriesCache
 from ..caches.layer_cache import LayerCache
 from ..caches.recurrent import RecurrentCache
-from ..kinds import Compressed, Delta, GroupedQuery, Latent, Mamba2, Mixer
-from . import delta, grouped, latent
+from ..kinds import Mixer
+from .compressed.spec import Compressed
+from .delta import cache as delta
+from .delta.spec import Delta
+from .grouped import cache as grouped
+from .grouped.spec import GroupedQuery
+from .latent import cache as latent
+from .latent.spec import Latent
+from .mamba.spec import Mamba2
 
 MAKERS: dict[type, Callable[[Any], LayerCache]] = {
     GroupedQuery: grouped.make_cache,

@@ -6,27 +6,21 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..caches.entries import EntriesCache
-from ..caches.traced import PLAIN, OnKernels
-from ..kinds import Compressed, Compressor, Rotation
-from ..layers import Linear, RMSNorm, Stack, normed_with_weights
-from ..ops import backend
-from ..ops.backend import Array, library_of
-from ..ops.compressed import (
-    Seen,
-    attend_compressed,
-    attend_token,
-    choose_entries,
-    refusal,
-    token_inputs,
-)
-from ..ops.elementwise import split
-from ..ops.entry_pool import Pool, pool_refusal, pooled
-from ..ops.index import IndexTerms, Projections
-from ..ops.launch import in_turn
-from ..ops.linear import grouped_linear
-from ..ops.norm import rms_norm
-from ..ops.rope import Rope, turned
+from ...caches.entries import EntriesCache
+from ...caches.traced import PLAIN, OnKernels
+from ...kinds import Rotation
+from ...layers import Linear, RMSNorm, Stack, normed_with_weights
+from ...ops import backend
+from ...ops.backend import Array, library_of
+from ...ops.elementwise import split
+from ...ops.entry_pool import Pool, pool_refusal, pooled
+from ...ops.index import IndexTerms, Projections
+from ...ops.launch import in_turn
+from ...ops.linear import grouped_linear
+from ...ops.norm import rms_norm
+from ...ops.rope import Rope, turned
+from .op import Seen, attend_compressed, attend_token, choose_entries, refusal, token_inputs
+from .spec import Compressed, Compressor
 
 
 class Pooling(nn.Module):

@@ -7,15 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kinds import Latent
-from ..layers import Linear, MixerModule, RMSNorm, Stack, Weight
-from ..ops import backend
-from ..ops.backend import Array
-from ..ops.latent import HeadMatrices, Queries, Up, attend_latent
-from ..ops.linear import part_of_heads, parts_of
-from ..ops.positions import Steps
-from ..ops.rope import Rope, mscale
-from ..ops.rows import RowCaches
+from ...layers import Linear, MixerModule, RMSNorm, Stack, Weight
+from ...ops import backend
+from ...ops.backend import Array
+from ...ops.linear import part_of_heads, parts_of
+from ...ops.positions import Steps
+from ...ops.rope import Rope, mscale
+from ...ops.rows import RowCaches
+from .op import HeadMatrices, Queries, Up, attend_latent
+from .spec import Latent
 
 
 class MLA(MixerModule):

@@ -14,12 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..kinds import ChannelDecay, Delta
-from . import backend, native
-from .backend import Array, stack, view
-from .channel_delta import channel_delta, log_decays
-from .elementwise import activate, float32, sigmoid, split
-from .launch import (
+from ...ops import backend, native
+from ...ops.backend import Array, stack, view
+from ...ops.elementwise import activate, float32, sigmoid, split
+from ...ops.launch import (
     MOST_THREADS,
     NO_KERNELS,
     SHARED_BYTES,
@@ -35,10 +33,12 @@ from .launch import (
     in_turn,
     require,
 )
-from .norm import rms_norm
-from .recurrent_state import STATE_ROWS, State
-from .rows import Begin, RowCaches
-from .tiles import MAX_TOKENS, lanes_of, planned, tile_of
+from ...ops.norm import rms_norm
+from ...ops.recurrent_state import STATE_ROWS, State
+from ...ops.rows import Begin, RowCaches
+from ...ops.tiles import MAX_TOKENS, lanes_of, planned, tile_of
+from .channel_op import channel_delta, log_decays
+from .spec import ChannelDecay, Delta
 
 CONV_SILU = Kernel("conv_silu", "x state weight length", "out next")
 GATED_DELTA = Kernel("gated_delta", "qkv a b A_log dt_bias state length", "out next")

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..kinds import ChannelDecay
-from . import gpu_time
-from .backend import Array, library_of, view
-from .elementwise import float32, sigmoid
+from ...ops import gpu_time
+from ...ops.backend import Array, library_of, view
+from ...ops.elementwise import float32, sigmoid
+from .spec import ChannelDecay
 
 # Tokens of a chunk. Decays within it are products of two factors, one to the chunk's middle and one from there: with
 # logarithms from LEAST_FLOOR on both are within exp(+-40), and their product is within float32 wherever they meet.

@@ -12,26 +12,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import HeadBlocks, KeyBlocks
-from . import backend, gpu_time, index, native
-from .attend import Whole, attend, prepared, refusal
-from .backend import Array, arange, library_of, view
-from .elementwise import float32, sigmoid
-from .gather_rows import gather_rows
-from .index import (
-    Index,
-    Place,
-    Projections,
-    append_keys,
-    best,
-    choose,
-    choose_blocks_step,
-    choose_step,
-    slices,
-)
-from .norm import Norm
-from .rope import Rope
-from .seen import SeenBlocks
+from ...kinds import HeadBlocks, KeyBlocks
+from ...ops import backend, gpu_time, index, native
+from ...ops.backend import Array, arange, library_of, view
+from ...ops.elementwise import float32, sigmoid
+from ...ops.gather_rows import gather_rows
+from ...ops.index import Index, Place, Projections, append_keys, best, choose, choose_blocks_step, choose_step, slices
+from ...ops.norm import Norm
+from ...ops.rope import Rope
+from ...ops.seen import SeenBlocks
+from .op import Whole, attend, prepared, refusal
 
 Blocks = KeyBlocks | HeadBlocks
 PARTS = 16  # of a prompt's attention, whose places are computed together

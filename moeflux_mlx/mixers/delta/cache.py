@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from ..caches.joined import JoinedCache
-from ..caches.layer_cache import LayerCache
-from ..caches.ngrams import NGramCache
-from ..caches.recurrent import RecurrentCache
-from ..kinds import Delta
+from ...caches.joined import JoinedCache
+from ...caches.layer_cache import LayerCache
+from ...caches.ngrams import NGramCache
+from ...caches.recurrent import RecurrentCache
+from .spec import Delta
 
 
 def make_cache(mixer: Delta) -> LayerCache:

@@ -14,11 +14,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import CHUNK, Mamba2
-from . import backend, gpu_time
-from .backend import Array, contiguous, leave, library_of, view
-from .elementwise import activate, float32, sigmoid, softplus, split
-from .launch import (
+from ...ops import backend, gpu_time
+from ...ops.backend import Array, contiguous, leave, library_of, view
+from ...ops.elementwise import activate, float32, sigmoid, softplus, split
+from ...ops.launch import (
     MOST_THREADS,
     NO_KERNELS,
     SEVERAL,
@@ -32,10 +31,11 @@ from .launch import (
     Shape,
     ceildiv,
 )
-from .norm import rms_norm
-from .recurrent_state import STATE_ROWS, State
-from .rows import RowCaches
-from .tiles import planned
+from ...ops.norm import rms_norm
+from ...ops.recurrent_state import STATE_ROWS, State
+from ...ops.rows import RowCaches
+from ...ops.tiles import planned
+from .spec import CHUNK, Mamba2
 
 MAMBA_STEP = Kernel("mamba_step", "projected conv state taps bias A_log dt_bias skip", "out next_conv next")
 GROUP_NORM = Kernel("group_norm", "x weight eps", "out")

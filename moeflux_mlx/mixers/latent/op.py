@@ -14,21 +14,32 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import QueryScale
-from ..quant import DEFAULT
-from . import backend, gpu_time, native
-from .backend import Array, stack, view
-from .causal_parts import in_parts
-from .elementwise import split
-from .forms import Form, StoredForm, is_read, stored_template
-from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
-from .linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
-from .norm import Norm
-from .positions import RECENT, Steps
-from .rope import Rope
-from .rows import RowCaches
-from .seen import SEEING_ALL, SeenBlocks, SeenSizes
-from .tiles import planned
+from ...ops import backend, gpu_time, native
+from ...ops.backend import Array, stack, view
+from ...ops.causal_parts import in_parts
+from ...ops.elementwise import split
+from ...ops.forms import Form, StoredForm, is_read, stored_template
+from ...ops.launch import (
+    LEAST_ELEMENTS,
+    NO_KERNELS,
+    SEVERAL,
+    SHARED_BYTES,
+    TOGETHER,
+    Input,
+    Kernel,
+    Launch,
+    Reason,
+    ceildiv,
+)
+from ...ops.linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
+from ...ops.norm import Norm
+from ...ops.positions import RECENT, Steps
+from ...ops.rope import Rope
+from ...ops.rows import RowCaches
+from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
+from ...ops.tiles import planned
+from ...quant import DEFAULT
+from .spec import QueryScale
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")

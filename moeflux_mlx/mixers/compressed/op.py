@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Compressed, KeyBlocks
-from . import backend, gpu_time, index
-from .backend import Array, arange, library_of, view
-from .elementwise import softmax
-from .gather_rows import gather_rows
-from .index import Index, Place, Projections, choose, choose_blocks_step
-from .launch import NO_KERNELS, SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
-from .norm import Norm
-from .rope import Rope
-from .tiles import planned
+from ...kinds import KeyBlocks
+from ...ops import backend, gpu_time, index
+from ...ops.backend import Array, arange, library_of, view
+from ...ops.elementwise import softmax
+from ...ops.gather_rows import gather_rows
+from ...ops.index import Index, Place, Projections, choose, choose_blocks_step
+from ...ops.launch import NO_KERNELS, SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
+from ...ops.norm import Norm
+from ...ops.rope import Rope
+from ...ops.tiles import planned
+from .spec import Compressed
 
 INPUTS = Kernel("compressed_inputs", "q raw weight eps periods magnitude position", "query row")
 ATTEND = Kernel("compressed_attend", "query ring entries chosen offset scale", "parts stats")

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from . import backend, gpu_time, native
-from .backend import Array, stack, view
-from .causal_parts import in_parts
-from .elementwise import sigmoid
-from .kv_rows import row_bytes
-from .launch import (
+from ...ops import backend, gpu_time, native
+from ...ops.backend import Array, stack, view
+from ...ops.causal_parts import in_parts
+from ...ops.elementwise import sigmoid
+from ...ops.kv_rows import row_bytes
+from ...ops.launch import (
     MOST_THREADS,
     NO_KERNELS,
     SEVERAL,
@@ -36,12 +36,12 @@ from .launch import (
     ceildiv,
     in_turn,
 )
-from .norm import Norm, rms_norm
-from .positions import RECENT, Held, Steps
-from .rope import Rope, angles
-from .rows import Begin, RowCaches
-from .seen import SEEING_ALL, SeenBlocks, SeenSizes
-from .tiles import planned
+from ...ops.norm import Norm, rms_norm
+from ...ops.positions import RECENT, Held, Steps
+from ...ops.rope import Rope, angles
+from ...ops.rows import Begin, RowCaches
+from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
+from ...ops.tiles import planned
 
 ATTEND_STEP = Kernel(
     "attend_step",

@@ -8,18 +8,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..caches.traced import PLAIN, OnKernels
-from ..kinds import GroupedQuery, HeadBlocks, KeyBlocks, Rotation
-from ..layers import Linear, MixerModule, RMSNorm, Stack, packed
-from ..ops.attend import Whole, attend
-from ..ops.backend import Array
-from ..ops.blocks import Terms, attend_blocks, block_keys
-from ..ops.elementwise import HEAD_GATES, gated_heads, split
-from ..ops.entry_pool import Pool
-from ..ops.index import IndexTerms, Projections, takes_step
-from ..ops.norm import rms_norm
-from ..ops.rope import Rope
-from ..ops.rows import RowCaches
+from ...caches.traced import PLAIN, OnKernels
+from ...kinds import HeadBlocks, KeyBlocks, Rotation
+from ...layers import Linear, MixerModule, RMSNorm, Stack, packed
+from ...ops.backend import Array
+from ...ops.elementwise import HEAD_GATES, gated_heads, split
+from ...ops.entry_pool import Pool
+from ...ops.index import IndexTerms, Projections, takes_step
+from ...ops.norm import rms_norm
+from ...ops.rope import Rope
+from ...ops.rows import RowCaches
+from .blocks import Terms, attend_blocks, block_keys
+from .op import Whole, attend
+from .spec import GroupedQuery
 
 
 class BlockIndexer(nn.Module):

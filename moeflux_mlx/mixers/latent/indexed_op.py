@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..kinds import Indexer, KeyBlocks
-from . import backend, gpu_time, index, native
-from .backend import Array, arange, library_of, view
-from .gather_rows import gather_rows
-from .index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
-from .latent import (
+from ...kinds import Indexer, KeyBlocks
+from ...ops import backend, gpu_time, index, native
+from ...ops.backend import Array, arange, library_of, view
+from ...ops.gather_rows import gather_rows
+from ...ops.index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
+from ...ops.norm import Norm
+from ...ops.positions import Positions
+from ...ops.rope import Rope
+from ...ops.seen import Chosen, SeenBlocks
+from .op import (
     ABSORB_AT_MOST,
     HeadMatrices,
     Mask,
@@ -33,10 +37,6 @@ from .latent import (
     refusal,
     values_native,
 )
-from .norm import Norm
-from .positions import Positions
-from .rope import Rope
-from .seen import Chosen, SeenBlocks
 
 
 def attend_indexed(

@@ -6,21 +6,22 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..caches.entries import EntriesCache
-from ..caches.traced import PLAIN, OnKernels
-from ..kinds import Indexer, KeyBlocks, Latent
-from ..layers import Linear, RMSNorm, Stack, normed_with_weights
-from ..ops.backend import Array, library_of
-from ..ops.elementwise import float32, split
-from ..ops.entry_pool import Pool, pooled
-from ..ops.index import IndexTerms, Projections, put_in_ring, takes_step
-from ..ops.indexed import attend_indexed, attend_pools
-from ..ops.latent import Queries, Up
-from ..ops.norm import Norm, layer_norm
-from ..ops.rope import Rope
-from ..ops.rows import RowCaches
-from ..ops.seen import Chosen
-from .latent import MLA
+from ...caches.entries import EntriesCache
+from ...caches.traced import PLAIN, OnKernels
+from ...kinds import Indexer, KeyBlocks
+from ...layers import Linear, RMSNorm, Stack, normed_with_weights
+from ...ops.backend import Array, library_of
+from ...ops.elementwise import float32, split
+from ...ops.entry_pool import Pool, pooled
+from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
+from ...ops.norm import Norm, layer_norm
+from ...ops.rope import Rope
+from ...ops.rows import RowCaches
+from ...ops.seen import Chosen
+from .indexed_op import attend_indexed, attend_pools
+from .module import MLA
+from .op import Queries, Up
+from .spec import Latent
 
 INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 

@@ -6,14 +6,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..caches.entries import EntriesCache
-from ..caches.growing import Stepping
-from ..caches.joined import JoinedCache
-from ..caches.keys import KeyCache
-from ..caches.layer_cache import Arrays, LayerCache, Shape, State
-from ..kinds import Indexer, Latent
-from ..ops import index, latent
-from ..ops.positions import RECENT, Rows
+from ...caches.entries import EntriesCache
+from ...caches.growing import Stepping
+from ...caches.joined import JoinedCache
+from ...caches.keys import KeyCache
+from ...caches.layer_cache import Arrays, LayerCache, Shape, State
+from ...kinds import Indexer
+from ...ops import index
+from ...ops.positions import RECENT, Rows
+from . import op as latent
+from .spec import Latent
 
 
 def make_cache(mixer: Latent) -> LayerCache:

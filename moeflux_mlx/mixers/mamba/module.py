@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..kinds import Mamba2
-from ..layers import Convolution, Linear, MixerModule, RMSNorm, packed
-from ..ops.backend import Array
-from ..ops.mamba import MambaWeights, mamba
-from ..ops.recurrent_state import State
-from ..ops.rows import RowCaches
+from ...layers import Convolution, Linear, MixerModule, RMSNorm, packed
+from ...ops.backend import Array
+from ...ops.recurrent_state import State
+from ...ops.rows import RowCaches
+from .op import MambaWeights, mamba
+from .spec import Mamba2
 
 
 class Mamba(MixerModule):

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from ..kinds import Delta
-from ..layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
-from ..ops.backend import Array, library_of
-from ..ops.delta import DeltaWeights, delta
-from ..ops.elementwise import split
-from ..ops.linear import grouped_linear
-from ..ops.recurrent_state import State
-from ..ops.rows import RowCaches
+from ...layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
+from ...ops.backend import Array, library_of
+from ...ops.elementwise import split
+from ...ops.linear import grouped_linear
+from ...ops.recurrent_state import State
+from ...ops.rows import RowCaches
+from .op import DeltaWeights, delta
+from .spec import Delta
 
 
 class GatedDeltaNet(MixerModule):

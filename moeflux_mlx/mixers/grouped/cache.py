@@ -11,17 +11,19 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from ..caches.entries import EntriesCache
-from ..caches.growing import Stepping
-from ..caches.joined import JoinedCache
-from ..caches.keys import KeyCache
-from ..caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
-from ..caches.ring import Ring
-from ..caches.traced import FixedCache, FixedRing
-from ..kinds import GroupedQuery, HeadBlocks, Indexer
-from ..ops import attend, index
-from ..ops.kv_rows import decode, encode, row_bytes
-from ..ops.positions import RECENT, Held, Rows
+from ...caches.entries import EntriesCache
+from ...caches.growing import Stepping
+from ...caches.joined import JoinedCache
+from ...caches.keys import KeyCache
+from ...caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
+from ...caches.ring import Ring
+from ...caches.traced import FixedCache, FixedRing
+from ...kinds import HeadBlocks, Indexer
+from ...ops import index
+from ...ops.kv_rows import decode, encode, row_bytes
+from ...ops.positions import RECENT, Held, Rows
+from . import op as attend
+from .spec import GroupedQuery
 
 CODES = mx.uint8
 

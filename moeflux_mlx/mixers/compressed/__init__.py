@@ -1,0 +1,1 @@
+"""Attention to a window and to entries, each made of several positions before it."""

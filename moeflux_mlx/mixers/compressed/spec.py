@@ -1,0 +1,165 @@
+"""Attention to a window and to entries of positions before it, as plain data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...kinds import chosen
+from ...kinds.chosen import Indexer
+from ...kinds.limits import (
+    check_head,
+    check_index_head,
+    check_width,
+    check_window,
+    not_multiple,
+)
+from ...kinds.mixer import Attending, Mixer, product
+from ...kinds.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Makes one entry from each `ratio` positions: each value is the mean of the positions' values, weighted by a
+    softmax of their gates (DeepSeek-V4's model code in transformers). `overlaps`: an entry also uses the `ratio`
+    positions before its own, with a second series of values. `indexer` chooses the entries that a token attends to, by
+    its own entries, made in the same way; None: all.
+    """
+
+    ratio: int
+    overlaps: bool = False
+    indexer: Indexer | None = None
+
+    @property
+    def series(self) -> int:
+        return 2 if self.overlaps else 1
+
+    @property
+    def remembered(self) -> int:
+        """Positions up to a token's own from which an entry may still be made."""
+        return self.series * self.ratio
+
+    def inputs(self, width: int) -> tuple[int, ...]:
+        """Values per position: values and gates of entries of `width`, and of the indexer's."""
+        own = (self.series * width,) * 2
+        return own if self.indexer is None else (*own, *((self.series * self.indexer.dim,) * 2))
+
+    def entry(self, width: int) -> int:
+        """Values of an entry, the indexer's behind the attention's."""
+        return width + (self.indexer.dim if self.indexer else 0)
+
+
+@dataclass(frozen=True)
+class Compressed(Mixer):
+    """Attention of `heads` queries over one head that is key and value: over a window of the newest positions and, with
+    a `compressor`, over entries that summarise all earlier ones; with sinks.
+
+    Queries come from a latent of `q_latent` values. The last `rotation.dims` values of a head are rotated, and those of
+    attention's output are rotated back by the token's own position. `groups` of heads are each projected to
+    `group_latent` values, and these to the stream.
+    """
+
+    heads: int
+    head_dim: int
+    q_latent: int
+    rotation: Rotation
+    window: int
+    groups: int
+    group_latent: int
+    compressor: Compressor | None = None
+
+    @property
+    def attention(self) -> Attending:
+        return self
+
+    def check(self) -> None:
+        check_head(self.head_dim, self.rotation)
+        if self.heads % self.groups:
+            raise not_multiple("num_attention_heads", self.heads, "o_groups", self.groups)
+        check_window(self.window)
+        check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
+        check_width("o_groups * o_lora_rank", self.groups * self.group_latent)
+        indexer = self.compressor and self.compressor.indexer
+        if indexer:
+            check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+            check_index_head(indexer.dim, self.rotation.dims)
+
+    @property
+    def kv_heads(self) -> int:
+        return 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take."""
+        indexer = self.compressor.indexer if self.compressor else None
+        index = () if indexer is None else (indexer.dim,)
+        group = self.heads * self.head_dim // self.groups
+        return self.head_dim, self.q_latent, self.rotation.dims, group, self.groups * self.group_latent, *index
+
+    @property
+    def remembered(self) -> int:
+        """The newest positions, a token's own among them, that a cache must hold."""
+        return max(self.window, self.compressor.remembered if self.compressor else 0)
+
+    @property
+    def ratio(self) -> int:
+        """Positions of an entry; 0: there are no entries."""
+        return self.compressor.ratio if self.compressor else 0
+
+    @property
+    def overlap(self) -> int:
+        """Positions before an entry's own that it is also made from, unless it is the first."""
+        return self.compressor.remembered - self.compressor.ratio if self.compressor else 0
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all entries that they see."""
+        if self.compressor is None or self.compressor.indexer is None:
+            return count
+        return min(max((self.compressor.indexer.top + 1) * self.ratio - 1 - first, 0), count)
+
+    @property
+    def row(self) -> int:
+        """Values that a cache holds per position: the key, and the inputs of entries."""
+        return self.head_dim + sum(self.compressor.inputs(self.head_dim) if self.compressor else ())
+
+    @property
+    def entry(self) -> int:
+        """Values of an entry."""
+        return self.compressor.entry(self.head_dim) if self.compressor else 0
+
+    def rows_at_once(self, tokens: int, positions: int) -> int:
+        """Number of tokens that are processed together."""
+        entries = positions // self.compressor.ratio if self.compressor else 0
+        least = self.heads * (2 * self.window + entries)
+        if self.compressor and self.compressor.indexer:
+            indexer = self.compressor.indexer
+            least = max(self.heads * (2 * self.window + indexer.top), indexer.top * self.head_dim)
+        return min(max(chosen.INDEX_VALUES // least, 1), self.window, tokens)
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Number of values that exist at once: the cache's new rows, queries, results, and scores of a few tokens."""
+        indexer = self.compressor.indexer if self.compressor else None
+        of_indexer = indexer.temporaries(tokens, positions) + tokens * indexer.top if indexer else 0
+        scores = 3 * chosen.INDEX_VALUES + of_indexer
+        return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it."""
+        index = self.compressor.indexer.heads if self.compressor and self.compressor.indexer else 0
+        return self.q_latent + self.row + index + self.groups * self.group_latent
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the queries from their latent, and of the groups' projections."""
+        indexer = self.compressor.indexer if self.compressor else None
+        index = indexer.heads * indexer.dim if indexer else 0
+        width = self.heads * self.head_dim
+        return product(tokens, self.q_latent, width + index) + product(tokens, width, self.group_latent)
+
+    @property
+    def title(self) -> str:
+        return "compressed attention"
+
+    def moments(self, longest: int) -> Iterator[tuple[str, int]]:
+        """Also that in which the window is full and the next token ends an entry."""
+        ratio = self.ratio or 1
+        yield "full window", -(-(self.window + 1) // ratio) * ratio - 1
+        yield from super().moments(longest)

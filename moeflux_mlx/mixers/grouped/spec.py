@@ -1,0 +1,148 @@
+"""Attention with grouped heads, as plain data."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...errors import ConfigError
+from ...kinds.chosen import HeadBlocks, KeyBlocks
+from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
+from ...kinds.mixer import Attending, Mflx, Mixer
+from ...kinds.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class GroupedQuery(Mixer):
+    """Attention with `heads` queries over `kv_heads` keys and values.
+
+    Attributes:
+        rotation: of queries and keys; None: positions are not encoded.
+        norm: RMS norm of queries and keys: of each "head" (weight [head_dim]), of all heads at once ("flat", weight
+            [heads * head_dim]), or none.
+        bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
+        gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
+            the head's output. "sigmoid head", "softplus head": one gate per head, from a separate projection
+            (`g_proj`), whose sigmoid or softplus multiplies the head's output.
+        window: how many of the newest positions a query sees, itself included; None: all.
+        sinks: whether each head has a learned logit in the softmax's denominator.
+        value_dim: width of a value head; None: head_dim.
+        scale: of the scores; None: head_dim ** -0.5.
+        value_scale: factor of the values, and so of attention's output.
+        value_is_key: whether keys, before norm and rotation, serve as values.
+        value_norm: whether the values of each head are normed, without a weight.
+        blocks: blocks of positions, of which a token attends to some; None: it attends to all positions that it sees.
+        kv_bits: bits to which a cache rounds keys and values, 8; None: unchanged. It is not a field of config.json but
+            chosen when a model is loaded.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotation: Rotation | None
+    norm: Literal["head", "flat"] | None = "head"
+    bias: bool = False
+    output_bias: bool = False
+    gate: Literal["joined", "sigmoid head", "softplus head"] | None = None
+    window: int | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+    scale: float | None = None
+    value_scale: float = 1.0
+    value_is_key: bool = False
+    value_norm: bool = False
+    blocks: KeyBlocks | HeadBlocks | None = None
+    kv_bits: Literal[8] | None = None
+
+    @property
+    def attention(self) -> Attending:
+        return self
+
+    @property
+    def rounds_keys(self) -> bool:
+        return self.blocks is None
+
+    def with_kv_bits(self, kv_bits: Literal[8] | None) -> "GroupedQuery":
+        return replace(self, kv_bits=kv_bits) if self.rounds_keys else self
+
+    @property
+    def mflx(self) -> Mflx | None:
+        is_plain = self.window is None and self.value_width == self.head_dim and self.blocks is None
+        return Mflx() if is_plain else None
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        turning = self.rotation.flat_fields if self.rotation else {}
+        share = self.rotation.dims / self.head_dim if self.rotation else 0.0
+        return {**turning, "partial_rotary_factor": share, "attn_output_gate": self.gate == "joined"}
+
+    def check(self) -> None:
+        if self.heads % self.kv_heads:
+            raise not_multiple("num_attention_heads", self.heads, "num_key_value_heads", self.kv_heads)
+        check_head(self.head_dim, self.rotation)
+        if self.gate == "joined" and self.value_width != self.head_dim:
+            raise ConfigError(f"v_head_dim {self.value_width} is not head_dim {self.head_dim}, as the gate wants")
+        joined = 2 if self.gate == "joined" else 1
+        check_width("num_attention_heads * head_dim", self.heads * self.head_dim * joined)
+        check_width("num_attention_heads * v_head_dim", self.heads * self.value_width)
+        if self.window is not None:
+            check_window(self.window)
+        if self.blocks is not None:
+            self._check_blocks(self.blocks)
+
+    def _check_blocks(self, blocks: KeyBlocks | HeadBlocks) -> None:
+        if isinstance(blocks, HeadBlocks) and blocks.indexer.heads != self.kv_heads:
+            heads = f"index_n_heads {blocks.indexer.heads} is not num_key_value_heads {self.kv_heads}"
+            raise ConfigError(f"{heads}, which is not implemented")
+        dims = self.rotation.dims if self.rotation else 1
+        if not dims <= blocks.indexer.dim <= WIDEST_HEAD:
+            raise ConfigError(
+                f"the indexer's head_dim is {blocks.indexer.dim}; expected an integer from {dims} to {WIDEST_HEAD}"
+            )
+        if blocks.ratio > WIDEST_WINDOW:
+            raise ConfigError(f"indexer_compress_ratio is {blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
+        check_width("(indexer_n_heads + 1) * indexer_head_dim", (blocks.indexer.heads + 1) * blocks.indexer.dim)
+
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take."""
+        flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
+        keys = (self.blocks.indexer.dim,) if self.blocks else ()
+        return (self.head_dim, self.value_width, *flat, *keys)
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        return self.blocks.seeing_all(first, count) if self.blocks else count
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Number of values that exist at once while `tokens` attend over `positions`, without scores: queries, gates,
+        results, and keys and values that are not in a cache because they have left the window.
+        """
+        seen = self.kv_heads * (self.head_dim + self.value_width) * (tokens + self.window) if self.window else 0
+        chooses = self.seeing_all(0, positions) < positions
+        chosen = self.blocks.temporaries(tokens, positions) if self.blocks and chooses else 0
+        return 4 * self.heads * max(self.head_dim, self.value_width) * tokens + seen + chosen
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Scores of all heads."""
+        if self.blocks:
+            return self.heads * tokens * min(positions, self.blocks.most)
+        return self.heads * tokens * (min(positions, tokens + self.window) if self.window else positions)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, without an indexer's."""
+        queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
+        gates = self.gate not in (None, "joined")
+        return self.heads * (queries + gates) + self.kv_heads * (self.head_dim + self.value_width)
+
+    def attended(self, tokens: int) -> float:
+        """Those of scores, and of sums weighed by them."""
+        return self.scores(tokens, tokens) * (self.head_dim + self.value_width)
+
+    @property
+    def title(self) -> str:
+        return "attention"

@@ -1,0 +1,158 @@
+"""Attention to latents, as plain data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import ConfigError
+from ...kinds.chosen import Indexer, KeyBlocks
+from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
+from ...kinds.mixer import Attending, Mflx, Mixer, product
+from ...kinds.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """The factor of a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+
+    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
+    """
+
+    beta: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Latent(Mixer):
+    """Attention over a cached latent of `latent` values and one rotated key of `rotation.dims`, for all heads alike.
+
+    Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
+    there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
+    None: all. `norm_eps`: epsilon of the norms of both latents.
+    """
+
+    heads: int
+    q_latent: int | None
+    latent: int
+    nope: int
+    value: int
+    rotation: Rotation | None
+    query_scale: QueryScale | None = None
+    indexer: Indexer | None = None
+    blocks: KeyBlocks | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def attention(self) -> Attending:
+        return self
+
+    @property
+    def has_own_choice(self) -> bool:
+        return self.indexer is None or not self.indexer.reuses
+
+    @property
+    def mflx(self) -> Mflx | None:
+        if self.indexer is not None or self.blocks is not None:
+            return None
+        return Mflx(latent=self.latent, rotated=self.rotated)
+
+    @property
+    def flat_fields(self) -> dict[str, Any]:
+        return {
+            **(self.rotation.flat_fields if self.rotation else {}),
+            "q_lora_rank": self.q_latent,
+            "kv_lora_rank": self.latent,
+            "qk_nope_head_dim": self.nope,
+            "qk_rope_head_dim": self.rotated,
+            "v_head_dim": self.value,
+        }
+
+    def check(self) -> None:
+        check_head(self.head_dim, self.rotation)
+        check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
+        check_width("num_attention_heads * (qk_nope_head_dim + v_head_dim)", self.heads * (self.nope + self.value))
+        check_width("kv_lora_rank + qk_rope_head_dim", self.latent + self.rotated)
+        indexer = self.blocks.indexer if self.blocks else self.indexer
+        if indexer is not None:
+            self._check_indexer(indexer)
+        if self.blocks is not None and self.blocks.ratio > WIDEST_WINDOW:
+            raise ConfigError(f"index_kpool is {self.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
+
+    def _check_indexer(self, indexer: Indexer) -> None:
+        if self.q_latent is None:
+            raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
+        check_index_head(indexer.dim, self.rotated)
+        check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+
+    @property
+    def rotated(self) -> int:
+        """Values of the rotated key."""
+        return self.rotation.dims if self.rotation else 0
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a query: those that come from the latent, and the rotated ones."""
+        return self.nope + self.rotated
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values once the latent is expanded: as many as there are queries."""
+        return self.heads
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take."""
+        queries = () if self.q_latent is None else (self.q_latent,)
+        indexer = self.blocks.indexer if self.blocks else self.indexer
+        keys = () if indexer is None else (indexer.dim,)
+        return (*queries, *keys, self.latent, self.nope, self.rotated, self.value)
+
+    def seeing_all(self, first: int, count: int) -> int:
+        """How many of the tokens from a place on attend to all positions that they see."""
+        rule = self.blocks or self.indexer
+        return rule.seeing_all(first, count) if rule else count
+
+    def temporaries(self, tokens: int, positions: int) -> int:
+        """Number of values that exist at once, without scores: the latents expanded to keys and values of every head,
+        queries, results. With an indexer, latents are expanded only for the first tokens, which attend to all
+        positions.
+        """
+        rule = self.blocks or self.indexer
+        chooses = self.seeing_all(0, positions) < positions
+        chosen = rule.temporaries(tokens, positions) if rule and chooses else 0
+        expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
+        return expanded + 3 * self.heads * tokens * self.head_dim + chosen
+
+    def scores(self, tokens: int, positions: int) -> int:
+        """Two sums of scores of all heads."""
+        return 2 * self.heads * tokens * self._expanded(positions)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projections from the hidden state and back to it, without those of the blocks' indexer."""
+        queries = self.heads * self.head_dim if self.q_latent is None else self.q_latent
+        index = self.indexer.dim + self.indexer.heads if self.indexer else 0
+        return queries + index + self.latent + self.rotated + self.heads * self.value
+
+    def own_operations(self, tokens: int) -> float:
+        """Those of the queries from their latent."""
+        index = self.indexer.heads * self.indexer.dim if self.indexer else 0
+        return product(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+
+    def attended(self, tokens: int) -> float:
+        """Those of scores, and of sums weighed by them; `scores` counts two sums."""
+        return self.scores(tokens, tokens) * (self.head_dim + self.value) / 2
+
+    @property
+    def handed_on(self) -> int:
+        """The positions that an indexer chooses, also one that reuses a choice; a choice of blocks is not reused."""
+        return self.indexer.top if self.indexer else 0
+
+    @property
+    def title(self) -> str:
+        return "latent attention"
+
+    def _expanded(self, positions: int) -> int:
+        """Positions over which many tokens attend together."""
+        if self.blocks:
+            return min(positions, self.blocks.most)
+        return min(positions, self.indexer.top) if self.indexer else positions
