@@ -6,7 +6,7 @@ A matrix is declared only with its sizes; `weights` gives it its tensor and stor
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -151,10 +151,7 @@ class MixerModule(nn.Module):
     """A mixer in three parts: the work before the caches, the mixing, and the work after it.
 
     `begin` and `end` treat each row by itself and use no cache, so rows of several sequences go through them together.
-    `kept_float32`: the last parts of the names of its parameters that stay float32 in memory.
     """
-
-    kept_float32: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, x: Array, norm: "RMSNorm", cache: Any, *more: Any) -> Array:
         """x plus the mixer's output for norm(x)."""

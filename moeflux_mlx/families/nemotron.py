@@ -108,8 +108,8 @@ def _numbered(layers: Sequence[LayerSpec]) -> list[tuple[str, str]]:
     """Beginnings of the names in each published layer, and ours."""
     names, number = list[tuple[str, str]](), 0
     for i, layer in enumerate(layers):
-        mixer = "mamba" if isinstance(layer.mixer, Mamba2) else "self_attn"
-        parts = [(mixer, "input_layernorm")] + ([("mlp", "post_attention_layernorm")] if layer.feed_forward else [])
+        parts = [(layer.mixer.module_name, "input_layernorm")]
+        parts += [("mlp", "post_attention_layernorm")] if layer.feed_forward else []
         for part, norm in parts:
             theirs, ours = f"^backbone.layers.{number}.", f"model.layers.{i}."
             names += [(f"{theirs}mixer.", f"{ours}{part}."), (f"{theirs}norm.", f"{ours}{norm}.")]

@@ -158,7 +158,12 @@ class Mixer:
         """How many positions a token chooses of which later layers reuse the choice; by default none."""
         return 0
 
-    # ---- how it is listed
+    # ---- how it is called
+
+    @property
+    def module_name(self) -> str:
+        """The name of its module in checkpoints."""
+        return "self_attn"
 
     @property
     def title(self) -> str:

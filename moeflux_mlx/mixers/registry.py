@@ -1,39 +1,58 @@
-"""The state of a model between calls: one cache per layer, with mlx-lm's cache protocol.
+"""All ways of mixing tokens: the cache of a layer with one, and its module. Nothing else knows them all.
 
-A cache is made for the part of a layer that it serves. Most caches of attention grow in steps and can be trimmed; a
-`Ring` holds the newest positions and goes back a few; a `RecurrentCache` holds a state that has absorbed every token
-and goes back to states that were kept. A `JoinedCache` combines a mixer's cache with a second one. Where a mixer has
-caches of its own, the module of its name has them, and chooses between them.
+A cache has mlx-lm's protocol and is made for the part of a layer that it serves. Most caches of attention grow in steps
+and can be trimmed; a `Ring` holds the newest positions and goes back a few; a `RecurrentCache` holds a state that has
+absorbed every token and goes back to states that were kept. A `JoinedCache` combines a mixer's cache with a second one.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from types import ModuleType
 
-from ..caches.entries import EntriesCache
+import mlx.nn as nn
+
 from ..caches.layer_cache import LayerCache
-from ..caches.recurrent import RecurrentCache
 from ..kinds import Mixer
+from .compressed import cache as compressed_cache
+from .compressed import module as compressed
 from .compressed.spec import Compressed
-from .delta import cache as delta
+from .delta import cache as delta_cache
+from .delta import module as delta
 from .delta.spec import Delta
-from .grouped import cache as grouped
+from .grouped import cache as grouped_cache
+from .grouped import module as grouped
 from .grouped.spec import GroupedQuery
-from .latent import cache as latent
+from .latent import cache as latent_cache
+from .latent import module as latent
 from .latent.spec import Latent
+from .mamba import cache as mamba_cache
+from .mamba import module as mamba
 from .mamba.spec import Mamba2
 
-MAKERS: dict[type, Callable[[Any], LayerCache]] = {
-    GroupedQuery: grouped.make_cache,
-    Latent: latent.make_cache,
-    Compressed: EntriesCache,
-    Delta: delta.make_cache,
-    Mamba2: RecurrentCache,
+ROOMS: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
+    GroupedQuery: (grouped_cache, grouped),
+    Latent: (latent_cache, latent),
+    Compressed: (compressed_cache, compressed),
+    Delta: (delta_cache, delta),
+    Mamba2: (mamba_cache, mamba),
 }
+
+KEPT_FLOAT32 = frozenset(name for _, module in ROOMS.values() for name in module.KEPT_FLOAT32)
 
 
 def make_cache(mixer: Mixer) -> LayerCache:
     """An empty cache for a layer with this mixer."""
-    return MAKERS[type(mixer)](mixer)
+    cache, _ = ROOMS[type(mixer)]
+    made: LayerCache = cache.make_cache(mixer)
+    return made
+
+
+def module_of(mixer: Mixer, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `split_latent` tells which of
+    two forms of its tensors a checkpoint has (`mixers/latent/module.py`).
+    """
+    _, module = ROOMS[type(mixer)]
+    made: nn.Module = module.make_module(mixer, hidden_size, eps, split_latent)
+    return made
 
 
 def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:

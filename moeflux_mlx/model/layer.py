@@ -10,19 +10,9 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..kinds import Dense, Experts, Mixer
+from ..kinds import Dense, Experts
 from ..layers import MixerModule, Output, RMSNorm
-from ..mixers.compressed.module import CompressedAttention
-from ..mixers.compressed.spec import Compressed
-from ..mixers.delta.module import GatedDeltaNet, KimiDelta
-from ..mixers.delta.spec import ChannelDecay, Delta
-from ..mixers.grouped.module import Attention
-from ..mixers.grouped.spec import GroupedQuery
-from ..mixers.latent.indexed_module import IndexedMLA, PooledMLA
-from ..mixers.latent.module import MLA
-from ..mixers.latent.spec import Latent
-from ..mixers.mamba.module import Mamba
-from ..mixers.mamba.spec import Mamba2
+from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.seen import Chosen
@@ -31,28 +21,6 @@ from .compiled import DecodeStep, by_prediction
 from .moe import DenseMLP, MoE, NoMLP
 from .span import MIXER_SHARE, Span
 from .streams import StreamsLayer
-
-MIXERS = Attention, MLA, IndexedMLA, PooledMLA, CompressedAttention, GatedDeltaNet, KimiDelta, Mamba
-
-
-def mixer_of(mixer: Mixer, args: ModelArgs, split_latent: bool) -> tuple[str, nn.Module]:
-    """The module for `mixer`, and its name in checkpoints."""
-    match mixer:
-        case GroupedQuery():
-            return "self_attn", Attention(mixer, args.hidden_size, args.rms_norm_eps)
-        case Latent():
-            kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
-            return "self_attn", kind(mixer, args.hidden_size, split_latent)
-        case Compressed():
-            return "self_attn", CompressedAttention(mixer, args.hidden_size, args.rms_norm_eps)
-        case Delta(channel_decay=ChannelDecay()):
-            return "self_attn", KimiDelta(mixer, args.hidden_size, args.rms_norm_eps)
-        case Delta():
-            return "linear_attn", GatedDeltaNet(mixer, args.hidden_size, args.rms_norm_eps)
-        case Mamba2():
-            return "mamba", Mamba(mixer, args.hidden_size, args.rms_norm_eps)
-        case _:
-            raise TypeError(f"no module computes {mixer}")
 
 
 def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:
@@ -75,8 +43,8 @@ def layer_of(
     if spec.residual.connections is None:
         return DecoderLayer(args, layer, experts, split_latent)
     mlp = feed_forward_of(args, layer, experts)
-    mixer = mixer_of(spec.mixer, args, split_latent)
-    return StreamsLayer(*mixer, mlp, spec.residual.connections, *sizes, layer)
+    mixer = module_of(spec.mixer, *sizes, split_latent)
+    return StreamsLayer(spec.mixer.module_name, mixer, mlp, spec.residual.connections, *sizes, layer)
 
 
 class DecoderLayer(nn.Module):
@@ -89,8 +57,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
         spec = args.layers[layer]
-        self._mixer_name, mixer = mixer_of(spec.mixer, args, split_latent)
-        setattr(self, self._mixer_name, mixer)
+        self._mixer_name = spec.mixer.module_name
+        setattr(self, self._mixer_name, module_of(spec.mixer, args.hidden_size, args.rms_norm_eps, split_latent))
         self.mlp = feed_forward_of(args, layer, experts)
         if spec.residual.output_norms:
             self.mixer_output = Output(args.hidden_size, args.rms_norm_eps)

@@ -13,17 +13,17 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..layers import Convolution, Weight
+from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
 from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
-from .layer import MIXERS
 from .moe import MoE
 from .streams import Connection
 
 # By names alone: sizes in memory are known of files without a model.
-KEPT_FLOAT32 = {GLOBAL_SCALE}.union(*(module.kept_float32 for module in (*MIXERS, MoE, Connection)))
+KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32}
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
 ROUTER_BITS = 8

@@ -12,11 +12,11 @@ from grids import marks
 from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 from metal import fast, msl
-from moeflux_mlx import kinds
 from moeflux_mlx.caches import entries, growing, ring
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
+from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
@@ -87,7 +87,7 @@ def test_a_step_that_attends_to_all_and_one_that_chooses(resident_model):
 
 
 def attending(model):
-    return [mixer for mixer in model.args.mixers if not isinstance(mixer, kinds.Delta)]
+    return [mixer for mixer in model.args.mixers if not isinstance(mixer, Delta)]
 
 
 @pytest.mark.usefixtures("plain_operations")

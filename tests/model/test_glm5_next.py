@@ -15,8 +15,10 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx import kinds
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.mixers.delta import op as delta
-from moeflux_mlx.mixers.latent import indexed_module as indexed
+from moeflux_mlx.mixers.delta.spec import ChannelDecay
 from moeflux_mlx.mixers.latent import indexed_op as operations
+from moeflux_mlx.mixers.latent import module as indexed
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.model import streams
 
 FAMILY = "glm5_next"
@@ -31,10 +33,10 @@ def model():
 
 def test_the_text_passes_everything(model):
     """The text passes a dense layer, the budget of four pools, and several chunks of the delta rule."""
-    blocks = [mixer.blocks for mixer in model.args.mixers if isinstance(mixer, kinds.Latent)]
+    blocks = [mixer.blocks for mixer in model.args.mixers if isinstance(mixer, Latent)]
     assert [(one.ratio, one.indexer.top, one.weighed) for one in blocks] == [(4, 4, True)] * 2
     assert [isinstance(layer.feed_forward, kinds.Dense) for layer in model.args.layers] == [True] + [False] * 4
-    assert model.args.mixers[0].channel_decay == kinds.ChannelDecay(-5.0, 64) and len(TOKENS) == 64
+    assert model.args.mixers[0].channel_decay == ChannelDecay(-5.0, 64) and len(TOKENS) == 64
 
 
 # The 19th position is the last that sees no more whole pools than are chosen.

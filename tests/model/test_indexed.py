@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from metal import msl
 from moeflux_mlx import kinds
 from moeflux_mlx.kinds import Indexer
-from moeflux_mlx.mixers.latent import indexed_module as module
+from moeflux_mlx.mixers.latent import module
 from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops.backend import contiguous

@@ -18,7 +18,9 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx import kinds
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.mixers.delta import op as delta
+from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped import module as attention
+from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.model import ngrams, tables
 from moeflux_mlx.ops import ngrams as operations
 
@@ -35,7 +37,7 @@ def model():
 
 def test_the_text_passes_everything(model):
     """The text passes the budget of four blocks, ends of texts and the convolution's reach, in two layers of each."""
-    blocks = [mixer.blocks for mixer in model.args.mixers if isinstance(mixer, kinds.GroupedQuery)]
+    blocks = [mixer.blocks for mixer in model.args.mixers if isinstance(mixer, GroupedQuery)]
     assert [(one.ratio, one.indexer.top) for one in blocks] == [(4, 4)] * 2
     assert [part.remembered for part in model.args.ngrams.values()] == [9, 9]
     assert np.flatnonzero(TOKENS == END).tolist() == [12, 13, 41] and len(TOKENS) == 64
@@ -176,6 +178,6 @@ def test_row_numbers_are_those_of_exact_integers(tokens, seed):
 
 def test_a_gate_of_the_kernels_of_delta_rules_is_told():
     """The switch reaches the launches. Their kernels are tested with both values."""
-    sizes = kinds.Delta(2, 4, 32, 32, 4, "sigmoid")
+    sizes = Delta(2, 4, 32, 32, 4, "sigmoid")
     launch = delta.plan_step("metal", (1, 1, 256), (1, 3, 256), (1, 4, 32, 32), *(mx.float32,) * 3, sizes)
     assert dict(launch.template)["SIGMOID"] == 1

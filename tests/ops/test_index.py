@@ -12,7 +12,7 @@ from moeflux_mlx.kinds import HeadBlocks, Indexer, KeyBlocks, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.grouped.blocks import choose_by_head
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.mixers.latent.indexed_module import LayerNorm
+from moeflux_mlx.mixers.latent.module import LayerNorm
 from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.ops import backend, index

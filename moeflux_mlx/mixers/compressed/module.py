@@ -1,6 +1,6 @@
 """Attention over a window and compressed entries: projections, and the parts that make and choose entries."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,8 @@ from ...ops.norm import rms_norm
 from ...ops.rope import Rope, turned
 from .op import Seen, attend_compressed, attend_token, choose_entries, refusal, token_inputs
 from .spec import Compressed, Compressor
+
+KEPT_FLOAT32: tuple[str, ...] = ("ape",)  # the ends of names of parameters that stay float32
 
 
 class Pooling(nn.Module):
@@ -58,8 +60,6 @@ class EntryIndexer(nn.Module):
 
 class CompressedAttention(nn.Module):
     """Attention of DeepSeek-V4."""
-
-    kept_float32: ClassVar[tuple[str, ...]] = ("ape",)
 
     def __init__(self, mixer: Compressed, hidden_size: int, eps: float):
         super().__init__()
@@ -144,3 +144,8 @@ class CompressedAttention(nn.Module):
         _, weights = normed_with_weights(x, norm, own.weights_proj)
         terms = IndexTerms(None, self.rope, own.scale, rotates_last=True)
         return Projections(own.wq_b(latent, self.q_norm), entries, weights, terms)
+
+
+def make_module(mixer: Compressed, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
+    return CompressedAttention(mixer, hidden_size, eps)

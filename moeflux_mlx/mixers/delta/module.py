@@ -2,9 +2,10 @@
 projections round their core."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
 from ...ops.backend import Array, library_of
@@ -15,11 +16,14 @@ from ...ops.rows import RowCaches
 from .op import DeltaWeights, delta
 from .spec import Delta
 
+KEPT_FLOAT32: tuple[str, ...] = (
+    "A_log",
+    "dt_bias",
+)  # the ends of names of parameters that stay float32
+
 
 class GatedDeltaNet(MixerModule):
     """Projections are stored flat: [q of all heads | k | v], z, b and a."""
-
-    kept_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
         super().__init__()
@@ -57,8 +61,6 @@ class GatedDeltaNet(MixerModule):
 class KimiDelta(MixerModule):
     """The delta rule with a decay for each channel: q, k and v have projections and convolutions of their own, decays
     and gates two matrices each."""
-
-    kept_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
         super().__init__()
@@ -105,3 +107,8 @@ class KimiDelta(MixerModule):
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.o_proj(out, residual=x)
+
+
+def make_module(mixer: Delta, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
+    return (GatedDeltaNet if mixer.channel_decay is None else KimiDelta)(mixer, hidden_size, eps)

@@ -126,5 +126,9 @@ class Delta(Mixer):
         return max(own * tokens, self._of_grams(tokens))
 
     @property
+    def module_name(self) -> str:
+        return "linear_attn" if self.channel_decay is None else "self_attn"
+
+    @property
     def title(self) -> str:
         return "delta rule"

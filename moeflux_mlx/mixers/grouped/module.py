@@ -22,6 +22,8 @@ from .blocks import Terms, attend_blocks, block_keys
 from .op import Whole, attend
 from .spec import GroupedQuery
 
+KEPT_FLOAT32: tuple[str, ...] = ()  # the ends of names of parameters that stay float32
+
 
 class BlockIndexer(nn.Module):
     """Scores blocks of positions: makes queries and keys from the input, normed and rotated."""
@@ -163,3 +165,8 @@ class Attention(MixerModule):
         if self.mixer.gate in HEAD_GATES:
             out = gated_heads(out, self._named(parts)[1]["gates"], self.mixer.gate)
         return self.o_proj(out, residual=x)
+
+
+def make_module(mixer: GroupedQuery, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
+    return Attention(mixer, hidden_size, eps)

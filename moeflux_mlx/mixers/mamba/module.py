@@ -1,9 +1,10 @@
 """Mamba-2 (arXiv:2405.21060), a state space model as a token mixer: the projections round its core."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...layers import Convolution, Linear, MixerModule, RMSNorm, packed
 from ...ops.backend import Array
@@ -12,11 +13,15 @@ from ...ops.rows import RowCaches
 from .op import MambaWeights, mamba
 from .spec import Mamba2
 
+KEPT_FLOAT32: tuple[str, ...] = (
+    "A_log",
+    "dt_bias",
+    "D",
+)  # the ends of names of parameters that stay float32
+
 
 class Mamba(MixerModule):
     """One projection makes the gate, x, B, C and the step sizes, side by side."""
-
-    kept_float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
     def __init__(self, mixer: Mamba2, hidden_size: int, eps: float):
         super().__init__()
@@ -48,3 +53,8 @@ class Mamba(MixerModule):
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.out_proj(out, residual=x)
+
+
+def make_module(mixer: Mamba2, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
+    return Mamba(mixer, hidden_size, eps)

@@ -85,5 +85,9 @@ class Mamba2(Mixer):
         return product(tokens, chunk, self.width) + 2 * product(tokens, self.width, self.state_dim)
 
     @property
+    def module_name(self) -> str:
+        return "mamba"
+
+    @property
     def title(self) -> str:
         return "state space model"
