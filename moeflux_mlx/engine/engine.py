@@ -3,7 +3,6 @@
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -14,17 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 import mlx.core as mx
 
 from ..errors import MoefluxWarning, RequestError
-from ..experts.mapped import MappedExperts
-from ..experts.resident import Progress, ResidentExperts
+from ..experts.resident import Progress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
-from ..experts.source import ExpertLoader, IoMode
-from ..experts.streamed import StreamedExperts
+from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
-from ..formats.in_place import InPlaceExperts
-from ..formats.packed import PackedExperts
-from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tables import Tables
@@ -38,11 +32,11 @@ from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from ..vision.pixels import IMAGE_ROWS
 from ..vision.vision import NoVision, VisionFiles, checked_rows
-from .breath import Breath
 from .budget import MemoryPlan, longest_context, plan_memory
 from .company import Agreed, Company, Leading
 from .demand import Demand, demand_of
 from .expert_io import from_environment
+from .expert_source import open_experts
 from .heads import Drafts, choose_drafts, load_head
 from .keep_warm import MODES, KeepWarm, keep_warm_of
 from .kernel_cache import compiling
@@ -50,15 +44,12 @@ from .keywords import LOADING, with_signature
 from .kv_bits import keeping
 from .locate import resolve
 from .machine import Figures, activation_bits, checked_dtype, machine_figures
-from .needs import least_slots
-from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
 from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
 from .settings import allow_open_files, configure_early
 from .tiles import choose
 from .weights import Weights, open_weights, with_best_pool
-from .wired import wire
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
 # The stack level of the caller of `load` in a function that `open_engine` calls: between are `open_engine`,
@@ -284,49 +275,6 @@ def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> 
     for reader in readers.values():
         experts.at_close(reader.close)
     return Tables(args.ngrams, readers) if readers else None
-
-
-def open_experts(
-    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: Progress | None = None
-) -> ExpertLoader:
-    """Opens the source that `plan` requires. On Metal the wired limit is raised first: adopted memory counts."""
-    release = _wire(plan)
-    try:
-        experts: ExpertLoader
-        if plan.mode is IoMode.MMAP:
-            assert isinstance(files, PackedExperts)  # other tables were refused
-            experts = MappedExperts(files, plan.decision)
-        elif plan.mode is IoMode.RESIDENT:
-            whole = files.check_scales if isinstance(files, InPlaceExperts) else None
-            experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
-        else:
-            pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
-            limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
-            experts = StreamedExperts(
-                files,
-                plan.decision,
-                cache_bytes=plan.pool,
-                most_bytes=plan.most,
-                allowance=Breath(args, files.layout, plan, limit),
-                limit=limit,
-                least_slots=least_slots(args),
-                buffer_bytes=plan.figures.buffer,
-                check=files.check_record if isinstance(files, InPlaceExperts) else None,
-            )
-    except BaseException:
-        release()
-        raise
-    forgotten = weakref.finalize(experts, release)
-    forgotten.atexit = False  # MLX's arrays are freed first
-    experts.at_close(forgotten)
-    return experts
-
-
-def _wire(plan: MemoryPlan) -> Callable[[], None]:
-    """Raises MLX's wired limit for the model; the returned function lowers it again."""
-    if plan.wired is None or plan.figures.working_set is None:
-        return lambda: None
-    return wire(plan.wired, plan.figures.working_set)
 
 
 def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]], Callable[P, R]]":
