@@ -11,7 +11,7 @@ from ..kinds import Latent
 from ..ops import backend
 from ..ops.backend import Array
 from ..ops.latent import HeadMatrices, Queries, Up, attend_latent
-from ..ops.linear import part_of_heads, parts_of
+from ..ops.matrix import part_of_heads, parts_of
 from ..ops.positions import Steps
 from ..ops.rope import Rope, mscale
 from ..ops.rows import RowCaches

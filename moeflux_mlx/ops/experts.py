@@ -34,7 +34,8 @@ from .launch import (
     ceildiv,
     require,
 )
-from .linear import Weights, check_activations, inputs_of, linear, pays, row_by_row
+from .linear import check_activations, linear, pays, row_by_row
+from .matrix import Weights, inputs_of
 from .records import ONE_ARRAY, Arrays, Records, check_blob, words_of
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of

@@ -22,7 +22,8 @@ from .causal_parts import in_parts
 from .elementwise import split
 from .forms import Form, StoredForm, is_read, stored_template
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, SHARED_BYTES, TOGETHER, Input, Kernel, Launch, Reason, ceildiv
-from .linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
+from .linear import by_head, linear, linear_by_head, multiply
+from .matrix import Weights, inputs_of, part_of_heads, stored
 from .norm import Norm
 from .positions import RECENT, Steps
 from .rope import Rope

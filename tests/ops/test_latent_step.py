@@ -13,7 +13,7 @@ from moeflux_mlx.kinds import Latent, QueryScale, Rotation, Yarn
 from moeflux_mlx.model.layers import RMSNorm
 from moeflux_mlx.ops import latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
-from moeflux_mlx.ops.linear import Part
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.seen import SeenBlocks
 from moeflux_mlx.quant import Quant
