@@ -26,11 +26,13 @@ MODULE_LINES, FUNCTION_LINES = 400, 60
 LONG = {  # module: why it is longer
     "ops/attend.py": "one mixer's operation: kernels, twin, native form and chooser",
     "ops/delta.py": "one mixer's operation: kernels, twin, native form and chooser",
+    "ops/experts.py": "the two kernels of a step's experts, one after the other: twins, native forms and choosers",
     "ops/latent.py": "one mixer's operation: kernels, twin, native form and chooser",
+    "ops/native.py": "one function for each kernel of the one C extension, with the shapes that it takes",
 }
 LIMITS = {
     "lines that name a way of mixing tokens": 80,
-    "long modules without a reason, or reasons without a long module": 2,
+    "long modules without a reason, or reasons without a long module": 0,
     "long functions": 1,
 }
 
