@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from test_imports import OWNERS
 
+from moeflux_mlx import kinds
+
 FILE = Path(__file__).resolve().parent.parent / "scripts" / "structure.py"
 SPEC = importlib.util.spec_from_file_location("structure", FILE)
 structure = importlib.util.module_from_spec(SPEC)
@@ -52,6 +54,10 @@ def test_own_modules_may_name_their_kind(tmp_path):
     assert structure.places(tmp_path, reasons=())[0] == ["ops/linear.py:1"]
     own = {f"{folder}.{name}" for folder, names in structure.OWN.items() for name in names}
     assert own == {module for module in OWNERS if not module.startswith("mixers.")}
+
+
+def test_the_kinds_exist():
+    assert [name for name in structure.KINDS if not hasattr(kinds, name)] == []
 
 
 def test_a_reason_belongs_to_a_long_module():
