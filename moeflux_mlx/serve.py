@@ -19,11 +19,33 @@ def parser() -> argparse.ArgumentParser:
         "Serve Mixture-of-Experts models to agents and chat apps, with the APIs of OpenAI and Anthropic.",
     )
     server = made.add_argument_group("server")
+    add_address(server)
+    add_capacity(server)
+    add_client_options(server)
+    server.add_argument("--quiet", action="store_true", help="do not print a line for each request")
+    server.add_argument(
+        "--verbose", action="store_true", help="also print the sizes of prompt pieces and the time to load"
+    )
+    add_sampling_defaults(made)
+    add_model_options(made, several=True)
+    add_rank_options(made)
+    add_prompt_cache_options(made, with_file=False)
+    made.set_defaults(pool_share=POOL_SHARE, seed=None)
+    return made
+
+
+def add_address(server: argparse._ArgumentGroup) -> None:
+    """Where the server listens, and the key that lets clients in."""
     add, key = server.add_argument, server.add_mutually_exclusive_group().add_argument
     add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     add("--port", type=int, default=8080, help="port to listen at; 0: any free port (%(default)s)")
     key("--api-key-file", metavar="FILE", help="file with the key that clients must send")
     key("--no-key", action="store_true", help="let other machines in without a key")
+
+
+def add_capacity(server: argparse._ArgumentGroup) -> None:
+    """How much is computed, waits and stays in memory."""
+    add = server.add_argument
     add(
         "--parallel",
         type=int,
@@ -46,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
         help="unload a model that nobody has used for this time; the next request loads it again",
     )
     add("--queue", type=int, default=64, metavar="N", help="maximum number of waiting requests (%(default)s)")
+
+
+def add_client_options(server: argparse._ArgumentGroup) -> None:
+    """Which clients may use the server, and what happens to the prompts that they send."""
+    add = server.add_argument
     add(
         "--cors-origin",
         action="append",
@@ -71,14 +98,6 @@ def parser() -> argparse.ArgumentParser:
         help="fetch images of http:// and https:// URLs from public addresses; without it, clients must send them as "
         "data: URLs",
     )
-    add("--quiet", action="store_true", help="do not print a line for each request")
-    add("--verbose", action="store_true", help="also print the sizes of prompt pieces and the time to load")
-    add_sampling_defaults(made)
-    add_model_options(made, several=True)
-    add_rank_options(made)
-    add_prompt_cache_options(made, with_file=False)
-    made.set_defaults(pool_share=POOL_SHARE, seed=None)
-    return made
 
 
 def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:

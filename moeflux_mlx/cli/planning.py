@@ -7,21 +7,20 @@ import argparse
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from ..engine.budget import MemoryPlan, plan_memory
-from ..engine.demand import demand_of
+from ..engine.demand import Demand, demand_of
 from ..engine.expert_io import from_environment
 from ..engine.heads import choose_drafts
 from ..engine.kv_bits import keeping, state_lines
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, in_gb, machine_figures
-from ..engine.pool_sizes import best_pool
 from ..engine.remote import Remote, is_remote
-from ..engine.weights import open_weights
+from ..engine.weights import Weights, open_weights, with_best_pool
 from ..errors import RequestError
 from ..experts.memory import page_aligned
 from ..experts.reader import ExpertReader, Read
@@ -48,10 +47,73 @@ IN_FLIGHT = 16  # reads queued at once for each drive when it is measured
 DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
+@dataclass(frozen=True)
+class Described:
+    """What is known of a model before it is loaded: of a named variant, a repository on the Hub, or files here.
+
+    Attributes:
+        resident: bytes in memory of the weights that are not routed experts.
+        vision: its image encoder, or why there is none; None for a variant, which has no files.
+        in_place: whether its experts cannot be mapped.
+        disk: a line on the disk space of a repository; else empty.
+        weights: the files; None if they are not here.
+    """
+
+    args: ModelArgs
+    layout: ExpertLayout
+    resident: int
+    vision: VisionFiles | NoVision | None = None
+    in_place: bool = False
+    disk: str = ""
+    weights: Weights | None = None
+
+
 def run(options: argparse.Namespace) -> int:
     if options.chips is not None:
         return chips.run(options)
-    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    own = getattr(mx, options.dtype) if options.dtype else None
+    dtype = default_dtype() if own is None else own
+    stated = stated_disk(options)
+    expert_io = from_environment(options.expert_io)
+    model = described(options, dtype, expert_io)
+    args = keeping(model.args, options.kv_bits, own)
+    demand = demanded(options, model, args, dtype, expert_io)
+    layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
+    drafts = choose_drafts(
+        options.draft if options.rank_count is None else "off",
+        model.weights,
+        args,
+        demand,
+        dtype,
+        lambda args, wanted: plan_memory(args, layout, machine, wanted),
+    )
+    args, plan = drafts.args, drafts.plan
+    print_notes(plan, options.expert_cache_gb is not None)
+    tables = {} if model.weights is None else model.weights.tables
+    lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
+    lines += [model.disk] if model.disk else []
+    if demand.best_pool is not None:
+        lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
+    lines += [drafts.reason] if drafts.reason else []
+    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
+    if options.measure_disk and model.weights is not None:
+        disks = [int(measure_disk(model.weights.experts))]
+        lines.append(measured_line(disks[0], model.weights.experts))
+    if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
+        share = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
+        each = plan_memory(args, share, machine, plan.demand)
+        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
+        return 0
+    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
+    return 0
+
+
+def stated_disk(options: argparse.Namespace) -> int | None:
+    """Bytes per second of the disk that the options state, if they do.
+
+    Raises:
+        RequestError: they name no model or two, or a disk to measure that is not here or is stated as well.
+    """
     if (options.model is None) == (options.variant is None):
         raise RequestError("give either --model or --variant")
     if options.measure_disk and options.variant is not None:
@@ -59,77 +121,57 @@ def run(options: argparse.Namespace) -> int:
     stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
     if options.measure_disk and stated is not None:
         raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-    expert_io, files, in_place, weights = from_environment(options.expert_io), None, False, None
+    return stated
+
+
+def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> Described:
+    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
     with_images = options.rank_count is None and not options.no_vision
-    vision: VisionFiles | NoVision | None = None
-    lines: list[str] = []
-    measured, tables = None, dict[int, TableFiles]()
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
-        layout, resident = ExpertLayout.from_args(args), variant_bytes(args, dtype)
-    elif is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
+        return Described(args, ExpertLayout.from_args(args), variant_bytes(args, dtype))
+    if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
         args, layout, shapes = remote.figures()
-        resident, lines, in_place = resident_bytes(shapes, dtype), [remote.disk], remote.in_place
         vision = remote.vision(args, with_images)
-    else:
-        folders = [user_path(folder) for folder in options.shards_in]
-        weights = open_weights(resolve(options.model, shards_in=folders), folders)
-        weights.check_mode(expert_io)
-        if options.rank_count is None:
-            weights.check_held(None)
-        args, files, in_place = weights.args, weights.experts, not weights.can_be_mapped
-        layout, resident, tables = files.layout, resident_bytes(weights.shapes, dtype), dict(weights.tables)
-        measured = best_pool(weights.path, layout.total_bytes)
-        vision = weights.vision(with_images)
-    args = keeping(args, options.kv_bits, getattr(mx, options.dtype) if options.dtype else None)
+        return Described(args, layout, resident_bytes(shapes, dtype), vision, remote.in_place, remote.disk)
+    folders = [user_path(folder) for folder in options.shards_in]
+    weights = open_weights(resolve(options.model, shards_in=folders), folders)
+    weights.check_mode(expert_io)
+    if options.rank_count is None:
+        weights.check_held(None)
+    resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
+    vision = weights.vision(with_images)
+    return Described(weights.args, weights.experts.layout, resident, vision, in_place, weights=weights)
+
+
+def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:
+    """What the options and the model demand of the memory. `args`: the model's, with the caches of the options."""
     demand = demand_of(
         args,
-        resident,
+        model.resident,
         dtype,
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
         expert_io=expert_io,
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        in_place=in_place,
+        in_place=model.in_place,
     )
-    if vision is not None:
-        demand = demand.with_vision(vision, dtype, checked_rows(options.image_tokens))
-    if measured is not None and demand.expert_cache_bytes is None:
-        demand = replace(demand, best_pool=measured)
-        lines = [*lines, f"moeflux tune found a pool of {in_gb(measured, 3)} as fast as larger ones here"]
-    machine = figures(options.ram_gb, options.memory_gb)
-    drafts = choose_drafts(
-        options.draft if options.rank_count is None else "off",
-        weights,
-        args,
-        demand,
-        dtype,
-        lambda args, wanted: plan_memory(args, layout, machine, wanted),
-    )
-    args, plan, demand = drafts.args, drafts.plan, drafts.plan.demand
+    if model.vision is not None:
+        demand = demand.with_vision(model.vision, dtype, checked_rows(options.image_tokens))
+    return demand if model.weights is None else with_best_pool(demand, model.weights)
+
+
+def print_notes(plan: MemoryPlan, pool_is_given: bool) -> None:
+    """Prints where the plan is not what the options ask for."""
     if plan.shortened:
         note(plan.shortened)
     if plan.enlarged:
         note(f"warning: {plan.enlarged}")
-    if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
+    if plan.mode is not IoMode.PREAD and pool_is_given:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
-    lines = [*state_lines(args, plan.context, demand.itemsize), *table_lines(args, tables), *lines]
-    lines += [drafts.reason] if drafts.reason else []
-    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
-    if options.measure_disk and files is not None:
-        disks = [int(measure_disk(files))]
-        drives = f" of {len(drives_of(files))} drives together" if len(drives_of(files)) > 1 else ""
-        lines = [*lines, f"disk: {disks[0] / 1e9:.2f} GB/s reading whole experts{drives} past the page cache"]
-    if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
-        own = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
-        each = plan_memory(args, own, machine, demand)
-        print("\n".join([*memory_lines(each, own), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
-        return 0
-    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
-    return 0
 
 
 def figures(ram_gb: float | None, memory_gb: float | None = None) -> Figures:
@@ -215,6 +257,13 @@ def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: 
 def drives_of(files: ExpertFiles) -> set[int]:
     """The devices that hold a model's experts."""
     return {path.stat().st_dev for path in files.sizes}
+
+
+def measured_line(disk: int, files: ExpertFiles) -> str:
+    """The line on a measured disk, in bytes per second."""
+    drives = len(drives_of(files))
+    together = f" of {drives} drives together" if drives > 1 else ""
+    return f"disk: {disk / 1e9:.2f} GB/s reading whole experts{together} past the page cache"
 
 
 def measure_disk(files: ExpertFiles) -> float:

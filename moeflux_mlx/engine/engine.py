@@ -3,8 +3,8 @@
 import functools
 import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,17 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 import mlx.core as mx
 
 from ..errors import MoefluxWarning, RequestError
-from ..experts.mapped import MappedExperts
-from ..experts.resident import Progress, ResidentExperts
+from ..experts.resident import Progress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
-from ..experts.source import ExpertLoader, IoMode
-from ..experts.streamed import StreamedExperts
+from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
-from ..formats.in_place import InPlaceExperts
-from ..formats.packed import PackedExperts
-from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..model.tables import Tables
@@ -37,28 +32,24 @@ from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from ..vision.pixels import IMAGE_ROWS
 from ..vision.vision import NoVision, VisionFiles, checked_rows
-from .breath import Breath
 from .budget import MemoryPlan, longest_context, plan_memory
-from .company import Company, Leading
+from .company import Agreed, Company, Leading
 from .demand import Demand, demand_of
 from .expert_io import from_environment
+from .expert_source import open_experts
 from .heads import Drafts, choose_drafts, load_head
 from .keep_warm import MODES, KeepWarm, keep_warm_of
 from .kernel_cache import compiling
 from .keywords import LOADING, with_signature
 from .kv_bits import keeping
 from .locate import resolve
-from .machine import activation_bits, checked_dtype, machine_figures
-from .needs import least_slots
-from .pool_sizes import best_pool
-from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
+from .machine import Figures, activation_bits, checked_dtype, machine_figures
 from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
 from .settings import allow_open_files, configure_early
 from .tiles import choose
-from .weights import Weights, open_weights
-from .wired import wire
+from .weights import Weights, open_weights, with_best_pool
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
 # The stack level of the caller of `load` in a function that `open_engine` calls: between are `open_engine`,
@@ -150,18 +141,10 @@ def open_engine(
     claim_process()
     configure_early(CALLER)
     allow_open_files()
-    if prefetch not in PREFETCH:
-        raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
-    if keep_warm not in MODES:
-        raise RequestError(f"keep_warm {keep_warm!r} is not one of {', '.join(MODES)}")
+    _check_names(prefetch, keep_warm)
     folders = [user_path(folder) for folder in shards_in]
-    path = resolve(path_or_hf_repo, revision, folders)
-    weights, mode = open_weights(path, folders), from_environment(expert_io)
-    weights.check_mode(mode)
-    if ranks is None:
-        weights.check_held(None)
-    else:
-        mode = ranks.io_mode(mode, weights)
+    weights = open_weights(resolve(path_or_hf_repo, revision, folders), folders)
+    mode = _checked_mode(expert_io, weights, ranks)
     activations, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
     args, dtype, chosen = keeping(weights.args, kv_bits, dtype), activations, choose(tiles)
     demand = demand_of(
@@ -176,29 +159,83 @@ def open_engine(
         in_place=not weights.can_be_mapped,
     )
     images = weights.vision(vision) if ranks is None else NoVision("images are off on several ranks; start one")
-    demand = demand.with_vision(images, dtype, checked_rows(image_tokens))
-    if expert_cache_bytes is None:
-        demand = replace(demand, best_pool=best_pool(path, weights.experts.layout.total_bytes))
-    figures = machine_figures(memory_bytes)
-
-    def planned(args: ModelArgs, layout: ExpertLayout, wanted: Demand) -> MemoryPlan:
-        if wanted.context is None and pool_share is not None:
-            longest = longest_context(args, layout, figures, wanted, pool_share, least_context)
-            wanted = replace(wanted, context=longest)
-        return plan_memory(args, layout, figures, wanted)
-
+    demand = with_best_pool(demand.with_vision(images, dtype, checked_rows(image_tokens)), weights)
+    planned = partial(_planned, machine_figures(memory_bytes), pool_share, least_context)
+    layout = weights.experts.layout
     if ranks is None:
-        alone = partial(planned, layout=weights.experts.layout)
-        drafts = choose_drafts(draft, weights, args, demand, dtype, lambda args, wanted: alone(args, wanted=wanted))
-        computing: Computing = lambda source, warm: RoutedExperts(source, PREFETCH[prefetch], warm)  # noqa: E731
-        engine = _loaded(weights, drafts, dtype, bits, chosen, computing, keep_warm, progress)
+        alone = lambda args, wanted: planned(args, layout, wanted)  # noqa: E731
+        setup = _alone(choose_drafts(draft, weights, args, demand, dtype, alone), chosen, PREFETCH[prefetch], keep_warm)
+    else:
+        agreed = ranks.meet(weights, args, dtype, bits, demand, partial(planned, args), chosen)
+        setup = _with_others(agreed, args, PREFETCH[prefetch], layout.total_bytes)
+    with setup.loading:
+        engine = _loaded(weights, setup, dtype, bits, progress)
         return _seeing(engine, images, dtype, image_tokens)
-    agreed = ranks.meet(weights, args, dtype, bits, demand, partial(planned, args), chosen)
-    with agreed.loading(weights.experts.layout.total_bytes):
-        computing = lambda source, _: agreed.experts(source, PREFETCH[prefetch])  # noqa: E731
-        drafts = Drafts(args, agreed.plan, "off", None, "")
-        engine = _loaded(weights, drafts, dtype, bits, agreed.tiles, computing, "off", progress)
-        return _seeing(engine, images, dtype, image_tokens)
+
+
+def _check_names(prefetch: str, keep_warm: str) -> None:
+    """Raises RequestError: an option is none of its names."""
+    if prefetch not in PREFETCH:
+        raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
+    if keep_warm not in MODES:
+        raise RequestError(f"keep_warm {keep_warm!r} is not one of {', '.join(MODES)}")
+
+
+def _checked_mode(expert_io: str, weights: Weights, ranks: Company | None) -> str:
+    """How experts are read, as the option, the environment or the other ranks say. The directory must allow it and hold
+    the experts of this process.
+    """
+    mode = from_environment(expert_io)
+    weights.check_mode(mode)
+    if ranks is not None:
+        return ranks.io_mode(mode, weights)
+    weights.check_held(None)
+    return mode
+
+
+def _planned(
+    figures: Figures,
+    pool_share: float | None,
+    least_context: int,
+    args: ModelArgs,
+    layout: ExpertLayout,
+    wanted: Demand,
+) -> MemoryPlan:
+    """The memory plan, for the longest context that leaves the pool its share if no context is wanted."""
+    if wanted.context is None and pool_share is not None:
+        longest = longest_context(args, layout, figures, wanted, pool_share, least_context)
+        wanted = replace(wanted, context=longest)
+    return plan_memory(args, layout, figures, wanted)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process decides by itself if it is alone, and together with the others if there are several.
+
+    Attributes:
+        drafts: where drafts come from, with the memory plan.
+        computing: makes the object that computes routed experts from their source.
+        warmth: the mode of `keep_warm`.
+        loading: is entered while the model is loaded.
+    """
+
+    drafts: Drafts
+    tiles: Tiles
+    computing: Computing
+    warmth: str
+    loading: AbstractContextManager[None]
+
+
+def _alone(drafts: Drafts, tiles: Tiles, prefetch: str, warmth: str) -> Setup:
+    return Setup(drafts, tiles, lambda source, warm: RoutedExperts(source, prefetch, warm), warmth, nullcontext())
+
+
+def _with_others(agreed: Agreed, args: ModelArgs, prefetch: str, nbytes: int) -> Setup:
+    """As all ranks have agreed; drafts and `keep_warm` are off. `nbytes`: of all experts."""
+    drafts = Drafts(args, agreed.plan, "off", None, "")
+    return Setup(
+        drafts, agreed.tiles, lambda source, _: agreed.experts(source, prefetch), "off", agreed.loading(nbytes)
+    )
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
@@ -211,19 +248,9 @@ def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows
     return engine
 
 
-def _loaded(
-    weights: Weights,
-    drafts: Drafts,
-    dtype: mx.Dtype,
-    bits: int,
-    tiles: Tiles,
-    computing: Computing,
-    warmth: str,
-    progress: Progress | None,
-) -> Engine:
-    """Loads the model as planned; `computing` makes the object that computes routed experts from their source.
-    `warmth`: the mode of `keep_warm`.
-    """
+def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress: Progress | None) -> Engine:
+    """Loads the model as planned."""
+    drafts, tiles = setup.drafts, setup.tiles
     args, plan = drafts.args, drafts.plan
     if plan.enlarged:
         warnings.warn(plan.enlarged, MoefluxWarning, stacklevel=CALLER)
@@ -231,8 +258,8 @@ def _loaded(
         experts = open_experts(weights.experts, args, plan, progress)
         try:
             shape = split_latent(weights.shapes), plan.sizes, tiles, bits, drafts.drafting
-            warm = keep_warm_of(warmth, weights.path, experts)
-            model = Model(args, computing(experts, warm), *shape, _opened_tables(weights, args, experts))
+            warm = keep_warm_of(setup.warmth, weights.path, experts)
+            model = Model(args, setup.computing(experts, warm), *shape, _opened_tables(weights, args, experts))
             fill(model, weights.read(), args.quantization, dtype)
             if drafts.head is not None:
                 load_head(drafts.head, model, dtype)
@@ -248,49 +275,6 @@ def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> 
     for reader in readers.values():
         experts.at_close(reader.close)
     return Tables(args.ngrams, readers) if readers else None
-
-
-def open_experts(
-    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: Progress | None = None
-) -> ExpertLoader:
-    """Opens the source that `plan` requires. On Metal the wired limit is raised first: adopted memory counts."""
-    release = _wire(plan)
-    try:
-        experts: ExpertLoader
-        if plan.mode is IoMode.MMAP:
-            assert isinstance(files, PackedExperts)  # other tables were refused
-            experts = MappedExperts(files, plan.decision)
-        elif plan.mode is IoMode.RESIDENT:
-            whole = files.check_scales if isinstance(files, InPlaceExperts) else None
-            experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
-        else:
-            pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
-            limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
-            experts = StreamedExperts(
-                files,
-                plan.decision,
-                cache_bytes=plan.pool,
-                most_bytes=plan.most,
-                allowance=Breath(args, files.layout, plan, limit),
-                limit=limit,
-                least_slots=least_slots(args),
-                buffer_bytes=plan.figures.buffer,
-                check=files.check_record if isinstance(files, InPlaceExperts) else None,
-            )
-    except BaseException:
-        release()
-        raise
-    forgotten = weakref.finalize(experts, release)
-    forgotten.atexit = False  # MLX's arrays are freed first
-    experts.at_close(forgotten)
-    return experts
-
-
-def _wire(plan: MemoryPlan) -> Callable[[], None]:
-    """Raises MLX's wired limit for the model; the returned function lowers it again."""
-    if plan.wired is None or plan.figures.working_set is None:
-        return lambda: None
-    return wire(plan.wired, plan.figures.working_set)
 
 
 def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]], Callable[P, R]]":

@@ -4,7 +4,7 @@ Opening reads headers and checks every length; tensors are read when they are ne
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,6 +24,8 @@ from ..packing.suggest import packing_command
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, packed_fingerprint
 from ..vision.vision import NoVision, VisionFiles, open_vision
+from .demand import Demand
+from .pool_sizes import best_pool
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,13 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
     in_place = open_in_place(path, shards_in)
     lie = in_place.shapes(), in_place, in_place.tables
     return Weights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))
+
+
+def with_best_pool(demand: Demand, weights: Weights) -> Demand:
+    """The demand including the size of the pool that `moeflux tune` found, unless a size is forced."""
+    if demand.expert_cache_bytes is not None:
+        return demand
+    return replace(demand, best_pool=best_pool(weights.path, weights.experts.layout.total_bytes))
 
 
 def model_fingerprint(

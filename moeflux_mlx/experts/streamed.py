@@ -9,7 +9,6 @@ call first rebuilds its state from the pools' tables of records.
 """
 
 import contextlib
-import functools
 import threading
 import time
 import weakref
@@ -22,10 +21,10 @@ from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
 from .places import Adopt
-from .pool import Slot, SlotPool
+from .pool_reads import PoolReads
 from .pools import Pools
-from .reader import DEFAULT_WORKERS, Check, ExpertReader, as_they_end
-from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, TooManyExpertsError, asked_for
+from .reader import DEFAULT_WORKERS, Check, ExpertReader
+from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
 
 DEFAULT_CACHE_BYTES = 2 << 30
@@ -83,25 +82,26 @@ class StreamedExperts(ExpertLoader):
         self._is_sound = True  # no call is in progress, and none has been interrupted
         self._in_turn = self._in_interlude = False
         self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # this turn's ids, and which were in memory
-        self._ahead: list[Key] = []  # guesses that are being read or queued
         self.reader = reader or ExpertReader(packed, workers=workers, check=check)
         self._blocks = self.reader.record_bytes / max(record.size for record in self.layout.records.values())
         weakref.finalize(self, self.reader.close)
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt)
+        self._reads = PoolReads(self.pools, self.reader, self._least)
         self._allowance, self._limit = allowance, limit
         if limit is not None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="pool-watch", daemon=True).start()
 
     @property
     def stats(self) -> LoaderStats:
-        self._stats.busy_seconds = self.reader.busy_seconds - self._busy_before
-        return self._stats
+        stats = self._reads.stats
+        stats.busy_seconds = self.reader.busy_seconds - self._busy_before
+        return stats
 
     def reset_stats(self) -> None:
         with self._lock:
-            super().reset_stats()
+            self._reads.stats = LoaderStats()
             self._busy_before = self.reader.busy_seconds
 
     @property
@@ -128,14 +128,7 @@ class StreamedExperts(ExpertLoader):
         """
         with self._alone():
             self._check_open()
-            return self._resize(nbytes)
-
-    def _resize(self, nbytes: int) -> int:
-        self._collect()
-        return sum(
-            pool.resize(share, functools.partial(self._evict, pool))
-            for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
-        )
+            return self._reads.resize(nbytes)
 
     def _breathe(self, tokens: int) -> None:
         """Follows the allowed size: shrinks at once, but does not grow for a small gain."""
@@ -156,9 +149,9 @@ class StreamedExperts(ExpertLoader):
         before = self.pools.held_bytes
         nbytes = self._limit(before)
         if self.pools.is_due(nbytes, may_grow):
-            self._resize(nbytes)
+            self._reads.resize(nbytes)
             mx.clear_cache()
-            self._stats.given_back += max(before - self.pools.held_bytes, 0)
+            self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
 
     def relieve_between_calls(self) -> None:
         """Calls `relieve`, unless a call is in progress, which does it itself, or was interrupted."""
@@ -193,11 +186,9 @@ class StreamedExperts(ExpertLoader):
         not waited for.
         """
         is_own = self._guards_of == threading.get_ident()
-        for pool in self.pools:
-            pool.reconcile([] if is_own else self._guards)
+        self._reads.reconcile([] if is_own else self._guards)
         if not is_own:  # the thread that made lazy arrays can evaluate them, at the end of this turn
             self._guards = []
-        self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
@@ -246,9 +237,9 @@ class StreamedExperts(ExpertLoader):
         lease = Lease(self, keys, inverse, ready)
         if not any(pool.is_leased for pool in self.pools):  # the smallest pool holds only one lease
             self.relieve()
-        self._collect()
+        self._reads.collect()
         try:
-            self._admit(self.pools.of[layer], keys, ready)
+            self.is_filling |= self._reads.admit(self.pools.of[layer], keys, ready)
         except BaseException:
             lease.release()
             raise
@@ -283,29 +274,7 @@ class StreamedExperts(ExpertLoader):
         ]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
-        """Begins to read records that may be wanted next, in this order; returns those that begin to be read now.
-
-        First drops queued reads of an earlier hint that this one does not name. For a guess, only records are evicted
-        that are not leased and that this call does not request.
-        """
-        if self._closed or self._in_interlude:
-            return []
-        self._drop_queued(set(keys))
-        self._collect()
-        begun: list[Key] = []
-        missing = [key for key in keys if self.pools.of[key[0]].find(key) is None]
-        for key in missing:
-            pool = self.pools.of[key[0]]
-            if key in pool:  # requested twice
-                continue
-            slot = self._claim(pool, for_guess=True)
-            if slot is None:
-                break
-            self._submit(pool, key, slot, speculative=True)
-            begun.append(key)
-        self._ahead += begun
-        self._stats.prefetched += len(begun)
-        return begun
+        return [] if self._closed or self._in_interlude else self._reads.guess(keys)
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         self.pools.intend(layer, ids)
@@ -334,36 +303,25 @@ class StreamedExperts(ExpertLoader):
 
     def wait_for(self, layer: int) -> None:
         with self._alone():
-            self._take_in([key for key in self.in_flight if key[0] == layer])
+            self._reads.take_in([key for key in self.in_flight if key[0] == layer])
 
     def drain(self) -> None:
         with self._alone():
-            self._take_in(self.in_flight)
+            self._reads.take_in(self.in_flight)
 
     def invalidate(self) -> None:
         with self._alone():
-            self._take_in(self.in_flight)
+            self._reads.take_in(self.in_flight)
             in_use = any(pool.pinned_besides([]) for pool in self.pools)
             for pool in [] if in_use else self.pools:
-                self._empty(pool)
+                self._reads.empty(pool)
         if in_use:
             raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         if self._closed:
             return [ExpertIOError(CLOSED)]
-        if not keys:
-            return []
-        start, failures, pool = time.perf_counter(), [], self.pools.of[keys[0][0]]
-        if pool.holds(keys):
-            return []
-        for key in pool.in_turn(keys):
-            error = self._arrived(pool, key)
-            if error is None and key not in pool:
-                error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
-            failures += [] if error is None else [error]
-        self._stats.wait_seconds += time.perf_counter() - start
-        return failures[:1]
+        return self._reads.finish(keys) if keys else []
 
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
@@ -381,139 +339,11 @@ class StreamedExperts(ExpertLoader):
     def _let_go(self) -> None:
         with self._alone():
             self.reader.close()
-            self._take_in(self.in_flight)
+            self._reads.take_in(self.in_flight)
             for pool in self.pools:
-                self._empty(pool)
+                self._reads.empty(pool)
                 pool.give_back()
             self.pools.clear()
-
-    def _admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> None:
-        """Pins the records of `keys` and submits the missing reads; returns which are in memory."""
-        held = pool.pinned_besides(keys)
-        slots = pool.pin(keys)
-        most = min(pool.slots - held, self._least) if pool.copied else pool.slots - held
-        if len(keys) > most:
-            raise TooManyExpertsError(
-                f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
-            )
-        missing = []
-        for i, slot in enumerate(slots):
-            if slot is None:
-                missing.append(keys[i])
-                ready[i] = False
-            else:
-                ready[i] = slot.read is None
-                self._count(slot)
-        for key in missing:
-            self._stats.misses += 1
-            slot = self._claim(pool)
-            assert slot is not None  # because it is no longer a guess
-            self._submit(pool, key, slot, speculative=False)
-        self.is_filling |= bool(missing) and not pool.has_been_full
-
-    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
-        """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
-        while (slot := pool.take()) is None:
-            key = pool.victim(for_guess)
-            if key is not None:
-                self._evict(pool, key)
-            elif for_guess:
-                return None
-            elif not pool.copied:
-                raise TooManyExpertsError(f"the device refused memory, and all {pool.slots} slots are in use")
-            else:
-                self._wait_for_staging(pool)
-        return slot
-
-    def _wait_for_staging(self, pool: SlotPool) -> None:
-        """Waits until a staging row is free, when requested records use all of them.
-
-        Raises the error of the reads if all failed; the callers that requested them get it too.
-        """
-        reads = {read: key for key in pool.in_flight() if (read := pool[key].read)}
-        assert reads  # otherwise there would have been a slot or a victim
-        errors = []
-        for read in as_they_end(reads):
-            if read.error is None:
-                self._arrived(pool, reads[read])
-                return
-            errors.append(read.error)
-        raise errors[0]
-
-    def _evict(self, pool: SlotPool, key: Key) -> None:
-        slot = pool[key]
-        if slot.read is not None and slot.read.cancel():
-            self._stats.prefetched -= slot.speculative
-        elif self._arrived(pool, key) is not None:
-            return  # the read failed and the record is gone
-        else:
-            self._stats.wasted += slot.speculative
-        pool.drop(key)
-
-    def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
-        slot.speculative = speculative
-        slot.read = self.reader.prepare(*key, pool.memory(slot))
-        pool.put(key, slot)  # first: a read in progress has an owner
-        self.reader.submit(slot.read, speculative)
-
-    def _count(self, slot: Slot) -> None:
-        if slot.read is None:
-            self._stats.hits += 1
-            self._stats.prefetch_hits += slot.speculative
-        else:
-            self._stats.misses += 1
-            self._stats.late += 1
-            self.reader.promote(slot.read)
-        slot.speculative = False
-
-    def _collect(self) -> None:
-        """Marks records that have arrived as present, so that they may be evicted.
-
-        A failed read stays until the lease that waits for it has seen its error.
-        """
-        for pool in self.pools:
-            for key in pool.in_flight():
-                read = pool[key].read
-                if read is not None and read.is_over and not (read.error is not None and pool.pinned(key)):
-                    self._arrived(pool, key)
-
-    def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
-        """Waits for one record; drops a failed one and returns its error."""
-        slot = pool.get(key)
-        if slot is None or slot.read is None:
-            return None
-        error = slot.read.wait()  # not raised here: its traceback would keep the callers' frames
-        if error is not None:
-            pool.drop(key)
-            return error
-        nbytes = slot.read.result()
-        pool.arrived(key)
-        self._stats.bytes_read += nbytes
-        return None
-
-    def _drop_queued(self, wanted: set[Key]) -> None:
-        """Drops queued guesses that are not `wanted` and that no thread has begun to read."""
-        left = []
-        for key in self._ahead:
-            pool = self.pools.of[key[0]]
-            slot = pool.get(key)
-            if slot is None or not slot.speculative or slot.read is None:
-                continue  # already used, read or evicted
-            if key in wanted or not slot.read.cancel():
-                left.append(key)
-            else:
-                pool.drop(key)
-                self._stats.prefetched -= 1
-        self._ahead = left
-
-    def _take_in(self, keys: list[Key]) -> None:
-        for key in keys:
-            self._arrived(self.pools.of[key[0]], key)
-
-    def _empty(self, pool: SlotPool) -> None:
-        for key in pool.records():
-            self._stats.wasted += pool[key].speculative
-            pool.drop(key)
 
 
 def _watch(loader: "weakref.ref[StreamedExperts]") -> None:

@@ -79,10 +79,7 @@ class Model(nn.Module):
         tables: reads the rows of n-grams; None: there are none, or zeros replace them.
 
     Attributes:
-        args: the hyper-parameters.
-        sizes: how prompts are cut.
-        tiles: of the kernels.
-        cpu_activations: as given.
+        args, sizes, tiles, cpu_activations: as given.
         drafting: of all its texts.
         experts: the source of routed experts, an `ExpertLoader`.
         head: its draft head, or None.

@@ -9,10 +9,9 @@ from ..formats.record import SCALE_DTYPES, Field, Record
 from ..quant import GLOBAL_SCALE
 from . import backend
 from .backend import FLOATS
-from .experts import is_read, places_of, unread_reason
 from .forms import DTYPES, code_number, form_of, unpacked_float32
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, require
-from .records import ONE_ARRAY, Arrays, Records, check_blob, words_of
+from .records import ONE_ARRAY, Arrays, Records, check_blob, is_read, places_of, unread_reason, words_of
 from .tiles import planned, tile_of
 
 LARGEST_INDEX = 2**31 - 1

@@ -17,10 +17,9 @@ from ..formats.record import Record
 from ..kinds import FORMS
 from . import backend
 from .backend import FLOATS
-from .experts import biases_of, is_read, places_of, unread_reason
 from .forms import form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
-from .records import ONE_ARRAY, Arrays, Records, check_blob
+from .records import ONE_ARRAY, Arrays, Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .tiles import planned, tile_of
 
 PLACES = Kernel("expert_places", "ids count", "starts source places")

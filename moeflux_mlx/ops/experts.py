@@ -7,7 +7,7 @@ depend on the slots of its experts, nor on other contents of the memory.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
-from . import backend, forms, native
+from . import backend, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import activate, sigmoid
@@ -34,8 +34,9 @@ from .launch import (
     ceildiv,
     require,
 )
-from .linear import Weights, check_activations, inputs_of, linear, pays, row_by_row
-from .records import ONE_ARRAY, Arrays, Records, check_blob, words_of
+from .linear import check_activations, linear, pays, row_by_row
+from .matrix import Weights, inputs_of
+from .records import ONE_ARRAY, Arrays, Records, biases_of, check_blob, is_read, places_of, unread_reason, words_of
 from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
@@ -320,23 +321,10 @@ def _down_combine_kernel(
     return launch(*inputs, *_last_of(shared, memory[0]))[0]
 
 
-@cache
-def is_read(record: Record) -> bool:
-    """Whether kernels and native forms read such records; the twins read all. One kernel reads both gate and up."""
-    alike = form_of(record.gate) == form_of(record.up)
-    return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
-
-
 @planned("experts")
 def native_refusal(record: Record) -> Reason | None:
     """Why the native kernels do not read such records."""
     return None if is_read(record) else unread_reason(record)
-
-
-def unread_reason(record: Record) -> Reason:
-    """Why kernels do not take records for which `is_read` is false."""
-    stored = (f"{part.name} has rows of {part.columns} columns in {part.quant}" for part in record.projections)
-    return Reason(f"no kernel reads the records: {'; '.join(stored)}")
 
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:
@@ -352,24 +340,6 @@ def _no_launch(target: str, record: Record, top_k: int) -> Reason | None:
     if top_k > MAX_SLOTS:
         return Reason(f"a token has {top_k} experts, more than {MAX_SLOTS}")
     return None if is_read(record) else unread_reason(record)
-
-
-def places_of(name: str, projection: Projection) -> dict[str, int]:
-    """The place of a matrix in a record, as constants of the text: words to its codes, scales and biases, or global
-    scale. If it has neither of these two, the constant is that of the scales and is not used.
-    """
-    words = [field.words.start for field in projection.codes]
-    return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
-
-
-def biases_of(**projections: Projection) -> dict[str, Any]:
-    """The text's constants about biases of products: whether there are any, their type, and words to them in a
-    record.
-    """
-    fields = {name: projection.bias for name, projection in projections.items()}
-    kinds = {DTYPES[field.dtype] for field in fields.values() if field is not None}
-    template = {"BIASED": len(kinds), "B": kinds.pop() if kinds else mx.float32}
-    return template | {f"{name}_BIAS": field.words.start if field else 0 for name, field in fields.items()}
 
 
 @planned("experts")

@@ -15,7 +15,7 @@ from .backend import Array
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
-from .linear import Weights, stored
+from .matrix import Weights, stored
 from .streams import plan_scatter
 from .tiles import lanes_of, planned
 

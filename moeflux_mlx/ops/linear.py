@@ -5,9 +5,8 @@ The GPU kernels take up to `MAX_TOKENS` rows of x and sum in float32. Like the n
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,32 +15,9 @@ from ..quant import Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .elementwise import split
-from .forms import (
-    MULTIPLE,
-    Form,
-    StoredForm,
-    code_number,
-    factors,
-    is_read,
-    matmul_float32,
-    scale_type,
-    settings,
-    unpacked,
-    unpacked_float32,
-)
-from .launch import (
-    LEAST_ELEMENTS,
-    NO_KERNELS,
-    ArrayPiece,
-    Input,
-    Kernel,
-    Launch,
-    Reason,
-    Shape,
-    ceildiv,
-    count,
-    require,
-)
+from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .matrix import Part, Weights, dequantized, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
@@ -51,51 +27,6 @@ DENSE_ROWS = MAX_TOKENS + 1
 # Weights of a matrix: below the first, MLX's own product is as fast on an H200; the second fills a GPU by itself.
 PAYS_FROM, LARGE = 4_000_000, 100_000_000
 ROWS_AT_ONCE = 8  # rows of x (even) that a thread of the kernel for several rows has room for
-
-
-class Weights(Protocol):
-    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside the other `quant.parts`.
-
-    `third` are biases or a global scale; it is ignored if the form has neither.
-    """
-
-    @property
-    def quant(self) -> Quant | None: ...
-
-    @property
-    def weight(self) -> Any: ...
-
-    @property
-    def scales(self) -> Any: ...
-
-    @property
-    def third(self) -> Any: ...
-
-    @property
-    def pieces(self) -> list[ArrayPiece] | None:
-        """The pieces of the same arrays in a single one, if they are joined."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape, however the matrix is stored."""
-        ...
-
-
-@dataclass(frozen=True)
-class Part:
-    """`Weights` that are a part of another matrix."""
-
-    quant: Quant | None
-    weight: mx.array
-    scales: mx.array | None = None
-    third: mx.array | None = None
-    pieces: None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        columns = self.weight.shape[-1]
-        return (*self.weight.shape[:-1], columns if self.quant is None else columns * 32 // self.quant.bits)
 
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
@@ -210,15 +141,6 @@ def embed(ids: Array, w: Weights) -> Array:
     return out.reshape(*ids.shape, -1)
 
 
-def dequantized(w: Weights, dtype: mx.Dtype) -> mx.array:
-    """The matrix in floats for activations in `dtype`: float32 is not rounded to the scales' dtype on the way."""
-    if w.quant is None:
-        return w.weight
-    if w.quant.has_global_scale:
-        return unpacked_float32(w.quant, *parts_of(w)).astype(dtype)
-    return (unpacked_float32 if dtype == mx.float32 else unpacked)(w.quant, *parts_of(w))
-
-
 def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
     """The `rows` of each head's matrix [..., columns] in turn, in float32; the memory is used again for the next."""
     if w.quant is None or not _is_native(w):
@@ -243,16 +165,6 @@ def linear_by_head(x: np.ndarray, w: Weights, heads: int, rows: slice) -> np.nda
     return np.stack(made, axis=1)
 
 
-def part_of_heads(w: Weights, heads: int, rows: slice, some: slice = slice(None)) -> Part:
-    """The `rows` of the matrices of `some` heads, [heads, rows, columns], as views."""
-    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[some, rows] for part in parts_of(w)))
-
-
-def rows_of(w: Weights, rows: slice) -> Part:
-    """Some rows of a matrix, as views."""
-    return Part(w.quant, *(part[rows] for part in parts_of(w)))
-
-
 def _is_native(w: Weights) -> bool:
     return not native_refusal(w.quant, w.shape[-1])
 
@@ -266,30 +178,6 @@ def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
 def _dense(w: Weights) -> np.ndarray:
     """A matrix in a form that the native kernels do not read, in float32."""
     return view(w.weight if w.quant is None else unpacked_float32(w.quant, *parts_of(w)))
-
-
-def parts_of(w: Weights) -> list[Any]:
-    """The arrays of the matrix: its values, or those of its form."""
-    if w.quant is None:
-        return [w.weight]
-    return [w.weight, w.scales, w.third][: len(w.quant.parts)]
-
-
-def inputs_of(w: Weights) -> list[Input]:
-    """A kernel's inputs: none may be missing, so scales stand for those that the form lacks."""
-    parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
-    return [*parts, parts[-1]] if len(parts) == 2 else parts
-
-
-def stored(w: Weights) -> tuple[list[Any], StoredForm]:
-    """A matrix for metal/stored.h.metal: codes, scales and biases, or values instead of all three; and its form. With a
-    global scale, which that text does not read, it is dequantised.
-    """
-    if w.quant is not None and w.quant.has_global_scale:
-        w = Part(None, dequantized(w, mx.float32))
-    if w.quant is None:
-        return [w.weight] * 3, (0, 1, 0, w.weight.dtype)
-    return inputs_of(w), (w.quant.bits, w.quant.group_size, code_number(w.quant), scale_type(w.quant, w.scales.dtype))
 
 
 # ---- the kernels for the rows of a step

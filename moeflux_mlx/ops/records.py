@@ -1,19 +1,20 @@
 """Packed records of experts in memory, and how kernels find them: in one array, in several buffers, or each in an array
-of its own.
+of its own. Also which records kernels read, and where in a record they find its parts.
 
 A slot is a record's place in memory. In buffers its lowest ROW_BITS bits are the row in a buffer, and the others are
 the number of the buffer, so that a record may be in any row of any buffer (`codes_record` in metal/codes.h.metal).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import Record
-from . import backend
+from ..formats.record import Projection, Record
+from . import backend, forms
+from .forms import DTYPES, form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
 from .tiles import planned
 
@@ -129,3 +130,34 @@ def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, ar
     kernel = Kernel("expert_words", f"{arrays.names} slots count first units", "out")
     outputs = [((slots[0], units * unit), mx.uint32)]
     return Launch(target, kernel, template, (ceildiv(slots[0] * units, THREADS), 1), THREADS, outputs)
+
+
+@cache
+def is_read(record: Record) -> bool:
+    """Whether kernels and native forms read such records; the twins read all. One kernel reads both gate and up."""
+    alike = form_of(record.gate) == form_of(record.up)
+    return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
+
+
+def unread_reason(record: Record) -> Reason:
+    """Why kernels do not take records for which `is_read` is false."""
+    stored = (f"{part.name} has rows of {part.columns} columns in {part.quant}" for part in record.projections)
+    return Reason(f"no kernel reads the records: {'; '.join(stored)}")
+
+
+def places_of(name: str, projection: Projection) -> dict[str, int]:
+    """The place of a matrix in a record, as constants of the text: words to its codes, scales and biases, or global
+    scale. If it has neither of these two, the constant is that of the scales and is not used.
+    """
+    words = [field.words.start for field in projection.codes]
+    return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
+
+
+def biases_of(**projections: Projection) -> dict[str, Any]:
+    """The text's constants about biases of products: whether there are any, their type, and words to them in a
+    record.
+    """
+    fields = {name: projection.bias for name, projection in projections.items()}
+    kinds = {DTYPES[field.dtype] for field in fields.values() if field is not None}
+    template = {"BIASED": len(kinds), "B": kinds.pop() if kinds else mx.float32}
+    return template | {f"{name}_BIAS": field.words.start if field else 0 for name, field in fields.items()}

@@ -17,7 +17,8 @@ from .backend import Array, view
 from .elementwise import float32, pick, plus, sigmoid, softmax, softplus
 from .forms import MULTIPLE, Form, is_read
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv
-from .linear import Weights, inputs_of, linear
+from .linear import linear
+from .matrix import Weights, inputs_of
 from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned, tile_of
 

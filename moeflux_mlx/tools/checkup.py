@@ -18,7 +18,8 @@ from ..ops import backend, native
 from ..ops.experts import expert_ffn
 from ..ops.kernel_files import Program
 from ..ops.launch import KernelText, threads_named
-from ..ops.linear import Part, linear
+from ..ops.linear import linear
+from ..ops.matrix import Part
 from ..ops.records import Records
 from ..ops.route import route
 from ..quant import EXPERTS

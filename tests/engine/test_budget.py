@@ -21,7 +21,7 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
-from moeflux_mlx.engine import needs
+from moeflux_mlx.engine import expert_source, needs
 from moeflux_mlx.engine.breath import Breath
 from moeflux_mlx.engine.budget import default_context, longest_context, plan_memory
 from moeflux_mlx.engine.demand import Demand
@@ -398,11 +398,11 @@ def test_models_share_what_metal_may_wire(monkeypatch):
     limits.clear()
     packed = PackedExperts.open(path, first.model.args)
     tight = replace(first.plan, figures=replace(METAL, working_set=one + 5))
-    loaders = [load.open_experts(packed, first.model.args, tight) for _ in range(2)]
+    loaders = [expert_source.open_experts(packed, first.model.args, tight) for _ in range(2)]
     assert limits == [one, one + 5]
-    monkeypatch.setattr(load, "StreamedExperts", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(expert_source, "StreamedExperts", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        load.open_experts(packed, first.model.args, tight)
+        expert_source.open_experts(packed, first.model.args, tight)
     assert limits[2:] == [one + 5] * 2
     for loader in loaders:
         loader.close()
@@ -410,7 +410,6 @@ def test_models_share_what_metal_may_wire(monkeypatch):
 
 def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
     """No buffer is larger than Metal allows, and the pool's limit follows macOS's pace."""
-    load = importlib.import_module("moeflux_mlx.engine.engine")
     first = open_engine(tiny_directory("qwen3_moe"), dtype=mx.float32, expert_io="pread")
     packed = PackedExperts.open(tiny_directory("qwen3_moe"), first.model.args)
     monkeypatch.setattr(mx, "set_wired_limit", lambda nbytes: None)
@@ -419,7 +418,7 @@ def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
     sizes = {}
     for buffer in (GB, 65536):
         figures = Figures(16 * GB, working_set=GB, buffer=buffer)
-        experts = load.open_experts(packed, first.model.args, replace(first.plan, figures=figures))
+        experts = expert_source.open_experts(packed, first.model.args, replace(first.plan, figures=figures))
         (pool,) = experts.pools
         experts.request(0, np.array([0])).release()
         sizes[buffer] = pool.held_bytes

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_directory
 
 import moeflux_mlx
-from moeflux_mlx.engine import engine as engine_module
+from moeflux_mlx.engine import expert_source
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError, TokenizerError
 from moeflux_mlx.experts import mapped
@@ -98,7 +98,7 @@ def test_a_load_that_fails_keeps_no_experts(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mapped, "map_file", lambda path, n, size: (mx.array(np.fromfile(path, np.uint32).reshape(n, -1)), None)
     )
-    monkeypatch.setattr(engine_module, "MappedExperts", lambda *args: made.append(MappedExperts(*args)) or made[-1])
+    monkeypatch.setattr(expert_source, "MappedExperts", lambda *args: made.append(MappedExperts(*args)) or made[-1])
     with pytest.raises(ModelFileError, match="surplus"):
         moeflux_mlx.load_model(path, expert_io="mmap")
     assert made and not made[0].layers

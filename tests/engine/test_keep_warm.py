@@ -425,8 +425,8 @@ def test_several_ranks_have_none(mode, monkeypatch):
     class Reached(Exception):
         pass
 
-    def loaded(weights, drafts, dtype, bits, tiles, computing, warmth, progress):
-        raise Reached(warmth)
+    def loaded(weights, setup, *_):
+        raise Reached(setup.warmth)
 
     agreed = SimpleNamespace(plan=None, tiles=None, loading=lambda nbytes: nullcontext())
     ranks = SimpleNamespace(io_mode=lambda asked, weights: asked, meet=lambda *given: agreed)

@@ -18,13 +18,14 @@ from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa:
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.experts import lookahead, mapped, places, pool, reader, routed, source, waves, whole
+from moeflux_mlx.experts import lookahead, mapped, places, pool, pool_reads, reader, routed, source, waves, whole
 from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.pool import NOWHERE
 
 FILES = {
-    module.__file__ for module in (streaming, pool, places, reader, lookahead, waves, source, routed, mapped, whole)
+    module.__file__
+    for module in (streaming, pool, pool_reads, places, reader, lookahead, waves, source, routed, mapped, whole)
 }
 
 

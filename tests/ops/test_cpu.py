@@ -22,7 +22,8 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.ops import backend, experts, native
 from moeflux_mlx.ops import route as router
 from moeflux_mlx.ops.elementwise import log_softmax
-from moeflux_mlx.ops.linear import by_head, dequantized
+from moeflux_mlx.ops.linear import by_head
+from moeflux_mlx.ops.matrix import dequantized
 from moeflux_mlx.ops.route import route
 from moeflux_mlx.quant import Quant
 

@@ -14,6 +14,7 @@ from moeflux_mlx.formats.record import Record, rounded
 from moeflux_mlx.ops import backend, experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
+from moeflux_mlx.ops.matrix import Part, dequantized, part_of_heads
 from moeflux_mlx.ops.tiles import using
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
 
@@ -389,8 +390,8 @@ def test_resident_matrices(quant, kind):
     """Checks products in both directions, rows by id, and the matrices of heads, with MLX and natively."""
     rng = np.random.default_rng(6)
     matrix, x = Stored(rng, 64, H, quant, kind), rng.standard_normal((3, H), dtype=np.float32)
-    stored = linear.Part(quant, *matrix.arrays(kind))
-    wide = linear.Part(
+    stored = Part(quant, *matrix.arrays(kind))
+    wide = Part(
         quant,
         *(part.astype(mx.float32) if kind == "BF16" and i else part for i, part in enumerate(matrix.arrays(kind))),
     )
@@ -402,8 +403,8 @@ def test_resident_matrices(quant, kind):
     assert error(np.array(linear.embed(mx.array(ids), wide).astype(mx.float32))[0], matrix.values[ids[0]]) < 2e-7
     heads = np.stack([head.copy() for head in linear.by_head(stored, 4, slice(8, None))])
     assert error(heads, matrix.values.reshape(4, 16, H)[:, 8:]) < 2e-7
-    part = linear.part_of_heads(wide, 4, slice(8, None))
-    assert error(np.array(linear.dequantized(part, mx.float32)), heads) < 2e-7
+    part = part_of_heads(wide, 4, slice(8, None))
+    assert error(np.array(dequantized(part, mx.float32)), heads) < 2e-7
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -15,7 +15,7 @@ from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.latent.cache import LatentCache
 from moeflux_mlx.mixers.latent.spec import Latent, QueryScale
 from moeflux_mlx.ops.forms import settings, unpacked_float32
-from moeflux_mlx.ops.linear import Part
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.seen import SeenBlocks
 from moeflux_mlx.quant import Quant

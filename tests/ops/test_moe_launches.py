@@ -23,7 +23,8 @@ from moeflux_mlx.ops import linear as products
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.elementwise import activate
 from moeflux_mlx.ops.experts import Records, Shared
-from moeflux_mlx.ops.linear import Part, linear
+from moeflux_mlx.ops.linear import linear
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.route import Choice, read_host_copy, route, route_with_host_copy, router_logits
 from moeflux_mlx.ops.tiles import Tile, using
 from moeflux_mlx.quant import EXPERTS, Quant

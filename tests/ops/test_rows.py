@@ -21,7 +21,7 @@ from moeflux_mlx.ops import elementwise, experts, linear, native
 from moeflux_mlx.ops import route as routes
 from moeflux_mlx.ops.backend import view
 from moeflux_mlx.ops.experts import Records, Shared
-from moeflux_mlx.ops.linear import Part
+from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.route import Choice
 from moeflux_mlx.ops.tiles import MAX_TOKENS, TILES, Tile
 from moeflux_mlx.quant import Quant

@@ -147,34 +147,44 @@ def attend(
         return _step_kernel(q, k, v, cache, terms, whole, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
+    q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
     if isinstance(q, np.ndarray):
-        q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
-        appended = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
-        mx.eval(cache.keys, cache.values, *appended[:2])  # one wait for all
-        keys, values = view(appended[0]), view(appended[1])
-        logits = None if sinks is None else view(sinks)
-        rows = ((view(q[i]), keys[i], values[i], appended[2], scale) for i in range(B))
-        out = stack([native.attend(*row, window=window, sinks=logits) for row in rows])
+        out = _span_native(q, k, v, cache, terms)
         if gate is not None:
             out *= sigmoid(gate)
         return out.reshape(B, L, -1)
-    q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
+    out = _span_ops(q, k, v, cache, terms)
+    return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
+
+
+def _span_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, terms: Terms) -> np.ndarray:
+    """[B, L, heads, V] of prepared queries and keys [B, L, heads, D], without the gate."""
+    appended = cache.append(mx.array(k.transpose(0, 2, 1, 3)), mx.array(v.transpose(0, 2, 1, 3)))
+    mx.eval(cache.keys, cache.values, *appended[:2])  # one wait for all
+    keys, values = view(appended[0]), view(appended[1])
+    sinks = None if terms.sinks is None else view(terms.sinks)
+    rows = ((view(one), keys[i], values[i], appended[2], terms.scale) for i, one in enumerate(q))
+    return stack([native.attend(*row, window=terms.window, sinks=sinks) for row in rows])
+
+
+def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms) -> mx.array:
+    """[B, L, heads * V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations."""
+    B, _, L, _ = q.shape
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
-    parts = []
-    sinks = None if sinks is None else sinks.astype(q.dtype)
-    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), window):
+    parts: list[mx.array] = []
+    sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)
+    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), terms.window):
         part = mx.fast.scaled_dot_product_attention(
-            q[:, :, rows], k[:, :, places], v[:, :, places], scale=scale, mask=mask, sinks=sinks
+            q[:, :, rows], k[:, :, places], v[:, :, places], scale=terms.scale, mask=mask, sinks=sinks
         )
         parts.append(part.transpose(0, 2, 1, 3))
         if part.shape[2] == L:  # the only one
             continue
-        if window is None:  # with scores of all positions
+        if terms.window is None:  # with scores of all positions
             gpu_time.in_turn(L, parts)
         else:
             gpu_time.commit(L, parts[-1])
-    out = (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
-    return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
 
 
 def _of_row(row: slice, q: Array, k: Array, v: Array, cache: Steps, terms: Terms, whole: Whole | None) -> Array:

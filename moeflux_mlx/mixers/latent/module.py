@@ -17,7 +17,7 @@ from ...ops.backend import Array, library_of
 from ...ops.elementwise import float32, split
 from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
-from ...ops.linear import part_of_heads, parts_of
+from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import Norm, layer_norm
 from ...ops.positions import Steps
 from ...ops.rope import Rope, mscale
@@ -309,8 +309,8 @@ class PooledMLA(MLA):
 
 
 def make_module(mixer: Latent, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
-    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `split_latent`: the form in which
-    a checkpoint has the up-projection (`MLA`).
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `split_latent`: the form in
+    which a checkpoint has the up-projection (`MLA`).
     """
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
     return kind(mixer, hidden_size, split_latent)

@@ -31,7 +31,8 @@ from ...ops.launch import (
     Reason,
     ceildiv,
 )
-from ...ops.linear import Weights, by_head, inputs_of, linear, linear_by_head, multiply, part_of_heads, stored
+from ...ops.linear import by_head, linear, linear_by_head, multiply
+from ...ops.matrix import Weights, inputs_of, part_of_heads, stored
 from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
 from ...ops.rope import Rope

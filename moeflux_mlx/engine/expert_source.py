@@ -1,0 +1,61 @@
+"""Opens the source of a model's experts that its memory plan requires. It does not know the model."""
+
+import weakref
+from collections.abc import Callable
+
+from ..experts.mapped import MappedExperts
+from ..experts.resident import Progress, ResidentExperts
+from ..experts.source import ExpertLoader, IoMode
+from ..experts.streamed import StreamedExperts
+from ..formats.in_place import InPlaceExperts
+from ..formats.packed import PackedExperts
+from ..formats.pieces import ExpertFiles
+from ..spec import ModelArgs
+from .breath import Breath
+from .budget import MemoryPlan
+from .needs import least_slots
+from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
+from .wired import wire
+
+
+def open_experts(
+    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: Progress | None = None
+) -> ExpertLoader:
+    """Opens the source that `plan` requires. On Metal the wired limit is raised first: adopted memory counts."""
+    release = _wire(plan)
+    try:
+        experts: ExpertLoader
+        if plan.mode is IoMode.MMAP:
+            assert isinstance(files, PackedExperts)  # other tables were refused
+            experts = MappedExperts(files, plan.decision)
+        elif plan.mode is IoMode.RESIDENT:
+            whole = files.check_scales if isinstance(files, InPlaceExperts) else None
+            experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
+        else:
+            pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
+            limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
+            experts = StreamedExperts(
+                files,
+                plan.decision,
+                cache_bytes=plan.pool,
+                most_bytes=plan.most,
+                allowance=Breath(args, files.layout, plan, limit),
+                limit=limit,
+                least_slots=least_slots(args),
+                buffer_bytes=plan.figures.buffer,
+                check=files.check_record if isinstance(files, InPlaceExperts) else None,
+            )
+    except BaseException:
+        release()
+        raise
+    forgotten = weakref.finalize(experts, release)
+    forgotten.atexit = False  # MLX's arrays are freed first
+    experts.at_close(forgotten)
+    return experts
+
+
+def _wire(plan: MemoryPlan) -> Callable[[], None]:
+    """Raises MLX's wired limit for the model; the returned function lowers it again."""
+    if plan.wired is None or plan.figures.working_set is None:
+        return lambda: None
+    return wire(plan.wired, plan.figures.working_set)

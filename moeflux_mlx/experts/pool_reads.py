@@ -1,0 +1,223 @@
+"""Reads of records into the slots of their pools: which record gets a slot, which one is evicted for it, and which
+reads are guesses. It does not know who calls, and keeps out no other thread.
+
+A caller may be interrupted between any two bytecodes; `reconcile` then rebuilds the state from the pools' tables of
+records.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ..errors import ExpertIOError
+from ..formats.record import Key
+from .pool import Slot, SlotPool
+from .pools import Pools
+from .reader import ExpertReader, as_they_end
+from .source import TooManyExpertsError
+from .stats import LoaderStats
+
+
+class PoolReads:
+    """Args:
+        pools: the memory.
+        reader: reads the files.
+        least: number of records that a request may always ask for.
+
+    Attributes:
+        stats: what it counts.
+    """
+
+    def __init__(self, pools: Pools, reader: ExpertReader, least: int):
+        self.pools, self.reader, self._least = pools, reader, least
+        self.stats = LoaderStats()
+        self._ahead: list[Key] = []  # guesses that are being read or queued
+
+    def admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> bool:
+        """Pins the records of `keys`, submits the missing reads, and notes in `ready` which are in memory.
+
+        Returns:
+            Whether something is read into memory that was free.
+
+        Raises:
+            TooManyExpertsError: the pool has no slots for all of them.
+        """
+        held = pool.pinned_besides(keys)
+        slots = pool.pin(keys)
+        most = min(pool.slots - held, self._least) if pool.copied else pool.slots - held
+        if len(keys) > most:
+            raise TooManyExpertsError(
+                f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
+            )
+        missing = []
+        for i, slot in enumerate(slots):
+            if slot is None:
+                missing.append(keys[i])
+                ready[i] = False
+            else:
+                ready[i] = slot.read is None
+                self._count(slot)
+        for key in missing:
+            self.stats.misses += 1
+            slot = self._claim(pool)
+            assert slot is not None  # because it is no longer a guess
+            self._submit(pool, key, slot, speculative=False)
+        return bool(missing) and not pool.has_been_full
+
+    def guess(self, keys: Sequence[Key]) -> list[Key]:
+        """As `ExpertLoader.hint`.
+
+        First drops queued reads of an earlier hint that this one does not name. For a guess, only records are evicted
+        that are not leased and that this call does not request.
+        """
+        self._drop_queued(set(keys))
+        self.collect()
+        begun: list[Key] = []
+        missing = [key for key in keys if self.pools.of[key[0]].find(key) is None]
+        for key in missing:
+            pool = self.pools.of[key[0]]
+            if key in pool:  # requested twice
+                continue
+            slot = self._claim(pool, for_guess=True)
+            if slot is None:
+                break
+            self._submit(pool, key, slot, speculative=True)
+            begun.append(key)
+        self._ahead += begun
+        self.stats.prefetched += len(begun)
+        return begun
+
+    def finish(self, keys: list[Key]) -> list[ExpertIOError]:
+        """As `ExpertLoader.finish`, for at least one record."""
+        start, failures, pool = time.perf_counter(), [], self.pools.of[keys[0][0]]
+        if pool.holds(keys):
+            return []
+        for key in pool.in_turn(keys):
+            error = self._arrived(pool, key)
+            if error is None and key not in pool:
+                error = ExpertIOError(f"reading expert {key[1]} of layer {key[0]} failed")
+            failures += [] if error is None else [error]
+        self.stats.wait_seconds += time.perf_counter() - start
+        return failures[:1]
+
+    def collect(self) -> None:
+        """Marks records that have arrived as present, so that they may be evicted.
+
+        A failed read stays until the lease that waits for it has seen its error.
+        """
+        for pool in self.pools:
+            for key in pool.in_flight():
+                read = pool[key].read
+                if read is not None and read.is_over and not (read.error is not None and pool.pinned(key)):
+                    self._arrived(pool, key)
+
+    def take_in(self, keys: list[Key]) -> None:
+        """Waits for the reads of these records; failed ones are dropped."""
+        for key in keys:
+            self._arrived(self.pools.of[key[0]], key)
+
+    def empty(self, pool: SlotPool) -> None:
+        """Forgets the records of a pool."""
+        for key in pool.records():
+            self.stats.wasted += pool[key].speculative
+            pool.drop(key)
+
+    def resize(self, nbytes: int) -> int:
+        """Resizes the pools to `nbytes` together, in whole records; returns the resulting slots."""
+        self.collect()
+        return sum(
+            pool.resize(share, functools.partial(self._evict, pool))
+            for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
+        )
+
+    def reconcile(self, abandoned: list[mx.array]) -> None:
+        """After an interrupted call: as `SlotPool.reconcile`, for all pools."""
+        for pool in self.pools:
+            pool.reconcile(abandoned)
+        self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
+
+    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
+        """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
+        while (slot := pool.take()) is None:
+            key = pool.victim(for_guess)
+            if key is not None:
+                self._evict(pool, key)
+            elif for_guess:
+                return None
+            elif not pool.copied:
+                raise TooManyExpertsError(f"the device refused memory, and all {pool.slots} slots are in use")
+            else:
+                self._wait_for_staging(pool)
+        return slot
+
+    def _wait_for_staging(self, pool: SlotPool) -> None:
+        """Waits until a staging row is free, when requested records use all of them.
+
+        Raises the error of the reads if all failed; the callers that requested them get it too.
+        """
+        reads = {read: key for key in pool.in_flight() if (read := pool[key].read)}
+        assert reads  # otherwise there would have been a slot or a victim
+        errors = []
+        for read in as_they_end(reads):
+            if read.error is None:
+                self._arrived(pool, reads[read])
+                return
+            errors.append(read.error)
+        raise errors[0]
+
+    def _evict(self, pool: SlotPool, key: Key) -> None:
+        slot = pool[key]
+        if slot.read is not None and slot.read.cancel():
+            self.stats.prefetched -= slot.speculative
+        elif self._arrived(pool, key) is not None:
+            return  # the read failed and the record is gone
+        else:
+            self.stats.wasted += slot.speculative
+        pool.drop(key)
+
+    def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
+        slot.speculative = speculative
+        slot.read = self.reader.prepare(*key, pool.memory(slot))
+        pool.put(key, slot)  # first: a read in progress has an owner
+        self.reader.submit(slot.read, speculative)
+
+    def _count(self, slot: Slot) -> None:
+        if slot.read is None:
+            self.stats.hits += 1
+            self.stats.prefetch_hits += slot.speculative
+        else:
+            self.stats.misses += 1
+            self.stats.late += 1
+            self.reader.promote(slot.read)
+        slot.speculative = False
+
+    def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
+        """Waits for one record; drops a failed one and returns its error."""
+        slot = pool.get(key)
+        if slot is None or slot.read is None:
+            return None
+        error = slot.read.wait()  # not raised here: its traceback would keep the callers' frames
+        if error is not None:
+            pool.drop(key)
+            return error
+        nbytes = slot.read.result()
+        pool.arrived(key)
+        self.stats.bytes_read += nbytes
+        return None
+
+    def _drop_queued(self, wanted: set[Key]) -> None:
+        """Drops queued guesses that are not `wanted` and that no thread has begun to read."""
+        left = []
+        for key in self._ahead:
+            pool = self.pools.of[key[0]]
+            slot = pool.get(key)
+            if slot is None or not slot.speculative or slot.read is None:
+                continue  # already used, read or evicted
+            if key in wanted or not slot.read.cancel():
+                left.append(key)
+            else:
+                pool.drop(key)
+                self.stats.prefetched -= 1
+        self._ahead = left

@@ -1,0 +1,98 @@
+"""A stored matrix, dense or quantised: its arrays, views of some of its rows, and its values. It does not multiply."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..quant import Quant
+from .forms import StoredForm, code_number, scale_type, unpacked, unpacked_float32
+from .launch import ArrayPiece, Input
+
+
+class Weights(Protocol):
+    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside the other `quant.parts`.
+
+    `third` are biases or a global scale; it is ignored if the form has neither.
+    """
+
+    @property
+    def quant(self) -> Quant | None: ...
+
+    @property
+    def weight(self) -> Any: ...
+
+    @property
+    def scales(self) -> Any: ...
+
+    @property
+    def third(self) -> Any: ...
+
+    @property
+    def pieces(self) -> list[ArrayPiece] | None:
+        """The pieces of the same arrays in a single one, if they are joined."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape, however the matrix is stored."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """`Weights` that are a part of another matrix."""
+
+    quant: Quant | None
+    weight: mx.array
+    scales: mx.array | None = None
+    third: mx.array | None = None
+    pieces: None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        columns = self.weight.shape[-1]
+        return (*self.weight.shape[:-1], columns if self.quant is None else columns * 32 // self.quant.bits)
+
+
+def parts_of(w: Weights) -> list[Any]:
+    """The arrays of the matrix: its values, or those of its form."""
+    if w.quant is None:
+        return [w.weight]
+    return [w.weight, w.scales, w.third][: len(w.quant.parts)]
+
+
+def inputs_of(w: Weights) -> list[Input]:
+    """A kernel's inputs: none may be missing, so scales stand for those that the form lacks."""
+    parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
+    return [*parts, parts[-1]] if len(parts) == 2 else parts
+
+
+def stored(w: Weights) -> tuple[list[Any], StoredForm]:
+    """A matrix for metal/stored.h.metal: codes, scales and biases, or values instead of all three; and its form. With a
+    global scale, which that text does not read, it is dequantised.
+    """
+    if w.quant is not None and w.quant.has_global_scale:
+        w = Part(None, dequantized(w, mx.float32))
+    if w.quant is None:
+        return [w.weight] * 3, (0, 1, 0, w.weight.dtype)
+    return inputs_of(w), (w.quant.bits, w.quant.group_size, code_number(w.quant), scale_type(w.quant, w.scales.dtype))
+
+
+def dequantized(w: Weights, dtype: mx.Dtype) -> mx.array:
+    """The matrix in floats for activations in `dtype`: float32 is not rounded to the scales' dtype on the way."""
+    if w.quant is None:
+        return w.weight
+    if w.quant.has_global_scale:
+        return unpacked_float32(w.quant, *parts_of(w)).astype(dtype)
+    return (unpacked_float32 if dtype == mx.float32 else unpacked)(w.quant, *parts_of(w))
+
+
+def part_of_heads(w: Weights, heads: int, rows: slice, some: slice = slice(None)) -> Part:
+    """The `rows` of the matrices of `some` heads, [heads, rows, columns], as views."""
+    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[some, rows] for part in parts_of(w)))
+
+
+def rows_of(w: Weights, rows: slice) -> Part:
+    """Some rows of a matrix, as views."""
+    return Part(w.quant, *(part[rows] for part in parts_of(w)))
