@@ -90,7 +90,7 @@ def in_forms(tensors, usual, down):
         quant = down if path.endswith("down_proj") else usual
         del made[f"{path}.scales"], made[f"{path}.biases"]
         scales, biases = (mx.array(tensors[f"{path}.{part}"][1]).view(mx.bfloat16) for part in ("scales", "biases"))
-        with mx.stream(mx.cpu):  # MLX's CUDA build makes nothing of 1 bit
+        with mx.stream(mx.cpu):  # MLX's CUDA build computes nothing for 1 bit
             values = mx.dequantize(mx.array(codes), scales, biases, 64, 4)
             parts = _quantized(values, quant)
         made |= {f"{path}.{part}": _stored(one) for part, one in zip(quant.parts, parts, strict=True)}

@@ -16,6 +16,7 @@ from moeflux_mlx.files import read_json
 from moeflux_mlx.spec import family_name, variants
 
 ROOT = Path(__file__).resolve().parent.parent
+KERNEL_TEXTS = [file for folder in ("metal", "native") for file in (ROOT / folder).iterdir() if file.is_file()]
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "metal/README.md")]
 TEXTS += sorted((ROOT / "docs").glob("*.md"))
 NAMES = [str(text.relative_to(ROOT)) for text in TEXTS]
@@ -158,6 +159,14 @@ def misplaced_names(text):
 def test_names_and_files_are_what_there_is(text):
     text = text.read_text(encoding="utf-8")
     assert (unknown_names(text), missing_files(text), misplaced_names(text)) == ([], [], [])
+
+
+def test_paths_in_kernels_exist():
+    """Comments of kernels name the operations that run them."""
+    found = [path for file in KERNEL_TEXTS for path in re.findall(r"[\w./-]+/[\w-]+\.py\b", file.read_text("utf-8"))]
+    assert (
+        len(found) > 3 and [path for path in found if not any((ROOT / place / path).exists() for place in PLACES)] == []
+    )
 
 
 def test_the_architecture_names_every_command():

@@ -214,6 +214,7 @@ class Setup:
 
     Attributes:
         drafts: where drafts come from, with the memory plan.
+        tiles: of the kernels.
         computing: makes the object that computes routed experts from their source.
         warmth: the mode of `keep_warm`.
         loading: is entered while the model is loaded.

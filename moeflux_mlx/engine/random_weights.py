@@ -46,7 +46,7 @@ class Shapes:
     @classmethod
     def of_args(cls, args: ModelArgs, dtype: mx.Dtype) -> "Shapes":
         """The shapes of a model with this configuration, as a conversion stores it."""
-        quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args)[0].items()}
+        quants = {path: stored_as(args, path, shape[-1]) for path, shape in needed(args).matrices.items()}
         return cls(args, ExpertLayout.from_args(args), quants, dtype)
 
     @classmethod

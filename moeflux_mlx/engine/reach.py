@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
-from ..kinds import product
+from ..kinds import product_operations
 from ..mixers.registry import make_cache
 from ..model.tensors import EMBEDDING, needed, stored_as, variant_bytes
 from ..ops import gpu_time
@@ -163,12 +163,14 @@ class Reach:
         routed = args.num_experts_per_tok * args.experts.matrices * args.expert_size * args.moe_intermediate_size
         each = self._matrices + routed * len(args.moe_layers)
         scores = sum(count * mixer.attended(tokens) for mixer, count in args.mixer_counts.items())
-        return product(tokens, each, 1) + scores + product(1, args.hidden_size, args.vocab_size)
+        return product_operations(tokens, each, 1) + scores + product_operations(1, args.hidden_size, args.vocab_size)
 
     @cached_property
     def _matrices(self) -> int:
         """Values of the matrices of all layers, without routed experts."""
-        return sum(prod(shape) for path, shape in needed(self.args)[0].items() if path.startswith("model.layers."))
+        return sum(
+            prod(shape) for path, shape in needed(self.args).matrices.items() if path.startswith("model.layers.")
+        )
 
     def share(self, mac: Mac) -> float | None:
         """The share of the experts that is in memory on this Mac, 1 if they all are; None: the model does not fit."""

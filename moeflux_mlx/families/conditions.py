@@ -1,4 +1,4 @@
-"""Conditions between the fields of a configuration that no field can check alone, but for a mixer's (`Mixer.check`)."""
+"""Conditions between fields of a configuration; those of a mixer's own are in its `check`."""
 
 from ..errors import ConfigError
 from ..kinds import Experts

@@ -16,7 +16,7 @@ from .layer import (
     Residual,
     unsupported,
 )
-from .mixer import Attending, Mflx, Mixer, Recurrent, product
+from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .rotation import Llama3, Rotation, Yarn
 
@@ -37,16 +37,14 @@ __all__ = [
     "KeyBlocks",
     "LayerSpec",
     "Llama3",
-    "Mflx",
     "Mixer",
     "NGrams",
-    "Recurrent",
     "Residual",
     "Rotation",
     "Router",
     "SILU",
     "SharedExpert",
     "Yarn",
-    "product",
+    "product_operations",
     "unsupported",
 ]

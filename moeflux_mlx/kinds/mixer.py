@@ -7,7 +7,7 @@ from .ngrams import NGrams
 from .rotation import Rotation
 
 
-def product(rows: int, inner: int, outer: int) -> float:
+def product_operations(rows: int, inner: int, outer: int) -> float:
     """[rows, inner] times [inner, outer]: a multiplication and an addition for each."""
     return 2.0 * rows * inner * outer
 
@@ -28,18 +28,6 @@ class Attending(Protocol):
 
     @property
     def rotation(self) -> Rotation | None: ...
-
-
-class Recurrent(Protocol):
-    """A mixer that keeps a state of fixed size for each text. It has two parts: the last inputs of the convolution, and
-    the matrices that all tokens have changed.
-    """
-
-    @property
-    def conv_shape(self) -> tuple[int, int]: ...
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]: ...
 
 
 class Mflx(NamedTuple):
@@ -103,7 +91,7 @@ class Mixer:
         return {}
 
     @property
-    def convolution(self) -> tuple[str, tuple[int, int, int]] | None:
+    def telling_convolution(self) -> tuple[str, tuple[int, int, int]] | None:
         """The name, behind the layer's, of a convolution [channels, 1, taps] that MLX conversions store with its axes
         moved, and its published shape: it tells who wrote a checkpoint. None: there is no such tensor.
         """
@@ -138,8 +126,8 @@ class Mixer:
         raise NotImplementedError
 
     def own_operations(self, tokens: int) -> float:
-        """Other multiplications and additions in proportion to `tokens`: as many as a GPU does at its full rate in the
-        time that they take. By default there are none.
+        """Other multiplications and additions for `tokens` tokens. Those that a GPU does more slowly than products
+        count for more. By default there are none.
         """
         return 0.0
 

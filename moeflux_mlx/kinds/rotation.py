@@ -48,5 +48,5 @@ class Rotation:
 
     @property
     def flat_fields(self) -> dict[str, Any]:
-        """The same of a rotation as `Mixer.flat_fields`."""
+        """The rotation's part of `Mixer.flat_fields`."""
         return {"rope_theta": self.theta, "rope_scaling": self.yarn and asdict(self.yarn)}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..kinds import Mixer, product
+from ..kinds import Mixer, product_operations
 from ..spec import ModelArgs
 from . import backend
 from .chips import CHIPS, FAMILY
@@ -40,7 +40,7 @@ def rate(chip: str) -> float:
 
 def rows_at_once(inner: int, outer: int) -> int | None:
     """How many rows may be multiplied together with matrices of `inner` * `outer` values; None: any number."""
-    return None if backend.name() != "metal" else max(int(AT_ONCE / product(1, inner, outer)), 1)
+    return None if backend.name() != "metal" else max(int(AT_ONCE / product_operations(1, inner, outer)), 1)
 
 
 def commit(tokens: int, *arrays: mx.array) -> None:
@@ -70,5 +70,5 @@ def block_size(args: ModelArgs, longest: int, operations: float) -> int:
 def block(args: ModelArgs, mixer: Mixer, tokens: int) -> float:
     """A layer over a block of a span: its mixer but for scores, router and shared expert, or a dense MLP."""
     width = max(layer.row_width for layer in args.layers)
-    mlp = product(tokens, args.hidden_size, 3 * width + args.num_experts)
-    return mlp + product(tokens, args.hidden_size, mixer.columns) + mixer.own_operations(tokens)
+    mlp = product_operations(tokens, args.hidden_size, 3 * width + args.num_experts)
+    return mlp + product_operations(tokens, args.hidden_size, mixer.columns) + mixer.own_operations(tokens)

@@ -81,7 +81,8 @@ def has_zero_centred_norms(args: ModelArgs, tensors: Mapping[str, Tensor]) -> bo
     family = FAMILIES[args.model_type]
     if not family.zero_centred:
         return False
-    convolutions = [(i, *mixer.convolution) for i, mixer in enumerate(args.mixers) if mixer.convolution is not None]
+    telling = ((i, mixer.telling_convolution) for i, mixer in enumerate(args.mixers))
+    convolutions = [(i, *one) for i, one in telling if one is not None]
     if not convolutions:
         by_publisher = not any(".switch_mlp." in name for name in tensors)
     else:

@@ -29,7 +29,8 @@ def of(args: ModelArgs) -> dict[str, Any]:
     dense = [layer.feed_forward.width for layer in args.layers if isinstance(layer.feed_forward, Dense)]
     fields: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     fields |= dict.fromkeys(LATENT + LINEAR, 0) | {"partial_rotary_factor": 1.0, "attn_output_gate": False}
-    for mixer in reversed(args.mixers):  # the first of each kind decides
+    firsts = {type(mixer): mixer for mixer in reversed(args.mixers)}
+    for mixer in firsts.values():
         fields |= mixer.flat_fields
     return fields | {
         "layer_types": ["linear_attention" if mixer.attention is None else "full_attention" for mixer in args.mixers],

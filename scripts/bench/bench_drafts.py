@@ -239,7 +239,7 @@ def random_head(model: Model) -> DraftHead:
     args = model.args.head
     assert args is not None, f"no head is known of {model.model_type}"
     layout = ExpertLayout.from_args(args)
-    matrices = needed(args, kind=DraftHead)[0]
+    matrices = needed(args, kind=DraftHead).matrices
     quants = {path: stored_as(args, path, shape[-1], RESIDENT) for path, shape in matrices.items()}
     record = layout.records[0]
     rows = page_aligned(layout.num_experts, record.stride // 4)

@@ -22,7 +22,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,10 +71,10 @@ def lines_of(family: str, dtype: str, prefix: str = "", **options: object) -> It
     model.experts.close()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="FAMILY", choices=ALL, default=ALL)
-    families, lines = parser.parse_args(argv).only, list[str]()
+    families, lines = parser.parse_args().only, list[str]()
     os.environ |= {"MOEFLUX_TILES": "code", "MLX_ENABLE_TF32": "0"}  # MLX reads its own when it is first used
     configure_mlx()
     warnings.simplefilter("ignore")

@@ -39,7 +39,7 @@ def compiler():
 
 def programs(variant, form):
     args = replace(ModelArgs.from_variant(variant), quantization=Quantization(form))
-    quants = {path: stored_as(args, path, shape[-1], form) for path, shape in needed(args)[0].items()}
+    quants = {path: stored_as(args, path, shape[-1], form) for path, shape in needed(args).matrices.items()}
     layout = ExpertLayout.from_args(args, {layer: (form,) * 3 for layer in args.moe_layers})
     return programs_of(Shapes(args, layout, quants, mx.bfloat16), CODE)
 

@@ -10,7 +10,7 @@ from grids import one_in_three
 from metal import msl
 from moeflux_mlx.kinds import Rotation
 from moeflux_mlx.layers import RMSNorm
-from moeflux_mlx.mixers.grouped.blocks import block_keys
+from moeflux_mlx.mixers.grouped.blocks_op import block_keys
 from moeflux_mlx.ops.entry_pool import Pool, pooled
 from moeflux_mlx.ops.rope import Rope, turned
 

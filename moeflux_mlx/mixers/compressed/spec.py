@@ -12,7 +12,7 @@ from ...kinds.limits import (
     check_window,
     not_multiple,
 )
-from ...kinds.mixer import Attending, Mixer, product
+from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.rotation import Rotation
 
 
@@ -152,7 +152,9 @@ class Compressed(Mixer):
         indexer = self.compressor.indexer if self.compressor else None
         index = indexer.heads * indexer.dim if indexer else 0
         width = self.heads * self.head_dim
-        return product(tokens, self.q_latent, width + index) + product(tokens, width, self.group_latent)
+        return product_operations(tokens, self.q_latent, width + index) + product_operations(
+            tokens, width, self.group_latent
+        )
 
     @property
     def title(self) -> str:

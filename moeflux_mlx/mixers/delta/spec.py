@@ -58,7 +58,7 @@ class Delta(Mixer):
         }
 
     @property
-    def convolution(self) -> tuple[str, tuple[int, int, int]] | None:
+    def telling_convolution(self) -> tuple[str, tuple[int, int, int]] | None:
         return None if self.channel_decay else ("linear_attn.conv1d.weight", (self.channels, 1, self.taps))
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from ...ops.index import IndexTerms, Projections, takes_step
 from ...ops.norm import rms_norm
 from ...ops.rope import Rope
 from ...ops.rows import RowCaches
-from .blocks import Terms, attend_blocks, block_keys
+from .blocks_op import Terms, attend_blocks, block_keys
 from .op import Whole, attend
 from .spec import GroupedQuery
 

@@ -23,7 +23,7 @@ from ...ops.positions import Steps
 from ...ops.rope import Rope, mscale
 from ...ops.rows import RowCaches
 from ...ops.seen import Chosen
-from .indexed_op import attend_indexed, attend_pools
+from .chosen_op import attend_indexed, attend_pools
 from .op import HeadMatrices, Queries, Up, attend_latent
 from .spec import Latent
 

@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...kinds.chosen import Indexer, KeyBlocks
 from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
-from ...kinds.mixer import Attending, Mflx, Mixer, product
+from ...kinds.mixer import Attending, Mflx, Mixer, product_operations
 from ...kinds.rotation import Rotation
 
 
@@ -136,7 +136,7 @@ class Latent(Mixer):
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent."""
         index = self.indexer.heads * self.indexer.dim if self.indexer else 0
-        return product(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
+        return product_operations(tokens, self.q_latent or 0, self.heads * self.head_dim + index)
 
     def attended(self, tokens: int) -> float:
         """Those of scores, and of sums weighed by them; `scores` counts two sums."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ...kinds.limits import check_width, not_multiple
-from ...kinds.mixer import Mflx, Mixer, product
+from ...kinds.mixer import Mflx, Mixer, product_operations
 
 CHUNK = 64  # tokens that Mamba2 takes together
 
@@ -82,7 +82,9 @@ class Mamba2(Mixer):
     def own_operations(self, tokens: int) -> float:
         """Those of each head between a chunk's tokens, and with the state."""
         chunk = min(tokens, CHUNK)
-        return product(tokens, chunk, self.width) + 2 * product(tokens, self.width, self.state_dim)
+        return product_operations(tokens, chunk, self.width) + 2 * product_operations(
+            tokens, self.width, self.state_dim
+        )
 
     @property
     def module_name(self) -> str:
