@@ -25,14 +25,11 @@ class PoolReads:
         pools: the memory.
         reader: reads the files.
         least: number of records that a request may always ask for.
-
-    Attributes:
-        stats: what it counts.
+        stats: what it counts into.
     """
 
-    def __init__(self, pools: Pools, reader: ExpertReader, least: int):
-        self.pools, self.reader, self._least = pools, reader, least
-        self.stats = LoaderStats()
+    def __init__(self, pools: Pools, reader: ExpertReader, least: int, stats: LoaderStats):
+        self.pools, self.reader, self._least, self.stats = pools, reader, least, stats
         self._ahead: list[Key] = []  # guesses that are being read or queued
 
     def admit(self, pool: SlotPool, keys: list[Key], ready: list[bool]) -> bool:

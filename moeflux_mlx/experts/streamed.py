@@ -88,20 +88,20 @@ class StreamedExperts(ExpertLoader):
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt)
-        self._reads = PoolReads(self.pools, self.reader, self._least)
+        self._reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self._allowance, self._limit = allowance, limit
         if limit is not None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="pool-watch", daemon=True).start()
 
     @property
     def stats(self) -> LoaderStats:
-        stats = self._reads.stats
-        stats.busy_seconds = self.reader.busy_seconds - self._busy_before
-        return stats
+        self._stats.busy_seconds = self.reader.busy_seconds - self._busy_before
+        return self._stats
 
     def reset_stats(self) -> None:
         with self._lock:
-            self._reads.stats = LoaderStats()
+            super().reset_stats()
+            self._reads.stats = self._stats
             self._busy_before = self.reader.busy_seconds
 
     @property
