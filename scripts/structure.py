@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
 PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
-KINDS = {"GroupedQuery", "Latent", "Compressed", "Delta", "ChannelDecay", "Mamba2"}
+KINDS = {"GroupedQuery", "Latent", "Compressed", "Delta", "ChannelDecay", "Mamba2", "ShortConv"}
 ROOMS = ("mixers", "families")  # packages that may name a kind
 MODULE_LINES, FUNCTION_LINES = 400, 60
 LONG = {  # module: why it is longer

@@ -48,6 +48,7 @@ INTERLEAVED = ("gpt_oss",)  # in their fused experts, rows of gate and up altern
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
 STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # mlx-lm's stacked experts, if not switch_mlp
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
     "deepseek_v4": (
@@ -68,7 +69,9 @@ MLX_NAMES = {
         ("nemotron_h", "nemotron_h_latent"),
         ((".switch_mlp.up_proj.", ".switch_mlp.fc1."), (".switch_mlp.down_proj.", ".switch_mlp.fc2.")),
     ),
-    "minimax_m2": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+    **dict.fromkeys(
+        ("minimax_m2", "lfm2_moe"), ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
+    ),
 }
 EXTRA_VARIANTS = {
     "qwen3_5_moe": ("moeflux", "fp8"),
@@ -228,7 +231,8 @@ def _kind(family, name):
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
     kinds |= dict.fromkeys(("norm_key.weight", "norm_query.weight", "norm_conv.weight"), centred)
-    kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv"} | dict.fromkeys(INTEGERS, "integers")
+    kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv", "conv.conv.weight": "conv"}
+    kinds |= dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
     kinds |= {"tid2eid": "table", "_base": "bias", "_scale": "norm", ".ape": "bias", "attn_sink": "sinks"}
     kinds |= {"compress_ape": "bias"}
@@ -236,8 +240,8 @@ def _kind(family, name):
         return "signed_bias"
     kinds |= {".gate.weight": "router", ".router.weight": "router", ".router.proj.weight": "router"}
     kinds |= {"norm_1.weight": "norm", "norm_2.weight": "norm", ".router.scale": "gain", ".layer_scalar": "norm"}
-    if family == "gemma4" and name.endswith("embed_tokens.weight"):
-        return "linear"  # this matrix is scaled, and makes the logits
+    if family in ("gemma4", "lfm2_moe") and name.endswith("embed_tokens.weight"):
+        return "linear"  # this matrix makes the logits too
     return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
 
 
@@ -316,7 +320,7 @@ def _block(tensors, stem, expert):
 
 def quantised_bits(family, name):
     """Returns 4 or 8 for a hub tensor that an MLX conversion quantises, and 0 for one that it does not."""
-    if name.endswith(("norm.weight", "norm_f.weight", "conv1d.weight", "A_log", "dt_bias", "bias", ".D")):
+    if name.endswith(("norm.weight", "norm_f.weight", *CONVOLUTIONS, "A_log", "dt_bias", "bias", ".D")):
         return 0
     if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):
         return 0
@@ -630,7 +634,7 @@ def mlx_tensors(family, variant="mlx4"):
 
 def _mlx_plain(family, name, tensor):
     """Returns a tensor that MLX stores as floats: norms not zero-centred, convolutions [C, taps, 1], A_log in bf16."""
-    if name.endswith("conv1d.weight"):
+    if name.endswith(CONVOLUTIONS):
         return tensor[0], np.ascontiguousarray(np.swapaxes(tensor[1], 1, 2))
     if name.endswith("A_log"):
         return _bf16(as_float(tensor))

@@ -11,6 +11,7 @@ from . import (
     gpt_oss,
     hunyuan,
     laguna,
+    lfm2,
     mimo,
     minimax,
     mistral,
@@ -39,4 +40,5 @@ FAMILIES: dict[str, Family] = {
     **exaone.FAMILIES,
     **gemma4.FAMILIES,
     **nemotron.FAMILIES,
+    **lfm2.FAMILIES,
 }

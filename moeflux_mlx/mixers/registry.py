@@ -15,6 +15,9 @@ from ..kinds import Mixer
 from .compressed import cache as compressed_cache
 from .compressed import module as compressed
 from .compressed.spec import Compressed
+from .conv import cache as conv_cache
+from .conv import module as conv
+from .conv.spec import ShortConv
 from .delta import cache as delta_cache
 from .delta import module as delta
 from .delta.spec import Delta
@@ -34,6 +37,7 @@ ROOMS: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
     Compressed: (compressed_cache, compressed),
     Delta: (delta_cache, delta),
     Mamba2: (mamba_cache, mamba),
+    ShortConv: (conv_cache, conv),
 }
 
 KEPT_FLOAT32 = frozenset(name for _, module in ROOMS.values() for name in module.KEPT_FLOAT32)

@@ -49,7 +49,7 @@ OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "
 FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
-LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80}
+LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
 
 
@@ -183,7 +183,7 @@ class Margins:
             stem, _, last = name.rpartition(".")
             if last in ("gate", "router"):
                 owner = module if hasattr(module, "e_score_correction_bias") else model.get_submodule(stem)
-                bias = getattr(owner, "e_score_correction_bias", None)
+                bias = getattr(owner, "e_score_correction_bias", getattr(owner, "expert_bias", None))
                 self.hooks.append(module.register_forward_hook(functools.partial(self.look, bias)))
 
     def look(self, bias, module, inputs, output):

@@ -165,6 +165,7 @@ VARIANTS = [
     "deepseek-v4-flash",  # over compressed entries
     "minimax-m3-428b",  # over chosen blocks
     "nemotron-3-super-120b-a12b",  # state space model
+    "lfm2-8b-a1b",  # short convolution
 ]
 
 

@@ -62,6 +62,7 @@ SIZES = {
     "kimi-k2.6": (24772608, 9512681472, 60, 531.56),
     "minimax-m2-230b-a10b": (7962624, 2038431744, 62, 117.70),
     "mistral-small-4-119b": (14155776, 1811939328, 36, 60.75),
+    "lfm2-8b-a1b": (6193152, 198180864, 22, 4.06),
     "nemotron-3-nano-30b-a3b": (5615616, 718798848, 23, 15.40),
     "nemotron-3-super-120b-a12b": (3096576, 1585446912, 40, 59.06),
     "gemma-4-26b-a4b": (3358720, 429916160, 30, 12.01),
@@ -322,6 +323,30 @@ def test_what_transformers_saves_reads_the_same(family):
 def test_layers_of_nemotron_that_are_not_computed(pattern, message):
     with pytest.raises(ConfigError, match=message):
         ModelArgs.from_dict({**goldens.config("nemotron_h"), "hybrid_override_pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"layer_types": None}, "'layer_types' is missing"),
+        ({"layer_types": ["conv", "short_conv", "conv", "conv", "full_attention"]}, "short_conv"),
+        ({"conv_bias": True}, "'conv_bias' is True"),
+        ({"conv_L_cache": 1}, "'conv_L_cache' is 1"),
+        ({"num_dense_layers": 6}, "'num_dense_layers' is 6"),
+    ],
+)
+def test_layers_of_lfm2_that_are_not_computed(change, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelArgs.from_dict({**goldens.config("lfm2_moe"), **change})
+
+
+def test_defaults_of_lfm2_are_those_of_transformers():
+    names = ("conv_L_cache", "norm_eps", "norm_topk_prob", "num_dense_layers", "rope_theta", "tie_embedding")
+    names += ("conv_bias", "routed_scaling_factor", "use_expert_bias")
+    config = config_of("lfm2-8b-a1b")
+    assert ModelArgs.from_dict({n: v for n, v in config.items() if n not in names}) == ModelArgs.from_dict(config)
+    for name in ("tie_embedding", "tie_word_embeddings"):
+        assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
 
 
 @pytest.mark.parametrize("most", ["Infinity", {"__float__": "Infinity"}])

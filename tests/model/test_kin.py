@@ -141,6 +141,10 @@ IGNORED = [
     ("nemotron_h", {"layer_norm_epsilon": 1e-5}),
     ("nemotron_h", {"routed_scaling_factor": 1.0}),
     ("nemotron_h_latent", {"norm_topk_prob": False}),
+    ("lfm2_moe", {"norm_eps": None}),
+    ("lfm2_moe", {"rope_theta": None}),
+    ("lfm2_moe", {"norm_topk_prob": False}),
+    ("lfm2_moe", {"routed_scaling_factor": None}),
     ("glm_moe_dsa", {"index_topk": 64}),
     ("glm_moe_dsa", {"indexer_rope_interleave": False}),
     ("glm_moe_dsa", {"rope_parameters": {"rope_theta": 1e4}}),
@@ -166,6 +170,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
+BIASED += ("lfm2_moe",)
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -218,6 +223,38 @@ def test_mistakes_in_mamba(monkeypatch, mistake):
         if "mamba" in layer:
             MAMBA[mistake](layer, monkeypatch)
     assert error(model, "nemotron_h") > 10 * TOLERANCE
+
+
+def of_rows(order):
+    """Puts the thirds of the projection, B, C and x, in another order."""
+
+    def change(conv):
+        for name in conv.in_proj.tensors():
+            thirds = mx.split(conv.in_proj[name], 3)
+            conv.in_proj[name] = mx.concatenate([thirds[i] for i in order])
+
+    return change
+
+
+def of_taps(change):
+    return lambda conv: _set(conv.conv, "weight", change(conv.conv.weight))
+
+
+CONV = {
+    "the gates the other way round": of_rows((1, 0, 2)),
+    "x before the gates": of_rows((2, 0, 1)),
+    "the newest input first": of_taps(lambda weight: weight[:, ::-1]),
+    "the newest input alone": of_taps(lambda weight: weight * mx.array([0, 0, 0, 1])[:, None]),
+}
+
+
+@pytest.mark.parametrize("mistake", CONV)
+def test_mistakes_in_the_short_convolution(mistake):
+    model = load_model(tiny_directory("lfm2_moe", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        if "conv" in layer:
+            CONV[mistake](layer.conv)
+    assert error(model, "lfm2_moe") > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])

@@ -22,6 +22,7 @@ STARTS = {
     "deepseek_v4": 14,
     "glm5_next": 17,
     "glm_moe_dsa": 14,
+    "lfm2_moe": 3,
     "minimax_m3_vl": 21,
     "nemotron_h": 16,
     "qwen4_exp": 11,

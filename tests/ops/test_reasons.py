@@ -7,6 +7,7 @@ from moeflux_mlx.formats.record import Record
 from moeflux_mlx.kinds import HeadBlocks, HyperConnections, Indexer, Rotation, Router
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.compressed.spec import Compressed
+from moeflux_mlx.mixers.conv import op as conv
 from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.delta.spec import ChannelDecay, Delta
 from moeflux_mlx.mixers.grouped import op as attend
@@ -80,6 +81,9 @@ def down(slots):
         (mamba.refusal("metal", 2, 1, MAMBA), "there are 2 sequences"),
         (mamba.refusal("metal", 1, 2, MAMBA), "several tokens"),
         (mamba.refusal("cuda", 1, 1, WIDE), "16448 values of a head do not fit"),
+        (conv.refusal("ops", 1, 1), NO_KERNELS),
+        (conv.refusal("metal", 2, 1), "there are 2 sequences"),
+        (conv.refusal("cuda", 1, 2), "several tokens"),
         (compressed.refusal("metal", 2, window(64)), "several tokens"),
         (compressed.refusal("metal", 1, window(60)), "rows of 60, 60 and 0 values are not multiples of 8"),
         (compressed.refusal("cuda", 1, window(4096)), "heads of 4096 values do not fit"),

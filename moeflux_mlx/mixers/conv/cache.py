@@ -1,0 +1,9 @@
+"""The cache of a gated short convolution: the last inputs of the convolution, beside a state without values."""
+
+from ...caches.recurrent import RecurrentCache
+from .spec import ShortConv
+
+
+def make_cache(mixer: ShortConv) -> RecurrentCache:
+    """An empty cache for a layer with this mixer."""
+    return RecurrentCache(mixer)

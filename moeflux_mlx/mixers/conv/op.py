@@ -1,0 +1,114 @@
+"""A gated short convolution between its projections, as LFM2 uses it (transformers, `Lfm2MoeShortConv`).
+
+B and x are multiplied, a causal convolution of each channel sums the last products, and C multiplies the sum, which is
+float32. The state is the last products. On a GPU a single token takes one kernel, and more tokens take MLX's
+operations; on the CPU numpy computes, because the native convolution (`ops.native.conv_silu`) ends with an activation
+that this one does not have.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...ops import backend
+from ...ops.backend import Array, contiguous, leave, library_of, view
+from ...ops.elementwise import float32, split
+from ...ops.launch import NO_KERNELS, SEVERAL, TOGETHER, Kernel, Launch, Reason, Shape, ceildiv
+from ...ops.recurrent_state import State
+from ...ops.rows import RowCaches
+from ...ops.tiles import planned
+from .spec import ShortConv
+
+STEP = Kernel("conv_step", "projected conv taps", "out next_conv")
+THREADS = 256  # of a threadgroup
+
+
+def short_conv(projected: Array, state: State | RowCaches, weight: mx.array, sizes: ShortConv) -> Array:
+    """The mixer from its input projection to its output projection; updates `state`.
+
+    Args:
+        projected: [B, L, 3 * channels], B, C and x one behind the other.
+        state: of one text or a batch of them; or the states of the L rows of a step.
+        weight: [channels, taps, 1], the last tap for the newest input.
+
+    Returns:
+        [B, L, channels] in the dtype of `projected`.
+    """
+    batch, length, _ = projected.shape
+    if isinstance(state, RowCaches):
+        has_kernel = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1)
+        return state.each(
+            lambda row, one: short_conv(projected[:, row], one, weight, sizes),
+            (lambda rows, some: _on_kernel(projected[:, rows], some, weight, sizes)) if has_kernel else None,
+            TOGETHER.get(backend.name(), 1),
+        )
+    if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length):
+        return _on_kernel(projected, [state], weight, sizes)
+    return _on_operations(projected, state, weight, sizes)
+
+
+def _on_operations(projected: Any, state: State, weight: mx.array, sizes: ShortConv) -> Any:
+    """`short_conv` of the next tokens of one text or of a batch."""
+    batch, length, _ = projected.shape
+    library = library_of(projected)
+    before: Any = library.zeros((batch, *sizes.conv_shape), projected.dtype) if state.conv is None else state.conv
+    taps: Any = weight
+    if library is np:
+        before, taps = view(before), view(weight)
+    with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
+        B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
+        inputs = library.concatenate([before.astype(projected.dtype), B * x], axis=1)
+        total: Any = 0.0
+        for i in range(sizes.taps):
+            total = total + float32(inputs[:, i : i + length]) * float32(taps[:, i, 0])
+        out = (float32(C) * total).astype(projected.dtype)
+    _absorb(state, leave(contiguous(inputs[:, length:])), length)
+    return out
+
+
+def _absorb(state: State, conv: mx.array, tokens: int) -> None:
+    """Takes the convolution's last inputs after `tokens` more. The state has matrices without values from then on,
+    because a recurrent cache that has none has absorbed no token.
+    """
+    if state.recurrent is None:
+        state.recurrent = mx.array(np.zeros((len(conv), 0, 0, 0), np.float32))
+    state.conv = conv
+    state.offset += tokens
+
+
+# ---- the kernel, for a token of each of some sequences on a GPU
+
+
+@planned("conv")
+def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
+    """Why the kernel does not take this number of sequences in one array, with this number of tokens of each."""
+    if target == "ops":
+        return NO_KERNELS
+    if tokens > 1:
+        return SEVERAL
+    return Reason(f"there are {sequences} sequences; the kernel takes one") if sequences > 1 else None
+
+
+def _on_kernel(projected: Any, states: Sequence[State], weight: mx.array, sizes: ShortConv) -> Any:
+    """`short_conv` of one token of each of several sequences, projected [1, len(states), 3 * channels]."""
+    dtype, shape = projected.dtype, (1, *sizes.conv_shape)
+    convs = [mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype) for one in states]
+    launch = plan(backend.name(), dtype, weight.dtype, sizes, len(states))
+    out, *after = launch(projected, *convs, weight)
+    for state, conv in zip(states, after, strict=True):
+        _absorb(state, conv, 1)
+    return out
+
+
+@planned("conv")
+def plan(target: str, dtype: mx.Dtype, weight: mx.Dtype, sizes: ShortConv, count: int) -> Launch:
+    """The launch for a token of each of `count` sequences."""
+    template = {"X": dtype, "W": weight, "C": sizes.channels, "TAPS": sizes.taps}
+    alone = Launch(target, STEP, template, (ceildiv(sizes.channels, THREADS), 1), THREADS, [])
+    own = {"projected": "projected+PROJECTED", "out": "out+C"}
+    own |= {name: f"{name}@{count}" for name in ("conv", "next_conv")}
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.channels), dtype)]
+    outputs += [((1, *sizes.conv_shape), dtype)] * count
+    return alone.of_rows(own, count, {"PROJECTED": sizes.projected}, outputs)

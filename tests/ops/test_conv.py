@@ -1,0 +1,139 @@
+"""The gated short convolution: calls of any lengths against its sum in float64, and the kernel for one token."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metal import msl
+from moeflux_mlx.caches.recurrent import RecurrentCache
+from moeflux_mlx.mixers.conv import op as operation
+from moeflux_mlx.mixers.conv.op import short_conv
+from moeflux_mlx.mixers.conv.spec import ShortConv
+from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.rows import RowCaches
+
+SIZES, WIDE = ShortConv(channels=48, taps=3), ShortConv(channels=300, taps=4)  # WIDE has more than a threadgroup
+TOLERANCE = 1e-5
+
+
+def drawn(seed, texts, length, sizes=SIZES):
+    """Returns random outputs of the projection, and taps."""
+    rng = np.random.default_rng(seed)
+    projected = rng.standard_normal((texts, length, sizes.projected), dtype=np.float32)
+    return projected, rng.standard_normal((sizes.channels, sizes.taps, 1), dtype=np.float32)
+
+
+def summed(projected, weight, sizes=SIZES):
+    """Computes one text as transformers' `Lfm2MoeShortConv` does, in float64."""
+    B, C, x = np.split(projected.astype(np.float64), 3, axis=-1)
+    inputs = np.concatenate([np.zeros((sizes.taps - 1, sizes.channels)), B * x])
+    sums = [(inputs[t : t + sizes.taps].T * weight[..., 0]).sum(-1) for t in range(len(x))]
+    return C * np.stack(sums)
+
+
+def error(make, projected, weight, lengths):
+    """Returns the error of calls of these lengths. `make` converts activations."""
+    cache, calls = RecurrentCache(SIZES), np.split(projected, np.cumsum(lengths)[:-1], axis=1)
+    assert cache.empty()
+    got = np.concatenate([np.array(short_conv(make(call), cache, mx.array(weight), SIZES)) for call in calls], axis=1)
+    assert cache.offset == projected.shape[1] and not cache.empty()
+    assert cache.nbytes == len(projected) * cache.bytes_for(1, 4)
+    return np.abs(got - np.stack([summed(text, weight) for text in projected])).max()
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("make", [np.array, mx.array])
+@given(
+    seed=st.integers(0, 2**32),
+    texts=st.integers(1, 2),
+    lengths=st.lists(st.sampled_from([1, 1, 2, 5, 40]), min_size=1, max_size=4),
+)
+@settings(max_examples=examples(15), deadline=None)
+def test_calls_of_any_lengths_match_the_sum(make, seed, texts, lengths):
+    assert error(make, *drawn(seed, texts, sum(lengths)), lengths) < TOLERANCE
+
+
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize("make", [np.array, mx.array])
+@pytest.mark.parametrize("fault", ["order of taps", "order of gates", "an activation", "a state that is lost"])
+def test_faults_would_be_seen(monkeypatch, make, fault):
+    projected, weight = drawn(1, 1, 12)
+    if fault == "order of taps":
+        weight = weight[:, ::-1].copy()
+    elif fault == "order of gates":
+        right = operation.split
+        monkeypatch.setattr(operation, "split", lambda *given: [right(*given)[i] for i in (1, 0, 2)])
+    elif fault == "an activation":
+        monkeypatch.setattr(operation, "float32", lambda x: x / (1 + (np if make is np.array else mx).exp(-x)))
+    else:
+        monkeypatch.setattr(operation, "_absorb", lambda state, conv, tokens: None)
+    cache, got = RecurrentCache(SIZES), []
+    for piece in (projected[:, :9], projected[:, 9:10], projected[:, 10:]):
+        got.append(np.array(short_conv(make(piece), cache, mx.array(weight), SIZES)))
+    want = summed(projected[0], drawn(1, 1, 12)[1])
+    assert np.abs(np.concatenate(got, axis=1)[0] - want).max() > 100 * TOLERANCE
+
+
+def tokens_on_the_kernel(sizes, dtype):
+    """The error of five tokens of each of four sequences, which share a launch, over the largest value. Each row has
+    the bits that it has alone."""
+    projected, weight = drawn(1, 4, 5, sizes)
+    rows = mx.array(projected).astype(dtype).swapaxes(0, 1)  # [5, 4, .]
+    taps = mx.array(weight).astype(dtype)
+    together, alone = ([RecurrentCache(sizes) for _ in range(4)] for _ in range(2))
+    assert not operation.refusal(backend.name(), 1, 1)
+    for row in rows:
+        outs = short_conv(row[None], RowCaches(together, lambda i: None), taps, sizes)
+        own = [short_conv(row[None, i : i + 1], cache, taps, sizes) for i, cache in enumerate(alone)]
+        assert mx.array_equal(outs, mx.concatenate(own, axis=1))
+    for ours, other in zip(together, alone, strict=True):
+        assert ours.offset == 5 and not ours.empty() and mx.array_equal(ours.conv, other.conv)
+    given = np.array(rows.astype(mx.float32)).swapaxes(0, 1)
+    want = np.stack([summed(text, np.array(taps.astype(mx.float32)), sizes)[-1] for text in given])
+    return np.abs(np.array(outs[0].astype(mx.float32)) - want).max() / np.abs(want).max()
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize(
+    "sizes, dtype, limit", [(SIZES, mx.float32, 1e-6), (WIDE, mx.float32, 1e-6), (WIDE, mx.bfloat16, 1e-2)]
+)
+def test_tokens_on_the_kernel(sizes, dtype, limit):
+    with msl.launching():
+        assert tokens_on_the_kernel(sizes, dtype) < limit
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+def test_the_kernel_continues_a_prompt():
+    """The state that MLX's operations leave is the kernel's, and the other way round."""
+    projected, weight = drawn(2, 1, 12)
+    cache, taps = RecurrentCache(SIZES), mx.array(weight)
+    with msl.launching():
+        ends = (0, 7, 8, 9, 12)
+        parts = [
+            short_conv(mx.array(projected[:, a:b]), cache, taps, SIZES) for a, b in zip(ends, ends[1:], strict=False)
+        ]
+    np.testing.assert_allclose(np.array(mx.concatenate(parts, axis=1))[0], summed(projected[0], weight), atol=TOLERANCE)
+
+
+@msl.needed
+@pytest.mark.usefixtures("cpu_device")
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("taps[column * TAPS + j]", "taps[column * TAPS + TAPS - 1 - j]"),
+        ("next_conv[(j - 1) * C", "next_conv[(TAPS - 1 - j) * C"),
+        pytest.param("projected[C + column]", "projected[column]", marks=pytest.mark.full),
+        pytest.param("projected[2 * C + column]", "projected[C + column]", marks=pytest.mark.full),
+        pytest.param("j + 1 < TAPS ?", "j < TAPS ?", marks=pytest.mark.full),
+        pytest.param("conv[j * C + column]", "conv[column]", marks=pytest.mark.full),
+    ],
+)
+def test_a_planted_fault_in_the_kernel_is_caught(monkeypatch, old, new):
+    msl.plant(monkeypatch, "conv_step.metal", old, new)
+    with msl.launching(), pytest.raises((AssertionError, msl.Failure)):
+        assert tokens_on_the_kernel(WIDE, mx.float32) < 1e-3
