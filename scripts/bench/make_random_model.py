@@ -164,8 +164,9 @@ def keep_layers(body: dict, start: int, count: int) -> None:
         for name, value in part.items():  # layer_types, attn_type_list and similar lists; layers that draft come last
             if isinstance(value, list) and len(value) >= whole:
                 part[name] = value[start:end]
-    if "first_k_dense_replace" in body:
-        body["first_k_dense_replace"] = max(body["first_k_dense_replace"] - start, 0)
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if name in body:
+            body[name] = max(body[name] - start, 0)
     if "num_hash_layers" in body:
         body["num_hash_layers"] = min(body["num_hash_layers"], count - 1)
     if "ple_layer_ids" in body:  # from one on
