@@ -26,7 +26,7 @@ FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS)]
 FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")]
 VARIANTS = ("cogito-v2-671b", "gpt-oss-20b", "minimax-m2-230b-a10b", "laguna-xs-2.1-33b", "step-3.5-flash-196b")
 VARIANTS += ("gemma-4-26b-a4b", "glm-5.3-flash-321b", "qwen3.8-flash-next-125b", "deepseek-v4-flash")
-VARIANTS += ("nemotron-3-super-120b-a12b", "deepseek-v3.2")
+VARIANTS += ("nemotron-3-super-120b-a12b", "deepseek-v3.2", "lfm2-8b-a1b")
 CASES = [("qwen3.6-35b-a3b", form) for form in FORMS] + [(variant, Quant(4, 64)) for variant in VARIANTS]
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(TOOLKIT is None, reason="pip install '.[nvrtc]' brings a compiler")]
