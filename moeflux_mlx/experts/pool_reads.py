@@ -22,10 +22,10 @@ from .stats import LoaderStats
 
 class PoolReads:
     """Args:
-        pools: the memory.
-        reader: reads the files.
-        least: number of records that a request may always ask for.
-        stats: what it counts into.
+    pools: the memory.
+    reader: reads the files.
+    least: number of records that a request may always ask for.
+    stats: what it counts into.
     """
 
     def __init__(self, pools: Pools, reader: ExpertReader, least: int, stats: LoaderStats):
