@@ -62,7 +62,7 @@ COMMANDS = {
 }
 # Modules of one way of mixing tokens, from the bottom up: what it is, computes, keeps, and how a layer uses it. Others
 # of its folder belong to `op`.
-ROOM = ("spec", "op", "cache", "module")
+PARTS = ("spec", "op", "cache", "module")
 MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
 
 
@@ -110,7 +110,7 @@ def mixer_of(module):
 def floor(module):
     """Returns the height of a mixer's module in its folder."""
     last = module.split(".")[-1]
-    return ROOM.index(last if last in ROOM else "op")
+    return PARTS.index(last if last in PARTS else "op")
 
 
 def cycle(graph):
@@ -171,9 +171,9 @@ def test_opening_a_checkpoint_imports_nothing_that_writes_one():
     assert not seen & {"packing.convert", "packing.writer", "packing.shards", "packing.journal"}
 
 
-def test_each_mixer_is_a_room_of_its_own():
-    rooms = {mixer_of(module) for module in MODULES} - {None}
-    assert all(f"mixers.{room}.{part}" in MODULES for room in rooms for part in ROOM)
+def test_each_mixer_is_a_folder_of_its_own():
+    mixers = {mixer_of(module) for module in MODULES} - {None}
+    assert all(f"mixers.{mixer}.{part}" in MODULES for mixer in mixers for part in PARTS)
     assert wrong_about_mixers(GRAPH) == []
 
 

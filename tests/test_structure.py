@@ -1,12 +1,11 @@
-"""The package keeps the limits of scripts/structure.py, which sees what is planted."""
+"""The package has the shape that scripts/structure.py demands, which sees what is planted."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-from moeflux_mlx.mixers.registry import ROOMS
+from moeflux_mlx.mixers.registry import PARTS_OF
 
 FILE = Path(__file__).resolve().parent.parent / "scripts" / "structure.py"
 SPEC = importlib.util.spec_from_file_location("structure", FILE)
@@ -30,31 +29,43 @@ def function(lines, docstring=""):
     return "def f():\n" + docstring + "    pass\n" * (lines - 1)
 
 
+@pytest.fixture
+def package(tmp_path):
+    """A package that describes three mixers."""
+    for name in ("latent", "delta", "mamba"):
+        (tmp_path / "mixers" / name).mkdir(parents=True)
+    (tmp_path / "mixers/latent/spec.py").write_text("class Latent:\n    pass\n")
+    (tmp_path / "mixers/delta/spec.py").write_text("class Delta:\n    pass\n")
+    (tmp_path / "mixers/mamba/spec.py").write_text("class Mamba2:\n    pass\n")
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    "text, counts",
+    "text, count",
     [
-        (NAMING, (3, 0, 0)),
-        (function(60, LONG_DOCSTRING), (0, 0, 0)),
-        (function(61), (0, 0, 1)),
-        ("class C:\n" + "".join(f"    {line}\n" for line in function(61).splitlines()), (0, 0, 1)),
-        ("\n" * 400, (0, 0, 0)),
-        ("\n" * 401, (0, 1, 0)),
+        (NAMING, 4),
+        (function(60, LONG_DOCSTRING), 0),
+        (function(61), 1),
+        ("class C:\n" + "".join(f"    {line}\n" for line in function(61).splitlines()), 1),
+        ("\n" * 400, 0),
+        ("\n" * 401, 1),
     ],
 )
-def test_plants_are_seen(tmp_path, text, counts):
-    (tmp_path / "planted.py").write_text(text)
-    assert tuple(map(len, structure.places(tmp_path, reasons=()))) == counts
+def test_plants_are_seen(package, text, count):
+    (package / "planted.py").write_text(text)
+    found = structure.faults(package, reasons=())
+    assert len(found) == count and all("planted.py" in fault for fault in found)
 
 
-def test_own_modules_may_name_their_kind(tmp_path):
-    for name in ("families/qwen3.py", "mixers/delta/spec.py", "ops/linear.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("Delta\n")
-    assert structure.places(tmp_path, reasons=())[0] == ["ops/linear.py:1"]
+def test_mixers_and_families_may_name_a_mixer(package):
+    for name in ("families/qwen3.py", "mixers/delta/op.py", "ops/linear.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("Delta\n")
+    assert structure.faults(package, reasons=()) == ["ops/linear.py:1 names Delta"]
 
 
-def test_the_kinds_exist():
-    assert {kind.__name__ for kind in ROOMS} <= structure.KINDS
+def test_every_mixer_is_looked_for():
+    assert {kind.__name__ for kind in PARTS_OF} <= structure.described(structure.PACKAGE)
 
 
 def test_a_reason_belongs_to_a_long_module():
@@ -64,12 +75,5 @@ def test_a_reason_belongs_to_a_long_module():
     ]
 
 
-def test_the_package_is_at_its_limits(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["structure.py"])
-    assert structure.main() == 0, capsys.readouterr().out
-    for change, message in (-1, "too many"), (1, "lower the limit to"):
-        limits = {name: limit + change for name, limit in structure.LIMITS.items()}
-        with monkeypatch.context() as changed:
-            changed.setattr(structure, "LIMITS", limits)
-            assert structure.main() == 1
-        assert capsys.readouterr().out.count(message) == 3
+def test_the_package_has_this_shape():
+    assert structure.faults(structure.PACKAGE) == []

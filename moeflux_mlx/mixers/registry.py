@@ -31,7 +31,7 @@ from .mamba import cache as mamba_cache
 from .mamba import module as mamba
 from .mamba.spec import Mamba2
 
-ROOMS: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
+PARTS_OF: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
     GroupedQuery: (grouped_cache, grouped),
     Latent: (latent_cache, latent),
     Compressed: (compressed_cache, compressed),
@@ -40,12 +40,12 @@ ROOMS: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
     ShortConv: (conv_cache, conv),
 }
 
-KEPT_FLOAT32 = frozenset(name for _, module in ROOMS.values() for name in module.KEPT_FLOAT32)
+KEPT_FLOAT32 = frozenset(name for _, module in PARTS_OF.values() for name in module.KEPT_FLOAT32)
 
 
 def make_cache(mixer: Mixer) -> LayerCache:
     """An empty cache for a layer with this mixer."""
-    cache, _ = ROOMS[type(mixer)]
+    cache, _ = PARTS_OF[type(mixer)]
     made: LayerCache = cache.make_cache(mixer)
     return made
 
@@ -54,7 +54,7 @@ def module_of(mixer: Mixer, hidden_size: int, eps: float, split_latent: bool) ->
     """The module of a layer with this mixer, for hidden states of `hidden_size` values. `split_latent` tells which of
     two forms of its tensors a checkpoint has (`mixers/latent/module.py`).
     """
-    _, module = ROOMS[type(mixer)]
+    _, module = PARTS_OF[type(mixer)]
     made: nn.Module = module.make_module(mixer, hidden_size, eps, split_latent)
     return made
 
