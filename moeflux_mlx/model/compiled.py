@@ -67,7 +67,7 @@ class DecodeStep:
 
     def __call__(
         self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
-    ) -> list[mx.array]:
+    ) -> list[Any]:
         """Runs the graph on the inputs of `takes` and on `more`, and returns its arrays; advances the caches of all
         sequences, after a call of `begin`.
         """

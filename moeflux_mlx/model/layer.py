@@ -18,7 +18,7 @@ from ..ops.backend import Array
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_prediction
-from .moe import DenseMLP, MoE, NoMLP
+from .moe import BeforeExperts, DenseMLP, MoE, NoMLP, moe_of
 from .span import MIXER_SHARE, Span
 from .streams import StreamsLayer
 
@@ -28,7 +28,7 @@ def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | No
     part, around = args.layers[layer].feed_forward, (args.layers[layer].residual, args.rms_norm_eps)
     match part:
         case Experts():
-            return MoE(part, args.hidden_size, layer, experts, *around)
+            return moe_of(part, args.hidden_size, layer, experts, *around)
         case Dense():
             return DenseMLP(part, args.hidden_size, *around)
         case None:
@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
         if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [[cache]]):
             step, chosen = self._step(self.mlp.should_predict(1)), chosen or Chosen()
             chosen.positions, *parts = step(x, [[cache]], *([] if chosen.positions is None else [chosen.positions]))
-            return self.mlp.run_experts(parts)
+            return self.mlp.run_experts(BeforeExperts(*parts))
         return self.mlp.forward(self._mixed(x, cache, chosen), self._second_norm)
 
     def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced], *positions: mx.array) -> list[Any]:

@@ -1,7 +1,7 @@
 """The Mixture-of-Experts block: router, shared expert, and the one call to the routed experts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,9 +22,35 @@ from ..ops.tiles import MAX_TOKENS
 PLAIN = Residual()
 
 
+class BeforeExperts(NamedTuple):
+    """The result of `MoE.choose`, for `MoE.run_experts`.
+
+    Attributes:
+        residual: what the block's output is added to, [B, L, D].
+        x: the routed experts' input [T, D] or [T, latent].
+        logits: of the router, [T, O], those of the experts first.
+        gates: the array whose last column is the shared expert's gate.
+        ids, weights, host_copy: the choice (`Routing`).
+        predicted: the choice of the next MoE block; None: it is not predicted.
+        beside: the output of a shared expert that the routed experts' kernels do not take; None: there is none.
+    """
+
+    residual: Any
+    x: Any
+    logits: Any
+    gates: Any
+    ids: Any
+    weights: Any
+    host_copy: Sequence[mx.array]
+    predicted: tuple[Any, Any, Sequence[mx.array]] | None
+    beside: Any
+
+
 class MoE(nn.Module):
-    """Replaces the dense MLP. The loader of the model provides `experts`; None if only shapes are needed. `residual`
-    says how the output is added to the stream; `eps` is that of the block's own norms.
+    """Replaces the dense MLP. The kernels of the routed experts also add the stream and the shared expert's output.
+
+    The loader of the model provides `experts`; None if only shapes are needed. `residual` says how the output is added
+    to the stream; `eps` is that of the block's own norms.
     """
 
     kept_float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias", "expert_scales")
@@ -49,22 +75,17 @@ class MoE(nn.Module):
             self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation, part.shared.matrices)
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
-            if part.shared.normed:
-                self.shared_input_norm = RMSNorm(hidden_size, eps)
-                self.shared_output_norm, self.routed_output_norm = (RMSNorm(hidden_size, eps) for _ in range(2))
         if self.rule.own_norm:
             self.gate_norm = RMSNorm(hidden_size, eps)
         if self.rule.expert_scales:
             self.expert_scales = mx.ones((self.rule.experts,))
-        if part.latent is not None:
-            self.fc1_latent_proj, self.fc2_latent_proj = (
-                Linear(hidden_size, part.latent),
-                Linear(part.latent, hidden_size),
-            )
-        if residual.output_norms:
-            self.output = Output(hidden_size, eps, residual.layer_scale)
+        self._is_apart = False  # whether the kernels of the routed experts do not take the shared expert
+        self._add_parts(part, hidden_size, residual, eps)
         self.arrange()
         self._following: Callable[[], tuple[MoE, RMSNorm]] | None = None
+
+    def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
+        """The parameters of the kind."""
 
     def arrange(self) -> None:
         """Joins the gates, which read x in float32; called again once they have their tensors."""
@@ -87,24 +108,25 @@ class MoE(nn.Module):
             return self.finish(self.prepare(residual, norm, tokens))
         return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
-    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> list[Any]:
-        """The input of `run_experts`: everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D].
-        `predict`: also predicts the experts of the next MoE block. `tokens`: ids [B, L], if the rule has a table. It
-        reads no value, so it can be traced.
+    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+        """Everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D]. `predict`: also predicts
+        the experts of the next MoE block. `tokens`: ids [B, L], if the rule has a table. It reads no value, so it can
+        be traced.
         """
         x, logits, gates = self._routed(residual, norm)
-        routed = self.route_with_host_copy(logits, tokens)
+        choice = self.route_with_host_copy(logits, tokens)
         predicted = self._predict_next(residual, tokens) if predict else None
-        return [residual, self._latent(x), logits, gates, routed, predicted, *self._beside(residual, x, gates)]
+        beside = self._shared_output(residual, x, gates) if self._is_apart else None
+        return BeforeExperts(residual, self._latent(x), logits, gates, *choice, predicted, beside)
 
-    def run_experts(self, parts: Sequence[Any]) -> Any:
-        """The stream [B, L, D] of `choose` plus the output of the chosen experts."""
-        residual, x, logits, gates, (ids, weights, host_copy), predicted, *beside = parts
+    def run_experts(self, before: BeforeExperts) -> Any:
+        """The residual [B, L, D] plus the output of the chosen experts."""
+        residual, x, logits, gates, ids, weights, host_copy, predicted, beside = before
         assert self.experts is not None
         choice = Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, host_copy)
-        made: Any = self.experts(routing, x, self._added_to(residual, x), None if beside else self._shared(gates))
-        return self._joined(residual, made, *beside)
+        shared = None if self._is_apart else self._shared(gates)
+        return self._joined(residual, self.experts(routing, x, self._added_to(residual, x), shared), beside)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
         """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
@@ -122,12 +144,8 @@ class MoE(nn.Module):
         B, L, _ = residual.shape
         x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits, tokens)
-        beside: list[Any] = self._beside(residual, x, gates)
-        shared = None if beside else self._shared(gates)
-        if shared is not None:
-            beside = [shared.rows(x)]
-        parts: list[Any] = [residual, self._latent(x), ids, weights, *beside]
-        return tuple(part.reshape(B, L, -1) for part in parts)
+        parts = residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates)
+        return tuple(part.reshape(B, L, -1) for part in parts if part is not None)
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
@@ -138,49 +156,31 @@ class MoE(nn.Module):
         rows = [part.reshape(B * L, -1) for part in parts]
         residual, x, ids, weights = rows[:4]
         assert self.experts is not None
-        is_apart, shared = self._is_apart, rows[4] if len(rows) > 4 else None
+        output = rows[4] if len(rows) > 4 else None
+        shared, beside = (None, output) if self._is_apart else (output, None)
         predicted = self._predict_next(residual) if self.should_predict(B * L) else None
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
-        made = self.experts(routing, x, self._added_to(residual, x), None if is_apart else shared, report)
-        return self._joined(residual, made, shared if is_apart else None).reshape(B, L, -1)
+        made = self.experts(routing, x, self._added_to(residual, x), shared, report)
+        return self._joined(residual, made, beside).reshape(B, L, -1)
 
     def _latent(self, x: Any) -> Any:
         """The routed experts' input for the normed rows."""
-        return self.fc1_latent_proj(x) if "fc1_latent_proj" in self else x
+        return x
 
-    @property
-    def _is_apart(self) -> bool:
-        """Whether the shared expert is no business of the routed experts' kernels: a norm or a projection stands
-        between."""
-        return "shared_expert" in self and ("shared_output_norm" in self or "fc2_latent_proj" in self)
-
-    def _beside(self, residual: Any, x: Any, gates: Any) -> list[Any]:
-        """The shared expert's output if it `_is_apart`: from the stream with its own norm, without its last norm, or
-        from the normed rows x and with the stream added.
-        """
-        if not self._is_apart:
-            return []
-        if "shared_output_norm" in self:
-            return [self.shared_expert(residual, norm=self.shared_input_norm)]
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        """The shared expert's output for the stream or its normed rows x; None: there is no shared expert."""
         shared = self._shared(gates)
-        assert shared is not None
-        return [shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)]
+        return None if shared is None else shared.rows(x)
 
     def _added_to(self, residual: Any, x: Any) -> Any:
-        """What the routed experts' kernels add to their output for x: the stream, if nothing comes between."""
-        if "fc2_latent_proj" in self:
-            return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
-        is_plain = "output" not in self and "routed_output_norm" not in self
-        return residual if is_plain else backend.zeros_like(residual)
+        """What the routed experts' kernels add to their output for x."""
+        return residual
 
-    def _joined(self, residual: Array, made: Array, beside: Array | None = None) -> Array:
-        """The stream after the block, from the routed experts' output including `_added_to`."""
-        if "fc2_latent_proj" in self:
-            return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
-        if beside is None:
-            return self.output(residual, made) if "output" in self else made
-        pair = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)
-        return self.output(residual, pair) if "output" in self else residual + pair.sum()
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        """The stream after the block, from the routed experts' output including `_added_to`. `beside`: the output of a
+        shared expert that the kernels do not take, or None.
+        """
+        return made
 
     def should_predict(self, tokens: int) -> bool:
         """Whether to predict the experts of the next MoE block, now."""
@@ -248,11 +248,79 @@ class MoE(nn.Module):
         return self.expert_scales if self.rule.expert_scales else None
 
     def _shared(self, gates: Array) -> Shared | None:
-        if "shared_expert" not in self or "shared_output_norm" in self:
+        if "shared_expert" not in self:
             return None
         mlp = self.shared_expert
         own = gates if "shared_expert_gate" in self else None
         return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)
+
+
+class NormedMoE(MoE):
+    """An `MoE` with norms between experts and stream: of the whole output (`Residual.output_norms`), or of the routed
+    experts' and of the shared expert's (`SharedExpert.normed`), or of all three.
+    """
+
+    def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
+        self._is_apart = part.shared is not None and part.shared.normed
+        if self._is_apart:
+            self.shared_input_norm = RMSNorm(hidden_size, eps)
+            self.shared_output_norm, self.routed_output_norm = (RMSNorm(hidden_size, eps) for _ in range(2))
+        if residual.output_norms:
+            self.output = Output(hidden_size, eps, residual.layer_scale)
+
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        """Of the stream with a norm of its own if the shared expert is normed; its last norm follows later."""
+        if self._is_apart:
+            return self.shared_expert(residual, norm=self.shared_input_norm)
+        return super()._shared_output(residual, x, gates)
+
+    def _added_to(self, residual: Any, x: Any) -> Any:
+        return backend.zeros_like(residual)
+
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        if self._is_apart:
+            made = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)
+        if "output" in self:
+            return self.output(residual, made)
+        return residual + made.sum()
+
+
+class LatentMoE(MoE):
+    """An `MoE` whose routed experts work between two projections. The shared expert adds the stream to its output, and
+    the last projection adds both.
+    """
+
+    def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
+        assert part.latent is not None
+        self._is_apart = part.shared is not None
+        self.fc1_latent_proj = Linear(hidden_size, part.latent)
+        self.fc2_latent_proj = Linear(part.latent, hidden_size)
+
+    def _latent(self, x: Any) -> Any:
+        return self.fc1_latent_proj(x)
+
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        """Including the stream."""
+        shared = self._shared(gates)
+        return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
+
+    def _added_to(self, residual: Any, x: Any) -> Any:
+        return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
+
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
+
+
+def moe_of(
+    part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None, residual: Residual, eps: float
+) -> MoE:
+    """The `MoE` of a layer, of the kind that `part` and `residual` need."""
+    kind = MoE
+    if part.latent is not None:
+        kind = LatentMoE
+    elif residual.output_norms or (part.shared is not None and part.shared.normed):
+        kind = NormedMoE
+    return kind(part, hidden_size, layer, experts, residual, eps)
 
 
 class NoMLP(nn.Module):

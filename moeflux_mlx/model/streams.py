@@ -21,7 +21,7 @@ from ..ops.rows import RowCaches
 from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 from .compiled import DecodeStep, by_prediction
-from .moe import DenseMLP, MoE
+from .moe import BeforeExperts, DenseMLP, MoE
 from .ngrams import NGramLayer
 from .span import MIXER_SHARE, Span
 from .tokens import Tokens
@@ -171,7 +171,7 @@ class StreamsLayer(nn.Module):
         if self._step is not None and tokens is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
             step = self._step(self.mlp.should_predict(1))
             streams, mixing, *parts = step(h, [[cache]], *tokens.arrays(self._tables))
-            out = self.mlp.run_experts(parts)
+            out = self.mlp.run_experts(BeforeExperts(*parts))
         else:
             streams, x, *mixing = self._to_experts(h, cache, tokens)
             out = self._experts(x, tokens)
@@ -210,10 +210,10 @@ class StreamsLayer(nn.Module):
             return self.mlp.finish(parts)
         return self.mlp.run_experts(self._chosen(x, tokens, self.mlp.should_predict(x.shape[0] * x.shape[1])))
 
-    def _chosen(self, x: Any, tokens: Tokens | None, predict: bool) -> list[Any]:
+    def _chosen(self, x: Any, tokens: Tokens | None, predict: bool) -> BeforeExperts:
         """The input of `MoE.run_experts`; the output is added to several streams later, so here to zeros."""
-        parts: list[Any] = self.mlp.choose(x, self.get("post_attention_layernorm"), predict, _ids(tokens, x))
-        return [backend.zeros_like(x), *parts[1:]]
+        before: BeforeExperts = self.mlp.choose(x, self.get("post_attention_layernorm"), predict, _ids(tokens, x))
+        return before._replace(residual=backend.zeros_like(x))
 
     def _to_experts(self, h: Any, cache: Any, tokens: Tokens | None) -> tuple[Any, ...]:
         """The streams behind the mixer, the input of the experts, and how their output is to be added."""
