@@ -233,7 +233,7 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
         for title, experts in _experts(part, record, args.num_experts_per_tok):
             module = feed_forward_of(args, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, partial(_forward, module, part, before), False
+            yield title, layers, partial(_forward, module, before), False
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
     last = slice(-1, None)  # of a prompt
@@ -313,9 +313,9 @@ def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
     return lambda x, _: made(spread(x, streams), None, cast(Any, make_cache(args.mixers[layer])).beside)
 
 
-def _forward(module: Any, part: Any, norm: RMSNorm | None, x: Any, _: Any) -> Any:
+def _forward(module: Any, norm: RMSNorm | None, x: Any, _: Any) -> Any:
     """Calls a feed-forward part on x [B, L, D]; if a table chooses the experts, all tokens are 0."""
-    if isinstance(part, Dense) or part.router.table is None:
+    if not module.reads_tokens:
         return module.forward(x, norm)
     return module.forward(
         x, norm, np.zeros(x.shape[:2], np.uint32) if isinstance(x, np.ndarray) else mx.zeros(x.shape[:2], mx.uint32)

@@ -23,7 +23,7 @@ class HyperConnections:
     eps: float
     mean: bool = False
     copies: ClassVar[int] = 2  # of the streams, in each part of a layer; measured on an H200
-    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -41,7 +41,8 @@ class GatedConnections:
     streams: int
     rank: int
     copies: ClassVar[int] = 7  # of the streams, in each part of a layer; measured on an H200
-    has_own_norm: ClassVar[bool] = True  # in place of the norm before each part
+    has_own_norm: ClassVar[bool] = True  # in place of the norm before each part and after the last layer
+    mean: ClassVar[bool] = False
 
     @property
     def widths(self) -> tuple[int, ...]:

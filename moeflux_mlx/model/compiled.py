@@ -10,7 +10,7 @@ place (in the cache or in an array of the newest entries), and attention ignores
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice, pairwise, product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -116,14 +116,14 @@ class DecodeStep:
         return run
 
 
-def by_prediction(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[[bool], DecodeStep]:
-    """A step for each value of the first argument of `run`: whether it predicts the experts of the next layer. They
-    keep their traces until `experts` close.
+def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[[bool, bool], DecodeStep]:
+    """A step for each pair of values of the first two arguments of `run`. The steps keep their traces until `experts`
+    close.
     """
-    steps = [DecodeStep(partial(run, predict)) for predict in (False, True)]
-    for step in steps:
+    steps = {case: DecodeStep(partial(run, *case)) for case in product((False, True), repeat=2)}
+    for step in steps.values():
         experts.at_close(step.forget)
-    return lambda predict: steps[predict]
+    return lambda *case: steps[case]
 
 
 class _Text(NamedTuple):

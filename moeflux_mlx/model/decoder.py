@@ -13,7 +13,6 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
-from ..kinds import GatedConnections
 from ..layers import Embedding, LastProduct, Linear, RMSNorm
 from ..mixers.registry import make_cache
 from ..ops import backend, gpu_time, native
@@ -28,7 +27,7 @@ from .compiled import DecodeStep
 from .drafting import Drafting
 from .head import DraftHead, Shared
 from .images import ImageEncoder
-from .layer import layer_of
+from .layer import DecoderLayer
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
 from .streams import connection
@@ -42,9 +41,9 @@ class Decoder(nn.Module):
     def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
-        self.layers: list[Any] = [layer_of(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
+        self.layers: list[Any] = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
         connections = args.connections
-        if not isinstance(connections, GatedConnections):  # gated connections have their own norm
+        if connections is None or not connections.has_own_norm:
             self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
         if connections is not None:
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
@@ -15,12 +16,16 @@ from ..layers import MixerModule, Output, RMSNorm
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import Array
+from ..ops.rows import RowCaches
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
-from .compiled import DecodeStep, by_prediction
+from .compiled import DecodeStep, by_case
 from .moe import BeforeExperts, DenseMLP, MoE, NoMLP, moe_of
+from .ngrams import NGramLayer
+from .residual import NormedStream, OneStream, Residual, SeveralStreams
 from .span import MIXER_SHARE, Span
-from .streams import StreamsLayer
+from .streams import connection
+from .tokens import Tokens
 
 
 def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:
@@ -35,63 +40,108 @@ def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | No
             return NoMLP()
 
 
-def layer_of(
-    args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool
-) -> "DecoderLayer | StreamsLayer":
-    """The module of a layer, chosen by its residual."""
-    spec, sizes = args.layers[layer], (args.hidden_size, args.rms_norm_eps)
-    if spec.residual.connections is None:
-        return DecoderLayer(args, layer, experts, split_latent)
-    mlp = feed_forward_of(args, layer, experts)
-    mixer = module_of(spec.mixer, *sizes, split_latent)
-    return StreamsLayer(spec.mixer.module_name, mixer, mlp, spec.residual.connections, *sizes, layer)
-
-
 class DecoderLayer(nn.Module):
-    """h = x + mixer(norm(x)); out = h + mlp(norm(h)). Mixer and MLP add x and h themselves: their last products do.
-
-    A layer without a feed-forward part is h. With `Residual.output_norms` norms stand between:
-    h = x + norm(mixer(norm(x))), and the MLP has its own (`Output`).
+    """A mixer and a feed-forward part, each with a norm before it, in the layer's `residual`. With one stream:
+    h = x + mixer(norm(x)); out = h + mlp(norm(h)).
     """
+
+    residual: Residual
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
         super().__init__()
-        spec = args.layers[layer]
+        spec, sizes = args.layers[layer], (args.hidden_size, args.rms_norm_eps)
         self._mixer_name = spec.mixer.module_name
-        setattr(self, self._mixer_name, module_of(spec.mixer, args.hidden_size, args.rms_norm_eps, split_latent))
+        setattr(self, self._mixer_name, module_of(spec.mixer, *sizes, split_latent))
         self.mlp = feed_forward_of(args, layer, experts)
-        if spec.residual.output_norms:
-            self.mixer_output = Output(args.hidden_size, args.rms_norm_eps)
-        self.input_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        if spec.feed_forward is not None:
-            self.post_attention_layernorm = RMSNorm(args.hidden_size, args.rms_norm_eps)
-        self._step: Callable[[bool], DecodeStep] | None = None
+        connections = spec.residual.connections
+        if connections is None or not connections.has_own_norm:
+            self.input_layernorm = RMSNorm(*sizes)
+            if spec.feed_forward is not None:
+                self.post_attention_layernorm = RMSNorm(*sizes)
+        if connections is not None:
+            self.attn_hc, self.ffn_hc = (connection(connections, *sizes) for _ in range(2))
+            self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)
+        elif spec.residual.output_norms:
+            self.mixer_output = Output(*sizes)
+            self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
+        else:
+            self.residual = OneStream(self.mixer, self.input_layernorm)
+        if spec.mixer.ngrams is not None:
+            self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
+        self._step: Callable[[bool, bool], DecodeStep] | None = None
 
     def compile(self, experts: ExpertLoader) -> None:
         """Compiles the part before the experts of a single token into one graph, which is kept until `experts`
         close.
         """
         if isinstance(self.mlp, MoE):
-            self._step = by_prediction(self._choose, experts)
+            self._step = by_case(self._choose, experts)
 
-    def __call__(self, x: Array, cache: Any, chosen: Chosen | None = None, tokens: Any = None) -> Array:
-        """`chosen`: the choice of the last layer with an indexer for these tokens; None before the first layer."""
-        if self._step is not None and isinstance(x, mx.array) and DecodeStep.takes(x, [[cache]]):
-            step, chosen = self._step(self.mlp.should_predict(1)), chosen or Chosen()
-            chosen.positions, *parts = step(x, [[cache]], *([] if chosen.positions is None else [chosen.positions]))
-            return self.mlp.run_experts(BeforeExperts(*parts))
-        return self.mlp.forward(self._mixed(x, cache, chosen), self._second_norm)
+    def __call__(self, h: Array, cache: Any, chosen: Chosen | None = None, tokens: Tokens | None = None) -> Any:
+        """`chosen`: the choice of the last layer with an indexer for these tokens; None before the first layer.
+        `tokens`: may be None for a layer that reads none.
+        """
+        chosen = chosen or Chosen()
+        if isinstance(cache, RowCaches) and not self.residual.takes_rows:
+            return self._of_rows(h, cache, chosen, tokens)
+        if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
+            step = self._step(self.mlp.should_predict(1), chosen.positions is not None)
+            chosen.positions, kept, *parts = step(h, [[cache]], *self._arrays(chosen, tokens))
+            return self.residual.added(self.mlp.run_experts(BeforeExperts(*parts)), *kept)
+        x, *kept = self._mixed(h, cache, chosen, tokens)
+        return self.residual.added(self._fed_forward(x, tokens), *kept)
 
-    def _choose(self, predict: bool, x: mx.array, caches: Sequence[Traced], *positions: mx.array) -> list[Any]:
-        """The function that is compiled; `positions`: the choice of the last layer with an indexer, if any."""
-        chosen = Chosen(positions[0] if positions else None)
-        h = self._mixed(x, caches[0], chosen)
-        return [chosen.positions, *self.mlp.choose(h, self._second_norm, predict)]
+    def _arrays(self, chosen: Chosen, tokens: Tokens | None) -> list[mx.array]:
+        """The arrays that `_choose` takes: the positions of `chosen`, if there are any, and those of `tokens`."""
+        positions = [] if chosen.positions is None else [chosen.positions]
+        return positions + (tokens.arrays(self._tables) if tokens is not None and self._reads_tokens else [])
 
-    def _mixed(self, x: Array, cache: Any, chosen: Chosen | None) -> Array:
-        if "mixer_output" not in self:
-            return self.mixer(x, self.input_layernorm, cache, chosen)
-        return self.mixer_output(x, self.mixer.mixed(x, self.input_layernorm, cache, chosen))
+    def _choose(
+        self, predict: bool, reuses: bool, h: mx.array, caches: Sequence[Traced], *arrays: mx.array
+    ) -> list[Any]:
+        """The function that is compiled. `reuses`: whether the first of `arrays` is the choice of the last layer with
+        an indexer.
+        """
+        chosen, arrays = Chosen(arrays[0] if reuses else None), arrays[reuses:]
+        tokens = Tokens.of(self._tables, *arrays) if arrays else None
+        x, *kept = self._mixed(h, caches[0], chosen, tokens)
+        return [chosen.positions, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
+
+    def _of_rows(self, h: Array, cache: RowCaches, chosen: Chosen, tokens: Tokens | None) -> Any:
+        """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
+        rows = []
+        for i, one in enumerate(cache.caches):
+            cache.begin(i)
+            own = tokens.at(i, i + 1) if tokens is not None and self._reads_tokens else None
+            rows.append(self._mixed(h[:, i : i + 1], one, chosen.of_row(i), own))
+        library = backend.library_of(h)
+        out = self._fed_forward(library.concatenate([x for x, *_ in rows], axis=1), tokens)
+        made = [self.residual.added(out[:, i : i + 1], *kept) for i, (_, *kept) in enumerate(rows)]
+        return library.concatenate(made, axis=1)
+
+    def _mixed(self, h: Array, cache: Any, chosen: Chosen, tokens: Tokens | None) -> tuple[Any, ...]:
+        """The feed-forward part's input, and what `Residual.added` takes with its output."""
+        if "ple" not in self:
+            return self.residual.mixed(h, cache, chosen)
+        return self.residual.mixed(self.ple(h, tokens, cache.beside), cache.own, chosen)
+
+    def _fed_forward(self, x: Array, tokens: Tokens | None) -> Any:
+        return self.mlp.forward(x, self._second_norm, self._ids(x, tokens))
+
+    def _ids(self, x: Array, tokens: Tokens | None) -> Any:
+        """The ids as an array of x's kind, if the feed-forward part reads them."""
+        if tokens is None or not self.mlp.reads_tokens:
+            return None
+        return tokens.ids if isinstance(x, mx.array) else np.asarray(tokens.ids)
+
+    @property
+    def _reads_tokens(self) -> bool:
+        return self.mlp.reads_tokens or "ple" in self
+
+    @property
+    def _tables(self) -> list[int]:
+        """The layers whose tables it reads."""
+        return [self.ple.layer] if "ple" in self else []
 
     @property
     def _second_norm(self) -> Any:
@@ -102,26 +152,30 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def pass_span(self, x: Array, cache: LayerCache, span: Span, report: Report) -> Array:
+    def pass_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> Any:
         """The layer over a span: its mixer block by block, its experts over all rows.
 
         At most two blocks are in flight, so that only their temporaries are in memory.
         """
-        parts: list[tuple[Array, ...]] = []
+        parts: list[tuple[Any, ...]] = []
+        kept: list[Any] = []
         cache.expect(span.length)
         for start, end in span.blocks(cache):
+            tokens = span.inputs.at(start, end) if span.inputs is not None and self._reads_tokens else None
             self._relieve()
-            h = self._mixed(backend.contiguous(x[:, start:end]), cache, span.chosen[start])
+            x, *kept = self._mixed(backend.contiguous(h[:, start:end]), cache, span.chosen[start], tokens)
             self._relieve()
-            part = self.mlp.prepare(h, self._second_norm)  # up to where rows of different tokens meet
+            prepared: Any = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))  # up to where rows meet
+            part = *kept, *prepared
             backend.start(*part, *cache.state[:-1])
             span.passed(span.layer, end, cache)
             if parts:
                 backend.finish(parts[-1][0])
             parts.append(part)
             report(MIXER_SHARE * start / span.length)
-        joined = backend.join(parts, axis=1)
-        return self.mlp.finish(joined, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+        joined, count = backend.join(parts, axis=1), len(kept)
+        out = self.mlp.finish(joined[count:], lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+        return self.residual.added(out, *joined[:count])
 
     def _relieve(self) -> None:
         """Returns memory of experts that the machine is short of before more is taken."""

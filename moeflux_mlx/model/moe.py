@@ -66,6 +66,7 @@ class MoE(nn.Module):
     ):
         super().__init__()
         self.layer, self.rule, self.experts = layer, part.router, experts
+        self.reads_tokens = self.rule.table is not None  # whether it needs the tokens' ids
         self.gate = Linear(hidden_size, self.rule.experts, self.rule.logit_bias)
         if self.rule.table is not None:
             self.tid2eid = mx.zeros((self.rule.table, self.rule.top_k), mx.uint32)
@@ -100,6 +101,7 @@ class MoE(nn.Module):
         """`following` is the next MoE block, and `norm` the norm before it."""
         # In a function, so that the next layer does not become a submodule.
         self._following = lambda: (following, norm)
+        self.reads_tokens |= following.rule.table is not None
 
     def forward(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> Array:
         """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
@@ -110,8 +112,8 @@ class MoE(nn.Module):
 
     def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
         """Everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D]. `predict`: also predicts
-        the experts of the next MoE block. `tokens`: ids [B, L], if the rule has a table. It reads no value, so it can
-        be traced.
+        the experts of the next MoE block. `tokens`: ids [B, L], if it `reads_tokens`. It reads no value, so it can be
+        traced.
         """
         x, logits, gates = self._routed(residual, norm)
         choice = self.route_with_host_copy(logits, tokens)
@@ -135,7 +137,7 @@ class MoE(nn.Module):
         Args:
             residual: the stream [B, L, D].
             norm: the norm of the block's input; None: no norm.
-            tokens: ids [B, L], where the rule has a table.
+            tokens: ids [B, L], where it `reads_tokens`.
 
         Returns:
             `residual`, the routed experts' input [B, L, D] or [B, L, latent], ids and weights [B, L, K], and the shared
@@ -311,12 +313,29 @@ class LatentMoE(MoE):
         return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
 
 
+class MoEBetweenStreams(MoE):
+    """An `MoE` that adds its output to nothing: a connection adds it to several streams."""
+
+    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, tokens)
+        return before._replace(residual=backend.zeros_like(residual))
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
+        """As `MoE.prepare`, without `residual`."""
+        return super().prepare(residual, norm, tokens)[1:]
+
+    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
+        return super().finish([backend.zeros_like(parts[0]), *parts], report)
+
+
 def moe_of(
     part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None, residual: Residual, eps: float
 ) -> MoE:
     """The `MoE` of a layer, of the kind that `part` and `residual` need."""
     kind = MoE
-    if part.latent is not None:
+    if residual.connections is not None:
+        kind = MoEBetweenStreams
+    elif part.latent is not None:
         kind = LatentMoE
     elif residual.output_norms or (part.shared is not None and part.shared.normed):
         kind = NormedMoE
@@ -326,10 +345,12 @@ def moe_of(
 class NoMLP(nn.Module):
     """The feed-forward part of a layer without one: the stream does not change."""
 
-    def forward(self, residual: Array, norm: None) -> Array:
+    reads_tokens: ClassVar[bool] = False
+
+    def forward(self, residual: Array, norm: None, tokens: None = None) -> Array:
         return residual
 
-    def prepare(self, residual: Array, norm: None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: None, tokens: None = None) -> tuple[Array, ...]:
         return (residual,)
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
@@ -341,18 +362,21 @@ class DenseMLP(MLP):
     `MoE`.
     """
 
+    reads_tokens: ClassVar[bool] = False
+
     def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
         super().__init__(hidden_size, part.width, part.activation)
+        self._adds = residual.connections is None  # otherwise a connection adds its output to several streams
         if residual.output_norms:
             self.output = Output(hidden_size, eps, residual.layer_scale)
 
-    def forward(self, residual: Array, norm: RMSNorm) -> Array:
+    def forward(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> Array:
         """`residual` [B, L, D] plus the MLP's output for it, normed."""
         if "output" in self:
             return self.output(residual, self(residual, norm=norm))
-        return self(residual, norm=norm, residual=residual)
+        return self(residual, norm=norm, residual=residual if self._adds else None)
 
-    def prepare(self, residual: Array, norm: RMSNorm) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> tuple[Array, ...]:
         """All of it."""
         return (self.forward(residual, norm),)
 

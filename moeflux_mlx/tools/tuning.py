@@ -28,7 +28,7 @@ from ..formats.record import ExpertLayout, Record
 from ..kinds import Connections, Mixer
 from ..layers import Linear
 from ..mixers.registry import make_cache
-from ..model.layer import layer_of
+from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
 from ..ops import backend
 from ..ops.dequantize import dequantized_records
@@ -255,7 +255,7 @@ def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
         kinds.setdefault((mixer, records.get(i)), i)
     for i in kinds.values():
         experts = TrialExperts(records[i], args.num_experts_per_tok) if i in records else None
-        layer: Any = layer_of(args, i, cast(Any, experts), False)
+        layer: Any = DecoderLayer(args, i, cast(Any, experts), False)
         randomise(layer, f"model.layers.{i}.", shapes)
         yield functools.partial(_try_layer, layer, args.mixers[i], args.connections)
 

@@ -13,6 +13,7 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_c
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
+from moeflux_mlx.model.residual import OneStream
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 
@@ -297,7 +298,9 @@ GEMMA4 = {
         layer.self_attn.mixer.value_is_key and without_weight_of_keys(layer.self_attn)
     ),
     "layers that are not scaled": lambda layer: layer.mlp.output.pop("layer_scalar"),
-    "a mixer's output as it is": lambda layer: layer.pop("mixer_output"),
+    "a mixer's output as it is": lambda layer: setattr(
+        layer, "residual", OneStream(layer.mixer, layer.input_layernorm)
+    ),
     "a router in the norm of the experts": lambda layer: _own_norm(layer.mlp, layer.post_attention_layernorm.weight),
     "a router without the width in its norm": lambda layer: _own_norm(layer.mlp, layer.mlp.gate_norm.weight),
     "experts that are not scaled": lambda layer: _set(layer.mlp, "expert_scales", mx.ones((11,))),

@@ -21,7 +21,7 @@ from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.decoder import Model
-from moeflux_mlx.model.layer import layer_of
+from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
 from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.ops import backend, gpu_time, launch
@@ -112,7 +112,7 @@ def fill(cache, positions):
 
 def last_block(args, layer, positions, block):
     """Runs a layer over the last block of a prompt of this length, without its routed experts."""
-    made, cache = layer_of(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
+    made, cache = DecoderLayer(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
     for one in (cache.own, cache.beside) if isinstance(cache, JoinedCache) else (cache,):
         fill(one, positions)
         one.offset = positions - block

@@ -85,7 +85,7 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache) -> Any:
+    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache, *more: Any) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)

@@ -1,0 +1,64 @@
+"""How the residual runs through a layer: around its mixer, and behind its feed-forward part.
+
+A residual refers to modules that the layer holds and names. Of the streams h it makes the feed-forward part's input,
+and with what it kept of them it adds the part's output.
+"""
+
+from typing import Any, ClassVar
+
+from ..layers import MixerModule, Output, RMSNorm
+from ..ops.backend import Array
+from ..ops.seen import Chosen
+
+
+class OneStream:
+    """h + mixer(norm(h)), where the mixer adds h; the feed-forward part adds its own input. Their last products do."""
+
+    takes_rows: ClassVar[bool] = True  # whether `mixed` takes the rows of a step at once
+
+    def __init__(self, mixer: MixerModule, norm: RMSNorm):
+        self.mixer, self.norm = mixer, norm
+
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+        """The feed-forward part's input, and what `added` takes with its output."""
+        return (self.mixer(h, self.norm, cache, chosen),)
+
+    def added(self, out: Any, *kept: Any) -> Any:
+        """The streams behind the layer, from the feed-forward part's output."""
+        return out
+
+
+class NormedStream(OneStream):
+    """One stream with a norm before the addition: h + norm(mixer(norm(h))). The feed-forward part has its own."""
+
+    def __init__(self, mixer: MixerModule, norm: RMSNorm, output: Output):
+        super().__init__(mixer, norm)
+        self.output = output
+
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+        return (self.output(h, self.mixer.mixed(h, self.norm, cache, chosen)),)
+
+
+class SeveralStreams:
+    """Each part gets one input from all streams, and a `connection` adds its output to them; h is
+    [B, L, streams * D].
+    """
+
+    takes_rows: ClassVar[bool] = False
+
+    def __init__(self, mixer: MixerModule, norm: RMSNorm | None, before: Any, behind: Any):
+        self.mixer, self.norm, self.before, self.behind = mixer, norm, before, behind
+
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+        """The feed-forward part's input, and for `added` the streams behind the mixer and how they are mixed."""
+        x, *mixing = self.before.gather(h)
+        out = self.mixer.mixed(x, self.norm, cache, chosen)
+        streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
+        return x, streams, *mixing
+
+    def added(self, out: Any, *kept: Any) -> Any:
+        streams, *mixing = kept
+        return self.behind.scatter(streams, out, *mixing)
+
+
+Residual = OneStream | SeveralStreams
