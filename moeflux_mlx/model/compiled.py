@@ -91,6 +91,8 @@ class DecodeStep:
                     if begin is not None:
                         begin(row, i)
                     layer.take_step(list(islice(left, kind.num_outputs)))
+        if len(texts) == 1:
+            return list(outputs[:count])
         ends = [0, *accumulate(number for number, _ in kinds)]
         back = [slice(*ends[i : i + 2]) for i in sorted(range(len(texts)), key=lambda i: texts[i].first)]
         return [_in_order(array, back) for array in outputs[:count]]

@@ -48,9 +48,9 @@ class Decoder(nn.Module):
         if connections is not None:
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
-            if connections is not None and following.mlp.rule.table is None:
-                continue  # a layer's input says nothing of the next one's, which is another sum of the streams
-            layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
+            # A table needs the ids. A layer's input says nothing of the next one's if that is another sum of streams.
+            if layer.mlp.reads_tokens if following.mlp.reads_tokens else connections is None:
+                layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
     def normed(self, h: Array) -> Array:
         """The normed hidden states of one stream after the last layer."""

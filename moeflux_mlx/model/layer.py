@@ -68,6 +68,7 @@ class DecoderLayer(nn.Module):
             self.residual = OneStream(self.mixer, self.input_layernorm)
         if spec.mixer.ngrams is not None:
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
+        self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None
         self._step: Callable[[bool, bool], DecodeStep] | None = None
 
     def compile(self, experts: ExpertLoader) -> None:
@@ -82,25 +83,23 @@ class DecoderLayer(nn.Module):
         `tokens`: may be None for a layer that reads none.
         """
         chosen = chosen or Chosen()
-        if isinstance(cache, RowCaches) and not self.residual.takes_rows:
+        if not self.residual.takes_rows and isinstance(cache, RowCaches):
             return self._of_rows(h, cache, chosen, tokens)
         if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
             step = self._step(self.mlp.should_predict(1), chosen.positions is not None)
-            chosen.positions, kept, *parts = step(h, [[cache]], *self._arrays(chosen, tokens))
+            arrays = [] if chosen.positions is None else [chosen.positions]
+            if tokens is not None and self._reads_tokens:
+                arrays += tokens.arrays(self._tables)
+            chosen.positions, kept, *parts = step(h, [[cache]], *arrays)
             return self.residual.added(self.mlp.run_experts(BeforeExperts(*parts)), *kept)
         x, *kept = self._mixed(h, cache, chosen, tokens)
-        return self.residual.added(self._fed_forward(x, tokens), *kept)
-
-    def _arrays(self, chosen: Chosen, tokens: Tokens | None) -> list[mx.array]:
-        """The arrays that `_choose` takes: the positions of `chosen`, if there are any, and those of `tokens`."""
-        positions = [] if chosen.positions is None else [chosen.positions]
-        return positions + (tokens.arrays(self._tables) if tokens is not None and self._reads_tokens else [])
+        return self.residual.added(self.mlp.forward(x, self._second_norm, self._ids(x, tokens)), *kept)
 
     def _choose(
         self, predict: bool, reuses: bool, h: mx.array, caches: Sequence[Traced], *arrays: mx.array
     ) -> list[Any]:
         """The function that is compiled. `reuses`: whether the first of `arrays` is the choice of the last layer with
-        an indexer.
+        an indexer; the others are those of the tokens, if it reads them.
         """
         chosen, arrays = Chosen(arrays[0] if reuses else None), arrays[reuses:]
         tokens = Tokens.of(self._tables, *arrays) if arrays else None
@@ -115,7 +114,8 @@ class DecoderLayer(nn.Module):
             own = tokens.at(i, i + 1) if tokens is not None and self._reads_tokens else None
             rows.append(self._mixed(h[:, i : i + 1], one, chosen.of_row(i), own))
         library = backend.library_of(h)
-        out = self._fed_forward(library.concatenate([x for x, *_ in rows], axis=1), tokens)
+        x = library.concatenate([x for x, *_ in rows], axis=1)
+        out = self.mlp.forward(x, self._second_norm, self._ids(x, tokens))
         made = [self.residual.added(out[:, i : i + 1], *kept) for i, (_, *kept) in enumerate(rows)]
         return library.concatenate(made, axis=1)
 
@@ -125,18 +125,11 @@ class DecoderLayer(nn.Module):
             return self.residual.mixed(h, cache, chosen)
         return self.residual.mixed(self.ple(h, tokens, cache.beside), cache.own, chosen)
 
-    def _fed_forward(self, x: Array, tokens: Tokens | None) -> Any:
-        return self.mlp.forward(x, self._second_norm, self._ids(x, tokens))
-
     def _ids(self, x: Array, tokens: Tokens | None) -> Any:
-        """The ids as an array of x's kind, if the feed-forward part reads them."""
-        if tokens is None or not self.mlp.reads_tokens:
+        """The ids as an array of x's kind, if the layer reads them."""
+        if tokens is None or not self._reads_tokens:
             return None
         return tokens.ids if isinstance(x, mx.array) else np.asarray(tokens.ids)
-
-    @property
-    def _reads_tokens(self) -> bool:
-        return self.mlp.reads_tokens or "ple" in self
 
     @property
     def _tables(self) -> list[int]:

@@ -101,7 +101,6 @@ class MoE(nn.Module):
         """`following` is the next MoE block, and `norm` the norm before it."""
         # In a function, so that the next layer does not become a submodule.
         self._following = lambda: (following, norm)
-        self.reads_tokens |= following.rule.table is not None
 
     def forward(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> Array:
         """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
