@@ -259,7 +259,7 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
         return module(x, norm, made, *_chosen(mixer, x))
     if isinstance(made, RowCaches):
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(len(made.caches))]
-    return module.mixed(x, norm, made.of_mixer)
+    return module.mixed(x, norm, made.of_mixer, *_chosen(mixer, x))
 
 
 def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:

@@ -37,6 +37,7 @@ def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | No
         case Dense():
             return DenseMLP(part, args.hidden_size, *around)
         case None:
+            assert around[0].connections is None, "a layer of several streams has a feed-forward part"
             return NoMLP()
 
 

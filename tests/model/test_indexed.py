@@ -14,13 +14,16 @@ from tiny_models import tiny_model
 
 from metal import msl
 from moeflux_mlx import kinds
-from moeflux_mlx.kinds import Indexer
+from moeflux_mlx.kinds import GatedConnections, HyperConnections, Indexer, Residual
 from moeflux_mlx.mixers.latent import module
 from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
+from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops.backend import contiguous
 from moeflux_mlx.ops.index import Index, choose
 from moeflux_mlx.ops.seen import Chosen
+from moeflux_mlx.spec import ModelArgs
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 
@@ -80,6 +83,50 @@ def test_a_span_that_was_left_between_two_layers_goes_on():
             stop = (lambda right: lambda share: None if told.append(share) or len(told) > 12 else right(share))(stop)
     assert len(told) > 3 and mx.array_equal(got, wanted)
     assert left.nbytes > left.hidden.nbytes and any(one.positions is not None for one in left.chosen.values())
+
+
+@pytest.mark.usefixtures("computing")
+@pytest.mark.parametrize("rule", [HyperConnections(2, 3, 1e-6), GatedConnections(2, 16)], ids=str)
+def test_a_choice_reaches_the_next_layer_between_several_streams(monkeypatch, rule):
+    """Prompts, single tokens and rows of a step give the same, and a layer that reuses a choice gets the last one."""
+    args = ModelArgs.from_dict(goldens.config("glm_moe_dsa"))
+    one = replace(args.layers[0], residual=Residual(connections=rule))  # its feed-forward part is dense
+    model = randomly_filled(
+        Model(replace(args, layers=tuple(replace(one, mixer=mixer) for mixer in args.mixers)), None)
+    )
+    right, reused, last = module.attend_indexed, [], [None]
+
+    def watching(*given, made, chosen, **more):
+        out = right(*given, made=made, chosen=chosen, **more)
+        if made is None:
+            reused.append(chosen.positions is last[0] and chosen.positions is not None)
+        last[0] = chosen.positions
+        return out
+
+    monkeypatch.setattr(module, "attend_indexed", watching)
+    tokens = mx.array(goldens.golden("glm_moe_dsa")[0])[None, :30]
+    want, caches = np.array(model(tokens)[0, 24:]), [model.make_cache() for _ in range(2)]
+    assert all(reused) and len(reused) == 3
+    for cache in caches:
+        mx.eval(model(tokens[:, :24], cache))
+    single = [model(tokens[:, i : i + 1], caches[0])[0, 0] for i in range(24, 30)]
+    assert all(reused) and len(reused) == 3 + 2 * 3 + 6 * 3
+    np.testing.assert_allclose(np.array(mx.stack(single)), want, atol=1e-4)
+    rows = model.step([SequenceRows(caches[1], tokens[0, 24:].tolist())]).logits
+    np.testing.assert_allclose(np.array(rows), want, atol=1e-4)
+
+
+def randomly_filled(model):
+    rng = np.random.default_rng(0)
+    for part in model.modules():
+        for name, value in part.items():
+            if isinstance(value, mx.array):
+                part[name] = mx.array(rng.normal(size=value.shape).astype(np.float32) * 0.2)
+        part.filled = True
+    for part in model.modules():
+        if hasattr(part, "arrange"):
+            part.arrange()
+    return model
 
 
 # ---- mistakes
