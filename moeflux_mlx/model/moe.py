@@ -332,12 +332,13 @@ def moe_of(
 ) -> MoE:
     """The `MoE` of a layer, of the kind that `part` and `residual` need."""
     kind = MoE
-    if residual.connections is not None:
-        kind = MoEBetweenStreams
-    elif part.latent is not None:
+    if part.latent is not None:
         kind = LatentMoE
     elif residual.output_norms or (part.shared is not None and part.shared.normed):
         kind = NormedMoE
+    if residual.connections is not None:
+        assert kind is MoE, "no family has latents or norms of experts between several streams"
+        kind = MoEBetweenStreams
     return kind(part, hidden_size, layer, experts, residual, eps)
 
 
