@@ -20,9 +20,10 @@ from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
 from ..formats.record import ExpertLayout
+from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.tables import Tables
-from ..model.tensors import resident_bytes, split_latent
+from ..model.tensors import resident_bytes
 from ..model.weights import fill
 from ..ops.limits import within_limits
 from ..ops.tiles import Tiles
@@ -258,7 +259,7 @@ def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress
     with compiling(Shapes.of(args, weights.experts.layout, weights.shapes, dtype), tiles, drafts.drafting.most > 0):
         experts = open_experts(weights.experts, args, plan, progress)
         try:
-            shape = split_latent(weights.shapes), plan.sizes, tiles, bits, drafts.drafting
+            shape = stored_forms(weights.shapes), plan.sizes, tiles, bits, drafts.drafting
             warm = keep_warm_of(setup.warmth, weights.path, experts)
             model = Model(args, setup.computing(experts, warm), *shape, _opened_tables(weights, args, experts))
             fill(model, weights.read(), args.quantization, dtype)

@@ -13,10 +13,10 @@ from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
 from ..files import read_json, user_path
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
+from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.drafting import Drafting
 from ..model.head import DraftHead
-from ..model.tensors import split_latent
 from ..model.weights import fill
 from ..packing.aside import NAME
 from ..packing.heads import HeadWeights, find_head
@@ -161,7 +161,7 @@ def load_head(head: HeadWeights, model: Model, dtype: mx.Dtype) -> None:
     """
     source = HeldExperts(head.experts.layout, {0: head.records()})
     try:
-        module = DraftHead(head.args, RoutedExperts(source, "off"), split_latent(head.shapes()))
+        module = DraftHead(head.args, RoutedExperts(source, "off"), stored_forms(head.shapes()))
         fill(module, head.read(), head.args.quantization, dtype)
     except BaseException:
         source.close()

@@ -21,7 +21,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Connections, Dense, Mixer, NGrams
 from ..layers import Linear, RMSNorm, Weight
-from ..mixers.registry import make_cache, module_of
+from ..mixers.registry import make_cache, module_of, stored_forms
 from ..model.layer import feed_forward_of
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
@@ -213,9 +213,9 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
     before = None if args.connections is not None and args.connections.has_own_norm else norm
-    is_split = any(path.endswith(".embed_q") for path in shapes.quants)
+    forms = stored_forms(shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
-        module = module_of(mixer, args.hidden_size, args.rms_norm_eps, is_split)
+        module = module_of(mixer, args.hidden_size, args.rms_norm_eps, forms)
         _fill(module, f"model.layers.{layers[0]}.{mixer.module_name}.", shapes)
         mix = partial(_mix, args, mixer, module, before)
         yield mixer.title, layers, mix, False

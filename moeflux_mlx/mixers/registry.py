@@ -5,7 +5,7 @@ and can be trimmed; a `Ring` holds the newest positions and goes back a few; a `
 absorbed every token and goes back to states that were kept. A `JoinedCache` combines a mixer's cache with a second one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 
 import mlx.nn as nn
@@ -41,6 +41,8 @@ PARTS_OF: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
 }
 
 KEPT_FLOAT32 = frozenset(name for _, module in PARTS_OF.values() for name in module.KEPT_FLOAT32)
+USUAL: frozenset[str] = frozenset()  # no other form than the usual ones
+FORMS = frozenset(name for _, module in PARTS_OF.values() for name in module.FORMS)
 
 
 def make_cache(mixer: Mixer) -> LayerCache:
@@ -50,12 +52,17 @@ def make_cache(mixer: Mixer) -> LayerCache:
     return made
 
 
-def module_of(mixer: Mixer, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
-    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `split_latent` tells which of
-    two forms of its tensors a checkpoint has (`mixers/latent/module.py`).
+def stored_forms(names: Iterable[str]) -> frozenset[str]:
+    """Which other forms of mixers' tensors than the usual ones a checkpoint has, by the names of its tensors."""
+    return FORMS.intersection(part for name in names for part in name.split("."))
+
+
+def module_of(mixer: Mixer, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `forms`: those that
+    `stored_forms` found in its checkpoint.
     """
     _, module = PARTS_OF[type(mixer)]
-    made: nn.Module = module.make_module(mixer, hidden_size, eps, split_latent)
+    made: nn.Module = module.make_module(mixer, hidden_size, eps, forms)
     return made
 
 

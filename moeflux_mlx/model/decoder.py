@@ -14,7 +14,7 @@ from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..layers import Embedding, LastProduct, Linear, RMSNorm
-from ..mixers.registry import make_cache
+from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
 from ..ops.limits import within_limits
@@ -38,10 +38,10 @@ from .tokens import Tokens, check_vocabulary
 class Decoder(nn.Module):
     """Embedding, layers and final norm: the part that checkpoints call `model`."""
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool):
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
         self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
-        self.layers: list[Any] = [DecoderLayer(args, i, experts, split_latent) for i in range(args.num_hidden_layers)]
+        self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
         if connections is None or not connections.has_own_norm:
             self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
@@ -70,7 +70,7 @@ class Model(nn.Module):
     Args:
         args: the hyper-parameters.
         experts: reads and computes routed experts; None if only the model's shapes are needed.
-        split_latent: the checkpoint holds MLA's `embed_q` and `unembed_out` instead of `kv_b_proj`.
+        forms: other forms of mixers' tensors that the checkpoint has (`stored_forms`).
         sizes: how prompts are cut.
         tiles: the kernels' tiles in all computations of the model.
         cpu_activations: bits to which the native products round activations.
@@ -89,7 +89,7 @@ class Model(nn.Module):
         self,
         args: ModelArgs,
         experts: RoutedExpertsCall | None,
-        split_latent: bool = False,
+        forms: frozenset[str] = USUAL,
         sizes: PromptSizes = PromptSizes(),  # noqa: B008
         tiles: Tiles = CODE,
         cpu_activations: int = native.EXACT,
@@ -101,7 +101,7 @@ class Model(nn.Module):
         self.drafting = Drafting() if drafting is None else drafting
         self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
-        self.model = Decoder(args, experts, split_latent)
+        self.model = Decoder(args, experts, forms)
         if not args.is_tied:
             self.lm_head = Linear(args.hidden_size, args.vocab_size)
         self.suits_cpu = backend.takes_widths(args.widths)

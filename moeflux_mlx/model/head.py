@@ -16,7 +16,7 @@ from ..caches.layer_cache import LayerCache
 from ..experts.routing import RoutedExpertsCall, ignore_report
 from ..families.registry import FAMILIES
 from ..layers import Linear, RMSNorm
-from ..mixers.registry import make_cache
+from ..mixers.registry import USUAL, make_cache
 from ..ops import backend
 from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
@@ -45,9 +45,9 @@ class Shared:
 class _Layers(nn.Module):
     """The part that checkpoints of models call `model`."""
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool):
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
-        self.layers = [DecoderLayer(args, 0, experts, split_latent)]
+        self.layers = [DecoderLayer(args, 0, experts, forms)]
         self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
 
 
@@ -58,15 +58,15 @@ class DraftHead(nn.Module):
     Args:
         args: those of a model of one layer, the head's (`ModelArgs.head`).
         experts: computes its routed experts; None if only the shapes are needed.
-        split_latent: as for `Model`.
+        forms: as for `Model`.
     """
 
-    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, split_latent: bool = False):
+    def __init__(self, args: ModelArgs, experts: RoutedExpertsCall | None, forms: frozenset[str] = USUAL):
         super().__init__()
         self.args = args
         self.enorm, self.hnorm = (RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(2))
         self.fc = Linear(2 * args.hidden_size, args.hidden_size)
-        self.model = _Layers(args, experts, split_latent)
+        self.model = _Layers(args, experts, forms)
         self._shared: Shared | None = None
         self._experts = experts
         self._steps: list[DecodeStep] = []  # for a few rows on a GPU with the experts: without and with a draft

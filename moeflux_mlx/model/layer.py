@@ -48,11 +48,11 @@ class DecoderLayer(nn.Module):
 
     residual: Residual
 
-    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, split_latent: bool):
+    def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
         spec, sizes = args.layers[layer], (args.hidden_size, args.rms_norm_eps)
         self._mixer_name = spec.mixer.module_name
-        setattr(self, self._mixer_name, module_of(spec.mixer, *sizes, split_latent))
+        setattr(self, self._mixer_name, module_of(spec.mixer, *sizes, forms))
         self.mlp = feed_forward_of(args, layer, experts)
         connections = spec.residual.connections
         if connections is None or not connections.has_own_norm:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from ..layers import Convolution, Weight
 from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
+from ..mixers.registry import USUAL
 from ..ops.forms import DTYPES
 from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
 from ..spec import ModelArgs
@@ -44,9 +45,9 @@ class Needed(NamedTuple):
     convolutions: frozenset[str]
 
 
-def needed(args: ModelArgs, split_latent: bool = False, kind: type[Model] | type[DraftHead] = Model) -> Needed:
+def needed(args: ModelArgs, forms: frozenset[str] = USUAL, kind: type[Model] | type[DraftHead] = Model) -> Needed:
     """The tensors of a model, or of a draft head."""
-    model = kind(args, None, split_latent)
+    model = kind(args, None, forms)
     matrices = {path: module.shape for path, module in model.named_modules() if isinstance(module, Weight)}
     names = {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
     plain = {name: shape for name, shape in names.items() if not is_of_matrix(name, matrices)}
@@ -79,11 +80,6 @@ def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT) 
     if is_exact or columns % wanted.group_size:
         return None
     return wanted
-
-
-def split_latent(names: Mapping[str, object]) -> bool:
-    """Whether MLA's up-projection comes as a pair of tensors, by the names there are."""
-    return any(name.endswith(".embed_q.weight") for name in names)
 
 
 def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:

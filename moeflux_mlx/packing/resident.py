@@ -18,9 +18,10 @@ import numpy as np
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, Tensor
+from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.head import DraftHead
-from ..model.tensors import ROUTERS, TABLE, Needed, needed, split_latent, stored_as
+from ..model.tensors import ROUTERS, TABLE, Needed, needed, stored_as
 from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
@@ -95,7 +96,7 @@ def plan_resident(
     Raises:
         ModelFileError: a tensor is missing or misshapen.
     """
-    ours = needed(args, split_latent(tensors), kind)
+    ours = needed(args, stored_forms(tensors), kind)
     shards = _shards(args, tensors, form.block[0])
     fused = _fused_matrices(args, tensors, shards)
     parted = {

@@ -27,7 +27,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Connections, Mixer
 from ..layers import Linear
-from ..mixers.registry import make_cache
+from ..mixers.registry import USUAL, make_cache
 from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
 from ..ops import backend
@@ -255,7 +255,7 @@ def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
         kinds.setdefault((mixer, records.get(i)), i)
     for i in kinds.values():
         experts = TrialExperts(records[i], args.num_experts_per_tok) if i in records else None
-        layer: Any = DecoderLayer(args, i, cast(Any, experts), False)
+        layer: Any = DecoderLayer(args, i, cast(Any, experts), USUAL)
         randomise(layer, f"model.layers.{i}.", shapes)
         yield functools.partial(_try_layer, layer, args.mixers[i], args.connections)
 

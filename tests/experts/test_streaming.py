@@ -28,10 +28,10 @@ from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.mixers.registry import stored_forms
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
-from moeflux_mlx.model.tensors import split_latent
 from moeflux_mlx.model.weights import fill, read_resident
 from moeflux_mlx.ops import backend, grouped
 from moeflux_mlx.spec import ModelArgs
@@ -58,7 +58,7 @@ def streamed(path, prefetch="lookahead", preadv=os.preadv, direct=True, workers=
     packed = PackedExperts.open(path, args)
     reader = ExpertReader(packed, direct=direct, preadv=preadv, workers=workers)
     source = StreamedExperts(packed, reader=reader, **options)
-    model = Model(args, RoutedExperts(source, prefetch), split_latent(tensors))
+    model = Model(args, RoutedExperts(source, prefetch), stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
     return model
 

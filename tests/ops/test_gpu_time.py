@@ -19,7 +19,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import USUAL, make_cache
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
@@ -112,7 +112,7 @@ def fill(cache, positions):
 
 def last_block(args, layer, positions, block):
     """Runs a layer over the last block of a prompt of this length, without its routed experts."""
-    made, cache = DecoderLayer(args, layer, None, split_latent=False), make_cache(args.mixers[layer])
+    made, cache = DecoderLayer(args, layer, None, USUAL), make_cache(args.mixers[layer])
     for one in (cache.own, cache.beside) if isinstance(cache, JoinedCache) else (cache,):
         fill(one, positions)
         one.offset = positions - block

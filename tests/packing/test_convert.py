@@ -65,7 +65,7 @@ def write_tiny(path, kind="F32", config=None, **change):
     """Writes a random qwen3_moe checkpoint of any sizes. Tensors named in `change` are replaced or left out."""
     config = {**TINY, **(config or {})}
     args, rng = ModelArgs.from_dict(config), np.random.default_rng(0)
-    shapes, others, _ = resident_file.needed(args, split_latent=False)
+    shapes, others, _ = resident_file.needed(args)
     tree = {f"{name}.weight": shape for name, shape in shapes.items()} | others
     H, I = args.hidden_size, args.moe_intermediate_size
     for layer in args.moe_layers:

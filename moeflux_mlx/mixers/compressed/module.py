@@ -22,7 +22,9 @@ from ...ops.rope import Rope, turned
 from .op import Seen, attend_compressed, attend_token, choose_entries, refusal, token_inputs
 from .spec import Compressed, Compressor
 
-KEPT_FLOAT32: tuple[str, ...] = ("ape",)  # the ends of names of parameters that stay float32
+# The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
+KEPT_FLOAT32: tuple[str, ...] = ("ape",)
+FORMS: tuple[str, ...] = ()
 
 
 class Pooling(nn.Module):
@@ -146,6 +148,6 @@ class CompressedAttention(nn.Module):
         return Projections(own.wq_b(latent, self.q_norm), entries, weights, terms)
 
 
-def make_module(mixer: Compressed, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+def make_module(mixer: Compressed, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
     return CompressedAttention(mixer, hidden_size, eps)

@@ -12,7 +12,9 @@ from ...ops.rows import RowCaches
 from .op import short_conv
 from .spec import ShortConv
 
-KEPT_FLOAT32: tuple[str, ...] = ()  # the ends of names of parameters that stay float32
+# The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
+KEPT_FLOAT32: tuple[str, ...] = ()
+FORMS: tuple[str, ...] = ()
 
 
 class GatedConvolution(MixerModule):
@@ -41,6 +43,6 @@ class GatedConvolution(MixerModule):
         return self.out_proj(out, residual=x)
 
 
-def make_module(mixer: ShortConv, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+def make_module(mixer: ShortConv, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
     return GatedConvolution(mixer, hidden_size)

@@ -16,10 +16,9 @@ from ...ops.rows import RowCaches
 from .op import DeltaWeights, delta
 from .spec import Delta
 
-KEPT_FLOAT32: tuple[str, ...] = (
-    "A_log",
-    "dt_bias",
-)  # the ends of names of parameters that stay float32
+# The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
+KEPT_FLOAT32: tuple[str, ...] = ("A_log", "dt_bias")
+FORMS: tuple[str, ...] = ()
 
 
 class GatedDeltaNet(MixerModule):
@@ -109,6 +108,6 @@ class KimiDelta(MixerModule):
         return self.o_proj(out, residual=x)
 
 
-def make_module(mixer: Delta, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+def make_module(mixer: Delta, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
     return (GatedDeltaNet if mixer.channel_decay is None else KimiDelta)(mixer, hidden_size, eps)

@@ -22,7 +22,9 @@ from .blocks_op import Terms, attend_blocks, block_keys
 from .op import Whole, attend
 from .spec import GroupedQuery
 
-KEPT_FLOAT32: tuple[str, ...] = ()  # the ends of names of parameters that stay float32
+# The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
+KEPT_FLOAT32: tuple[str, ...] = ()
+FORMS: tuple[str, ...] = ()
 
 
 class BlockIndexer(nn.Module):
@@ -167,6 +169,6 @@ class Attention(MixerModule):
         return self.o_proj(out, residual=x)
 
 
-def make_module(mixer: GroupedQuery, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+def make_module(mixer: GroupedQuery, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
     return Attention(mixer, hidden_size, eps)

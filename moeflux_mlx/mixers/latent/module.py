@@ -27,7 +27,9 @@ from .chosen_op import attend_indexed, attend_pools
 from .op import HeadMatrices, Queries, Up, attend_latent
 from .spec import Latent
 
-KEPT_FLOAT32: tuple[str, ...] = ("ape",)  # the ends of names of parameters that stay float32
+# The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
+KEPT_FLOAT32: tuple[str, ...] = ("ape",)
+FORMS: tuple[str, ...] = ("embed_q",)
 
 INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 
@@ -308,9 +310,9 @@ class PooledMLA(MLA):
         )
 
 
-def make_module(mixer: Latent, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
-    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `split_latent`: the form in
-    which a checkpoint has the up-projection (`MLA`).
+def make_module(mixer: Latent, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
+    """The module of a layer with this mixer, for hidden states of `hidden_size` values. `forms`: with "embed_q" a
+    checkpoint has the up-projection in two (`MLA`).
     """
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
-    return kind(mixer, hidden_size, split_latent)
+    return kind(mixer, hidden_size, "embed_q" in forms)

@@ -13,11 +13,9 @@ from ...ops.rows import RowCaches
 from .op import MambaWeights, mamba
 from .spec import Mamba2
 
-KEPT_FLOAT32: tuple[str, ...] = (
-    "A_log",
-    "dt_bias",
-    "D",
-)  # the ends of names of parameters that stay float32
+# The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
+KEPT_FLOAT32: tuple[str, ...] = ("A_log", "dt_bias", "D")
+FORMS: tuple[str, ...] = ()
 
 
 class Mamba(MixerModule):
@@ -55,6 +53,6 @@ class Mamba(MixerModule):
         return self.out_proj(out, residual=x)
 
 
-def make_module(mixer: Mamba2, hidden_size: int, eps: float, split_latent: bool) -> nn.Module:
+def make_module(mixer: Mamba2, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
     return Mamba(mixer, hidden_size, eps)
