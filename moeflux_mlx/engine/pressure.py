@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from .machine import Figures, limit_of, memory_groups, used_memory
 from .needs import headroom_bytes
-from .settings import physical_ram_bytes
+from .settings import physical_ram_bytes, read_sysctl
 
 EVERY = 0.125  # seconds between two checks of the sources
 STEPS = 8  # steps in which the pool grows to its full size
@@ -261,9 +261,8 @@ def _numbers(file: Path) -> dict[str, int]:
 
 def _pressure_level() -> int:
     """sysctl kern.memorystatus_vm_pressure_level; 1 if the system refuses."""
-    level, size = ctypes.c_int(1), ctypes.c_size_t(4)
-    sysctl = ctypes.CDLL(None).sysctlbyname
-    sysctl(b"kern.memorystatus_vm_pressure_level", ctypes.byref(level), ctypes.byref(size), None, ctypes.c_size_t(0))
+    level = ctypes.c_int(1)
+    read_sysctl(b"kern.memorystatus_vm_pressure_level", ctypes.byref(level), ctypes.sizeof(level))
     return level.value
 
 

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import MoefluxWarning
 
@@ -93,10 +93,16 @@ def chip() -> str | None:
     """The name of a Mac's chip, as "Apple M3 Pro"; None elsewhere."""
     if sys.platform != "darwin":
         return None
-    name, size = ctypes.create_string_buffer(128), ctypes.c_size_t(128)
-    sysctl = ctypes.CDLL(None).sysctlbyname
-    failed = sysctl(b"machdep.cpu.brand_string", name, ctypes.byref(size), None, ctypes.c_size_t(0))
-    return "" if failed else name.value.decode(errors="replace")
+    name = ctypes.create_string_buffer(128)
+    return name.value.decode(errors="replace") if read_sysctl(b"machdep.cpu.brand_string", name, 128) else ""
+
+
+def read_sysctl(name: bytes, place: Any, size: int) -> bool:
+    """Reads a value of a Mac's system into `place`, a buffer or reference of ctypes of `size` bytes; returns whether
+    the system gave it.
+    """
+    sysctl, length = ctypes.CDLL(None).sysctlbyname, ctypes.c_size_t(size)
+    return bool(sysctl(name, place, ctypes.byref(length), None, ctypes.c_size_t(0)) == 0)
 
 
 def _has_begun() -> bool:

@@ -49,7 +49,8 @@ class Decoder(nn.Module):
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
             # A table needs the ids. A layer's input says nothing of the next one's if that is another sum of streams.
-            if layer.mlp.reads_tokens if following.mlp.reads_tokens else connections is None:
+            predicts = layer.mlp.reads_tokens if following.mlp.reads_tokens else connections is None
+            if predicts:
                 layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
     def normed(self, h: Array) -> Array:

@@ -136,10 +136,16 @@ def unpacked(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | 
     return _dequantized(quant, codes, scales, third)
 
 
+def is_computed(target: str, quant: Quant) -> bool:
+    """Whether MLX's operations compute this form: its CUDA build 0.32.4 computes nothing for 1 bit, and reports no
+    error.
+    """
+    return quant.bits != 1 or target != "cuda"
+
+
 def _dequantized(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:
-    if quant.bits != 1 or backend.name() != "cuda":
+    if is_computed(backend.name(), quant):
         return mx.dequantize(codes, scales, biases, **settings(quant))
-    # MLX 0.32.4's CUDA build computes nothing for 1 bit, and reports no error.
     bits = (codes.view(mx.uint8)[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     groups = bits.reshape(*scales.shape, quant.group_size).astype(scales.dtype)
     weights = groups * scales[..., None] + cast(mx.array, biases)[..., None]

@@ -22,7 +22,7 @@ from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, shapes_of, starts_of
 from .experts import expert_down_combine, expert_gate_up, joined, native_refusal
-from .forms import factors, settings
+from .forms import factors, is_computed, settings
 from .gather_rows import gather_rows
 from .interrupt import check
 from .records import Records
@@ -211,8 +211,8 @@ def native_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool 
 
 def dense_from(target: str, record: Record) -> int:
     """The number of rows from which such an expert is dequantised in a prompt."""
-    if target == "cuda" and any(part.quant.bits == 1 for part in record.projections):
-        return 1  # MLX's product with codes computes nothing for 1 bit there
+    if not all(is_computed(target, part.quant) for part in record.projections):
+        return 1
     return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", shapes_of(record)).dense
 
 

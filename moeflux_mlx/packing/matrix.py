@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
 from ..ops import backend
-from ..ops.forms import unpacked_float32
+from ..ops.forms import is_computed, unpacked_float32
 from ..quant import E4M3, FLOAT, NAN, Quant
 
 CHUNK_VALUES = 1 << 24  # values quantised at a time: 64 MiB as float32
@@ -119,14 +119,13 @@ class Matrix:
         """
         stop = self.shape[0] if stop is None else stop
         step = max(1, CHUNK_VALUES // math.prod(self.shape[1:]))
-        # MLX 0.32.4's CUDA build computes nothing for 1 bit, and reports no error.
-        on_cpu = quant.bits == 1 and backend.name() == "cuda"
+        device = nullcontext() if is_computed(backend.name(), quant) else mx.stream(mx.cpu)
         parts = []
         for row in range(start, stop, step):
             values = self.values(row, min(row + step, stop))
             if values.dtype != dtype:  # a large float32 becomes infinite here
                 values = finite(self.weight, values.astype(dtype))
-            with mx.stream(mx.cpu) if on_cpu else nullcontext():
+            with device:
                 parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 
 from ...kinds import chosen
 from ...kinds.chosen import Indexer
-from ...kinds.limits import (
-    check_head,
-    check_index_head,
-    check_width,
-    check_window,
-    not_multiple,
-)
+from ...kinds.limits import check_head, check_index_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.rotation import Rotation
 
@@ -77,10 +71,14 @@ class Compressed(Mixer):
         check_window(self.window)
         check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
         check_width("o_groups * o_lora_rank", self.groups * self.group_latent)
-        indexer = self.compressor and self.compressor.indexer
-        if indexer:
-            check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
-            check_index_head(indexer.dim, self.rotation.dims)
+        if self.indexer:
+            check_width("index_n_heads * index_head_dim", self.indexer.heads * self.indexer.dim)
+            check_index_head(self.indexer.dim, self.rotation.dims)
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """The indexer that chooses entries, or None."""
+        return self.compressor.indexer if self.compressor else None
 
     @property
     def kv_heads(self) -> int:
@@ -89,8 +87,7 @@ class Compressed(Mixer):
     @property
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
-        indexer = self.compressor.indexer if self.compressor else None
-        index = () if indexer is None else (indexer.dim,)
+        index = () if self.indexer is None else (self.indexer.dim,)
         group = self.heads * self.head_dim // self.groups
         return self.head_dim, self.q_latent, self.rotation.dims, group, self.groups * self.group_latent, *index
 
@@ -111,9 +108,9 @@ class Compressed(Mixer):
 
     def seeing_all(self, first: int, count: int) -> int:
         """How many of the tokens from a place on attend to all entries that they see."""
-        if self.compressor is None or self.compressor.indexer is None:
+        if self.indexer is None:
             return count
-        return min(max((self.compressor.indexer.top + 1) * self.ratio - 1 - first, 0), count)
+        return min(max((self.indexer.top + 1) * self.ratio - 1 - first, 0), count)
 
     @property
     def row(self) -> int:
@@ -129,14 +126,13 @@ class Compressed(Mixer):
         """Number of tokens that are processed together."""
         entries = positions // self.compressor.ratio if self.compressor else 0
         least = self.heads * (2 * self.window + entries)
-        if self.compressor and self.compressor.indexer:
-            indexer = self.compressor.indexer
-            least = max(self.heads * (2 * self.window + indexer.top), indexer.top * self.head_dim)
+        if self.indexer:
+            least = max(self.heads * (2 * self.window + self.indexer.top), self.indexer.top * self.head_dim)
         return min(max(chosen.INDEX_VALUES // least, 1), self.window, tokens)
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Number of values that exist at once: the cache's new rows, queries, results, and scores of a few tokens."""
-        indexer = self.compressor.indexer if self.compressor else None
+        indexer = self.indexer
         of_indexer = indexer.temporaries(tokens, positions) + tokens * indexer.top if indexer else 0
         scores = 3 * chosen.INDEX_VALUES + of_indexer
         return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
@@ -144,17 +140,15 @@ class Compressed(Mixer):
     @property
     def columns(self) -> int:
         """Columns of the projections from the hidden state and back to it."""
-        index = self.compressor.indexer.heads if self.compressor and self.compressor.indexer else 0
+        index = self.indexer.heads if self.indexer else 0
         return self.q_latent + self.row + index + self.groups * self.group_latent
 
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent, and of the groups' projections."""
-        indexer = self.compressor.indexer if self.compressor else None
-        index = indexer.heads * indexer.dim if indexer else 0
+        index = self.indexer.heads * self.indexer.dim if self.indexer else 0
         width = self.heads * self.head_dim
-        return product_operations(tokens, self.q_latent, width + index) + product_operations(
-            tokens, width, self.group_latent
-        )
+        queries = product_operations(tokens, self.q_latent, width + index)
+        return queries + product_operations(tokens, width, self.group_latent)
 
     @property
     def title(self) -> str:

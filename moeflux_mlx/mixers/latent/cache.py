@@ -28,8 +28,7 @@ def make_cache(mixer: Latent) -> LayerCache:
 
 def _takes_steps(part: Latent) -> bool:
     """Whether there are kernels for a token alone of the attention, and of its indexer."""
-    rule = part.blocks or part.indexer
-    return latent.takes_step(part.latent, part.rotated) and (rule is None or index.takes_step(rule))
+    return latent.takes_step(part.latent, part.rotated) and (part.rule is None or index.takes_step(part.rule))
 
 
 class LatentCache(Stepping[Latent]):

@@ -71,9 +71,8 @@ class Latent(Mixer):
         check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
         check_width("num_attention_heads * (qk_nope_head_dim + v_head_dim)", self.heads * (self.nope + self.value))
         check_width("kv_lora_rank + qk_rope_head_dim", self.latent + self.rotated)
-        indexer = self.blocks.indexer if self.blocks else self.indexer
-        if indexer is not None:
-            self._check_indexer(indexer)
+        if self.scorer is not None:
+            self._check_indexer(self.scorer)
         if self.blocks is not None and self.blocks.ratio > WIDEST_WINDOW:
             raise ConfigError(f"index_kpool is {self.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
 
@@ -82,6 +81,16 @@ class Latent(Mixer):
             raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
         check_index_head(indexer.dim, self.rotated)
         check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
+
+    @property
+    def rule(self) -> Indexer | KeyBlocks | None:
+        """What chooses the positions or blocks that a token attends to; None: it attends to all."""
+        return self.blocks or self.indexer
+
+    @property
+    def scorer(self) -> Indexer | None:
+        """The indexer by whose scores they are chosen, or None."""
+        return self.blocks.indexer if self.blocks else self.indexer
 
     @property
     def rotated(self) -> int:
@@ -102,23 +111,20 @@ class Latent(Mixer):
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
         queries = () if self.q_latent is None else (self.q_latent,)
-        indexer = self.blocks.indexer if self.blocks else self.indexer
-        keys = () if indexer is None else (indexer.dim,)
+        keys = () if self.scorer is None else (self.scorer.dim,)
         return (*queries, *keys, self.latent, self.nope, self.rotated, self.value)
 
     def seeing_all(self, first: int, count: int) -> int:
         """How many of the tokens from a place on attend to all positions that they see."""
-        rule = self.blocks or self.indexer
-        return rule.seeing_all(first, count) if rule else count
+        return self.rule.seeing_all(first, count) if self.rule else count
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Number of values that exist at once, without scores: the latents expanded to keys and values of every head,
         queries, results. With an indexer, latents are expanded only for the first tokens, which attend to all
         positions.
         """
-        rule = self.blocks or self.indexer
         chooses = self.seeing_all(0, positions) < positions
-        chosen = rule.temporaries(tokens, positions) if rule and chooses else 0
+        chosen = self.rule.temporaries(tokens, positions) if self.rule and chooses else 0
         expanded = self.heads * self._expanded(positions) * (self.head_dim + self.value)
         return expanded + 3 * self.heads * tokens * self.head_dim + chosen
 
