@@ -168,7 +168,7 @@ class MixerModule(nn.Module):
         raise NotImplementedError
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        """[B, L, .] from the results of `begin`; `cache`, or the caches of the rows (`RowCaches`), absorb the
+        """[B, L, .] from the results of `begin`; `cache`, or the caches of the rows (`StepRows`), absorb the
         tokens.
         """
         raise NotImplementedError

@@ -50,6 +50,11 @@ class RecurrentCache(LayerCache[Any]):
         self.conv, self.recurrent, self.offset = value
         self.last_step, self.shifts = None, ()
 
+    def absorb(self, conv: mx.array, recurrent: mx.array, tokens: int) -> None:
+        """Takes both arrays as they are after `tokens` more tokens."""
+        self.conv, self.recurrent = conv, recurrent
+        self.offset += tokens
+
     def way_back(self) -> Arrays:
         return self.conv, self.recurrent
 
@@ -70,8 +75,8 @@ class RecurrentCache(LayerCache[Any]):
 
     def take_step(self, arrays: list[mx.array]) -> None:
         """Takes the arrays after the step."""
-        self.conv, self.recurrent = arrays
-        self.offset += 1
+        conv, recurrent = arrays
+        self.absorb(conv, recurrent, 1)
 
     def expect(self, n: int) -> None:
         """Does nothing: the cache's size does not depend on positions."""

@@ -173,7 +173,11 @@ class FixedState:
     num_outputs: ClassVar[int] = 2
 
     def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
-        self.conv, self.recurrent, self.offset = conv, recurrent, 0  # never read
+        self.absorb(conv, recurrent, 0)
+
+    def absorb(self, conv: mx.array, recurrent: mx.array, tokens: int) -> None:
+        """Takes both arrays as they are after more tokens."""
+        self.conv, self.recurrent = conv, recurrent
 
     def go_on(self, *_: Any) -> None:
         """No position matters."""

@@ -33,7 +33,7 @@ from ..ops.grouped import GroupedRows
 from ..ops.kernel_files import Program
 from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason
 from ..ops.records import Records
-from ..ops.rows import RowCaches
+from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..ops.stand_ins import standing_in
 from ..ops.streams import spread
@@ -240,14 +240,14 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
     yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
 
 
-def _caches(count: int, mixer: Any) -> RowCaches:
+def _caches(count: int, mixer: Any) -> StepRows:
     """The caches of several sequences with one row each."""
-    return RowCaches([make_cache(mixer) for _ in range(count)], lambda row: None)
+    return StepRows([make_cache(mixer) for _ in range(count)], lambda row: None)
 
 
-def _rows(count: int, mixer: Any) -> RowCaches:
+def _rows(count: int, mixer: Any) -> StepRows:
     """The cache of a sequence with several rows."""
-    return RowCaches([make_cache(mixer)] * count, lambda row: None)
+    return StepRows([make_cache(mixer)] * count, lambda row: None)
 
 
 def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: Any, caches: Any) -> Any:
@@ -257,7 +257,7 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     made = caches(mixer)
     if args.connections is None:
         return module(x, norm, made, *_chosen(mixer, x))
-    if isinstance(made, RowCaches):
+    if isinstance(made, StepRows):
         return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(len(made.caches))]
     return module.mixed(x, norm, made.of_mixer, *_chosen(mixer, x))
 

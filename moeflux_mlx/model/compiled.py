@@ -19,7 +19,7 @@ import mlx.core as mx
 from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced, up_to
 from ..experts.source import ExpertLoader
-from ..ops.rows import RowCaches
+from ..ops.rows import StepRows
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
 # The most graphs of a step, for each thread. A step has one for each way in which its caches are traced: for
@@ -184,12 +184,12 @@ class _Standing:
         return [array for i, cache in enumerate(self.layers) for array in self._before.get((i, row), cache.arrays)]
 
 
-def _caches(rows: Sequence[tuple[_Standing, int]], layer: int) -> RowCaches:
+def _caches(rows: Sequence[tuple[_Standing, int]], layer: int) -> StepRows:
     def begin(i: int) -> None:
         standing, row = rows[i]
         standing.begin(layer, row)
 
-    return RowCaches([standing.layers[layer] for standing, _ in rows], begin)
+    return StepRows([standing.layers[layer] for standing, _ in rows], begin)
 
 
 def _place(arrays: Iterator[mx.array]) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:

@@ -18,7 +18,7 @@ from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
 from ..ops.limits import within_limits
-from ..ops.rows import RowCaches
+from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..ops.streams import spread
 from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
@@ -248,7 +248,7 @@ class Model(nn.Module):
             return self.decode_step(tokens, [cache], *self._inputs(tokens, cache).arrays(self._tabled))
         return self._step(tokens, cache)
 
-    def _step(self, tokens: mx.array, cache: Sequence[LayerCache | Traced | RowCaches], *arrays: mx.array) -> list[Any]:
+    def _step(self, tokens: mx.array, cache: Sequence[LayerCache | Traced | StepRows], *arrays: mx.array) -> list[Any]:
         """Also what is compiled; `arrays`: of the tokens, where they have been read."""
         return self._out_of(self._last(tokens, cache, *arrays))
 

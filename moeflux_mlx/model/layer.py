@@ -16,7 +16,7 @@ from ..layers import MixerModule, Output, RMSNorm
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import Array
-from ..ops.rows import RowCaches
+from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         `tokens`: may be None for a layer that reads none.
         """
         chosen = chosen or Chosen()
-        if not self.residual.takes_rows and isinstance(cache, RowCaches):
+        if not self.residual.takes_rows and isinstance(cache, StepRows):
             return self._of_rows(h, cache, chosen, tokens)
         if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
             step = self._step(self.mlp.should_predict(1), chosen.positions is not None)
@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
         x, *kept = self._mixed(h, caches[0], chosen, tokens)
         return [chosen.positions, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
 
-    def _of_rows(self, h: Array, cache: RowCaches, chosen: Chosen, tokens: Tokens | None) -> Any:
+    def _of_rows(self, h: Array, cache: StepRows, chosen: Chosen, tokens: Tokens | None) -> Any:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
         rows = []
         for i, one in enumerate(cache.caches):

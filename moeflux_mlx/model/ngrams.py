@@ -39,9 +39,8 @@ class NGramLayer(nn.Module):
         begun = view(cache.conv) if cache.conv is not None and isinstance(h, np.ndarray) else cache.conv
         _, (key, value) = self._inputs(rows)
         h, inputs = with_ngrams(h, key, value, begun, weights, self.part)
-        cache.conv = inputs if isinstance(inputs, mx.array) else mx.array(inputs)
         ids = tokens.ids.astype(mx.int32)
         before = mx.full((B, self.part.longest - 1), self.part.end) if cache.recurrent is None else cache.recurrent
-        cache.recurrent = mx.concatenate([before, ids], axis=1)[:, L:]
-        cache.offset += L
+        last = mx.concatenate([before, ids], axis=1)[:, L:]
+        cache.absorb(inputs if isinstance(inputs, mx.array) else mx.array(inputs), last, L)
         return h

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..caches.layer_cache import Arrays, LayerCache
 from ..errors import RequestError
 from ..experts.stats import Asked
-from ..ops.rows import RowCaches
+from ..ops.rows import StepRows
 from .tokens import token_ids
 
 MAX_ROWS = 16  # the most rows of a step
@@ -87,12 +87,12 @@ class Step:
         return (tokens[0] if len(tokens) == 1 else mx.concatenate(tokens))[None]
 
     @property
-    def caches(self) -> list[RowCaches]:
+    def caches(self) -> list[StepRows]:
         """The caches of each layer that absorb the rows; they notify the step when a row begins."""
         return [self._of_layer(layer) for layer in range(len(self.sequences[0].cache))]
 
-    def _of_layer(self, layer: int) -> RowCaches:
-        return RowCaches([one.cache[layer] for one, _ in self._places], lambda row: self.begin(row, layer))
+    def _of_layer(self, layer: int) -> StepRows:
+        return StepRows([one.cache[layer] for one, _ in self._places], lambda row: self.begin(row, layer))
 
     def begin(self, row: int, layer: int) -> None:
         """The cache of the layer has absorbed the rows of the same sequence before this one."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..kinds import NGrams
 from ..ops.ngrams import row_numbers
-from ..ops.rows import RowCaches
+from ..ops.rows import StepRows
 from .tokens import Rows
 
 
@@ -40,7 +40,7 @@ class Tables:
 
 def _numbers(tokens: np.ndarray, cache: Any, part: NGrams) -> np.ndarray:
     """The rows int64 [B, L, heads] of tokens [B, L]."""
-    if not isinstance(cache, RowCaches):
+    if not isinstance(cache, StepRows):
         return row_numbers(np.concatenate([_before(cache, len(tokens), part), tokens], axis=1), part)
     texts: dict[int, np.ndarray] = {}  # the last tokens of each sequence
     rows = []

@@ -29,8 +29,6 @@ NEEDS = "// needs: "  # begins the first line of a text that uses headers
 ALIGNED = 256  # bytes: where each of several arrays in one begins
 # Of a threadgroup. A kernel that needs many registers has fewer than 1,024 on Apple's GPUs before the M3: 384 at least.
 MOST_THREADS = {"metal": 256, "cuda": 1024}
-# Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
-TOGETHER = {"metal": 4, "cuda": 8}
 ROW = "threadgroup_position_in_grid.z"
 ARRAYS = ("*", "@")  # signs in a name that stands for several arrays (`Kernel`)
 TYPES = {
@@ -72,8 +70,9 @@ def pack(arrays: Sequence[mx.array]) -> list[ArrayPiece]:
 
 
 def in_turn(joined: mx.array, *parts: mx.array) -> list[ArrayPiece]:
-    """The pieces of `parts` in `joined`, which holds them one after another."""
-    starts = accumulate((part.nbytes for part in parts), initial=0)
+    """The pieces of the first row of each part in `joined` [..., n], where rows of all parts are one after another."""
+    count = joined.size // joined.shape[-1]
+    starts = accumulate((part.nbytes // count for part in parts), initial=0)
     return [ArrayPiece(joined, start, joined.dtype) for start, _ in zip(starts, parts, strict=False)]
 
 

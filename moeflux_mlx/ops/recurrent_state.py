@@ -8,6 +8,9 @@ STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 flo
 class State(Protocol):
     """The layer's state of one text or a batch of them; None before the first token."""
 
-    offset: Any
     conv: Any  # [B, taps - 1, channels], the convolution's last inputs
     recurrent: Any  # [B, value heads, value dim, key dim] float32
+
+    def absorb(self, conv: Any, recurrent: Any, tokens: int) -> None:
+        """Takes both arrays as they are after `tokens` more tokens."""
+        ...

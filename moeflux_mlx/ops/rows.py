@@ -1,58 +1,99 @@
-"""The rows of a step, each with the cache that absorbs it. Operations with a state take the rows one after the
-other.
-"""
+"""The rows of a step: for each the cache of its sequence. An operation says which of them it computes together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .backend import Array, library_of
+from . import backend
+from .backend import library_of
 
+# Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
+TOGETHER = {"metal": 4, "cuda": 8}
 Begin = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class RowCaches:
+class RowSizes:
+    """What the launches for some rows depend on.
+
+    Args:
+        count: how many rows there are.
+        in_order: whether they are tokens of one sequence.
+        widths: values from one row to the next in each input that has all of them; of a lone row none.
+    """
+
+    count: int = 1
+    in_order: bool = False
+    widths: tuple[int, ...] = ()
+
+
+ALONE = RowSizes()
+
+
+@dataclass(frozen=True)
+class StepRows:
     """Replaces one layer's cache if the rows [1, R, ...] belong to several sequences, or several to one.
 
     Args:
         caches: the cache of each row, in order; the rows of one sequence are consecutive and have the same cache.
         begin: called with the number of a row before its cache absorbs it.
+        first: the number of the first row.
     """
 
     caches: Sequence[Any]
-    begin: Begin
+    begin: Begin = lambda row: None
+    first: int = 0
+
+    @property
+    def in_order(self) -> bool:
+        """Whether these are several rows of one sequence; of some that are computed together, all are or none."""
+        return len(self.caches) > 1 and self.caches[0] is self.caches[1]
+
+    @property
+    def sequences(self) -> Sequence[Any]:
+        """The cache of each sequence of rows that are computed together."""
+        return self.caches[:1] if self.in_order else self.caches
+
+    def sizes(self, widths: Sequence[int]) -> RowSizes:
+        """The sizes of rows that are computed together; `widths`: as of `RowSizes`, unless there is only one row."""
+        return ALONE if len(self.caches) == 1 else RowSizes(len(self.caches), self.in_order, tuple(widths))
+
+    def absorbing(self) -> Iterator[Any]:
+        """Yields the cache that is to absorb each row, of rows that are computed together."""
+        for i, cache in enumerate(self.caches):
+            if i and self.in_order:
+                self.begin(self.first + i)
+            yield cache
+
+    @property
+    def cache(self) -> Any:
+        """The cache of the only sequence."""
+        (one,) = self.sequences
+        return one
 
     def each(
         self,
-        compute: Callable[[slice, Any], Array],
-        together: Callable[[slice, Sequence[Any]], Array] | None = None,
-        most: int = 1,
-        in_order: Callable[[slice, Any, Begin], Array] | None = None,
-    ) -> Array:
-        """Calls `compute` with each row [1, 1, ...], its place and its cache, and joins the results to [1, R, ...].
+        parts: Sequence[Any],
+        compute: Callable[..., Any],
+        together: bool = False,
+        in_order: bool = False,
+    ) -> Any:
+        """The results of all rows, [1, R, ...].
 
         Args:
-            together: the same for up to `most` rows of different sequences, with their places and caches.
-            in_order: the same for several rows of one sequence; it calls `begin` itself, which it is given.
+            parts: arrays [1, R, ...], or None in place of some.
+            compute: (rows, *parts) -> their results.
+            together: whether it takes rows of several sequences; else, one row.
+            in_order: whether it then also takes several rows of one sequence.
         """
-        parts = []
-        for rows in self._runs(1 if together is None else most, in_order is not None):
-            caches = self.caches[rows]
-            if in_order is not None and len(caches) > 1 and caches[0] is caches[1]:
-                parts.append(in_order(rows, caches[0], self.begin))
-                continue
-            for i in range(rows.start, rows.stop):
+        results = []
+        for run in self._runs(TOGETHER[backend.name()] if together else 1, together and in_order):
+            rows = StepRows(self.caches[run], self.begin, run.start)
+            for i in range(run.start, run.start + len(rows.sequences)):
                 self.begin(i)
-            if together is None or len(caches) == 1:
-                parts.append(compute(rows, caches[0]))
-            else:
-                parts.append(together(rows, caches))
-        if len(parts) == 1:
-            return parts[0]
-        library = library_of(parts[0])
-        return library.concatenate(parts, axis=1)
+            results.append(compute(rows, *(None if part is None else part[:, run] for part in parts)))
+        return results[0] if len(results) == 1 else library_of(results[0]).concatenate(results, axis=1)
 
     def _runs(self, most: int, joins: bool) -> Iterator[slice]:
         """If `joins` is set, all rows of each sequence that has several. Of the others runs of 1, 2, 4, ... rows with

@@ -23,6 +23,7 @@ from moeflux_mlx.mixers.grouped import module as attention
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.model import ngrams, tables
 from moeflux_mlx.ops import ngrams as operations
+from moeflux_mlx.ops.rows import ALONE
 
 FAMILY = "qwen4_exp"
 TOKENS, WANTED = goldens.golden(FAMILY)
@@ -179,5 +180,5 @@ def test_row_numbers_are_those_of_exact_integers(tokens, seed):
 def test_a_gate_of_the_kernels_of_delta_rules_is_told():
     """The switch reaches the launches. Their kernels are tested with both values."""
     sizes = Delta(2, 4, 32, 32, 4, "sigmoid")
-    launch = delta.plan_step("metal", (1, 1, 256), (1, 3, 256), (1, 4, 32, 32), *(mx.float32,) * 3, sizes)
+    launch = delta.plan(ALONE, "metal", *(mx.float32,) * 3, sizes)
     assert dict(launch.template)["SIGMOID"] == 1

@@ -25,7 +25,7 @@ from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops import backend, linear
 from moeflux_mlx.ops.launch import Launch
-from moeflux_mlx.ops.rows import RowCaches
+from moeflux_mlx.ops.rows import StepRows
 
 PROMPT = list(range(5, 25))
 
@@ -177,8 +177,7 @@ def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
     model, shared, of_rows = tiny_model(family, mx.float32), [], Launch.of_rows
     monkeypatch.setattr(Launch, "of_rows", lambda self, *given: shared.append(given[1]) or of_rows(self, *given))
     for module in (attend, delta, latent):
-        module.plan_rows.cache_clear()
-    attend.plan_steps.cache_clear()
+        module.plan.cache_clear()
     plan = [([(1,), (2, 3), (), ()], [1, 2, 0, 0]), ([(5,), (6,), (7,), (8,)], [1, 0, 1, 1])]
     with msl.launching():
         check(model, Alone(model), [()] * 4, plan)
@@ -203,12 +202,12 @@ def test_every_order_of_sequences_has_the_same_graph():
     made, begun = [], []
 
     def run(tokens, caches, other):
-        def absorbed(row, cache):
-            entry = mx.broadcast_to(tokens[:, row, None, None].astype(mx.float32), (1, 1, 1, 8))
-            return cache.update_and_fetch(entry, entry)[0][:, 0, :1]
+        def absorbed(rows, own):
+            entry = mx.broadcast_to(own[..., None, None].astype(mx.float32), (1, 1, 1, 8))
+            return rows.cache.update_and_fetch(entry, entry)[0][:, 0, :1]
 
         made.append(tokens.shape)
-        caches[0].each(absorbed)
+        caches[0].each([tokens], absorbed)
         return [tokens + other]
 
     step, layers = DecodeStep(run), {length: make_cache(GroupedQuery(1, 1, 8, None)) for length in (10, 300, 600)}
@@ -293,19 +292,19 @@ def test_impossible_steps_are_refused_before_anything_changes():
 @pytest.mark.parametrize("reached", [0, 1, 4, 9, 11])
 def test_a_step_that_fails_leaves_every_cache_as_it_was(monkeypatch, reached):
     """The step is interrupted before that many rows have passed their mixer, 4 in each layer."""
-    model, mixed, each = tiny_model("qwen3_5_moe", mx.float32), [], RowCaches.each
+    model, mixed, each = tiny_model("qwen3_5_moe", mx.float32), [], StepRows.each
     caches = [start(model, PROMPT), start(model, [])]
 
-    def failing(self, compute, *more):
-        def counted(row, cache):
-            mixed.append(row)
+    def failing(self, parts, compute, *more, **named):
+        def counted(rows, *own):
+            mixed.append(rows)
             if len(mixed) > reached:
                 raise KeyboardInterrupt
-            return compute(row, cache)
+            return compute(rows, *own)
 
-        return each(self, counted, *more)
+        return each(self, parts, counted, *more, **named)
 
-    monkeypatch.setattr(RowCaches, "each", failing)
+    monkeypatch.setattr(StepRows, "each", failing)
     with pytest.raises(KeyboardInterrupt):
         step(model, (caches[0], [1, 2]), (caches[1], [3, 4]))
     monkeypatch.undo()

@@ -15,8 +15,8 @@ from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.ops import backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
-from moeflux_mlx.ops.rows import RowCaches
-from moeflux_mlx.ops.seen import SeenBlocks
+from moeflux_mlx.ops.rows import StepRows
+from moeflux_mlx.ops.seen import SEEING_ALL, SeenBlocks
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMITS = {mx.float32: 3e-5, mx.bfloat16: 2e-2, mx.float16: 6e-3}  # largest error over largest value
@@ -154,7 +154,7 @@ def test_several_tokens_have_the_bits_of_each_alone(host, case, count, before):
             layer.run(parts, cache)
     parts = [layer.normal(1, count, *shape) for shape in shapes]
     want = [layer.run([part[:, i : i + 1] for part in parts], caches[0]) for i in range(count)]
-    got = layer.run(parts, RowCaches([caches[1]] * count, lambda row: begun.append((row, caches[1].offset))))
+    got = layer.run(parts, StepRows([caches[1]] * count, lambda row: begun.append((row, caches[1].offset))))
     assert begun == [(i, sum(before) + i) for i in range(count)]
     assert np.array_equal(wide(got), wide(mx.concatenate(want, axis=1)))
     for one, other in zip(caches[1].state[:2], caches[0].state[:2], strict=True):
@@ -335,9 +335,8 @@ def test_a_late_token_is_turned_as_many_are(host):
     """All angles have the same float32 rounding, so queries and keys of all positions fit together."""
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
-    step, _ = attend.plan(
-        backend.name(), (q.shape, k.shape, v.shape), (q.dtype, q.dtype, q.dtype), 32, (64, False), (None, False, False)
-    )
+    shapes, types = [part.shape[2:] for part in parts], (q.dtype,) * 3
+    step, _ = attend.plan_row(backend.name(), shapes, types, 32, (64, False), (None, False, False), SEEING_ALL)
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)

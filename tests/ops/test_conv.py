@@ -13,7 +13,7 @@ from moeflux_mlx.mixers.conv import op as operation
 from moeflux_mlx.mixers.conv.op import short_conv
 from moeflux_mlx.mixers.conv.spec import ShortConv
 from moeflux_mlx.ops import backend
-from moeflux_mlx.ops.rows import RowCaches
+from moeflux_mlx.ops.rows import StepRows
 
 SIZES, WIDE = ShortConv(channels=48, taps=3), ShortConv(channels=300, taps=4)  # WIDE has more than a threadgroup
 TOLERANCE = 1e-5
@@ -86,7 +86,7 @@ def tokens_on_the_kernel(sizes, dtype):
     together, alone = ([RecurrentCache(sizes) for _ in range(4)] for _ in range(2))
     assert not operation.refusal(backend.name(), 1, 1)
     for row in rows:
-        outs = short_conv(row[None], RowCaches(together, lambda i: None), taps, sizes)
+        outs = short_conv(row[None], StepRows(together, lambda i: None), taps, sizes)
         own = [short_conv(row[None, i : i + 1], cache, taps, sizes) for i, cache in enumerate(alone)]
         assert mx.array_equal(outs, mx.concatenate(own, axis=1))
     for ours, other in zip(together, alone, strict=True):

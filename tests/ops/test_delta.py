@@ -1,7 +1,5 @@
 """The small kernels against the numpy oracle, launched as in `test_kernels`."""
 
-from types import SimpleNamespace
-
 import mlx.core as mx
 import numpy as np
 import oracle
@@ -10,12 +8,13 @@ from grids import drawn
 from tile_choices import Chosen
 
 from metal import msl
+from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.kinds import Router
 from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.delta.spec import ChannelDecay, Delta
 from moeflux_mlx.ops import route
-from moeflux_mlx.ops.rows import RowCaches
+from moeflux_mlx.ops.rows import StepRows
 from moeflux_mlx.ops.tiles import MAX_TOKENS, Tile, using
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -167,8 +166,8 @@ def test_layer_on_kernels_equals_plain_operations(host, T, rule):
     sizes = Delta(2 if rule else 1, 2, 32, 16, 4, "silu" if T == 1 else "sigmoid", channel_decay=rule)
     qkv, z, b, a = (part[None] for part in step_inputs(rng, sizes, T=T))
     conv, recurrent, weights = step_state(rng, sizes)
-    states = [SimpleNamespace(offset=0, conv=conv[None], recurrent=recurrent[None]) for _ in range(2)]
-    got = delta._delta_kernel(qkv, z, b, a, states[0], weights, sizes)[0]
+    states = [state_of(sizes, conv, recurrent) for _ in range(2)]
+    got = delta.delta(qkv, z, b, a, states[0], weights, sizes)[0]
     assert error(got, wide(delta._delta_ops(qkv, z, b, a, states[1], weights, sizes))[0]) < 1e-4
     assert error(states[0].recurrent, wide(states[1].recurrent)) < 1e-4
 
@@ -185,13 +184,14 @@ def test_delta_step_has_the_bits_of_its_parts(host, sizes, dtype):
     sizes = Delta(*sizes, gate, channel_decay=RULE if sizes == CHANNELS else None)
     qkv, z, b, a = step_inputs(rng, sizes, dtype)
     conv, recurrent, weights = step_state(rng, sizes, dtype)
-    got = delta.delta_step(qkv, z, b, a, conv, recurrent, weights, sizes)
+    state = state_of(sizes, conv, recurrent)
+    got = [delta.delta(*(part[None] for part in (qkv, z, b, a)), state, weights, sizes), state.conv, state.recurrent]
     mixed, next_conv = delta.conv_silu(qkv, conv, weights.conv.reshape(sizes.channels, -1))
     rates, rule = (weights.A_log, weights.dt_bias), sizes.channel_decay
     out, following = delta.gated_delta(mixed, a, b, *rates, recurrent, sizes.key_heads, rule)
     out = delta.gated_norm(out, z.reshape(out.shape), weights.norm, weights.eps, gate)
     for one, want in zip(got, (out.reshape(1, -1), next_conv, following), strict=True):
-        assert np.array_equal(wide(one), wide(want))
+        assert np.array_equal(wide(one)[0], wide(want))
 
 
 @pytest.mark.usefixtures("both_builds")
@@ -202,13 +202,13 @@ def test_several_tokens_in_one_launch_have_the_bits_of_each_alone(host, sizes, c
     parts = [part[None] for part in step_inputs(rng, sizes, mx.bfloat16, count)]
     joined = mx.concatenate(parts, axis=-1) if is_joined else None
     conv, recurrent, weights = step_state(rng, sizes, mx.bfloat16)
-    states, seen = [SimpleNamespace(conv=conv[None], recurrent=recurrent[None], offset=0) for _ in range(2)], []
+    states, seen = [state_of(sizes, conv, recurrent) for _ in range(2)], []
     want, alone = [], []
     for row in (slice(i, i + 1) for i in range(count)):
         own = None if joined is None else joined[:, row]
         alone.append((states[0].conv, states[0].recurrent))
         want.append(delta.delta(*(part[:, row] for part in parts), states[0], weights, sizes, own))
-    rows = RowCaches([states[1]] * count, lambda i: seen.append((i, states[1].conv, states[1].recurrent)))
+    rows = StepRows([states[1]] * count, lambda i: seen.append((i, states[1].conv, states[1].recurrent)))
     got = delta.delta(*parts, rows, weights, sizes, joined)
     assert np.array_equal(wide(got), wide(mx.concatenate(want, axis=1)))
     alone.append((states[0].conv, states[0].recurrent))
@@ -278,6 +278,13 @@ def _decays(sizes):
     return sizes.key_width if sizes.channel_decay else sizes.value_heads
 
 
+def state_of(sizes, conv, recurrent):
+    """Returns a cache that holds the state of one text."""
+    cache = RecurrentCache(sizes)
+    cache.state = conv[None], recurrent[None], 0
+    return cache
+
+
 def step_state(rng, sizes, dtype=mx.float32):
     heads, conv = sizes.value_heads, (sizes.channels, sizes.taps, 1)
     weights = (random(rng, *conv, dtype=dtype), random(rng, heads), random(rng, _decays(sizes)))
@@ -341,7 +348,8 @@ def test_source_compiles_for_every_variant(text_only, monkeypatch, name):
     delta.gated_norm(out, out, mx.zeros((128,), mx.bfloat16), 1e-6)
     sizes = Delta(key_heads, heads, 128, 128, 4, channel_decay=rule)
     qkv, z, b, a = step_inputs(rng, sizes, mx.bfloat16)
-    delta.delta_step(qkv, z, b, a, *step_state(rng, sizes, mx.bfloat16), sizes)
+    conv, recurrent, weights = step_state(rng, sizes, mx.bfloat16)
+    delta.delta(*(part[None] for part in (qkv, z, b, a)), state_of(sizes, conv, recurrent), weights, sizes)
     route.route(mx.zeros((1, E)), Router(E, K))
     assert len(msl.TextKernel.texts) == 7 and all(text.isascii() for text in msl.TextKernel.texts)
 

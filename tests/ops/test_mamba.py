@@ -14,7 +14,7 @@ from moeflux_mlx.mixers.mamba.op import MambaWeights, mamba
 from moeflux_mlx.mixers.mamba.spec import CHUNK, Mamba2
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.launch import pack
-from moeflux_mlx.ops.rows import RowCaches
+from moeflux_mlx.ops.rows import StepRows
 
 SIZES = Mamba2(heads=6, head_dim=8, state_dim=16, groups=3, taps=4, least_step=0.4, most_step=1.5)
 WIDE = Mamba2(heads=4, head_dim=20, state_dim=40, groups=2, taps=3)
@@ -96,7 +96,7 @@ def tokens_on_kernels(sizes, dtype):
     together, alone = ([RecurrentCache(sizes) for _ in range(4)] for _ in range(2))
     assert not operation.refusal(backend.name(), 1, 1, sizes)
     for row in rows:
-        outs = mamba(row[None], RowCaches(together, lambda i: None), weights, sizes)
+        outs = mamba(row[None], StepRows(together, lambda i: None), weights, sizes)
         own = [mamba(row[None, i : i + 1], cache, weights, sizes) for i, cache in enumerate(alone)]
         assert mx.array_equal(outs, mx.concatenate(own, axis=1))
     for ours, other in zip(together, alone, strict=True):

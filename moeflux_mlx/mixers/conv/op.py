@@ -6,7 +6,6 @@ operations; on the CPU numpy computes, because the native convolution (`ops.nati
 that this one does not have.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +14,9 @@ import numpy as np
 from ...ops import backend
 from ...ops.backend import Array, contiguous, leave, library_of, view
 from ...ops.elementwise import float32, split
-from ...ops.launch import NO_KERNELS, SEVERAL, TOGETHER, Kernel, Launch, Reason, Shape, ceildiv
+from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from ...ops.recurrent_state import State
-from ...ops.rows import RowCaches
+from ...ops.rows import RowSizes, StepRows
 from ...ops.tiles import planned
 from .spec import ShortConv
 
@@ -25,7 +24,7 @@ STEP = Kernel("conv_step", "projected conv taps", "out next_conv")
 THREADS = 256  # of a threadgroup
 
 
-def short_conv(projected: Array, state: State | RowCaches, weight: mx.array, sizes: ShortConv) -> Array:
+def short_conv(projected: Array, state: State | StepRows, weight: mx.array, sizes: ShortConv) -> Array:
     """The mixer from its input projection to its output projection; updates `state`.
 
     Args:
@@ -37,15 +36,15 @@ def short_conv(projected: Array, state: State | RowCaches, weight: mx.array, siz
         [B, L, channels] in the dtype of `projected`.
     """
     batch, length, _ = projected.shape
-    if isinstance(state, RowCaches):
+    if isinstance(state, StepRows):
         has_kernel = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1)
-        return state.each(
-            lambda row, one: short_conv(projected[:, row], one, weight, sizes),
-            (lambda rows, some: _on_kernel(projected[:, rows], some, weight, sizes)) if has_kernel else None,
-            TOGETHER.get(backend.name(), 1),
-        )
+
+        def compute(rows: StepRows, own: Any) -> Any:
+            return _on_kernel(own, rows, weight, sizes) if has_kernel else short_conv(own, rows.cache, weight, sizes)
+
+        return state.each((projected,), compute, has_kernel)
     if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length):
-        return _on_kernel(projected, [state], weight, sizes)
+        return _on_kernel(projected, StepRows([state]), weight, sizes)
     return _on_operations(projected, state, weight, sizes)
 
 
@@ -72,13 +71,11 @@ def _absorb(state: State, conv: mx.array, tokens: int) -> None:
     """Takes the convolution's last inputs after `tokens` more. The state has matrices without values from then on,
     because a recurrent cache that has none has absorbed no token.
     """
-    if state.recurrent is None:
-        state.recurrent = mx.array(np.zeros((len(conv), 0, 0, 0), np.float32))
-    state.conv = conv
-    state.offset += tokens
+    none = mx.array(np.zeros((len(conv), 0, 0, 0), np.float32)) if state.recurrent is None else state.recurrent
+    state.absorb(conv, none, tokens)
 
 
-# ---- the kernel, for a token of each of some sequences on a GPU
+# ---- the kernel, for the rows of a step on a GPU
 
 
 @planned("conv")
@@ -91,20 +88,21 @@ def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
     return Reason(f"there are {sequences} sequences; the kernel takes one") if sequences > 1 else None
 
 
-def _on_kernel(projected: Any, states: Sequence[State], weight: mx.array, sizes: ShortConv) -> Any:
-    """`short_conv` of one token of each of several sequences, projected [1, len(states), 3 * channels]."""
+def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: ShortConv) -> mx.array:
+    """`short_conv` for a row of each of several sequences, of projected [1, R, 3 * channels]."""
     dtype, shape = projected.dtype, (1, *sizes.conv_shape)
-    convs = [mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype) for one in states]
-    launch = plan(backend.name(), dtype, weight.dtype, sizes, len(states))
+    convs = [mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype) for one in rows.caches]
+    launch = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, weight.dtype, sizes)
     out, *after = launch(projected, *convs, weight)
-    for state, conv in zip(states, after, strict=True):
+    for state, conv in zip(rows.absorbing(), after, strict=True):
         _absorb(state, conv, 1)
     return out
 
 
 @planned("conv")
-def plan(target: str, dtype: mx.Dtype, weight: mx.Dtype, sizes: ShortConv, count: int) -> Launch:
-    """The launch for a token of each of `count` sequences."""
+def plan(rows: RowSizes, target: str, dtype: mx.Dtype, weight: mx.Dtype, sizes: ShortConv) -> Launch:
+    """The launch for some rows."""
+    count = rows.count
     template = {"X": dtype, "W": weight, "C": sizes.channels, "TAPS": sizes.taps}
     alone = Launch(target, STEP, template, (ceildiv(sizes.channels, THREADS), 1), THREADS, [])
     own = {"projected": "projected+PROJECTED", "out": "out+C"}

@@ -7,8 +7,7 @@ has its own decay, the plain operations are those of `channel_delta`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +20,6 @@ from ...ops.launch import (
     MOST_THREADS,
     NO_KERNELS,
     SHARED_BYTES,
-    TOGETHER,
     ArrayPiece,
     Input,
     Kernel,
@@ -35,7 +33,7 @@ from ...ops.launch import (
 )
 from ...ops.norm import rms_norm
 from ...ops.recurrent_state import STATE_ROWS, State
-from ...ops.rows import Begin, RowCaches
+from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.tiles import MAX_TOKENS, lanes_of, planned, tile_of
 from .channel_op import channel_delta, log_decays
 from .spec import ChannelDecay, Delta
@@ -78,7 +76,7 @@ def delta(
     z: Array,
     b: Array,
     a: Array,
-    state: State | RowCaches,
+    state: State | StepRows,
     w: DeltaWeights,
     sizes: Delta,
     joined: Array | None = None,
@@ -97,31 +95,23 @@ def delta(
         [B, L, value width]
     """
     B, L = qkv.shape[:2]
-    if isinstance(state, RowCaches):
-
-        def of_row(row: slice, one: State) -> Array:
-            own = None if joined is None else joined[:, row]
-            return delta(qkv[:, row], z[:, row], b[:, row], a[:, row], one, w, sizes, own)
-
-        def of_rows(rows: slice, some: Sequence[State]) -> Any:
-            parts: Any = [part[:, rows] for part in (qkv, z, b, a)]
-            return _rows_kernel(parts, some, w, sizes, None if joined is None else joined[:, rows])
-
-        def in_order(rows: slice, one: State, begin: Begin) -> Any:
-            parts: Any = [part[:, rows] for part in (qkv, z, b, a)]
-            return _steps_kernel(parts, one, w, sizes, None if joined is None else joined[:, rows], rows.start, begin)
-
-        if not isinstance(qkv, mx.array) or refusal(backend.name(), B, sizes):
-            return state.each(of_row)
-        return state.each(of_row, of_rows, TOGETHER[backend.name()], in_order)
+    has_kernels = isinstance(qkv, mx.array) and not refusal(backend.name(), B, sizes)
+    if isinstance(state, StepRows):
+        compute = partial(_on_kernels if has_kernels else _of_row, w, sizes)
+        return state.each((qkv, z, b, a, joined), compute, has_kernels, in_order=True)
     if isinstance(qkv, np.ndarray):
-        out = _delta_native(qkv, z, b, a, state, w, sizes)
-    elif not refusal(backend.name(), B, sizes):
-        out = _delta_kernel(qkv, z, b, a, state, w, sizes, joined)
-    else:
-        out = _delta_ops(qkv, z, b, a, state, w, sizes)
-    state.offset += L
-    return out
+        return _delta_native(qkv, z, b, a, state, w, sizes)
+    if not has_kernels:
+        return _delta_ops(qkv, z, b, a, state, w, sizes)
+    if L == 1:
+        return _on_kernels(w, sizes, StepRows([state]), qkv, z, b, a, joined)
+    return _many_on_kernels(qkv, z, b, a, state, w, sizes)
+
+
+def _of_row(
+    w: DeltaWeights, sizes: Delta, rows: StepRows, qkv: Array, z: Array, b: Array, a: Array, joined: Array | None
+) -> Array:
+    return delta(qkv, z, b, a, rows.cache, w, sizes, joined)
 
 
 @planned("delta")
@@ -146,28 +136,28 @@ def _delta_ops(
     recurrent = state.recurrent
     if recurrent is None:
         recurrent = mx.zeros((B, sizes.value_heads, sizes.value_dim, sizes.key_dim), mx.float32)
-    qkv = _convolve(qkv, state, w, sizes)
+    qkv, conv = _convolve(qkv, state, w, sizes)
     if sizes.channel_decay is None:
-        out, state.recurrent = gated_delta_ops(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
+        out, recurrent = gated_delta_ops(qkv, a, b, w.A_log, w.dt_bias, recurrent, sizes.key_heads)
     else:
         q, k, v = _heads(float32(qkv), sizes)
         decays = log_decays(a, w.A_log, w.dt_bias, sizes.channel_decay)
         beta = mx.sigmoid(float32(b))
-        made, state.recurrent = channel_delta(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, decays, beta, recurrent)
+        made, recurrent = channel_delta(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, decays, beta, recurrent)
         out = made.astype(qkv.dtype)
+    state.absorb(conv, recurrent, L)
     z = z.reshape(B, L, sizes.value_heads, sizes.value_dim).astype(mx.float32)
     gates = nn.silu(z) if sizes.gate == "silu" else mx.sigmoid(z)
     out = rms_norm(out, w.norm, w.eps) * gates.astype(out.dtype)
     return out.reshape(B, L, -1)
 
 
-def _convolve(qkv: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> mx.array:
-    """silu(causal depthwise convolution): output t sees inputs t - taps + 1 .. t."""
+def _convolve(qkv: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> tuple[mx.array, mx.array]:
+    """silu(causal depthwise convolution), whose output t sees inputs t - taps + 1 .. t, and its last inputs."""
     B, keep = qkv.shape[0], sizes.taps - 1
     before = mx.zeros((B, keep, sizes.channels), qkv.dtype) if state.conv is None else state.conv
     padded = mx.concatenate([before, qkv], axis=1)
-    state.conv = mx.contiguous(padded[:, -keep:])
-    return nn.silu(mx.conv1d(padded, w.conv, groups=sizes.channels))
+    return nn.silu(mx.conv1d(padded, w.conv, groups=sizes.channels)), mx.contiguous(padded[:, -keep:])
 
 
 def gated_delta_ops(
@@ -227,7 +217,7 @@ def _delta_native(
     taps = np.ascontiguousarray(view(w.conv).reshape(sizes.channels, -1).T)
     steps = [_recur(qkv[i], decay[i], beta[i], conv[i], recurrent[i], taps, sizes) for i in range(B)]
     out, conv, recurrent = (stack(list(part)) for part in zip(*steps, strict=True))
-    state.conv, state.recurrent = mx.array(conv), mx.array(recurrent)
+    state.absorb(mx.array(conv), mx.array(recurrent), L)
     out, z = rms_norm(out, w.norm, w.eps), z.reshape(out.shape)
     return (activate(z, out) if sizes.gate == "silu" else sigmoid(z) * out).reshape(B, L, -1)
 
@@ -253,130 +243,31 @@ def _recur(
     return out, conv, recurrent
 
 
-# ---- kernels, for one sequence on a GPU
+# ---- the kernels, for the rows of a step or for many tokens of one sequence on a GPU
 
 
-def _delta_kernel(
+def _on_kernels(
+    w: DeltaWeights,
+    sizes: Delta,
+    rows: StepRows,
     qkv: mx.array,
     z: mx.array,
     b: mx.array,
     a: mx.array,
-    state: State,
-    w: DeltaWeights,
-    sizes: Delta,
-    joined: mx.array | None = None,
+    joined: mx.array | None,
 ) -> mx.array:
-    """[1, L, ...] in, [1, L, value width] out."""
-    L = qkv.shape[1]
-    conv, recurrent = _begun(state, qkv.dtype, sizes)
-    if L == 1:
-        out, state.conv, state.recurrent = delta_step(qkv, z, b, a, conv, recurrent, w, sizes, joined)
-        return out
-    qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
-    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
-    steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
-    state_of = recurrent.reshape(recurrent.shape[1:])
-    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, state_of, sizes.key_heads, sizes.channel_decay)
-    state.conv, state.recurrent = conv[None], recurrent[None]
-    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate).reshape(1, L, -1)
-
-
-def delta_step(
-    qkv: mx.array,
-    z: mx.array,
-    b: mx.array,
-    a: mx.array,
-    conv: mx.array,
-    recurrent: mx.array,
-    w: DeltaWeights,
-    sizes: Delta,
-    joined: mx.array | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """One token's `conv_silu`, `gated_delta` and `gated_norm` in one launch, with the same bits.
-
-    Args:
-        qkv: [..., channels]. z: [..., value width]. b, a: [..., value heads].
-        conv: [..., taps - 1, channels]. recurrent: [..., value heads, value dim, key dim] float32. All leading axes
-            are 1.
-        joined: as `delta` has it.
-
-    Returns (out [..., value width], the next conv, the next recurrent).
-    """
-    shapes = qkv.shape, conv.shape, recurrent.shape
-    launch = plan_step(backend.name(), *shapes, qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
-    parts: Sequence[Input] = (qkv, z, b, a) if joined is None else in_turn(joined, qkv, z, b, a)
-    out, conv, recurrent = launch(*parts, *w.inputs, w.eps, conv.astype(qkv.dtype), recurrent)
-    return out, conv, recurrent
-
-
-@planned("delta", PLANS)
-def plan_step(
-    target: str,
-    qkv: Shape,
-    conv: Shape,
-    recurrent: Shape,
-    dtype: mx.Dtype,
-    taps: mx.Dtype,
-    norm: mx.Dtype,
-    sizes: Delta,
-) -> Launch:
-    heads, v_dim, k_dim = sizes.value_heads, sizes.value_dim, sizes.key_dim
-    rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
-    simdgroups = min(ceildiv(v_dim, rows), MOST_THREADS[target] // 32)
-    template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
-    template |= {"TAPS": sizes.taps, "R": rows, "SG": simdgroups, "SIGMOID": int(sizes.gate == "sigmoid")}
-    template |= {**_decay(sizes.channel_decay), "STEPS": 1, **_distances((0,) * 4, sizes)}
-    outputs = [((*qkv[:-1], sizes.value_width), dtype), (conv, dtype), (recurrent, mx.float32)]
-    return Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
-
-
-def _rows_kernel(
-    parts: Sequence[mx.array], states: Sequence[State], w: DeltaWeights, sizes: Delta, joined: Any
-) -> mx.array:
-    """`delta_step` of a row of each of several sequences in one launch, of qkv, z, b and a [1, R, .]: [1, R, value
-    width]."""
-    pairs = [_begun(state, parts[0].dtype, sizes) for state in states]
-    out, made = _in_one_launch(parts, pairs, w, sizes, joined)
-    for state, (conv, recurrent) in zip(states, made, strict=True):
-        state.conv, state.recurrent = conv, recurrent
-        state.offset += 1
-    return out
-
-
-def _steps_kernel(
-    parts: Sequence[mx.array], state: State, w: DeltaWeights, sizes: Delta, joined: Any, first: int, begin: Begin
-) -> mx.array:
-    """The same of consecutive tokens of a sequence. `begin` is called before each token's state is taken, with its
-    number from `first` on."""
-    begin(first)
-    out, made = _in_one_launch(parts, [_begun(state, parts[0].dtype, sizes)], w, sizes, joined)
-    for i, (conv, recurrent) in enumerate(made):
-        if i:
-            begin(first + i)
-        state.conv, state.recurrent = conv, recurrent
-        state.offset += 1
-    return out
-
-
-def _in_one_launch(
-    parts: Sequence[mx.array],
-    pairs: Sequence[tuple[mx.array, mx.array]],
-    w: DeltaWeights,
-    sizes: Delta,
-    joined: Any,
-) -> tuple[mx.array, list[tuple[mx.array, mx.array]]]:
-    """The rows' outputs, and the two arrays after each; `pairs`: the arrays before each row, or those before the first
-    if all belong to one sequence.
-    """
-    (_, count, _), dtype = parts[0].shape, parts[0].dtype
-    shapes = (1, 1, sizes.channels), pairs[0][0].shape, pairs[0][1].shape
-    widths = tuple(part.shape[-1] if joined is None else joined.shape[-1] for part in parts)
-    types = dtype, w.conv.dtype, w.norm.dtype
-    launch = plan_rows(count, widths, len(pairs) == 1, backend.name(), *shapes, *types, sizes)
-    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *(part[:, :1] for part in parts))
-    convs, recurrents = zip(*pairs, strict=True)
+    """`delta` for a row of each of several sequences, or for several of one sequence, in one launch: [1, R, value
+    width]. A row has the bits that `_many_on_kernels` gives it."""
+    parts = qkv, z, b, a
+    widths = [part.shape[-1] if joined is None else joined.shape[-1] for part in parts]
+    launch = plan(rows.sizes(widths), backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
+    convs, recurrents = zip(*(_begun(state, qkv.dtype, sizes) for state in rows.sequences), strict=True)
+    inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *parts)
     out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
-    return out, list(zip(made[:count], made[count:], strict=True))
+    count = len(rows.caches)
+    for state, conv, recurrent in zip(rows.absorbing(), made[:count], made[count:], strict=True):
+        state.absorb(conv, recurrent, 1)
+    return out
 
 
 def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.array]:
@@ -388,28 +279,41 @@ def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.ar
 
 
 @planned("delta", PLANS)
-def plan_rows(count: int, widths: Sequence[int], in_order: bool, target: str, *given: Any) -> Launch:
-    """The launch of `plan_step`, whose arguments are `given`, for several rows.
-
-    Args:
-        widths: values from a row of qkv, z, b and a to the next.
-        in_order: whether they are tokens of one sequence.
-    """
-    alone, sizes = plan_step(target, *given), given[-1]
-    (_, dtype), *states = alone.outputs
-    outputs = [((1, count, sizes.value_width), dtype), *(state for state in states for _ in range(count))]
-    distances = _distances(widths, sizes)
-    if in_order:
-        own = {name: f"{name}*{count}" for name in ("next_conv", "next")}
-        return alone.with_arrays(own, {"STEPS": count, **distances}, outputs)
+def plan(rows: RowSizes, target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.Dtype, sizes: Delta) -> Launch:
+    """The launch for some rows; `taps` and `norm`: dtypes of the convolution and of the norm."""
+    heads, v_dim, k_dim, count = sizes.value_heads, sizes.value_dim, sizes.key_dim, rows.count
+    own_rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
+    simdgroups = min(ceildiv(v_dim, own_rows), MOST_THREADS[target] // 32)
+    template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
+    template |= {"TAPS": sizes.taps, "R": own_rows, "SG": simdgroups, "SIGMOID": int(sizes.gate == "sigmoid")}
+    template |= {**_decay(sizes.channel_decay), "STEPS": count if rows.in_order else 1}
+    widths = (*(rows.widths or (0,) * 4), sizes.value_width)
+    template |= {f"AT_{name.upper()}": n for name, n in zip(PARTS, widths, strict=True)}
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.value_width), dtype)]
+    outputs += [((1, *sizes.conv_shape), dtype)] * count + [((1, *sizes.state_shape), mx.float32)] * count
+    launch = Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
+    if rows == ALONE:
+        return launch
+    if rows.in_order:
+        return launch.with_arrays({name: f"{name}*{count}" for name in ("next_conv", "next")}, {}, outputs)
     own = {name: f"{name}+AT_{name.upper()}" for name in PARTS}
     own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
-    return alone.of_rows(own, count, distances, outputs)
+    return launch.of_rows(own, count, {}, outputs)
 
 
-def _distances(widths: Sequence[int], sizes: Delta) -> dict[str, int]:
-    """The constants of texts with rows of several tokens: values from one to the next."""
-    return {f"AT_{name.upper()}": n for name, n in zip(PARTS, (*widths, sizes.value_width), strict=True)}
+def _many_on_kernels(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+) -> mx.array:
+    """`delta` for several tokens of one sequence: [1, L, value width]."""
+    L = qkv.shape[1]
+    conv, recurrent = _begun(state, qkv.dtype, sizes)
+    qkv, z, b, a = (part.reshape(L, -1) for part in (qkv, z, b, a))  # indexing with [0] would copy
+    qkv, conv = conv_silu(qkv, conv.reshape(conv.shape[1:]), w.conv.reshape(sizes.channels, -1))
+    steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
+    state_of = recurrent.reshape(recurrent.shape[1:])
+    out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, state_of, sizes.key_heads, sizes.channel_decay)
+    state.absorb(conv[None], recurrent[None], L)
+    return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate).reshape(1, L, -1)
 
 
 def conv_silu(x: mx.array, state: mx.array, weight: mx.array) -> tuple[mx.array, mx.array]:

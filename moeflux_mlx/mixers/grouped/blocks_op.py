@@ -18,22 +18,24 @@ from ...ops.backend import Array, arange, library_of, view
 from ...ops.elementwise import float32, sigmoid
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Place, Projections, append_keys, best, choose, choose_blocks_step, choose_step, slices
+from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
 from ...ops.rope import Rope
 from ...ops.seen import SeenBlocks
-from .op import Whole, attend, prepared, refusal
+from .op import attend, prepared, refusal
 
 Blocks = KeyBlocks | HeadBlocks
 PARTS = 16  # of a prompt's attention, whose places are computed together
 
 
 class Terms(NamedTuple):
-    """The parameters of `attend_blocks`."""
+    """The parameters of `attend_blocks`, as `attend` has them."""
 
     q_norm: Norm | None
     k_norm: Norm | None
     rope: Rope | None
     scale: float
+    pieces: list[ArrayPiece] | None = None
 
 
 def attend_blocks(
@@ -44,7 +46,7 @@ def attend_blocks(
     made: Projections,
     blocks: Blocks,
     terms: Terms,
-    joined: Whole | None = None,
+    joined: mx.array | None = None,
 ) -> Any:
     """`attend` over the positions that are chosen: [B, L, heads * D].
 
@@ -54,7 +56,7 @@ def attend_blocks(
             keys.
         made: of these tokens; its keys are those of all blocks that are whole after the last token, or of `HeadBlocks`
             those of the tokens, which are appended.
-        joined: q, k and v as one array, for kernels.
+        joined: as in `attend`.
     """
     (B, L, _, D), own, parts = k.shape, cache.own, []
     whole, by_head = own.whole(L), isinstance(blocks, HeadBlocks)
@@ -65,7 +67,7 @@ def attend_blocks(
         else:
             chosen = None if whole else choose_blocks_step(made, Place(own.held(k.dtype).positions), blocks)
         seen = None if chosen is None else SeenBlocks(chosen, blocks.ratio, by_head)
-        return attend(q, k, v, own, **terms._asdict(), whole=joined, seen=seen)
+        return attend(q, k, v, own, **terms._asdict(), joined=joined, seen=seen)
     first, position, library = own.offset, own.position, library_of(q)
     if by_head:
         made = made._replace(keys=append_keys(cache.beside, made.terms.keys(made.keys, position)))

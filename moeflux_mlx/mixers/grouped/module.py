@@ -17,9 +17,9 @@ from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, takes_step
 from ...ops.norm import rms_norm
 from ...ops.rope import Rope
-from ...ops.rows import RowCaches
+from ...ops.rows import StepRows
 from .blocks_op import Terms, attend_blocks, block_keys
-from .op import Whole, attend
+from .op import attend
 from .spec import GroupedQuery
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
@@ -132,8 +132,8 @@ class Attention(MixerModule):
         return joined, dict(zip(self._names, [*outputs, *apart], strict=True))
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        if self.mixer.blocks is not None and isinstance(cache, RowCaches):
-            return cache.each(lambda row, one: self.mix([part[:, row] for part in parts], one))
+        if self.mixer.blocks is not None and isinstance(cache, StepRows):
+            return cache.each(parts, lambda row, *own: self.mix(own, row.cache))
         B, L, _ = parts[0].shape
         joined, outputs = self._named(parts)
         q, k, v = (outputs[name] for name in ("q", "k", "k" if self.mixer.value_is_key else "v"))
@@ -143,12 +143,12 @@ class Attention(MixerModule):
         norms = (self.q_norm, self.k_norm) if mixer.norm == "head" else (None, None)
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
-        whole = Whole(joined, self._weights) if isinstance(joined, mx.array) and self._weights else None
+        joined = joined if isinstance(joined, mx.array) and self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
             made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], cache)
-            terms = Terms(norms[0], norms[1], self.rope, scale)
-            return attend_blocks(q, k, v, cache, made, mixer.blocks, terms, None if mixer.value_norm else whole)
+            terms = Terms(norms[0], norms[1], self.rope, scale, self._weights)
+            return attend_blocks(q, k, v, cache, made, mixer.blocks, terms, None if mixer.value_norm else joined)
         return attend(
             *(q, k, v, cache),
             q_norm=norms[0],
@@ -158,7 +158,8 @@ class Attention(MixerModule):
             window=mixer.window,
             sinks=self.get("sinks"),
             value_norm=self.eps if mixer.value_norm else None,
-            whole=whole,
+            pieces=self._weights,
+            joined=joined,
         )
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:

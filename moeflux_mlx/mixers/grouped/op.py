@@ -11,7 +11,8 @@ into such an array: appending them with MLX takes as long as reading a tenth of 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,7 +27,6 @@ from ...ops.launch import (
     MOST_THREADS,
     NO_KERNELS,
     SEVERAL,
-    TOGETHER,
     ArrayPiece,
     Input,
     Kernel,
@@ -37,9 +37,9 @@ from ...ops.launch import (
     in_turn,
 )
 from ...ops.norm import Norm, rms_norm
-from ...ops.positions import RECENT, Held, Steps
+from ...ops.positions import RECENT, Steps
 from ...ops.rope import Rope, angles
-from ...ops.rows import Begin, RowCaches
+from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 
@@ -56,19 +56,8 @@ APPENDING = 128  # threads that add a key and its value
 NO_TURN = (*np.zeros((2, 1, 0), np.float32), False)
 
 
-class Whole(NamedTuple):
-    """Arrays that a token's kernels take joined into one.
-
-    joined: q, k and v one after another. weights: the pieces of q_norm's weight, k_norm's and rope.periods, as far as
-    they exist.
-    """
-
-    joined: mx.array
-    weights: list[ArrayPiece]
-
-
 class Terms(NamedTuple):
-    """The parameters of `attend`. Both norms have the same eps, or there are none."""
+    """The parameters of `attend`, as it has them. Both norms have the same eps, or there are none."""
 
     q_norm: Norm | None
     k_norm: Norm | None
@@ -77,6 +66,7 @@ class Terms(NamedTuple):
     window: int | None
     sinks: mx.array | None
     value_norm: float | None
+    pieces: list[ArrayPiece] | None
 
     def values(self, v: Array) -> Array:
         """The stored form of keys and values."""
@@ -97,7 +87,7 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
-    cache: Steps | RowCaches,
+    cache: Steps | StepRows,
     *,
     q_norm: Norm | None,
     k_norm: Norm | None,
@@ -106,7 +96,8 @@ def attend(
     window: int | None = None,
     sinks: mx.array | None = None,
     value_norm: float | None = None,
-    whole: Whole | None = None,
+    pieces: list[ArrayPiece] | None = None,
+    joined: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> Array:
     """softmax(scale * q k) v over the positions in `cache` and the new positions up to each query's own.
@@ -121,30 +112,25 @@ def attend(
             window.
         sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
         value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
-        whole: the same inputs joined, for kernels.
+        pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
+        joined: [B, L, ...], for each position q, k and v one after another, if there is such an array.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
     Returns:
         [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm)
-    if isinstance(cache, RowCaches):
-        if isinstance(q, np.ndarray) or refusal(backend.name(), True, D, v.shape[-1]):
-            return cache.each(lambda row, one: _of_row(row, q, k, v, one, terms, whole))
-        more: Any = (q, k, v), terms, whole
-        return cache.each(
-            lambda row, one: _of_row(row, q, k, v, one, terms, whole),
-            lambda rows, some: _rows_kernel(rows, some, *more),
-            TOGETHER[backend.name()],
-            lambda rows, one, begin: _steps_kernel(rows, one, begin, *more),
-        )
+    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces)
+    if isinstance(cache, StepRows):
+        has_kernels = isinstance(q, mx.array) and takes_step(D, v.shape[-1])
+        compute = partial(_on_kernels if has_kernels else _of_row, terms)
+        return cache.each((q, k, v, joined), compute, has_kernels, in_order=True)
     position = cache.position
     is_alone = B * L == 1 and not isinstance(position, np.ndarray)  # a row of an image has three positions
     if isinstance(q, np.ndarray) and not native_refusal(is_alone):
         return _step_native(q, k, terms.values(v), cache, terms)
     if isinstance(q, mx.array) and not refusal(backend.name(), is_alone, D, v.shape[-1]):
-        return _step_kernel(q, k, v, cache, terms, whole, seen)
+        return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
@@ -187,10 +173,8 @@ def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms)
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
 
 
-def _of_row(row: slice, q: Array, k: Array, v: Array, cache: Steps, terms: Terms, whole: Whole | None) -> Array:
-    """`attend` of one of several rows."""
-    own = None if whole is None else Whole(whole.joined[:, row], whole.weights)
-    return attend(q[:, row], k[:, row], v[:, row], cache, whole=own, **terms._asdict())
+def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: Array | None) -> Array:
+    return attend(q, k, v, rows.cache, **terms._asdict())
 
 
 def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> Array:
@@ -232,7 +216,7 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
     return out.reshape(1, 1, -1)
 
 
-# ---- the kernels for one token
+# ---- the kernels for the rows of a step
 
 
 def takes_step(width: int, value_width: int) -> bool:
@@ -254,145 +238,90 @@ def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason
     return next((Reason(f"head width {n} is not a multiple of 32") for n in (width, value_width) if n % 32), None)
 
 
-def _step_kernel(
+def _on_kernels(
+    terms: Terms,
+    rows: StepRows,
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    cache: Steps,
-    terms: Terms,
-    whole: Whole | None,
-    seen: SeenBlocks | None,
+    joined: mx.array | None,
+    seen: SeenBlocks | None = None,
 ) -> mx.array:
-    """`attend` for one token: [1, 1, heads * V]."""
-    held = cache.held(k.dtype)
-    (types, turn), constants = _planned_by(terms, q, held), _constants(terms, k, whole)
-    shapes = q.shape, k.shape, v.shape
-    sizes = SEEING_ALL if seen is None else seen.sizes
-    step, combine = plan(backend.name(), shapes, types, held.keys.shape[2], turn, terms.limits, sizes)
-    inputs: Sequence[Input] = (q, k, v) if whole is None else in_turn(whole.joined, q, k, v)
-    chosen = held.positions if seen is None else seen.chosen
-    parts, recent = step(*inputs, *constants, held.positions, held.keys, held.values, held.recent, chosen)
-    cache.advance(recent)
-    return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, held.positions)[0]
-
-
-def _rows_kernel(
-    rows: slice,
-    caches: Sequence[Steps],
-    heads: tuple[mx.array, mx.array, mx.array],
-    terms: Terms,
-    whole: Whole | None,
-) -> mx.array:
-    """`attend` for a row of each of several sequences in two launches: [1, R, heads * V]."""
-    held = [cache.held(heads[1].dtype) for cache in caches]
-    inputs, constants, given = _of_rows(rows, held[0], max(one.keys.shape[2] for one in held), heads, terms, whole)
-    step, combine = plan_rows(*given)
-    positions, *arrays = ([getattr(one, name) for one in held] for name in ("positions", "keys", "values", "recent"))
-    parts, *recent = step(*inputs, *constants, *positions, *(array for own in arrays for array in own), positions[0])
-    for cache, kept in zip(caches, recent, strict=True):
-        cache.advance(kept)
+    """`attend` for a row of each of several sequences in two launches, or for several of one sequence in three, of
+    which the first appends them all: [1, R, heads * V]."""
+    count, rope, q_norm = len(rows.caches), terms.rope, terms.q_norm
+    held = [one.held(k.dtype, n=count if rows.in_order else 1) for one in rows.sequences]
+    append, step, combine = plan(
+        rows.sizes([prod(part.shape[2:]) if joined is None else joined.shape[-1] for part in (q, k, v)]),
+        backend.name(),
+        tuple(part.shape[2:] for part in (q, k, v)),
+        (q.dtype, None if q_norm is None else q_norm.weight.dtype, held[0].keys.dtype),
+        max(one.keys.shape[2] for one in held),
+        (0, False) if rope is None else (rope.dims, rope.interleaved),
+        terms.limits,
+        SEEING_ALL if seen is None else seen.sizes,
+    )
+    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q, k, v)
+    constants = _constants(terms, k)
+    names = "positions", "keys", "values", "recent"
+    positions, keys, values, recent = ([getattr(one, name) for one in held] for name in names)
+    if append is not None:
+        recent = append(*inputs[1:], *constants[1:5], *positions, *recent)
+        positions = []
+        for cache in rows.absorbing():
+            positions.append(cache.held(k.dtype).positions)
+            cache.advance(recent[0])
+    chosen = positions[0] if seen is None else seen.chosen
+    parts, *made = step(*inputs, *constants, *positions, *keys, *values, *recent, chosen)
+    if append is None:
+        for cache, own in zip(rows.absorbing(), made, strict=True):
+            cache.advance(own)
     return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
 
 
-def _steps_kernel(
-    rows: slice,
-    cache: Steps,
-    begin: Begin,
-    heads: tuple[mx.array, mx.array, mx.array],
-    terms: Terms,
-    whole: Whole | None,
-) -> mx.array:
-    """`attend` for consecutive tokens of a sequence in three launches, of which the first appends them all: [1, L,
-    heads * V]. `begin` is called with each row before the cache absorbs it."""
-    begin(rows.start)
-    held = cache.held(heads[1].dtype, n=rows.stop - rows.start)
-    inputs, constants, given = _of_rows(rows, held, held.keys.shape[2], heads, terms, whole)
-    append, step, combine = plan_steps(*given)
-    _, k_weight, periods, eps, magnitude, _ = constants
-    (recent,) = append(*inputs[1:], k_weight, periods, eps, magnitude, held.positions, held.recent)
-    positions = list[mx.array]()
-    for row in range(rows.start, rows.stop):
-        if positions:
-            begin(row)
-        positions.append(cache.held(heads[1].dtype).positions)
-        cache.advance(recent)
-    parts, _ = step(*inputs, *constants, *positions, held.keys, held.values, recent, positions[0])
-    return combine(parts, inputs[0], parts if terms.sinks is None else terms.sinks, *positions)[0]
-
-
-def _of_rows(
-    rows: slice,
-    held: Held,
-    capacity: int,
-    heads: tuple[mx.array, mx.array, mx.array],
-    terms: Terms,
-    whole: Whole | None,
-) -> tuple[Sequence[Input], list[Input], Any]:
-    """For some rows of a step: the kernel's q, k and v, its constants, and the arguments of `plan_rows`."""
-    q, k, v = (part[:, rows] for part in heads)
-    joined = None if whole is None else whole.joined[:, rows]
-    types, turn = _planned_by(terms, q, held)
-    shapes = tuple((1, 1, *part.shape[2:]) for part in (q, k, v))
-    widths = tuple(part.shape[2] * part.shape[3] if joined is None else joined.shape[-1] for part in (q, k, v))
-    inputs: Sequence[Input] = (q, k, v) if joined is None else in_turn(joined, q[:, :1], k[:, :1], v[:, :1])
-    given = q.shape[1], widths, backend.name(), shapes, types, capacity, turn, terms.limits
-    return inputs, _constants(terms, k, whole), given
-
-
-def _planned_by(
-    terms: Terms, q: mx.array, held: Held
-) -> tuple[tuple[mx.Dtype, mx.Dtype | None, mx.Dtype], tuple[int, bool]]:
-    """The `types` and `turn` of `plan`."""
-    norm, rope = terms.q_norm, terms.rope
-    types = q.dtype, None if norm is None else norm.weight.dtype, held.keys.dtype
-    return types, (0, False) if rope is None else (rope.dims, rope.interleaved)
-
-
-def _constants(terms: Terms, k: mx.array, whole: Whole | None) -> list[Input]:
+def _constants(terms: Terms, k: mx.array) -> list[Input]:
     """The kernel's weights and numbers. It needs an array for every input; k stands for those that it does not read."""
-    rope = terms.rope
-    weights: Sequence[Input] = [k if norm is None else norm.weight for norm in (terms.q_norm, terms.k_norm)]
-    weights = [*weights, k if rope is None else rope.periods] if whole is None else whole.weights
+    rope, norms = terms.rope, (terms.q_norm, terms.k_norm)
+    weights: Sequence[Input] = [*(k if norm is None else norm.weight for norm in norms), rope.periods if rope else k]
+    weights = weights if terms.pieces is None else terms.pieces
     return [*weights, terms.eps, rope.magnitude if rope else 1.0, terms.scale]
 
 
 @lru_cache(512)
-def plan_rows(count: int, widths: tuple[int, int, int], *given: Any) -> tuple[Launch, Launch]:
-    """The launches of `plan`, whose arguments are `given`, for `count` rows; `widths`: values from one row of q, k and
-    v to the next.
+def plan(rows: RowSizes, target: str, *given: Any) -> tuple[Launch | None, Launch, Launch]:
+    """The launches for some rows: of several of one sequence the one that appends them, else None; that over pieces of
+    positions; that of their sum. `given`: as of `plan_row`.
     """
-    step, combine = plan(*given)
-    own = {name: f"{name}@{count}" for name in ("positions", "keys", "values", "recent", "next")}
-    return _several(step, combine, count, widths, own, [step.outputs[1]] * count)
-
-
-@lru_cache(512)
-def plan_steps(count: int, widths: tuple[int, int, int], *given: Any) -> tuple[Launch, Launch, Launch]:
-    """As `plan_rows`, of a sequence's tokens: first the launch that appends all of them."""
-    step, combine = plan(*given)
+    step, combine = plan_row(target, *given)
+    if rows == ALONE:
+        return None, step, combine
+    count, recent = rows.count, step.outputs[1]
+    if not rows.in_order:
+        own = {name: f"{name}@{count}" for name in ("positions", "keys", "values", "recent", "next")}
+        return None, *_several(step, combine, rows, own, [recent] * count)
     names = "X", "D", "V", "K", "KV", "W", "NORM", "DIMS", "INTERLEAVED", "RECENT", "VNORM"
     sizes = {name: step.template[name] for name in names} | {"COUNT": count, "THREADS": APPENDING}
-    sizes |= {"AT_K": widths[1], "AT_V": widths[2]}
+    sizes |= {"AT_K": rows.widths[1], "AT_V": rows.widths[2]}
     groups = step.template["KV"], count
-    append = Launch(step.target, ATTEND_APPEND, sizes, groups, APPENDING, [step.outputs[1]])
+    append = Launch(target, ATTEND_APPEND, sizes, groups, APPENDING, [recent])
     step = replace(step, template=step.template | {"APPENDED": 1})
     own = {"positions": f"positions@{count}"}
-    return append, *_several(step, combine, count, widths, own, [((1,), step.outputs[1][1])])
+    return append, *_several(step, combine, rows, own, [((1,), recent[1])])
 
 
 def _several(
     step: Launch,
     combine: Launch,
-    count: int,
-    widths: tuple[int, int, int],
+    rows: RowSizes,
     own: dict[str, str],
     recent: Sequence[tuple[Shape, mx.Dtype]],
 ) -> tuple[Launch, Launch]:
-    """The launches for `count` tokens, with the arrays `own` of each; `recent`: shapes and dtypes of outputs."""
+    """The launches for several rows, with the arrays `own` of each; `recent`: shapes and dtypes of outputs."""
+    count = rows.count
     ((pieces, heads, values), _), ((out, dtype),) = step.outputs[0], combine.outputs
     # The first piece of every row, then the second, and so on: then the distance between rows does not depend on
     # the capacity. Each constant would compile another text.
-    sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), widths, strict=True)) | {"AT_OUT": out[-1]}
+    sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), rows.widths, strict=True)) | {"AT_OUT": out[-1]}
     sizes |= {"PIECE": count * heads, "AT_PARTS": heads * values}
     own = own | {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
     own["out"] = "out+AT_OUT"
@@ -400,17 +329,20 @@ def _several(
     return step.of_rows(own, count, sizes, made), combine.of_rows(own, count, sizes, [((1, count, out[-1]), dtype)])
 
 
-@lru_cache(512)
-def plan(
+def plan_row(
     target: str,
     shapes: tuple[Shape, Shape, Shape],
     types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
     capacity: int,
     turn: tuple[int, bool],
     limits: tuple[int | None, bool, bool],
-    seen: SeenSizes = SEEING_ALL,
+    seen: SeenSizes,
 ) -> tuple[Launch, Launch]:
-    (heads, stride), (kv_heads, width), (_, value_width) = (shape[2:] for shape in shapes)
+    """The launch over pieces of positions and that of their sum, for one row. `shapes`: [heads, width] of q, k and v;
+    `types`: of q, of norms if there are any, of keys; `turn`: how many values are rotated, and whether pairs are
+    neighbours.
+    """
+    (heads, stride), (kv_heads, width), (_, value_width) = shapes
     window, has_sinks, norms_values = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)

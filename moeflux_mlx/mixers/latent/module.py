@@ -21,7 +21,7 @@ from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import Norm, layer_norm
 from ...ops.positions import Steps
 from ...ops.rope import Rope, mscale
-from ...ops.rows import RowCaches
+from ...ops.rows import StepRows
 from ...ops.seen import Chosen
 from .chosen_op import attend_indexed, attend_pools
 from .op import HeadMatrices, Queries, Up, attend_latent
@@ -80,7 +80,7 @@ class MLA(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
-    def mix(self, parts: Sequence[Array], cache: Steps | RowCaches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
         _, (q, kv) = self._inputs.parted(parts)
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
         queries = Queries(self.heads, up, self.query_scale)
@@ -202,10 +202,8 @@ class IndexedMLA(MLA):
     def mix(self, parts: Sequence[Array], cache: Any, *more: Chosen | None) -> Array:
         """As `MLA.mix`; `more`: what the last layer with an indexer chose for these tokens."""
         chosen = (more and more[0]) or Chosen()
-        if isinstance(cache, RowCaches):
-            return cache.each(
-                lambda row, one: self._mix([part[:, row] for part in parts], one, chosen.of_row(row.start))
-            )
+        if isinstance(cache, StepRows):
+            return cache.each(parts, lambda row, *own: self._mix(own, row.cache, chosen.of_row(row.first)))
         return self._mix(parts, cache, chosen)
 
     def _mix(self, parts: Sequence[Array], cache: Any, chosen: Chosen) -> Array:
@@ -294,8 +292,8 @@ class PooledMLA(MLA):
         return [*made[1:], *more, *self._inputs.outputs(made[0])]
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        if isinstance(cache, RowCaches):
-            return cache.each(lambda row, one: self.mix([part[:, row] for part in parts], one))
+        if isinstance(cache, StepRows):
+            return cache.each(parts, lambda row, *own: self.mix(own, row.cache))
         _, floats = self._floats.parted(parts)
         _, (q, kv, keys) = self._inputs.parted(parts[1 if self._floats.stacked else 2 :])
         latent = None if cache.own.whole(q.shape[1]) == q.shape[1] else q

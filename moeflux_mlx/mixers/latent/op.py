@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,7 +24,6 @@ from ...ops.launch import (
     NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
-    TOGETHER,
     Input,
     Kernel,
     Launch,
@@ -36,7 +35,7 @@ from ...ops.matrix import Weights, inputs_of, part_of_heads, stored
 from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
 from ...ops.rope import Rope
-from ...ops.rows import RowCaches
+from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
@@ -162,7 +161,7 @@ def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
 def attend_latent(
     q: Array,
     kv: Array,
-    cache: Steps | RowCaches,
+    cache: Steps | StepRows,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -188,20 +187,18 @@ def attend_latent(
         [B, L, heads * v]
     """
     (B, L), rotated = q.shape[:2], rope.dims if rope else 0
-    if isinstance(cache, RowCaches):
-        more: Any = {"norm": norm, "rope": rope, "scale": scale}
+    if isinstance(cache, StepRows):
+        has_kernels = isinstance(q, mx.array) and takes_step(kv.shape[-1] - rotated, rotated)
 
-        def of_row(row: slice, one: Steps) -> Array:
-            return attend_latent(q[:, row], kv[:, row], one, queries, key, value, **more)
+        def compute(rows: StepRows, q: Any, kv: Any) -> Any:
+            given = queries, key, value, norm, rope, scale
+            if has_kernels:
+                return _on_kernels(q, kv, rows, *given)
+            return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale)
 
-        def of_rows(rows: slice, some: Sequence[Steps]) -> Any:
-            x, latent = cast(mx.array, q[:, rows]), cast(mx.array, kv[:, rows])
-            return _step_kernel(x, latent, some, queries, key, value, **more)
-
-        has_kernel = isinstance(q, mx.array) and takes_step(kv.shape[-1] - rotated, rotated)
-        return cache.each(of_row, of_rows if has_kernel else None, TOGETHER.get(backend.name(), 1))
+        return cache.each((q, kv), compute, has_kernels)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
-        return _step_kernel(q, kv, [cache], queries, key, value, norm, rope, scale, seen)
+        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, seen)
     q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
@@ -240,7 +237,7 @@ def parts_of(
     return q_nope, q_pe, norm(latent), k_pe
 
 
-# ---- the kernels for one token
+# ---- the kernels for the rows of a step
 
 
 def takes_step(latent: int, rotated: int) -> bool:
@@ -266,10 +263,10 @@ def _abreast(heads: int, row: int) -> int:
     return max((n for n in range(1, min(HEADS, room) + 1) if heads % n == 0), default=0)
 
 
-def _step_kernel(
+def _on_kernels(
     q: mx.array,
     kv: mx.array,
-    caches: Sequence[Steps],
+    rows: StepRows,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -278,15 +275,19 @@ def _step_kernel(
     scale: float,
     seen: SeenBlocks | None = None,
 ) -> mx.array:
-    """`attend_latent` for one token of each of several sequences: [1, R, heads * v]."""
-    up, keys, values, form, count = queries.up, key.stored(), value.stored(), queries.form, len(caches)
+    """`attend_latent` for a row of each of several sequences: [1, R, heads * v]."""
+    up, keys, values, form = queries.up, key.stored(), value.stored(), queries.form
     q_norm, sizes = (norm, (q.shape[-1], q.shape[-1])) if up is None else (up.norm, up.weights.shape)
     assert norm.eps == q_norm.eps
     made = [_nothing(), q, q] if form is None or up is None else inputs_of(up.weights)
-    held, target = [one.held(kv.dtype) for one in caches], backend.name()
+    held = [one.held(kv.dtype) for one in rows.caches]
     positions = [one.positions for one in held]
     capacity = max(one.keys.shape[2] for one in held)
-    given: Any = (
+    x = queries(q) if form is None else q
+    scales = _scale_of(positions, scale, queries.scale)
+    query, attend, combine = plan(
+        rows.sizes((prod(x.shape[2:]), kv.shape[2], int(queries.scale is not None))),
+        backend.name(),
         (queries.heads, *sizes, kv.shape[2], capacity),
         (q.dtype, norm.weight.dtype),
         form,
@@ -295,17 +296,14 @@ def _step_kernel(
         (0, False) if rope is None else (rope.dims, rope.interleaved),
         None if seen is None else seen.sizes,
     )
-    several = (count, queries.scale is not None)
-    query, attend, combine = plan(target, *given) if count == 1 else plan_rows(*several, target, *given)
-    x = queries(q) if form is None else q
     periods, magnitude = (norm.weight, 1.0) if rope is None else (rope.periods, rope.magnitude)
-    numbers = norm.eps, magnitude, _scale_of(positions, scale, queries.scale)
     norms = q_norm.weight, norm.weight
-    rows, token = query(x, kv, *norms, periods, *positions, *numbers, *made, *keys.arrays)
+    made_queries, token = query(x, kv, *norms, periods, *positions, norm.eps, magnitude, scales, *made, *keys.arrays)
     # Without rotated keys their array is empty, and the latents stand for it.
     arrays = [getattr(one, name) for name in ("keys", "values" if rope else "keys", "recent") for one in held]
-    parts, stats, *recent = attend(rows, token, *positions, *arrays, positions[0] if seen is None else seen.chosen)
-    for one, kept in zip(caches, recent, strict=True):
+    chosen = positions[0] if seen is None else seen.chosen
+    parts, stats, *recent = attend(made_queries, token, *positions, *arrays, chosen)
+    for one, kept in zip(rows.absorbing(), recent, strict=True):
         one.advance(kept)
     return combine(parts, stats, *positions, *values.arrays)[0]
 
@@ -328,7 +326,37 @@ def _nothing() -> mx.array:
 
 
 @lru_cache(512)
-def plan(
+def plan(rows: RowSizes, target: str, *given: Any) -> tuple[Launch, ...]:
+    """The launches for some rows: of queries and keys, over pieces of positions, and of their sum. `given`: as of
+    `plan_row`.
+    """
+    launches = plan_row(target, *given)
+    if rows == ALONE:
+        return launches
+    ((heads, row), _), _ = launches[0].outputs
+    ((_, _, width), _), ((_, _, both), _), _ = launches[1].outputs
+    # Of parts and stats a piece of every row, then the next piece: no constant depends on the capacity.
+    of_row = {"x": rows.widths[0], "kv": rows.widths[1], "query": heads * row, "token": row}
+    of_row |= {"parts": heads * width, "stats": heads * both, "out": launches[2].outputs[0][0][-1]}
+    of_row |= {"scale": 1} if rows.widths[2] else {}
+    own = {name: f"{name}+AT_{name.upper()}" for name in of_row}
+    own |= {name: f"{name}@{rows.count}" for name in ("positions", "latents", "keys", "recent", "next")}
+    return tuple(_of_rows(launch, rows.count, of_row, own) for launch in launches)
+
+
+def _of_rows(launch: Launch, count: int, of_row: Mapping[str, int], own: dict[str, str]) -> Launch:
+    """One of them; `of_row`: values from a row's to the next one's."""
+    inputs, outputs = launch.kernel.inputs, launch.kernel.outputs
+    sizes = {f"AT_{name.upper()}": of_row[name] for name in f"{inputs} {outputs}".split() if name in of_row}
+    if "PIECE" in launch.template:
+        sizes["PIECE"] = count * launch.template["PIECE"]
+    made: list[Any] = []
+    for name, (shape, dtype) in zip(outputs.split(), launch.outputs, strict=True):
+        made += [(shape, dtype)] * count if name == "next" else [((1, count, prod(shape)), dtype)]
+    return launch.of_rows(own, count, sizes, made)
+
+
+def plan_row(
     target: str,
     sizes: tuple[int, int, int, int, int],
     types: tuple[mx.Dtype, mx.Dtype],
@@ -336,9 +364,9 @@ def plan(
     stored: tuple[StoredForm, StoredForm],
     matrices: tuple[int, bool],
     rotation: tuple[int, bool],
-    seen: SeenSizes | None = None,
+    seen: SeenSizes | None,
 ) -> tuple[Launch, Launch, Launch]:
-    """`seen`: of the blocks that a token sees; None: it sees all positions."""
+    """The launches for one row. `seen`: of the blocks that a token sees; None: it sees all positions."""
     (heads, height, columns, row, capacity), (v, transposed), (dims, interleaved) = sizes, matrices, rotation
     blocks = seen or SEEING_ALL
     X, N, P = types[0], row - dims, ceildiv(blocks.most or capacity + RECENT, PIECE)
@@ -356,33 +384,6 @@ def plan(
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
     made = common | blocks.template | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
-
-
-@lru_cache(512)
-def plan_rows(count: int, is_scaled: bool, target: str, sizes: tuple[int, ...], *more: Any) -> Any:
-    """The launches for `count` rows; `is_scaled`: the scale is an array."""
-    launches: Any = plan(target, sizes, *more)
-    (heads, height, columns, row, _), form = sizes, more[1]
-    ((_, _, width), _), ((_, _, both), _), _ = launches[1].outputs
-    # Of parts and stats a piece of every row, then the next piece: no constant depends on the capacity.
-    of_row = {"x": height if form is None else columns, "kv": row, "query": heads * row, "token": row}
-    of_row |= {"parts": heads * width, "stats": heads * both, "out": launches[2].outputs[0][0][-1]}
-    of_row |= {"scale": 1} if is_scaled else {}
-    own = {name: f"{name}+AT_{name.upper()}" for name in of_row}
-    own |= {name: f"{name}@{count}" for name in ("positions", "latents", "keys", "recent", "next")}
-    return tuple(_of_rows(launch, count, of_row, own) for launch in launches)
-
-
-def _of_rows(launch: Launch, count: int, of_row: Mapping[str, int], own: dict[str, str]) -> Launch:
-    """One of them; `of_row`: values from a row's to the next one's."""
-    inputs, outputs = launch.kernel.inputs, launch.kernel.outputs
-    sizes = {f"AT_{name.upper()}": of_row[name] for name in f"{inputs} {outputs}".split() if name in of_row}
-    if "PIECE" in launch.template:
-        sizes["PIECE"] = count * launch.template["PIECE"]
-    made: list[Any] = []
-    for name, (shape, dtype) in zip(outputs.split(), launch.outputs, strict=True):
-        made += [(shape, dtype)] * count if name == "next" else [((1, count, prod(shape)), dtype)]
-    return launch.of_rows(own, count, sizes, made)
 
 
 # ---- plain operations

@@ -22,7 +22,6 @@ from ...ops.launch import (
     NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
-    TOGETHER,
     ArrayPiece,
     Input,
     Kernel,
@@ -33,7 +32,7 @@ from ...ops.launch import (
 )
 from ...ops.norm import rms_norm
 from ...ops.recurrent_state import STATE_ROWS, State
-from ...ops.rows import RowCaches
+from ...ops.rows import RowSizes, StepRows
 from ...ops.tiles import planned
 from .spec import CHUNK, Mamba2
 
@@ -66,7 +65,7 @@ class MambaWeights:
         return given if self.pieces is None else self.pieces
 
 
-def mamba(projected: Array, state: State | RowCaches, w: MambaWeights, sizes: Mamba2) -> Array:
+def mamba(projected: Array, state: State | StepRows, w: MambaWeights, sizes: Mamba2) -> Array:
     """The mixer from its input projection to its output projection; updates `state`.
 
     Args:
@@ -78,15 +77,15 @@ def mamba(projected: Array, state: State | RowCaches, w: MambaWeights, sizes: Ma
         [B, L, width] in the dtype of `projected`.
     """
     batch, length, _ = projected.shape
-    if isinstance(state, RowCaches):
+    if isinstance(state, StepRows):
         has_kernels = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1, sizes)
-        return state.each(
-            lambda row, one: mamba(projected[:, row], one, w, sizes),
-            (lambda rows, some: _on_kernels(projected[:, rows], some, w, sizes)) if has_kernels else None,
-            TOGETHER.get(backend.name(), 1),
-        )
+
+        def compute(rows: StepRows, own: Any) -> Any:
+            return _on_kernels(own, rows, w, sizes) if has_kernels else mamba(own, rows.cache, w, sizes)
+
+        return state.each((projected,), compute, has_kernels)
     if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length, sizes):
-        return _on_kernels(projected, [state], w, sizes)
+        return _on_kernels(projected, StepRows([state]), w, sizes)
     parts: list[Any] = []
     for start in range(0, length, PIECE):
         parts.append(_on_operations(projected[:, start : start + PIECE], state, w, sizes))
@@ -114,8 +113,7 @@ def _on_operations(projected: Any, state: State, w: MambaWeights, sizes: Mamba2)
         y, S = scan(x, B, C, dt, -library.exp(A_log), S)
         y = activate(float32(z), (y + D[:, None] * x).reshape(z.shape))
         y = y.reshape(batch, length, sizes.groups, -1)
-    state.conv, state.recurrent = leave(contiguous(padded[:, length:])), leave(S)
-    state.offset += length
+    state.absorb(leave(contiguous(padded[:, length:])), leave(S), length)
     return (rms_norm(y, None, w.eps).reshape(z.shape) * norm).astype(projected.dtype)
 
 
@@ -177,7 +175,7 @@ def _chunk(x: Any, B: Any, C: Any, decay: Any, S: Any) -> tuple[Any, Any]:
     return y, library.exp(since[..., -1:])[..., None] * S + (x * left[..., None]).swapaxes(-1, -2) @ B
 
 
-# ---- kernels, for a token of each of some sequences on a GPU
+# ---- the kernels, for the rows of a step on a GPU
 
 
 @planned("mamba")
@@ -195,17 +193,16 @@ def refusal(target: str, sequences: int, tokens: int, sizes: Mamba2) -> Reason |
     return Reason(f"{width} values of a head do not fit a threadgroup") if 4 * width > SHARED_BYTES else None
 
 
-def _on_kernels(projected: Any, states: Sequence[State], w: MambaWeights, sizes: Mamba2) -> Any:
-    """`mamba` of one token of each of several sequences, projected [1, len(states), sizes.projected]."""
-    count = len(states)
-    step, norm = plan_step(backend.name(), projected.dtype, sizes, count)
-    convs = [_or_zeros(state.conv, sizes.conv_shape, projected.dtype) for state in states]
-    recurrents = [_or_zeros(state.recurrent, sizes.state_shape, mx.float32) for state in states]
+def _on_kernels(projected: mx.array, rows: StepRows, w: MambaWeights, sizes: Mamba2) -> mx.array:
+    """`mamba` for a row of each of several sequences, of projected [1, R, sizes.projected]."""
+    count, dtype = len(rows.caches), projected.dtype
+    step, norm = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, sizes)
+    convs = [_or_zeros(state.conv, sizes.conv_shape, dtype) for state in rows.caches]
+    recurrents = [_or_zeros(state.recurrent, sizes.state_shape, mx.float32) for state in rows.caches]
     *parameters, weight = w.inputs
     out, *after = step(projected, *convs, *recurrents, *parameters)
-    for state, conv, recurrent in zip(states, after[:count], after[count:], strict=True):
-        state.conv, state.recurrent = conv, recurrent
-        state.offset += 1
+    for state, conv, recurrent in zip(rows.absorbing(), after[:count], after[count:], strict=True):
+        state.absorb(conv, recurrent, 1)
     return norm(out, weight, w.eps)[0]
 
 
@@ -215,8 +212,9 @@ def _or_zeros(array: mx.array | None, shape: Shape, dtype: mx.Dtype) -> mx.array
 
 
 @planned("mamba")
-def plan_step(target: str, dtype: mx.Dtype, sizes: Mamba2, count: int) -> tuple[Launch, Launch]:
-    """The launch up to the gate for a token of each of `count` sequences, and that of the norm."""
+def plan(rows: RowSizes, target: str, dtype: mx.Dtype, sizes: Mamba2) -> tuple[Launch, Launch]:
+    """The launch up to the gate for some rows, and that of the norm."""
+    count = rows.count
     simdgroups = min(ceildiv(sizes.head_dim, STATE_ROWS), MOST_THREADS[target] // 32)
     template = {"X": dtype, "NK": sizes.groups, "NV": sizes.heads, "DK": sizes.state_dim, "DV": sizes.head_dim}
     template |= {"TAPS": sizes.taps, "R": STATE_ROWS, "SG": simdgroups, "LEAST": float(sizes.least_step)}
