@@ -4,21 +4,13 @@ Each part is a frozen dataclass whose fields are switches that the model's code 
 belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
 """
 
-from .chosen import HeadBlocks, Indexer, KeyBlocks
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
-from .layer import (
-    COMPUTED,
-    Connections,
-    FeedForward,
-    GatedConnections,
-    HyperConnections,
-    LayerSpec,
-    Residual,
-    unsupported,
-)
+from .index import HeadBlocks, Indexer, KeyBlocks
+from .layer import COMPUTED, FeedForward, LayerSpec, Residual, unsupported
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .rotation import Llama3, Rotation, Yarn
+from .streams import Connections, GatedConnections, HyperConnections
 
 __all__ = [
     "Activation",

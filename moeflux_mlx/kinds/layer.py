@@ -2,55 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from .feed_forward import Dense, Experts
 from .mixer import Mixer
+from .streams import Connections
 
 FeedForward = Dense | Experts
-
-
-@dataclass(frozen=True)
-class HyperConnections:
-    """`streams` parallel residual streams: a part of a layer gets a weighted sum of them, and its output is added to a
-    mixture of them. All weights are computed from the streams; those of the mixture are made doubly stochastic by
-    `iterations` of Sinkhorn's method, with `eps` in each division (manifold-constrained hyper-connections,
-    arXiv:2512.24880). After the last layer the streams are summed with weights of the same kind, or averaged if `mean`.
-    """
-
-    streams: int
-    iterations: int
-    eps: float
-    mean: bool = False
-    copies: ClassVar[int] = 2  # of the streams, in each part of a layer; measured on an H200
-    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The widths of the rows that its operations take, besides the streams."""
-        return ()
-
-
-@dataclass(frozen=True)
-class GatedConnections:
-    """`streams` parallel residual streams: a part of a layer gets the mean of the normed streams, each value weighted
-    by a sigmoid, and its output is added to each stream with another weight. The weights of values are computed from
-    the streams through `rank` values (transformers, `Qwen4ExpTextGatedResidual`). There is no other norm before a part.
-    """
-
-    streams: int
-    rank: int
-    copies: ClassVar[int] = 7  # of the streams, in each part of a layer; measured on an H200
-    has_own_norm: ClassVar[bool] = True  # in place of the norm before each part and after the last layer
-    mean: ClassVar[bool] = False
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The widths of the rows that its operations take, besides the streams."""
-        return (self.rank,)
-
-
-Connections = HyperConnections | GatedConnections
 
 
 @dataclass(frozen=True)

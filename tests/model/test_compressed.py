@@ -50,7 +50,7 @@ def test_calls_that_end_about_entries_and_the_budget(model, lengths):
 
 @pytest.mark.usefixtures("computing")
 def test_a_few_tokens_at_a_time_give_the_same(model, monkeypatch):
-    monkeypatch.setattr(kinds.chosen, "INDEX_VALUES", 1 << 8)
+    monkeypatch.setattr(kinds.index, "INDEX_VALUES", 1 << 8)
     assert model.args.mixers[1].rows_at_once(64, 64) < 3 and error(model) < TOLERANCE
 
 

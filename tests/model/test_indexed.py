@@ -40,7 +40,7 @@ def test_calls_that_end_about_the_budget(family, beyond):
 @pytest.mark.usefixtures("computing")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_few_tokens_at_a_time_give_the_same(family, monkeypatch):
-    monkeypatch.setattr(kinds.chosen, "INDEX_VALUES", 1 << 12)
+    monkeypatch.setattr(kinds.index, "INDEX_VALUES", 1 << 12)
     model = tiny_model(family, mx.float32, "hub")
     rows = model.args.mixers[0].indexer.rows_at_once(64, 80)
     assert 1 <= rows < 20 and error(model, family=family) < TOLERANCE

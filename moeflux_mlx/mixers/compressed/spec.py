@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...kinds import chosen
-from ...kinds.chosen import Indexer
+from ...kinds import index
+from ...kinds.index import Indexer
 from ...kinds.limits import check_head, check_index_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mixer, product_operations
 from ...kinds.rotation import Rotation
@@ -128,13 +128,13 @@ class Compressed(Mixer):
         least = self.heads * (2 * self.window + entries)
         if self.indexer:
             least = max(self.heads * (2 * self.window + self.indexer.top), self.indexer.top * self.head_dim)
-        return min(max(chosen.INDEX_VALUES // least, 1), self.window, tokens)
+        return min(max(index.INDEX_VALUES // least, 1), self.window, tokens)
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Number of values that exist at once: the cache's new rows, queries, results, and scores of a few tokens."""
         indexer = self.indexer
         of_indexer = indexer.temporaries(tokens, positions) + tokens * indexer.top if indexer else 0
-        scores = 3 * chosen.INDEX_VALUES + of_indexer
+        scores = 3 * index.INDEX_VALUES + of_indexer
         return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
 
     @property

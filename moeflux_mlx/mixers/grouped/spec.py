@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...errors import ConfigError
-from ...kinds.chosen import HeadBlocks, KeyBlocks
+from ...kinds.index import HeadBlocks, KeyBlocks
 from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mflx, Mixer
 from ...kinds.rotation import Rotation

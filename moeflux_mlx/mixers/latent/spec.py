@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError
-from ...kinds.chosen import Indexer, KeyBlocks
+from ...kinds.index import Indexer, KeyBlocks
 from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
 from ...kinds.mixer import Attending, Mflx, Mixer, product_operations
 from ...kinds.rotation import Rotation
