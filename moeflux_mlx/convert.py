@@ -8,8 +8,11 @@ from .cli.conversion import run
 from .cli.run import Parser, execute
 from .packing.convert import convert
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
+from .rounding.methods import FIT, METHODS
 
 __all__ = ["convert", "main", "parser"]
+
+ROUNDING = "how floats become codes: fit searches the least squared error, minmax is MLX's own way (%(default)s)"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="quantise experts again (lossy) if they have other bits than asked for, or differ within a layer",
     )
+    add("--rounding", choices=METHODS, default=FIT, help=ROUNDING)
     add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")

@@ -28,6 +28,7 @@ ORDER = [
     "formats",
     "text",
     "ops",
+    "rounding",
     "caches",
     "layers",
     "mixers",

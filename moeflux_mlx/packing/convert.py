@@ -19,6 +19,7 @@ from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
+from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
 from .layer_files import (
     HeldLayerFile,
@@ -70,6 +71,7 @@ def convert(
     expert_bits: int | None = None,
     down_bits: int | None = None,
     requantize: bool = False,
+    rounding: str = FIT,
     verify: bool = False,
     revision: str | None = None,
     delete_source: bool = False,
@@ -94,6 +96,8 @@ def convert(
         down_bits: bits of their down projections, if different from `expert_bits`.
         requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits` or
             `down_bits` if they are stored in another form; loses precision.
+        rounding: how floats become codes: "fit" searches the least squared error, "minmax" is `mx.quantize`. Codes that
+            the checkpoint has are copied in any case.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
@@ -107,7 +111,7 @@ def convert(
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
+    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize, rounding)
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
@@ -115,8 +119,13 @@ def convert(
     with reserved(path):  # before reading anything that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
-        origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
-        options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
+        origin = {
+            "hf_path": _whole(hf_path),
+            "revision": revision,
+            "delete_source": delete_source,
+            "rounding": rounding,
+        }
+        options = {**wanted.options, **_of_rounding(plan, rounding), **_of_rank(share), **_of_others(folders)}
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
             check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
@@ -175,6 +184,11 @@ def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
 
 def _of_others(folders: Sequence[Path]) -> dict[str, list[str]]:
     return {"also": list(map(str, folders))} if folders else {}
+
+
+def _of_rounding(plan: ConversionPlan, rounding: str) -> dict[str, str]:
+    """What the bytes depend on; min-max goes without saying, as in conversions before there was a choice."""
+    return {"rounding": rounding} if plan.rounds and rounding != MINMAX else {}
 
 
 def _of_rank(share: RankShare | None) -> dict[str, int]:

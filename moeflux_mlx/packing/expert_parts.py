@@ -47,13 +47,13 @@ class Part:
         assert self.matrix.quant is not None
         return dict(zip((*self.matrix.quant.parts, BIAS), self.tensors, strict=False))
 
-    def arrays(self, quant: Quant, dtype: str = "BF16") -> dict[str, mx.array]:
-        """The arrays by part: in the form `quant`, unchanged if they are stored so, else quantised, with the biases of
-        products, if any. `dtype` is that of floating scales and biases.
+    def arrays(self, quant: Quant, rounding: str, dtype: str = "BF16") -> dict[str, mx.array]:
+        """The arrays by part: in the form `quant`, unchanged if they are stored so, else rounded by the method
+        `rounding`, with the biases of products, if any. `dtype` is that of floating scales and biases.
         """
         kept = SCALES[dtype]
         if self.matrix.quant != quant:
-            codes = self.matrix.quantized(quant, self.start, self.stop, kept)
+            codes = self.matrix.quantized(quant, rounding, self.start, self.stop, kept)
         else:
             weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
             codes = weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)

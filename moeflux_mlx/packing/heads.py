@@ -18,6 +18,7 @@ from ..formats.record import ExpertLayout
 from ..model.head import DraftHead
 from ..model.tensors import resident_bytes
 from ..quant import Quant, of_packed
+from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .expert_parts import find_experts
 from .layer_files import LayerFile, plan_experts
@@ -89,7 +90,7 @@ def find_head(
         return None
     form = _form(config)
     quants = layout.records[layout.moe_layers[-1]].quants
-    wanted = Wanted(RESIDENT, quants)
+    wanted = Wanted(RESIDENT, quants, rounding=MINMAX)  # at each start, so what is faster; drafts are checked
     resident = plan_resident(head, own, form, wanted, DraftHead)
     found = find_experts(head, own, 0, form)
     stored = plan_experts(found, wanted)
@@ -99,7 +100,7 @@ def find_head(
         raise ModelFileError(f"tensor {left[0]} does not belong to a draft head of one layer like the model's")
     head = replace(head, quantization=of_packed({"quantization": resident.quantization()}))
     layers = ExpertLayout.from_args(head, {0: stored.quants}, {0: stored.dtype})
-    return HeadWeights(head, resident, LayerFile(layers, 0, found))
+    return HeadWeights(head, resident, LayerFile(layers, 0, found, wanted.rounding))
 
 
 def _form(config: Mapping[str, Any]) -> SourceFormat:

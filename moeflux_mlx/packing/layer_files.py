@@ -92,12 +92,12 @@ def _common(dtypes: set[str]) -> str:
 
 
 class LayerFile:
-    """One layer of freshly made records, each padded with zeros to the stride."""
+    """One layer of freshly made records, each padded with zeros to the stride. `rounding` is the method for floats."""
 
     link: Path | None = None
 
-    def __init__(self, layout: ExpertLayout, layer: int, experts: Experts):
-        self.layout, self.layer, self.experts = layout, layer, experts
+    def __init__(self, layout: ExpertLayout, layer: int, experts: Experts, rounding: str):
+        self.layout, self.layer, self.experts, self.rounding = layout, layer, experts, rounding
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
         self.size = layout.layer_bytes(layer)
         self.geometry = layout.records[layer]
@@ -116,7 +116,7 @@ class LayerFile:
     def fields(self, part: Part, index: int) -> Iterator[tuple[int, memoryview]]:
         """Where in its record each field of an expert's projection number `index` begins, and its bytes."""
         projection = self.geometry.projections[index]
-        arrays = part.arrays(projection.quant, self.geometry.dtype)
+        arrays = part.arrays(projection.quant, self.rounding, self.geometry.dtype)
         for field in projection.fields:
             yield field.offset, array_bytes(arrays[field.part])
 

@@ -29,7 +29,8 @@ from .wanted import Wanted
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The files to write, in order, and what goes into config.json."""
+    """The files to write, in order, and what goes into config.json. `rounds` tells whether floats, or codes anew, are
+    rounded: whether the method of rounding makes a difference."""
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
@@ -37,6 +38,7 @@ class ConversionPlan:
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
+    rounds: bool
     share: RankShare | None = None
     also: tuple[Path, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -76,7 +78,7 @@ def make_plan(
         stored = {layer: plan_experts(experts, wanted) for layer, experts in experts_by_layer.items()}
         quants = {layer: one.quants for layer, one in stored.items()}
         layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
-        layers += [LayerFile(layout, layer, experts) for layer, experts in experts_by_layer.items()]
+        layers += [LayerFile(layout, layer, experts, wanted.rounding) for layer, experts in experts_by_layer.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
@@ -92,7 +94,9 @@ def make_plan(
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
     quantized = resident.quantized(wanted.resident)
-    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also), tuple(tables))
+    rounds = made or resident.rounds or any(table.rounds for table in tables)
+    files = layout, units, quantization, tuple(lossy)
+    return ConversionPlan(*files, quantized, made, rounds, share, tuple(also), tuple(tables))
 
 
 def _experts_files(

@@ -74,6 +74,11 @@ class ResidentPlan:
         matrices = (source for source in self.sources if isinstance(source, MatrixSource))
         return sum(source.made == quant and source.matrix.quant is None for source in matrices)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether matrices are rounded."""
+        return any(isinstance(source, MatrixSource) and source.made for source in self.sources)
+
     def files(self) -> Sequence["TensorFile"]:
         """The tensors in files."""
         return in_files(self.sources, "resident", ResidentFile)
@@ -116,7 +121,7 @@ def plan_resident(
             args.hidden_size,
         )
         matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
-        sources.append(_matrix_source(args, matrix, pieces, wanted.resident, as_stored))
+        sources.append(_matrix_source(args, matrix, pieces, wanted, as_stored))
     centred = (has_zero_centred_norms if kind is Model else lack_their_one)(args, tensors)
     sources += [_plain_source(args, name, ours, tensors, centred, parted.get(name)) for name in ours.plain]
     sources.sort(key=lambda source: source.written[0].name)
@@ -165,15 +170,15 @@ def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor], shards: int)
     }
 
 
-def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, quant: Quant, as_stored: bool) -> MatrixSource:
+def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, wanted: Wanted, as_stored: bool) -> MatrixSource:
     """Codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
     if matrix.quant is not None:
         return MatrixSource(matrix, pieces)
-    made = stored_as(args, path, matrix.shape[-1], quant)
+    made = stored_as(args, path, matrix.shape[-1], wanted.resident)
     if matrix.quant is None and (as_stored or made is None and path.endswith(ROUTERS)):
         return MatrixSource(matrix, pieces, dense=floats)
-    return MatrixSource(matrix, pieces, dense="BF16") if made is None else MatrixSource(matrix, pieces, made=made)
+    return MatrixSource(matrix, pieces, made, wanted.rounding, dense="" if made else "BF16")
 
 
 def _plain_source(

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..formats.checkpoint import ITEM_BYTES, Tensor
 from ..quant import Quant
+from ..rounding.methods import FIT
 from .matrix import Matrix, finite
 from .sanitize import add_one, channels_first
 
@@ -100,7 +101,8 @@ class TableSource:
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """A matrix, kept as stored (`made` None, `dense` empty), quantised to `made`, or kept in floats `dense`.
+    """A matrix, kept as stored (`made` None, `dense` empty), rounded to `made` by the method `rounding`, or kept in
+    floats `dense`.
 
     `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
     """
@@ -108,6 +110,7 @@ class MatrixSource:
     matrix: Matrix
     pieces: Pieces
     made: Quant | None = None
+    rounding: str = FIT
     dense: str = ""
 
     @property
@@ -143,7 +146,7 @@ class MatrixSource:
 
     def _make(self) -> tuple[mx.array, ...]:
         if self.made:
-            return self.matrix.quantized(self.made)
+            return self.matrix.quantized(self.made, self.rounding)
         if not self.dense:
             weight, scales, *third = self.matrix.codes()
             return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)

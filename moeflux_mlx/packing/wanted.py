@@ -7,6 +7,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..formats.record import Quants
 from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
+from ..rounding.methods import FIT, METHODS
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Wanted:
     named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.
     keeps_floats: whether resident matrices that come as floats stay floats.
+    rounding: the method by which floats become codes.
     """
 
     resident: Quant
@@ -26,6 +28,7 @@ class Wanted:
     named: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     keeps_floats: bool = False
+    rounding: str = FIT
 
     @classmethod
     def of(
@@ -36,12 +39,15 @@ class Wanted:
         expert_bits: int | None = None,
         down_bits: int | None = None,
         requantize: bool = False,
+        rounding: str = FIT,
     ) -> "Wanted":
         """Arguments as for `convert`.
 
         Raises:
-            ConfigError: a form that is not computed.
+            ConfigError: a form that is not computed, or a method of rounding that is not known.
         """
+        if rounding not in METHODS:
+            raise ConfigError(f"rounding {rounding!r} is not known; supported: {', '.join(METHODS)}")
         usual_sizes: Mode | Quant = MODES.get(q_mode, DEFAULT)
         bits = usual_sizes.bits if q_bits is None else q_bits
         group_size = usual_sizes.group_size if q_group_size is None else q_group_size
@@ -53,7 +59,8 @@ class Wanted:
         options: dict[str, Any] = {name: value for name, value in forms.items() if value is not None}
         if q_mode != DEFAULT.mode:
             options["q_mode"] = q_mode
-        return cls(usual, (experts, experts, down), requantize, named, {**options, "requantize": requantize})
+        options["requantize"] = requantize
+        return cls(usual, (experts, experts, down), requantize, named, options, rounding=rounding)
 
     def keeps(self, stored: Quant, form: Quant) -> bool:
         """Whether an expert's codes in the form `stored` are copied, though `form` is wanted of floats."""

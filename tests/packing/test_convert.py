@@ -12,11 +12,12 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from minmax import convert
 from small_hub import SmallHub, connected
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli import conversion
-from moeflux_mlx.convert import convert, main
+from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES

@@ -8,9 +8,9 @@ import numpy as np
 import oracle
 import pytest
 from grids import drawn, marks
+from minmax import convert
 from tiny_models import on_cpu, tiny_directory
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.families.registry import FAMILIES
