@@ -94,7 +94,7 @@ def test_the_error_is_near_that_of_a_long_search(bits):
     quant = Quant(bits, 64)
     values = mx.array(np.random.default_rng(bits).standard_normal((64, 512)).astype(np.float32)).astype(mx.bfloat16)
     wanted = searched(values, quant, np.linspace(0.5, 1.05, 23), 12)
-    assert errors(quant, rounded(values, quant), values).sum() < 1.035 * wanted.sum()
+    assert errors(quant, rounded(values, quant), values).sum() < 1.03 * wanted.sum()
 
 
 @pytest.mark.parametrize("quant", [Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4")], ids=str)
