@@ -33,7 +33,8 @@ kernels = Extension(
 # Every processor must round to the same bits, so products and sums are not fused.
 fit = Extension(
     "moeflux_mlx.rounding._fit",
-    sources=["native/fit.c"],
+    sources=["native/fit_avx512.c", "native/fit_avx2.c", "native/fit.c"],
+    depends=["native/fit.h"],
     extra_compile_args=[*FLAGS, "-ffp-contract=off"],
     optional=True,
 )

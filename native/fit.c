@@ -1,254 +1,27 @@
-/* Rounds matrices to codes with the least squared error: a scale and a bias for each group of columns.
- *
- * moeflux_mlx/rounding/affine.py describes the search and has its twin in MLX operations. Both do the same operations
- * in the same order: a sum over a group is one over sums of BLOCK columns. setup.py forbids the compiler to fuse a
- * product and a sum, so every processor computes the same bits.
- */
+/* Rounds matrices to codes with the least squared error: a scale and a bias for each group of columns (fit.h). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#define LANES 4
+#define TARGET
+#include "fit.h"
 
-#define LANES 16 /* groups that are fitted at a time */
-#define BLOCK 8   /* columns that are summed before sums are */
-#define MOST_GROUP 128
-#define MOST_STARTS 16
-#define ROUND 12582912.0f /* 1.5 * 2^23: a smaller number loses its fraction when this is added */
-#define EXACT 4194304.0f /* 2^22 */
-#define LEAST_RANGE 1e-7f /* as mx.quantize has it */
-#define LEAST_SCALE 1e-30f /* the inverse of a smaller one may be infinite */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float V __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t I __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-typedef enum { F32, BF16, F16 } Kind;
-
-typedef struct {
-    const void *values;      /* [rows, columns], float32 or bfloat16 */
-    const float *importance; /* [columns] */
-    ptrdiff_t rows, columns;
-    int bits, group, is_half; /* is_half: the values are bfloat16 */
-    Kind kind;                /* what scales and biases are rounded to */
-    float shrinks[MOST_STARTS];
-    int starts, turns, last;
-    uint8_t *codes;         /* [rows, columns * bits / 8] */
-    float *scales, *biases; /* [rows, columns / group] */
-} Work;
-
-/* LANES groups, one in each lane, of `columns` columns. */
-typedef struct {
-    V x[MOST_GROUP], w[MOST_GROUP];
-    int columns;
-    float top; /* the largest code */
-} Groups;
-
-/* What a code stands for, in each lane. */
-typedef struct {
-    V scale, bias;
-} Lines;
-
-INLINE V splat(float x) { return (V){0} + x; }
-
-INLINE V where(I condition, V yes, V no) { return (V)(((I)yes & condition) | ((I)no & ~condition)); }
-
-INLINE V magnitude(V x) { return (V)((I)x & 0x7fffffff); }
-
-INLINE V inverse(V scale) { return where(magnitude(scale) > splat(LEAST_SCALE), splat(1.0f) / scale, splat(0.0f)); }
-
-INLINE V whole(V x) { return (x + splat(ROUND)) - splat(ROUND); }
-
-INLINE V codes_of(V x, V bias, V by, float top) {
-    V q = (x - bias) * by;
-    q = where(q > splat(0.0f), q, splat(0.0f));
-    return whole(where(q < splat(top), q, splat(top)));
-}
-
-/* Rounds to the nearest number of the stored dtype. */
-INLINE V stored(V x, Kind kind) {
-    if (kind == F32) return x;
-    int dropped = kind == BF16 ? 16 : 13;
-    I bits = (I)x + ((1 << (dropped - 1)) - 1) + ((I)x >> dropped & 1);
-    V rounded = (V)(bits & ~((1 << dropped) - 1));
-    if (kind == BF16) return rounded;
-    rounded = where(magnitude(x) < splat(6.103515625e-5f), (x + splat(0.75f)) - splat(0.75f), rounded); /* 2^-24 */
-    return where(magnitude(x) < splat(65520.0f), rounded, splat(INFINITY));
-}
-
-INLINE V error_of(const Groups *g, Lines line) {
-    V total = splat(0.0f), by = inverse(line.scale);
-    for (int block = 0; block < g->columns; block += BLOCK) {
-        V part = splat(0.0f);
-        for (int i = block; i < block + BLOCK; i++) {
-            V off = g->x[i] - (line.scale * codes_of(g->x[i], line.bias, by, g->top) + line.bias);
-            part += off * off * g->w[i];
-        }
-        total += part;
-    }
-    return total;
-}
-
-/* mx.quantize's scale and bias: the end of the range farther from zero is a bias, and zero is a code. */
-INLINE Lines min_to_max(V low, V high, float top, Kind kind) {
-    V scale = (high - low) / splat(top);
-    scale = where(scale > splat(LEAST_RANGE), scale, splat(LEAST_RANGE));
-    I is_low = magnitude(low) > magnitude(high);
-    V edge = where(is_low, low, high);
-    scale = where(is_low, scale, -scale);
-    V zero = edge / scale;
-    zero = where(magnitude(zero) < splat(EXACT), whole(zero), zero);
-    I is_zero = zero == splat(0.0f);
-    scale = where(is_zero, scale, edge / where(is_zero, splat(1.0f), zero));
-    return (Lines){stored(scale, kind), where(is_zero, splat(0.0f), stored(edge, kind))};
-}
-
-/* Sums over a group. */
-typedef struct {
-    V weight, mean;
-} Sums;
-
-/* The line of weighted least squares through the values over the codes that `line` gives them; `gain` gets the part of
- * the values' variance that it explains. */
-INLINE Lines improved(const Groups *g, Sums of, Lines line, V *gain) {
-    V q1 = splat(0.0f), q2 = splat(0.0f), qx = splat(0.0f), by = inverse(line.scale);
-    for (int block = 0; block < g->columns; block += BLOCK) {
-        V part1 = splat(0.0f), part2 = splat(0.0f), partx = splat(0.0f);
-        for (int i = block; i < block + BLOCK; i++) {
-            V q = codes_of(g->x[i], line.bias, by, g->top), wq = q * g->w[i];
-            part1 += wq, part2 += wq * q, partx += wq * g->x[i];
-        }
-        q1 += part1, q2 += part2, qx += partx;
-    }
-    V mean = q1 / of.weight, spread = q2 - mean * q1, shared = qx - of.mean * q1;
-    I is_line = spread > splat(0.0f);
-    V scale = where(is_line, shared / where(is_line, spread, splat(1.0f)), line.scale);
-    *gain = where(is_line, shared * scale, splat(0.0f));
-    return (Lines){scale, where(is_line, of.mean - scale * mean, line.bias)};
-}
-
-/* The best bias for a scale that is already rounded. */
-INLINE V bias_for(const Groups *g, Sums of, Lines line) {
-    V q1 = splat(0.0f), by = inverse(line.scale);
-    for (int block = 0; block < g->columns; block += BLOCK) {
-        V part = splat(0.0f);
-        for (int i = block; i < block + BLOCK; i++) part += codes_of(g->x[i], line.bias, by, g->top) * g->w[i];
-        q1 += part;
-    }
-    return of.mean - line.scale * (q1 / of.weight);
-}
-
-/* Subtracts the middle of the range, so that sums of products keep their precision; returns the sums then. */
-INLINE Sums centred(Groups *g, V middle) {
-    V weight = splat(0.0f), total = splat(0.0f);
-    for (int block = 0; block < g->columns; block += BLOCK) {
-        V part = splat(0.0f), partx = splat(0.0f);
-        for (int i = block; i < block + BLOCK; i++) {
-            g->x[i] -= middle;
-            part += g->w[i], partx += g->w[i] * g->x[i];
-        }
-        weight += part, total += partx;
-    }
-    return (Sums){weight, total / weight};
-}
-
-INLINE Lines fitted(const Work *work, Groups *g, Groups *moved) {
-    V low = g->x[0], high = g->x[0], most = splat(-1.0f), gain = splat(0.0f);
-    for (int i = 1; i < g->columns; i++) {
-        low = where(g->x[i] < low, g->x[i], low);
-        high = where(g->x[i] > high, g->x[i], high);
-    }
-    V middle = (low + high) * splat(0.5f), half = (high - low) * splat(0.5f);
-    Lines plain = min_to_max(low, high, g->top, work->kind), best = {splat(0.0f), splat(0.0f)};
-    *moved = *g;
-    Sums of = centred(moved, middle);
-    for (int start = 0; start < work->starts; start++) {
-        V reach = half * splat(work->shrinks[start]);
-        Lines line = {reach * splat(2.0f / g->top), -reach};
-        for (int turn = 0; turn < work->turns; turn++) line = improved(moved, of, line, &gain);
-        I is_more = gain > most;
-        most = where(is_more, gain, most);
-        best = (Lines){where(is_more, line.scale, best.scale), where(is_more, line.bias, best.bias)};
-    }
-    for (int turn = 0; turn < work->last; turn++) best = improved(moved, of, best, &gain);
-    best.scale = stored(best.scale, work->kind);
-    best.bias = stored(bias_for(moved, of, best) + middle, work->kind);
-    I is_better = error_of(g, best) < error_of(g, plain);
-    return (Lines){where(is_better, best.scale, plain.scale), where(is_better, best.bias, plain.bias)};
-}
-
-/* Reads `count` groups from number `index` on; the other lanes repeat the last one. */
-INLINE void load(const Work *work, ptrdiff_t index, int count, Groups *g) {
-    ptrdiff_t groups = work->columns / work->group;
-    for (int lane = 0; lane < LANES; lane++) {
-        ptrdiff_t from = index + (lane < count ? lane : count - 1), place = from * work->group;
-        const float *importance = work->importance + from % groups * work->group;
-        for (int i = 0; i < g->columns; i++) {
-            float x;
-            if (work->is_half) {
-                uint32_t wide = (uint32_t)((const uint16_t *)work->values)[place + i] << 16;
-                memcpy(&x, &wide, 4);
-            } else
-                x = ((const float *)work->values)[place + i];
-            ((float *)&g->x[i])[lane] = x;
-            ((float *)&g->w[i])[lane] = importance[i];
-        }
-    }
-}
-
-/* Writes the codes of `count` groups, each one stream of bits, the first code in the lowest bits. */
-INLINE void write_codes(const Groups *g, Lines line, int bits, int count, uint8_t *to) {
-    uint8_t codes[MOST_GROUP][LANES];
-    V by = inverse(line.scale);
-    for (int i = 0; i < g->columns; i++) {
-        V q = codes_of(g->x[i], line.bias, by, g->top);
-        for (int lane = 0; lane < LANES; lane++) codes[i][lane] = (uint8_t)(int32_t)q[lane];
-    }
-    for (int lane = 0; lane < count; lane++)
-        for (int i = 0; i < g->columns; i += 8, to += bits) {
-            uint64_t word = 0;
-            for (int k = 0; k < 8; k++) word |= (uint64_t)codes[i + k][lane] << (k * bits);
-            memcpy(to, &word, (size_t)bits);
-        }
-}
-
-INLINE void fit_all(const Work *work, const int columns) {
-    Groups g, moved;
-    g.columns = columns, g.top = (float)((1 << work->bits) - 1);
-    ptrdiff_t all = work->rows * (work->columns / work->group);
-    for (ptrdiff_t index = 0; index < all; index += LANES) {
-        int count = all - index < LANES ? (int)(all - index) : LANES;
-        load(work, index, count, &g);
-        Lines line = fitted(work, &g, &moved);
-        memcpy(work->scales + index, &line.scale, 4 * (size_t)count);
-        memcpy(work->biases + index, &line.bias, 4 * (size_t)count);
-        write_codes(&g, line, work->bits, count, work->codes + index * columns * work->bits / 8);
-    }
-}
-
-#define FIT(name, attribute)                                   \
-    attribute static void name(const Work *work) {             \
-        if (work->group == 32) fit_all(work, 32);      \
-        if (work->group == 64) fit_all(work, 64);      \
-        if (work->group == 128) fit_all(work, 128);    \
-    }
-FIT(fit_portable, )
-#if defined(__x86_64__)
-FIT(fit_avx2, __attribute__((target("avx2"))))
-FIT(fit_avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
-#endif
-
-static void fit(const Work *work) {
+/* Computes with the fastest instruction set whose number is at least `least`: 0 AVX-512, 1 AVX2, 2 any. */
+static void fit(const Work *work, int least) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return fit_avx512(work);
-    if (__builtin_cpu_supports("avx2")) return fit_avx2(work);
+    int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (least < 1 && has_avx512)
+        fit_avx512(work);
+    else if (least < 2 && __builtin_cpu_supports("avx2"))
+        fit_avx2(work);
+    else
+        fit_matrix(work);
+#else
+    (void)least;
+    fit_matrix(work);
 #endif
-    fit_portable(work);
 }
 
 static int has(const Py_buffer *view, Py_ssize_t bytes) {
@@ -257,19 +30,21 @@ static int has(const Py_buffer *view, Py_ssize_t bytes) {
     return 0;
 }
 
-/* fit(values, importance, shrinks, rows, columns, bits, group, is_half, kind, turns, last, codes, scales, biases) */
+/* fit(values, importance, shrinks, rows, columns, bits, group, is_half, kind, turns, last, least, codes, scales, biases) */
 static PyObject *op_fit(PyObject *self, PyObject *args) {
     Py_buffer values, importance, shrinks, codes, scales, biases;
     Work work;
-    int kind, ok;
-    if (!PyArg_ParseTuple(args, "y*y*y*nniipiiiw*w*w*", &values, &importance, &shrinks, &work.rows, &work.columns,
-                          &work.bits, &work.group, &work.is_half, &kind, &work.turns, &work.last, &codes, &scales, &biases))
+    int kind, least, ok;
+    if (!PyArg_ParseTuple(args, "y*y*y*nniipiiiiw*w*w*", &values, &importance, &shrinks, &work.rows, &work.columns,
+                          &work.bits, &work.group, &work.is_half, &kind, &work.turns, &work.last, &least, &codes, &scales,
+                          &biases))
         return NULL;
-    ptrdiff_t all = work.rows * work.columns, groups = all / work.group;
+    int is_known = (work.group == 32 || work.group == 64 || work.group == 128) && work.bits > 0 && work.bits <= 8;
+    ptrdiff_t all = work.rows * work.columns, groups = is_known ? all / work.group : 0;
     work.starts = (int)(shrinks.len / 4), work.kind = (Kind)kind;
     ok = has(&values, all * (work.is_half ? 2 : 4)) && has(&importance, work.columns * 4) &&
          has(&codes, all * work.bits / 8) && has(&scales, groups * 4) && has(&biases, groups * 4);
-    if (ok && (work.starts > MOST_STARTS || work.bits < 1 || work.bits > 8 || work.columns % work.group)) {
+    if (ok && (!is_known || work.starts > MOST_STARTS || work.columns % work.group)) {
         PyErr_SetString(PyExc_ValueError, "this form or number of starts is not known");
         ok = 0;
     }
@@ -278,7 +53,7 @@ static PyObject *op_fit(PyObject *self, PyObject *args) {
         work.values = values.buf, work.importance = importance.buf;
         work.codes = codes.buf, work.scales = scales.buf, work.biases = biases.buf;
         Py_BEGIN_ALLOW_THREADS;
-        fit(&work);
+        fit(&work, least);
         Py_END_ALLOW_THREADS;
     }
     Py_buffer *all_of_them[] = {&values, &importance, &shrinks, &codes, &scales, &biases};

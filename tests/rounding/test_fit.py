@@ -81,6 +81,24 @@ def test_the_twin_has_the_bits_of_the_native_form(dtype):
         assert equal(affine._fit_native(*given), affine._fit_ops(*given)), quant
 
 
+@needs_native
+def test_every_instruction_set_has_the_same_bits():
+    for dtype in (mx.bfloat16, mx.float16):
+        for quant in FORMS:
+            given = drawn(8, 21, 256, dtype=dtype), quant, group_weights(None, 256, quant.group_size), dtype
+            parts = affine._fit_native(*given)
+            assert all(equal(parts, affine._fit_native(*given, least)) for least in (1, 2)), quant
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "bits", "group"), [(3, 4, 64), (2, 9, 64), (2, 4, 48)])
+def test_the_extension_refuses_wrong_sizes(rows, bits, group):
+    out = np.zeros((2, 32), np.uint8), np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)
+    with pytest.raises(ValueError):
+        given = np.zeros((2, 64), np.float32), np.ones(64, np.float32), np.ones(1, np.float32)
+        affine._native.fit(*given, rows, 64, bits, group, False, 0, 1, 1, 0, *out)
+
+
 @pytest.mark.parametrize("quant", [*FORMS, *FLOATS], ids=str)
 def test_no_group_is_worse_than_by_min_to_max(quant):
     values = drawn(1, 40, 256)
