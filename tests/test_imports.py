@@ -35,6 +35,7 @@ ORDER = [
     "experts",
     "model",
     "packing",
+    "calibration",
     "vision",
     "engine",
     "several",

@@ -47,6 +47,18 @@ class Part:
         assert self.matrix.quant is not None
         return dict(zip((*self.matrix.quant.parts, BIAS), self.tensors, strict=False))
 
+    def values(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
+        """The matrix in floats [rows, columns], dequantised if it is stored in codes, and its bias [rows] if it has
+        one.
+
+        Raises:
+            ModelFileError: a file cannot be read, or a value is not finite.
+        """
+        rows = self.matrix.values(self.start, self.stop)[:: self.step].astype(dtype)
+        if self.bias is None:
+            return rows, None
+        return rows, finite(self.bias, self.bias.read()).astype(dtype)[self.start : self.stop : self.step]
+
     def arrays(self, quant: Quant, dtype: str = "BF16") -> dict[str, mx.array]:
         """The arrays by part: in the form `quant`, unchanged if they are stored so, else quantised, with the biases of
         products, if any. `dtype` is that of floating scales and biases.
