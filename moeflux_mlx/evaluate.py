@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--layer-by-layer",
         action="store_true",
-        help="keep one layer and one expert of a model in memory at a time, in floats; a checkpoint that cannot be used "
-        "in place is always read so",
+        help="keep one layer and one expert of a model in memory, in floats; a checkpoint that cannot be used in place "
+        "is always read so",
     )
     add("--svg", metavar="FILE", help="draw the KL divergence by position to FILE")
     add = made.add_argument_group("memory and expert I/O").add_argument
