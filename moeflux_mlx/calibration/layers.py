@@ -4,9 +4,10 @@ The hidden states of all texts are in a file of the run's folder. When a layer h
 replaces that of the layer before, so a run that was killed continues with the last finished layer, to the same bytes.
 """
 
+import fcntl
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +39,7 @@ from .statistics import LayerStatistics
 from .weights import LayerWeights
 
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
-RUN = "run.json"
+RUN, LOCK = "run.json", "run.lock"
 ROWS_AT_ONCE = 65536  # tokens that go through a layer's experts together; more would read each expert less often
 
 Progress = Callable[[float], object]  # called with the share of the run that is done
@@ -107,9 +108,6 @@ class LayerRun:
             "hessians": self._collecting is not None and self._collecting.hessians,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        for kind in ("hidden", "chosen", "statistics", "hessians"):
-            for left in self.folder.glob(f".{kind}-*"):
-                left.unlink()  # a run that was killed left it unfinished
         file = self.folder / RUN
         if not file.exists():
             write_json(file, ours)
@@ -133,15 +131,22 @@ class LayerRun:
         """Takes the texts through the layers that they have not passed.
 
         Raises:
-            ModelFileError, ExpertIOError: weights cannot be read. RequestError: files cannot be written. DeviceError:
-                memory is exhausted.
+            ModelFileError, ExpertIOError: weights cannot be read. RequestError: files cannot be written, or another
+                process runs in the folder. DeviceError: memory is exhausted.
         """
         count = self.args.num_hidden_layers
-        with native.activations(native.EXACT):
+        with _locked(self.folder), native.activations(native.EXACT):
+            self._remove_unfinished()
             if self.finished is None:
                 write_rows(self._file(0), self._form(), self._embedded())
             for layer in range(cast(int, self.finished), count):
                 self._pass(layer, lambda share, done=layer: progress((done + share) / count))  # type: ignore[misc]
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a run that was killed left behind."""
+        for kind in ("hidden", "chosen", "statistics", "hessians"):
+            for file in self.folder.glob(f".{kind}-*"):
+                file.unlink()
 
     def hidden(self) -> Iterator[mx.array]:
         """The normed hidden states [L, hidden_size] of each text, the input of `head`; the run must have finished."""
@@ -297,6 +302,21 @@ class _Choices:
     def write(self, file: Path) -> None:
         if self._kept:
             write_tensors(file, self._kept)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes, and other runs of this one, out of the folder.
+
+    Raises:
+        RequestError: one is in it.
+    """
+    with open(folder / LOCK, "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RequestError(f"another process runs in {folder}; wait for it, or give another folder") from None
+        yield
 
 
 def _ids(text: np.ndarray) -> mx.array:

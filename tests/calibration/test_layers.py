@@ -122,6 +122,20 @@ def test_a_folder_of_another_run_is_refused(tmp_path, change):
         LayerRun(weights, folder=tmp_path, **given | change)
 
 
+def test_one_run_at_a_time(tmp_path):
+    weights, texts = open_layers(tiny_directory("qwen3_moe", "hub")), [np.array([1, 2, 3])]
+    other = LayerRun(weights, texts, tmp_path, mx.float32)
+    messages = []
+
+    def report(share):
+        with pytest.raises(RequestError) as refused:
+            other.run()
+        messages.append(str(refused.value))
+
+    LayerRun(weights, texts, tmp_path, mx.float32).run(report)
+    assert messages and all("another process runs in" in message for message in messages)
+
+
 @pytest.mark.parametrize(
     "texts, message",
     [
