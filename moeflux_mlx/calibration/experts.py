@@ -9,8 +9,8 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..experts.source import IoMode
 from ..experts.whole import WholeExperts
 from ..kinds import Experts
-from ..ops import backend
 from ..ops.backend import Array
+from ..ops.elementwise import float32
 from ..ops.experts import Shared
 from .weights import LayerWeights
 
@@ -20,11 +20,11 @@ ROWS_AT_ONCE = 16384  # rows of an expert in one product; limits temporary memor
 class ExpertObserver(Protocol):
     """Sees what a layer's routed experts multiply."""
 
-    def observe_input(self, x: mx.array) -> None:
+    def observe_input(self, x: Array) -> None:
         """All rows [N, H], each once."""
         ...
 
-    def observe_expert(self, expert: int, x: mx.array, activations: mx.array) -> None:
+    def observe_expert(self, expert: int, x: Array, activations: Array) -> None:
         """Rows [N, H] that chose an expert, and its activations [N, I]."""
         ...
 
@@ -60,23 +60,22 @@ class OneByOne:
         self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> Any:
         ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
-        rows = backend.leave(x).astype(self._dtype)
+        rows = x.astype(self._dtype) if isinstance(x, mx.array) else x
         added: Any = shared.rows(x) if isinstance(shared, Shared) else shared
-        out = mx.zeros((len(rows), residual.shape[-1]), mx.float32)
+        out = _zeros(rows, (len(rows), residual.shape[-1]))
         used = np.unique(ids)
         if self._observer is not None:
             self._observer.observe_input(rows)
         for done, expert in enumerate(used.tolist()):
             out = self._added(out, routing.layer, expert, rows, np.where(ids == expert, weights, 0), ids == expert)
             report((done + 1) / len(used))
-        parts = [out, *(backend.leave(part).astype(mx.float32) for part in (residual, added) if part is not None)]
-        total = sum(part.reshape(out.shape) for part in parts[1:]) + parts[0]
-        made = total.reshape(residual.shape).astype(backend.dtype_of(residual))
-        return np.array(made) if isinstance(residual, np.ndarray) else made
+        for part in (residual, added):
+            if part is not None:
+                out = out + float32(part.reshape(out.shape))
+        made = out.reshape(residual.shape)
+        return made.astype(residual.dtype)
 
-    def _added(
-        self, out: mx.array, layer: int, expert: int, x: mx.array, weights: np.ndarray, chosen: np.ndarray
-    ) -> mx.array:
+    def _added(self, out: Any, layer: int, expert: int, x: Any, weights: np.ndarray, chosen: np.ndarray) -> Any:
         """`out` [T, H] plus the expert's output for the rows that chose it, times their weights [T, K]."""
         loaded = self._weights.expert(layer, expert, self._dtype)
         part = self._weights.args.layers[layer].feed_forward
@@ -84,12 +83,20 @@ class OneByOne:
         tokens, factors = np.flatnonzero(chosen.any(axis=1)), weights.sum(axis=1)
         for start in range(0, len(tokens), ROWS_AT_ONCE):
             some = tokens[start : start + ROWS_AT_ONCE]
-            where = mx.array(some.astype(np.int32))
+            where = some if isinstance(x, np.ndarray) else mx.array(some.astype(np.int32))
             rows = x[where]
             act = loaded.activations(rows, part.activation)
             if self._observer is not None:
                 self._observer.observe_expert(expert, rows, act)
-            made = loaded.down(act).astype(mx.float32) * mx.array(factors[some])[:, None]
-            out = out.at[where].add(made)
+            made = float32(loaded.down(act))
+            if isinstance(made, np.ndarray):
+                out[where] += made * factors[some, None]
+                continue
+            out = out.at[where].add(made * mx.array(factors[some, None]))
             mx.eval(out)
         return out
+
+
+def _zeros(like: Any, shape: tuple[int, int]) -> Any:
+    """float32, of the same kind of array as `like`."""
+    return mx.zeros(shape, mx.float32) if isinstance(like, mx.array) else np.zeros(shape, np.float32)

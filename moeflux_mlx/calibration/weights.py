@@ -5,7 +5,7 @@ form, or of a packed model. Opening reads headers only.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -17,9 +17,12 @@ from ..formats.record import ExpertLayout
 from ..formats.tables import TableFiles, open_tables
 from ..kinds import Activation
 from ..model.weights import read_resident
+from ..ops.backend import Array
 from ..ops.dequantize import dense, linear_biases
-from ..ops.elementwise import activate
+from ..ops.elementwise import activate, plus
 from ..ops.forms import unpacked_float32
+from ..ops.linear import linear
+from ..ops.matrix import Part
 from ..ops.records import Records
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
@@ -42,18 +45,18 @@ class FloatExpert:
     matrices: tuple[mx.array, ...]
     biases: tuple[mx.array, ...]
 
-    def activations(self, x: mx.array, activation: Activation) -> mx.array:
-        """The input [N, I] of down for rows x [N, H]."""
+    def activations(self, x: Array, activation: Activation) -> Any:
+        """The input [N, I] of down for rows x [N, H], as an array of x's kind."""
         made = [self._product(x, i) for i in range(len(self.matrices) - 1)]
         return activate(made[0], made[-1], activation)
 
-    def down(self, activations: mx.array) -> mx.array:
+    def down(self, activations: Array) -> Any:
         """[N, H] of the result of `activations`."""
         return self._product(activations, len(self.matrices) - 1)
 
-    def _product(self, x: mx.array, index: int) -> mx.array:
-        product = x @ self.matrices[index].T
-        return product + self.biases[index] if self.biases else product
+    def _product(self, x: Any, index: int) -> Any:
+        product = linear(x, Part(None, self.matrices[index]))
+        return plus(product, self.biases[index]) if self.biases else product
 
 
 class LayerWeights(Protocol):
