@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .cli.conversion import run
 from .cli.run import Parser, execute
 from .packing.convert import convert
+from .packing.recipe import RECIPES
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
 
 __all__ = ["convert", "main", "parser"]
@@ -31,6 +32,12 @@ def parser() -> argparse.ArgumentParser:
     add("--q-mode", choices=list(MODES), default=DEFAULT.mode, help="quantisation mode (%(default)s)")
     add("--expert-bits", type=int, choices=AFFINE_BITS, help="bits of routed experts; default: as --q-bits")
     add("--down-bits", type=int, choices=AFFINE_BITS, help="bits of their down projections; default: as --expert-bits")
+    add(
+        "--recipe",
+        metavar="NAME_OR_FILE",
+        help=f"bits of each part of the model: {', '.join(RECIPES)}, or a JSON file (docs/quality.md); "
+        "the options above override it; default: uniform, with 8 bits beside experts that are already quantised",
+    )
     add(
         "--requantize",
         action="store_true",

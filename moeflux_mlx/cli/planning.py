@@ -30,7 +30,8 @@ from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..formats.tables import NARROW, RowForm, TableFiles
-from ..model.tensors import resident_bytes, variant_bytes
+from ..model.tensors import resident_bytes, token_bytes, variant_bytes
+from ..packing.recipe import read_recipe
 from ..packing.tables import SMALL_GROUP
 from ..quant import Quant
 from ..spec import ModelArgs
@@ -53,6 +54,7 @@ class Described:
 
     Attributes:
         resident: bytes in memory of the weights that are not routed experts.
+        dense: of these, bytes that each token reads.
         vision: its image encoder, or why there is none; None for a variant, which has no files.
         in_place: whether its experts cannot be mapped.
         disk: a line on the disk space of a repository; else empty.
@@ -62,6 +64,7 @@ class Described:
     args: ModelArgs
     layout: ExpertLayout
     resident: int
+    dense: int
     vision: VisionFiles | NoVision | None = None
     in_place: bool = False
     disk: str = ""
@@ -91,6 +94,9 @@ def run(options: argparse.Namespace) -> int:
     print_notes(plan, options.expert_cache_gb is not None)
     tables = {} if model.weights is None else model.weights.tables
     lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
+    recipe = None if model.weights is None else read_recipe(model.weights.path)
+    lines += [f"recipe {recipe}"] if recipe else []
+    lines.append(reading_line(args, layout, model.dense))
     lines += [model.disk] if model.disk else []
     if demand.best_pool is not None:
         lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
@@ -129,21 +135,26 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
     with_images = options.rank_count is None and not options.no_vision
     if options.variant is not None:
         args = ModelArgs.from_variant(options.variant)
-        return Described(args, ExpertLayout.from_args(args), variant_bytes(args, dtype))
+        resident, dense = variant_bytes(args, dtype), variant_bytes(args, dtype, of_token=True)
+        return Described(args, ExpertLayout.from_args(args), resident, dense)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
         args, layout, shapes = remote.figures()
         vision = remote.vision(args, with_images)
-        return Described(args, layout, resident_bytes(shapes, dtype), vision, remote.in_place, remote.disk)
+        dense = token_bytes(args, shapes, dtype)
+        return Described(args, layout, resident_bytes(shapes, dtype), dense, vision, remote.in_place, remote.disk)
     folders = [user_path(folder) for folder in options.shards_in]
     weights = open_weights(resolve(options.model, shards_in=folders), folders)
     weights.check_mode(expert_io)
     if options.rank_count is None:
         weights.check_held(None)
-    resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
+    resident = resident_bytes(weights.shapes, dtype)
+    dense = token_bytes(weights.args, weights.shapes, dtype)
     vision = weights.vision(with_images)
-    return Described(weights.args, weights.experts.layout, resident, vision, in_place, weights=weights)
+    return Described(
+        weights.args, weights.experts.layout, resident, dense, vision, not weights.can_be_mapped, weights=weights
+    )
 
 
 def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:
@@ -232,6 +243,12 @@ def memory_in_all(plan: MemoryPlan) -> int:
 def routed_bytes(args: ModelArgs, layout: ExpertLayout) -> int:
     """Bytes of the experts that one token goes through, in all layers."""
     return args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
+
+
+def reading_line(args: ModelArgs, layout: ExpertLayout, dense: int) -> str:
+    """The line on what one token reads; `dense`: bytes of other weights than routed experts."""
+    routed = in_gb(routed_bytes(args, layout), 3)
+    return f"a token reads {routed} of experts, from the disk or from memory, and {in_gb(dense, 3)} of other weights"
 
 
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:

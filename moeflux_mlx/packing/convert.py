@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ConfigError, ModelFileError
 from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
+from ..formats.checkpoint import COPIED, RECIPE, Checkpoint, open_checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
@@ -25,6 +25,7 @@ from .layer_files import (
     layout_json,
 )
 from .plan import ConversionPlan, make_plan, read_args
+from .recipe import RECIPES, Recipe
 from .shards import Scattering
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
@@ -48,6 +49,7 @@ class ConversionReport:
         made_experts: whether routed experts were quantised, from floats or again.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
+        recipe: the forms that floats got; None: there were none.
     """
 
     path: Path
@@ -58,6 +60,7 @@ class ConversionReport:
     made_experts: bool
     linked: bool
     verified: bool
+    recipe: Recipe | None
 
 
 def convert(
@@ -69,6 +72,7 @@ def convert(
     q_mode: str = "affine",
     expert_bits: int | None = None,
     down_bits: int | None = None,
+    recipe: str | Path | Recipe | None = None,
     requantize: bool = False,
     verify: bool = False,
     revision: str | None = None,
@@ -92,8 +96,11 @@ def convert(
         q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
         expert_bits: bits of routed experts, if different from `q_bits`.
         down_bits: bits of their down projections, if different from `expert_bits`.
-        requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits` or
-            `down_bits` if they are stored in another form; loses precision.
+        recipe: the forms of parts that come as floats: "uniform", "balanced", "small", or a JSON file
+            (docs/quality.md);
+            the bits above override it. None: uniform, with 8 bits beside experts that are already quantised.
+        requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits`,
+            `down_bits` or `recipe` if they are stored in another form; loses precision.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
@@ -107,7 +114,7 @@ def convert(
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
+    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize, recipe)
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
@@ -116,6 +123,7 @@ def convert(
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
+        origin |= {} if recipe is None or isinstance(recipe, Recipe) else {"recipe": _whole_recipe(recipe)}
         options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
@@ -128,7 +136,15 @@ def convert(
         given = output, plan, checkpoint, progress or _ignore_progress, verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
-        path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
+        path,
+        plan.lossy,
+        tuple(kept),
+        tuple(repaired),
+        plan.quantized,
+        plan.made_experts,
+        output.linked,
+        verify,
+        plan.recipe,
     )
 
 
@@ -139,6 +155,11 @@ def _ignore_progress(done: int, total: int, name: str) -> None:
 def _whole(hf_path: str | Path) -> str:
     """A directory as an absolute path, or a repository's name."""
     return str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)
+
+
+def _whole_recipe(recipe: str | Path) -> str:
+    """A file as an absolute path, or a recipe's name."""
+    return str(recipe) if recipe in RECIPES else str(user_path(recipe).absolute())
 
 
 def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
@@ -284,6 +305,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     """Contents by name; layout.json, which makes the directory a model, comes last."""
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
+    files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
     files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)

@@ -21,6 +21,7 @@ from ..quant import Quant, of_packed
 from ..spec import ModelArgs
 from .expert_parts import find_experts
 from .layer_files import LayerFile, plan_experts
+from .recipe import DEFAULT_PART, Recipe
 from .resident import ResidentPlan, plan_resident
 from .sanitize import head_tensors
 from .source_format import SourceFormat
@@ -89,10 +90,10 @@ def find_head(
         return None
     form = _form(config)
     quants = layout.records[layout.moe_layers[-1]].quants
-    wanted = Wanted(RESIDENT, quants)
+    wanted = Wanted(Recipe("head", {DEFAULT_PART: RESIDENT}))
     resident = plan_resident(head, own, form, wanted, DraftHead)
     found = find_experts(head, own, 0, form)
-    stored = plan_experts(found, wanted)
+    stored = plan_experts(found, wanted, quants)
     used = stored.used | {tensor.name for source in resident.sources for tensor in source.tensors}
     left = sorted(tensor.name for tensor in own.values() if tensor.name not in used)
     if left:

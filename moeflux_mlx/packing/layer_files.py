@@ -46,9 +46,9 @@ class StoredExperts:
     is_made: bool
 
 
-def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
-    """Decides how a layer's experts are packed: stored codes that can be computed with are kept, others take the form
-    `wanted`.
+def plan_experts(experts: Experts, wanted: Wanted, forms: Quants) -> StoredExperts:
+    """Decides how a layer's experts are packed: stored codes that can be computed with are kept, others take their
+    matrix's one of `forms`.
 
     If scales have several dtypes, all become float32, which is exact.
 
@@ -64,7 +64,7 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
         dtypes.add(bias.dtype)
     kept = 0
     of_experts = experts.matrices()
-    for matrices, form in zip(of_experts, wanted.experts[-len(of_experts) :], strict=True):
+    for matrices, form in zip(of_experts, forms, strict=True):
         used.update(tensor.name for matrix in matrices for tensor in matrix.tensors)
         stored = {matrix.quant for matrix in matrices}
         first = matrices[0].quant

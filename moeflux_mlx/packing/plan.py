@@ -19,6 +19,7 @@ from ..spec import ModelArgs
 from .aside import aside_files
 from .expert_parts import find_experts
 from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
+from .recipe import Recipe
 from .resident import override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
@@ -29,7 +30,9 @@ from .wanted import Wanted
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The files to write, in order, and what goes into config.json."""
+    """The files to write, in order, and what goes into config.json. `recipe`: what floats were quantised by; None:
+    there were none.
+    """
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
@@ -37,6 +40,7 @@ class ConversionPlan:
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
+    recipe: Recipe | None = None
     share: RankShare | None = None
     also: tuple[Path, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -65,21 +69,24 @@ def make_plan(
     """
     form = SourceFormat(checkpoint.config, checkpoint.tensors, FAMILIES[args.model_type].renames_of(args.layers))
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
-    resident = plan_resident(args, tensors, form, wanted)
-    used = {tensor.name for source in resident.sources for tensor in source.tensors}
-    layers, lossy, made = list[LayerFile | PackedLayerFile](), list[str](), False
+    wanted.recipe.check(args.num_hidden_layers)
+    used, layers, lossy, made = set[str](), list[LayerFile | PackedLayerFile](), list[str](), False
     if checkpoint.packed is not None:
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
     else:
         experts_by_layer = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
-        stored = {layer: plan_experts(experts, wanted) for layer, experts in experts_by_layer.items()}
+        forms = {layer: wanted.recipe.of_experts(args, layer) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted, forms[layer]) for layer, experts in experts_by_layer.items()}
         quants = {layer: one.quants for layer, one in stored.items()}
         layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
         layers += [LayerFile(layout, layer, experts) for layer, experts in experts_by_layer.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
+        wanted = wanted if made else wanted.beside_codes()
+    resident = plan_resident(args, tensors, form, wanted)
+    used = used.union(tensor.name for source in resident.sources for tensor in source.tensors)
     tables = find_tables(args, tensors, form, wanted)
     used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
@@ -91,8 +98,10 @@ def make_plan(
     )
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
-    quantized = resident.quantized(wanted.resident)
-    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also), tuple(tables))
+    recipe = wanted.recipe if made or resident.quantized else None
+    return ConversionPlan(
+        layout, units, quantization, tuple(lossy), resident.quantized, made, recipe, share, tuple(also), tuple(tables)
+    )
 
 
 def _experts_files(

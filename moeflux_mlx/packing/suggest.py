@@ -69,6 +69,8 @@ def unfinished_error(path: Path) -> NotPackedError:
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
     words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MODES else []
+    recipe = _line(origin.get("recipe"))
+    words += ["--recipe", recipe] if recipe else []
     words += ["--delete-source"] if origin.get("delete_source") is True else []
     words += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *words)

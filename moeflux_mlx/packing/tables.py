@@ -14,6 +14,7 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
 from .matrix import Matrix, finite
+from .recipe import TABLES
 from .resident import TensorFile, in_files
 from .source_format import SourceFormat
 from .sources import DTYPES, Written
@@ -131,9 +132,9 @@ def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
 
 def _made(matrix: Matrix, wanted: Wanted) -> Quant | None:
     """The form in which rows that come as floats are packed; None: as they are."""
-    if matrix.quant is not None or wanted.keeps_floats:
+    quant, width = wanted.recipe.form(TABLES), matrix.shape[1]
+    if quant is None or matrix.quant is not None or wanted.keeps_floats:
         return None
-    quant, width = wanted.resident, matrix.shape[1]
     if width % quant.group_size and quant.mode == "affine":
         quant = replace(quant, group_size=SMALL_GROUP)
     return None if width % quant.group_size else quant
