@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .cli.conversion import run
 from .cli.run import Parser, execute
-from .packing.convert import convert
+from .packing.convert import LAYOUTS, PACKED, convert
 from .packing.recipe import RECIPES
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
 
@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directories on other drives that share the experts with OUT",
     )
+    add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
 

@@ -87,6 +87,8 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
     if report.recipe is not None:
         lines.append(f"recipe {report.recipe}")
+    if report.left_out:
+        lines.append(f"left out: {report.left_out} tensors of an image encoder or a draft head")
     weights = open_weights(report.path)
     dense = token_bytes(weights.args, weights.shapes, default_dtype())
     lines.append(reading_line(weights.args, weights.experts.layout, dense))

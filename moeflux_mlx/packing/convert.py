@@ -20,10 +20,12 @@ from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
 from ..spec import ModelArgs
+from .in_place import open_in_place
 from .layer_files import (
     HeldLayerFile,
     layout_json,
 )
+from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, make_plan, read_args
 from .recipe import RECIPES, Recipe
 from .shards import Scattering
@@ -33,6 +35,7 @@ from .unit import Unit
 from .wanted import Wanted
 from .writer import Output, check_space, reserved, writing
 
+PACKED, MLX = LAYOUTS = "packed", "mlx"
 Progress = Callable[[int, int, str], None]
 
 
@@ -50,6 +53,7 @@ class ConversionReport:
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
         recipe: the forms that floats got; None: there were none.
+        left_out: number of tensors of image encoders and draft heads that mlx-lm's layout has no place for.
     """
 
     path: Path
@@ -61,6 +65,7 @@ class ConversionReport:
     linked: bool
     verified: bool
     recipe: Recipe | None
+    left_out: int
 
 
 def convert(
@@ -80,6 +85,7 @@ def convert(
     ranks: int | None = None,
     rank: int | None = None,
     also: Sequence[str | Path] = (),
+    layout: str = PACKED,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -108,6 +114,8 @@ def convert(
         ranks, rank: write only the experts that rank `rank` of `ranks` owns; the places of the others stay empty.
         also: new or empty directories on other drives. The experts of each layer are distributed over these and
             `mlx_path`, so that all drives are read in parallel.
+        layout: "packed", or "mlx": a checkpoint that mlx-lm loads, from a directory that stays; without draft heads and
+            without image encoders that mlx-lm does not skip.
         progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
@@ -119,12 +127,14 @@ def convert(
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
     _check_also(path, folders, share, is_here)
+    _check_layout(layout, is_here and share is None and not folders)
     with reserved(path):  # before reading anything that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
-        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
+        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, layout == MLX)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
         origin |= {} if recipe is None or isinstance(recipe, Recipe) else {"recipe": _whole_recipe(recipe)}
         options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
+        options |= {"layout": layout} if layout != PACKED else {}
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
             check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
@@ -145,6 +155,7 @@ def convert(
         output.linked,
         verify,
         plan.recipe,
+        plan.left_out,
     )
 
 
@@ -189,6 +200,17 @@ def _check_also(path: Path, folders: Sequence[Path], share: RankShare | None, is
             raise ModelFileError(f"{folder} is not an empty directory; choose another one for --also")
 
 
+def _check_layout(layout: str, is_plain: bool) -> None:
+    """Raises ConfigError: there is no such layout, or it does not go with other options."""
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout is {layout!r}; give {' or '.join(LAYOUTS)}")
+    if layout == MLX and not is_plain:
+        raise ConfigError(
+            "--layout mlx converts a whole directory that stays: download the checkpoint, and leave out "
+            "--delete-source, --ranks and --also"
+        )
+
+
 def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
     """The files that go into one of the other directories, or (None) into the model's own."""
     return [one for one in plan.units if (Path(one.name).parent if Path(one.name).is_absolute() else None) == folder]
@@ -216,6 +238,8 @@ def _at_once(
     _finish(output, plan, checkpoint)
     if verify:
         _verify(output, checkpoint, plan, report)
+    if plan.index is not None:
+        output.close()
     return kept, repaired
 
 
@@ -234,7 +258,10 @@ def _by_shards(
 def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> None:
     """The small files, and with the last of them a model, which is opened once."""
     _write_small_files(output, checkpoint, plan)
-    open_packed(output.path, ModelArgs.from_file(output.path))
+    if plan.index is None:
+        open_packed(output.path, ModelArgs.from_file(output.path))
+    else:
+        open_in_place(output.path)
 
 
 def _open(
@@ -283,7 +310,8 @@ def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int)
             kept.append(unit.name)
         else:
             repaired += [unit.name] if unit.name in output.files else []
-            (output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # so that a model under repair is not loaded
+            last = f"{FOLDER}/{LAYOUT}" if plan.index is None else "config.json"
+            (output.path / last).unlink(missing_ok=True)  # so that a model under repair is not loaded
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size
         progress(done, total, unit.name)
@@ -302,12 +330,14 @@ def _advance(progress: Progress, start: int, total: int, name: str) -> Callable[
 
 
 def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes]:
-    """Contents by name; layout.json, which makes the directory a model, comes last."""
+    """Contents by name; the last one makes the directory a model."""
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
+    if plan.index is not None:
+        return {MLX_INDEX: plan.index, **files}
     files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
     return files
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError
+from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
@@ -19,8 +19,9 @@ from ..spec import ModelArgs
 from .aside import aside_files
 from .expert_parts import find_experts
 from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
+from .mlx_layout import MlxLayout, mlx_layout
 from .recipe import Recipe
-from .resident import override, plan_resident
+from .resident import ResidentPlan, override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
 from .tables import Table, find_tables, table_files
@@ -31,7 +32,8 @@ from .wanted import Wanted
 @dataclass(frozen=True)
 class ConversionPlan:
     """The files to write, in order, and what goes into config.json. `recipe`: what floats were quantised by; None:
-    there were none.
+    there were none. `index`: of mlx-lm's shards; None: the files are those of a packed model.
+    `left_out`: number of tensors that are not written.
     """
 
     layout: ExpertLayout
@@ -44,6 +46,8 @@ class ConversionPlan:
     share: RankShare | None = None
     also: tuple[Path, ...] = ()
     tables: tuple[Table, ...] = ()
+    index: bytes | None = None
+    left_out: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -61,8 +65,10 @@ def make_plan(
     wanted: Wanted,
     share: RankShare | None = None,
     also: Sequence[Path] = (),
+    as_mlx: bool = False,
 ) -> ConversionPlan:
-    """Finds and checks every tensor. `also`: directories among which experts are distributed.
+    """Finds and checks every tensor. `also`: directories among which experts are distributed. `as_mlx`: the files are
+    to be mlx-lm's.
 
     Raises:
         ConfigError, ModelFileError: as `convert`.
@@ -90,6 +96,13 @@ def make_plan(
     tables = find_tables(args, tensors, form, wanted)
     used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
+    recipe = wanted.recipe if made or resident.quantized else None
+    results = tuple(lossy), resident.quantized, made, recipe
+    if as_mlx:
+        mlx = _mlx_layout(args, resident, layers, checkpoint)
+        return ConversionPlan(
+            layout, tuple(mlx.files), mlx.quantization, *results, index=mlx.index(), left_out=mlx.left_out
+        )
     units: tuple[Unit, ...] = (
         *resident.files(),
         *(table_files(tables) if tables else ()),
@@ -98,10 +111,17 @@ def make_plan(
     )
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
-    recipe = wanted.recipe if made or resident.quantized else None
-    return ConversionPlan(
-        layout, units, quantization, tuple(lossy), resident.quantized, made, recipe, share, tuple(also), tuple(tables)
-    )
+    return ConversionPlan(layout, units, quantization, *results, share, tuple(also), tuple(tables))
+
+
+def _mlx_layout(
+    args: ModelArgs, resident: ResidentPlan, layers: Sequence[LayerFile | PackedLayerFile], checkpoint: Checkpoint
+) -> MlxLayout:
+    """Raises ConfigError: mlx-lm has no such model, or its experts are packed."""
+    fresh = [layer for layer in layers if isinstance(layer, LayerFile)]
+    if len(fresh) < len(layers):
+        raise ConfigError("--layout mlx cannot unpack experts; give the checkpoint that they were made from")
+    return mlx_layout(args, resident, fresh, checkpoint.tensors.values())
 
 
 def _experts_files(

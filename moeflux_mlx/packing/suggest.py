@@ -71,6 +71,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MODES else []
     recipe = _line(origin.get("recipe"))
     words += ["--recipe", recipe] if recipe else []
+    words += ["--layout", "mlx"] if options.get("layout") == "mlx" else []
     words += ["--delete-source"] if origin.get("delete_source") is True else []
     words += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *words)
