@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +32,7 @@ from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..formats.tables import NARROW, RowForm, TableFiles
 from ..model.tensors import resident_bytes, token_bytes, variant_bytes
-from ..packing.recipe import read_recipe
+from ..packing.recipe import Recipe, read_recipe
 from ..packing.tables import SMALL_GROUP
 from ..quant import Quant
 from ..spec import ModelArgs
@@ -55,6 +56,7 @@ class Described:
     Attributes:
         resident: bytes in memory of the weights that are not routed experts.
         dense: of these, bytes that each token reads.
+        recipe: the forms of what came as floats, as far as they are known.
         vision: its image encoder, or why there is none; None for a variant, which has no files.
         in_place: whether its experts cannot be mapped.
         disk: a line on the disk space of a repository; else empty.
@@ -65,6 +67,7 @@ class Described:
     layout: ExpertLayout
     resident: int
     dense: int
+    recipe: Recipe | None = None
     vision: VisionFiles | NoVision | None = None
     in_place: bool = False
     disk: str = ""
@@ -72,6 +75,10 @@ class Described:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.recipe is not None and (options.variant is None or options.chips is not None):
+        raise RequestError(
+            "--recipe is for --variant without --chip; a checkpoint gets its recipe from moeflux convert"
+        )
     if options.chips is not None:
         return chips.run(options)
     own = getattr(mx, options.dtype) if options.dtype else None
@@ -94,8 +101,7 @@ def run(options: argparse.Namespace) -> int:
     print_notes(plan, options.expert_cache_gb is not None)
     tables = {} if model.weights is None else model.weights.tables
     lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
-    recipe = None if model.weights is None else read_recipe(model.weights.path)
-    lines += [f"recipe {recipe}"] if recipe else []
+    lines += [f"recipe {model.recipe}"] if model.recipe else []
     lines.append(reading_line(args, layout, model.dense))
     lines += [model.disk] if model.disk else []
     if demand.best_pool is not None:
@@ -134,16 +140,15 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
     """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
     with_images = options.rank_count is None and not options.no_vision
     if options.variant is not None:
-        args = ModelArgs.from_variant(options.variant)
-        resident, dense = variant_bytes(args, dtype), variant_bytes(args, dtype, of_token=True)
-        return Described(args, ExpertLayout.from_args(args), resident, dense)
+        return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
         args, layout, shapes = remote.figures()
         vision = remote.vision(args, with_images)
         dense = token_bytes(args, shapes, dtype)
-        return Described(args, layout, resident_bytes(shapes, dtype), dense, vision, remote.in_place, remote.disk)
+        resident = resident_bytes(shapes, dtype)
+        return Described(args, layout, resident, dense, None, vision, remote.in_place, remote.disk)
     folders = [user_path(folder) for folder in options.shards_in]
     weights = open_weights(resolve(options.model, shards_in=folders), folders)
     weights.check_mode(expert_io)
@@ -153,8 +158,27 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
     dense = token_bytes(weights.args, weights.shapes, dtype)
     vision = weights.vision(with_images)
     return Described(
-        weights.args, weights.experts.layout, resident, dense, vision, not weights.can_be_mapped, weights=weights
+        weights.args,
+        weights.experts.layout,
+        resident,
+        dense,
+        read_recipe(weights.path),
+        vision,
+        not weights.can_be_mapped,
+        weights=weights,
     )
+
+
+def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
+    """A known model as a conversion with this recipe would store it; None: in 4 bits."""
+    chosen = None if recipe is None else Recipe.of(recipe)
+    form_of = quants = None
+    if chosen is not None:
+        chosen.check(args.num_hidden_layers)
+        form_of = partial(chosen.of_matrix, args)
+        quants = {layer: chosen.of_experts(args, layer) for layer in args.moe_layers}
+    resident, dense = variant_bytes(args, dtype, form_of), variant_bytes(args, dtype, form_of, of_token=True)
+    return Described(args, ExpertLayout.from_args(args, quants), resident, dense, chosen)
 
 
 def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:

@@ -4,7 +4,7 @@ it, and its form in memory. Conversion, memory plans and loading use it.
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -114,24 +114,37 @@ def token_bytes(args: ModelArgs, tensors: Mapping[str, mx.array], dtype: mx.Dtyp
     return resident_bytes(read, dtype)
 
 
-def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT, of_token: bool = False) -> int:
-    """`resident_bytes` of a model without files, as a conversion to `quant` would store it, or `token_bytes`. Equal
-    layers are counted, not built one by one.
+def variant_bytes(
+    args: ModelArgs, dtype: mx.Dtype, form_of: Callable[[str], Quant | None] | None = None, of_token: bool = False
+) -> int:
+    """`resident_bytes` of a model without files, as a conversion would store it, or `token_bytes`.
+
+    Args:
+        form_of: the form of each matrix that comes as floats, by its module path; None: the default forms everywhere.
+            Then equal layers are counted, not built one by one.
+        of_token: whether only the bytes that a token reads count.
     """
     counts = Counter(args.layers)
-    args = replace(args, layers=tuple(counts))
+    if form_of is None:
+        args = replace(args, layers=tuple(counts))
     matrices, plain, _ = needed(args)
     tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
     for path, (*rows, columns) in matrices.items():
-        stored = stored_as(args, path, columns, quant)
+        quant = _usual_form(path) if form_of is None else form_of(path)
+        stored = None if quant is None else stored_as(args, path, columns, quant, quant)
         if stored is None:
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
             continue
         for part in stored.parts:
             values, kind = stored.of_part(part, columns, "BF16")
             tensors[f"{path}.{part}"] = mx.zeros((*rows, values), DTYPES[kind])
-    times = {f"model.layers.{i}": counts[layer] for i, layer in enumerate(args.layers)}
+    each = enumerate(args.layers if form_of is None else ())
+    times = {f"model.layers.{i}": counts[layer] for i, layer in each}
     kept = partial(token_bytes, args) if of_token else resident_bytes
     return sum(
         kept({name: tensor}, dtype) * times.get(".".join(name.split(".")[:3]), 1) for name, tensor in tensors.items()
     )
+
+
+def _usual_form(path: str) -> Quant:
+    return ROUTER if path.endswith(ROUTERS) else DEFAULT

@@ -9,14 +9,17 @@ import oracle
 import pytest
 from test_convert import check_kept, stored, write_tiny
 from test_small_floats import FORMS, write_model
+from tiny_models import on_cpu
 
+from moeflux_mlx.cli.planning import described_variant
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError
 from moeflux_mlx.formats.checkpoint import RECIPE
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS
-from moeflux_mlx.model.tensors import needed
+from moeflux_mlx.model.tensors import needed, resident_bytes, token_bytes
 from moeflux_mlx.packing.recipe import PARTS, RECIPES, Recipe, part_of, read_recipe
 from moeflux_mlx.packing.suggest import unfinished_error
 from moeflux_mlx.plan import main as plan
@@ -208,3 +211,19 @@ def test_commands_show_the_recipe_and_what_a_token_reads(tmp_path, capsys):
     assert plan(["--model", out, "--dtype", "bfloat16"]) == 0
     assert "recipe balanced: gate_up 4" in (shown := capsys.readouterr().out)
     assert "a token reads 0.000 GB of experts, from the disk or from memory, and 0.001 GB of other weights" in shown
+
+
+@pytest.mark.parametrize("content", [{"default": 4}, MIXED | {"layers": {"-1": {"shared": "float", "down": 3}}}])
+def test_a_plan_counts_what_a_conversion_stores(tmp_path, capsys, content):
+    own, args = written(tmp_path / "own.json", content), ModelArgs.from_dict(goldens.config("qwen3_next"))
+    with on_cpu():
+        convert(goldens.write_variant(tmp_path / "source", "qwen3_next", "hub"), tmp_path / "out", recipe=own)
+    weights = open_weights(tmp_path / "out")
+    planned = described_variant(args, str(own), mx.bfloat16)
+    assert planned.resident == resident_bytes(weights.shapes, mx.bfloat16)
+    assert planned.dense == token_bytes(args, weights.shapes, mx.bfloat16)
+    assert planned.layout.total_bytes == weights.experts.layout.total_bytes
+    assert plan(["--variant", "qwen3-30b-a3b", "--recipe", str(own), "--dtype", "bfloat16"]) == 0
+    assert f"recipe {Recipe.of(own)}" in capsys.readouterr().out
+    assert plan(["--model", str(tmp_path / "out"), "--recipe", "small"]) == 1
+    assert "--recipe is for --variant" in capsys.readouterr().err
