@@ -30,6 +30,14 @@ kernels = Extension(
     extra_link_args=["-pthread"],
     optional=True,
 )
+# Every processor must round to the same bits, so products and sums are not fused.
+fit = Extension(
+    "moeflux_mlx.rounding._fit",
+    sources=["native/fit_avx512.c", "native/fit_avx2.c", "native/fit.c"],
+    depends=["native/fit.h"],
+    extra_compile_args=[*FLAGS, "-ffp-contract=off"],
+    optional=True,
+)
 reads = Extension(
     "moeflux_mlx.experts._reads", sources=["native/reads.c"], extra_compile_args=["-std=gnu11"], optional=True
 )
@@ -83,6 +91,6 @@ class SourcesWithCommit(sdist):
 
 
 setup(
-    ext_modules=[kernels, *([reads] if sys.platform == "linux" else [])],
+    ext_modules=[kernels, fit, *([reads] if sys.platform == "linux" else [])],
     cmdclass={"build_ext": BuildSideBySide, "build_py": BuildWithCommit, "sdist": SourcesWithCommit},
 )

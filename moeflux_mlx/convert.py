@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from .cli.conversion import run
 from .cli.run import Parser, execute
-from .packing.convert import convert
+from .packing.convert import LAYOUTS, PACKED, convert
+from .packing.recipe import RECIPES
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
+from .rounding.methods import FIT, METHODS
 
 __all__ = ["convert", "main", "parser"]
+
+ROUNDING = "how floats become codes: fit searches the least squared error, minmax is MLX's own way (%(default)s)"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,10 +36,17 @@ def parser() -> argparse.ArgumentParser:
     add("--expert-bits", type=int, choices=AFFINE_BITS, help="bits of routed experts; default: as --q-bits")
     add("--down-bits", type=int, choices=AFFINE_BITS, help="bits of their down projections; default: as --expert-bits")
     add(
+        "--recipe",
+        metavar="NAME_OR_FILE",
+        help=f"bits of each part of the model: {', '.join(RECIPES)}, or a JSON file (docs/quality.md); "
+        "the options above override it; default: uniform, with 8 bits beside experts that are already quantised",
+    )
+    add(
         "--requantize",
         action="store_true",
         help="quantise experts again (lossy) if they have other bits than asked for, or differ within a layer",
     )
+    add("--rounding", choices=METHODS, default=FIT, help=ROUNDING)
     add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
@@ -48,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directories on other drives that share the experts with OUT",
     )
+    add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
 

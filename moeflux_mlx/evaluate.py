@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="reference model, such as the same one with more bits; its keys and values have 16 bits",
     )
-    add("--text", required=True, metavar="FILE", help="UTF-8 text to read")
+    add("--text", required=True, nargs="+", metavar="FILE", help="UTF-8 text to read; several stand alone")
     add(
         "--window",
         type=int,
@@ -39,7 +39,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="tokens that are read together; each window is independent (%(default)s)",
     )
-    add("--tokens", type=int, metavar="N", help="read the first N tokens only; default: all")
+    add("--tokens", type=int, metavar="N", help="read the first N tokens of each text; default: all")
+    add(
+        "--layer-by-layer",
+        action="store_true",
+        help="keep one layer and one expert of a model in memory, in floats; a checkpoint that cannot be used in place "
+        "is always read so",
+    )
     add("--svg", metavar="FILE", help="draw the KL divergence by position to FILE")
     add = made.add_argument_group("memory and expert I/O").add_argument
     add_dtype(add)

@@ -39,6 +39,17 @@ def user_path(value: str | Path) -> Path:
     return path
 
 
+def read_text(name: str | Path) -> str:
+    """The text of a file. Raises RequestError: the file cannot be read, or is not UTF-8."""
+    path = user_path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8: byte {error.start} is invalid; give a text file") from None
+
+
 def sync(descriptor: int) -> None:
     """`os.fsync`; on macOS it does not flush the drive's own cache, so F_FULLFSYNC is tried first."""
     if hasattr(fcntl, "F_FULLFSYNC"):

@@ -39,6 +39,7 @@ class Weight(nn.Module):
         self.weight = mx.zeros(shape)
         self._pieces: list[ArrayPiece] | None = None
         self._packed: mx.array | None = None  # the weight that `_pieces` are of
+        self._members: tuple[Weight, ...] = ()  # of a stack
 
     @property
     def pieces(self) -> list[ArrayPiece] | None:
@@ -57,6 +58,11 @@ class Weight(nn.Module):
             setattr(self, name, piece.array(*self[name].shape))
         mx.eval([self[name] for name in names])
         self._pieces, self._packed = pieces, self.weight
+
+    @property
+    def members(self) -> "tuple[Weight, ...]":
+        """The matrices that it consists of; itself, if it is no stack."""
+        return self._members or (self,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,7 +124,7 @@ class Stack:
     def _join(self) -> Linear:
         first = self.layers[0]
         joined = Linear(first.shape[1], self.ends[-1], "bias" in first)
-        joined.quant = first.quant
+        joined.quant, joined._members = first.quant, self.layers
         parts = (*joined.tensors(), *(["bias"] if "bias" in first else []))
         for part in parts:
             setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))

@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_shards_in(add)
     add_variant(add)
+    add("--recipe", metavar="NAME_OR_FILE", help="store --variant as moeflux convert --recipe would; default: 4 bits")
     add_dtype(add)
     add_kv_bits(add)
     add_vision(add)
@@ -62,10 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add_expert_io(add)
     add_memory(add)
     add(
-        "--context",
-        type=int,
-        metavar="TOKENS",
-        help="plan memory for this many tokens; default: 8192, or less if the model or the memory allows only less",
+        "--context", type=int, metavar="TOKENS", help="tokens to plan for; default: 8192, or fewer where only fewer fit"
     )
     add_prompt_sizes(add)
     add_draft(add)

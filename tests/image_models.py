@@ -11,10 +11,10 @@ import image_goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from minmax import convert
 from tiny_models import TEMPLATES, on_cpu, write_tokenizer
 from tokenizers import Tokenizer
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.prompt import with_images
 from moeflux_mlx.model.images import ImageRows
 from moeflux_mlx.vision import encoder

@@ -118,9 +118,11 @@ def test_a_wheel_made_from_the_sdist_has_all_data(wheel):
 def test_a_wheel_has_the_licence(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        assert "\nLicense-Expression: MIT\n" in archive.read(metadata).decode()
-        licence = archive.read(metadata.replace("METADATA", "licenses/LICENSE"))
-    assert licence == (ROOT / "LICENSE").read_bytes()
+        assert "\nLicense-Expression: MIT AND PSF-2.0\n" in archive.read(metadata).decode()
+        for name in ("LICENSE", "moeflux_mlx/calibration/text/LICENSE-PYTHON.txt"):
+            licence = archive.read(metadata.replace("METADATA", f"licenses/{name}"))
+            assert licence == (ROOT / name).read_bytes()
+        assert "moeflux_mlx/calibration/text/chat.json" in archive.namelist()
 
 
 def test_a_wheel_knows_the_commit_that_its_sdist_was_made_from(wheel, tmp_path):

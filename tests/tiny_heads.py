@@ -12,11 +12,10 @@ from pathlib import Path
 import goldens
 import numpy as np
 import oracle
+from minmax import convert
 from tiny_models import on_cpu, write_tokenizer
 
-from moeflux_mlx.convert import convert
-
-HEADED = ("qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
+HEADED = ("qwen3_next", "qwen3_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "glm5_next")
 LAYERED = ("deepseek_v3", "glm4_moe", "glm5_next")  # families whose head is one additional layer
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import goldens
 import mlx.core as mx
 import numpy as np
+from minmax import convert
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import native
 

@@ -3,12 +3,16 @@
 import argparse
 import sys
 
+from ..engine.machine import default_dtype
+from ..engine.weights import open_weights
 from ..files import user_path
 from ..formats.packed import FOLDER
+from ..model.tensors import token_bytes
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
 from ..text.tokenizer import VOCABULARY_FILES
 from .interrupts import INTERRUPTED
+from .planning import reading_line
 from .terminal import agree, note
 
 
@@ -48,10 +52,10 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
 
 def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:
     """Notes on forms that were asked for and that nothing got."""
-    named = ("q_bits", "q_group_size", "expert_bits", "down_bits")
+    named = ("q_bits", "q_group_size", "expert_bits", "down_bits", "recipe")
     given = [f"--{name.replace('_', '-')}" for name in named if getattr(options, name) is not None]
     given += ["--q-mode"] if options.q_mode != DEFAULT.mode else []
-    of_experts = [name for name in given if name in ("--expert-bits", "--down-bits")]
+    of_experts = [name for name in given if name in ("--expert-bits", "--down-bits", "--recipe")]
     vain = [] if report.made_experts else of_experts if report.quantized else given
     if not vain:
         return []
@@ -81,6 +85,13 @@ def _print_report(report: ConversionReport, options: argparse.Namespace) -> None
         lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
     if report.linked:
         lines.append("layer files are hard links to the checkpoint's: they share its disk space")
+    if report.recipe is not None:
+        lines.append(f"recipe {report.recipe}")
+    if report.left_out:
+        lines.append(f"left out: {report.left_out} tensors of an image encoder or a draft head")
+    weights = open_weights(report.path)
+    dense = token_bytes(weights.args, weights.shapes, default_dtype())
+    lines.append(reading_line(weights.args, weights.experts.layout, dense))
     if report.lossy:
         lines.append(
             f"warning: {len(report.lossy)} quantised tensors were quantised again (lossy), "

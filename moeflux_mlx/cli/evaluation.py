@@ -1,6 +1,7 @@
 """Prints the evaluation of a model: a table, a line of JSON, and a chart."""
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,27 +11,61 @@ import mlx.core as mx
 import numpy as np
 
 from ..engine.engine import Engine, open_engine
-from ..errors import RequestError
-from ..files import user_path
+from ..engine.locate import resolve
+from ..errors import NotPackedError, RequestError
+from ..files import read_text, user_path
+from ..formats.packed import STATE
+from ..process import claim_process
 from ..tools.evaluate import Measured, evaluate, perplexity
+from ..tools.readers import LayerReader
 from .chart import line_chart
-from .opening import note_idle_options
+from .opening import NOT_GIVEN, note_idle_options
 from .options import gigabytes
-from .terminal import Progress
+from .terminal import Progress, note
 
+# Options that only an engine uses.
+OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "tiles")
 BINS = 64  # points of a chart
 
 
 def run(options: argparse.Namespace) -> int:
-    text = read_text(options.text)
+    texts = [read_text(name) for name in options.text]
     chart = None if options.svg is None else user_path(options.svg)
     if chart is not None and options.against is None:
         raise RequestError("--svg draws the divergence of two models; give the second with --against")
+    with Progress("reading", lines=True) as progress:
+        measured = evaluate(
+            lambda: opened(options, options.model, options.kv_bits, options.shards_in),
+            texts,
+            against=None if options.against is None else lambda: opened(options, options.against, "16"),
+            window=options.window,
+            most=options.tokens,
+            progress=progress.update,
+        )
+    if chart is not None:
+        chart.write_text(drawn(measured, options), encoding="utf-8")
+    result = summary(measured)
+    if len(texts) > 1:
+        result["texts"] = [{"text": name, **part} for name, part in zip(options.text, by_text(measured), strict=True)]
+    if measured.kl is not None:
+        result["positions"] = by_position(measured)
+    names = {"model": options.model or "demo", **({"against": options.against} if options.against else {})}
+    print("\n".join([*table(measured, result), json.dumps({**names, **result}, ensure_ascii=False)]))
+    return 0
 
-    def opens(model: str | None, kv_bits: str, shards_in: Sequence[str] = ()) -> Engine:
+
+def opened(
+    options: argparse.Namespace, model: str | None, kv_bits: str, shards_in: Sequence[str] = ()
+) -> Engine | LayerReader:
+    """The model as the options want it read. A checkpoint that no engine can use in place is read layer by layer."""
+    dtype = getattr(mx, options.dtype) if options.dtype else None
+    folders = [user_path(folder) for folder in shards_in]
+    if options.layer_by_layer:
+        return _by_layers(options, _directory(model, folders), folders, dtype)
+    try:
         engine = open_engine(
             model,
-            dtype=getattr(mx, options.dtype) if options.dtype else None,
+            dtype=dtype,
             cpu_activations=options.cpu_activations,
             kv_bits=kv_bits,
             expert_io=options.expert_io,
@@ -40,37 +75,31 @@ def run(options: argparse.Namespace) -> int:
             context=options.window,
             tiles=options.tiles,
         )
-        engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
-        if model == options.model:
-            note_idle_options(options, engine.experts.mode)
-        return engine
-
-    with Progress("reading", lines=True) as progress:
-        measured = evaluate(
-            lambda: opens(options.model, options.kv_bits, options.shards_in),
-            text,
-            against=None if options.against is None else lambda: opens(options.against, "16"),
-            window=options.window,
-            most=options.tokens,
-            progress=progress.update,
-        )
-    if chart is not None:
-        chart.write_text(drawn(measured, options), encoding="utf-8")
-    result = summary(measured)
-    names = {"model": options.model or "demo", **({"against": options.against} if options.against else {})}
-    print("\n".join([*table(measured, result), json.dumps({**names, **result}, ensure_ascii=False)]))
-    return 0
+    except NotPackedError:
+        if model is None or not user_path(model).is_dir() or (user_path(model) / STATE).exists():
+            raise
+        return _by_layers(options, user_path(model), folders, dtype)
+    engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
+    if model == options.model:
+        note_idle_options(options, engine.experts.mode)
+    return engine
 
 
-def read_text(name: str) -> str:
-    """Raises RequestError: the file cannot be read, or is not UTF-8."""
-    path = user_path(name)
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not UTF-8: byte {error.start} is invalid; give a text file") from None
+def _directory(model: str | None, shards_in: Sequence[Path]) -> Path:
+    """The directory of a model, whatever form its weights have."""
+    if model is not None and user_path(model).is_dir():
+        return user_path(model)
+    return resolve(model, shards_in=shards_in)
+
+
+def _by_layers(
+    options: argparse.Namespace, path: Path, shards_in: Sequence[Path], dtype: mx.Dtype | None
+) -> LayerReader:
+    claim_process()
+    idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
+    for name in idle:
+        note(f"note: --{name.replace('_', '-')} has no effect where {path} is read layer by layer")
+    return LayerReader(path, shards_in, dtype)
 
 
 def summary(measured: Measured) -> dict[str, Any]:
@@ -88,6 +117,30 @@ def summary(measured: Measured) -> dict[str, Any]:
     }
 
 
+def by_text(measured: Measured) -> list[dict[str, Any]]:
+    """`summary` of each text."""
+    parts = [measured.where(measured.text == number) for number in range(int(measured.text.max()) + 1)]
+    shared = ("tokens", "window")
+    return [{name: value for name, value in summary(part).items() if name not in shared} for part in parts]
+
+
+def by_position(measured: Measured) -> list[dict[str, Any]]:
+    """The divergence of tokens whose place in the window is in [first, end): 1, 2 to 3, 4 to 7, and so on."""
+    ends = [2**i for i in range(int(measured.place.max()).bit_length() + 1)]
+    parts = [
+        (first, end, measured.where((measured.place >= first) & (measured.place < end)))
+        for first, end in itertools.pairwise(ends)
+    ]
+    return [
+        {
+            "first": first,
+            "end": end,
+            **{name: summary(part)[name] for name in ("predicted", "kl_mean", "same_first_choice")},
+        }
+        for first, end, part in parts
+    ]
+
+
 def table(measured: Measured, result: dict[str, Any]) -> list[str]:
     rows = [
         ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
@@ -100,7 +153,17 @@ def table(measured: Measured, result: dict[str, Any]) -> list[str]:
             ("KL divergence, 99%", f"{result['kl_p99']:.4g} nats"),
             ("same first choice", f"{result['same_first_choice']:.2%}"),
         ]
+    for part in result.get("texts", []):
+        rows.append((Path(part["text"]).name, _line(part)))
     return [f"{name:22}{value}" for name, value in rows]
+
+
+def _line(part: dict[str, Any]) -> str:
+    """The figures of one text."""
+    line = f"perplexity {part['perplexity']:.4f}"
+    if "kl_mean" not in part:
+        return line
+    return f"{line}, KL {part['kl_mean']:.4g} nats, same first choice {part['same_first_choice']:.2%}"
 
 
 def drawn(measured: Measured, options: argparse.Namespace) -> str:

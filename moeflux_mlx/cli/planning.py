@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +31,8 @@ from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
 from ..formats.record import ExpertLayout
 from ..formats.tables import NARROW, RowForm, TableFiles
-from ..model.tensors import resident_bytes, variant_bytes
+from ..model.tensors import resident_bytes, token_bytes, variant_bytes
+from ..packing.recipe import Recipe, read_recipe
 from ..packing.tables import SMALL_GROUP
 from ..quant import Quant
 from ..spec import ModelArgs
@@ -53,6 +55,8 @@ class Described:
 
     Attributes:
         resident: bytes in memory of the weights that are not routed experts.
+        dense: of these, bytes that each token reads.
+        recipe: the forms of what came as floats, as far as they are known.
         vision: its image encoder, or why there is none; None for a variant, which has no files.
         in_place: whether its experts cannot be mapped.
         disk: a line on the disk space of a repository; else empty.
@@ -62,6 +66,8 @@ class Described:
     args: ModelArgs
     layout: ExpertLayout
     resident: int
+    dense: int
+    recipe: Recipe | None = None
     vision: VisionFiles | NoVision | None = None
     in_place: bool = False
     disk: str = ""
@@ -69,6 +75,10 @@ class Described:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.recipe is not None and (options.variant is None or options.chips is not None):
+        raise RequestError(
+            "--recipe is for --variant without --chip; a checkpoint gets its recipe from moeflux convert"
+        )
     if options.chips is not None:
         return chips.run(options)
     own = getattr(mx, options.dtype) if options.dtype else None
@@ -91,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
     print_notes(plan, options.expert_cache_gb is not None)
     tables = {} if model.weights is None else model.weights.tables
     lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
+    lines += [f"recipe {model.recipe}"] if model.recipe else []
+    lines.append(reading_line(args, layout, model.dense))
     lines += [model.disk] if model.disk else []
     if demand.best_pool is not None:
         lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
@@ -128,22 +140,45 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
     """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
     with_images = options.rank_count is None and not options.no_vision
     if options.variant is not None:
-        args = ModelArgs.from_variant(options.variant)
-        return Described(args, ExpertLayout.from_args(args), variant_bytes(args, dtype))
+        return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
         if options.measure_disk:
             raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
         args, layout, shapes = remote.figures()
         vision = remote.vision(args, with_images)
-        return Described(args, layout, resident_bytes(shapes, dtype), vision, remote.in_place, remote.disk)
+        dense = token_bytes(args, shapes, dtype)
+        resident = resident_bytes(shapes, dtype)
+        return Described(args, layout, resident, dense, None, vision, remote.in_place, remote.disk)
     folders = [user_path(folder) for folder in options.shards_in]
     weights = open_weights(resolve(options.model, shards_in=folders), folders)
     weights.check_mode(expert_io)
     if options.rank_count is None:
         weights.check_held(None)
-    resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
+    resident = resident_bytes(weights.shapes, dtype)
+    dense = token_bytes(weights.args, weights.shapes, dtype)
     vision = weights.vision(with_images)
-    return Described(weights.args, weights.experts.layout, resident, vision, in_place, weights=weights)
+    return Described(
+        weights.args,
+        weights.experts.layout,
+        resident,
+        dense,
+        read_recipe(weights.path),
+        vision,
+        not weights.can_be_mapped,
+        weights=weights,
+    )
+
+
+def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
+    """A known model as a conversion with this recipe would store it; None: in 4 bits."""
+    chosen = None if recipe is None else Recipe.of(recipe)
+    form_of = quants = None
+    if chosen is not None:
+        chosen.check(args.num_hidden_layers)
+        form_of = partial(chosen.of_matrix, args)
+        quants = {layer: chosen.of_experts(args, layer) for layer in args.moe_layers}
+    resident, dense = variant_bytes(args, dtype, form_of), variant_bytes(args, dtype, form_of, of_token=True)
+    return Described(args, ExpertLayout.from_args(args, quants), resident, dense, chosen)
 
 
 def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:
@@ -232,6 +267,12 @@ def memory_in_all(plan: MemoryPlan) -> int:
 def routed_bytes(args: ModelArgs, layout: ExpertLayout) -> int:
     """Bytes of the experts that one token goes through, in all layers."""
     return args.num_experts_per_tok * sum(record.held_bytes for record in layout.records.values())
+
+
+def reading_line(args: ModelArgs, layout: ExpertLayout, dense: int) -> str:
+    """The line on what one token reads; `dense`: bytes of other weights than routed experts."""
+    routed = in_gb(routed_bytes(args, layout), 3)
+    return f"a token reads {routed} of experts, from the disk or from memory, and {in_gb(dense, 3)} of other weights"
 
 
 def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:

@@ -16,10 +16,9 @@ from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
 from ..kinds import product_operations
 from ..mixers.registry import make_cache
-from ..model.tensors import EMBEDDING, needed, stored_as, variant_bytes
+from ..model.tensors import needed, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
-from ..ops.forms import DTYPES
 from ..ops.stand_ins import standing_in
 from ..spec import ModelArgs
 from .budget import plan_memory
@@ -116,8 +115,8 @@ class Reach:
         self.layout = ExpertLayout.from_args(self.args)
         with standing_in(backend="metal"):
             self._launches = _launches(name)
-            self._resident = variant_bytes(self.args, DTYPE)
-            self._demand = demand_of(self.args, self._resident, DTYPE)
+            self._dense = variant_bytes(self.args, DTYPE, of_token=True)
+            self._demand = demand_of(self.args, variant_bytes(self.args, DTYPE), DTYPE)
 
     @property
     def routed(self) -> int:
@@ -127,7 +126,7 @@ class Reach:
     @property
     def dense(self) -> int:
         """Bytes of all other weights that a token reads; of the embedding it reads a row."""
-        return self._resident - (0 if self.args.is_tied else _embedding_bytes(self.args))
+        return self._dense
 
     @property
     def state(self) -> int:
@@ -207,12 +206,3 @@ def _launches(name: str) -> dict[str, int]:
             if not step.is_later:
                 counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
     return counts
-
-
-def _embedding_bytes(args: ModelArgs) -> int:
-    """Bytes of the table of embeddings, as a conversion stores it."""
-    quant = stored_as(args, f"model{EMBEDDING}", args.hidden_size)
-    if quant is None:
-        return args.vocab_size * args.hidden_size * DTYPE.size
-    parts = (quant.of_part(part, args.hidden_size, "BF16") for part in quant.parts)
-    return args.vocab_size * sum(values * DTYPES[kind].size for values, kind in parts)

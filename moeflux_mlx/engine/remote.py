@@ -90,7 +90,7 @@ class Remote:
             return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
         shards = [name for name in self.wanted if name.endswith(".safetensors")]
         tensors = {one.name: one for one in self._tensors(shards, small)}
-        plan = make_plan(Checkpoint(small, read_config(small), tensors, ()), args, Wanted.of())
+        plan = make_plan(Checkpoint(small, read_config(small), tensors, ()), args, Wanted(keeps_floats=True))
         sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
         written = (one for source in sources for one in source.written)
         return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}

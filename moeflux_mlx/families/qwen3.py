@@ -114,7 +114,7 @@ HEAD = HeadNames(
     )
 )
 FAMILIES = {
-    "qwen3_moe": Family(_qwen3_moe),
+    "qwen3_moe": Family(_qwen3_moe, head=HEAD),
     "qwen3_vl_moe": Family(_qwen3_vl_moe),
     "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows, head=HEAD),
     "qwen3_5_moe": Family(_qwen3_5_moe, ZERO_CENTRED, head=HEAD),

@@ -23,10 +23,11 @@ from .packed import FOLDER, LAYOUT
 INDEX = "model.safetensors.index.json"
 QUANT_CONFIG = "hf_quant_config.json"  # a file of NVIDIA's Model Optimizer
 # Files that a model needs besides its tensors and config.json.
+RECIPE = "moeflux_recipe.json"  # how a conversion of ours has quantised floats
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "preprocessor_config.json",
+    "preprocessor_config.json", RECIPE,
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {

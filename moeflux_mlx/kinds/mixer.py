@@ -1,6 +1,6 @@
 """What every way of mixing tokens answers about itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from .ngrams import NGrams
@@ -40,6 +40,17 @@ class Mflx(NamedTuple):
     state: int = 0
     latent: int = 0
     rotated: int = 0
+
+
+class HeadStack(NamedTuple):
+    """Some rows of every head of a matrix [heads * rows, columns], as a stack [heads, rows, columns], or [heads,
+    columns, rows] if `swapped`: from the row `first` on, `number` of them. `name`: of the stack.
+    """
+
+    name: str
+    first: int
+    number: int
+    swapped: bool = False
 
 
 class Mixer:
@@ -95,6 +106,11 @@ class Mixer:
         """The name, behind the layer's, of a convolution [channels, 1, taps] that MLX conversions store with its axes
         moved, and its published shape: it tells who wrote a checkpoint. None: there is no such tensor.
         """
+        return None
+
+    @property
+    def stacks_of_heads(self) -> tuple[str, int, Sequence[HeadStack]] | None:
+        """The name of a matrix, its number of heads, and the stacks that mlx-lm stores instead; None: there is none."""
         return None
 
     def check(self) -> None:

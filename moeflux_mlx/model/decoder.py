@@ -306,7 +306,7 @@ class Model(nn.Module):
                 raise
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._inputs(tokens, cache)
-        h, chosen = self._embedded(tokens), Chosen()
+        h, chosen = self.embedded(tokens), Chosen()
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache, chosen, inputs)
         return h
@@ -343,7 +343,7 @@ class Model(nn.Module):
         if span.hidden is None:
             self._expect(span)
             span.inputs = self._inputs(span.tokens, cache)
-            span.reached = 0, span.images.embedded(self._embedded(span.tokens), span.start, self.vision)
+            span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
             i = span.layer
             span.begin(i, cache[i])
@@ -375,7 +375,7 @@ class Model(nn.Module):
         if first is not None and first.experts is not None:
             first.experts.expect(first.layer, span.tokens.size)
 
-    def _embedded(self, tokens: mx.array) -> Any:
+    def embedded(self, tokens: mx.array) -> Any:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
         streams, h = self.args.connections.streams if self.args.connections else 1, self._of_one_stream(tokens)
         return h if streams == 1 else spread(h, streams)

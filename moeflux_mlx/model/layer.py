@@ -1,7 +1,7 @@
 """A layer: its mixer and its feed-forward part, over a few tokens, the rows of a step, or a span."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +26,18 @@ from .residual import NormedStream, OneStream, Residual, SeveralStreams
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
+
+
+class MixedRows(NamedTuple):
+    """What `DecoderLayer.mix_span` gives for `finish_rows`.
+
+    Attributes:
+        arrays: [B, N, .], one row of each for a token.
+        kept: how many of them, the first ones, the residual keeps for its last sum.
+    """
+
+    arrays: list[Any]
+    kept: int
 
 
 def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:
@@ -147,7 +159,12 @@ class DecoderLayer(nn.Module):
         return self[self._mixer_name]
 
     def pass_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> Any:
-        """The layer over a span: its mixer block by block, its experts over all rows.
+        """The layer over a span: its mixer block by block, its experts over all rows."""
+        parts = self.mix_span(h, cache, span, lambda share: report(MIXER_SHARE * share))
+        return self.finish_rows(parts, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+
+    def mix_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> MixedRows:
+        """The mixer over a span, block by block, and all that each token's feed-forward part needs before the experts.
 
         At most two blocks are in flight, so that only their temporaries are in memory.
         """
@@ -166,10 +183,13 @@ class DecoderLayer(nn.Module):
             if parts:
                 backend.finish(parts[-1][0])
             parts.append(part)
-            report(MIXER_SHARE * start / span.length)
-        joined, count = backend.join(parts, axis=1), len(kept)
-        out = self.mlp.finish(joined[count:], lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
-        return self.residual.added(out, *joined[:count])
+            report(start / span.length)
+        return MixedRows(backend.join(parts, axis=1), len(kept))
+
+    def finish_rows(self, rows: MixedRows, report: Report) -> Any:
+        """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""
+        kept, prepared = rows.arrays[: rows.kept], rows.arrays[rows.kept :]
+        return self.residual.added(self.mlp.finish(prepared, report), *kept)
 
     def _relieve(self) -> None:
         """Returns memory of experts that the machine is short of before more is taken."""

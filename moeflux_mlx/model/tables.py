@@ -30,8 +30,8 @@ class Tables:
     def __init__(self, parts: Mapping[int, NGrams], readers: Mapping[int, TableReader]):
         self.parts, self.readers = parts, readers
 
-    def begin(self, tokens: np.ndarray, caches: Sequence[Any]) -> dict[int, Rows]:
-        """Begins to read what tokens [B, L] want, after what `caches` have absorbed; by layer."""
+    def begin(self, tokens: np.ndarray, caches: Sequence[Any] | Mapping[int, Any]) -> dict[int, Rows]:
+        """Begins to read what tokens [B, L] want, after what `caches`, one per layer, have absorbed; by layer."""
         return {
             layer: self.readers[layer].begin(_numbers(tokens, caches[layer], part))
             for layer, part in self.parts.items()

@@ -4,8 +4,9 @@ it, and its form in memory. Conversion, memory plans and loading use it.
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from .streams import Connection
 KEPT_FLOAT32 = {GLOBAL_SCALE, *OF_MIXERS, *MoE.kept_float32, *Connection.kept_float32}
 EMBEDDING = ".embed_tokens"
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate")
-ROUTER_BITS = 8
+ROUTER = Quant(8, 64)  # the form of routers, unless a recipe has another
 TABLE = ".tid2eid"  # the experts of each token id: integers
 # A few rows, by which scores of positions are summed, and keys of blocks are.
 INDEX_WEIGHTS = (".indexer.weights_proj", ".indexer.wgate")
@@ -71,10 +72,12 @@ def is_of_matrix(name: str, matrices: Container[str]) -> bool:
     return path in matrices and leaf != "bias"
 
 
-def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT) -> Quant | None:
-    """The form in which a conversion stores a matrix that comes as floats: `quant` for linear layers; None: floats."""
+def stored_as(args: ModelArgs, path: str, columns: int, quant: Quant = DEFAULT, router: Quant = ROUTER) -> Quant | None:
+    """The form in which a conversion stores a matrix that comes as floats: `router` for routers, `quant` for other
+    linear layers; None: floats.
+    """
     is_router = path.endswith(ROUTERS)
-    wanted = Quant(ROUTER_BITS, DEFAULT.group_size) if is_router else quant
+    wanted = router if is_router else quant
     has_bias = any(args.experts_of(i).router.correction_bias for i in args.moe_layers)
     is_exact = path.endswith(INDEX_WEIGHTS) or (is_router and has_bias)
     if is_exact or columns % wanted.group_size:
@@ -103,24 +106,45 @@ def resident_bytes(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     return sum(tensor.size * kept_dtype(name, tensor, dtype).size for name, tensor in tensors.items())
 
 
-def variant_bytes(args: ModelArgs, dtype: mx.Dtype, quant: Quant = DEFAULT) -> int:
-    """`resident_bytes` of a model without files, as a conversion to `quant` would store it. Equal layers are counted,
-    not built one by one.
+def token_bytes(args: ModelArgs, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
+    """Bytes of `tensors`, by name, that each token reads as they are kept: all but an embedding that is no output head,
+    of which a token reads a row.
+    """
+    read = {name: tensor for name, tensor in tensors.items() if args.is_tied or EMBEDDING not in name}
+    return resident_bytes(read, dtype)
+
+
+def variant_bytes(
+    args: ModelArgs, dtype: mx.Dtype, form_of: Callable[[str], Quant | None] | None = None, of_token: bool = False
+) -> int:
+    """`resident_bytes` of a model without files, as a conversion would store it, or `token_bytes`.
+
+    Args:
+        form_of: the form of each matrix that comes as floats, by its module path; None: the default forms everywhere.
+            Then equal layers are counted, not built one by one.
+        of_token: whether only the bytes that a token reads count.
     """
     counts = Counter(args.layers)
-    args = replace(args, layers=tuple(counts))
+    if form_of is None:
+        args = replace(args, layers=tuple(counts))
     matrices, plain, _ = needed(args)
     tensors = {name: mx.zeros(shape) for name, shape in plain.items()}  # lazy: only their shapes are looked at
     for path, (*rows, columns) in matrices.items():
-        stored = stored_as(args, path, columns, quant)
+        quant = _usual_form(path) if form_of is None else form_of(path)
+        stored = None if quant is None else stored_as(args, path, columns, quant, quant)
         if stored is None:
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
             continue
         for part in stored.parts:
             values, kind = stored.of_part(part, columns, "BF16")
             tensors[f"{path}.{part}"] = mx.zeros((*rows, values), DTYPES[kind])
-    times = {f"model.layers.{i}": counts[layer] for i, layer in enumerate(args.layers)}
+    each = enumerate(args.layers if form_of is None else ())
+    times = {f"model.layers.{i}": counts[layer] for i, layer in each}
+    kept = partial(token_bytes, args) if of_token else resident_bytes
     return sum(
-        resident_bytes({name: tensor}, dtype) * times.get(".".join(name.split(".")[:3]), 1)
-        for name, tensor in tensors.items()
+        kept({name: tensor}, dtype) * times.get(".".join(name.split(".")[:3]), 1) for name, tensor in tensors.items()
     )
+
+
+def _usual_form(path: str) -> Quant:
+    return ROUTER if path.endswith(ROUTERS) else DEFAULT

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ModelFileError
@@ -15,8 +16,6 @@ from ..layers import Weight
 from ..ops import backend
 from ..ops.backend import FLOATS
 from ..quant import FLOAT, Quant, Quantization, of_shapes
-from .decoder import Model
-from .head import DraftHead
 from .tensors import TABLE, is_of_matrix, kept_dtype
 
 
@@ -39,44 +38,57 @@ def read_resident(path: Path) -> dict[str, mx.array]:
 
 
 def fill(
-    model: Model | DraftHead, tensors: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
+    module: nn.Module,
+    tensors: dict[str, mx.array],
+    quantization: Quantization | None,
+    dtype: mx.Dtype,
+    path: str = "",
 ) -> None:
-    """Gives every parameter of `model` its tensor, converted once to the form in which it is kept (`tensors`).
+    """Gives every parameter of `module` its tensor, converted once to the form in which it is kept (`tensors`).
 
     `tensors` is emptied, so that no tensor is in memory twice.
+
+    Args:
+        module: a model, a draft head, or a part of one.
+        path: of the module in the model, which the names of its tensors begin with.
 
     Raises:
         ModelFileError: a tensor is missing, unknown, misshapen, of the wrong type, or not finite.
     """
     left = tensors
-    matrices = {path: module for path, module in model.named_modules() if isinstance(module, Weight)}
-    for path, module in matrices.items():
-        _fill_weight(path, module, left, quantization, dtype)
-    for name, parameter in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
-        path, _, leaf = name.rpartition(".")
+    matrices = {_below(path, own): one for own, one in module.named_modules() if isinstance(one, Weight)}
+    for name, matrix in matrices.items():
+        _fill_weight(name, matrix, left, quantization, dtype)
+    for own, parameter in cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())):
+        name, (owner, _, leaf) = _below(path, own), own.rpartition(".")
         if name.endswith(TABLE):
-            setattr(_module(model, path), leaf, _take_table(left, name, parameter.shape, model.args.num_experts))
+            block = _module(module, owner)
+            setattr(block, leaf, _take_table(left, name, parameter.shape, block.rule.experts))
         elif not is_of_matrix(name, matrices):
             tensor = _take_float(left, name, parameter.shape)
-            setattr(_module(model, path), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
-    arrange(model)
+            setattr(_module(module, owner), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
+    arrange(module)
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
-    mx.eval(model.parameters())
+    mx.eval(module.parameters())
     mx.clear_cache()  # frees the original tensors, which would stay wired on a Mac
-    backend.settle_weights(model.parameters())
+    backend.settle_weights(module.parameters())
 
 
-def arrange(model: Model | DraftHead) -> None:
+def arrange(model: nn.Module) -> None:
     """Lets modules convert their tensors to other forms after all are loaded."""
     for module in model.modules():
         if hasattr(module, "arrange"):
             module.arrange()
 
 
-def _module(model: Model | DraftHead, path: str) -> Any:
+def _below(path: str, name: str) -> str:
+    return ".".join(filter(None, (path, name)))
+
+
+def _module(model: nn.Module, path: str) -> Any:
     module: Any = model
-    for part in path.split("."):
+    for part in filter(None, path.split(".")):
         module = module[int(part)] if isinstance(module, list) else getattr(module, part)
     return module
 

@@ -19,6 +19,7 @@ from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, u
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
 from .matrix import Part, Weights, dequantized, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
+from .observe import observe
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
 
 # Rows of x from which CUDA dequantises a matrix: the dense product is faster from 256 rows (results.tsv, "prompt"), and
@@ -31,6 +32,7 @@ ROWS_AT_ONCE = 8  # rows of x (even) that a thread of the kernel for several row
 
 def linear(x: Array, w: Weights, norm: Norm | None = None, residual: Array | None = None) -> Array:
     """norm(x) [..., I] @ W.T + residual [..., O]; for the rows of a step on a GPU in one launch, if `qmv` is faster."""
+    observe(w, x, norm)
     if isinstance(x, np.ndarray):
         return _linear_native(x, w, norm, residual)
     y = _linear_kernel(x, w, norm, residual)
@@ -63,6 +65,7 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
 def grouped_linear(x: Array, w: Weights, groups: int) -> Any:
     """[..., groups * rows] of x [..., groups * columns]: each group's columns times the transpose of its own rows of w
     [groups * rows, columns]. On a GPU all groups are one product."""
+    observe(w, x.reshape(-1, w.shape[1]))
     if isinstance(x, mx.array):
         return _by_mlx(lambda rows: _groups_at_once(rows, w, groups), x)
     rows, columns = w.shape[0] // groups, w.shape[1]

@@ -15,16 +15,21 @@ from typing import Any
 
 from ..errors import ConfigError, ModelFileError
 from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
+from ..formats.checkpoint import COPIED, RECIPE, Checkpoint, open_checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
+from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
+from .in_place import open_in_place
 from .layer_files import (
     HeldLayerFile,
     layout_json,
 )
+from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, make_plan, read_args
+from .recipe import RECIPES, Recipe
+from .rounding import Rounding
 from .shards import Scattering
 from .source_format import SourceFormat
 from .supply import Supply, find_supply
@@ -32,6 +37,7 @@ from .unit import Unit
 from .wanted import Wanted
 from .writer import Output, check_space, reserved, writing
 
+PACKED, MLX = LAYOUTS = "packed", "mlx"
 Progress = Callable[[int, int, str], None]
 
 
@@ -48,6 +54,8 @@ class ConversionReport:
         made_experts: whether routed experts were quantised, from floats or again.
         linked: whether layer files are hard links to the checkpoint's.
         verified: whether everything was read again and compared.
+        recipe: the forms that floats got; None: there were none.
+        left_out: number of tensors of image encoders and draft heads that mlx-lm's layout has no place for.
     """
 
     path: Path
@@ -58,6 +66,8 @@ class ConversionReport:
     made_experts: bool
     linked: bool
     verified: bool
+    recipe: Recipe | None
+    left_out: int
 
 
 def convert(
@@ -69,13 +79,16 @@ def convert(
     q_mode: str = "affine",
     expert_bits: int | None = None,
     down_bits: int | None = None,
+    recipe: str | Path | Recipe | None = None,
     requantize: bool = False,
+    rounding: str | Rounding = FIT,
     verify: bool = False,
     revision: str | None = None,
     delete_source: bool = False,
     ranks: int | None = None,
     rank: int | None = None,
     also: Sequence[str | Path] = (),
+    layout: str = PACKED,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -92,8 +105,13 @@ def convert(
         q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
         expert_bits: bits of routed experts, if different from `q_bits`.
         down_bits: bits of their down projections, if different from `expert_bits`.
-        requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits` or
-            `down_bits` if they are stored in another form; loses precision.
+        recipe: the forms of parts that come as floats: "uniform", "balanced", "small", or a JSON file
+            (docs/quality.md);
+            the bits above override it. None: uniform, with 8 bits beside experts that are already quantised.
+        requantize: quantise routed experts again if those of a layer differ in form, or with `expert_bits`,
+            `down_bits` or `recipe` if they are stored in another form; loses precision.
+        rounding: how floats become codes: "fit" searches the least squared error, "minmax" is `mx.quantize`; or a
+            `packing.rounding.Rounding`. Codes that the checkpoint has are copied in any case.
         verify: afterwards read everything again and compare it with a fresh conversion.
         revision: of the Hugging Face repo.
         delete_source: delete each shard of the checkpoint directory once it is packed and was read back; files that
@@ -101,22 +119,31 @@ def convert(
         ranks, rank: write only the experts that rank `rank` of `ranks` owns; the places of the others stay empty.
         also: new or empty directories on other drives. The experts of each layer are distributed over these and
             `mlx_path`, so that all drives are read in parallel.
+        layout: "packed", or "mlx": a checkpoint that mlx-lm loads, from a directory that stays; without draft heads and
+            without image encoders that mlx-lm does not skip.
         progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize)
+    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize, recipe, rounding)
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
     _check_also(path, folders, share, is_here)
+    _check_layout(layout, is_here and share is None and not folders)
     with reserved(path):  # before reading anything that another conversion could change
         supply, checkpoint = _open(hf_path, path, revision, delete_source)
-        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
-        origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
-        options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
+        plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, layout == MLX)
+        origin = {
+            "hf_path": _whole(hf_path),
+            "revision": revision,
+            "delete_source": delete_source,
+            "rounding": wanted.rounding.method,
+        }
+        origin |= {} if recipe is None or isinstance(recipe, Recipe) else {"recipe": _whole_recipe(recipe)}
+        options = _asked(wanted, plan, share, folders, layout)
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
         if supply is None:
             check_space(path, output.missing_bytes(_in_folder(plan, None)) - _left_out(output, plan))
@@ -128,7 +155,16 @@ def convert(
         given = output, plan, checkpoint, progress or _ignore_progress, verify
         kept, repaired = _at_once(*given) if supply is None else _by_shards(*given, supply)
     return ConversionReport(
-        path, plan.lossy, tuple(kept), tuple(repaired), plan.quantized, plan.made_experts, output.linked, verify
+        path,
+        plan.lossy,
+        tuple(kept),
+        tuple(repaired),
+        plan.quantized,
+        plan.made_experts,
+        output.linked,
+        verify,
+        plan.recipe,
+        plan.left_out,
     )
 
 
@@ -139,6 +175,11 @@ def _ignore_progress(done: int, total: int, name: str) -> None:
 def _whole(hf_path: str | Path) -> str:
     """A directory as an absolute path, or a repository's name."""
     return str(user_path(hf_path).absolute() if user_path(hf_path).exists() else hf_path)
+
+
+def _whole_recipe(recipe: str | Path) -> str:
+    """A file as an absolute path, or a recipe's name."""
+    return str(recipe) if recipe in RECIPES else str(user_path(recipe).absolute())
 
 
 def _digest(checkpoint: Checkpoint, supply: Supply | None) -> str:
@@ -168,6 +209,17 @@ def _check_also(path: Path, folders: Sequence[Path], share: RankShare | None, is
             raise ModelFileError(f"{folder} is not an empty directory; choose another one for --also")
 
 
+def _check_layout(layout: str, is_plain: bool) -> None:
+    """Raises ConfigError: there is no such layout, or it does not go with other options."""
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout is {layout!r}; give {' or '.join(LAYOUTS)}")
+    if layout == MLX and not is_plain:
+        raise ConfigError(
+            "--layout mlx converts a whole directory that stays: download the checkpoint, and leave out "
+            "--delete-source, --ranks and --also"
+        )
+
+
 def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
     """The files that go into one of the other directories, or (None) into the model's own."""
     return [one for one in plan.units if (Path(one.name).parent if Path(one.name).is_absolute() else None) == folder]
@@ -175,6 +227,16 @@ def _in_folder(plan: ConversionPlan, folder: Path | None) -> list[Unit]:
 
 def _of_others(folders: Sequence[Path]) -> dict[str, list[str]]:
     return {"also": list(map(str, folders))} if folders else {}
+
+
+def _asked(
+    wanted: Wanted, plan: ConversionPlan, share: RankShare | None, folders: Sequence[Path], layout: str
+) -> dict[str, Any]:
+    """What the bytes depend on. Min-max goes without saying, as in conversions before there was a choice."""
+    method = wanted.rounding.method
+    rounding = {"rounding": method} if plan.rounds and method != MINMAX else {}
+    others = {"layout": layout} if layout != PACKED else {}
+    return {**wanted.options, **rounding, **_of_rank(share), **_of_others(folders), **others}
 
 
 def _of_rank(share: RankShare | None) -> dict[str, int]:
@@ -195,6 +257,8 @@ def _at_once(
     _finish(output, plan, checkpoint)
     if verify:
         _verify(output, checkpoint, plan, report)
+    if plan.index is not None:
+        output.close()
     return kept, repaired
 
 
@@ -213,7 +277,10 @@ def _by_shards(
 def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> None:
     """The small files, and with the last of them a model, which is opened once."""
     _write_small_files(output, checkpoint, plan)
-    open_packed(output.path, ModelArgs.from_file(output.path))
+    if plan.index is None:
+        open_packed(output.path, ModelArgs.from_file(output.path))
+    else:
+        open_in_place(output.path)
 
 
 def _open(
@@ -262,7 +329,8 @@ def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int)
             kept.append(unit.name)
         else:
             repaired += [unit.name] if unit.name in output.files else []
-            (output.path / FOLDER / LAYOUT).unlink(missing_ok=True)  # so that a model under repair is not loaded
+            last = f"{FOLDER}/{LAYOUT}" if plan.index is None else "config.json"
+            (output.path / last).unlink(missing_ok=True)  # so that a model under repair is not loaded
             output.write(unit, _advance(progress, done, total, unit.name))
         done += unit.size
         progress(done, total, unit.name)
@@ -281,11 +349,14 @@ def _advance(progress: Progress, start: int, total: int, name: str) -> Callable[
 
 
 def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, bytes]:
-    """Contents by name; layout.json, which makes the directory a model, comes last."""
+    """Contents by name; the last one makes the directory a model."""
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
+    files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
+    if plan.index is not None:
+        return {MLX_INDEX: plan.index, **files}
     files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
     return files
 

@@ -14,6 +14,7 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix, find_transposed
 from .matrix import Matrix, finite, shaped, typed
+from .rounding import Rounding
 from .source_format import SourceFormat
 
 SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
@@ -47,19 +48,31 @@ class Part:
         assert self.matrix.quant is not None
         return dict(zip((*self.matrix.quant.parts, BIAS), self.tensors, strict=False))
 
-    def arrays(self, quant: Quant, dtype: str = "BF16") -> dict[str, mx.array]:
-        """The arrays by part: in the form `quant`, unchanged if they are stored so, else quantised, with the biases of
-        products, if any. `dtype` is that of floating scales and biases.
+    def values(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
+        """The matrix in floats [rows, columns], dequantised if it is stored in codes, and its bias [rows] if it has
+        one.
+
+        Raises:
+            ModelFileError: a file cannot be read, or a value is not finite.
         """
-        kept = SCALES[dtype]
+        rows = self.matrix.values(self.start, self.stop)[:: self.step].astype(dtype)
+        if self.bias is None:
+            return rows, None
+        return rows, finite(self.bias, self.bias.read()).astype(dtype)[self.start : self.stop : self.step]
+
+    def arrays(self, path: str, quant: Quant, rounding: Rounding, dtype: str = "BF16") -> dict[str, mx.array]:
+        """The arrays by part: in the form `quant`, unchanged if they are stored so, else as `rounding` makes them for
+        the module path, with the biases of products, if any. `dtype` is that of floating scales and biases.
+        """
+        kept, rows = SCALES[dtype], slice(self.start, self.stop, self.step)
         if self.matrix.quant != quant:
-            codes = self.matrix.quantized(quant, self.start, self.stop, kept)
+            codes = rounding.codes(path, self.matrix, quant, rows, kept)
         else:
-            weight, *of_groups = self.matrix.rows(self.start, self.stop).codes()
+            stored = self.matrix.rows(self.start, self.stop).codes()
+            weight, *of_groups = (part[:: self.step] for part in stored)
             codes = weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
-        bias = () if self.bias is None else (finite(self.bias, self.bias.read()).astype(kept)[self.start : self.stop],)
-        parts = zip((*quant.parts, BIAS), (*codes, *bias), strict=False)
-        return {part: array[:: self.step] for part, array in parts}
+        bias = () if self.bias is None else (finite(self.bias, self.bias.read()).astype(kept)[rows],)
+        return dict(zip((*quant.parts, BIAS), (*codes, *bias), strict=False))
 
 
 class Experts(Protocol):

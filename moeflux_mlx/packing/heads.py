@@ -18,10 +18,13 @@ from ..formats.record import ExpertLayout
 from ..model.head import DraftHead
 from ..model.tensors import resident_bytes
 from ..quant import Quant, of_packed
+from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .expert_parts import find_experts
 from .layer_files import LayerFile, plan_experts
+from .recipe import DEFAULT_PART, Recipe
 from .resident import ResidentPlan, plan_resident
+from .rounding import Alone
 from .sanitize import head_tensors
 from .source_format import SourceFormat
 from .sources import DTYPES
@@ -89,17 +92,18 @@ def find_head(
         return None
     form = _form(config)
     quants = layout.records[layout.moe_layers[-1]].quants
-    wanted = Wanted(RESIDENT, quants)
+    # At each start, so by the faster method; drafts are checked.
+    wanted = Wanted(Recipe("head", {DEFAULT_PART: RESIDENT}), rounding=Alone(MINMAX))
     resident = plan_resident(head, own, form, wanted, DraftHead)
     found = find_experts(head, own, 0, form)
-    stored = plan_experts(found, wanted)
+    stored = plan_experts(found, wanted, quants)
     used = stored.used | {tensor.name for source in resident.sources for tensor in source.tensors}
     left = sorted(tensor.name for tensor in own.values() if tensor.name not in used)
     if left:
         raise ModelFileError(f"tensor {left[0]} does not belong to a draft head of one layer like the model's")
     head = replace(head, quantization=of_packed({"quantization": resident.quantization()}))
     layers = ExpertLayout.from_args(head, {0: stored.quants}, {0: stored.dtype})
-    return HeadWeights(head, resident, LayerFile(layers, 0, found))
+    return HeadWeights(head, resident, LayerFile(layers, 0, found, wanted.rounding))
 
 
 def _form(config: Mapping[str, Any]) -> SourceFormat:

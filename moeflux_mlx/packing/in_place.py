@@ -116,7 +116,7 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
     """
     checkpoint = open_checkpoint(path, shards_in)
     args = read_args(checkpoint)
-    plan = make_plan(checkpoint, args, replace(Wanted.of(), keeps_floats=True))
+    plan = make_plan(checkpoint, args, Wanted(keeps_floats=True))
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
     tables = {table.layer: table.in_place() for table in plan.tables}
     return InPlace(path, args, _experts(checkpoint, plan), plan.units, tables)

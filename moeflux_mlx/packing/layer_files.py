@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
@@ -21,8 +22,9 @@ from ..formats.record import ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
-from .expert_parts import Experts, Part
+from .expert_parts import Experts
 from .resident import array_bytes
+from .rounding import Rounding
 from .unit import Bytes
 from .wanted import Wanted
 
@@ -46,9 +48,9 @@ class StoredExperts:
     is_made: bool
 
 
-def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
-    """Decides how a layer's experts are packed: stored codes that can be computed with are kept, others take the form
-    `wanted`.
+def plan_experts(experts: Experts, wanted: Wanted, forms: Quants) -> StoredExperts:
+    """Decides how a layer's experts are packed: stored codes that can be computed with are kept, others take their
+    matrix's one of `forms`.
 
     If scales have several dtypes, all become float32, which is exact.
 
@@ -64,7 +66,7 @@ def plan_experts(experts: Experts, wanted: Wanted) -> StoredExperts:
         dtypes.add(bias.dtype)
     kept = 0
     of_experts = experts.matrices()
-    for matrices, form in zip(of_experts, wanted.experts[-len(of_experts) :], strict=True):
+    for matrices, form in zip(of_experts, forms, strict=True):
         used.update(tensor.name for matrix in matrices for tensor in matrix.tensors)
         stored = {matrix.quant for matrix in matrices}
         first = matrices[0].quant
@@ -92,12 +94,12 @@ def _common(dtypes: set[str]) -> str:
 
 
 class LayerFile:
-    """One layer of freshly made records, each padded with zeros to the stride."""
+    """One layer of freshly made records, each padded with zeros to the stride. `rounding` makes codes of floats."""
 
     link: Path | None = None
 
-    def __init__(self, layout: ExpertLayout, layer: int, experts: Experts):
-        self.layout, self.layer, self.experts = layout, layer, experts
+    def __init__(self, layout: ExpertLayout, layer: int, experts: Experts, rounding: Rounding):
+        self.layout, self.layer, self.experts, self.rounding = layout, layer, experts, rounding
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
         self.size = layout.layer_bytes(layer)
         self.geometry = layout.records[layer]
@@ -108,17 +110,29 @@ class LayerFile:
     def record(self, expert: int) -> bytearray:
         """One expert's, with what fills its stride."""
         record = bytearray(self.geometry.stride)
-        for i, part in enumerate(self.experts.parts(expert)):
-            for offset, data in self.fields(part, i):
+        for index in range(len(self.geometry.projections)):
+            for offset, data in self.fields(expert, index):
                 record[offset : offset + len(data)] = data
         return record
 
-    def fields(self, part: Part, index: int) -> Iterator[tuple[int, memoryview]]:
+    def fields(self, expert: int, index: int) -> Iterator[tuple[int, memoryview]]:
         """Where in its record each field of an expert's projection number `index` begins, and its bytes."""
-        projection = self.geometry.projections[index]
-        arrays = part.arrays(projection.quant, self.geometry.dtype)
-        for field in projection.fields:
+        arrays = self.arrays(expert, index)
+        for field in self.geometry.projections[index].fields:
             yield field.offset, array_bytes(arrays[field.part])
+
+    def arrays(self, expert: int, index: int) -> dict[str, mx.array]:
+        """The arrays of these fields, by part."""
+        quant, dtype = self.geometry.projections[index].quant, self.geometry.dtype
+        return self.experts.parts(expert)[index].arrays(self.path(expert, index), quant, self.rounding, dtype)
+
+    def path(self, expert: int, index: int) -> str:
+        """The module path of an expert's projection."""
+        return f"model.layers.{self.layer}.mlp.experts.{expert}.{self.geometry.projections[index].name}"
+
+    def is_rounded(self, index: int) -> bool:
+        """Whether codes are made for the experts' projection number `index`."""
+        return self.experts.parts(0)[index].matrix.quant != self.geometry.projections[index].quant
 
 
 class PackedLayerFile:

@@ -6,16 +6,15 @@ and long matrices are quantised a few rows at a time.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..ops import backend
-from ..ops.forms import is_computed, unpacked_float32
+from ..ops.forms import unpacked_float32
 from ..quant import E4M3, FLOAT, NAN, Quant
+from ..rounding.methods import rounded
 
 CHUNK_VALUES = 1 << 24  # values quantised at a time: 64 MiB as float32
 
@@ -111,22 +110,20 @@ class Matrix:
         return mx.from_fp8(self.weight.rows(start, stop).read(), mx.float32) * scale
 
     def quantized(
-        self, quant: Quant, start: int = 0, stop: int | None = None, dtype: mx.Dtype = mx.bfloat16
+        self, quant: Quant, rounding: str, start: int = 0, stop: int | None = None, dtype: mx.Dtype = mx.bfloat16
     ) -> tuple[mx.array, ...]:
-        """The result of `mx.quantize` for the matrix cast to `dtype`: weight, scales and, in mode affine, biases.
+        """The matrix `rounded` by the method `rounding`: weight, scales and, in mode affine, biases, those in `dtype`.
 
-        Rows are quantised independently, so doing a few at a time changes nothing.
+        Rows are rounded independently, so doing a few at a time changes nothing.
         """
         stop = self.shape[0] if stop is None else stop
         step = max(1, CHUNK_VALUES // math.prod(self.shape[1:]))
-        device = nullcontext() if is_computed(backend.name(), quant) else mx.stream(mx.cpu)
         parts = []
         for row in range(start, stop, step):
             values = self.values(row, min(row + step, stop))
             if values.dtype != dtype:  # a large float32 becomes infinite here
-                values = finite(self.weight, values.astype(dtype))
-            with device:
-                parts.append(mx.quantize(values, quant.group_size, quant.bits, quant.mode))
+                finite(self.weight, values.astype(dtype))
+            parts.append(rounded(values, quant, rounding, dtype=dtype))
             mx.eval(parts[-1])
         return parts[0] if len(parts) == 1 else tuple(mx.concatenate(list(part)) for part in zip(*parts, strict=True))
 

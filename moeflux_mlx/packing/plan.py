@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelFileError
+from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
 from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
@@ -19,7 +19,9 @@ from ..spec import ModelArgs
 from .aside import aside_files
 from .expert_parts import find_experts
 from .layer_files import HeldLayerFile, LayerFile, PackedLayerFile, StripedLayerFile, packed_layers, plan_experts
-from .resident import override, plan_resident
+from .mlx_layout import MlxLayout, mlx_layout
+from .recipe import Recipe
+from .resident import ResidentPlan, override, plan_resident
 from .sanitize import canonical_tensors
 from .source_format import SourceFormat
 from .tables import Table, find_tables, table_files
@@ -29,7 +31,10 @@ from .wanted import Wanted
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The files to write, in order, and what goes into config.json."""
+    """The files to write, in order, and what goes into config.json. `recipe`: what floats were quantised by; None:
+    there were none. `rounds`: whether floats, or codes anew, are rounded. `index`: of mlx-lm's shards; None: the files
+    are those of a packed model. `left_out`: number of tensors that are not written.
+    """
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
@@ -37,9 +42,13 @@ class ConversionPlan:
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
+    rounds: bool
+    recipe: Recipe | None = None
     share: RankShare | None = None
     also: tuple[Path, ...] = ()
     tables: tuple[Table, ...] = ()
+    index: bytes | None = None
+    left_out: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -57,32 +66,45 @@ def make_plan(
     wanted: Wanted,
     share: RankShare | None = None,
     also: Sequence[Path] = (),
+    as_mlx: bool = False,
 ) -> ConversionPlan:
-    """Finds and checks every tensor. `also`: directories among which experts are distributed.
+    """Finds and checks every tensor. `also`: directories among which experts are distributed. `as_mlx`: the files are
+    to be mlx-lm's.
 
     Raises:
         ConfigError, ModelFileError: as `convert`.
     """
     form = SourceFormat(checkpoint.config, checkpoint.tensors, FAMILIES[args.model_type].renames_of(args.layers))
     tensors = canonical_tensors(checkpoint.tensors.values(), args)
-    resident = plan_resident(args, tensors, form, wanted)
-    used = {tensor.name for source in resident.sources for tensor in source.tensors}
-    layers, lossy, made = list[LayerFile | PackedLayerFile](), list[str](), False
+    wanted.recipe.check(args.num_hidden_layers)
+    used, layers, lossy, made = set[str](), list[LayerFile | PackedLayerFile](), list[str](), False
     if checkpoint.packed is not None:
         layout = ExpertLayout.from_args(args)
         layers += packed_layers(layout, checkpoint.packed, args)
     else:
         experts_by_layer = {layer: find_experts(args, tensors, layer, form) for layer in args.moe_layers}
-        stored = {layer: plan_experts(experts, wanted) for layer, experts in experts_by_layer.items()}
+        forms = {layer: wanted.recipe.of_experts(args, layer) for layer in args.moe_layers}
+        stored = {layer: plan_experts(experts, wanted, forms[layer]) for layer, experts in experts_by_layer.items()}
         quants = {layer: one.quants for layer, one in stored.items()}
         layout = ExpertLayout.from_args(args, quants, {layer: one.dtype for layer, one in stored.items()})
-        layers += [LayerFile(layout, layer, experts) for layer, experts in experts_by_layer.items()]
+        layers += [LayerFile(layout, layer, experts, wanted.rounding) for layer, experts in experts_by_layer.items()]
         used = used.union(*(one.used for one in stored.values()))
         lossy += [name for one in stored.values() for name in one.lossy]
         made = any(one.is_made for one in stored.values())
+        wanted = wanted if made else wanted.beside_codes()
+    resident = plan_resident(args, tensors, form, wanted)
+    used = used.union(tensor.name for source in resident.sources for tensor in source.tensors)
     tables = find_tables(args, tensors, form, wanted)
     used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
+    recipe = wanted.recipe if made or resident.quantized else None
+    rounds = made or resident.rounds or any(table.rounds for table in tables)
+    results = tuple(lossy), resident.quantized, made, rounds, recipe
+    if as_mlx:
+        mlx = _mlx_layout(args, resident, layers, checkpoint)
+        return ConversionPlan(
+            layout, tuple(mlx.files), mlx.quantization, *results, index=mlx.index(), left_out=mlx.left_out
+        )
     units: tuple[Unit, ...] = (
         *resident.files(),
         *(table_files(tables) if tables else ()),
@@ -91,8 +113,17 @@ def make_plan(
     )
     stored_rows = {STEM.format(table.layer): override(table.shards[0].form.quant) for table in tables}
     quantization = _with_experts(resident.quantization() | stored_rows, layout, share is not None or bool(also))
-    quantized = resident.quantized(wanted.resident)
-    return ConversionPlan(layout, units, quantization, tuple(lossy), quantized, made, share, tuple(also), tuple(tables))
+    return ConversionPlan(layout, units, quantization, *results, share, tuple(also), tuple(tables))
+
+
+def _mlx_layout(
+    args: ModelArgs, resident: ResidentPlan, layers: Sequence[LayerFile | PackedLayerFile], checkpoint: Checkpoint
+) -> MlxLayout:
+    """Raises ConfigError: mlx-lm has no such model, or its experts are packed."""
+    fresh = [layer for layer in layers if isinstance(layer, LayerFile)]
+    if len(fresh) < len(layers):
+        raise ConfigError("--layout mlx cannot unpack experts; give the checkpoint that they were made from")
+    return mlx_layout(args, resident, fresh, checkpoint.tensors.values())
 
 
 def _experts_files(

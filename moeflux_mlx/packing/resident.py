@@ -69,10 +69,16 @@ class ResidentPlan:
                 entry[path] = override(quant)
         return entry
 
-    def quantized(self, quant: Quant) -> int:
-        """The number of matrices that come as floats and become `quant`."""
+    @property
+    def quantized(self) -> int:
+        """The number of matrices that come as floats and are quantised, without routers."""
         matrices = (source for source in self.sources if isinstance(source, MatrixSource))
-        return sum(source.made == quant and source.matrix.quant is None for source in matrices)
+        return sum(source.made is not None and not source.pieces[0][0].endswith(ROUTERS) for source in matrices)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether matrices are rounded."""
+        return any(isinstance(source, MatrixSource) and source.made for source in self.sources)
 
     def files(self) -> Sequence["TensorFile"]:
         """The tensors in files."""
@@ -90,7 +96,7 @@ def plan_resident(
 
     Args:
         tensors: by canonical name.
-        wanted: the form of what comes as floats.
+        wanted: the forms of what comes as floats.
         kind: what they are for.
 
     Raises:
@@ -116,7 +122,7 @@ def plan_resident(
             args.hidden_size,
         )
         matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
-        sources.append(_matrix_source(args, matrix, pieces, wanted.resident, as_stored))
+        sources.append(_matrix_source(args, matrix, pieces, wanted, as_stored))
     centred = (has_zero_centred_norms if kind is Model else lack_their_one)(args, tensors)
     sources += [_plain_source(args, name, ours, tensors, centred, parted.get(name)) for name in ours.plain]
     sources.sort(key=lambda source: source.written[0].name)
@@ -165,15 +171,16 @@ def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor], shards: int)
     }
 
 
-def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, quant: Quant, as_stored: bool) -> MatrixSource:
-    """Codes are copied; floats are quantised, unless the rest of the checkpoint already is."""
+def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, wanted: Wanted, as_stored: bool) -> MatrixSource:
+    """Codes are copied; floats are quantised by the recipe, or stored as they are."""
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
     if matrix.quant is not None:
         return MatrixSource(matrix, pieces)
-    made = stored_as(args, path, matrix.shape[-1], quant)
-    if matrix.quant is None and (as_stored or made is None and path.endswith(ROUTERS)):
+    quant = None if as_stored else wanted.recipe.of_matrix(args, path)
+    made = None if quant is None else stored_as(args, path, matrix.shape[-1], quant, quant)
+    if quant is None or made is None and path.endswith(ROUTERS):
         return MatrixSource(matrix, pieces, dense=floats)
-    return MatrixSource(matrix, pieces, dense="BF16") if made is None else MatrixSource(matrix, pieces, made=made)
+    return MatrixSource(matrix, pieces, made, wanted.rounding, dense="" if made else "BF16")
 
 
 def _plain_source(

@@ -77,7 +77,7 @@ def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
 def _in_records(unit: LayerFile, where: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
     """The fields of these projections of these experts, at their places in the file."""
     for expert, index in where:
-        for offset, data in unit.fields(unit.experts.parts(expert)[index], index):
+        for offset, data in unit.fields(expert, index):
             yield expert * unit.geometry.stride + offset, data
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from ..formats.checkpoint import ITEM_BYTES, Tensor
 from ..quant import Quant
 from .matrix import Matrix, finite
+from .rounding import Alone, Rounding
 from .sanitize import add_one, channels_first
 
 Pieces = tuple[tuple[str, np.ndarray | None], ...]
@@ -100,7 +101,8 @@ class TableSource:
 
 @dataclass(frozen=True)
 class MatrixSource:
-    """A matrix, kept as stored (`made` None, `dense` empty), quantised to `made`, or kept in floats `dense`.
+    """A matrix, kept as stored (`made` None, `dense` empty), rounded to `made` by `rounding`, or kept in floats
+    `dense`.
 
     `pieces` are the module paths that it is split into, each with its rows; one path without rows is all.
     """
@@ -108,6 +110,7 @@ class MatrixSource:
     matrix: Matrix
     pieces: Pieces
     made: Quant | None = None
+    rounding: Rounding = Alone()
     dense: str = ""
 
     @property
@@ -143,7 +146,7 @@ class MatrixSource:
 
     def _make(self) -> tuple[mx.array, ...]:
         if self.made:
-            return self.matrix.quantized(self.made)
+            return self.rounding.codes(self.pieces[0][0], self.matrix, self.made)
         if not self.dense:
             weight, scales, *third = self.matrix.codes()
             return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)

@@ -10,6 +10,7 @@ from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, MODES, unquantized
+from ..rounding.methods import MINMAX
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 
@@ -69,6 +70,10 @@ def unfinished_error(path: Path) -> NotPackedError:
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
     words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MODES else []
+    words += ["--rounding", MINMAX] if origin.get("rounding", MINMAX) == MINMAX else []
+    recipe = _line(origin.get("recipe"))
+    words += ["--recipe", recipe] if recipe else []
+    words += ["--layout", "mlx"] if options.get("layout") == "mlx" else []
     words += ["--delete-source"] if origin.get("delete_source") is True else []
     words += ["--revision", revision] if revision else []
     command = convert_command(hf_path, str(path.absolute()), *words)

@@ -14,7 +14,9 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from .lookup import find_matrix
 from .matrix import Matrix, finite
+from .recipe import TABLES
 from .resident import TensorFile, in_files
+from .rounding import Rounding
 from .source_format import SourceFormat
 from .sources import DTYPES, Written
 from .wanted import Wanted
@@ -25,11 +27,12 @@ SMALL_GROUP = 32  # for rows that are not a multiple of the usual group
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows of a table that a checkpoint has in one matrix, as they are packed: in the form `made`, or as stored."""
+    """Rows of a table that a checkpoint has in one matrix; they are packed rounded to the form `made`, or as stored."""
 
     name: str
     matrix: Matrix
     made: Quant | None
+    rounding: Rounding
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -52,7 +55,7 @@ class Shard:
         """Rows of bytes."""
         dtypes = {name: dtype for dtype, name in DTYPES.items()}
         if self.made is not None:
-            parts = self.matrix.quantized(self.made)
+            parts = self.rounding.codes(self.name, self.matrix, self.made)
         elif self.matrix.quant is not None:
             parts = self.matrix.codes()
         else:
@@ -69,6 +72,11 @@ class Table:
     layer: int
     shards: tuple[Shard, ...]
     hashes: tuple[Tensor, ...]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether rows are rounded."""
+        return any(shard.made for shard in self.shards)
 
     @property
     def used(self) -> set[str]:
@@ -117,7 +125,7 @@ def _find(layer: int, part: NGrams, tensors: Mapping[str, Tensor], form: SourceF
             break
         known = tensors if factor is None else {**_below(tensors, path), f"{path}.weight_scale": factor}
         matrix = find_matrix(known, path, (tensors[f"{path}.weight"].shape[0], part.width), form)
-        shards.append(Shard(f"model.layers.{layer}.ple.table.{i}", matrix, _made(matrix, wanted)))
+        shards.append(Shard(f"model.layers.{layer}.ple.table.{i}", matrix, _made(matrix, wanted), wanted.rounding))
     rows = sum(shard.matrix.shape[0] for shard in shards)
     if rows != part.rows:
         raise ModelFileError(f"tensors {stem}.shards have {rows} rows in all; the model needs {part.rows}")
@@ -131,9 +139,9 @@ def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
 
 def _made(matrix: Matrix, wanted: Wanted) -> Quant | None:
     """The form in which rows that come as floats are packed; None: as they are."""
-    if matrix.quant is not None or wanted.keeps_floats:
+    quant, width = wanted.recipe.form(TABLES), matrix.shape[1]
+    if quant is None or matrix.quant is not None or wanted.keeps_floats:
         return None
-    quant, width = wanted.resident, matrix.shape[1]
     if width % quant.group_size and quant.mode == "affine":
         quant = replace(quant, group_size=SMALL_GROUP)
     return None if width % quant.group_size else quant

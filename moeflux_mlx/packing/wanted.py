@@ -1,70 +1,117 @@
-"""The forms that a conversion's options request for floats, checked."""
+"""How a conversion treats what it finds: the forms of floats, and which codes it keeps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..formats.record import Quants
 from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
+from ..rounding.methods import FIT, METHODS
+from .recipe import EXPERT_PARTS, PARTS, ROUTER_PART, TABLES, UNIFORM_RECIPE, Recipe
+from .rounding import Alone, Rounding
+
+BESIDE_CODES = Quant(8, 64)  # a checkpoint that is published in codes has kept only its sensitive parts in floats
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Args:
-    resident: form of matrices other than routed experts.
-    experts: forms of the experts' gate, up and down; experts without a gate have the last two.
+    recipe: the forms of what comes as floats.
     requantize: whether codes are quantised again where a layer's experts are stored in several forms.
-    named: whether a form of its own is wanted of experts; then `requantize` is for all their codes in another.
+    named: whether forms of experts are asked for; then `requantize` is for all their codes in another.
+    is_usual: whether the forms of resident matrices are nobody's wish.
     options: what was asked for, by the names of `convert`'s arguments: what the bytes depend on.
     keeps_floats: whether resident matrices that come as floats stay floats.
+    rounding: how floats become codes.
     """
 
-    resident: Quant
-    experts: Quants
+    recipe: Recipe = UNIFORM_RECIPE
     requantize: bool = False
     named: bool = False
+    is_usual: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     keeps_floats: bool = False
+    rounding: Rounding = Alone()
 
     @classmethod
     def of(
         cls,
         q_bits: int | None = None,
         q_group_size: int | None = None,
-        q_mode: str = "affine",
+        q_mode: str = DEFAULT.mode,
         expert_bits: int | None = None,
         down_bits: int | None = None,
         requantize: bool = False,
+        recipe: str | Path | Recipe | None = None,
+        rounding: str | Rounding = FIT,
     ) -> "Wanted":
         """Arguments as for `convert`.
 
         Raises:
-            ConfigError: a form that is not computed.
+            ConfigError: a form that is not computed, no recipe, or a method of rounding that is not known.
+            ModelFileError: the recipe's file is no JSON.
         """
-        usual_sizes: Mode | Quant = MODES.get(q_mode, DEFAULT)
-        bits = usual_sizes.bits if q_bits is None else q_bits
-        group_size = usual_sizes.group_size if q_group_size is None else q_group_size
-        usual = _checked(Quant(bits, group_size, q_mode))
-        experts = _with_bits(usual, expert_bits)
-        down = _with_bits(experts, down_bits)
-        named = expert_bits is not None or down_bits is not None
+        if isinstance(rounding, str) and rounding not in METHODS:
+            raise ConfigError(f"rounding {rounding!r} is not known; supported: {', '.join(METHODS)}")
+        chosen = UNIFORM_RECIPE if recipe is None else Recipe.of(recipe)
         forms = {"q_bits": q_bits, "q_group_size": q_group_size, "expert_bits": expert_bits, "down_bits": down_bits}
         options: dict[str, Any] = {name: value for name, value in forms.items() if value is not None}
         if q_mode != DEFAULT.mode:
             options["q_mode"] = q_mode
-        return cls(usual, (experts, experts, down), requantize, named, {**options, "requantize": requantize})
+        if recipe is not None:
+            options["recipe"] = chosen.to_json()
+        is_usual = recipe is None and not {"q_bits", "q_group_size", "q_mode"} & options.keys()
+        if q_bits is not None or q_group_size is not None or q_mode != DEFAULT.mode:
+            usual: Mode | Quant = MODES.get(q_mode, DEFAULT)
+            bits = usual.bits if q_bits is None else q_bits
+            quant = _checked(Quant(bits, usual.group_size if q_group_size is None else q_group_size, q_mode))
+            chosen = chosen.with_forms(dict.fromkeys((part for part in PARTS if part != ROUTER_PART), quant))
+        chosen = _with_expert_bits(chosen, expert_bits, down_bits)
+        if options.keys() - {"recipe"}:
+            chosen = replace(chosen, name="from options")
+        named = expert_bits is not None or down_bits is not None or recipe is not None
+        options["requantize"] = requantize
+        return cls(
+            chosen,
+            requantize,
+            named,
+            is_usual,
+            options,
+            rounding=Alone(rounding) if isinstance(rounding, str) else rounding,
+        )
 
     def keeps(self, stored: Quant, form: Quant) -> bool:
         """Whether an expert's codes in the form `stored` are copied, though `form` is wanted of floats."""
         return stored == form or not (self.requantize and self.named)
 
+    def beside_codes(self) -> "Wanted":
+        """What is wanted of a checkpoint whose experts are published in codes: 8 bits for the rest, unless options say
+        another form.
+        """
+        if not self.is_usual:
+            return self
+        kept = (*EXPERT_PARTS, ROUTER_PART, TABLES)
+        rest = dict.fromkeys((part for part in PARTS if part not in kept), BESIDE_CODES)
+        experts = {part: self.recipe.form(part) for part in (*EXPERT_PARTS, TABLES)}
+        return replace(self, recipe=replace(self.recipe.with_forms({**experts, **rest}), name="beside codes"))
 
-def _with_bits(quant: Quant, bits: int | None) -> Quant:
+
+def _with_expert_bits(recipe: Recipe, expert_bits: int | None, down_bits: int | None) -> Recipe:
+    """`expert_bits` for all of the experts' matrices, `down_bits` for down."""
+    gate_up, down = EXPERT_PARTS
+    for part, bits in ((gate_up, expert_bits), (down, expert_bits), (down, down_bits)):
+        quant = recipe.form(part)
+        if bits is not None and quant is not None:
+            recipe = recipe.with_forms({part: _with_bits(quant, bits)})
+    return recipe
+
+
+def _with_bits(quant: Quant, bits: int) -> Quant:
     """The form with other bits: in mode affine, as the other modes have only one width."""
-    if bits is None or bits == quant.bits:
+    if bits == quant.bits:
         return quant
-    return _checked(Quant(bits, quant.group_size if quant.mode == "affine" else DEFAULT.group_size))
+    return _checked(Quant(bits, quant.group_size if quant.mode == DEFAULT.mode else DEFAULT.group_size))
 
 
 def _checked(quant: Quant) -> Quant:

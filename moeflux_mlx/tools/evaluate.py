@@ -11,23 +11,22 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ..engine.engine import Engine
-from ..engine.prefill import Progress, span_lengths
+from ..engine.prefill import Progress
 from ..errors import RequestError
-from ..model.decoder import Model
-from ..ops import backend, native
 from ..spec import ModelArgs
+from .readers import Head, Reader, reader_of
 
 WINDOW = 1024
 LOGITS_BYTES = 64 << 20  # bytes of one model's logits at a time, in float32
 
-Opens = Callable[[], Engine]
+Opens = Callable[[], Engine | Reader]  # a `LayerReader` is for models that do not fit in memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Measured:
         tokens: number of tokens of the text that were read, in windows of `window`; the last one may be shorter.
         nll: minus the natural logarithm of the probability that the model gave the token, float64.
         place: of the token within its window, from 1.
+        text: number of the text that the token is of, from 0.
         reference_nll: the other model's.
         kl: the divergence of the other model's distribution from this one's, in nats, float64.
         same: whether both models' first choices agree.
@@ -47,9 +47,15 @@ class Measured:
     window: int
     nll: np.ndarray
     place: np.ndarray
+    text: np.ndarray
     reference_nll: np.ndarray | None = None
     kl: np.ndarray | None = None
     same: np.ndarray | None = None
+
+    def where(self, chosen: np.ndarray) -> "Measured":
+        """The result for some of the predicted tokens, bool [predicted]."""
+        arrays: Any = {name: one[chosen] for name, one in vars(self).items() if isinstance(one, np.ndarray)}
+        return replace(self, **arrays)
 
     @property
     def perplexity(self) -> float:
@@ -66,32 +72,10 @@ def perplexity(nll: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
-class Head:
-    """The last matrix of a model, kept after the rest is closed."""
-
-    matrix: Callable[[Any], Any]
-    dtype: mx.Dtype
-    suits_cpu: bool
-    bits: int
-
-    @classmethod
-    def of(cls, model: Model) -> "Head":
-        return cls(model.last_product, model.activation_dtype, model.suits_cpu, model.cpu_activations)
-
-    def log_probabilities(self, hidden: np.ndarray) -> mx.array:
-        """[N, vocab_size] float32 of rows [N, hidden_size] in float32."""
-        rows = mx.array(hidden).astype(self.dtype)
-        with native.activations(self.bits):
-            logits = backend.leave(self.matrix(backend.enter(rows, self.dtype) if self.suits_cpu else rows))
-        logits = logits.astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-@dataclass(frozen=True)
 class Reference:
     """The results of the first model: its tokens, its head, and in `file` the head's input rows."""
 
-    ids: list[int]
+    windows: list[list[int]]
     head: Head
     args: ModelArgs
     file: IO[bytes]
@@ -101,14 +85,14 @@ class Reference:
         width = self.args.hidden_size
         return np.fromfile(self.file, np.float32, count * width).reshape(count, width)
 
-    def check(self, ids: list[int], args: ModelArgs) -> None:
-        if self.ids != ids or self.args.vocab_size != args.vocab_size:
+    def check(self, windows: list[list[int]], args: ModelArgs) -> None:
+        if self.windows != windows or self.args.vocab_size != args.vocab_size:
             raise RequestError("the two models cut the text into different tokens; compare models of one tokenizer")
 
 
 def evaluate(
     opens: Opens,
-    text: str,
+    text: str | Sequence[str],
     *,
     against: Opens | None = None,
     window: int = WINDOW,
@@ -119,89 +103,92 @@ def evaluate(
 
     Args:
         opens: opens the model; it is closed again.
+        text: or several texts, each of which stands alone.
         against: opens the reference model.
         window: number of tokens that are read together, at least 2.
-        most: number of tokens to read from the text's beginning; None: all.
+        most: number of tokens to read from each text's beginning; None: all.
         progress: called with tokens done and tokens in all, each model's counted.
 
     Raises:
-        RequestError: fewer than two tokens, a window out of range, or models with different tokens.
+        RequestError: a text of fewer than two tokens, a window out of range, or models with different tokens.
         MoefluxError: a model cannot be opened or read.
     """
     if window < 2 or (most is not None and most < 2):
         raise RequestError(f"window {window}, tokens {most}: both must be at least 2; a token is predicted from others")
+    texts = [text] if isinstance(text, str) else list(text)
     if against is None:
-        with _opened(opens) as engine:
-            return _measured(engine, _ids(engine, text, window, most), window, None, progress)
+        with _opened(opens) as reader:
+            return _measured(reader, _cut(reader, texts, window, most), window, None, progress)
     with tempfile.TemporaryFile(prefix="moeflux-") as file:
-        with _opened(against) as engine:
-            ids = _ids(engine, text, window, most)
-            for done, hidden in _hidden(engine, ids, window):
-                hidden.tofile(file)
-                progress(done, 2 * len(ids))
-            reference = Reference(ids, Head.of(engine.model), engine.model.args, file)
+        with _opened(against) as reader:
+            cut = _cut(reader, texts, window, most)
+            for hidden in reader.hidden(cut.windows, lambda done: progress(done, 2 * cut.tokens)):
+                hidden[:-1].tofile(file)
+            reference = Reference(cut.windows, reader.head(), reader.args, file)
         file.seek(0)
-        del engine
-        with _opened(opens) as engine:
-            reference.check(_ids(engine, text, window, most), engine.model.args)
-            return _measured(engine, ids, window, reference, progress)
+        del reader
+        with _opened(opens) as reader:
+            reference.check(_cut(reader, texts, window, most).windows, reader.args)
+            return _measured(reader, cut, window, reference, progress)
 
 
 @contextlib.contextmanager
-def _opened(opens: Opens) -> Iterator[Engine]:
-    """Opens an engine; at the end it is closed with its source of experts."""
-    engine = opens()
+def _opened(opens: Opens) -> Iterator[Reader]:
+    """Opens a model for reading; at the end it is closed."""
+    reader = reader_of(opens())
     try:
-        yield engine
+        yield reader
     finally:
-        engine.experts.close()
+        reader.close()
         mx.clear_cache()
 
 
-def _ids(engine: Engine, text: str, window: int, most: int | None) -> list[int]:
-    limit = engine.model.args.max_position_embeddings
+class _Cut(NamedTuple):
+    """Texts as windows of token ids, and the number of each window's text."""
+
+    windows: list[list[int]]
+    texts: list[int]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.windows))
+
+
+def _cut(reader: Reader, texts: Sequence[str], window: int, most: int | None) -> _Cut:
+    limit = reader.args.max_position_embeddings
     if window > limit:
         raise RequestError(f"window {window} exceeds the {limit} tokens that the model takes")
-    ids = engine.tokenizer.encode(text)[:most]
-    if len(ids) % window == 1:  # a single token predicts nothing
-        ids.pop()
-    if len(ids) < 2:
-        raise RequestError(f"the text has {len(ids)} tokens; give one with at least 2")
-    return ids
+    cut = _Cut([], [])
+    for number, text in enumerate(texts):
+        ids = reader.tokenizer.encode(text)[:most]
+        if len(ids) % window == 1:  # a single token predicts nothing
+            ids.pop()
+        if len(ids) < 2:
+            raise RequestError(f"the text has {len(ids)} tokens; give one with at least 2")
+        windows = [ids[start : start + window] for start in range(0, len(ids), window)]
+        cut.windows.extend(windows)
+        cut.texts.extend([number] * len(windows))
+    return cut
 
 
-def _hidden(engine: Engine, ids: Sequence[int], window: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields for each window the number of tokens done, and the rows [N - 1, hidden_size] that predict its tokens after
-    the first.
-    """
-    model, span = engine.model, engine.plan.sizes.span
-    for start in range(0, len(ids), window):
-        tokens, cache, at, rows = mx.array([ids[start : start + window]]), model.make_cache(), 0, []
-        for length in span_lengths(tokens.shape[1], span):
-            hidden = model.hidden(tokens[:, at : at + length], cache).astype(mx.float32)
-            mx.eval(hidden, [layer.state for layer in cache])
-            rows.append(np.array(hidden[0]))
-            at += length
-        yield start + tokens.shape[1], np.concatenate(rows)[:-1]
-
-
-def _measured(engine: Engine, ids: list[int], window: int, reference: Reference | None, progress: Progress) -> Measured:
-    head, before, columns = Head.of(engine.model), 0, []
-    passed = 0 if reference is None else len(ids)
-    step = max(1, LOGITS_BYTES // (4 * engine.model.args.vocab_size))
-    for done, hidden in _hidden(engine, ids, window):
-        wanted = np.array(ids[before + 1 : done], np.int64)
+def _measured(reader: Reader, cut: _Cut, window: int, reference: Reference | None, progress: Progress) -> Measured:
+    passed, total = (0, cut.tokens) if reference is None else (cut.tokens, 2 * cut.tokens)
+    columns, head = [], None
+    step = max(1, LOGITS_BYTES // (4 * reader.args.vocab_size))
+    hidden = reader.hidden(cut.windows, lambda done: progress(passed + done, total))
+    for ids, states in zip(cut.windows, hidden, strict=True):
+        head = head or reader.head()
+        wanted, states = np.array(ids[1:], np.int64), states[:-1]
         right = None if reference is None else reference.rows(len(wanted))
         for rows in (slice(start, start + step) for start in range(0, len(wanted), step)):
-            chances = head.log_probabilities(hidden[rows])
+            chances = head.log_probabilities(states[rows])
             others = chances if reference is None or right is None else reference.head.log_probabilities(right[rows])
             columns.append(_columns(chances, others, mx.array(wanted[rows])))
-        before = done
-        progress(passed + done, passed + len(ids))
     nll, reference_nll, kl, same = (np.concatenate(column) for column in zip(*columns, strict=True))
-    place = np.arange(len(ids)) % window
+    place = np.concatenate([np.arange(1, len(ids)) for ids in cut.windows])
+    text = np.repeat(cut.texts, [len(ids) - 1 for ids in cut.windows])
     against = {} if reference is None else {"reference_nll": reference_nll, "kl": kl, "same": same}
-    return Measured(len(ids), window, nll, place[place > 0], **against)
+    return Measured(cut.tokens, window, nll, place, text, **against)
 
 
 def _columns(q: mx.array, p: mx.array, wanted: mx.array) -> list[np.ndarray]:

@@ -41,7 +41,7 @@ from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import GatedConnections
 from moeflux_mlx.model.span import PromptSizes
-from moeflux_mlx.model.tensors import resident_bytes, variant_bytes
+from moeflux_mlx.model.tensors import resident_bytes, token_bytes, variant_bytes
 from moeflux_mlx.model.weights import read_resident
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
@@ -182,6 +182,8 @@ def test_resident_bytes_match_the_loaded_model(family):
         model = load_model(path, dtype=dtype)
         loaded = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         assert resident_bytes(read_resident(path), dtype) == variant_bytes(model.args, dtype) == loaded
+        dense = variant_bytes(model.args, dtype, of_token=True)
+        assert token_bytes(model.args, read_resident(path), dtype) == dense < loaded
 
 
 METAL = Figures(64 * GB, working_set=48 * GB, buffer=36 * GB)

@@ -12,15 +12,16 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from minmax import convert
 from small_hub import SmallHub, connected
 from tiny_models import tiny_directory
 
 from moeflux_mlx.cli import conversion
-from moeflux_mlx.convert import convert, main
+from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.names import canonical_name
 from moeflux_mlx.families.registry import FAMILIES
-from moeflux_mlx.formats.checkpoint import read_header
+from moeflux_mlx.formats.checkpoint import RECIPE, read_header
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS, UNIFORM, ExpertLayout
 from moeflux_mlx.packing import convert as packing
@@ -478,7 +479,8 @@ def moeflux_like(tmp_path, config):
     (source / "packed_experts").mkdir(parents=True)
     for file in (tmp_path / "packed" / "packed_experts").iterdir():
         (source / "packed_experts" / file.name).write_bytes(file.read_bytes())
-    (source / "config.json").write_bytes((tmp_path / "packed" / "config.json").read_bytes())
+    for name in ("config.json", RECIPE):
+        (source / name).write_bytes((tmp_path / "packed" / name).read_bytes())
     entries, blob = {}, b""
     for name, (kind, array) in resident(tmp_path / "packed").items():
         data = array.tobytes()

@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from minmax import convert
 from test_convert import TINY, check_kept, write_tiny
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import read_header
 from moeflux_mlx.formats.record import PROJECTIONS

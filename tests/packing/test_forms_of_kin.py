@@ -8,9 +8,9 @@ import numpy as np
 import oracle
 import pytest
 from grids import drawn, marks
+from minmax import convert
 from tiny_models import on_cpu, tiny_directory
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.families.registry import FAMILIES
@@ -287,7 +287,7 @@ def test_kimi_as_published(tmp_path):
         ours |= {name: ("U32", words), f"{path}.scales": scale, f"{path}.biases": biases}
         forms[path] = {"group_size": 32, "bits": 4}
     nested = {**KIMI_K25, "text_config": {**goldens.config(family), "quantization_config": INT4}}
-    found = packed(write(tmp_path / "kimi", nested, theirs))
+    found = packed(write(tmp_path / "kimi", nested, theirs), recipe="uniform")
     wanted = packed(write(tmp_path / "mlx", {**goldens.config(family), "quantization": forms}, ours))
     assert np.array_equal(logits(found, family), logits(wanted, family))
 
@@ -324,7 +324,7 @@ def test_deepseek_v4_as_published(tmp_path):
         forms[path] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
     config = goldens.config(family)
     published = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    found = packed(write(tmp_path / "theirs", {**config, "quantization_config": published}, theirs))
+    found = packed(write(tmp_path / "theirs", {**config, "quantization_config": published}, theirs), recipe="uniform")
     wanted = write(tmp_path / "mlx", {**config, "quantization": forms}, ours)
     assert np.array_equal(logits(found, family), logits(wanted, family))
     kept = json.loads((found / "config.json").read_text())["quantization"]

@@ -9,11 +9,11 @@ import pytest
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from minmax import convert
 from safetensors_writer import write_model, write_shards
 from tiny_models import on_cpu, tiny_directory
 
 from moeflux_mlx import load_model, model_fingerprint
-from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, NotPackedError
 from moeflux_mlx.experts.memory import private_pages

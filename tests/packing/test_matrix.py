@@ -98,7 +98,7 @@ def test_quantised_bytes_are_those_of_mx_quantize_on_bfloat16(tmp_path, monkeypa
     by_oracle = oracle.quantize(oracle.bf16_to_f32(oracle.f32_to_bf16(values.astype(np.float32))), bits=bits)
     for chunk in (1 << 24, 300):  # a chunk of two rows
         monkeypatch.setattr(matrix, "CHUNK_VALUES", chunk)
-        for got, one, other in zip(made.quantized(Quant(bits, 64)), wanted, by_oracle, strict=True):
+        for got, one, other in zip(made.quantized(Quant(bits, 64), "minmax"), wanted, by_oracle, strict=True):
             assert np.array_equal(as_numpy(got), as_numpy(one))
             assert np.array_equal(as_numpy(got), other)
 
@@ -169,14 +169,14 @@ def test_nan_weights(tmp_path, kind):
     w[3, 3] = np.nan
     held = w if kind == "F32" else w.view(np.uint32).__rshift__(16).astype(np.uint16)
     with pytest.raises(ModelFileError, match=r"tensor m\.weight holds NaN"):
-        matrix_of(tmp_path, {"m.weight": (kind, held)}, (4, 64), {}).quantized(Quant(4, 64))
+        matrix_of(tmp_path, {"m.weight": (kind, held)}, (4, 64), {}).quantized(Quant(4, 64), "minmax")
 
 
 def test_a_float32_too_large_for_bfloat16(tmp_path):
     w = normal(4, 64)
     w[0, 0] = np.finfo(np.float32).max
     with pytest.raises(ModelFileError, match=r"tensor m\.weight holds NaN or infinite"):
-        matrix_of(tmp_path, {"m.weight": ("F32", w)}, (4, 64), {}).quantized(Quant(4, 64))
+        matrix_of(tmp_path, {"m.weight": ("F32", w)}, (4, 64), {}).quantized(Quant(4, 64), "minmax")
 
 
 @pytest.mark.parametrize("where", ["weight", "weight_scale_inv"])
@@ -188,7 +188,7 @@ def test_nan_in_fp8(tmp_path, where):
         scale[0, 0] = np.inf
     tensors = {"m.weight": ("F8_E4M3", codes), "m.weight_scale_inv": ("F32", scale)}
     with pytest.raises(ModelFileError, match=rf"tensor m\.{where} holds NaN"):
-        matrix_of(tmp_path, tensors, (4, 64), FP8).quantized(Quant(4, 64))
+        matrix_of(tmp_path, tensors, (4, 64), FP8).quantized(Quant(4, 64), "minmax")
 
 
 @pytest.mark.parametrize(

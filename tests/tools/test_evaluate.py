@@ -3,7 +3,9 @@
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.evaluate import main
 from moeflux_mlx.tools import evaluate as meter
 from moeflux_mlx.tools.evaluate import evaluate
+from moeflux_mlx.tools.readers import LayerReader
 
 TEXT = "The owls of Mira sleep by day. At night, äöü, they count 0123456789 stars; then they fly home. " * 2
 WINDOW = 40
@@ -171,3 +174,51 @@ def test_steps_of_an_axis_are_round():
 
 def test_a_chart_of_nearly_nothing():
     ElementTree.fromstring(line_chart("<a & b>", "x", "y", [1], {"one": [0.0]}))
+
+
+# ---- layer by layer
+
+
+def layers(path):
+    return lambda: LayerReader(path, dtype=mx.float32)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v4"])
+def test_layer_by_layer_it_is_the_same_model(family):
+    path = tiny_directory(family, "mlx4")
+    measured = evaluate(layers(path), [TEXT, TEXT[9:]], against=opens(family), window=WINDOW)
+    assert np.abs(measured.kl).max() < 1e-5 and measured.same.mean() > 0.99
+    assert np.allclose(measured.nll, measured.reference_nll, atol=1e-4)
+    first = evaluate(opens(family), TEXT, window=WINDOW)
+    assert np.allclose(measured.where(measured.text == 0).nll, first.nll, atol=1e-4)
+    assert len(measured.nll) == len(measured.text) and set(measured.text.tolist()) == {0, 1}
+
+
+def test_the_command_compares_codes_with_a_checkpoint_of_floats(tmp_path, capsys):
+    """Neither needs to fit in memory."""
+    checkpoint = goldens.write_variant(tmp_path / "floats", "qwen3_moe", "hub")
+    write_tokenizer(checkpoint, "qwen3_style")
+    model = str(tiny_directory("qwen3_moe", "hub"))
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(TEXT + name)
+    texts = [str(tmp_path / name) for name in ("one", "two")]
+    more = ["--window", "40", "--dtype", "float32", "--against", str(checkpoint), "--text", *texts]
+    results = []
+    for options in (["--memory-gb", "4"], ["--layer-by-layer", "--memory-gb", "4"]):
+        assert main(["--model", model, *options, *more]) == 0
+        out, err = capsys.readouterr()
+        results.append(json.loads(out.splitlines()[-1]))
+        notes = [line for line in err.splitlines() if line.startswith("note: --memory-gb has no effect where")]
+        assert len(notes) == 1 + ("--layer-by-layer" in options)
+    for own in results:
+        assert 0 < own["kl_mean"] < 1 and own["perplexity"] != own["perplexity_against"]
+        assert [Path(one["text"]).name for one in own["texts"]] == ["one", "two"]
+        counts = np.array([one["predicted"] for one in own["texts"]])
+        assert np.average([one["kl_mean"] for one in own["texts"]], weights=counts) == pytest.approx(
+            own["kl_mean"], rel=1e-3
+        )
+        places = own["positions"]
+        assert [one["first"] for one in places] == [1, 2, 4, 8, 16, 32] and places[-1]["end"] == 64
+        assert sum(one["predicted"] for one in places) == counts.sum() == own["predicted"]
+    assert results[0]["kl_mean"] == pytest.approx(results[1]["kl_mean"], rel=1e-2)
+    assert any(line.startswith("two ") for line in out.splitlines())

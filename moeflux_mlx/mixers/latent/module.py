@@ -19,6 +19,7 @@ from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import Norm, layer_norm
+from ...ops.observe import observe
 from ...ops.positions import Steps
 from ...ops.rope import Rope, mscale
 from ...ops.rows import StepRows
@@ -82,6 +83,7 @@ class MLA(MixerModule):
 
     def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
         _, (q, kv) = self._inputs.parted(parts)
+        self._show(kv)
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
         queries = Queries(self.heads, up, self.query_scale)
         around: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale}
@@ -89,6 +91,11 @@ class MLA(MixerModule):
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.o_proj(out, residual=x)
+
+    def _show(self, kv: Array) -> None:
+        """Shows an observer what the up-projection multiplies, which is folded into other products."""
+        if not self.split_latent:
+            observe(self.kv_b_proj, kv[..., : self.latent], self.kv_a_layernorm)
 
     def _key(self) -> HeadMatrices:
         """Each head's [nope, latent]."""
@@ -215,6 +222,7 @@ class IndexedMLA(MLA):
             length = q.shape[1]
             latent = None if cache.own.whole(length) == length else q
             made = self.indexer(latent, self.q_a_layernorm, keys, parts[0])
+        self._show(kv)
         return attend_indexed(
             *(q, kv, cache, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
             *(self._key(), self._value()),
@@ -297,6 +305,7 @@ class PooledMLA(MLA):
         _, floats = self._floats.parted(parts)
         _, (q, kv, keys) = self._inputs.parted(parts[1 if self._floats.stacked else 2 :])
         latent = None if cache.own.whole(q.shape[1]) == q.shape[1] else q
+        self._show(kv)
         return attend_pools(
             *(q, kv, cache.own, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
             *(self._key(), self._value()),

@@ -1,12 +1,13 @@
 """Attention to latents, as plain data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
 from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
-from ...kinds.mixer import Attending, Mflx, Mixer, product_operations
+from ...kinds.mixer import Attending, HeadStack, Mflx, Mixer, product_operations
 from ...kinds.rotation import Rotation
 
 
@@ -48,6 +49,11 @@ class Latent(Mixer):
     @property
     def has_own_choice(self) -> bool:
         return self.indexer is None or not self.indexer.reuses
+
+    @property
+    def stacks_of_heads(self) -> tuple[str, int, Sequence[HeadStack]]:
+        keys = HeadStack("embed_q", 0, self.nope, swapped=True)
+        return "kv_b_proj", self.heads, (keys, HeadStack("unembed_out", self.nope, self.value))
 
     @property
     def mflx(self) -> Mflx | None:

@@ -1,0 +1,105 @@
+"""Computes the routed experts of a layer in floats, one after the other, each over all rows that chose it."""
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..experts.routing import Report, Routing, ignore_report
+from ..experts.source import IoMode
+from ..experts.whole import WholeExperts
+from ..kinds import Experts
+from ..ops.backend import Array
+from ..ops.elementwise import float32
+from ..ops.experts import Shared
+from .weights import LayerWeights
+
+ROWS_AT_ONCE = 16384  # rows of an expert in one product; limits temporary memory for any distribution of rows
+
+
+class ExpertObserver(Protocol):
+    """Sees what a layer's routed experts multiply."""
+
+    def observe_input(self, x: Array, ids: np.ndarray, weights: np.ndarray) -> None:
+        """All rows [N, H], each once, with the experts [N, K] of each and their weights."""
+        ...
+
+    def observe_expert(self, expert: int, x: Array, activations: Array) -> None:
+        """Rows [N, H] that chose an expert, and its activations [N, I]."""
+        ...
+
+
+class NoRecords(WholeExperts):
+    """A source without records, for modules that ask the source for nothing else."""
+
+    mode = IoMode.RESIDENT
+
+
+class OneByOne:
+    """Implements `routing.RoutedExpertsCall` with one expert in memory at a time.
+
+    Sums are float32, in the order of the experts' numbers.
+
+    Args:
+        weights: where the experts are.
+        dtype: in which experts are multiplied.
+
+    Attributes:
+        observer: sees the rows, those of an expert in parts; None: nobody does.
+    """
+
+    def __init__(self, weights: LayerWeights, dtype: mx.Dtype):
+        self.source = NoRecords(weights.layout, "experts are read one by one")
+        self._weights, self._dtype = weights, dtype
+        self.observer: ExpertObserver | None = None
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        return False
+
+    def expect(self, layer: int, tokens: int) -> None:
+        """Does nothing: each expert is read when it is computed."""
+
+    def __call__(
+        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
+    ) -> Any:
+        ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
+        rows = x.astype(self._dtype) if isinstance(x, mx.array) else x
+        added: Any = shared.rows(x) if isinstance(shared, Shared) else shared
+        out = _zeros(rows, (len(rows), residual.shape[-1]))
+        used = np.unique(ids)
+        if self.observer is not None:
+            self.observer.observe_input(rows, ids, weights)
+        for done, expert in enumerate(used.tolist()):
+            out = self._added(out, routing.layer, expert, rows, np.where(ids == expert, weights, 0), ids == expert)
+            report((done + 1) / len(used))
+        for part in (residual, added):
+            if part is not None:
+                out = out + float32(part.reshape(out.shape))
+        made = out.reshape(residual.shape)
+        return made.astype(residual.dtype)
+
+    def _added(self, out: Any, layer: int, expert: int, x: Any, weights: np.ndarray, chosen: np.ndarray) -> Any:
+        """`out` [T, H] plus the expert's output for the rows that chose it, times their weights [T, K]."""
+        loaded = self._weights.expert(layer, expert, self._dtype)
+        part = self._weights.args.layers[layer].feed_forward
+        assert isinstance(part, Experts)
+        tokens, factors = np.flatnonzero(chosen.any(axis=1)), weights.sum(axis=1)
+        for start in range(0, len(tokens), ROWS_AT_ONCE):
+            some = tokens[start : start + ROWS_AT_ONCE]
+            where = some if isinstance(x, np.ndarray) else mx.array(some.astype(np.int32))
+            rows = x[where]
+            act = loaded.activations(rows, part.activation)
+            if self.observer is not None:
+                self.observer.observe_expert(expert, rows, act)
+            made = float32(loaded.down(act))
+            if isinstance(made, np.ndarray):
+                out[where] += made * factors[some, None]
+                continue
+            out = out.at[where].add(made * mx.array(factors[some, None]))
+            mx.eval(out)
+        return out
+
+
+def _zeros(like: Any, shape: tuple[int, int]) -> Any:
+    """float32, of the same kind of array as `like`."""
+    return mx.zeros(shape, mx.float32) if isinstance(like, mx.array) else np.zeros(shape, np.float32)

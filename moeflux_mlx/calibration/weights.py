@@ -1,0 +1,187 @@
+"""The weights of a model directory, one layer or one expert at a time and in floats: of a checkpoint in any stored
+form, or of a packed model. Opening reads headers only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import NotPackedError
+from ..formats.checkpoint import check_folders, open_checkpoint, read_bytes
+from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
+from ..formats.record import BIAS, ExpertLayout
+from ..formats.tables import TableFiles, open_tables
+from ..kinds import Activation
+from ..model.weights import read_resident
+from ..ops.backend import Array
+from ..ops.dequantize import dense, linear_biases
+from ..ops.elementwise import activate, plus
+from ..ops.forms import unpacked_float32
+from ..ops.linear import linear
+from ..ops.matrix import Part
+from ..ops.records import Records
+from ..packing.layer_files import LayerFile
+from ..packing.plan import ConversionPlan, make_plan, read_args
+from ..packing.resident import ResidentFile
+from ..packing.sources import Source
+from ..packing.wanted import Wanted
+from ..quant import of_packed
+from ..spec import ModelArgs
+
+
+@dataclass(frozen=True)
+class FloatExpert:
+    """One routed expert in floats.
+
+    Args:
+        matrices: of gate, if it has one, up [I, H] and down [H, I].
+        biases: what each product adds, [rows]; empty: nothing.
+    """
+
+    matrices: tuple[mx.array, ...]
+    biases: tuple[mx.array, ...]
+
+    def activations(self, x: Array, activation: Activation) -> Any:
+        """The input [N, I] of down for rows x [N, H], as an array of x's kind."""
+        made = [self._product(x, i) for i in range(len(self.matrices) - 1)]
+        return activate(made[0], made[-1], activation)
+
+    def down(self, activations: Array) -> Any:
+        """[N, H] of the result of `activations`."""
+        return self._product(activations, len(self.matrices) - 1)
+
+    def _product(self, x: Any, index: int) -> Any:
+        product = linear(x, Part(None, self.matrices[index]))
+        return plus(product, self.biases[index]) if self.biases else product
+
+
+class LayerWeights(Protocol):
+    """The weights of a model, read when they are needed."""
+
+    @property
+    def args(self) -> ModelArgs:
+        """The model's sizes; its `quantization` is that of the tensors of `resident`."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all resident tensors."""
+        ...
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """The layout of its routed experts."""
+        ...
+
+    @property
+    def tables(self) -> Mapping[int, TableFiles]:
+        """The places of the rows of n-grams, by layer."""
+        ...
+
+    def resident(self, path: str) -> dict[str, mx.array]:
+        """The resident tensors of the module `path` of the model, by name.
+
+        Raises:
+            ModelFileError: a file cannot be read, or a value is not finite.
+        """
+        ...
+
+    def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
+        """One expert in `dtype`. Raises ModelFileError, as `resident`."""
+        ...
+
+
+def open_layers(path: Path, shards_in: Sequence[Path] = ()) -> LayerWeights:
+    """The weights of a packed model, or of a checkpoint in any form that `convert` reads.
+
+    Args:
+        shards_in: other directories in which a checkpoint's safetensors files may lie.
+
+    Raises:
+        ConfigError, ModelFileError: a file is missing or wrong, or uses a feature that is not implemented.
+    """
+    if not (path / FOLDER / LAYOUT).exists():
+        return CheckpointWeights(path, shards_in)
+    check_folders(shards_in)  # which a packed model does not read
+    return PackedWeights(path)
+
+
+class PlannedWeights:
+    """The resident tensors of a checkpoint as a conversion's plan stores them.
+
+    Attributes:
+        units: the experts of each layer, by layer.
+    """
+
+    def __init__(self, args: ModelArgs, plan: ConversionPlan):
+        self.args: ModelArgs = replace(args, quantization=of_packed({"quantization": plan.quantization}))
+        self._sources = [source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources]
+        self.units = {unit.layer: unit for unit in plan.units if isinstance(unit, LayerFile)}
+        self.names = frozenset(one.name for source in self._sources for one in source.written)
+        self.layout, self.tables = plan.layout, {table.layer: table.in_place() for table in plan.tables}
+
+    def sources(self, path: str) -> list[Source]:
+        """Those of the tensors of the module `path`."""
+        return [source for source in self._sources if source.written[0].name.startswith(f"{path}.")]
+
+    def resident(self, path: str) -> dict[str, mx.array]:
+        tensors: dict[str, mx.array] = {}
+        for source in self.sources(path):
+            tensors.update(zip((one.name for one in source.written), source.arrays(), strict=True))
+        return tensors
+
+
+class CheckpointWeights(PlannedWeights):
+    """`LayerWeights` of a checkpoint; floats stay as they are stored."""
+
+    def __init__(self, path: Path, shards_in: Sequence[Path] = ()):
+        checkpoint = open_checkpoint(path, shards_in)
+        if checkpoint.packed is not None:
+            raise NotPackedError(f"{path} holds another tool's packed experts; convert it first, and give the result")
+        args = read_args(checkpoint)
+        super().__init__(args, make_plan(checkpoint, args, replace(Wanted.of(requantize=True), keeps_floats=True)))
+
+    def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
+        parts = [part.values(dtype) for part in self.units[layer].experts.parts(expert)]
+        return FloatExpert(tuple(rows for rows, _ in parts), tuple(bias for _, bias in parts if bias is not None))
+
+
+class RoundedWeights(PlannedWeights):
+    """`LayerWeights` of a checkpoint as a conversion stores it."""
+
+    def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
+        unit, matrices, biases = self.units[layer], [], []
+        for index, projection in enumerate(unit.geometry.projections):
+            arrays = unit.arrays(expert, index)
+            codes = (arrays[part] for part in projection.quant.parts)
+            matrices.append(unpacked_float32(projection.quant, *codes).astype(dtype))
+            biases += [arrays[BIAS].astype(dtype)] if BIAS in arrays else []
+        return FloatExpert(tuple(matrices), tuple(biases))
+
+
+class PackedWeights:
+    """`LayerWeights` of a packed model; experts are dequantised."""
+
+    def __init__(self, path: Path):
+        self._path, self.args = path, ModelArgs.from_file(path)
+        self._files: PackedExperts | StripedExperts = open_packed(path, self.args)
+        if isinstance(self._files, PackedExperts) and self._files.share is not None:
+            raise NotPackedError(f"{path} holds only {self._files.share}; give a directory with all experts")
+        self.names = frozenset(read_resident(path))
+        self.layout, self.tables = self._files.layout, open_tables(path, self.args)
+
+    def resident(self, path: str) -> dict[str, mx.array]:
+        return {name: tensor for name, tensor in read_resident(self._path).items() if name.startswith(f"{path}.")}
+
+    def expert(self, layer: int, expert: int, dtype: mx.Dtype) -> FloatExpert:
+        record, blob = self.layout.records[layer], bytearray(self.layout.records[layer].stride)
+        for piece in self._files.pieces(layer, expert):
+            blob[piece.place : piece.place + piece.length] = read_bytes(piece.path, piece.offset, piece.length)
+        records, alone = Records(mx.array(np.frombuffer(blob, np.uint32)[None]), record), np.zeros(1, np.int32)
+        parts = zip(record.projections, dense(records, alone, mx.float32), strict=True)
+        matrices = tuple(unpacked_float32(one.quant, *part)[0].astype(dtype) for one, part in parts)
+        return FloatExpert(matrices, tuple(bias[0] for bias in linear_biases(records, alone, dtype) or ()))
