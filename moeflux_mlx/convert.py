@@ -4,6 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .calibration.convert import DEFAULT_TEXT
+from .calibration.rounding import GPTQ
+from .calibration.rounding import METHODS as CALIBRATED
 from .cli.conversion import run
 from .cli.run import Parser, execute
 from .packing.convert import LAYOUTS, PACKED, convert
@@ -47,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="quantise experts again (lossy) if they have other bits than asked for, or differ within a layer",
     )
     add("--rounding", choices=METHODS, default=FIT, help=ROUNDING)
+    add_calibration(made)
     add("--verify", action="store_true", help="read all files again and compare them with a new conversion")
     add("--delete-source", action="store_true", help="delete each file of the directory when it is packed; asks first")
     add("--yes", action="store_true", help="delete without asking")
@@ -62,6 +66,25 @@ def parser() -> argparse.ArgumentParser:
     add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     return made
+
+
+def add_calibration(made: argparse.ArgumentParser) -> None:
+    """Adds the options of a conversion that first runs the model over a text."""
+    group = made.add_argument_group(
+        "calibration", "the model runs over a text, layer by layer, and matrices are rounded for what they multiply"
+    )
+    add = group.add_argument
+    add(
+        "--calibrate",
+        nargs="+",
+        metavar="FILE",
+        help=f"UTF-8 text; {DEFAULT_TEXT}: the text that ships with the package (prose, code, chat)",
+    )
+    add("--method", choices=CALIBRATED, default=FIT, help=f"{GPTQ} is better and slower (%(default)s)")
+    add("--calibrate-tokens", type=int, metavar="N", help="read the first N tokens of the text; default: all")
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument("--target-bits", type=float, metavar="B", help="bits of a routed expert's weight, on average")
+    budget.add_argument("--target-gb", type=float, metavar="GB", help="size of the model; both choose bits by layer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

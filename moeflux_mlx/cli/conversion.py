@@ -2,18 +2,25 @@
 
 import argparse
 import sys
+import time
+from collections.abc import Callable
 
+from ..calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated
 from ..engine.machine import default_dtype
 from ..engine.weights import open_weights
+from ..errors import ConfigError
 from ..files import user_path
 from ..formats.packed import FOLDER
 from ..model.tensors import token_bytes
 from ..packing.convert import ConversionReport, convert
 from ..quant import DEFAULT
+from ..rounding.methods import FIT
 from ..text.tokenizer import VOCABULARY_FILES
 from .interrupts import INTERRUPTED
 from .planning import reading_line
 from .terminal import agree, note
+
+CALIBRATION = ("calibrate", "method", "calibrate_tokens", "target_bits", "target_gb")  # options that need --calibrate
 
 
 def run(options: argparse.Namespace) -> int:
@@ -23,6 +30,10 @@ def run(options: argparse.Namespace) -> int:
             "each after it has been packed and read back",
             options.yes,
         )
+    if options.calibrate is None and any(
+        (options.method != FIT, options.calibrate_tokens, options.target_bits, options.target_gb)
+    ):
+        raise ConfigError("--method, --calibrate-tokens and a target need --calibrate FILE, or --calibrate default")
     try:
         report = _convert(options)
     except KeyboardInterrupt:
@@ -47,7 +58,39 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
             bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
             bar.update(done - bar.n)
 
-        return convert(**{name: one for name, one in vars(options).items() if name != "yes"}, progress=show)
+        given = {name: one for name, one in vars(options).items() if name not in ("yes", *CALIBRATION)}
+        if options.calibrate is None:
+            return convert(**given, progress=show)
+        calibration = _calibration(options)
+        del given["rounding"]
+        return convert_calibrated(calibration=calibration, report=_told(), **given, progress=show)
+
+
+def _calibration(options: argparse.Namespace) -> Calibration:
+    path = user_path(options.mlx_path)
+    return Calibration(
+        path.with_name(f"{path.name}.calibration"),
+        DEFAULT_TEXT if options.calibrate == [DEFAULT_TEXT] else options.calibrate,
+        options.method,
+        options.calibrate_tokens,
+        options.target_bits,
+        options.target_gb,
+        default_dtype(),
+    )
+
+
+def _told() -> Callable[[float, str], None]:
+    """Says every few per cent how far a run is."""
+    last, began = ("", 0), time.monotonic()
+
+    def report(share: float, name: str) -> None:
+        nonlocal last
+        now = name, int(share * 20)
+        if now != last:
+            note(f"{name}: {share:4.0%}, {time.monotonic() - began:.0f} s")
+            last = now
+
+    return report
 
 
 def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:

@@ -1,0 +1,197 @@
+"""Conversions that first run the model over a text: to round each matrix for its inputs, and to choose bits."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ConfigError, RequestError
+from ..files import read_text, user_path
+from ..formats.checkpoint import Checkpoint, open_checkpoint
+from ..formats.record import ExpertLayout
+from ..packing import convert as packing
+from ..packing.convert import ConversionReport
+from ..packing.layer_files import LayerFile
+from ..packing.plan import ConversionPlan, make_plan, read_args
+from ..packing.recipe import EXPERT_PARTS, Recipe
+from ..packing.wanted import Wanted
+from ..rounding.methods import FIT
+from ..spec import ModelArgs
+from ..text.tokenizer import TokenizerWrapper, load_tokenizer
+from .budget import spend
+from .errors import MeasuringRun, read_options
+from .rounding import METHODS, Calibrated, Rounder, RoundingRun
+from .texts import WINDOW, default_texts, windows
+from .weights import CheckpointWeights
+
+DEFAULT_TEXT = "default"
+BASE = "balanced"  # the recipe of what a budget is not about
+Report = Callable[[float, str], object]  # called with the share that is done of what the name says
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How a conversion is calibrated.
+
+    Args:
+        text: UTF-8 files, or "default": the text that ships with the package. It is cut into windows that stand alone.
+        method: "fit" weighs squared errors by the mean squares of inputs; "gptq" also moves errors to later columns.
+        tokens: of the text that are read; None: all.
+        target_bits: stored bits of a weight of the routed experts, scales included, which are distributed over layers
+            and projections; target_gb: the size of the whole model instead. None: the recipe says all.
+        dtype: of activations; None: bfloat16 on a GPU, float32 on a CPU.
+        folder: for the files of the runs, about the size of the rounded model; a run that was interrupted continues
+            there, and it is removed at the end.
+    """
+
+    folder: Path
+    text: str | Sequence[str | Path] = DEFAULT_TEXT
+    method: str = FIT
+    tokens: int | None = None
+    target_bits: float | None = None
+    target_gb: float | None = None
+    dtype: mx.Dtype = mx.bfloat16
+
+    def check(self) -> None:
+        """Raises ConfigError: values that do not go together, or are unknown."""
+        if self.method not in METHODS:
+            raise ConfigError(f"method {self.method!r} is not known; give {' or '.join(METHODS)}")
+        if self.target_bits is not None and self.target_gb is not None:
+            raise ConfigError("--target-bits and --target-gb are both given; give one of them")
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"{self.tokens} tokens for calibration; give at least 1")
+
+
+def convert_calibrated(
+    hf_path: str | Path,
+    mlx_path: str | Path,
+    calibration: Calibration,
+    recipe: str | Path | Recipe | None = None,
+    report: Report = lambda share, name: None,
+    **options: Any,
+) -> ConversionReport:
+    """Converts a checkpoint directory as `packing.convert.convert` does, with codes for the inputs that matrices have.
+
+    The model runs over the text layer by layer, with one layer's weights in memory, and one or a few of its experts.
+
+    Args:
+        hf_path: the checkpoint's directory.
+        mlx_path: the directory to write.
+        recipe: the forms of parts; with a budget, of all but the routed experts.
+        report: called with the progress of the runs.
+        options: of `packing.convert.convert`.
+
+    Raises:
+        ConfigError, ModelFileError: as `convert`. RequestError: the text cannot be read, or files cannot be written.
+        TokenizerError: the checkpoint has none that can be used.
+    """
+    calibration.check()
+    path = user_path(hf_path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"{hf_path} is no directory; download the checkpoint first: calibration reads it several times"
+        )
+    texts = read_texts(load_tokenizer(path), calibration)
+    checkpoint = open_checkpoint(path)
+    args, made = read_args(checkpoint), _Conversion(path, checkpoint, texts, calibration, report)
+    if calibration.target_bits is not None or calibration.target_gb is not None:
+        recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
+    given = {name: options[name] for name in _FORMS if name in options}
+    rounding = made.rounded(args, Wanted.of(recipe=recipe, **given))
+    done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
+    shutil.rmtree(calibration.folder, ignore_errors=True)
+    return done
+
+
+_FORMS = ("q_bits", "q_group_size", "q_mode", "expert_bits", "down_bits", "requantize")
+
+
+def read_texts(tokenizer: TokenizerWrapper, calibration: Calibration) -> list[np.ndarray]:
+    """The windows of the text. Raises RequestError: it is empty or cannot be read."""
+    if calibration.text == DEFAULT_TEXT:
+        texts = default_texts(tokenizer, WINDOW)
+    else:
+        names = [calibration.text] if isinstance(calibration.text, str) else calibration.text
+        texts = windows([tokenizer.encode(read_text(name)) for name in names], WINDOW)
+    if calibration.tokens is not None:
+        ends = np.cumsum([len(text) for text in texts])
+        starts = ends - [len(text) for text in texts]
+        kept = zip(texts, starts.tolist(), strict=True)
+        texts = [text[: calibration.tokens - start] for text, start in kept if start < calibration.tokens]
+    texts = [text for text in texts if len(text)]
+    if not texts:
+        raise RequestError("the text for calibration has no tokens; give a file with some text")
+    return texts
+
+
+class _Conversion:
+    """One calibrated conversion."""
+
+    def __init__(
+        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: Report
+    ):
+        self.path, self.checkpoint, self.texts, self.calibration, self._report = (
+            path,
+            checkpoint,
+            texts,
+            calibration,
+            report,
+        )
+        self.weights = CheckpointWeights(path)
+        self.name = packing.checkpoint_digest(checkpoint)
+
+    def within_budget(self, args: ModelArgs, base: Recipe) -> Recipe:
+        """The recipe that spends the budget on the routed experts."""
+        folder = self.calibration.folder / "measured"
+        run = MeasuringRun(self.weights, self.texts, folder, self.calibration.dtype, name=self.name)
+        run.run(lambda share: self._report(share, "measuring errors"))
+        weights = _weights_of(self.weights.layout)
+        options = read_options(folder, args.moe_layers, weights)
+        budget, bits = self._budget(args, base), self.calibration.target_bits
+        while True:
+            chosen = spend(options, budget)
+            name = f"{self.calibration.target_gb:g} GB" if bits is None else f"{bits:g} bits"
+            layers = {layer: {part: chosen[layer, part].quant for part in EXPERT_PARTS} for layer in args.moe_layers}
+            recipe = replace(base, name=name, layers=(*base.layers, *((str(i), forms) for i, forms in layers.items())))
+            if bits is not None:
+                return recipe
+            excess = self._size(args, recipe) - int(self.calibration.target_gb * 1e9)  # type: ignore[operator]
+            if excess <= 0:
+                return recipe
+            budget -= excess  # of padding between records
+
+    def _budget(self, args: ModelArgs, base: Recipe) -> int:
+        """Bytes for the routed experts."""
+        total = sum(_weights_of(self.weights.layout).values()) * len(args.moe_layers)
+        if self.calibration.target_bits is not None:
+            return int(total * self.calibration.target_bits / 8)
+        plan = make_plan(self.checkpoint, args, Wanted.of(recipe=base))
+        others = sum(unit.size for unit in plan.units if not isinstance(unit, LayerFile))
+        assert self.calibration.target_gb is not None
+        return int(self.calibration.target_gb * 1e9) - others
+
+    def _size(self, args: ModelArgs, recipe: Recipe) -> int:
+        return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes
+
+    def rounded(self, args: ModelArgs, wanted: Wanted) -> Calibrated:
+        """What rounds as a run over the texts has found."""
+        folder, method = self.calibration.folder / "rounded", self.calibration.method
+        digest = hashlib.sha256(b"".join(np.asarray(text, np.int64).tobytes() for text in self.texts)).hexdigest()[:16]
+        rounding = Calibrated(folder, f"{method} for the text {digest}")
+        plan: ConversionPlan = make_plan(self.checkpoint, args, replace(wanted, rounding=rounding))
+        name = f"{self.name} {method} {wanted.recipe.to_json()}"
+        given = self.weights, plan, self.texts, folder, self.calibration.dtype, Rounder(method)
+        RoundingRun(*given, name=name).run(lambda share: self._report(share, "rounding"))
+        return rounding
+
+
+def _weights_of(layout: ExpertLayout) -> dict[str, int]:
+    """The number of weights of each part of a layer's routed experts."""
+    *first, down = next(iter(layout.records.values())).projections
+    sizes = {EXPERT_PARTS[0]: sum(one.rows * one.columns for one in first), EXPERT_PARTS[1]: down.rows * down.columns}
+    return {part: size * layout.num_experts for part, size in sizes.items()}

@@ -1,0 +1,247 @@
+"""Rounds a model layer by layer, each matrix for the inputs that it really has.
+
+A layer is first computed in floats over the texts, which shows what its matrices multiply. Then they are rounded, and
+the layer is computed once more with the result, so that the next layer is rounded for the inputs that it will have.
+
+The codes of layer 3 are in `codes-00003.safetensors`, those of the head, if it is rounded, in `codes-head.safetensors`.
+They are named by module path, with an expert's number and projection behind `model.layers.3.mlp.experts`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..kinds import Experts
+from ..ops.forms import unpacked_float32
+from ..packing.expert_parts import SCALES
+from ..packing.layer_files import LayerFile
+from ..packing.matrix import Matrix
+from ..packing.plan import ConversionPlan
+from ..packing.recipe import layer_of
+from ..packing.rounding import ALL, Alone, Codes
+from ..packing.sources import MatrixSource
+from ..quant import INTEGER, Quant
+from ..rounding.gptq import gptq
+from ..rounding.methods import FIT, rounded
+from .files import read_tensors, write_tensors
+from .layers import LayerRun, Progress
+from .seen import SeenLayer
+from .statistics import Sums, rows_of, sums
+from .weights import CheckpointWeights, FloatExpert, RoundedWeights
+
+GPTQ = "gptq"
+METHODS = (FIT, GPTQ)
+HEAD, HEAD_FILE = "lm_head", "codes-head.safetensors"
+HESSIAN_BYTES = 256 << 20  # of the experts that are rounded side by side
+
+
+def codes_path(folder: Path, layer: int) -> Path:
+    return folder / f"codes-{layer:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A `packing.rounding.Rounding`: the codes that a `RoundingRun` has left in a folder, and for what it has not
+    rounded, such as an embedding, those of the least squared error.
+    """
+
+    folder: Path
+    method: str
+
+    def codes(self, path: str, matrix: Matrix, quant: Quant, rows: slice = ALL, dtype: mx.Dtype = mx.bfloat16) -> Codes:
+        """As `Rounding.codes`. Raises ModelFileError: a file cannot be read."""
+        tensors, parts = self._tensors(path), list[mx.array]()
+        while (part := tensors.get(f"{path}.{len(parts)}")) is not None:
+            parts.append(part)
+        if not parts:
+            return Alone(FIT).codes(path, matrix, quant, rows, dtype)
+        return tuple(parts)
+
+    def _tensors(self, path: str) -> Mapping[str, mx.array]:
+        """What the run has left of a layer, or of what is outside of layers."""
+        layer = layer_of(path)
+        file = self.folder / HEAD_FILE if layer is None else codes_path(self.folder, layer)
+        return _tensors_of(file, file.stat().st_mtime_ns) if file.exists() else {}
+
+
+@lru_cache(1)  # codes are asked for layer by layer
+def _tensors_of(file: Path, changed: int) -> Mapping[str, mx.array]:
+    return read_tensors(file)
+
+
+@dataclass(frozen=True)
+class Rounder:
+    """Rounds matrices for the inputs that they have.
+
+    Args:
+        method: "fit" weighs the squared error of each column by its mean square; "gptq" is `rounding.gptq`.
+        damping: of GPTQ.
+    """
+
+    method: str
+    damping: float = 0.1  # with few rows less damping fits their accidents (docs/quality.md)
+
+    def rounded(self, values: mx.array, quant: Quant, inputs: Sums | None, dtype: mx.Dtype = mx.bfloat16) -> Codes:
+        """The codes of a matrix [rows, cols]; `inputs`: sums over what it multiplies, None: nothing is known."""
+        if inputs is None or not inputs.rows:
+            return rounded(values, quant, FIT, dtype=dtype)
+        if self.method == GPTQ and quant.codes == INTEGER and inputs.hessian is not None:
+            return gptq(values, quant, mx.array(inputs.hessian), self.damping, dtype)
+        return rounded(values, quant, FIT, mx.array(inputs.squares.astype(np.float32)), dtype)
+
+    def together(self, values: mx.array, quant: Quant, hessians: mx.array, dtype: mx.Dtype) -> Codes:
+        """The codes of matrices [E, rows, cols], each with its own sum of x x^T [E, cols, cols]."""
+        if self.method == GPTQ and quant.codes == INTEGER:
+            return gptq(values, quant, hessians, self.damping, dtype)
+        return rounded(values, quant, FIT, mx.diagonal(hessians, axis1=-2, axis2=-1), dtype)
+
+
+class RoundingRun(LayerRun):
+    """A run that rounds the layers that it passes.
+
+    Args:
+        weights, texts, folder, dtype, rows_at_once, name: as of `LayerRun`.
+        plan: of the conversion, whose `rounding` is a `Calibrated` of `folder`.
+        rounder: rounds the matrices.
+    """
+
+    def __init__(
+        self,
+        weights: CheckpointWeights,
+        plan: ConversionPlan,
+        texts: Sequence[np.ndarray],
+        folder: Path,
+        dtype: mx.Dtype,
+        rounder: Rounder,
+        **more: Any,
+    ):
+        self._floats, self._target, self._rounder = weights, RoundedWeights(weights.args, plan), rounder
+        super().__init__(weights, texts, folder, dtype, **more)
+
+    @property
+    def outside(self) -> RoundedWeights:
+        """The embedding as it is stored, so that the first layer sees what it will see."""
+        return self._target
+
+    def run(self, progress: Progress = lambda share: None) -> None:
+        """As `LayerRun.run`; then the head is rounded."""
+        super().run(progress)
+        if (self.folder / HEAD_FILE).exists():
+            return
+        codes: dict[str, mx.array] = {}
+        for source in self._rounded_sources(HEAD):
+            inputs: Sums | None = None
+            for x in self.hidden():
+                rows = rows_of(x)
+                inputs = inputs or sums(rows.shape[1], True)
+                inputs.add(rows)
+            codes |= self._of_source(source, inputs)
+        write_tensors(self.folder / HEAD_FILE, codes)
+
+    def _pass(self, layer: int, progress: Progress) -> None:
+        made = self._layer(layer, self.weights)
+        seen = SeenLayer(layer, made, hessians=True)
+        for _ in self._outputs(layer, made, seen, lambda share: progress(share / 3)):
+            pass  # only what it shows is wanted
+        del made
+        write_tensors(codes_path(self.folder, layer), dict(self._codes(layer, seen)))
+        del seen
+        progress(2 / 3)
+        made = self._layer(layer, self._target)
+        self._keep(layer, self._outputs(layer, made, None, lambda share: progress((2 + share) / 3)))
+
+    def _codes(self, layer: int, seen: SeenLayer) -> Iterator[tuple[str, mx.array]]:
+        """The codes of all matrices of a layer, by name."""
+        for source in self._rounded_sources(f"model.layers.{layer}"):
+            yield from self._of_source(source, seen.of(source.pieces[0][0])).items()
+        if layer in self._target.units:
+            yield from self._of_experts(layer, seen)
+
+    def _of_source(self, source: MatrixSource, inputs: Sums | None) -> dict[str, mx.array]:
+        assert source.made is not None
+        values = source.matrix.values()
+        if values.ndim != 2 or (inputs is not None and len(inputs.squares) != values.shape[-1]):
+            return {}
+        parts = self._rounder.rounded(values, source.made, inputs)
+        return {f"{source.pieces[0][0]}.{i}": part for i, part in enumerate(parts)}
+
+    def _of_experts(self, layer: int, seen: SeenLayer) -> Iterator[tuple[str, mx.array]]:
+        unit, part = self._target.units[layer], self.args.layers[layer].feed_forward
+        assert isinstance(part, Experts)
+        wanted = [i for i, one in enumerate(unit.geometry.projections) if unit.is_rounded(i)]
+        if not wanted or seen.input is None or seen.down is None:
+            return
+        size = 4 * (seen.input.squares.size**2 + seen.down.squares.size**2)
+        step = max(1, HESSIAN_BYTES // size)
+        for first in range(0, unit.layout.num_experts, step):
+            numbers = range(first, min(first + step, unit.layout.num_experts))
+            yield from _Group(self._rounder, unit, seen, numbers, part, self._floats).codes(wanted)
+
+    def _rounded_sources(self, path: str) -> list[MatrixSource]:
+        """Those of the matrices of a module that are rounded."""
+        sources = self._target.sources(path)
+        return [one for one in sources if isinstance(one, MatrixSource) and one.made is not None]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Some experts of a layer, which are rounded side by side."""
+
+    rounder: Rounder
+    unit: LayerFile
+    seen: SeenLayer
+    numbers: Sequence[int]
+    part: Experts
+    weights: CheckpointWeights
+
+    def codes(self, wanted: Sequence[int]) -> Iterator[tuple[str, mx.array]]:
+        """The codes of the projections with these indices, by name."""
+        experts = [self.weights.expert(self.unit.layer, number, mx.float32) for number in self.numbers]
+        rows = [self.seen.rows(number).x for number in self.numbers]
+        dtype, last = SCALES[self.unit.geometry.dtype], len(self.unit.geometry.projections) - 1
+        inputs = mx.stack([self._blended(x) for x in rows])
+        made: dict[int, Codes] = {}
+        for index in wanted:
+            if index < last:
+                made[index] = self._rounded(index, experts, inputs, dtype)
+        if last in wanted:
+            sums = []
+            for i, (expert, x) in enumerate(zip(experts, rows, strict=True)):
+                matrices = list(expert.matrices)
+                for index, codes in made.items():
+                    quant = self.unit.geometry.projections[index].quant
+                    matrices[index] = unpacked_float32(quant, *(part[i] for part in codes))
+                sums.append(self._of_down(FloatExpert(tuple(matrices), expert.biases), x))
+            made[last] = self._rounded(last, experts, mx.stack(sums), dtype)
+        mx.eval([part for codes in made.values() for part in codes])
+        for index, codes in made.items():
+            for i, number in enumerate(self.numbers):
+                path = self.unit.path(number, index)
+                yield from ((f"{path}.{n}", part[i]) for n, part in enumerate(codes))
+
+    def _rounded(self, index: int, experts: Sequence[FloatExpert], hessians: mx.array, dtype: mx.Dtype) -> Codes:
+        values = mx.stack([expert.matrices[index] for expert in experts])
+        return self.rounder.together(values, self.unit.geometry.projections[index].quant, hessians, dtype)
+
+    def _blended(self, x: Any) -> mx.array:
+        """Mean of x x^T for an expert's gate and up: its own rows', and as if there were H more rows of the layer's."""
+        layer = self.seen.input
+        assert layer is not None and layer.hessian is not None
+        rows = rows_of(x)
+        count, width = rows.shape
+        return mx.array((np.array(rows.T @ rows) + layer.hessian * np.float32(width / layer.rows)) / (count + width))
+
+    def _of_down(self, expert: FloatExpert, x: Any) -> mx.array:
+        """The same for its down: its own, if it has more rows than columns, else that of all experts."""
+        of_all = self.seen.down
+        assert of_all is not None and of_all.hessian is not None
+        width = len(of_all.squares)
+        if len(x) <= width:
+            return mx.array(of_all.hessian / np.float32(of_all.rows))
+        rows = rows_of(expert.activations(rows_of(x), self.part.activation))
+        return mx.array(rows.T @ rows) / len(rows)

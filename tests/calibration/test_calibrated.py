@@ -1,0 +1,190 @@
+"""Calibrated conversions: codes for the inputs that matrices have, budgets, and runs that were killed."""
+
+import filecmp
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import write_tokenizer
+
+from moeflux_mlx import load_model
+from moeflux_mlx.calibration import rounding
+from moeflux_mlx.calibration.budget import spend
+from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
+from moeflux_mlx.calibration.errors import Option
+from moeflux_mlx.calibration.layers import LayerRun
+from moeflux_mlx.calibration.weights import CheckpointWeights
+from moeflux_mlx.errors import ConfigError
+from moeflux_mlx.formats.packed import open_packed
+from moeflux_mlx.packing.convert import convert
+from moeflux_mlx.packing.recipe import Recipe, read_recipe
+from moeflux_mlx.quant import Quant
+from moeflux_mlx.spec import ModelArgs
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+DENSE = [family for family in goldens.FAMILIES if goldens.golden_path(family, "dense").exists()]
+RECIPE = {"gate_up": 3, "down": 4, "default": 8}
+TEXT = "The quick brown fox jumps over the lazy dog. " * 6
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Makes a checkpoint of floats with a tokenizer, and a text."""
+
+    def make(family):
+        path = goldens.write_variant(tmp_path / family, family, "hub")
+        write_tokenizer(path, "qwen3_style")
+        text = tmp_path / "text.txt"
+        text.write_text(TEXT)
+        return path, text
+
+    return make
+
+
+def calibration(tmp_path, text, method="gptq", **more):
+    return Calibration(tmp_path / "work", [text], method, dtype=mx.float32, **more)
+
+
+@pytest.mark.parametrize("family, method", [("qwen3_moe", "fit"), *((family, "gptq") for family in DENSE)])
+def test_a_model_is_what_its_run_has_computed(tmp_path, checkpoint, monkeypatch, family, method):
+    """The last hidden states of the run are those of the converted model: each layer saw the codes of the others."""
+    path, text = checkpoint(family)
+    kept = {}
+
+    def run(self, progress=lambda share: None):
+        LayerRun.run(self, progress)
+        kept["texts"], kept["hidden"] = self.texts, [np.array(one) for one in self.hidden()]
+        return finish(self)
+
+    finish = lambda self: original(self)  # noqa: E731
+    original = rounding.RoundingRun.run
+    monkeypatch.setattr(rounding.RoundingRun, "run", run)
+    recipe = Recipe.from_json(RECIPE, "mine", "test")
+    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, method), recipe)
+    assert not (tmp_path / "work").exists()
+    model = load_model(tmp_path / "out", dtype=mx.float32, cpu_activations=24)
+    for tokens, hidden in zip(kept["texts"], kept["hidden"], strict=True):
+        got = np.array(model.hidden(mx.array(tokens[None]), model.make_cache())[0].astype(mx.float32))
+        assert np.abs(got - hidden).max() < 1e-3 * np.abs(hidden).max()
+
+
+def test_gptq_changes_less_of_what_the_experts_give(tmp_path, checkpoint):
+    """Measured by the run's own sums, on the text that it was made for."""
+    path, text = checkpoint("qwen3_moe")
+    recipe = Recipe.from_json({"gate_up": 2, "down": 2, "default": "float"}, "mine", "test")
+    logits = {}
+    for name in ("floats", "minmax", "gptq"):
+        out = tmp_path / name
+        if name == "gptq":
+            convert_calibrated(path, out, calibration(tmp_path, text), recipe)
+        elif name == "minmax":
+            convert(path, out, recipe=recipe, rounding="minmax")
+        else:
+            out = path
+        tokens = np.arange(5, 60) % 250
+        run = LayerRun(CheckpointWeights(path), [tokens], tmp_path / "run", mx.float32) if name == "floats" else None
+        if run is not None:
+            run.run()
+            logits[name] = np.array(run.head()(next(iter(run.hidden()))))
+        else:
+            logits[name] = np.array(load_model(out, dtype=mx.float32)(mx.array(tokens[None]))[0])
+    wrong = {name: np.square(logits[name] - logits["floats"]).mean() for name in ("minmax", "gptq")}
+    assert wrong["gptq"] < wrong["minmax"]
+
+
+def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, monkeypatch):
+    path, text = checkpoint("qwen3_moe")
+    recipe, given_text = Recipe.from_json(RECIPE, "mine", "test"), calibration(tmp_path, text)
+    convert_calibrated(path, tmp_path / "whole", given_text, recipe)
+    write = rounding.write_tensors
+    for survived in range(3):
+        written = []
+
+        def failing(file, tensors, written=written, survived=survived):
+            write(file, tensors)
+            written.append(file)
+            if len(written) > survived:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(rounding, "write_tensors", failing)
+        with pytest.raises(KeyboardInterrupt):
+            convert_calibrated(path, tmp_path / "killed", given_text, recipe)
+    monkeypatch.undo()
+    convert_calibrated(path, tmp_path / "killed", given_text, recipe)
+    names = [str(one.relative_to(tmp_path / "whole")) for one in (tmp_path / "whole").rglob("*") if one.is_file()]
+    names = [name for name in names if "state" not in name]
+    same, different, missing = filecmp.cmpfiles(tmp_path / "whole", tmp_path / "killed", names, shallow=False)
+    assert len(same) > 4 and not different and not missing
+
+
+def test_a_budget_is_kept_and_its_recipe_can_be_used_again(tmp_path, checkpoint):
+    path, text = checkpoint("qwen3_moe")
+    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, "fit", target_bits=4.1))
+    args = ModelArgs.from_file(tmp_path / "out")
+    layout = open_packed(tmp_path / "out", args).layout
+    projections = [one for record in layout.records.values() for one in record.projections]
+    stored = sum(field.size for one in projections for field in one.codes)
+    bits = 8 * stored / sum(one.rows * one.columns for one in projections)
+    assert 3.7 < bits <= 4.1 and len({one.quant for one in projections}) > 1
+    recipe = read_recipe(tmp_path / "out")
+    assert recipe is not None and recipe.name == "4.1 bits"
+    convert(path, tmp_path / "again", recipe=tmp_path / "out" / "moeflux_recipe.json")
+    assert open_packed(tmp_path / "again", args).layout == layout
+
+
+def test_a_size_is_kept(tmp_path, checkpoint):
+    path, text = checkpoint("qwen3_moe")
+    convert(path, tmp_path / "plain", recipe="balanced")
+    size = sum(one.stat().st_size for one in (tmp_path / "plain").rglob("*.bin"))
+    size += sum(one.stat().st_size for one in (tmp_path / "plain").rglob("*.safetensors"))
+    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text, "fit", target_gb=size * 0.9 / 1e9))
+    files = [*(tmp_path / "out").rglob("*.bin"), *(tmp_path / "out").rglob("*.safetensors")]
+    assert 0.6 * size < sum(one.stat().st_size for one in files) <= 0.9 * size
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"method": "best"}, "method 'best' is not known"),
+        ({"target_bits": 3, "target_gb": 1}, "give one of them"),
+        ({"tokens": 0}, "give at least 1"),
+        ({"target_bits": 0.5}, "the smallest forms of the routed experts take"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path, checkpoint, more, message):
+    path, text = checkpoint("qwen3_moe")
+    with pytest.raises(ConfigError, match=message):
+        convert_calibrated(
+            path, tmp_path / "out", Calibration(tmp_path / "work", [text], **{"dtype": mx.float32, **more})
+        )
+
+
+options_of = st.lists(
+    st.tuples(st.integers(1, 30), st.floats(0, 9, allow_nan=False, width=16)), min_size=1, max_size=4, unique=True
+)
+
+
+@given(st.lists(options_of, min_size=1, max_size=3), st.integers(0, 90))
+def test_a_budget_is_spent_nearly_best(sizes, budget):
+    """Never more than the budget; and no better choice takes so much less that the next step would have fitted."""
+    options = {i: [Option(Quant(4, 64), size, error) for size, error in one] for i, one in enumerate(sizes)}
+    smallest = sum(min(one.nbytes for one in given_) for given_ in options.values())
+    if smallest > budget:
+        with pytest.raises(ConfigError):
+            spend(options, budget)
+        return
+    chosen = spend(options, budget)
+    spent = sum(one.nbytes for one in chosen.values())
+    error = sum(one.error for one in chosen.values())
+    assert spent <= budget
+    widest = max(one.nbytes for given_ in options.values() for one in given_)
+    for better in combinations(list(options.values())):
+        if sum(one.nbytes for one in better) <= budget - widest:
+            assert error <= sum(one.error for one in better) + 1e-6
+
+
+def combinations(groups):
+    return [[one, *rest] for one in groups[0] for rest in (combinations(groups[1:]) if groups[1:] else [[]])]
