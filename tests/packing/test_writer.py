@@ -309,8 +309,10 @@ import resource, sys
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.formats.checkpoint import open_checkpoint
 from pathlib import Path
+from moeflux_mlx.quant import DEFAULT
+from moeflux_mlx.rounding.methods import rounded
 import moeflux_mlx.model, mlx.core as mx
-mx.eval(mx.quantize(mx.zeros((64, 64))))
+mx.eval(rounded(mx.random.normal((512, 512)), DEFAULT))
 def peak():
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
