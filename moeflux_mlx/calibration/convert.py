@@ -20,12 +20,13 @@ from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
 from ..packing.wanted import Wanted
+from ..packing.writer import check_space
 from ..rounding.methods import FIT
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import spend
 from .errors import MeasuringRun, read_options
-from .rounding import METHODS, Calibrated, Rounder, RoundingRun
+from .rounding import HESSIAN_BYTES, METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
 
@@ -91,6 +92,8 @@ def convert_calibrated(
         TokenizerError: the checkpoint has none that can be used.
     """
     calibration.check()
+    if options.get("delete_source"):
+        raise ConfigError("--calibrate reads the checkpoint several times; leave out --delete-source")
     path = user_path(hf_path)
     if not path.is_dir():
         raise ConfigError(
@@ -102,7 +105,11 @@ def convert_calibrated(
     if calibration.target_bits is not None or calibration.target_gb is not None:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
     given = {name: options[name] for name in _FORMS if name in options}
-    rounding = made.rounded(args, Wanted.of(recipe=recipe, **given))
+    wanted = Wanted.of(recipe=recipe, **given)
+    needs = made.needs(args, wanted)
+    report(0.0, str(needs))
+    check_space(calibration.folder, needs.disk)
+    rounding = made.rounded(args, wanted)
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
@@ -127,6 +134,20 @@ def read_texts(tokenizer: TokenizerWrapper, calibration: Calibration) -> list[np
     if not texts:
         raise RequestError("the text for calibration has no tokens; give a file with some text")
     return texts
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a calibration takes, in bytes; `memory` is an estimate."""
+
+    tokens: int
+    memory: int
+    disk: int
+
+    def __str__(self) -> str:
+        """A line such as "calibrating for 16,384 tokens: about 2.1 GB of memory, 3.4 GB of disk"."""
+        sizes = f"about {self.memory / 1e9:.1f} GB of memory, {self.disk / 1e9:.1f} GB of disk"
+        return f"calibrating for {self.tokens:,} tokens: {sizes}"
 
 
 class _Conversion:
@@ -174,6 +195,21 @@ class _Conversion:
         others = sum(unit.size for unit in plan.units if not isinstance(unit, LayerFile))
         assert self.calibration.target_gb is not None
         return int(self.calibration.target_gb * 1e9) - others
+
+    def needs(self, args: ModelArgs, wanted: Wanted) -> Needs:
+        """The needs of a run that rounds: its hidden states twice and its codes on the disk; in memory a layer's dense
+        weights, the rows of its experts, and the Hessians and floats of those that are rounded side by side."""
+        tokens, size = sum(map(len, self.texts)), self.calibration.dtype.size
+        streams = args.connections.streams if args.connections else 1
+        rows = tokens * args.hidden_size * streams * size
+        records, resident = self.weights.layout.records.values(), self.weights.resident_bytes
+        largest = max((one.rows * one.columns for record in records for one in record.projections), default=0)
+        hessian = max((one.columns**2 for record in records for one in record.projections), default=0)
+        together = max(1, HESSIAN_BYTES // (4 * hessian)) if hessian else 1
+        experts = min(together, args.num_experts) * 4 * (4 * largest + 3 * hessian)
+        layer = max((resident(f"model.layers.{i}") for i in range(args.num_hidden_layers)), default=0)
+        codes = make_plan(self.checkpoint, args, wanted).total_bytes
+        return Needs(tokens, 3 * rows + 2 * layer + experts, 2 * rows + codes)
 
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
         return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes

@@ -128,6 +128,10 @@ class PlannedWeights:
         """Those of the tensors of the module `path`."""
         return [source for source in self._sources if source.written[0].name.startswith(f"{path}.")]
 
+    def resident_bytes(self, path: str) -> int:
+        """Bytes of the tensors of the module `path`."""
+        return sum(one.nbytes for source in self.sources(path) for one in source.written)
+
     def resident(self, path: str) -> dict[str, mx.array]:
         tensors: dict[str, mx.array] = {}
         for source in self.sources(path):

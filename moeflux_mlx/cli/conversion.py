@@ -34,6 +34,10 @@ def run(options: argparse.Namespace) -> int:
         (options.method != FIT, options.calibrate_tokens, options.target_bits, options.target_gb)
     ):
         raise ConfigError("--method, --calibrate-tokens and a target need --calibrate FILE, or --calibrate default")
+    if options.calibrate is not None and options.rounding != FIT:
+        raise ConfigError(
+            f"--rounding {options.rounding} does not go with --calibrate; --method says how codes are made"
+        )
     try:
         report = _convert(options)
     except KeyboardInterrupt:

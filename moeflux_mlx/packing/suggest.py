@@ -10,7 +10,7 @@ from ..files import read_json
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, MODES, unquantized
-from ..rounding.methods import MINMAX
+from ..rounding.methods import METHODS, MINMAX
 from ..spec import ModelArgs
 from .source_format import SourceFormat
 
@@ -64,7 +64,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     state = read_json(path / STATE)
     origin, options = (value if isinstance(value := state.get(key), dict) else {} for key in ("origin", "options"))
     hf_path, revision = _line(origin.get("hf_path")), _line(origin.get("revision"))
-    if not hf_path:
+    if not hf_path or origin.get("rounding", MINMAX) not in METHODS:  # calibrated, for a text that is not kept
         return NotPackedError(f"{path} holds an unfinished conversion; run the command that began it again")
     words = ["--requantize"] if options.get("requantize") is True else []
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
