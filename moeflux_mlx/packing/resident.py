@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -192,6 +192,8 @@ def _plain_source(
     if stored not in tensors:
         raise ModelFileError(f"tensor {stored} is missing")
     tensor = tensors[stored]
+    if tensor.shape == (1, *shape):  # ERNIE's correction bias
+        tensor = replace(tensor, shape=shape)
     if name.endswith(TABLE):
         return _table_source(name, shape, tensor)
     if part:

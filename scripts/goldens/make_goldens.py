@@ -50,6 +50,8 @@ FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64}
+# What routers with a correction bias add it to, if not to sigmoids.
+SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
 
 
@@ -183,6 +185,7 @@ class Margins:
             stem, _, last = name.rpartition(".")
             if last in ("gate", "router"):
                 owner = module if hasattr(module, "e_score_correction_bias") else model.get_submodule(stem)
+                owner = getattr(owner, "moe_statics", owner)  # of ERNIE
                 bias = getattr(owner, "e_score_correction_bias", getattr(owner, "expert_bias", None))
                 self.hooks.append(module.register_forward_hook(functools.partial(self.look, bias)))
 
@@ -190,7 +193,7 @@ class Margins:
         logits = output[0].double()
         if hasattr(module, "tid2eid"):
             return  # a layer that chooses nothing
-        score = getattr(module, "score_fn", torch.sigmoid)
+        score = getattr(module, "score_fn", SCORES.get(type(module).__name__, torch.sigmoid))
         if hasattr(module, "per_expert_scale"):
             scores = logits  # these are already probabilities
         else:

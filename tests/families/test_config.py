@@ -73,6 +73,15 @@ SIZES = {
     "step-3.5-flash-196b": (8847360, 2548039680, 42, 99.67),
     "laguna-xs-2.1-33b": (1769472, 452984832, 39, 16.45),
     "solar-open-100b": (8847360, 1132462080, 48, 50.62),
+    "olmoe-1b-7b": (3538944, 226492416, 16, 3.38),
+    "qwen1.5-moe-a2.7b": (4866048, 291962880, 24, 6.53),
+    "mixtral-8x7b": (99090432, 792723456, 32, 23.62),
+    "mixtral-8x22b": (169869312, 1358954496, 56, 70.88),
+    "ernie-4.5-21b-a3b": (6635520, 424673280, 27, 10.68),
+    "trinity-mini-26b-a3b": (3538944, 452984832, 30, 12.66),
+    "trinity-large-400b-a13b": (15925248, 4076863488, 54, 205.03),
+    "flint-40b-a2.5b": (1769472, 452984832, 47, 19.83),
+    "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
 
@@ -345,6 +354,7 @@ def test_defaults_of_lfm2_are_those_of_transformers():
     names += ("conv_bias", "routed_scaling_factor", "use_expert_bias")
     config = config_of("lfm2-8b-a1b")
     assert ModelArgs.from_dict({n: v for n, v in config.items() if n not in names}) == ModelArgs.from_dict(config)
+    assert ModelArgs.from_dict(config).experts.router.eps == 1e-6
     for name in ("tie_embedding", "tie_word_embeddings"):
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
 
@@ -389,6 +399,8 @@ def small(config):
     for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
+    if body.get("num_dense_layers"):
+        body["num_dense_layers"] = 1
     if "hybrid_override_pattern" in body:
         body["hybrid_override_pattern"] = body["hybrid_override_pattern"][:4]
     sparse = body.get("sparse_attention_config", {})
