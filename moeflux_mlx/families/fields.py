@@ -18,7 +18,7 @@ from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Residual, Rotation
 from ..kinds.limits import LARGEST, WIDEST_HEAD
 from ..mixers.grouped.spec import GroupedQuery
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # in `layer_types`
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
 PLAIN = Residual()
 
@@ -77,6 +77,20 @@ class Fields:
         value = self.config.get(name)
         if value is not None and value != wanted:
             raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; only {wanted!r} is implemented")
+
+
+# Kimi's names of fields, which transformers writes for Ling too, and the usual ones.
+OF_KIMI = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+
+
+def as_of_kimi(read: Fields) -> Fields:
+    """The fields with the usual names beside Kimi's."""
+    return Fields({**{name: read.config.get(theirs) for name, theirs in OF_KIMI.items()}, **read.config})
 
 
 def common(read: Fields, eps: float = 1e-6) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ..mixers.latent.spec import Latent
 from .deepseek import FULL
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import (
+    LINEAR,
     NEXT_LAYER,
     Family,
     Fields,
@@ -26,7 +27,6 @@ from .fields import (
     noaux_experts,
 )
 
-LINEAR = "linear_attention"
 SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  # the publisher's and transformers' words
 
 
@@ -119,8 +119,9 @@ def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
         return {}
     stem, mixer = f"model.layers.{layer}.", spec.mixer
     joined: dict[str, dict[str, int]] = {}
-    if isinstance(mixer, Delta) and mixer.channel_decay is not None:
-        keys, values, rank = mixer.key_width, mixer.value_width, mixer.channel_decay.rank
+    rank = mixer.channel_decay.rank if isinstance(mixer, Delta) and mixer.channel_decay else None
+    if isinstance(mixer, Delta) and rank is not None:
+        keys, values = mixer.key_width, mixer.value_width
         joined["self_attn.qkv_proj"] = {"q_proj": keys, "k_proj": keys, "v_proj": values}
         joined["self_attn.qkv_conv.conv"] = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
         joined["self_attn.fbg_a_proj"] = {"f_a_proj": rank, "b_proj": mixer.value_heads, "g_a_proj": rank}

@@ -8,6 +8,8 @@ from ..kinds import LayerSpec, SharedExpert
 from ..mixers.delta.spec import Delta
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
+    FULL,
+    LINEAR,
     Family,
     Fields,
     FusedRows,
@@ -22,8 +24,6 @@ from .fields import (
     layers,
     sparse_layers,
 )
-
-FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def _qwen2_moe(read: Fields) -> dict[str, Any]:

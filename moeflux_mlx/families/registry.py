@@ -2,6 +2,7 @@
 
 from . import (
     afmoe,
+    bailing,
     deepseek,
     deepseek_v4,
     ernie,
@@ -53,4 +54,5 @@ FAMILIES: dict[str, Family] = {
     **afmoe.FAMILIES,
     **flint.FAMILIES,
     **kolibri.FAMILIES,
+    **bailing.FAMILIES,
 }

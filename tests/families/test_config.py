@@ -81,6 +81,8 @@ SIZES = {
     "trinity-mini-26b-a3b": (3538944, 452984832, 30, 12.66),
     "trinity-large-400b-a13b": (15925248, 4076863488, 54, 205.03),
     "flint-40b-a2.5b": (1769472, 452984832, 47, 19.83),
+    "ling-3-tiny-8b-a1b": (1327104, 169869312, 23, 3.64),
+    "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -357,6 +359,12 @@ def test_defaults_of_lfm2_are_those_of_transformers():
     assert ModelArgs.from_dict(config).experts.router.eps == 1e-6
     for name in ("tie_embedding", "tie_word_embeddings"):
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
+
+
+def test_ling_2_is_refused_by_name():
+    config = {n: v for n, v in goldens.config("bailing_hybrid").items() if "kda" not in n}
+    with pytest.raises(ConfigError, match="'kda_safe_gate' is missing; of 'bailing_hybrid' only Ling 3"):
+        ModelArgs.from_dict(config)
 
 
 @pytest.mark.parametrize("most", ["Infinity", {"__float__": "Infinity"}])

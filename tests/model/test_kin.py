@@ -143,6 +143,10 @@ IGNORED = [
     ("nemotron_h", {"layer_norm_epsilon": 1e-5}),
     ("nemotron_h", {"routed_scaling_factor": 1.0}),
     ("nemotron_h_latent", {"norm_topk_prob": False}),
+    ("bailing_hybrid", {"kda_lower_bound": -5.0}),
+    ("bailing_hybrid", {"topk_group": 1}),
+    ("bailing_hybrid", {"norm_topk_prob": False}),
+    ("bailing_hybrid", {"rope_theta": 1e4}),
     ("olmoe", {"norm_topk_prob": True}),
     ("olmoe", {"rms_norm_eps": None}),
     ("qwen2_moe", {"norm_topk_prob": True}),
@@ -190,7 +194,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1")
+BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -289,11 +293,11 @@ def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe"])
+@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid"])
 def test_gates_that_are_left_out(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        layer.self_attn.mixer = replace(layer.self_attn.mixer, gate=None)
+    for attention in (layer.self_attn for layer in model.layers if layer.self_attn.mixer.attention):
+        attention.mixer = replace(attention.mixer, gate=None)
     assert error(model, family) > 10 * TOLERANCE
 
 
@@ -461,6 +465,7 @@ AGREED = (
     "olmoe",
     "qwen2_moe",
     "afmoe",
+    "bailing_hybrid",
 )
 
 
