@@ -68,6 +68,11 @@ MLX_NAMES = {
         *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
         *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
     ),
+    "kimi_linear": (
+        *((".block_sparse_moe.", ".mlp."), (".gate.e_score", ".e_score"), (".w1.", ".gate_proj.")),
+        *((".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+        *((f".{one}_conv1d.", f".{one}_conv.conv.") for one in "qkv"),
+    ),
     "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
     **dict.fromkeys(
@@ -126,7 +131,9 @@ def text_config(family):
 def top_k(family):
     """Returns how many experts a token uses."""
     c = text_config(family)
-    return next(c[name] for name in ("num_experts_per_tok", "top_k_experts", "moe_k") if name in c)
+    return next(
+        c[name] for name in ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token") if name in c
+    )
 
 
 def golden(family, variant="hub"):

@@ -14,6 +14,7 @@ from . import (
     glm5_next,
     gpt_oss,
     hunyuan,
+    kimi_linear,
     kolibri,
     laguna,
     lfm2,
@@ -55,4 +56,5 @@ FAMILIES: dict[str, Family] = {
     **flint.FAMILIES,
     **kolibri.FAMILIES,
     **bailing.FAMILIES,
+    **kimi_linear.FAMILIES,
 }

@@ -192,7 +192,7 @@ def _plain_source(
     if stored not in tensors:
         raise ModelFileError(f"tensor {stored} is missing")
     tensor = tensors[stored]
-    if tensor.shape == (1, *shape):  # ERNIE's correction bias
+    if tuple(n for n in tensor.shape if n > 1) == shape:  # a vector with axes of length 1 around its own
         tensor = replace(tensor, shape=shape)
     if name.endswith(TABLE):
         return _table_source(name, shape, tensor)

@@ -20,6 +20,7 @@ any layer, when logits are not of order 1, or when transformers saves other tens
 import argparse
 import functools
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -50,7 +51,7 @@ OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "
 FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
-LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64}
+LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
@@ -293,6 +294,12 @@ def of_ling(shapes):
     return {n.replace(".dense.", ".o_proj.") if n.startswith(linear) else n: shape for n, shape in shapes.items()}
 
 
+def of_kimi_linear(shapes):
+    """Returns {name: shape} with the publisher's names of dense layers, which transformers names like experts."""
+    part = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
+    return {part.sub(r".mlp.\1_proj.", name): shape for name, shape in shapes.items()}
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
@@ -310,8 +317,7 @@ def store_kin(family):
             (store / "integers.json").write_text(json.dumps(integers, indent=1) + "\n")
     if family == "deepseek_v4":  # transformers writes a mixture of names
         shapes = {as_published(n): shape for n, shape in shapes.items()}
-    if family == "bailing_hybrid":
-        shapes = of_ling(shapes)
+    shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear}.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (
         shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"

@@ -83,6 +83,7 @@ SIZES = {
     "flint-40b-a2.5b": (1769472, 452984832, 47, 19.83),
     "ling-3-tiny-8b-a1b": (1327104, 169869312, 23, 3.64),
     "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
+    "kimi-linear-48b-a3b": (3981312, 1019215872, 26, 24.68),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -407,6 +408,8 @@ def small(config):
     for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
+    linear = body.get("linear_attn_config", {})
+    linear |= {name: [i for i in layers if i < 5] for name, layers in linear.items() if name.endswith("_layers")}
     if body.get("num_dense_layers"):
         body["num_dense_layers"] = 1
     if "hybrid_override_pattern" in body:

@@ -147,6 +147,9 @@ IGNORED = [
     ("bailing_hybrid", {"topk_group": 1}),
     ("bailing_hybrid", {"norm_topk_prob": False}),
     ("bailing_hybrid", {"rope_theta": 1e4}),
+    ("kimi_linear", {"rms_norm_eps": None}),
+    ("kimi_linear", {"moe_renormalize": False}),
+    ("kimi_linear", {"routed_scaling_factor": 1.0}),
     ("olmoe", {"norm_topk_prob": True}),
     ("olmoe", {"rms_norm_eps": None}),
     ("qwen2_moe", {"norm_topk_prob": True}),
@@ -194,7 +197,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid")
+BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -373,7 +376,7 @@ def by_head(norm, width=32):
     return normed
 
 
-@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("glm5_next", 1e-6)])
+@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("glm5_next", 1e-6)])
 def test_norms_of_latents_with_another_eps(family, eps):
     """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -469,10 +472,11 @@ AGREED = (
 )
 
 
-@pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna", "ernie4_5_moe", "kimi_linear"])
 def test_where_mlx_lm_differs_from_hugging_face(tmp_path, family):
-    """mlx-lm norms GLM-4.7-Flash's latents with `rms_norm_eps`; transformers uses 1e-6, and so do we. mlx-lm sees one
-    position less in MiMo's windows, and leaves out Laguna's `attention_factor` and ERNIE's correction bias."""
+    """mlx-lm norms GLM-4.7-Flash's and Kimi Linear's latents with `rms_norm_eps`; transformers uses 1e-6, and so do we.
+    mlx-lm sees one position less in MiMo's windows, and leaves out Laguna's `attention_factor` and ERNIE's correction
+    bias."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     weights = {name: ("F32", w.astype(np.float32)) for name, w in goldens.dequantised(family).items()}
     goldens.write_safetensors(tmp_path / "model.safetensors", weights)

@@ -14,12 +14,12 @@ DELTA_SHARE = 0.25  # share of a GPU's rate that the delta rule's sequential ste
 
 @dataclass(frozen=True)
 class ChannelDecay:
-    """A decay for each value of a key: exp(floor * sigmoid(exp(A_log) * (a + dt_bias))), where `floor` is the least
-    logarithm, from LEAST_FLOOR on (Kimi Delta Attention, arXiv:2510.26692, with the bounded gate of transformers'
-    `Glm5NextTextForgetGate`). The projections from the hidden state to decays and gates have rank `rank`; None: each is
-    one matrix."""
+    """A decay for each value of a key (Kimi Delta Attention, arXiv:2510.26692): exp(-exp(A_log) * softplus(a +
+    dt_bias)), or with a `floor`, the least logarithm, from LEAST_FLOOR on, exp(floor * sigmoid(exp(A_log) * (a +
+    dt_bias))) (transformers, `Glm5NextTextForgetGate`). The projections from the hidden state to decays and gates have
+    rank `rank`; None: each is one matrix."""
 
-    floor: float
+    floor: float | None
     rank: int | None
 
 
