@@ -75,12 +75,24 @@ def _sparse_layers(read: Fields) -> Any:
     return after_dense_layers(Fields({"first_k_dense_replace": min(3, count), **read.config}))
 
 
+def of_linear_attention(read: Fields) -> Fields:
+    """The publisher's fields of the delta rule."""
+    return Fields(read.optional("linear_attn_config", Mapping, {}))
+
+
+def linear_sizes(read: Fields, heads: int) -> tuple[int, int, int]:
+    """The delta rule's number of heads (`heads` if no field has it), their width, and its taps, from the publisher's
+    fields or those of transformers."""
+    own = of_linear_attention(read)
+    return (
+        own.count("num_heads", None) or read.count("linear_num_heads", heads),
+        own.count("head_dim", None) or read.count("linear_head_dim", 128),
+        own.count("short_conv_kernel_size", None, least=2) or read.count("linear_conv_kernel_dim", 4, least=2),
+    )
+
+
 def _delta(read: Fields) -> Delta:
-    """The delta rule, from the publisher's fields or those of transformers."""
-    own = Fields(read.optional("linear_attn_config", Mapping, {}))
-    heads = own.count("num_heads", None) or read.count("linear_num_heads", 64)
-    width = own.count("head_dim", None) or read.count("linear_head_dim", 128)
-    taps = own.count("short_conv_kernel_size", None, least=2) or read.count("linear_conv_kernel_dim", 4, least=2)
+    own, (heads, width, taps) = of_linear_attention(read), linear_sizes(read, heads=64)
     least = {"least": LEAST_FLOOR, "most": -1e-6}
     floor = own.number("gate_lower_bound", None, **least) or read.number("linear_lower_bound", -5.0, **least)
     own.must_equal("safe_gate", True)

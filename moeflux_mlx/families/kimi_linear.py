@@ -1,6 +1,5 @@
 """Kimi Linear: Kimi's delta rule, whose decays have no bound, and now and then latent attention without positions."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..kinds import Mixer, Rotation
@@ -21,6 +20,7 @@ from .fields import (
     noaux_experts,
     out_of_range,
 )
+from .glm5_next import linear_sizes, of_linear_attention
 from .minimax import RENAMES as OF_EXPERTS
 
 
@@ -37,18 +37,14 @@ def _kimi_linear(read: Fields) -> dict[str, Any]:
     return {**common(read, eps=1e-5), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}
 
 
-def _linear(read: Fields) -> Fields:
-    """What the publisher nests about the delta rule."""
-    return Fields(read.optional("linear_attn_config", Mapping, {}))
-
-
 def _kinds(read: Fields) -> list[str]:
     """The kind of each layer; the publisher counts layers from 1."""
     kinds, count = layer_kinds(read, "layer_types", (LINEAR, FULL)), layer_count(read)
     if kinds is not None:
         return kinds
     own = {
-        kind: _linear(read).required(name, list) for name, kind in (("kda_layers", LINEAR), ("full_attn_layers", FULL))
+        kind: of_linear_attention(read).required(name, list)
+        for name, kind in (("kda_layers", LINEAR), ("full_attn_layers", FULL))
     }
     by_layer = {layer: kind for kind, of_kind in own.items() for layer in of_kind if type(layer) is int}
     if sorted(by_layer) != list(range(1, count + 1)):
@@ -57,12 +53,9 @@ def _kinds(read: Fields) -> list[str]:
 
 
 def _delta(read: Fields) -> Delta:
-    own = _linear(read)
-    heads = own.count("num_heads", None) or read.count("linear_num_heads", 32)
-    width = own.count("head_dim", None) or read.count("linear_head_dim", 128)
-    taps = own.count("short_conv_kernel_size", None, least=2) or read.count("linear_conv_kernel_dim", 4, least=2)
-    own.must_equal("use_full_rank_gate", False)
-    own.must_equal("gate_lower_bound", None)
+    for name, wanted in (("use_full_rank_gate", False), ("gate_lower_bound", None)):  # of Kimi K3
+        of_linear_attention(read).must_equal(name, wanted)
+    heads, width, taps = linear_sizes(read, heads=32)
     return Delta(heads, heads, width, width, taps, "sigmoid", channel_decay=ChannelDecay(None, width))
 
 
