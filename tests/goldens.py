@@ -63,6 +63,7 @@ MLX_NAMES = {
         (".w3.", ".up_proj."),
     ),
     "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
+    "kolibri1": ((".moe.router.", ".mlp."),),
     "laguna": ((".mlp.experts.e_score", ".mlp.gate.e_score"), (".mlp.gate.weight", ".mlp.gate.proj.weight")),
     "step3p5": (
         *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),

@@ -20,7 +20,8 @@ def _kolibri1(read: Fields) -> dict[str, Any]:
 
 RENAMES = (
     *((".post_attn_norm.", ".mixer_output.norm."), (".post_ffn_norm.", ".mlp.output.norm.")),
-    (".moe.router.expert_bias", ".mlp.e_score_correction_bias"),
+    (".moe.router.expert_bias", ".mlp.expert_bias"),
+    (".mlp.expert_bias", ".mlp.e_score_correction_bias"),  # where MLX conversions have it (mlx-lm, pull request 1945)
     (".mlp.shared_experts.", ".mlp.shared_expert."),
     # as transformers 5 has them in memory
     *((".post_self_attn_layernorm.", ".mixer_output.norm."), (".post_mlp_layernorm.", ".mlp.output.norm.")),
