@@ -21,9 +21,8 @@ def _afmoe(read: Fields) -> dict[str, Any]:
         read.must_equal(name, wanted)
     factor, normalise = read.number("route_scale", 1.0, least=1e-6, most=1e6), read.optional("route_norm", bool, True)
     moe = experts(read, shared_expert(read), score="sigmoid", correction_bias=True, normalise=normalise, scale=factor)
-    count = layer_count(read)
-    usual = one_full_in(read.count("global_attn_every_n_layers", 4), count)
-    mixers = rotating_in_windows(read, usual, gate="sigmoid")
+    count, every = layer_count(read), read.count("global_attn_every_n_layers", 4)
+    mixers = rotating_in_windows(read, one_full_in(every, count), gate="sigmoid")
     sparse = range(read.count("num_dense_layers", 1, least=0, most=count), count)
     return {
         **common(read, eps=1e-5),
@@ -33,11 +32,9 @@ def _afmoe(read: Fields) -> dict[str, Any]:
 
 
 RENAMES = (
-    (".self_attn.gate_proj.", ".self_attn.g_proj."),
+    *((".self_attn.gate_proj.", ".self_attn.g_proj."), (".mlp.shared_experts.", ".mlp.shared_expert.")),
     (".post_attention_layernorm.", ".mixer_output.norm."),
-    (".pre_mlp_layernorm.", ".post_attention_layernorm."),
-    (".post_mlp_layernorm.", ".mlp.output.norm."),
+    *((".pre_mlp_layernorm.", ".post_attention_layernorm."), (".post_mlp_layernorm.", ".mlp.output.norm.")),
     *((".mlp.router.gate.", ".mlp.gate."), (".mlp.expert_bias", ".mlp.e_score_correction_bias")),
-    (".mlp.shared_experts.", ".mlp.shared_expert."),
 )
 FAMILIES = {"afmoe": Family(_afmoe, renames=RENAMES)}
