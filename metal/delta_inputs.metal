@@ -30,13 +30,13 @@
       if (EACH) {
         const uint own = head * DK + lane + 32 * i;
         const float u = float(a[t * NV * DK + own]) + dt_bias[own];
-        qk[(VECTORS * t + 2) * NK * DK + own] = delta_decay<EACH>(u, metal::precise::exp(A_log[head]), FLOOR);
+        qk[(VECTORS * t + 2) * NK * DK + own] = delta_decay(u, metal::precise::exp(A_log[head]), FLOOR);
       }
     }
     for (uint i = lane; i < SHARED; i += 32) {
       const uint h = head * SHARED + i;
       const float u = float(a[t * NV + h]) + dt_bias[h];
-      gates[2 * t * NV + h] = EACH ? 1.0f : delta_decay<EACH>(u, metal::precise::exp(A_log[h]), FLOOR);
+      gates[2 * t * NV + h] = EACH ? 1.0f : delta_decay(u, metal::precise::exp(A_log[h]), FLOOR);
       gates[(2 * t + 1) * NV + h] = 1.0f / (1.0f + metal::precise::exp(-float(b[t * NV + h])));
     }
   }

@@ -48,7 +48,7 @@
         for (uint i = 0; i < N; i++) {
           const uint own = EACH ? head * DK + lane * N + i : head;
           const float rate = metal::precise::exp(A_log[head]);
-          decay[i] = delta_decay<EACH>(float(a[step * AT_A + own]) + dt_bias[own], rate, FLOOR);
+          decay[i] = delta_decay(float(a[step * AT_A + own]) + dt_bias[own], rate, FLOOR);
         }
         beta = 1.0f / (1.0f + metal::precise::exp(-float(b[step * AT_B + head])));
         threadgroup_barrier(mem_flags::mem_threadgroup);

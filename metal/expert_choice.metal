@@ -18,7 +18,7 @@
   if (k < K && simdgroup_index_in_threadgroup == 0) {
     float weight = 0;
     const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(
-        logits + token * STRIDE, bias, scale, thread_index_in_simdgroup, k, weight);
+        logits + token * STRIDE, bias, scale, EPS, thread_index_in_simdgroup, k, weight);
     if (thread_index_in_simdgroup == 0) {
       id[0] = found;
       if (block == 0) {

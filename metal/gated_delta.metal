@@ -47,7 +47,7 @@
       q[i] *= q_scale;
       k[i] *= k_scale;
       const float u = float(a[EACH ? (size_t(t) * NV + head) * DK + lane * N + i : size_t(t) * NV + head]) + shift[i];
-      decay[i] = delta_decay<EACH>(u, rate, FLOOR);
+      decay[i] = delta_decay(u, rate, FLOOR);
     }
     for (uint r = 0; r < R; r++) {
       float memory = 0;

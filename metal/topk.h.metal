@@ -54,22 +54,20 @@ inline void topk_groups(thread float* value, uint lane) {
 
 // Choice number `wanted`, which may differ from lane to lane. Returns the expert, and sets `weight` to its weight.
 //
-// If SCORE is 0, experts are chosen by logit, and their weights are the softmax over all experts. Otherwise they are
-// chosen by topk_score, to which bias[E] is added if BIAS is 1, and their weights are the scores without the bias. If
-// NORM is 1, the weights of the K experts sum to one. All weights are multiplied by scale[0], or, if SCALED is 1, each
-// by its expert's value of scale[E].
+// A score is topk_score, or, if SCORE is 0, the softmax over all experts. Experts are chosen by their scores, to which
+// bias[E] is added if BIAS is 1, or by their logits plus bias[E] if it is 2; their weights are the scores without the
+// bias. If NORM is 1, the weights of the K experts are divided by their sum, to which eps is added unless SCORE is 0.
+// All weights are multiplied by scale[0], or, if SCALED is 1, each by its expert's value of scale[E].
 template <int E, int K, int SCORE, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
           typename R>
-inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, thread float& weight) {
+inline uint topk_choice(P logits, Q bias, R scale, float eps, uint lane, uint wanted, thread float& weight) {
   constexpr uint N = (E + 31) / 32;
+  constexpr bool BY_LOGIT = !SCORE && !BIAS && KEPT == GROUPS;  // a softmax has the order of its logits
   float value[N];
   float top = TOPK_NONE, total = 0;
   for (uint i = 0; i < N; i++) {
     const uint e = lane + 32 * i;
     value[i] = e < E ? float(logits[e]) : TOPK_NONE;
-    if (SCORE) {
-      value[i] = e < E ? topk_score<SCORE>(value[i]) + (BIAS ? float(bias[e]) : 0.0f) : TOPK_NONE;
-    }
     top = value[i] > top ? value[i] : top;
   }
   if (!SCORE) {
@@ -78,6 +76,12 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
       total += lane + 32 * i < E ? metal::precise::exp(value[i] - top) : 0.0f;
     }
     total = lane_sum<32>(total);
+  }
+  for (uint i = 0; i < N && !BY_LOGIT; i++) {
+    const uint e = lane + 32 * i;
+    const float v = value[i];
+    const float own = BIAS == 2 ? v : SCORE ? topk_score<SCORE>(v) : metal::precise::exp(v - top) / total;
+    value[i] = e < E ? own + (BIAS ? float(bias[e]) : 0.0f) : TOPK_NONE;
   }
   if (KEPT < GROUPS) {
     topk_groups<E, GROUPS, KEPT>(value, lane);
@@ -110,6 +114,6 @@ inline uint topk_choice(P logits, Q bias, R scale, uint lane, uint wanted, threa
     weight = wanted == k ? own : weight;
     found = wanted == k ? where : found;
   }
-  weight = (NORM ? weight / (SCORE ? kept + 1e-20f : kept) : weight) * scale[SCALED ? found : 0];
+  weight = (NORM ? weight / (SCORE ? kept + eps : kept) : weight) * scale[SCALED ? found : 0];
   return found;
 }

@@ -7,7 +7,7 @@
   const uint token = threadgroup_position_in_grid.y;
   float weight = 0;
   const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(
-      logits + token * STRIDE, bias, scale, lane, lane, weight);
+      logits + token * STRIDE, bias, scale, EPS, lane, lane, weight);
   if (lane < K) {
     ids[token * K + lane] = found;
     weights[token * K + lane] = weight;

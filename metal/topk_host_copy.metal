@@ -5,7 +5,7 @@
 // grid: (32, 1, 1), threadgroup (32, 1, 1).
   const uint lane = thread_index_in_simdgroup;
   float weight = 0;
-  const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(logits, bias, scale, lane, lane, weight);
+  const uint found = topk_choice<E, K, SCORE, BIAS, GROUPS, KEPT, NORM, SCALED>(logits, bias, scale, EPS, lane, lane, weight);
   if (lane < K) {
     ids[lane] = found;
     weights[lane] = weight;

@@ -1,7 +1,7 @@
 // needs: lane.h.metal topk.h.metal
 // The K experts that a table gives each token: ids[T, K] uint = table[tokens[T], K], and weights[T, K] float, which are
-// their scores by logits[T, STRIDE] float. If NORM is 1, the weights of a token sum to one. All are multiplied by
-// scale[0].
+// their scores by logits[T, STRIDE] float. If NORM is 1, the weights of a token are divided by their sum plus EPS.
+// All are multiplied by scale[0].
 //
 // grid: (32, T, 1), threadgroup (32, 1, 1): one simdgroup per token, one lane per expert.
   const uint lane = thread_index_in_simdgroup;
@@ -11,5 +11,5 @@
   const float sum = lane_sum<32>(own);
   if (lane < K) {
     ids[token * K + lane] = id;
-    weights[token * K + lane] = (NORM ? own / (sum + 1e-20f) : own) * scale[0];
+    weights[token * K + lane] = (NORM ? own / (sum + EPS) : own) * scale[0];
   }

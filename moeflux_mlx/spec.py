@@ -218,7 +218,8 @@ def family_name(config: Mapping[str, Any]) -> str:
     for name in (text.optional("model_type", str, outer), outer):
         if name.removesuffix("_text") in FAMILIES:
             return name.removesuffix("_text")
-    raise ConfigError(f"model_type {reprlib.repr(outer)} is not supported; supported: {', '.join(FAMILIES)}")
+    meant = did_you_mean(outer, FAMILIES) or "; `moeflux models` lists models that are"
+    raise ConfigError(f"model_type {reprlib.repr(outer)} is not supported{meant}")
 
 
 def variants() -> list[str]:

@@ -46,7 +46,12 @@ FAMILIES, KIN = (
 TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # their fused experts are [E, in, out]
 INTERLEAVED = ("gpt_oss",)  # in their fused experts, rows of gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
-STACKS = {"gpt_oss": "experts", "gemma4": "experts.switch_glu"}  # mlx-lm's stacked experts, if not switch_mlp
+STACKS = {
+    "gpt_oss": "experts",
+    "afmoe": "experts",
+    "gemma4": "experts.switch_glu",
+}  # mlx-lm's stacked experts, if not switch_mlp
+LOW_EMBEDDINGS = ("gemma4", "lfm2_moe", "ernie4_5_moe", "afmoe")  # they make the logits too, or are scaled
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
@@ -58,10 +63,16 @@ MLX_NAMES = {
         (".w3.", ".up_proj."),
     ),
     "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
+    "kolibri1": ((".moe.router.", ".mlp."),),
     "laguna": ((".mlp.experts.e_score", ".mlp.gate.e_score"), (".mlp.gate.weight", ".mlp.gate.proj.weight")),
     "step3p5": (
         *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
         *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
+    ),
+    "kimi_linear": (
+        *((".block_sparse_moe.", ".mlp."), (".gate.e_score", ".e_score"), (".w1.", ".gate_proj.")),
+        *((".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+        *((f".{one}_conv1d.", f".{one}_conv.conv.") for one in "qkv"),
     ),
     "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
@@ -70,7 +81,7 @@ MLX_NAMES = {
         ((".switch_mlp.up_proj.", ".switch_mlp.fc1."), (".switch_mlp.down_proj.", ".switch_mlp.fc2.")),
     ),
     **dict.fromkeys(
-        ("minimax_m2", "lfm2_moe"), ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
+        ("minimax_m2", "lfm2_moe", "mixtral"), ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
     ),
 }
 EXTRA_VARIANTS = {
@@ -121,7 +132,9 @@ def text_config(family):
 def top_k(family):
     """Returns how many experts a token uses."""
     c = text_config(family)
-    return c.get("num_experts_per_tok") or c["top_k_experts"]
+    return next(
+        c[name] for name in ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token") if name in c
+    )
 
 
 def golden(family, variant="hub"):
@@ -235,13 +248,13 @@ def _kind(family, name):
     kinds |= dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
     kinds |= {"tid2eid": "table", "_base": "bias", "_scale": "norm", ".ape": "bias", "attn_sink": "sinks"}
-    kinds |= {"compress_ape": "bias"}
+    kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
     if name.endswith(".gate.bias"):
         return "signed_bias"
     kinds |= {".gate.weight": "router", ".router.weight": "router", ".router.proj.weight": "router"}
     kinds |= {"norm_1.weight": "norm", "norm_2.weight": "norm", ".router.scale": "gain", ".layer_scalar": "norm"}
-    if family in ("gemma4", "lfm2_moe") and name.endswith("embed_tokens.weight"):
-        return "linear"  # this matrix makes the logits too
+    if family in LOW_EMBEDDINGS and name.endswith("embed_tokens.weight"):
+        return "linear"
     return next((kind for end, kind in kinds.items() if name.endswith(end)), "linear")
 
 
@@ -328,7 +341,7 @@ def quantised_bits(family, name):
         return 0
     if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar")):
         return 0
-    if name.endswith(("compress_ape", "compress_gate")):
+    if name.endswith(("compress_ape", "compress_gate", "softmax_offset")):
         return 0
     if name.endswith((".gate.weight", ".router.weight", ".router.proj.weight", "shared_expert_gate.weight")):
         return (

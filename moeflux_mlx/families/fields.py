@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Rotation, Router, SharedExpert, Yarn
+from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Residual, Rotation, Router, SharedExpert, Yarn
 from ..kinds.limits import LARGEST, WIDEST_HEAD
 from ..mixers.grouped.spec import GroupedQuery
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # in `layer_types`
 MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays small
+PLAIN = Residual()
 
 
 _MISSING = object()
@@ -78,23 +79,40 @@ class Fields:
             raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; only {wanted!r} is implemented")
 
 
-def common(read: Fields) -> dict[str, Any]:
-    """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements."""
+# Kimi's names of fields, which transformers writes for Ling too, and the usual ones.
+OF_KIMI = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+
+
+def as_of_kimi(read: Fields) -> Fields:
+    """The fields with the usual names beside Kimi's."""
+    return Fields({**{name: read.config.get(theirs) for name, theirs in OF_KIMI.items()}, **read.config})
+
+
+def common(read: Fields, eps: float = 1e-6) -> dict[str, Any]:
+    """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements.
+
+    `eps`: that of norms if the field is missing.
+    """
     for name, wanted in (
         ("hidden_act", "silu"),
         ("tie_word_embeddings", False),
         ("use_sliding_window", False),
     ):
         read.must_equal(name, wanted)
-    return sizes(read)
+    return sizes(read, eps)
 
 
-def sizes(read: Fields) -> dict[str, Any]:
-    """The fields of `ModelArgs` that are numbers, by their usual names."""
+def sizes(read: Fields, eps: float = 1e-6) -> dict[str, Any]:
+    """The fields of `ModelArgs` that are numbers, by their usual names; `eps` as in `common`."""
     return {
         "vocab_size": read.count("vocab_size"),
         "hidden_size": read.count("hidden_size"),
-        "rms_norm_eps": read.number("rms_norm_eps|layernorm_epsilon", 1e-6, least=1e-30, most=1.0),
+        "rms_norm_eps": read.number("rms_norm_eps|layernorm_epsilon", eps, least=1e-30, most=1.0),
         "max_position_embeddings": read.count("max_position_embeddings"),
     }
 
@@ -261,6 +279,21 @@ def layer_kinds(read: Fields, name: str, known: Sequence[Any]) -> list[Any] | No
     return kinds
 
 
+def one_full_in(every: int, count: int) -> list[str]:
+    """Kinds of layers of which the last of each `every` sees all positions."""
+    return [SLIDING if (i + 1) % every else FULL for i in range(count)]
+
+
+def rotating_in_windows(read: Fields, usual: Sequence[str], **switches: Any) -> list[GroupedQuery]:
+    """Attention whose layers with a window rotate queries and keys, while the others see all positions and encode none.
+
+    Reads `layer_types`; without this field the layers are of the kinds `usual`. `switches` as in `grouped_query`.
+    """
+    turned = grouped_query(read, **switches)
+    parts = {FULL: replace(turned, rotation=None), SLIDING: replace(turned, window=read.count("sliding_window"))}
+    return [parts[kind] for kind in layer_kinds(read, "layer_types", tuple(parts)) or usual]
+
+
 def after_dense_layers(read: Fields, flags: str | None = None) -> Sequence[int]:
     """The layers with experts, by `mlp_layer_types` of transformers 5 or `first_k_dense_replace`.
 
@@ -275,11 +308,14 @@ def after_dense_layers(read: Fields, flags: str | None = None) -> Sequence[int]:
     return range(read.count("first_k_dense_replace", least=0, most=count), count)
 
 
-def layers(read: Fields, mixers: Sequence[Mixer], moe: Experts, moe_layers: Sequence[int]) -> tuple[LayerSpec, ...]:
+def layers(
+    read: Fields, mixers: Sequence[Mixer], moe: Experts, moe_layers: Sequence[int], residual: Residual = PLAIN
+) -> tuple[LayerSpec, ...]:
     """One layer for each mixer: those of `moe_layers` have experts, the others an MLP of `intermediate_size`."""
     count, sparse = len(mixers), frozenset(moe_layers)
     dense = None if len(sparse) == count else Dense(read.count("intermediate_size"))
-    return tuple(LayerSpec(mixer, moe if i in sparse else dense or moe) for i, mixer in enumerate(mixers))
+    parts = (moe if i in sparse else dense or moe for i in range(count))
+    return tuple(LayerSpec(mixer, part, residual) for mixer, part in zip(mixers, parts, strict=True))
 
 
 # {module path that a checkpoint has: ((the model's module path, its rows), ...)} of one layer.

@@ -14,6 +14,7 @@ from ..mixers.latent.spec import Latent
 from .deepseek import FULL
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import (
+    LINEAR,
     NEXT_LAYER,
     Family,
     Fields,
@@ -26,7 +27,6 @@ from .fields import (
     noaux_experts,
 )
 
-LINEAR = "linear_attention"
 SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  # the publisher's and transformers' words
 
 
@@ -75,12 +75,24 @@ def _sparse_layers(read: Fields) -> Any:
     return after_dense_layers(Fields({"first_k_dense_replace": min(3, count), **read.config}))
 
 
+def of_linear_attention(read: Fields) -> Fields:
+    """The publisher's fields of the delta rule."""
+    return Fields(read.optional("linear_attn_config", Mapping, {}))
+
+
+def linear_sizes(read: Fields, heads: int) -> tuple[int, int, int]:
+    """The delta rule's number of heads (`heads` if no field has it), their width, and its taps, from the publisher's
+    fields or those of transformers."""
+    own = of_linear_attention(read)
+    return (
+        own.count("num_heads", None) or read.count("linear_num_heads", heads),
+        own.count("head_dim", None) or read.count("linear_head_dim", 128),
+        own.count("short_conv_kernel_size", None, least=2) or read.count("linear_conv_kernel_dim", 4, least=2),
+    )
+
+
 def _delta(read: Fields) -> Delta:
-    """The delta rule, from the publisher's fields or those of transformers."""
-    own = Fields(read.optional("linear_attn_config", Mapping, {}))
-    heads = own.count("num_heads", None) or read.count("linear_num_heads", 64)
-    width = own.count("head_dim", None) or read.count("linear_head_dim", 128)
-    taps = own.count("short_conv_kernel_size", None, least=2) or read.count("linear_conv_kernel_dim", 4, least=2)
+    own, (heads, width, taps) = of_linear_attention(read), linear_sizes(read, heads=64)
     least = {"least": LEAST_FLOOR, "most": -1e-6}
     floor = own.number("gate_lower_bound", None, **least) or read.number("linear_lower_bound", -5.0, **least)
     own.must_equal("safe_gate", True)
@@ -119,8 +131,9 @@ def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
         return {}
     stem, mixer = f"model.layers.{layer}.", spec.mixer
     joined: dict[str, dict[str, int]] = {}
-    if isinstance(mixer, Delta) and mixer.channel_decay is not None:
-        keys, values, rank = mixer.key_width, mixer.value_width, mixer.channel_decay.rank
+    rank = mixer.channel_decay.rank if isinstance(mixer, Delta) and mixer.channel_decay else None
+    if isinstance(mixer, Delta) and rank is not None:
+        keys, values = mixer.key_width, mixer.value_width
         joined["self_attn.qkv_proj"] = {"q_proj": keys, "k_proj": keys, "v_proj": values}
         joined["self_attn.qkv_conv.conv"] = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values}
         joined["self_attn.fbg_a_proj"] = {"f_a_proj": rank, "b_proj": mixer.value_heads, "g_a_proj": rank}

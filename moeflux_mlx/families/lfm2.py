@@ -1,8 +1,4 @@
-"""LFM2 with experts: gated short convolutions, and now and then attention; a sigmoid router with a correction bias.
-
-transformers divides the weights of a token's experts by their sum plus 1e-6; here it is plus 1e-20, as in the other
-families with sigmoids. Where the sum is one, weights differ by a millionth of themselves.
-"""
+"""LFM2 with experts: gated short convolutions, and now and then attention; a sigmoid router with a correction bias."""
 
 from typing import Any
 
@@ -33,6 +29,7 @@ def _lfm2_moe(read: Fields) -> dict[str, Any]:
         correction_bias=read.optional("use_expert_bias", bool, True),
         normalise=read.optional("norm_topk_prob", bool, True),
         scale=read.number("routed_scaling_factor", 1.0, least=1e-6, most=1e6),
+        eps=1e-6,  # transformers, `Lfm2MoeSparseMoeBlock`
     )
     sparse = range(read.count("num_dense_layers", DENSE, least=0, most=count), count)
     return {

@@ -10,7 +10,7 @@ from .fields import HeadNames
 
 # What plays no part in generating text, by the beginnings of names: heads that draft tokens, and image encoders.
 ASIDE = (
-    *("mtp.", "visual.", "vision_tower.", "vision_model."),
+    *("mtp.", "mtp_", "visual.", "vision_tower.", "vision_model."),
     *("multi_modal_projector.", "mm_projector.", "vit_large_projector.", "patch_merge_mlp."),
     *("embed_vision.", "audio_tower.", "embed_audio."),
 )

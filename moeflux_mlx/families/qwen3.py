@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3-Next and Qwen3.5."""
+"""Qwen2-MoE, Qwen3, Qwen3-Next and Qwen3.5."""
 
 from typing import Any
 
@@ -8,6 +8,8 @@ from ..kinds import LayerSpec, SharedExpert
 from ..mixers.delta.spec import Delta
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
+    FULL,
+    LINEAR,
     Family,
     Fields,
     FusedRows,
@@ -23,7 +25,13 @@ from .fields import (
     sparse_layers,
 )
 
-FULL, LINEAR = "full_attention", "linear_attention"
+
+def _qwen2_moe(read: Fields) -> dict[str, Any]:
+    bias = read.optional("qkv_bias", bool, True)
+    shared = SharedExpert(read.count("shared_expert_intermediate_size"), gated=True)
+    moe = experts(read, shared, normalise=read.optional("norm_topk_prob", bool, False))
+    mixers = [grouped_query(read, norm=None, bias=bias)] * layer_count(read)
+    return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
 def _qwen3_moe(read: Fields) -> dict[str, Any]:
@@ -114,6 +122,7 @@ HEAD = HeadNames(
     )
 )
 FAMILIES = {
+    "qwen2_moe": Family(_qwen2_moe),
     "qwen3_moe": Family(_qwen3_moe, head=HEAD),
     "qwen3_vl_moe": Family(_qwen3_vl_moe),
     "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows, head=HEAD),

@@ -9,12 +9,13 @@ class Router:
     """Which `top_k` of `experts` a token uses, and how they are weighed.
 
     `score` is "softmax", "sigmoid" or "sqrtsoftplus" (the root of log(1 + exp)) of the logits. A `correction_bias` is
-    used only for the choice. Only experts of the best `kept_groups` of `groups` groups are considered. Weights are made
-    to sum to one if `normalise`, then multiplied by `scale`. `logit_bias`: the router adds a bias to its logits.
-    `softcap`: each logit becomes softcap * tanh(logit / softcap). `table`: a table of this many token ids gives a
-    token's experts; the logits give only the weights. `own_norm`: the logits come from the stream in the router's own
-    norm, whose weight is multiplied by hidden_size ** -0.5. `expert_scales`: the weight of each expert is multiplied by
-    its own learned number instead of `scale`.
+    used only for the choice: it is added to the scores, or, if `biases_logits`, to the logits, which are then chosen
+    by. Only experts of the best `kept_groups` of `groups` groups are considered. If `normalise`, weights are divided by
+    their sum, to which `eps` is added unless they are a softmax; then they are multiplied by `scale`. `logit_bias`: the
+    router adds a bias to its logits. `softcap`: each logit becomes softcap * tanh(logit / softcap). `table`: a table of
+    this many token ids gives a token's experts; the logits give only the weights. `own_norm`: the logits come from the
+    stream in the router's own norm, whose weight is multiplied by hidden_size ** -0.5. `expert_scales`: the weight of
+    each expert is multiplied by its own learned number instead of `scale`.
     """
 
     experts: int
@@ -30,6 +31,8 @@ class Router:
     table: int | None = None
     own_norm: bool = False
     expert_scales: bool = False
+    biases_logits: bool = False
+    eps: float = 1e-20
 
 
 ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu"]

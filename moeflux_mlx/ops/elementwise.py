@@ -77,13 +77,15 @@ def softplus(x: Array) -> Array:
     return mx.logaddexp(float32(x), 0.0) if isinstance(x, mx.array) else np.logaddexp(x, np.float32(0))
 
 
-# The functions of a gate per head, by the names of `GroupedQuery.gate`.
-HEAD_GATES = {"sigmoid head": sigmoid, "softplus head": softplus}
+# The functions of gates from a projection of their own, by the names of `GroupedQuery.gate`.
+GATES = {"sigmoid": sigmoid, "sigmoid head": sigmoid, "softplus head": softplus}
 
 
-def gated_heads(x: Array, gates: Array, kind: str) -> Array:
-    """x [..., heads * width], each head times HEAD_GATES[kind] of its value in `gates` [..., heads]."""
-    factors = HEAD_GATES[kind](gates[..., None])  # a compiled step joins what comes after the axis is added
+def gated(x: Array, gates: Array, kind: str) -> Array:
+    """x [..., heads * width], each head times GATES[kind] of its value in `gates` [..., heads], or each value of its
+    own if there are as many.
+    """
+    factors = GATES[kind](gates[..., None])  # a compiled step joins what comes after the axis is added
     return (x.reshape(*gates.shape, -1) * factors.astype(x.dtype)).reshape(x.shape)
 
 

@@ -37,7 +37,7 @@ from .launch import (
 from .linear import check_activations, linear, pays, row_by_row
 from .matrix import Weights, inputs_of
 from .records import ONE_ARRAY, Arrays, Records, biases_of, check_blob, is_read, places_of, unread_reason, words_of
-from .route import UNKNOWN_RULE, Choice, beside, choice_template, is_known, route
+from .route import Choice, beside, choice_template, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
 Slots = mx.array | np.ndarray
@@ -370,8 +370,6 @@ def plan_choice(
     has_bias: bool,
     joined: Activation | None,
 ) -> Launch | Reason:
-    if not is_known(rule):
-        return UNKNOWN_RULE
     _check_slots(blob, (logits[0], rule.top_k), x[0], record)
     require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
     kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act chosen")

@@ -25,7 +25,6 @@ from .tiles import MAX_TOKENS, planned, tile_of
 # Backends on which the host should read arrays of 8 bytes: on CUDA, MLX keeps these on the host, but moves any other
 # array that the host reads to managed memory, whose pages then migrate.
 HOST_COPY = {"cuda"}
-UNKNOWN_RULE = Reason("no kernel knows the router's rule: a softmax with groups or a correction bias")
 TABLE = Kernel("topk_table", "logits table tokens scale", "ids weights")
 # The functions of logits, by the names of `Router.score`; kernels number them in this order.
 SCORES: dict[str, Any] = {
@@ -79,7 +78,8 @@ def route(
         return chosen, _scaled(weights, chosen, scales)
     logits = logits[:, : rule.experts]
     scores = SCORES[rule.score](logits)
-    choice = scores if bias is None else scores + (view(bias) if isinstance(logits, np.ndarray) else bias)
+    choice = logits if rule.biases_logits else scores
+    choice = choice if bias is None else plus(choice, bias)
     ids = top_k(_of_kept_groups(choice, rule), rule.top_k)
     return ids, _scaled(_weights(pick(scores, ids), rule), ids, scales)
 
@@ -119,7 +119,7 @@ def _weights(weights: Array, rule: Router) -> Array:
     """The weights of the chosen experts, from their scores."""
     if rule.normalise:
         total = weights.sum(axis=-1, keepdims=True)
-        weights = weights / (total if rule.score == "softmax" else total + 1e-20)
+        weights = weights / (total if rule.score == "softmax" else total + rule.eps)
     return weights if rule.scale == 1.0 else weights * rule.scale
 
 
@@ -162,7 +162,7 @@ def route_with_host_copy(
     be faster.
     """
     target = backend.name()
-    if target not in HOST_COPY or len(logits) > 1 or not is_known(rule) or not isinstance(logits, mx.array):
+    if target not in HOST_COPY or len(logits) > 1 or not isinstance(logits, mx.array):
         chosen = route(logits, rule, bias, scales)
         return chosen[0], chosen[1], []
     launch = plan(target, logits.shape, rule, bias is not None, copies=True)
@@ -182,12 +182,11 @@ def beside(choice: Choice) -> tuple[Input, Input]:
     return choice.logits if choice.bias is None else choice.bias, scale
 
 
-def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, int]:
+def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, float]:
     """Constants of the text, for logits of `columns` columns."""
-    template = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule)}
-    template |= {"BIAS": int(has_bias), "GROUPS": rule.groups, "KEPT": rule.kept_groups, "NORM": int(rule.normalise)}
-    template["SCALED"] = int(rule.expert_scales)
-    return template
+    template: dict[str, float] = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule)}
+    template |= {"BIAS": has_bias * (1 + rule.biases_logits), "GROUPS": rule.groups, "KEPT": rule.kept_groups}
+    return template | {"NORM": int(rule.normalise), "SCALED": int(rule.expert_scales), "EPS": rule.eps}
 
 
 def score_number(rule: Router) -> int:
@@ -208,7 +207,8 @@ def table_refusal(target: str, rule: Router) -> Reason | None:
 @lru_cache(512)
 def plan_table(target: str, shape: Shape, rule: Router) -> Launch:
     tokens, columns = shape
-    template = {"STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule), "NORM": int(rule.normalise)}
+    template: dict[str, float] = {"STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule)}
+    template |= {"NORM": int(rule.normalise), "EPS": rule.eps}
     chosen: Shape = (tokens, rule.top_k)
     return Launch(target, TABLE, template, (1, tokens), 32, [(chosen, mx.uint32), (chosen, mx.float32)])
 
@@ -216,9 +216,7 @@ def plan_table(target: str, shape: Shape, rule: Router) -> Launch:
 @planned("route")
 def refusal(target: str, rule: Router) -> Reason | None:
     """Why no kernel chooses by the rule."""
-    if target == "ops":
-        return NO_KERNELS
-    return None if is_known(rule) else UNKNOWN_RULE
+    return NO_KERNELS if target == "ops" else None
 
 
 @planned("route")
@@ -226,12 +224,9 @@ def native_refusal(rule: Router) -> Reason | None:
     """Why the native kernel does not choose."""
     if rule.score != "softmax":
         return Reason(f"the native choice knows softmax, not {rule.score}")
-    return None if is_known(rule) else Reason("the native choice knows neither groups nor a correction bias")
-
-
-def is_known(rule: Router) -> bool:
-    """Whether the kernels know the rule: they choose by logit where scores are the softmax."""
-    return rule.score != "softmax" or (rule.groups == 1 and not rule.correction_bias)
+    if rule.groups > 1 or rule.correction_bias:
+        return Reason("the native choice knows neither groups nor a correction bias")
+    return None
 
 
 @lru_cache(512)

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -199,6 +199,8 @@ def _plain_source(
     if stored not in tensors:
         raise ModelFileError(f"tensor {stored} is missing")
     tensor = tensors[stored]
+    if tuple(n for n in tensor.shape if n > 1) == shape:  # a vector with axes of length 1 around its own
+        tensor = replace(tensor, shape=shape)
     if name.endswith(TABLE):
         return _table_source(name, shape, tensor)
     if part:

@@ -164,9 +164,14 @@ def keep_layers(body: dict, start: int, count: int) -> None:
         for name, value in part.items():  # layer_types, attn_type_list and similar lists; layers that draft come last
             if isinstance(value, list) and len(value) >= whole:
                 part[name] = value[start:end]
-    for name in ("first_k_dense_replace", "num_dense_layers"):
+    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "moe_layer_end_index"):
         if name in body:
             body[name] = max(body[name] - start, 0)
+    if "mlp_only_layers" in body:
+        body["mlp_only_layers"] = [layer - start for layer in body["mlp_only_layers"] if start <= layer < end]
+    linear = body.get("linear_attn_config", {})  # layers from one on
+    for name in linear.keys() & {"kda_layers", "full_attn_layers"}:
+        linear[name] = [layer - start for layer in linear[name] if start < layer <= end]
     if "num_hash_layers" in body:
         body["num_hash_layers"] = min(body["num_hash_layers"], count - 1)
     if "ple_layer_ids" in body:  # from one on

@@ -20,6 +20,7 @@ any layer, when logits are not of order 1, or when transformers saves other tens
 import argparse
 import functools
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -42,6 +43,7 @@ CLASSES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "bailing_hybrid": "BailingHybridForCausalLM",
 }
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
@@ -49,7 +51,9 @@ OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "
 FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
-LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64}
+LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
+# What routers with a correction bias add it to, if not to sigmoids.
+SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
 
 
@@ -183,6 +187,7 @@ class Margins:
             stem, _, last = name.rpartition(".")
             if last in ("gate", "router"):
                 owner = module if hasattr(module, "e_score_correction_bias") else model.get_submodule(stem)
+                owner = getattr(owner, "moe_statics", owner)  # of ERNIE
                 bias = getattr(owner, "e_score_correction_bias", getattr(owner, "expert_bias", None))
                 self.hooks.append(module.register_forward_hook(functools.partial(self.look, bias)))
 
@@ -190,7 +195,7 @@ class Margins:
         logits = output[0].double()
         if hasattr(module, "tid2eid"):
             return  # a layer that chooses nothing
-        score = getattr(module, "score_fn", torch.sigmoid)
+        score = getattr(module, "score_fn", SCORES.get(type(module).__name__, torch.sigmoid))
         if hasattr(module, "per_expert_scale"):
             scores = logits  # these are already probabilities
         else:
@@ -282,6 +287,19 @@ def as_published(name):
     return name.replace("hc_head.hc_", "hc_head_")
 
 
+def of_ling(shapes):
+    """Returns {name: shape} with the publisher's name of the delta rule's last matrix, which transformers names like
+    that of the layers with attention."""
+    linear = tuple(name.removesuffix("A_log") for name in shapes if name.endswith("A_log"))
+    return {n.replace(".dense.", ".o_proj.") if n.startswith(linear) else n: shape for n, shape in shapes.items()}
+
+
+def of_kimi_linear(shapes):
+    """Returns {name: shape} with the publisher's names of dense layers, which transformers names like experts."""
+    part = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
+    return {part.sub(r".mlp.\1_proj.", name): shape for name, shape in shapes.items()}
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
@@ -299,6 +317,7 @@ def store_kin(family):
             (store / "integers.json").write_text(json.dumps(integers, indent=1) + "\n")
     if family == "deepseek_v4":  # transformers writes a mixture of names
         shapes = {as_published(n): shape for n, shape in shapes.items()}
+    shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear}.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (
         shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"

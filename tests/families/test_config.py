@@ -73,6 +73,18 @@ SIZES = {
     "step-3.5-flash-196b": (8847360, 2548039680, 42, 99.67),
     "laguna-xs-2.1-33b": (1769472, 452984832, 39, 16.45),
     "solar-open-100b": (8847360, 1132462080, 48, 50.62),
+    "olmoe-1b-7b": (3538944, 226492416, 16, 3.38),
+    "qwen1.5-moe-a2.7b": (4866048, 291962880, 24, 6.53),
+    "mixtral-8x7b": (99090432, 792723456, 32, 23.62),
+    "mixtral-8x22b": (169869312, 1358954496, 56, 70.88),
+    "ernie-4.5-21b-a3b": (6635520, 424673280, 27, 10.68),
+    "trinity-mini-26b-a3b": (3538944, 452984832, 30, 12.66),
+    "trinity-large-400b-a13b": (15925248, 4076863488, 54, 205.03),
+    "flint-40b-a2.5b": (1769472, 452984832, 47, 19.83),
+    "ling-3-tiny-8b-a1b": (1327104, 169869312, 23, 3.64),
+    "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
+    "kimi-linear-48b-a3b": (3981312, 1019215872, 26, 24.68),
+    "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
 
@@ -345,8 +357,15 @@ def test_defaults_of_lfm2_are_those_of_transformers():
     names += ("conv_bias", "routed_scaling_factor", "use_expert_bias")
     config = config_of("lfm2-8b-a1b")
     assert ModelArgs.from_dict({n: v for n, v in config.items() if n not in names}) == ModelArgs.from_dict(config)
+    assert ModelArgs.from_dict(config).experts.router.eps == 1e-6
     for name in ("tie_embedding", "tie_word_embeddings"):
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
+
+
+def test_ling_2_is_refused_by_name():
+    config = {n: v for n, v in goldens.config("bailing_hybrid").items() if "kda" not in n}
+    with pytest.raises(ConfigError, match="'kda_safe_gate' is missing; of 'bailing_hybrid' only Ling 3"):
+        ModelArgs.from_dict(config)
 
 
 @pytest.mark.parametrize("most", ["Infinity", {"__float__": "Infinity"}])
@@ -389,6 +408,10 @@ def small(config):
     for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
+    linear = body.get("linear_attn_config", {})
+    linear |= {name: [i for i in layers if i < 5] for name, layers in linear.items() if name.endswith("_layers")}
+    if body.get("num_dense_layers"):
+        body["num_dense_layers"] = 1
     if "hybrid_override_pattern" in body:
         body["hybrid_override_pattern"] = body["hybrid_override_pattern"][:4]
     sparse = body.get("sparse_attention_config", {})

@@ -16,6 +16,7 @@ from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.model.residual import OneStream
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
+from moeflux_mlx.ops.rope import Rope
 
 TOLERANCE = 2e-4  # maximal absolute error of logits with standard deviation 1, float32
 
@@ -142,6 +143,31 @@ IGNORED = [
     ("nemotron_h", {"layer_norm_epsilon": 1e-5}),
     ("nemotron_h", {"routed_scaling_factor": 1.0}),
     ("nemotron_h_latent", {"norm_topk_prob": False}),
+    ("bailing_hybrid", {"kda_lower_bound": -5.0}),
+    ("bailing_hybrid", {"topk_group": 1}),
+    ("bailing_hybrid", {"norm_topk_prob": False}),
+    ("bailing_hybrid", {"rope_theta": 1e4}),
+    ("kimi_linear", {"rms_norm_eps": None}),
+    ("kimi_linear", {"moe_renormalize": False}),
+    ("kimi_linear", {"routed_scaling_factor": 1.0}),
+    ("olmoe", {"norm_topk_prob": True}),
+    ("olmoe", {"rms_norm_eps": None}),
+    ("qwen2_moe", {"norm_topk_prob": True}),
+    ("qwen2_moe", {"rope_theta": 1e4}),
+    ("mixtral", {"sliding_window": None}),
+    ("mixtral", {"sliding_window": 8}),
+    ("ernie4_5_moe", {"rope_theta": 1e4}),
+    ("afmoe", {"mup_enabled": False}),
+    ("afmoe", {"route_norm": False}),
+    ("afmoe", {"route_scale": 1.0}),
+    ("afmoe", {"sliding_window": 8}),
+    ("afmoe", {"layer_types": None, "global_attn_every_n_layers": 4}),
+    ("flint", {"sliding_window": 8}),
+    ("flint", {"norm_topk_prob": False}),
+    ("flint", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2}),
+    ("kolibri1", {"sliding_window": 10}),
+    ("kolibri1", {"norm_topk_prob": True}),
+    ("kolibri1", {"layer_types": ["sliding_attention"] * 5}),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -171,7 +197,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe",)
+BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -184,7 +210,7 @@ def test_a_correction_bias_that_is_left_out(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["glm4_moe_air", "glm4v_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe_air", "glm4v_moe", "qwen2_moe"])
 def test_a_bias_that_is_left_out(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for layer in model.layers:
@@ -258,7 +284,7 @@ def test_mistakes_in_the_short_convolution(mistake):
     assert error(model, "lfm2_moe") > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "flint"])
 @pytest.mark.parametrize("factor", [0, -1])
 def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -270,11 +296,11 @@ def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["laguna", "step3p5"])
-def test_gates_of_heads_that_are_left_out(family):
+@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid"])
+def test_gates_that_are_left_out(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        layer.self_attn.mixer = replace(layer.self_attn.mixer, gate=None)
+    for attention in (layer.self_attn for layer in model.layers if layer.self_attn.mixer.attention):
+        attention.mixer = replace(attention.mixer, gate=None)
     assert error(model, family) > 10 * TOLERANCE
 
 
@@ -333,11 +359,12 @@ def test_a_part_of_gemma_4_that_is_left_out(mistake):
     assert error(model, "gemma4") > 10 * TOLERANCE
 
 
-def test_norms_over_all_heads_instead_of_each_head():
-    model = load_model(tiny_directory("minimax_m2", "hub"), dtype=mx.float32)
+@pytest.mark.parametrize("family", ["minimax_m2", "olmoe"])
+def test_norms_over_all_heads_instead_of_each_head(family):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers):
         attention.q_norm, attention.k_norm = by_head(attention.q_norm), by_head(attention.k_norm)
-    assert error(model, "minimax_m2") > 10 * TOLERANCE
+    assert error(model, family) > 10 * TOLERANCE
 
 
 def by_head(norm, width=32):
@@ -349,7 +376,7 @@ def by_head(norm, width=32):
     return normed
 
 
-@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("glm5_next", 1e-6)])
+@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("glm5_next", 1e-6)])
 def test_norms_of_latents_with_another_eps(family, eps):
     """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -375,6 +402,58 @@ def test_a_temperature_of_only_the_rotated_part(monkeypatch, chunk):
 
 # ---- mlx-lm, which reads the same checkpoints
 
+RULES = {
+    "a bias of logits that is added to scores": ("kolibri1", {"biases_logits": False}),
+    "a bias of scores that is added to logits": ("ernie4_5_moe", {"biases_logits": True}),
+    "sigmoids instead of a softmax": ("ernie4_5_moe", {"score": "sigmoid"}),
+    "a softmax instead of sigmoids": ("flint", {"score": "softmax"}),
+}
+
+
+@pytest.mark.parametrize("mistake", RULES)
+def test_mistakes_in_a_router(mistake):
+    family, change = RULES[mistake]
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    for mlp in (model.layers[layer].mlp for layer in model.args.moe_layers):
+        mlp.rule = replace(mlp.rule, **change)
+    assert error(model, family) > 10 * TOLERANCE
+
+
+ROPES = {
+    "ernie4_5_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
+}
+
+
+@pytest.mark.parametrize("family", ROPES)
+def test_pairs_of_a_rotation_that_are_not_the_familys(family):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    for attention in (layer.self_attn for layer in model.layers):
+        attention.rope = Rope(ROPES[family][1](attention.mixer.rotation))
+        attention.arrange()
+    assert error(model, family) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1"])
+def test_a_rotation_in_layers_without_a_window(family):
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    turned = next(layer.self_attn.rope for layer in model.layers if layer.self_attn.rope)
+    for attention in (layer.self_attn for layer in model.layers):
+        attention.rope = turned
+        attention.arrange()
+    assert error(model, family) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["afmoe", "kolibri1"])
+def test_norms_around_a_part_that_are_exchanged(family):
+    """The norm before the experts and that behind attention have confusing names in these families."""
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        before, behind = layer.post_attention_layernorm, layer.mixer_output.norm
+        before.weight, behind.weight = behind.weight, before.weight
+    assert error(model, family) > 10 * TOLERANCE
+
+
 AGREED = (
     "kimi_k2",
     "moonlight",
@@ -386,13 +465,18 @@ AGREED = (
     "exaone_moe",
     "minimax_m3_vl",
     "gemma4",
+    "olmoe",
+    "qwen2_moe",
+    "afmoe",
+    "bailing_hybrid",
 )
 
 
-@pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna"])
+@pytest.mark.parametrize("family", [*AGREED, "glm4_moe_lite", "mimo_v2_flash", "laguna", "ernie4_5_moe", "kimi_linear"])
 def test_where_mlx_lm_differs_from_hugging_face(tmp_path, family):
-    """mlx-lm norms GLM-4.7-Flash's latents with `rms_norm_eps`; transformers uses 1e-6, and so do we. mlx-lm sees one
-    position less in MiMo's windows, and leaves out Laguna's `attention_factor`."""
+    """mlx-lm norms GLM-4.7-Flash's and Kimi Linear's latents with `rms_norm_eps`; transformers uses 1e-6, and so do we.
+    mlx-lm sees one position less in MiMo's windows, and leaves out Laguna's `attention_factor` and ERNIE's correction
+    bias."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     weights = {name: ("F32", w.astype(np.float32)) for name, w in goldens.dequantised(family).items()}
     goldens.write_safetensors(tmp_path / "model.safetensors", weights)

@@ -37,6 +37,7 @@ CASES = {
     "window": replace(PLAIN, window=3),
     "window of one": replace(PLAIN, window=1, sinks=True),
     "a window that the text ends in": replace(PLAIN, window=7),
+    "sigmoid of each value": replace(PLAIN, gate="sigmoid", value_dim=16),
     "sigmoid of each head": replace(PLAIN, gate="sigmoid head"),
     "softplus of each head": replace(PLAIN, gate="softplus head"),
     "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
@@ -108,9 +109,9 @@ def wanted(layer, part, norm, x):
     out = np.einsum("hqk,khd->qhd", weights / total, v)
     if part.gate == "joined":
         out = out / (1 + np.exp(-gate))
-    if part.gate in ("sigmoid head", "softplus head"):
-        gate = projected(layer.g_proj, h)[..., None]
-        out = out * (1 / (1 + np.exp(-gate)) if part.gate == "sigmoid head" else np.log1p(np.exp(gate)))
+    if part.gate not in (None, "joined"):
+        gate = projected(layer.g_proj, h).reshape(L, part.heads, -1)
+        out = out * (np.log1p(np.exp(gate)) if part.gate == "softplus head" else 1 / (1 + np.exp(-gate)))
     return x + projected(layer.o_proj, out.reshape(L, -1))
 
 
@@ -150,7 +151,13 @@ def test_values_that_a_kernel_norms_otherwise(monkeypatch):
 
 DIFFERENT = [{"norm": "flat"}, {"norm": None}, {"rotation": None}, {"bias": True}, {"sinks": True}, {"window": 4}]
 DIFFERENT += [{"value_is_key": True}, {"value_norm": True}, {"rotation": replace(PLAIN.rotation, pairs=1)}]
-DIFFERENT += [{"gate": "sigmoid head"}, {"gate": "softplus head"}, {"value_scale": 0.7}, {"scale": 0.1}]
+DIFFERENT += [
+    {"gate": "sigmoid"},
+    {"gate": "sigmoid head"},
+    {"gate": "softplus head"},
+    {"value_scale": 0.7},
+    {"scale": 0.1},
+]
 
 
 @pytest.mark.parametrize("switch", DIFFERENT)

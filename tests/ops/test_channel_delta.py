@@ -37,12 +37,20 @@ def in_chunks(*given):
     return channel_delta(*map(mx.array, given))
 
 
+def in_chunks_without_a_bound(*given):
+    return channel_delta(*map(mx.array, given), is_bounded=False)
+
+
 def natively(q, k, v, decays, beta, state):
     texts = [native.gated_delta(*text) for text in zip(state, q, k, v, np.exp(decays), beta, strict=True)]
     return map(np.stack, zip(*texts, strict=True))
 
 
-FORMS = [in_chunks, pytest.param(natively, marks=pytest.mark.skipif(not native.available(), reason="no extension"))]
+FORMS = [
+    in_chunks,
+    in_chunks_without_a_bound,
+    pytest.param(natively, marks=pytest.mark.skipif(not native.available(), reason="no extension")),
+]
 lengths = st.integers(1, 3 * CHUNK + 2)
 
 
@@ -61,6 +69,12 @@ def test_every_channel_decays_as_fast_as_it_can(length):
     given = drawn(1, length, LEAST_FLOOR, False)
     given[3][:] = LEAST_FLOOR
     for one, wanted in zip(in_chunks(*given), steps(*given), strict=True):
+        np.testing.assert_allclose(np.array(one), wanted, atol=3e-5)
+
+
+def test_decays_without_a_bound():
+    given = drawn(3, CHUNK + 5, -200.0, False)
+    for one, wanted in zip(in_chunks_without_a_bound(*given), steps(*given), strict=True):
         np.testing.assert_allclose(np.array(one), wanted, atol=3e-5)
 
 

@@ -72,11 +72,11 @@ def delta_case(rng, T, heads, key_heads, v_dim, k_dim, dtype):
     )
 
 
-def channels_case(rng, T, heads, v_dim, k_dim, dtype=mx.float32):
+def channels_case(rng, T, heads, v_dim, k_dim, dtype=mx.float32, rule=RULE):
     """Returns the same where each channel of a key has its own decay."""
     qkv, _, b, A_log, _, state, _ = delta_case(rng, T, heads, heads, v_dim, k_dim, dtype)
     a, dt_bias = random(rng, T, heads * k_dim, dtype=dtype, scale=2), random(rng, heads * k_dim)
-    return qkv, a, b, A_log, dt_bias, state, heads, RULE
+    return qkv, a, b, A_log, dt_bias, state, heads, rule
 
 
 def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads, rule=None):
@@ -88,19 +88,23 @@ def delta_oracle(qkv, a, b, A_log, dt_bias, state, key_heads, rule=None):
     q = q / np.sqrt((q**2).sum(-1, keepdims=True) + 1e-6) * k_dim**-0.5
     k = k / np.sqrt((k**2).sum(-1, keepdims=True) + 1e-6)
     q, k = (np.repeat(one, heads // key_heads, axis=1) for one in (q, k))
-    decay = np.exp(-np.exp(wide(A_log)) * np.logaddexp(wide(a) + wide(dt_bias), 0)) if rule is None else None
+    rates, logits = np.exp(wide(A_log)), wide(a) + wide(dt_bias)
     if rule is not None:
-        logits = np.exp(wide(A_log))[:, None] * (wide(a) + wide(dt_bias)).reshape(T, heads, k_dim)
-        decay = np.exp(rule.floor / (1 + np.exp(-logits)))
+        rates, logits = rates[:, None], logits.reshape(T, heads, k_dim)
+    if rule is None or rule.floor is None:
+        decay = np.exp(-rates * np.logaddexp(logits, 0))
+    else:
+        decay = np.exp(rule.floor / (1 + np.exp(-rates * logits)))
     beta = 1 / (1 + np.exp(-wide(b)))
     return oracle.gated_delta_recurrence(q, k, v, decay, beta, wide(state))
 
 
 @pytest.mark.parametrize("steps, T", [("gated_delta", 3), ("gated_delta_tokens", 11)])
 @pytest.mark.parametrize("dtype", [mx.float32, pytest.param(mx.bfloat16, marks=pytest.mark.full)])
-def test_channels_that_decay_by_themselves(host, steps, T, dtype):
+@pytest.mark.parametrize("rule", [RULE, ChannelDecay(None, None)])
+def test_channels_that_decay_by_themselves(host, steps, T, dtype, rule):
     """Many tokens are computed in blocks, and the last block is not full."""
-    case = channels_case(np.random.default_rng(T), T, 2, 20, 64, dtype)
+    case = channels_case(np.random.default_rng(T), T, 2, 20, 64, dtype, rule)
     out, following = getattr(delta, steps)(*case)
     want, state = delta_oracle(*case)
     assert error(out, want) < LIMITS[dtype] and error(following, state) < 2e-5

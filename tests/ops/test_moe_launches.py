@@ -190,6 +190,56 @@ def test_a_fault_in_roots_of_softplus_is_caught(host, monkeypatch, file, old, ne
         check_roots("table" in file)
 
 
+CHOICES = {
+    "a softmax with a bias": Router(40, 6, correction_bias=True),
+    "groups of a softmax": Router(40, 6, groups=5, kept_groups=2),
+    "logits with a bias": Router(40, 6, "sigmoid", True, normalise=False, biases_logits=True),
+    "an eps of the sum": Router(40, 6, "sigmoid", True, eps=0.5),
+}
+
+
+def check_choice(name, kind):
+    """Compares a choice and its weights with their definition in float64."""
+    rule, rng = CHOICES[name], np.random.default_rng(8)
+    logits, bias = np.float32(rng.normal(0, 2, (3, 40))), np.float32(rng.normal(0, 0.3, 40))
+    exponentials = np.exp(logits.astype(np.float64))
+    scores = exponentials / (exponentials.sum(-1, keepdims=True) if rule.score == "softmax" else 1 + exponentials)
+    choice = (logits if rule.biases_logits else scores) + (bias if rule.correction_bias else 0)
+    grouped = choice.reshape(3, rule.groups, -1)
+    best_two = np.sort(grouped, -1)[..., -2:].sum(-1)
+    dropped = best_two < np.sort(best_two, -1)[:, -rule.kept_groups, None]
+    want = np.argsort(-np.where(dropped[..., None], -np.inf, grouped).reshape(choice.shape), -1)[:, :6]
+    weights = np.take_along_axis(scores, want, 1)
+    if rule.normalise:
+        weights /= weights.sum(-1, keepdims=True) + (rule.eps if rule.score != "softmax" else 0)
+    found = route(kind(logits), rule, mx.array(bias) if rule.correction_bias else None)
+    assert np.array_equal(np.array(found[0]), want)
+    np.testing.assert_allclose(np.array(found[1]), weights, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("kind", [mx.array, np.array])
+def test_what_experts_are_chosen_by(host, name, kind):
+    assert not routes.refusal(backend.name(), CHOICES[name])
+    check_choice(name, kind)
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("a softmax with a bias", "!SCORE && !BIAS", "!SCORE"),
+        ("groups of a softmax", "&& KEPT == GROUPS;", ";"),
+        ("logits with a bias", "BIAS == 2 ? v", "BIAS == 3 ? v"),
+        ("an eps of the sum", "kept + eps", "kept"),
+    ],
+)
+def test_a_fault_in_a_choice_is_caught(host, monkeypatch, name, old, new):
+    msl.plant(monkeypatch, "topk.h.metal", old, new)
+    with pytest.raises((AssertionError, msl.Failure)):
+        check_choice(name, mx.array)
+
+
 @pytest.mark.parametrize("rule", [Router(512, 10), Router(16, 5), SIGMOID])
 def test_the_host_copy_of_one_token_is_its_choice(host, monkeypatch, rule):
     monkeypatch.setattr(routes, "HOST_COPY", {backend.name()})

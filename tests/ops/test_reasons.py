@@ -94,7 +94,6 @@ def down(slots):
         (ngrams.refusal("cuda", 2), "several tokens"),
         (route.table_refusal("metal", Router(16, 4, table=9)), "does not know a softmax"),
         (route.table_refusal("metal", Router(64, 33, "sigmoid", table=9)), "33 experts, more than 32"),
-        (route.refusal("metal", GROUPED), "the router's rule"),
         (route.refusal("ops", RULE), NO_KERNELS),
         (logits("metal", MAX_TOKENS + 1, 256), f"more than {MAX_TOKENS} rows"),
         (logits("metal", 1, 96), "96 columns are not a multiple of 64"),

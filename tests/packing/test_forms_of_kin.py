@@ -123,9 +123,14 @@ def test_what_mlx_vlm_joins_of_glm5_next(tmp_path):
     assert np.array_equal(logits(path, family), wanted) and np.array_equal(logits(packed(path), family), wanted)
 
 
-@pytest.mark.parametrize("family", ["kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe"])
+OF_MLX_LM = ("kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
+OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid")
+
+
+@pytest.mark.parametrize("family", OF_MLX_LM)
 def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
-    """The overrides name modules as mlx-lm's own model does. MiniMax's routers have 8 bits, Mistral's 4."""
+    """The overrides name modules as mlx-lm's own model does. MiniMax's routers have 8 bits,
+    Mistral's, OLMoE's and Qwen2-MoE's 4."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
     model, config = utils.load_model(tiny_checkpoint(family, tmp_path / "floats"), lazy=True)
     model, config = utils.quantize_model(model, config, 64, 4)
@@ -137,6 +142,15 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
     found = logits(tmp_path / "source", family)
     assert np.abs(found - wanted).max() < TOLERANCE
     assert np.array_equal(logits(packed(tmp_path / "source"), family), found)
+
+
+def test_a_correction_bias_that_mlx_lm_leaves_out(tmp_path):
+    """Without it ERNIE would choose other experts."""
+    family = "ernie4_5_moe"
+    tensors = {n: one for n, one in goldens.mlx_tensors(family).items() if not n.endswith("correction_bias")}
+    path = write(tmp_path / "source", goldens.variant_config(family, "mlx4"), tensors)
+    with pytest.raises(ModelFileError, match=r"model.layers.1.mlp.e_score_correction_bias is missing"):
+        load_model(path, dtype=mx.float32)
 
 
 def tiny_checkpoint(family, path):
@@ -162,7 +176,9 @@ def test_overrides_name_modules_like_their_writer(family, theirs, ours):
     assert form.of(ours) == Quant(8, 64) and form.of(f"{ours}_other") == Quant(4, 64)
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "kimi_k2", "glm4_moe", pytest.param("glm5_next", marks=marks(False))])
+@pytest.mark.parametrize(
+    "family", ["minimax_m2", "kimi_k2", "glm4_moe", "kolibri1", pytest.param("glm5_next", marks=marks(False))]
+)
 def test_block_fp8_gives_the_bits_of_its_values(tmp_path, family):
     coded = goldens.fp8_tensors(family)
     config = goldens.variant_config(family, "fp8")

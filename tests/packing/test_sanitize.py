@@ -44,6 +44,7 @@ def next_args(**change):
         ("model.language_model.layers.4.enorm.weight", None),
         ("mtp.layers.0.mlp.gate.weight", None),
         ("language_model.mtp.fc.weight", None),
+        ("model.mtp_block.0.mlp.gate.weight", None),
         ("model.visual.blocks.0.attn.qkv.weight", None),
         ("vision_tower.blocks.0.attn.qkv.weight", None),
         ("model.vision_tower.encoder.layers.0.mlp.down_proj.linear.weight", None),

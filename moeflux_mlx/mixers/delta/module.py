@@ -59,7 +59,7 @@ class GatedDeltaNet(MixerModule):
 
 class KimiDelta(MixerModule):
     """The delta rule with a decay for each channel: q, k and v have projections and convolutions of their own, decays
-    and gates two matrices each."""
+    and gates two matrices of a low rank each, or one."""
 
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
         super().__init__()
@@ -69,8 +69,12 @@ class KimiDelta(MixerModule):
             setattr(self, f"{name}_proj", Linear(hidden_size, width))
             setattr(self, f"{name}_conv1d", Convolution(width, mixer.taps))
         self.b_proj = Linear(hidden_size, mixer.value_heads)
-        self.f_a_proj, self.f_b_proj = Linear(hidden_size, rank), Linear(rank, mixer.key_width)
-        self.g_a_proj, self.g_b_proj = Linear(hidden_size, rank), Linear(rank, mixer.value_width)
+        for name, width in (("f", mixer.key_width), ("g", mixer.value_width)):
+            if rank is None:
+                setattr(self, f"{name}_proj", Linear(hidden_size, width))
+            else:
+                setattr(self, f"{name}_a_proj", Linear(hidden_size, rank))
+                setattr(self, f"{name}_b_proj", Linear(rank, width))
         self.A_log = mx.zeros((mixer.value_heads,))
         self.dt_bias = mx.zeros((mixer.key_width,))
         self.o_norm = RMSNorm(mixer.value_dim, eps)
@@ -81,10 +85,10 @@ class KimiDelta(MixerModule):
         """Joins the layers that read x, those that read the low ranks, and the convolutions; called again once all have
         their tensors.
         """
-        inputs = self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.f_a_proj, self.g_a_proj
-        self._inputs = Stack(*inputs)
+        decays, gates = ("f_a_proj", "g_a_proj") if "f_a_proj" in self else ("f_proj", "g_proj")
+        self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj, self.b_proj, self[decays], self[gates])
         self.o_proj.pack()
-        self._raised = Stack(self.f_b_proj, self.g_b_proj)
+        self._raised = Stack(self.f_b_proj, self.g_b_proj) if "f_b_proj" in self else None
         self._taps = mx.concatenate([one.weight for one in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
         self._weights = packed(self.A_log, self.dt_bias, self._taps, self.o_norm.weight)
 
@@ -92,6 +96,8 @@ class KimiDelta(MixerModule):
         joined, (q, k, v, b, low, gate) = self._inputs(x, norm)
         library = library_of(x)
         qkv = library.concatenate([q, k, v], axis=-1) if joined is None else joined[..., : self.mixer.channels]
+        if self._raised is None:
+            return [qkv, gate, b, low]
         raised, widths = self._raised.stacked, (self.mixer.key_width, self.mixer.value_width)
         if joined is None or raised is None or widths[0] != widths[1]:
             return [qkv, self.g_b_proj(gate), b, self.f_b_proj(low)]

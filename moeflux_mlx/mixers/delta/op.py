@@ -143,7 +143,9 @@ def _delta_ops(
         q, k, v = _heads(float32(qkv), sizes)
         decays = log_decays(a, w.A_log, w.dt_bias, sizes.channel_decay)
         beta = mx.sigmoid(float32(b))
-        made, recurrent = channel_delta(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, decays, beta, recurrent)
+        is_bounded = sizes.channel_decay.floor is not None
+        q, k = _unit(q) * sizes.key_dim**-0.5, _unit(k)
+        made, recurrent = channel_delta(q, k, v, decays, beta, recurrent, is_bounded)
         out = made.astype(qkv.dtype)
     state.absorb(conv, recurrent, L)
     z = z.reshape(B, L, sizes.value_heads, sizes.value_dim).astype(mx.float32)
@@ -337,7 +339,7 @@ def plan_conv(target: str, x: Shape, dtype: mx.Dtype, weight: Shape, weight_dtyp
 
 def _decay(rule: ChannelDecay | None) -> dict[str, int | float]:
     """How the state decays, as constants of the texts."""
-    return {"EACH": int(rule is not None), "FLOOR": 0.0 if rule is None else rule.floor}
+    return {"EACH": int(rule is not None), "FLOOR": 0.0 if rule is None or rule.floor is None else rule.floor}
 
 
 def gated_delta(

@@ -14,12 +14,13 @@ DELTA_SHARE = 0.25  # share of a GPU's rate that the delta rule's sequential ste
 
 @dataclass(frozen=True)
 class ChannelDecay:
-    """A decay for each value of a key: exp(floor * sigmoid(exp(A_log) * (a + dt_bias))), where `floor` is the least
-    logarithm, from LEAST_FLOOR on (Kimi Delta Attention, arXiv:2510.26692, with the bounded gate of transformers'
-    `Glm5NextTextForgetGate`). The projections from the hidden state to decays and gates have rank `rank`."""
+    """A decay for each value of a key (Kimi Delta Attention, arXiv:2510.26692): exp(-exp(A_log) * softplus(a +
+    dt_bias)), or with a `floor`, the least logarithm, from LEAST_FLOOR on, exp(floor * sigmoid(exp(A_log) * (a +
+    dt_bias))) (transformers, `Glm5NextTextForgetGate`). The projections from the hidden state to decays and gates have
+    rank `rank`; None: each is one matrix."""
 
-    floor: float
-    rank: int
+    floor: float | None
+    rank: int | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class Delta(Mixer):
             self.ngrams.check()
         if self.value_heads % self.key_heads:
             raise not_multiple("linear_num_value_heads", self.value_heads, "linear_num_key_heads", self.key_heads)
-        if self.channel_decay is not None:
-            check_width("linear_num_heads * linear_head_dim", self.channel_decay.rank * self.key_heads)
+        check_width("linear_num_heads * linear_head_dim", self.key_width)
         check_width("linear attention", self.channels)
         check_width("linear attention's convolution", self.channels * self.taps)
 
@@ -98,8 +98,8 @@ class Delta(Mixer):
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
         grams = (self.ngrams.width,) if self.ngrams else ()
-        low = (self.channel_decay.rank,) if self.channel_decay else ()
-        return (self.key_dim, self.value_dim, self.channels, *grams, *low)
+        rank = self.channel_decay.rank if self.channel_decay else None
+        return (self.key_dim, self.value_dim, self.channels, *grams, *(() if rank is None else (rank,)))
 
     def temporaries(self, tokens: int, positions: int) -> int:
         """Values that exist at once: the projections, the convolution's results, queries and keys in float32; or those

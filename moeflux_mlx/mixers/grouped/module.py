@@ -12,7 +12,7 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation
 from ...layers import Linear, MixerModule, RMSNorm, Stack, packed
 from ...ops.backend import Array
-from ...ops.elementwise import HEAD_GATES, gated_heads, split
+from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, takes_step
 from ...ops.norm import rms_norm
@@ -90,8 +90,8 @@ class Attention(MixerModule):
         if not mixer.value_is_key:
             self.v_proj = Linear(hidden_size, mixer.kv_heads * mixer.value_width, mixer.bias)
         self.o_proj = Linear(mixer.heads * mixer.value_width, hidden_size, mixer.output_bias)
-        if mixer.gate in HEAD_GATES:
-            self.g_proj = Linear(hidden_size, mixer.heads)
+        if mixer.gate in GATES:
+            self.g_proj = Linear(hidden_size, mixer.gates)
         if mixer.sinks:
             self.sinks = mx.zeros((mixer.heads,))
         if mixer.norm is not None:
@@ -165,8 +165,8 @@ class Attention(MixerModule):
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         if self.mixer.value_scale != 1.0:
             out = out * self.mixer.value_scale
-        if self.mixer.gate in HEAD_GATES:
-            out = gated_heads(out, self._named(parts)[1]["gates"], self.mixer.gate)
+        if self.mixer.gate in GATES:
+            out = gated(out, self._named(parts)[1]["gates"], self.mixer.gate)
         return self.o_proj(out, residual=x)
 
 

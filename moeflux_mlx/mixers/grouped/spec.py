@@ -20,8 +20,9 @@ class GroupedQuery(Mixer):
             [heads * head_dim]), or none.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
-            the head's output. "sigmoid head", "softplus head": one gate per head, from a separate projection
-            (`g_proj`), whose sigmoid or softplus multiplies the head's output.
+            the head's output. "sigmoid": the same with gates from a separate projection (`g_proj`), one per value.
+            "sigmoid head", "softplus head": one gate per head from there, whose sigmoid or softplus multiplies the
+            head's output.
         window: how many of the newest positions a query sees, itself included; None: all.
         sinks: whether each head has a learned logit in the softmax's denominator.
         value_dim: width of a value head; None: head_dim.
@@ -41,7 +42,7 @@ class GroupedQuery(Mixer):
     norm: Literal["head", "flat"] | None = "head"
     bias: bool = False
     output_bias: bool = False
-    gate: Literal["joined", "sigmoid head", "softplus head"] | None = None
+    gate: Literal["joined", "sigmoid", "sigmoid head", "softplus head"] | None = None
     window: int | None = None
     sinks: bool = False
     value_dim: int | None = None
@@ -107,6 +108,13 @@ class GroupedQuery(Mixer):
         return self.value_dim or self.head_dim
 
     @property
+    def gates(self) -> int:
+        """The gates of a token that a separate projection makes."""
+        if self.gate in (None, "joined"):
+            return 0
+        return self.heads * (self.value_width if self.gate == "sigmoid" else 1)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
         flat = (self.heads * self.head_dim, self.kv_heads * self.head_dim) if self.norm == "flat" else ()
@@ -136,8 +144,7 @@ class GroupedQuery(Mixer):
     def columns(self) -> int:
         """Columns of the projections from the hidden state and back to it, without an indexer's."""
         queries = self.head_dim * (1 + (self.gate == "joined")) + self.value_width
-        gates = self.gate not in (None, "joined")
-        return self.heads * (queries + gates) + self.kv_heads * (self.head_dim + self.value_width)
+        return self.heads * queries + self.gates + self.kv_heads * (self.head_dim + self.value_width)
 
     def attended(self, tokens: int) -> float:
         """Those of scores, and of sums weighed by them."""

@@ -14,7 +14,7 @@ from ...kinds import Indexer, KeyBlocks
 from ...layers import Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
 from ...ops.backend import Array, library_of
-from ...ops.elementwise import float32, split
+from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ...ops.matrix import part_of_heads, parts_of
@@ -62,6 +62,8 @@ class MLA(MixerModule):
         else:
             self.kv_b_proj = LatentProjection(self.heads, self.nope, mixer.value, self.latent)
         self.o_proj = Linear(self.heads * mixer.value, hidden_size)
+        if mixer.gate is not None:
+            self.g_proj = Linear(hidden_size, self.heads)
         self.rope = Rope(mixer.rotation) if mixer.rotation else None
         self.scale = softmax_scale(mixer)
 
@@ -76,13 +78,14 @@ class MLA(MixerModule):
 
     def _reading_x(self) -> list[Linear]:
         """The layers that are joined: of queries, of latents, and perhaps others."""
-        return [self.q_proj if "q_proj" in self else self.q_a_proj, self.kv_a_proj_with_mqa]
+        gates = [self.g_proj] if "g_proj" in self else []
+        return [self.q_proj if "q_proj" in self else self.q_a_proj, self.kv_a_proj_with_mqa, *gates]
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
     def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
-        _, (q, kv) = self._inputs.parted(parts)
+        _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
         queries = Queries(self.heads, up, self.query_scale)
@@ -90,6 +93,8 @@ class MLA(MixerModule):
         return attend_latent(q, kv, cache, queries, self._key(), self._value(), **around)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
+        if self.mixer.gate is not None:
+            out = gated(out, self._inputs.parted(parts)[1][2], self.mixer.gate)
         return self.o_proj(out, residual=x)
 
     def _show(self, kv: Array) -> None:
@@ -322,4 +327,5 @@ def make_module(mixer: Latent, hidden_size: int, eps: float, forms: frozenset[st
     checkpoint has the up-projection in two (`MLA`).
     """
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
+    assert kind is MLA or mixer.gate is None, "no family has gates and an indexer"
     return kind(mixer, hidden_size, "embed_q" in forms)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
@@ -28,7 +28,8 @@ class Latent(Mixer):
 
     Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
     there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
-    None: all. `norm_eps`: epsilon of the norms of both latents.
+    None: all. `norm_eps`: epsilon of the norms of both latents. `gate`: a projection (`g_proj`) makes a gate for each
+    head, whose sigmoid multiplies the head's result.
     """
 
     heads: int
@@ -41,6 +42,7 @@ class Latent(Mixer):
     indexer: Indexer | None = None
     blocks: KeyBlocks | None = None
     norm_eps: float = 1e-6
+    gate: Literal["sigmoid head"] | None = None
 
     @property
     def attention(self) -> Attending:
@@ -143,7 +145,8 @@ class Latent(Mixer):
         """Columns of the projections from the hidden state and back to it, without those of the blocks' indexer."""
         queries = self.heads * self.head_dim if self.q_latent is None else self.q_latent
         index = self.indexer.dim + self.indexer.heads if self.indexer else 0
-        return queries + index + self.latent + self.rotated + self.heads * self.value
+        gates = self.heads if self.gate else 0
+        return queries + index + gates + self.latent + self.rotated + self.heads * self.value
 
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent."""

@@ -1,0 +1,40 @@
+"""Arcee's Trinity: rotation only in windows, a gate per value of attention, norms around both parts of a layer."""
+
+from typing import Any
+
+from ..kinds import Residual
+from .fields import (
+    Family,
+    Fields,
+    common,
+    experts,
+    layer_count,
+    layers,
+    one_full_in,
+    rotating_in_windows,
+    shared_expert,
+)
+
+
+def _afmoe(read: Fields) -> dict[str, Any]:
+    for name, wanted in (("score_func", "sigmoid"), ("n_group", 1), ("topk_group", 1)):
+        read.must_equal(name, wanted)
+    factor, normalise = read.number("route_scale", 1.0, least=1e-6, most=1e6), read.optional("route_norm", bool, True)
+    moe = experts(read, shared_expert(read), score="sigmoid", correction_bias=True, normalise=normalise, scale=factor)
+    count, every = layer_count(read), read.count("global_attn_every_n_layers", 4)
+    mixers = rotating_in_windows(read, one_full_in(every, count), gate="sigmoid")
+    sparse = range(read.count("num_dense_layers", 1, least=0, most=count), count)
+    return {
+        **common(read, eps=1e-5),
+        "embedding_scale": read.count("hidden_size") ** 0.5 if read.optional("mup_enabled", bool, False) else 1.0,
+        "layers": layers(read, mixers, moe, sparse, Residual(output_norms=True)),
+    }
+
+
+RENAMES = (
+    *((".self_attn.gate_proj.", ".self_attn.g_proj."), (".mlp.shared_experts.", ".mlp.shared_expert.")),
+    (".post_attention_layernorm.", ".mixer_output.norm."),
+    *((".pre_mlp_layernorm.", ".post_attention_layernorm."), (".post_mlp_layernorm.", ".mlp.output.norm.")),
+    *((".mlp.router.gate.", ".mlp.gate."), (".mlp.expert_bias", ".mlp.e_score_correction_bias")),
+)
+FAMILIES = {"afmoe": Family(_afmoe, renames=RENAMES)}
