@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from .cli.conversion import run
+from .cli.options import add_tokenizer
 from .cli.run import Parser, execute
 from .packing.convert import convert
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
@@ -19,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         "An interrupted conversion is resumed by running the same command again.",
     )
     add = made.add_argument
-    add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, or repo id org/name")
+    add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, GGUF, or repo id org/name")
     add("--mlx-path", required=True, metavar="OUT", help="directory to write")
     add("--q-bits", type=int, choices=AFFINE_BITS, help=f"bits of weights that are stored as floats ({DEFAULT.bits})")
     add(
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help="directories on other drives that share the experts with OUT",
     )
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add_tokenizer(add)
     return made
 
 

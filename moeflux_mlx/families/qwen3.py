@@ -22,6 +22,7 @@ from .fields import (
     layers,
     sparse_layers,
 )
+from .gguf import ATTENTION, EXPERTS, NORM, GgufFamily, Metadata
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -119,3 +120,11 @@ FAMILIES = {
     "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows, head=HEAD),
     "qwen3_5_moe": Family(_qwen3_5_moe, ZERO_CENTRED, head=HEAD),
 }
+
+
+def _gguf_moe(read: Metadata) -> dict[str, Any]:
+    """llama.cpp always normalises the routing weights of this architecture, as all published models do."""
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
+
+
+GGUF = {"qwen3moe": GgufFamily(_gguf_moe, (*ATTENTION, *NORM, *EXPERTS))}

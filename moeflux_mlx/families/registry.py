@@ -1,4 +1,4 @@
-"""Every family that runs, by `model_type`."""
+"""Every family that runs, by `model_type`, and those of GGUF files by llama.cpp's architecture."""
 
 from . import (
     deepseek,
@@ -21,6 +21,7 @@ from . import (
     step,
 )
 from .fields import Family
+from .gguf import GgufFamily
 
 FAMILIES: dict[str, Family] = {
     **qwen3.FAMILIES,
@@ -42,3 +43,5 @@ FAMILIES: dict[str, Family] = {
     **nemotron.FAMILIES,
     **lfm2.FAMILIES,
 }
+
+GGUF: dict[str, GgufFamily] = {**qwen3.GGUF}

@@ -155,7 +155,9 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
 
 
 class _Header:
-    """Reads a header from its beginning on; whatever reaches beyond the file is an error."""
+    """Reads a header from its beginning on; whatever reaches beyond the file is an error. Everything that a count
+    counts takes bytes, so a count that lies ends there too.
+    """
 
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self.path, self.file, self.size, self.at = path, file, size, 0
@@ -174,13 +176,6 @@ class _Header:
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def count(self, least_bytes: int, what: str) -> int:
-        """A number of things of which each takes at least so many bytes."""
-        count: int = self.number("<Q")
-        if count * least_bytes > self.size - self.at:
-            raise self.fault(f"{count} {what} do not fit into its {self.size} bytes")
-        return count
 
     def string(self) -> str:
         start = self.at
@@ -202,10 +197,9 @@ class _Header:
     def _array(self, nested: int) -> list[Any]:
         kind = self.number("<I")
         if kind not in SCALARS:
-            return [self.value(kind, nested + 1) for _ in range(self.count(8, "values"))]
-        form = SCALARS[kind][1:]
-        count = self.count(struct.calcsize(form), "values")
-        return list(struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}"))))
+            return [self.value(kind, nested + 1) for _ in range(self.number("<Q"))]
+        count, form = self.number("<Q"), SCALARS[kind]
+        return list(struct.unpack(f"<{count}{form[1:]}", self.take(count * struct.calcsize(form))))
 
 
 def _read(path: Path) -> GgufFile:
@@ -224,9 +218,9 @@ def _parsed(header: _Header) -> GgufFile:
     if version not in VERSIONS:
         swapped = " (big-endian)" if version & 0xFFFF == 0 else ""
         raise ModelFileError(f"{header.path}: version {version}{swapped} of GGUF is not read; versions 2 and 3 are")
-    tensor_count = header.count(24, "tensors")
+    tensor_count = header.number("<Q")
     metadata: dict[str, Any] = {}
-    for _ in range(header.count(13, "entries of metadata")):
+    for _ in range(header.number("<Q")):
         key, kind = header.string(), header.number("<I")
         if key in metadata:
             raise header.fault(f"the key {key!a} occurs twice")
@@ -276,17 +270,3 @@ def _placed(header: _Header, alignment: int, tensors: Mapping[str, Blocks]) -> d
         end = offset + tensor.nbytes
         placed[tensor.name] = replace(tensor, offset=offset)
     return {name: placed[name] for name in tensors}
-
-
-def typed(metadata: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """The value of a key, or the default.
-
-    Raises:
-        ModelFileError: it has another type.
-    """
-    value = metadata.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or kind is not bool and isinstance(value, bool):
-        raise ModelFileError(f"GGUF metadata {key!a} is {value!r:.60}; expected {kind.__name__}")
-    return value

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError
+from ..errors import ConfigError, ModelFileError, RequestError
 from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, Checkpoint, open_checkpoint
+from ..formats.checkpoint import COPIED, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
 from ..spec import ModelArgs
+from .gguf_folder import described, open_source, tokenizer_folder
 from .layer_files import (
     HeldLayerFile,
     layout_json,
@@ -76,6 +77,7 @@ def convert(
     ranks: int | None = None,
     rank: int | None = None,
     also: Sequence[str | Path] = (),
+    tokenizer: str | Path | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -84,7 +86,7 @@ def convert(
     model and at most two shards.
 
     Args:
-        hf_path: checkpoint directory, or Hugging Face repo id org/name.
+        hf_path: checkpoint directory, GGUF file, or Hugging Face repo id org/name.
         mlx_path: the directory to write.
         q_bits: bits of linear layers and routed experts that come as floats: 1 to 6 or 8; None: the mode's own number,
             or 4.
@@ -101,6 +103,8 @@ def convert(
         ranks, rank: write only the experts that rank `rank` of `ranks` owns; the places of the others stay empty.
         also: new or empty directories on other drives. The experts of each layer are distributed over these and
             `mlx_path`, so that all drives are read in parallel.
+        tokenizer: directory or repo id of the tokenizer's files for a GGUF; None: those beside it, or else made from
+            its metadata.
         progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
@@ -113,7 +117,7 @@ def convert(
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
     _check_also(path, folders, share, is_here)
     with reserved(path):  # before reading anything that another conversion could change
-        supply, checkpoint = _open(hf_path, path, revision, delete_source)
+        supply, checkpoint = _open(hf_path, path, revision, delete_source, tokenizer)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders)
         origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
         options = {**wanted.options, **_of_rank(share), **_of_others(folders)}
@@ -217,7 +221,7 @@ def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> Non
 
 
 def _open(
-    hf_path: str | Path, path: Path, revision: str | None, delete_source: bool
+    hf_path: str | Path, path: Path, revision: str | None, delete_source: bool, tokenizer: str | Path | None
 ) -> tuple[Supply | None, Checkpoint]:
     """The checkpoint, and what brings its shards if they come one by one."""
     source = find_supply(hf_path, path, revision, delete_source, _check_config)
@@ -227,7 +231,11 @@ def _open(
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    return None, open_checkpoint(source)
+    if folder := described(source, tokenizer_folder(tokenizer)):
+        return None, open_source(folder)
+    if tokenizer is not None:
+        raise RequestError(f"--tokenizer is for GGUF files, and {source} is none; leave it out")
+    return None, open_source(source)
 
 
 def _check_config(config: dict[str, Any]) -> None:
