@@ -6,7 +6,7 @@ family's own reader then checks, and how its tensors are called. Names and keys 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import ConfigError, ModelFileError
 
 MISSING = object()
 ROPE_TYPES = ("none", "yarn")
-SOFTMAX, SIGMOID = 1, 2  # values of `expert_gating_func`
+SIGMOID = 2  # a value of `expert_gating_func`
 
 
 class Metadata:
@@ -24,10 +24,11 @@ class Metadata:
 
     Attributes:
         architecture: llama.cpp's name of the family, which begins the keys.
+        tensors: names of all tensors.
     """
 
-    def __init__(self, entries: Mapping[str, Any]):
-        self._entries = entries
+    def __init__(self, entries: Mapping[str, Any], tensors: Container[str] = ()):
+        self._entries, self.tensors = entries, tensors
         self.architecture = self.anywhere("general.architecture", str)
 
     def anywhere(self, key: str, kind: type, default: Any = MISSING) -> Any:
@@ -93,10 +94,12 @@ class Metadata:
             )
         if kind == "none":
             return None
+        betas = ((name, self.number(f"rope.scaling.yarn_{name}", None)) for name in ("beta_fast", "beta_slow"))
         return {
             "type": kind,
             "factor": self.number("rope.scaling.factor"),
             "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
+            **{name: beta for name, beta in betas if beta is not None},
         }
 
     def sizes(self) -> dict[str, Any]:
@@ -119,6 +122,25 @@ class Metadata:
             "head_dim": self.count("attention.key_length", None) or self.count("embedding_length") // heads,
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "rope_scaling": self.rope_scaling(),
+        }
+
+    def share_rotated(self) -> float:
+        """The share of a head's values that are rotated."""
+        width = self.count("attention.key_length")
+        return float(self.count("rope.dimension_count", width) / width)
+
+    def noaux(self) -> dict[str, Any]:
+        """The fields of DeepSeek-V3's router and shared expert."""
+        self.must_equal("expert_gating_func", SIGMOID)
+        return {
+            **self.experts(),
+            "intermediate_size": self.count("feed_forward_length", None),
+            "first_k_dense_replace": self.count("leading_dense_block_count", 0),
+            "n_shared_experts": self.count("expert_shared_count", 0),
+            "n_group": self.count("expert_group_count", 1),
+            "topk_group": self.count("expert_group_used_count", 1),
+            "routed_scaling_factor": self.number("expert_weights_scale", 1.0),
+            "norm_topk_prob": self.flag("expert_weights_norm", False),
         }
 
     def experts(self) -> dict[str, Any]:
@@ -173,14 +195,15 @@ ATTENTION = (
     *((f"attn_{one}.", f"self_attn.{one}_proj.") for one in "qkv"),
 )
 NORM = (("ffn_norm.", "post_attention_layernorm."),)
+OTHER_NORM = (("post_attention_norm.", "post_attention_layernorm."),)  # its name in most newer architectures
 DENSE = tuple((f"ffn_{one}.", f"mlp.{one}_proj.") for one in ("gate", "up", "down"))
 EXPERTS = (
     *((f"ffn_{one}_exps.", f"mlp.switch_mlp.{one}_proj.") for one in ("gate", "up", "down")),
     *(("ffn_gate_up_exps.weight", "mlp.experts.gate_up_proj"), ("ffn_gate_inp.", "mlp.gate.")),
 )
-SHARED = (
+SHARED_EXPERT = (
     *((f"ffn_{one}_shexp.", f"mlp.shared_expert.{one}_proj.") for one in ("gate", "up", "down")),
-    ("ffn_gate_inp_shexp.", "mlp.shared_expert_gate."),
+    *(("ffn_gate_inp_shexp.", "mlp.shared_expert_gate."), ("exp_probs_b.bias", "mlp.e_score_correction_bias")),
 )
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 

@@ -44,4 +44,4 @@ FAMILIES: dict[str, Family] = {
     **lfm2.FAMILIES,
 }
 
-GGUF: dict[str, GgufFamily] = {**qwen3.GGUF}
+GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

@@ -88,7 +88,7 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
-    read = Metadata(whole.metadata)
+    read = Metadata(whole.metadata, whole.tensors)
     if read.architecture not in GGUF:
         raise ConfigError(
             f"{whole.files[0]}: GGUF files of the architecture {read.architecture[:60]!a} are not read; read are "

@@ -27,7 +27,7 @@ class GgufTensor(Tensor):
     Args:
         stored: as the file has it.
         change: what undoes llama.cpp's change; None: nothing.
-        part: rows [start, stop) of the leading axis, where a change moves rows; None: all.
+        part: rows [start, stop) of the leading axis, if it is read whole and cut then; None: all.
     """
 
     stored: Blocks | None = None
@@ -41,10 +41,9 @@ class GgufTensor(Tensor):
 
     def rows(self, start: int, stop: int) -> "GgufTensor":
         shape = (stop - start, *self.shape[1:])
-        if self.change is not None:
+        if self.change is not None or len(self.shape) == 1:
             first = self.part[0] if self.part else 0
             return replace(self, shape=shape, part=(first + start, first + stop))
-        assert len(self.shape) > 1, "a row of blocks has no rows"
         step = math.prod(self.shape[1:-1]) * self.blocks.row_bytes
         stored = replace(self.blocks, offset=self.blocks.offset + start * step, shape=shape)
         return replace(self, offset=stored.offset, shape=shape, stored=stored)
@@ -57,9 +56,7 @@ class GgufTensor(Tensor):
     def read(self) -> mx.array:
         """The values, float32."""
         values = dequantized(self.blocks)
-        change = self.change
-        if change is None:
-            return mx.array(values)
+        change = self.change or Change()
         if change.rows is not None:
             values = values[change.rows]
         if change.columns is not None:
@@ -118,6 +115,11 @@ def as_tensor(blocks: Blocks, name: str, change: Change | None = None) -> Tensor
     return GgufTensor(name, blocks.file, blocks.offset, "F32", shape, None, blocks, change)
 
 
+def has_blocks(tensor: Tensor) -> bool:
+    """Whether the tensor is stored in blocks that a GGUF's writer has quantised."""
+    return isinstance(tensor, GgufTensor) and tensor.blocks.block[0] > 1
+
+
 @dataclass(frozen=True)
 class GgufMatrix(Matrix):
     """Blocks of a simple type, as codes of our form."""
@@ -162,7 +164,7 @@ def check_experts_type(matrix: Matrix) -> Matrix:
         ModelFileError: it has a type that has no form of ours yet.
     """
     weight = matrix.weight
-    if isinstance(weight, GgufTensor) and matrix.quant is None:
+    if isinstance(weight, GgufTensor) and has_blocks(weight) and matrix.quant is None:
         raise ModelFileError(
             f"{weight.file}: tensor {weight.blocks.name} has type {weight.blocks.type}, in which experts are not read "
             f"yet; read are {READ}"

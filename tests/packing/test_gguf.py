@@ -201,6 +201,7 @@ def test_an_architecture_without_a_table_is_refused(tmp_path):
 def test_metadata_that_are_missing_or_strange(tmp_path):
     for key, value, wanted in (
         ("qwen3moe.expert_count", "many", "'qwen3moe.expert_count' is 'many'; expected int"),
+        ("qwen3moe.expert_count", True, "'qwen3moe.expert_count' is 'True'; expected int"),
         ("qwen3moe.rope.scaling.type", "linear", "only yarn is read"),
         ("qwen3moe.attention.value_length", 32, "only 64 is implemented"),
         ("qwen3moe.expert_used_count", 99, "num_experts_per_tok"),
