@@ -43,8 +43,8 @@ def described(path: Path, tokenizer: Path | None = None) -> Path | None:
     if first is None:
         return None
     whole = open_gguf(first.absolute())
-    stem = f"{first.stem}-{hashlib.sha256(str(whole.files[0]).encode()).hexdigest()[:16]}"
-    folder = kept_files() / "gguf" / stem
+    named = hashlib.sha256(f"{whole.files[0]}\n{tokenizer or ''}".encode()).hexdigest()[:16]
+    folder = kept_files() / "gguf" / f"{first.stem}-{named}"
     config = {**_config(whole), KEY: list(map(str, whole.files))}
     files = dict(_small_files(whole, tokenizer or first.parent, is_given=tokenizer is not None))
     files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()

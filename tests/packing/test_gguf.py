@@ -10,11 +10,13 @@ import pytest
 from tiny_models import on_cpu
 
 from moeflux_mlx.convert import convert
+from moeflux_mlx.convert import main as convert_main
 from moeflux_mlx.engine.engine import load, load_model
 from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.engine.weights import model_fingerprint
 from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, RequestError
 from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.gguf_tensors import as_tensor
@@ -172,6 +174,26 @@ def test_tokenizer_files_beside_it_or_given(tmp_path):
         resolve(path, tokenizer=tmp_path / "cache")
     with pytest.raises(RequestError, match="--tokenizer is for GGUF files"):
         resolve(goldens.checkpoint_dir("qwen3_moe"), tokenizer=base)
+
+
+# ---- commands
+
+
+def test_commands_take_the_file(tmp_path, capfd):
+    """Its packed copy says the same words; the option of the tokenizer is for both commands."""
+    path, packed = tmp_path / "m.gguf", tmp_path / "packed"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED), {"tokenizer.ggml.pre": "unheard-of"})
+    gguf_models.write_gguf(tmp_path / "other.gguf", "qwen3_moe", mixed(MIXED))
+    options = ["--tokenizer", str(resolve(tmp_path / "other.gguf"))]
+    assert convert_main(["--hf-path", str(path), "--mlx-path", str(packed), *options]) == 0
+    said = []
+    for model in (["--model", str(path), *options], ["--model", str(packed)]):
+        capfd.readouterr()
+        assert generate_main([*model, "--prompt", "hello", "--max-tokens", "6", "--temp", "0"]) == 0
+        said.append(capfd.readouterr().out)
+    assert said[0] == said[1]
+    assert generate_main(["--model", str(path), "--prompt", "hello"]) == 1
+    assert capfd.readouterr().err.startswith("error: GGUF metadata tokenizer.ggml.pre is 'unheard-of'")
 
 
 # ---- refusals
