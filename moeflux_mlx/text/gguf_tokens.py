@@ -2,16 +2,19 @@
 
 Byte-level BPE becomes `tokenizer.json`. How text is cut before pairs are joined is not in the file: `.pre` names it,
 and the names whose rule is known are `CUTS`. Qwen's tokenizers normalise text (NFC), which llama.cpp leaves out.
+SentencePiece becomes `tokenizer.model`, a message of protocol buffers (sentencepiece_model.proto).
 """
 
 import json
 import re
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import TokenizerError
 
-CONTROL, USER_DEFINED = 3, 4  # values of `tokenizer.ggml.token_type`
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of `tokenizer.ggml.token_type`
+LENGTH, FIXED, BPE = 2, 5, 2  # wire types of protocol buffers, and a kind of model of sentencepiece
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}"
@@ -38,24 +41,32 @@ CUTS: dict[str, tuple[tuple[str, ...], bool]] = {
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")  # tokens that end a turn or a message
 TAG = re.compile("</?(?!s>|pad>|unk>|mask>|bos>|eos>)[a-z_]+>")
+MARKER = re.compile(r"<\S+>")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """The contents of tokenizer.json, tokenizer_config.json and generation_config.json by name.
+    """The contents of tokenizer.json or tokenizer.model, tokenizer_config.json and generation_config.json by name.
 
     Raises:
         TokenizerError: the metadata describe no tokenizer, or one of a kind that is not read.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise _refusal(f"tokenizer.ggml.model is {str(kind)[:40]!a}; only 'gpt2' (byte-level BPE) is read")
-    tokens = _texts(metadata, "tokenizer.ggml.tokens")
-    config = _config(metadata, tokens)
-    files = {"tokenizer.json": _byte_pairs(metadata, tokens), "tokenizer_config.json": config}
+    if kind not in ("gpt2", "llama"):
+        known = "'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
+        raise _refusal(f"tokenizer.ggml.model is {str(kind)[:40]!a}; only {known} are read")
+    tokens, is_pieces = _texts(metadata, "tokenizer.ggml.tokens"), kind == "llama"
+    files = {"tokenizer_config.json": _json(_config(metadata, tokens, is_pieces))}
+    if is_pieces:
+        files["tokenizer.model"] = _sentencepiece(metadata, tokens)
+    else:
+        files["tokenizer.json"] = _json(_byte_pairs(metadata, tokens))
     ends = [one for name in ENDS if (one := _id(metadata, name, tokens)) is not None]
-    files |= {"generation_config.json": {"eos_token_id": list(dict.fromkeys(ends))}} if ends else {}
-    return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in files.items()}
+    return files | ({"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {})
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()
 
 
 def template_of(metadata: Mapping[str, Any]) -> bytes | None:
@@ -85,10 +96,11 @@ def _id(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> int | None
     return value
 
 
-def _config(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _config(metadata: Mapping[str, Any], tokens: list[str], adds_bos: bool) -> dict[str, Any]:
+    """`adds_bos`: where the file does not say it."""
     ids = {name: _id(metadata, one, tokens) for name, one in NAMED.items()}
     named = {name: tokens[one] for name, one in ids.items() if one is not None}
-    return {**named, "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token") is True}
+    return {**named, "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", adds_bos) is True}
 
 
 def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
@@ -111,15 +123,70 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
     }
 
 
+def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+    """The type of each token."""
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds):
+        raise _refusal("tokenizer.ggml.token_type has not one entry for each token")
+    return kinds
+
+
 def _added(metadata: Mapping[str, Any], tokens: list[str]) -> list[dict[str, Any]]:
     """Tokens that are found in text as they are written. Tags such as <tool_call> are text that a reader must see, also
     where a file calls them control tokens."""
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise _refusal("tokenizer.ggml.token_type has not one entry for each token")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [
         {"id": i, "content": token, **flags, "special": kind == CONTROL and not TAG.fullmatch(token)}
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        for i, (token, kind) in enumerate(zip(tokens, _kinds(metadata, tokens), strict=True))
         if kind in (CONTROL, USER_DEFINED)
     ]
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> bytes:
+    """A ModelProto: pieces, a TrainerSpec and a NormalizerSpec, by their fields' numbers in the published schema. GGUF
+    has the pieces' types under the same numbers. A marker of a chat that is called a control token becomes a
+    user-defined one, as text is searched for no other.
+    """
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(type(one) is float for one in scores):
+        raise _refusal("tokenizer.ggml.scores has not one number for each token")
+    ids = {name: _id(metadata, name, tokens) for name in ("unknown", "bos", "eos", "padding")}
+    kinds = [
+        USER_DEFINED if kind == CONTROL and MARKER.fullmatch(token) and i not in ids.values() else kind
+        for i, (token, kind) in enumerate(zip(tokens, _kinds(metadata, tokens), strict=True))
+    ]
+    if ids["unknown"] is None or kinds[ids["unknown"]] != UNKNOWN:
+        raise _refusal("tokenizer.ggml.unknown_token_id names no token of type unknown")
+    pieces = (
+        _field(1, _field(1, token.encode()) + _field(2, struct.pack("<f", score), FIXED) + _field(3, kind))
+        for token, score, kind in zip(tokens, scores, kinds, strict=True)
+    )
+    has_bytes = any(kind == BYTE for kind in kinds)
+    numbers = {40: ids["unknown"], 41: ids["bos"], 42: ids["eos"], 43: ids["padding"]}
+    named = b"".join(_field(number, -1 if one is None else one) for number, one in numbers.items())
+    names = {45: "unknown", 46: "bos", 47: "eos", 48: "padding"}
+    spelt = b"".join(
+        _field(number, tokens[one].encode()) for number, name in names.items() if (one := ids[name]) is not None
+    )
+    trainer = _field(3, BPE) + _field(35, has_bytes) + named + spelt
+    spaces = {3: "add_space_prefix", 4: "remove_extra_whitespaces"}
+    usual = {"add_space_prefix": True, "remove_extra_whitespaces": False}
+    flags = {number: metadata.get(f"tokenizer.ggml.{name}", usual[name]) is True for number, name in spaces.items()}
+    normalizer = _field(1, b"identity") + b"".join(_field(number, flag) for number, flag in flags.items())
+    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer + _field(5, True))
+
+
+def _field(number: int, value: int | bytes, wire: int | None = None) -> bytes:
+    """A field of a message of protocol buffers: a varint, bytes with their length, or (`wire` FIXED) 4 bytes."""
+    if isinstance(value, bytes):
+        head = _varint(number << 3 | (LENGTH if wire is None else wire))
+        return head + value if wire == FIXED else head + _varint(len(value)) + value
+    return _varint(number << 3) + _varint(value & (1 << 64) - 1)
+
+
+def _varint(value: int) -> bytes:
+    data = bytearray()
+    while value > 127:
+        data.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*data, value])
