@@ -162,13 +162,11 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> bytes:
         for token, score, kind in zip(tokens, scores, kinds, strict=True)
     )
     has_bytes = any(kind == BYTE for kind in kinds)
-    numbers = {40: ids["unknown"], 41: ids["bos"], 42: ids["eos"], 43: ids["padding"]}
-    named = b"".join(_field(number, -1 if one is None else one) for number, one in numbers.items())
     names = {45: "unknown", 46: "bos", 47: "eos", 48: "padding"}
     spelt = b"".join(
         _field(number, tokens[one].encode()) for number, name in names.items() if (one := ids[name]) is not None
     )
-    trainer = _field(3, BPE) + _field(35, has_bytes) + named + spelt
+    trainer = _field(3, BPE) + _field(35, has_bytes) + spelt
     spaces = {3: "add_space_prefix", 4: "remove_extra_whitespaces"}
     usual = {"add_space_prefix": True, "remove_extra_whitespaces": False}
     flags = {number: metadata.get(f"tokenizer.ggml.{name}", usual[name]) is True for number, name in spaces.items()}
@@ -176,12 +174,12 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> bytes:
     return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer + _field(5, True))
 
 
-def _field(number: int, value: int | bytes, wire: int | None = None) -> bytes:
+def _field(number: int, value: int | bytes, wire: int = LENGTH) -> bytes:
     """A field of a message of protocol buffers: a varint, bytes with their length, or (`wire` FIXED) 4 bytes."""
     if isinstance(value, bytes):
-        head = _varint(number << 3 | (LENGTH if wire is None else wire))
+        head = _varint(number << 3 | wire)
         return head + value if wire == FIXED else head + _varint(len(value)) + value
-    return _varint(number << 3) + _varint(value & (1 << 64) - 1)
+    return _varint(number << 3) + _varint(value)
 
 
 def _varint(value: int) -> bytes:

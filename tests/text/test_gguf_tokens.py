@@ -98,13 +98,15 @@ def trained(spaced):
     SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_writer=model,
-        vocab_size=320,
+        vocab_size=400,
         hard_vocab_limit=False,
         model_type="bpe",
         byte_fallback=True,
         user_defined_symbols=["<go>"],
         control_symbols=["<turn>", "plain"],
         pad_id=3,
+        bos_piece="<bos>",
+        eos_piece="<eos>",
         normalization_rule_name="identity",
         add_dummy_prefix=spaced,
         remove_extra_whitespaces=False,
@@ -148,8 +150,9 @@ def test_sentencepiece_is_the_same_model(tmp_path, spaced):
         assert ids == [model.bos_id(), *model.encode(text)] and tokenizer.decode(ids, True).strip(" ") == text.strip(
             " "
         )
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_token_ids) == ("<s>", "</s>", {model.eos_id()})
-    assert (ours.unk_id(), ours.pad_id()) == (model.unk_id(), model.pad_id())
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.eos_token_ids) == ("<bos>", "<eos>", {model.eos_id()})
+    for name in ("unk_id", "bos_id", "eos_id", "pad_id"):
+        assert getattr(ours, name)() == getattr(model, name)()
 
 
 def test_markers_of_sentencepiece_are_found(tmp_path):
