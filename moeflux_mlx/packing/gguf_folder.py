@@ -82,6 +82,8 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     files = described_files(path)
     if not files:
         return open_checkpoint(path, shards_in)
+    if shards_in:
+        raise ModelFileError(f"--shards-in is for safetensors files; the files of {files[0]} must lie in one directory")
     whole = open_gguf(files[0])
     tensors = {one.name: one for one in _tensors(whole)}
     return Checkpoint(path, _config(whole), tensors, whole.files)

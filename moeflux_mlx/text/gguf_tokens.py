@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import TokenizerError
+from .tiktoken import KIMI_WORDS
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of `tokenizer.ggml.token_type`
 LENGTH, FIXED, BPE = 2, 5, 2  # wire types of protocol buffers, and a kind of model of sentencepiece
@@ -37,6 +38,7 @@ CUTS: dict[str, tuple[tuple[str, ...], bool]] = {
     **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False)),
     "deepseek-v3": (DEEPSEEK3, False),
     "gpt-4o": ((O200K,), False),
+    "kimi-k2": ((KIMI_WORDS,), False),
 }
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")  # tokens that end a turn or a message

@@ -215,6 +215,11 @@ def test_experts_of_other_types_are_refused(tmp_path):
         )
 
 
+def test_shards_elsewhere_are_refused(tmp_path):
+    said = refusal(tmp_path, ModelFileError, opens=lambda path: load_model(path, shards_in=[tmp_path]))
+    assert "--shards-in is for safetensors files" in said
+
+
 def test_an_architecture_without_a_table_is_refused(tmp_path):
     said = refusal(tmp_path, ConfigError, keys={"general.architecture": "quux"})
     assert "architecture 'quux' are not read; read are qwen3moe" in said

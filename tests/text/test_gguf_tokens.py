@@ -52,6 +52,7 @@ TEXT = "I'LL  sell 12345 caf\u0065\u0301s!?\n\n(HelloWorld)"
         ("qwen35", "I|'LL| | sell| |1|2|3|4|5| caf\u00e9s|!?\n\n|(HelloWorld|)"),
         ("glm4", "I|'LL| | sell| |123|45| cafe|\u0301s|!?\n\n|(HelloWorld|)"),
         ("deepseek-v3", "I|'LL| | sell| |123|45| cafe\u0301s|!?\n\n|(HelloWorld|)"),
+        ("kimi-k2", "I'LL| | sell| |123|45| cafe\u0301s|!?\n\n|(Hello|World|)"),
         ("gpt-4o", "I'LL| | sell| |123|45| cafe\u0301s|!?\n\n|(Hello|World|)"),
     ],
 )
