@@ -15,7 +15,7 @@ from ..families.gguf import Change
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor, read_bytes
 from ..formats.gguf_file import Blocks
 from .gguf_forms import FORMS, repacked
-from .matrix import Matrix, finite, shaped
+from .matrix import CHUNK_VALUES, Matrix, finite, shaped
 
 READ = ", ".join((*FORMS, *FLOATS))  # types that experts may have
 
@@ -98,13 +98,19 @@ def dequantized(blocks: Blocks) -> np.ndarray:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
+    columns = blocks.shape[-1]
+    values = np.empty((math.prod(blocks.shape) // columns, columns), np.float32)
+    step = max(1, CHUNK_VALUES // columns)
     try:
-        values = dequantize(raw_rows(blocks), GGMLQuantizationType[blocks.type])
+        for first in range(0, len(values), step):
+            part = values[first : first + step]
+            rows = replace(blocks, offset=blocks.offset + first * blocks.row_bytes, shape=part.shape)
+            part[:] = dequantize(raw_rows(rows), GGMLQuantizationType[blocks.type])
     except NotImplementedError:
         raise ModelFileError(
             f"{blocks.file}: tensor {blocks.name} has type {blocks.type}, which the package gguf cannot read"
         ) from None
-    return values.reshape(blocks.shape).astype(np.float32, copy=False)
+    return values.reshape(blocks.shape)
 
 
 def as_tensor(blocks: Blocks, name: str, change: Change | None = None) -> Tensor:
