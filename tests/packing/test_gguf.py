@@ -31,7 +31,10 @@ MIXED = {
     **{"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q5_1", "ffn_down_exps": "Q8_0", "token_embd": "Q8_0"},
     **{"attn_output": "Q6_K", "output.": "Q5_0", "attn_q.": "IQ4_NL", "attn_k.": "MXFP4", "attn_v.": "F16"},
 }
-OTHERS = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q5_0", "attn_output": "Q4_K"}
+OTHERS = {  # which differ by layer
+    **{"blk.0.ffn_down_exps": "Q4_1", "blk.1.ffn_up_exps": "Q8_0", "blk.2.ffn_up_exps": "MXFP4"},
+    **{"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q5_0", "attn_output": "Q4_K"},
+}
 
 
 @pytest.fixture(autouse=True)
