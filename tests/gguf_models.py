@@ -45,7 +45,7 @@ def values_of(kind, rows):
     return gguf.quants.dequantize(rows, TYPES[kind])
 
 
-def pieces(family):
+def pieces(family, fused=False):
     """Yields (name, float32 array, restore) of every tensor of the file; restore(values) gives {hub name: values}."""
     c, stacks = goldens.text_config(family), {}
     names = gguf.get_tensor_name_map(_architecture(family), c["num_hidden_layers"])
@@ -55,7 +55,7 @@ def pieces(family):
         if one:
             stacks.setdefault(f"{one[1]}.{one[3]}", {})[hub] = array
             continue
-        for spelt, made, restore in changed(family, c, hub, array):
+        for spelt, made, restore in changed(family, c, hub, array, fused):
             stem, _, end = spelt.replace("language_model.", "").rpartition(".")
             name = names.get_name(stem) or names.get_name(f"{stem}.{end}")
             suffix = "" if end == "A_log" else f".{end}"
@@ -65,7 +65,7 @@ def pieces(family):
         yield name, np.stack(list(parts.values())), lambda values, parts=parts: dict(zip(parts, values, strict=True))
 
 
-def changed(family, c, hub, array):
+def changed(family, c, hub, array, fused):
     """Yields (hub-like name, array, restore) for each tensor that llama.cpp makes of one; restore(array) is the part of
     the hub's tensor, where parts of one tensor come one after another."""
 
@@ -87,6 +87,8 @@ def changed(family, c, hub, array):
     elif "experts.down_proj" in hub and family == "gpt_oss":
         end = "bias" if hub.endswith("_bias") else "weight"
         yield f"{hub.partition('_proj')[0]}_proj.{end}", array if end == "bias" else array.swapaxes(1, 2), same
+    elif hub.endswith("experts.gate_up_proj") and fused:
+        yield f"{hub}.weight", array, same
     elif hub.endswith("experts.gate_up_proj"):
         for i, one in enumerate(("gate", "up")):
             part = array[:, : array.shape[1] // 2] if i == 0 else array[:, array.shape[1] // 2 :]
@@ -165,12 +167,13 @@ def _architecture(family):
     return next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
 
 
-def write_gguf(path, family, type_of, keys=None, extra=None, **options):
+def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **options):
     """Writes the model; `type_of(name)` is the type of a matrix, and other tensors are float32.
 
     Args:
         keys: metadata that replace or add to the model's own, by whole key.
         extra: further float32 tensors by name.
+        fused: gate and up of experts that are one matrix at the hub stay so.
 
     Returns:
         {hub name: float array}, the dequantised weights.
@@ -180,7 +183,7 @@ def write_gguf(path, family, type_of, keys=None, extra=None, **options):
     _write_tokenizer(writer, goldens.text_config(family)["vocab_size"])
     for key, value in (keys or {}).items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for seed, (name, array, restore) in enumerate(pieces(family)):
+    for seed, (name, array, restore) in enumerate(pieces(family, fused)):
         kind = type_of(name) if array.ndim > 1 and "_inp" not in name and name.endswith("weight") else "F32"
         rows = _stored(kind, array, seed)
         writer.add_tensor(name, rows, raw_dtype=TYPES[kind])

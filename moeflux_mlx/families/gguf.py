@@ -188,6 +188,7 @@ class GgufFamily:
     change: Changes = lambda config, name, shape: None
 
 
+FUSED, DOWN = "ffn_gate_up_exps.weight", ("ffn_down_exps.weight", "mlp.experts.down_proj")
 OUTER = (("token_embd.", "model.embed_tokens."), ("output_norm.", "model.norm."), ("output.", "lm_head."))
 ATTENTION = (
     *(("attn_norm.", "input_layernorm."), ("attn_output.", "self_attn.o_proj.")),
@@ -199,7 +200,7 @@ OTHER_NORM = (("post_attention_norm.", "post_attention_layernorm."),)  # its nam
 DENSE = tuple((f"ffn_{one}.", f"mlp.{one}_proj.") for one in ("gate", "up", "down"))
 EXPERTS = (
     *((f"ffn_{one}_exps.", f"mlp.switch_mlp.{one}_proj.") for one in ("gate", "up", "down")),
-    *(("ffn_gate_up_exps.weight", "mlp.experts.gate_up_proj"), ("ffn_gate_inp.", "mlp.gate.")),
+    *((FUSED, "mlp.experts.gate_up_proj"), ("ffn_gate_inp.", "mlp.gate.")),
 )
 SHARED_EXPERT = (
     *((f"ffn_{one}_shexp.", f"mlp.shared_expert.{one}_proj.") for one in ("gate", "up", "down")),
@@ -208,13 +209,17 @@ SHARED_EXPERT = (
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-def renamed_tensor(name: str, family: GgufFamily) -> tuple[int | None, str]:
-    """A tensor's layer, or None, and its name in a checkpoint; unknown names stay as they are."""
+def renamed_tensor(name: str, family: GgufFamily, tensors: Container[str] = ()) -> tuple[int | None, str]:
+    """A tensor's layer, or None, and its name in a checkpoint; unknown names stay as they are.
+
+    Args:
+        tensors: all names: where gate and up are fused, down has another name in a checkpoint too.
+    """
     block = BLOCK.fullmatch(name)
     if block is None:
         return None, _begun(name, OUTER)
-    layer = int(block[1])
-    return layer, f"model.layers.{layer}.{_begun(block[2], family.names)}"
+    layer, is_fused = int(block[1]), f"blk.{block[1]}.{FUSED}" in tensors
+    return layer, f"model.layers.{layer}.{_begun(block[2], (DOWN, *family.names) if is_fused else family.names)}"
 
 
 def _begun(name: str, names: tuple[tuple[str, str], ...]) -> str:

@@ -112,7 +112,7 @@ def _tensors(whole: GgufFile) -> Iterator[Tensor]:
     """The tensors of the model under their names in a checkpoint; those of draft heads are left out."""
     (read, family), config = _family(whole), _config(whole)
     for blocks in whole.tensors.values():
-        layer, name = renamed_tensor(blocks.name, family)
+        layer, name = renamed_tensor(blocks.name, family, whole.tensors)
         if blocks.name in UNUSED or layer is not None and layer >= read.layers:
             continue
         inner = name.removeprefix(f"model.layers.{layer}.")

@@ -115,6 +115,19 @@ def test_quantised_files_in_place_and_converted(tmp_path, family):
             assert np.abs(made - wanted).max() < TOLERANCE, chunk
 
 
+def test_fused_experts(tmp_path):
+    """Rows of one matrix: two ranges of an expert lie side by side."""
+    family = "qwen3_5_moe"
+    for name, fused in (("m", True), ("n", False)):
+        gguf_models.write_gguf(
+            tmp_path / f"{name}.gguf", family, lambda name: "F32" if "conv1d" in name else "Q4_0", fused=fused
+        )
+    convert(tmp_path / "m.gguf", tmp_path / "packed")
+    made = logits(tmp_path / "m.gguf", family, **LEAST)
+    for source in ("packed", "n.gguf"):
+        assert np.array_equal(logits(tmp_path / source, family), made), source
+
+
 def test_value_heads_that_are_tiled():
     """Of 2 key heads with 3 value heads each, the stored order has both first value heads first."""
     config = {
