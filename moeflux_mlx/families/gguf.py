@@ -119,7 +119,7 @@ class Metadata:
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": self.of_layers("attention.head_count_kv", self.layers),
-            "head_dim": self.count("attention.key_length", None) or self.count("embedding_length") // heads,
+            "head_dim": self.count("attention.key_length", None) or self.count("embedding_length") // max(heads, 1),
             "rope_theta": self.number("rope.freq_base", 10000.0),
             "rope_scaling": self.rope_scaling(),
         }
@@ -127,7 +127,7 @@ class Metadata:
     def share_rotated(self) -> float:
         """The share of a head's values that are rotated."""
         width = self.count("attention.key_length")
-        return float(self.count("rope.dimension_count", width) / width)
+        return float(self.count("rope.dimension_count", width) / max(width, 1))
 
     def noaux(self) -> dict[str, Any]:
         """The fields of DeepSeek-V3's router and shared expert."""

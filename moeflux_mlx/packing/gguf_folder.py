@@ -20,7 +20,7 @@ from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
 from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, looks_like_repo
-from ..text.gguf_tokens import template_of, tokenizer_files
+from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES
 from .gguf_tensors import as_tensor
 
@@ -85,7 +85,11 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     if shards_in:
         raise ModelFileError(f"--shards-in is for safetensors files; the files of {files[0]} must lie in one directory")
     whole = open_gguf(files[0])
-    tensors = {one.name: one for one in _tensors(whole)}
+    tensors: dict[str, Tensor] = {}
+    for tensor in _tensors(whole):
+        if tensor.name in tensors:
+            raise ModelFileError(f"{tensor.file}: two tensors are {tensor.name}")
+        tensors[tensor.name] = tensor
     return Checkpoint(path, _config(whole), tensors, whole.files)
 
 
@@ -122,6 +126,7 @@ def _tensors(whole: GgufFile) -> Iterator[Tensor]:
 def _small_files(whole: GgufFile, beside: Path, is_given: bool) -> Iterator[tuple[str, bytes]]:
     """The tokenizer's files with their contents: those of the directory `beside`, or what the metadata say."""
     of_base = {name: beside / name for name in COPIED if (beside / name).is_file()}
+    yield from generation_file(whole.metadata).items()
     template, settings = template_of(whole.metadata), of_base.get("tokenizer_config.json")
     if template is not None and (settings is None or "chat_template" not in read_json(settings)):
         yield TEMPLATE, template

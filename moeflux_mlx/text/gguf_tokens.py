@@ -48,7 +48,7 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Fa
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """The contents of tokenizer.json or tokenizer.model, tokenizer_config.json and generation_config.json by name.
+    """The contents of tokenizer.json or tokenizer.model, and of tokenizer_config.json by name.
 
     Raises:
         TokenizerError: the metadata describe no tokenizer, or one of a kind that is not read.
@@ -63,8 +63,18 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
         files["tokenizer.model"] = _sentencepiece(metadata, tokens)
     else:
         files["tokenizer.json"] = _json(_byte_pairs(metadata, tokens))
+    return files
+
+
+def generation_file(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """The contents of generation_config.json by this name, if the metadata name tokens that end a turn.
+
+    Raises:
+        TokenizerError: one of them is no token.
+    """
+    tokens = _texts(metadata, "tokenizer.ggml.tokens")
     ends = [one for name in ENDS if (one := _id(metadata, name, tokens)) is not None]
-    return files | ({"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {})
+    return {"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {}
 
 
 def _json(content: Any) -> bytes:

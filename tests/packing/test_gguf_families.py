@@ -1,6 +1,7 @@
 """GGUF files of every architecture that is read: configurations, names, and what llama.cpp changes in weights."""
 
 import json
+import math
 from dataclasses import replace
 
 import goldens
@@ -13,8 +14,10 @@ from tiny_models import on_cpu
 from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.locate import resolve
-from moeflux_mlx.families.gguf import renamed_tensor
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.families.gguf import Metadata, renamed_tensor
 from moeflux_mlx.families.registry import FAMILIES, GGUF
+from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.spec import ModelArgs
 
 pytest.importorskip("gguf")
@@ -113,6 +116,30 @@ def test_quantised_files_in_place_and_converted(tmp_path, family):
         if family in goldens.families():
             wanted = oracle.forward(goldens.config(family), weights, goldens.golden(family)[0])
             assert np.abs(made - wanted).max() < TOLERANCE, chunk
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_strange_metadata_are_refused_or_read(tmp_path, family):
+    """Whatever a key of the architecture holds, or if it is missing: a description of a model, or one line."""
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
+    whole = open_gguf(tmp_path / "m.gguf")
+    architecture, refused = gguf_models.ARCHITECTURES[family], 0
+    for key in [key for key in whole.metadata if key.startswith(f"{architecture}.")]:
+        for value in (None, 0, -1, 1 << 63, 0.0, -1.5, math.inf, math.nan, True, "", "x", [], [0], ["x"], [1] * 99):
+            try:
+                read = Metadata({**whole.metadata, key: value}, whole.tensors)
+                ModelArgs.from_dict(GGUF[architecture].config(read))
+            except (ConfigError, ModelFileError) as error:
+                assert "\n" not in str(error)
+                refused += 1
+    assert refused > 100
+
+
+def test_tensors_of_one_name_are_refused(tmp_path):
+    extra = {"model.norm.weight": np.zeros(128, np.float32)}
+    gguf_models.write_gguf(tmp_path / "m.gguf", "qwen3_moe", type_of("qwen3_moe"), extra=extra)
+    with pytest.raises(ModelFileError, match="two tensors are model.norm.weight"):
+        load_model(tmp_path / "m.gguf")
 
 
 def test_fused_experts(tmp_path):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from moeflux_mlx.errors import TokenizerError
 from moeflux_mlx.text.byte_pairs import byte_alphabet
-from moeflux_mlx.text.gguf_tokens import CUTS, template_of, tokenizer_files
+from moeflux_mlx.text.gguf_tokens import CUTS, generation_file, template_of, tokenizer_files
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
 MARKERS = {"<|end|>": 3, "<tool_call>": 3, "</tool_call>": 4, "<s>": 3}
@@ -81,7 +81,8 @@ def test_other_files():
     config = json.loads(files["tokenizer_config.json"])
     assert config == {"bos_token": tokens[0], "eos_token": "<|end|>", "add_bos_token": True}
     ends = [tokens.index("<|end|>"), tokens.index("</tool_call>")]
-    assert json.loads(files["generation_config.json"]) == {"eos_token_id": ends}
+    assert json.loads(generation_file(metadata())["generation_config.json"]) == {"eos_token_id": ends}
+    assert generation_file(metadata(eos_token_id=None, eot_token_id=None)) == {}
     assert template_of({"tokenizer.chat_template": "{{ x }}"}) == b"{{ x }}" and template_of({}) is None
 
 
@@ -142,7 +143,8 @@ def pieces_of(model, **changes):
 def test_sentencepiece_is_the_same_model(tmp_path, spaced):
     """Ids, bytes and named tokens are those of the model from which the metadata were made."""
     model = trained(spaced)
-    for name, data in tokenizer_files(pieces_of(model, add_space_prefix=spaced)).items():
+    described = pieces_of(model, add_space_prefix=spaced)
+    for name, data in (tokenizer_files(described) | generation_file(described)).items():
         (tmp_path / name).write_bytes(data)
     ours, tokenizer = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")), load_tokenizer(tmp_path)
     for text in (*CORPUS[:3], "  two  spaces ", "\u00e9\U0001f600 unseen <go> on", ""):
