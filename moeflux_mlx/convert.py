@@ -8,6 +8,7 @@ from .calibration.convert import DEFAULT_TEXT
 from .calibration.rounding import GPTQ
 from .calibration.rounding import METHODS as CALIBRATED
 from .cli.conversion import run
+from .cli.options import add_tokenizer
 from .cli.run import Parser, execute
 from .packing.convert import LAYOUTS, PACKED, convert
 from .packing.recipe import RECIPES
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
         "An interrupted conversion is resumed by running the same command again.",
     )
     add = made.add_argument
-    add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, or repo id org/name")
+    add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, GGUF, or repo id org/name")
     add("--mlx-path", required=True, metavar="OUT", help="directory to write")
     add("--q-bits", type=int, choices=AFFINE_BITS, help=f"bits of weights that are stored as floats ({DEFAULT.bits})")
     add(
@@ -65,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--layout", choices=LAYOUTS, default=PACKED, help="packed, or a checkpoint for mlx-lm (%(default)s)")
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
+    add_tokenizer(add)
     return made
 
 

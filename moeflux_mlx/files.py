@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,12 @@ def tagged(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: tagged(one) for key, one in value.items()}
     return [tagged(one) for one in value] if isinstance(value, list) else value
+
+
+def kept_files() -> Path:
+    """The directory of files kept for later starts, in the user's cache directory."""
+    fallback = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    return user_path(os.environ.get("XDG_CACHE_HOME") or fallback) / "moeflux"
 
 
 def directory(name: str) -> Path:

@@ -64,7 +64,9 @@ def run(options: argparse.Namespace) -> int:
     if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens or LENGTHS) < 1:
         raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
     model = local_model(options)
-    options.prompt_tokens = fitting_lengths(options, open_weights(resolve(model, options.revision)).args)
+    options.prompt_tokens = fitting_lengths(
+        options, open_weights(resolve(model, options.revision, tokenizer=options.tokenizer)).args
+    )
     room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
     options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
     engine = open_optional(options, model)

@@ -56,7 +56,7 @@ def load(options: argparse.Namespace, program: Program) -> Engine:
         RequestError: its texts are too short for the program.
     """
     model = local_model(options)
-    limit = ModelArgs.from_file(resolve(model, options.revision)).max_position_embeddings
+    limit = ModelArgs.from_file(resolve(model, options.revision, tokenizer=options.tokenizer)).max_position_embeddings
     if limit < program.least_context:
         raise RequestError(f"{model_name(options.model)} takes {_too_short(limit, program)}; give another --model")
     return load_named(options, model)

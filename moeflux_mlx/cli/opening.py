@@ -70,6 +70,7 @@ def open_optional(
         span=options.span,
         prefill_step_size=options.prefill_step_size,
         shards_in=options.shards_in,
+        tokenizer=options.tokenizer,
         tiles=options.tiles,
         draft=options.draft,
         vision=not options.no_vision,

@@ -45,7 +45,7 @@ NOT_GIVEN = {
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """With `several`, models are in `models`, which is None if none is given."""
     add = parser.add_argument_group("model").add_argument
-    model = "directory, or Hugging Face repo id org/name; default: the demo model in the package"
+    model = "directory, GGUF file, or Hugging Face repo id org/name; default: the demo model in the package"
     if several:
         more = "may be repeated: one is loaded at a time"
         add("--model", action="append", dest="models", metavar="MODEL", help=f"{model}; {more}")
@@ -53,6 +53,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         add("--model", help=model)
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_shards_in(add)
+    add_tokenizer(add)
     add("--yes", action="store_true", help="download more than 20 GB without asking")
     add_dtype(add)
     add_activations(add)
@@ -127,6 +128,15 @@ def add_shards_in(add: Callable[..., Any]) -> None:
         default=(),
         metavar="DIR",
         help="further directories with safetensors files of the checkpoint, for example on other drives",
+    )
+
+
+def add_tokenizer(add: Callable[..., Any]) -> None:
+    add(
+        "--tokenizer",
+        metavar="DIR_OR_REPO",
+        help="tokenizer files for a GGUF, such as those of the model that it was made from; default: those beside it, "
+        "else what the file says",
     )
 
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     each = _each(options)
     loads = {model_name(one.model): partial(_load, one) for one in each}
     # A wrong name, or the question about a download, comes at the start.
-    paths = {model_name(one.model): resolve(local_model(one)) for one in each if len(each) > 1}
+    paths = {model_name(one.model): resolve(local_model(one), tokenizer=one.tokenizer) for one in each if len(each) > 1}
     return serve_with(Listener, options, read_key(options), loads, greet, paths)
 
 
@@ -81,8 +81,8 @@ def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
     for name in names:
         if names.count(name) > 1:
             raise RequestError(f"two models are called {name}; rename the directory of one")
-    if len(models) > 1 and (options.revision or options.shards_in):
-        raise RequestError("--revision and --shards-in are for a single --model; leave them out")
+    if len(models) > 1 and (options.revision or options.shards_in or options.tokenizer):
+        raise RequestError("--revision, --shards-in and --tokenizer are for a single --model; leave them out")
     if getattr(options, "ranks", None) is not None:
         _check_for_ranks(options)
     return [argparse.Namespace(**{**vars(options), "model": model}) for model in models]

@@ -128,6 +128,7 @@ def open_engine(
     prefill_step_size: int | None = None,
     revision: str | None = None,
     shards_in: Sequence[str | Path] = (),
+    tokenizer: str | Path | None = None,
     tiles: str | Path = "auto",
     pool_share: float | None = None,
     least_context: int = 0,
@@ -144,7 +145,7 @@ def open_engine(
     allow_open_files()
     _check_names(prefetch, keep_warm)
     folders = [user_path(folder) for folder in shards_in]
-    weights = open_weights(resolve(path_or_hf_repo, revision, folders), folders)
+    weights = open_weights(resolve(path_or_hf_repo, revision, folders, tokenizer), folders)
     mode = _checked_mode(expert_io, weights, ranks)
     activations, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
     args, dtype, chosen = keeping(weights.args, kv_bits, dtype), activations, choose(tiles)
@@ -305,8 +306,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
     neither use the model nor load another; start processes with multiprocessing's "spawn".
 
     Args:
-        path_or_hf_repo: a directory made by `convert`, or a checkpoint that MLX quantised; a Hugging Face repo id
-            that holds a packed model; or None for the demo model that ships with the package.
+        path_or_hf_repo: a directory made by `convert`, or a checkpoint that MLX quantised; a GGUF file, or a
+            directory with one; a Hugging Face repo id that holds a packed model; or None for the demo model that
+            ships with the package.
         dtype: of activations and caches; None means bfloat16 on a GPU and float32 on CPU.
         cpu_activations: number of bits to which the CPU's products with quantised weights round activations, per group
             of weights: 8, 16, 24 (as exact as float32), or "auto": 24 if `dtype` is given, else 8. It has no effect
@@ -336,6 +338,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
         revision: of the Hugging Face repo.
         shards_in: further directories, perhaps on other drives, with safetensors files of a checkpoint. Drives are read
             in parallel.
+        tokenizer: a directory or repo id with the tokenizer files for a GGUF; None: those beside it, or else made from
+            its metadata.
         tiles: how a GPU's kernels cut their matrices: "code" (the built-in tiles), a file that `moeflux tune` wrote, or
             "auto": the environment variable MOEFLUX_TILES, else what `moeflux tune` found on this GPU. Other tiles may
             change the last bits of a result.

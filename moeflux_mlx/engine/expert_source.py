@@ -10,6 +10,7 @@ from ..experts.streamed import StreamedExperts
 from ..formats.in_place import InPlaceExperts
 from ..formats.packed import PackedExperts
 from ..formats.pieces import ExpertFiles
+from ..packing.gguf_experts import GgufExperts
 from ..spec import ModelArgs
 from .breath import Breath
 from .budget import MemoryPlan
@@ -30,7 +31,8 @@ def open_experts(
             experts = MappedExperts(files, plan.decision)
         elif plan.mode is IoMode.RESIDENT:
             whole = files.check_scales if isinstance(files, InPlaceExperts) else None
-            experts = ResidentExperts(files, plan.decision, check=whole, progress=progress)
+            blocks = files.arrange_all if isinstance(files, GgufExperts) else None
+            experts = ResidentExperts(files, plan.decision, check=whole, arrange=blocks, progress=progress)
         else:
             pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
             limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
@@ -44,6 +46,7 @@ def open_experts(
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
                 check=files.check_record if isinstance(files, InPlaceExperts) else None,
+                arrange=files.arrange if isinstance(files, GgufExperts) else None,
             )
     except BaseException:
         release()

@@ -7,19 +7,30 @@ packs it, before any weight is downloaded.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ModelFileError, MoefluxError
+from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import directory, user_path
 from ..formats.checkpoint import has_weights
 from ..formats.hub import looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT, STATE
+from ..packing.gguf_folder import described, tokenizer_folder
 from ..packing.in_place import runs_in_place
 from ..packing.suggest import not_packed_error, unfinished_error
 from ..spec import variants
 from .remote import fetch
 
 
-def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None, shards_in: Sequence[Path] = ()) -> Path:
-    """The local directory of a model, downloading it if need be; `shards_in` as for `open_weights`."""
+def resolve(
+    path_or_hf_repo: str | Path | None,
+    revision: str | None = None,
+    shards_in: Sequence[Path] = (),
+    tokenizer: str | Path | None = None,
+) -> Path:
+    """The local directory of a model, downloading it if need be; of a GGUF the one that describes it.
+
+    Args:
+        shards_in: as for `open_weights`.
+        tokenizer: a directory or repository with the files of a GGUF's tokenizer.
+    """
     if path_or_hf_repo is None:
         return directory("demo")
     path = user_path(path_or_hf_repo)
@@ -31,8 +42,12 @@ def resolve(path_or_hf_repo: str | Path | None, revision: str | None = None, sha
             f"{path} does not exist{known}; give the directory of a model, packed or as mlx-lm wrote it, or a repo id "
             "org/name"
         )
+    if not (path / FOLDER / LAYOUT).exists() and (folder := described(path, tokenizer_folder(tokenizer))) is not None:
+        return folder
+    if tokenizer is not None:
+        raise RequestError(f"--tokenizer is for GGUF files, and {path} is none; leave it out")
     if not path.is_dir():
-        raise ModelFileError(f"{path} is not a directory")
+        raise ModelFileError(f"{path} is not a directory, nor a GGUF file")
     if not (path / FOLDER / LAYOUT).exists():
         if (path / STATE).exists():
             raise unfinished_error(path)

@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -21,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxWarning, RequestError
-from ..files import directory, read_json, replace_file, user_path
+from ..files import directory, kept_files, read_json, replace_file, user_path
 from ..ops import backend
 from ..ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
 
@@ -47,12 +46,6 @@ class Entry:
 
 def default_file() -> Path:
     return kept_files() / "tiles.json"
-
-
-def kept_files() -> Path:
-    """The directory of files kept for later starts, in the user's cache directory."""
-    fallback = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
-    return user_path(os.environ.get("XDG_CACHE_HOME") or fallback) / "moeflux"
 
 
 def gpu_name() -> str:

@@ -18,6 +18,7 @@ from ..formats.pieces import ExpertFiles
 from ..formats.tables import TableFiles, open_tables
 from ..model.weights import read_resident
 from ..ops import native
+from ..packing.gguf_folder import described_files
 from ..packing.in_place import InPlace, open_in_place
 from ..packing.samples import LayerSamples
 from ..packing.suggest import packing_command
@@ -68,7 +69,7 @@ class Weights:
     @property
     def convert_command(self) -> str:
         """The command that makes a packed model from the checkpoint."""
-        return packing_command(self.path)
+        return packing_command(next(iter(described_files(self.path)), self.path))
 
     def read(self) -> dict[str, mx.array]:
         """Reads the resident tensors; the caller may empty the dict.

@@ -28,6 +28,7 @@ BATCH_BYTES = 2 << 20  # the same if a thread makes its reads at once; its scrat
 READS_BYTES = 5 << 8  # bytes kept for one expert in pieces: 0.8 to 1.1 KB if there are nine
 LOST = errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE  # the system's errors for a drive that is gone
 Check = Callable[[int, int, memoryview], None]
+Arrange = Callable[[int, int, memoryview], None]
 Shares = Mapping[int, Sequence[ReadShare]]  # by drive number
 DEFAULT_WORKERS = (
     8  # reads at once per drive: from eight on, records of megabytes reach the limit of every drive measured
@@ -173,6 +174,7 @@ class ExpertReader:
         preadv: the system call, replaceable in tests.
         check: called with each record (layer, expert, its memory) when it has been read for the first time; a
             ModelFileError from it ends the read.
+        arrange: called likewise whenever a record has been read, before `check`, to bring what was read to its form.
         drive_of: returns a file's drive, as for `OpenFiles`.
 
     Raises:
@@ -187,10 +189,11 @@ class ExpertReader:
         workers: int = DEFAULT_WORKERS,
         preadv: Preadv = os.preadv,
         check: Check | None = None,
+        arrange: Arrange | None = None,
         drive_of: DriveOf = device_of,
     ):
         self.layout = files.layout
-        self._check, self._checked = check, set[Key]()
+        self._check, self._checked, self._arrange = check, set[Key](), arrange
         self._in_pieces: dict[Key, Shares] = {}
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv, drive_of=drive_of)
         self._drives = [DriveQueue() for _ in range(self._files.drives)]
@@ -325,8 +328,12 @@ class ExpertReader:
             read.settle(self._complaint(read))
 
     def _complaint(self, read: Read) -> ExpertIOError | None:
-        """The error that `check` raises for a complete record that it has not seen before, or None."""
+        """Arranges a complete record, and returns the error that `check` raises if it has not seen it before, or
+        None.
+        """
         key = read.layer, read.expert
+        if read.error is None and self._arrange is not None:
+            self._arrange(*key, read.target)
         if self._check is None or read.error is not None or key in self._checked:
             return None
         try:

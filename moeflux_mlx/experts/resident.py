@@ -61,6 +61,7 @@ class ResidentExperts(WholeExperts):
         files: the files of the experts; they are closed when everything has been read.
         decision: one line that says why all experts are kept in memory.
         check: called with records (layer, first expert, [experts, words]) after they have been read.
+        arrange: called likewise before `check`, to bring what was read to its form.
         progress: called with the bytes read so far and the total.
         direct, preadv: as for `OpenFiles`.
 
@@ -76,6 +77,7 @@ class ResidentExperts(WholeExperts):
         decision: str = "",
         *,
         check: Check | None = None,
+        arrange: Check | None = None,
         progress: Progress | None = None,
         direct: bool = True,
         preadv: Preadv = os.preadv,
@@ -87,8 +89,9 @@ class ResidentExperts(WholeExperts):
             closing(_read(files, opened, report)) as portions,
         ):
             for portion in portions:
-                if check is not None:
-                    check(portion.layer, portion.first, portion.records)
+                for use in (arrange, check):
+                    if use is not None:
+                        use(portion.layer, portion.first, portion.records)
                 if portion.is_last:
                     self.layers[portion.layer] = kept(portion.rows)
             self.note = opened.note

@@ -23,7 +23,7 @@ from ..ops.records import Records
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
-from .reader import DEFAULT_WORKERS, Check, ExpertReader
+from .reader import DEFAULT_WORKERS, Arrange, Check, ExpertReader
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
 
@@ -45,7 +45,7 @@ class StreamedExperts(ExpertLoader):
         least_slots: number of records that a request may always ask for; the pool is never smaller.
         buffer_bytes: bytes of the largest array that the device allows (Metal).
         workers: number of reading threads.
-        check: called with each record when it has been read for the first time, as for `ExpertReader`.
+        check, arrange: called with records that have been read, as for `ExpertReader`.
         copied: whether records are copied into device memory as they arrive; by default on CUDA without `adopt`.
         adopt: how MLX adopts the pool's memory (`places.Adopt`); by default as Metal does, on Metal.
         reader: replaces the default reader (direct I/O), in tests.
@@ -73,6 +73,7 @@ class StreamedExperts(ExpertLoader):
         adopt: Adopt | None = None,
         reader: ExpertReader | None = None,
         check: Check | None = None,
+        arrange: Arrange | None = None,
     ):
         super().__init__(packed.layout, decision)
         self._busy_before = 0.0
@@ -82,7 +83,7 @@ class StreamedExperts(ExpertLoader):
         self._is_sound = True  # no call is in progress, and none has been interrupted
         self._in_turn = self._in_interlude = False
         self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # this turn's ids, and which were in memory
-        self.reader = reader or ExpertReader(packed, workers=workers, check=check)
+        self.reader = reader or ExpertReader(packed, workers=workers, check=check, arrange=arrange)
         self._blocks = self.reader.record_bytes / max(record.size for record in self.layout.records.values())
         weakref.finalize(self, self.reader.close)
         self._least = least_slots or self.layout.num_experts

@@ -20,6 +20,7 @@ from .fields import (
     noaux_experts,
     rotation,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 FULL, SHARED = "full", "shared"  # a layer that has an indexer, and one that takes what the last of these chose
 
@@ -88,3 +89,39 @@ FAMILIES = dict.fromkeys(TYPES, Family(_deepseek_v3, renames=RENAMES, head=NEXT_
     "deepseek_v32": Family(lambda read: _indexed(read, interleaved=False), renames=RENAMES, head=NEXT_LAYER),
     "glm_moe_dsa": Family(lambda read: _indexed(read, interleaved=True), renames=RENAMES, head=NEXT_LAYER),
 }
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike.
+
+    Attention is stored as attention to one latent head: the sizes of the heads are those that end in `_mla`. Files
+    written before llama.cpp knew groups of experts lack them; of these models only DeepSeek-V3's 61 layers of 256
+    experts have any.
+    """
+    scaling, rotated = read.rope_scaling(), read.count("rope.dimension_count")
+    if scaling is not None:
+        mscale = round(10 * read.number("rope.scaling.yarn_log_multiplier", 0.0), 6)
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    config = {"model_type": "deepseek_v3", **read.sizes(), **read.noaux()}
+    if read.count("expert_group_count", None) is None and (read.layers, config["num_experts"]) == (61, 256):
+        config |= {"n_group": 8, "topk_group": 4}
+    return config | {
+        "num_attention_heads": read.count("attention.head_count"),
+        "q_lora_rank": read.count("attention.q_lora_rank", None),
+        "kv_lora_rank": read.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": (read.count("attention.key_length_mla", None) or read.count("attention.key_length"))
+        - rotated,
+        "v_head_dim": read.count("attention.value_length_mla", None) or read.count("attention.value_length"),
+        "rope_theta": read.number("rope.freq_base", 10000.0),
+        "rope_scaling": scaling,
+    }
+
+
+LATENT_NAMES = (
+    *(("attn_q_a.", "self_attn.q_a_proj."), ("attn_q_a_norm.", "self_attn.q_a_layernorm.")),
+    *(("attn_q_b.", "self_attn.q_b_proj."), ("attn_kv_a_mqa.", "self_attn.kv_a_proj_with_mqa.")),
+    *(("attn_kv_a_norm.", "self_attn.kv_a_layernorm."), ("attn_kv_b.", "self_attn.kv_b_proj.")),
+    *(("attn_k_b.", "self_attn.embed_q."), ("attn_v_b.", "self_attn.unembed_out.")),
+)
+GGUF = {"deepseek2": GgufFamily(_gguf, (*LATENT_NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -16,6 +16,7 @@ from .fields import (
     layers,
     noaux_experts,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, OTHER_NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
 def _glm4_moe(read: Fields) -> dict[str, Any]:
@@ -48,3 +49,18 @@ FAMILIES = {
     "glm4v_moe": Family(_glm4v_moe, renames=RENAMES, head=NEXT_LAYER),
     "solar_open": Family(_solar_open, renames=RENAMES),
 }
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "glm4_moe",
+        **read.sizes(),
+        **read.attention(),
+        **read.noaux(),
+        "partial_rotary_factor": read.share_rotated(),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in read.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in read.tensors,
+    }
+
+
+GGUF = {"glm4moe": GgufFamily(_gguf, (*ATTENTION, *OTHER_NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..kinds import Activation
 from .fields import FULL, SLIDING, Family, Fields, common, experts, grouped_query, layer_count, layer_kinds, layers
+from .gguf import ATTENTION, EXPERTS, OTHER_NORM, GgufFamily, Metadata
 
 ALPHA = 1.702  # of the sigmoid in its experts
 
@@ -23,3 +24,15 @@ def _gpt_oss(read: Fields) -> dict[str, Any]:
 
 
 FAMILIES = {"gpt_oss": Family(_gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """llama.cpp rounds YaRN's bounds, for which the file has no key; the published model does not."""
+    config = {"model_type": "gpt_oss", **read.sizes(), **read.attention(), **read.experts()}
+    scaling = config["rope_scaling"] and {**config["rope_scaling"], "truncate": False}
+    width, window = read.count("expert_feed_forward_length"), read.count("attention.sliding_window")
+    return {**config, "rope_scaling": scaling, "intermediate_size": width, "sliding_window": window}
+
+
+NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, ("attn_sinks.weight", "self_attn.sinks"))
+GGUF = {"gpt-oss": GgufFamily(_gguf, NAMES)}

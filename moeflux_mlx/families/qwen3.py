@@ -1,5 +1,6 @@
 """Qwen2-MoE, Qwen3, Qwen3-Next and Qwen3.5."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from .fields import (
     layers,
     sparse_layers,
 )
+from .gguf import ATTENTION, EXPERTS, NORM, OTHER_NORM, SHARED_EXPERT, Change, GgufFamily, Metadata
 
 
 def _qwen2_moe(read: Fields) -> dict[str, Any]:
@@ -127,4 +129,80 @@ FAMILIES = {
     "qwen3_vl_moe": Family(_qwen3_vl_moe),
     "qwen3_next": Family(_qwen3_next, ZERO_CENTRED, fused_rows=_interleaved_rows, head=HEAD),
     "qwen3_5_moe": Family(_qwen3_5_moe, ZERO_CENTRED, head=HEAD),
+}
+
+
+def _gguf_moe(read: Metadata) -> dict[str, Any]:
+    """llama.cpp always normalises the routing weights of this architecture, as all published models do."""
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
+
+
+def _gguf_hybrid(read: Metadata, model_type: str) -> dict[str, Any]:
+    value_heads = read.count("ssm.time_step_rank")
+    return {
+        "model_type": model_type,
+        **read.sizes(),
+        **read.attention(),
+        **read.experts(),
+        "shared_expert_intermediate_size": read.count("expert_shared_feed_forward_length"),
+        "partial_rotary_factor": read.share_rotated(),
+        "full_attention_interval": read.count("full_attention_interval", 4),
+        "linear_num_key_heads": read.count("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": read.count("ssm.state_size"),
+        "linear_value_head_dim": read.count("ssm.inner_size") // max(value_heads, 1),
+        "linear_conv_kernel_dim": read.count("ssm.conv_kernel"),
+    }
+
+
+def _plain_change(config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Change | None:
+    """llama.cpp leaves out axes of length 1, and stores -exp(A_log). It also adds the 1 to zero-centred norms, which
+    the shape of the convolution tells, as in MLX's conversions."""
+    if name == "linear_attn.conv1d.weight":
+        return Change((*shape, 1))
+    if name == "linear_attn.A_log":
+        return Change(values=lambda values: np.log(-values))
+    return Change((1, *shape)) if name == "mlp.shared_expert_gate.weight" and len(shape) == 1 else None
+
+
+def _tiled_change(config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Change | None:
+    """Value heads are stored in another order: those of all first groups, then of all second ones, and so on."""
+    plain = _plain_change(config, name, shape)
+    if not name.startswith("linear_attn.") or name == "linear_attn.norm.weight":
+        return plain
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    heads = np.arange(values).reshape(-1, keys).T.reshape(-1)  # ours are grouped by key head
+    if name.endswith((".A_log", ".dt_bias", ".in_proj_a.weight", ".in_proj_b.weight")):
+        return replace(plain or Change(), rows=heads)
+    width = config["linear_value_head_dim"]
+    each = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    if name.endswith(".out_proj.weight"):
+        return Change(columns=each)
+    first = 0 if name.endswith(".in_proj_z.weight") else 2 * keys * config["linear_key_head_dim"]
+    return replace(plain or Change(), rows=np.concatenate([np.arange(first), first + each]))
+
+
+def _gguf_qwen3_5(read: Metadata) -> dict[str, Any]:
+    config = _gguf_hybrid(read, "qwen3_5_moe")
+    sections = read.anywhere(f"{read.architecture}.rope.dimension_sections", list, [11, 11, 10])
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"], "mrope_section": sections[:3]}
+    return {**config, "rope_parameters": {**rope, "partial_rotary_factor": config["partial_rotary_factor"]}}
+
+
+LINEAR_NAMES = (
+    *(("attn_qkv.", "linear_attn.in_proj_qkv."), ("attn_gate.", "linear_attn.in_proj_z.")),
+    *(("ssm_in.", "linear_attn.in_proj_qkvz."), ("ssm_ba.", "linear_attn.in_proj_ba.")),
+    *(("ssm_alpha.", "linear_attn.in_proj_a."), ("ssm_beta.", "linear_attn.in_proj_b.")),
+    *(
+        ("ssm_conv1d.", "linear_attn.conv1d."),
+        ("ssm_norm.", "linear_attn.norm."),
+        ("ssm_out.", "linear_attn.out_proj."),
+    ),
+    *(("ssm_a", "linear_attn.A_log"), ("ssm_dt.bias", "linear_attn.dt_bias")),
+)
+HYBRID_NAMES = (*ATTENTION, *OTHER_NORM, *EXPERTS, *SHARED_EXPERT, *LINEAR_NAMES)
+GGUF = {
+    "qwen3moe": GgufFamily(_gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
+    "qwen3next": GgufFamily(lambda read: _gguf_hybrid(read, "qwen3_next"), HYBRID_NAMES, _plain_change),
+    "qwen35moe": GgufFamily(_gguf_qwen3_5, HYBRID_NAMES, _tiled_change),
 }

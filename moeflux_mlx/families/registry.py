@@ -1,4 +1,4 @@
-"""Every family that runs, by `model_type`."""
+"""Every family that runs, by `model_type`, and those of GGUF files by llama.cpp's architecture."""
 
 from . import (
     afmoe,
@@ -29,6 +29,7 @@ from . import (
     step,
 )
 from .fields import Family
+from .gguf import GgufFamily
 
 FAMILIES: dict[str, Family] = {
     **qwen3.FAMILIES,
@@ -58,3 +59,5 @@ FAMILIES: dict[str, Family] = {
     **bailing.FAMILIES,
     **kimi_linear.FAMILIES,
 }
+
+GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

@@ -58,7 +58,8 @@ class InPlaceExperts:
         fault = not_finite(self.layout.records[layer], rows)
         if fault is not None:
             expert, field = first + fault[0], fault[1]
-            path = next(piece.path for piece in self.pieces(layer, expert) if piece.place == field.offset)
+            before = (piece for piece in self.pieces(layer, expert) if piece.place <= field.offset)
+            path = max(before, key=lambda piece: piece.place).path
             raise ModelFileError(
                 f"{path}: {field.name} of expert {expert} of layer {layer} holds NaN or infinite values; "
                 "download it again"

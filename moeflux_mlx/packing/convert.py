@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelFileError
+from ..errors import ConfigError, ModelFileError, RequestError
 from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, RECIPE, Checkpoint, open_checkpoint
+from ..formats.checkpoint import COPIED, RECIPE, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
+from .gguf_folder import described, open_source, tokenizer_folder
 from .in_place import open_in_place
 from .layer_files import (
     HeldLayerFile,
@@ -89,6 +90,7 @@ def convert(
     rank: int | None = None,
     also: Sequence[str | Path] = (),
     layout: str = PACKED,
+    tokenizer: str | Path | None = None,
     progress: Progress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
@@ -97,7 +99,7 @@ def convert(
     model and at most two shards.
 
     Args:
-        hf_path: checkpoint directory, or Hugging Face repo id org/name.
+        hf_path: checkpoint directory, GGUF file, or Hugging Face repo id org/name.
         mlx_path: the directory to write.
         q_bits: bits of linear layers and routed experts that come as floats: 1 to 6 or 8; None: the mode's own number,
             or 4.
@@ -121,6 +123,8 @@ def convert(
             `mlx_path`, so that all drives are read in parallel.
         layout: "packed", or "mlx": a checkpoint that mlx-lm loads, from a directory that stays; without draft heads and
             without image encoders that mlx-lm does not skip.
+        tokenizer: directory or repo id of the tokenizer's files for a GGUF; None: those beside it, or else made from
+            its metadata.
         progress: called with bytes done, total bytes, and the name of the file.
 
     Raises:
@@ -134,14 +138,10 @@ def convert(
     _check_also(path, folders, share, is_here)
     _check_layout(layout, is_here and share is None and not folders)
     with reserved(path):  # before reading anything that another conversion could change
-        supply, checkpoint = _open(hf_path, path, revision, delete_source)
+        supply, checkpoint = _open(hf_path, path, revision, delete_source, tokenizer)
         plan = make_plan(checkpoint, read_args(checkpoint), wanted, share, folders, layout == MLX)
-        origin = {
-            "hf_path": _whole(hf_path),
-            "revision": revision,
-            "delete_source": delete_source,
-            "rounding": wanted.rounding.method,
-        }
+        origin = {"hf_path": _whole(hf_path), "revision": revision, "delete_source": delete_source}
+        origin["rounding"] = wanted.rounding.method
         origin |= {} if recipe is None or isinstance(recipe, Recipe) else {"recipe": _whole_recipe(recipe)}
         options = _asked(wanted, plan, share, folders, layout)
         output = Output(path, {"source": _digest(checkpoint, supply), "options": options}, origin)
@@ -284,7 +284,7 @@ def _finish(output: Output, plan: ConversionPlan, checkpoint: Checkpoint) -> Non
 
 
 def _open(
-    hf_path: str | Path, path: Path, revision: str | None, delete_source: bool
+    hf_path: str | Path, path: Path, revision: str | None, delete_source: bool, tokenizer: str | Path | None
 ) -> tuple[Supply | None, Checkpoint]:
     """The checkpoint, and what brings its shards if they come one by one."""
     source = find_supply(hf_path, path, revision, delete_source, _check_config)
@@ -294,7 +294,11 @@ def _open(
         raise ModelFileError(f"{source} is an unfinished conversion; give the checkpoint that it is made from")
     if path.resolve() == source.resolve():
         raise ModelFileError(f"{path} is the checkpoint itself; choose another directory")
-    return None, open_checkpoint(source)
+    if folder := described(source, tokenizer_folder(tokenizer)):
+        return None, open_source(folder)
+    if tokenizer is not None:
+        raise RequestError(f"--tokenizer is for GGUF files, and {source} is none; leave it out")
+    return None, open_source(source)
 
 
 def _check_config(config: dict[str, Any]) -> None:

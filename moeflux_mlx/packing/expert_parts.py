@@ -12,6 +12,7 @@ from ..formats.checkpoint import FLOATS, Tensor
 from ..formats.record import BIAS, PROJECTIONS, projections_of
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
+from .gguf_tensors import check_experts_type
 from .lookup import find_matrix, find_transposed
 from .matrix import Matrix, finite, shaped, typed
 from .rounding import Rounding
@@ -111,7 +112,7 @@ class FusedExperts:
         def find(name: str) -> tuple[Matrix, Tensor | None]:
             path, shape = f"{stem}experts.{name}", (E, *shapes[name])
             matrix = find_transposed(floats[name], shape) if transposed else find_matrix(tensors, path, shape, form, "")
-            return matrix, _find_bias(args, tensors, f"{path}_bias", shape[:2])
+            return check_experts_type(matrix), _find_bias(args, tensors, f"{path}_bias", shape[:2])
 
         self.gate_up, self.gate_up_bias = find("gate_up_proj")
         self.down, self.down_bias = find("down_proj")
@@ -140,7 +141,8 @@ class StackedExperts:
     def __init__(self, args: ModelArgs, tensors: Mapping[str, Tensor], stem: str, form: SourceFormat):
         E = args.num_experts
         self.stacks = [
-            find_matrix(tensors, f"{stem}.{projection}", (E, *shape), form) for projection, shape in _shapes(args)
+            check_experts_type(find_matrix(tensors, f"{stem}.{projection}", (E, *shape), form))
+            for projection, shape in _shapes(args)
         ]
         self.stacked_biases = [
             _find_bias(args, tensors, f"{stem}.{projection}.bias", (E, shape[0])) for projection, shape in _shapes(args)

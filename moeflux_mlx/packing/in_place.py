@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import NotPackedError
 from ..files import read_json
-from ..formats.checkpoint import Checkpoint, Tensor, open_checkpoint, safetensors_files
+from ..formats.checkpoint import Checkpoint, Tensor, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field, Record
 from ..formats.tables import TableFiles
@@ -23,11 +23,13 @@ from ..quant import of_packed, unquantized
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint, Sampled, fingerprint_of
 from .expert_parts import SingleExperts
+from .gguf_experts import GgufExperts, ranges_of
+from .gguf_folder import described_files, open_source
 from .layer_files import LayerFile
 from .matrix import Matrix
 from .plan import ConversionPlan, make_plan, read_args
 from .resident import ResidentFile
-from .samples import LayerSamples, ResidentSamples
+from .samples import LayerSamples, MadeSamples, ResidentSamples
 from .source_format import MXFP4, MXFP8, SourceFormat
 from .sources import DTYPES, Source
 from .suggest import packing_command
@@ -74,8 +76,13 @@ class InPlace:
         rows.
         """
         resident = [ResidentSamples(unit) for unit in self.units if isinstance(unit, ResidentFile)]
-        layers = [LayerSamples(one.name, self.experts, one.layer) for one in self.units if isinstance(one, LayerFile)]
+        layers = [_samples(one, self.experts) for one in self.units if isinstance(one, LayerFile)]
         return fingerprint_of(self.args, _by_name(resident), _by_name(layers), self.path, dtype, bits)
+
+
+def _samples(file: LayerFile, experts: InPlaceExperts) -> Sampled:
+    is_made = isinstance(experts, GgufExperts)
+    return MadeSamples(file) if is_made else LayerSamples(file.name, experts, file.layer)
 
 
 def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
@@ -83,7 +90,7 @@ def _by_name(files: Iterable[Sampled]) -> list[Sampled]:
 
 
 def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
-    """Whether `path` looks like a checkpoint that MLX quantised.
+    """Whether `path` looks like a checkpoint that MLX quantised, or describes a GGUF.
 
     Args:
         shards_in: other directories of its safetensors files.
@@ -91,6 +98,8 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
     Raises:
         ModelFileError: config.json cannot be read. ConfigError: it is of a model that does not run.
     """
+    if described_files(path):
+        return True
     if any(path.glob("resident*.safetensors")) or not safetensors_files(path, shards_in):  # half a packed model
         return False
     return states_mlx(read_json(path / "config.json"))
@@ -114,7 +123,7 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
         ConfigError, ModelFileError: the checkpoint is damaged.
     NotPackedError: it cannot be used in place; the message has the command.
     """
-    checkpoint = open_checkpoint(path, shards_in)
+    checkpoint = open_source(path, shards_in)
     args = read_args(checkpoint)
     plan = make_plan(checkpoint, args, Wanted(keeps_floats=True))
     args = replace(args, quantization=of_packed({"quantization": plan.quantization}))
@@ -124,6 +133,9 @@ def open_in_place(path: Path, shards_in: Sequence[Path] = ()) -> InPlace:
 
 def _experts(checkpoint: Checkpoint, plan: ConversionPlan) -> InPlaceExperts:
     files = [unit for unit in plan.units if isinstance(unit, LayerFile)]
+    if described_files(checkpoint.folder):
+        ranges = {file.layer: ranges_of(file, plan.layout.num_experts) for file in files}
+        return GgufExperts(plan.layout, ranges, {path: path.stat().st_size for path in checkpoint.files})
     fields = {file.layer: _spreads(file, plan.layout.num_experts) for file in files}
     used = {path for spreads in fields.values() for spread in spreads for path in spread.paths}
     sizes = {path: path.stat().st_size for path in checkpoint.files if path in used}

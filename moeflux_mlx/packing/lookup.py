@@ -8,6 +8,7 @@ from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
 from ..quant import FLOAT, GLOBAL_SCALE, MODES, Quant
 from .foreign import find_foreign
+from .gguf_tensors import find_blocks
 from .matrix import Matrix, TransposedMatrix, shaped, typed
 from .small_floats import find_small_floats
 from .source_format import SourceFormat
@@ -32,7 +33,7 @@ def find_matrix(
         ModelFileError: a tensor is missing, or has another shape or dtype than the model needs.
     """
     name = path + suffix
-    found = find_small_floats(tensors, path, name, shape, form.block, shards)
+    found = find_blocks(tensors, name, shape) or find_small_floats(tensors, path, name, shape, form.block, shards)
     if found is None and name not in tensors:
         found = find_foreign(tensors, path, shape, form)
     if found is not None:

@@ -24,6 +24,7 @@ from ..model.head import DraftHead
 from ..model.tensors import ROUTERS, TABLE, Needed, needed, stored_as
 from ..quant import DEFAULT, Quant
 from ..spec import ModelArgs
+from .gguf_tensors import has_blocks
 from .lookup import find_matrix
 from .matrix import Matrix
 from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
@@ -115,7 +116,8 @@ def plan_resident(
     fused_paths = {path for pieces in fused.values() for path, _ in pieces}
     pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in ours.matrices if path not in fused_paths}
     sources: list[Source] = []
-    as_stored = wanted.keeps_floats or any(name.endswith(".scales") for name in tensors)
+    has_codes = any(name.endswith(".scales") or has_blocks(one) for name, one in tensors.items())
+    as_stored = wanted.keeps_floats or has_codes
     for path, pieces in (pieces_of | fused).items():
         shape = ours.matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ..formats.checkpoint import Tensor, read_bytes
 from ..formats.pieces import ExpertFiles
+from .layer_files import LayerFile
 from .matrix import Matrix
 from .resident import ResidentFile, array_bytes
 from .sources import MatrixSource, PlainSource, Source
@@ -96,7 +97,7 @@ class ResidentSamples:
 
 def _parts(source: Source) -> Iterator[Part]:
     for index, (written, tensor) in enumerate(zip(source.written, _as_they_lie(source), strict=True)):
-        same = tensor is not None and (tensor.dtype, tensor.shape) == (written.dtype, written.shape)
+        same = type(tensor) is Tensor and (tensor.dtype, tensor.shape) == (written.dtype, written.shape)
         yield Stored(tensor) if tensor is not None and same else Made(source, index)
 
 
@@ -113,6 +114,22 @@ def _as_they_lie(source: Source) -> list[Tensor | None]:
 def _is_copied(source: MatrixSource) -> bool:
     """Whether the matrix is written whole, in the form that it has; the codes of other tools are changed."""
     return type(source.matrix) is Matrix and source.made is None and source.pieces[0][1] is None
+
+
+class MadeSamples:
+    """A file of one layer's experts, which are made for it."""
+
+    def __init__(self, file: LayerFile):
+        self.name, self.size = PurePosixPath(file.name).name, file.size
+        self._file, self._stride = file, file.geometry.stride
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Reads up to `length` bytes from `offset` on."""
+        stop = min(offset + length, self.size)
+        experts = range(offset // self._stride, -(-stop // self._stride))
+        records = b"".join(map(self._file.record, experts))
+        start = experts.start * self._stride
+        return records[offset - start : stop - start]
 
 
 class LayerSamples:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import NotPackedError
 from ..files import read_json
+from ..formats.gguf_file import SUFFIX
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, MODES, unquantized
@@ -21,8 +22,9 @@ def convert_command(hf_path: str, mlx_path: str, *options: str) -> str:
 
 
 def packing_command(path: Path) -> str:
-    """The command for a local checkpoint; the target gets its name."""
-    return convert_command(str(path), f"{path.resolve().name}-moeflux")
+    """The command for a local checkpoint, a directory or a GGUF; the target gets its name."""
+    name = path.stem if path.suffix == SUFFIX else path.resolve().name
+    return convert_command(str(path), f"{name}-moeflux")
 
 
 def not_packed_error(source: str, folder: Path) -> NotPackedError:

@@ -36,6 +36,7 @@ DEFAULTS = {
     "least_context": 0,
     "memory_bytes": None,
     "shards_in": (),
+    "tokenizer": None,
     "ranks": None,
     "vision": True,
     "image_tokens": 1024,

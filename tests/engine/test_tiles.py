@@ -1,6 +1,7 @@
 """The file of tiles: what is written is read, and damaged or stale entries and those of other GPUs are not used."""
 
 import json
+import sys
 import warnings
 from dataclasses import asdict, replace
 
@@ -179,9 +180,9 @@ def test_a_cpu_refuses_a_missing_file_and_reads_none(file, monkeypatch):
 
 def test_the_place_of_the_file(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(tiles.sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")
     assert tiles.default_file().parts[-4:] == ("Library", "Caches", "moeflux", "tiles.json")
-    monkeypatch.setattr(tiles.sys, "platform", "linux")
+    monkeypatch.setattr(sys, "platform", "linux")
     assert tiles.default_file().parts[-3:] == (".cache", "moeflux", "tiles.json")
 
 

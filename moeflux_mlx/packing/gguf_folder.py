@@ -1,0 +1,138 @@
+"""Makes a GGUF a model directory like any other: with config.json and the tokenizer's files, but without weights.
+
+    ~/.cache/moeflux/gguf/NAME-DIGEST/config.json   what the metadata say, and under "gguf" the paths of the files
+                                      tokenizer.json, ...   copied from the base model's files, or made from metadata
+
+Everything that reads a model's small files finds them there; tensors are read from the files themselves. The directory
+is written anew whenever its GGUF is opened, and may be deleted at any time.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, ModelFileError
+from ..families.gguf import GgufFamily, Metadata, renamed_tensor
+from ..families.registry import GGUF
+from ..files import kept_files, read_json, replace_file, user_path
+from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
+from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
+from ..formats.hub import Repository, looks_like_repo
+from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
+from ..text.tokenizer import VOCABULARY_FILES
+from .gguf_tensors import as_tensor
+
+KEY = "gguf"  # in config.json
+TEMPLATE = "chat_template.jinja"
+UNUSED = ("rope_freqs.weight",)  # frequencies that follow from the configuration
+
+
+def described(path: Path, tokenizer: Path | None = None) -> Path | None:
+    """The model directory of the GGUF that `path` is or holds; None: there is none.
+
+    Args:
+        tokenizer: the directory of the tokenizer's files; None: that of the GGUF, if it has some, else its metadata.
+
+    Raises:
+        ConfigError, ModelFileError: the file is damaged, or of a model that is not read. TokenizerError: it has no
+            usable tokenizer.
+    """
+    first = gguf_file(path)
+    if first is None:
+        return None
+    whole = open_gguf(first.absolute())
+    named = hashlib.sha256(f"{whole.files[0]}\n{tokenizer or ''}".encode()).hexdigest()[:16]
+    folder = kept_files() / "gguf" / f"{first.stem}-{named}"
+    config = {**_config(whole), KEY: list(map(str, whole.files))}
+    files = dict(_small_files(whole, tokenizer or first.parent, is_given=tokenizer is not None))
+    files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*COPIED, "config.json"):
+            file, data = folder / name, files.get(name)
+            if data is None:
+                file.unlink(missing_ok=True)
+            elif not file.is_file() or file.read_bytes() != data:
+                replace_file(file, [data])
+    except OSError as error:
+        raise ModelFileError(f"{folder} cannot be written: {error.strerror or error}") from None
+    return folder
+
+
+def tokenizer_folder(tokenizer: str | Path | None) -> Path | None:
+    """The directory of a tokenizer's files, which are downloaded from a repository if need be."""
+    if tokenizer is None or user_path(tokenizer).is_dir():
+        return None if tokenizer is None else user_path(tokenizer)
+    if not looks_like_repo(str(tokenizer)):
+        raise ModelFileError(f"{tokenizer} does not exist; --tokenizer takes a directory or a repo id org/name")
+    return Repository.look_up(str(tokenizer)).snapshot(list(COPIED))
+
+
+def described_files(folder: Path) -> tuple[Path, ...]:
+    """The files of the GGUF that a directory describes; none: it is another kind of model."""
+    config = folder / "config.json"
+    stated = read_json(config).get(KEY) if config.is_file() else None
+    return tuple(map(Path, stated)) if isinstance(stated, list) else ()
+
+
+def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
+    """A checkpoint, or a GGUF by the directory that describes it; as `open_checkpoint`."""
+    files = described_files(path)
+    if not files:
+        return open_checkpoint(path, shards_in)
+    if shards_in:
+        raise ModelFileError(f"--shards-in is for safetensors files; the files of {files[0]} must lie in one directory")
+    whole = open_gguf(files[0])
+    tensors: dict[str, Tensor] = {}
+    for tensor in _tensors(whole):
+        if tensor.name in tensors:
+            raise ModelFileError(f"{tensor.file}: two tensors are {tensor.name}")
+        tensors[tensor.name] = tensor
+    return Checkpoint(path, _config(whole), tensors, whole.files)
+
+
+def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
+    read = Metadata(whole.metadata, whole.tensors)
+    if read.architecture not in GGUF:
+        raise ConfigError(
+            f"{whole.files[0]}: GGUF files of the architecture {read.architecture[:60]!a} are not read; read are "
+            f"{', '.join(GGUF)}"
+        )
+    return read, GGUF[read.architecture]
+
+
+def _config(whole: GgufFile) -> dict[str, Any]:
+    read, family = _family(whole)
+    config = family.config(read)
+    embedding = whole.tensors.get("token_embd.weight")
+    if embedding is not None:
+        config["vocab_size"] = embedding.shape[0]
+    return {**config, "tie_word_embeddings": "output.weight" not in whole.tensors}
+
+
+def _tensors(whole: GgufFile) -> Iterator[Tensor]:
+    """The tensors of the model under their names in a checkpoint; those of draft heads are left out."""
+    (read, family), config = _family(whole), _config(whole)
+    for blocks in whole.tensors.values():
+        layer, name = renamed_tensor(blocks.name, family, whole.tensors)
+        if blocks.name in UNUSED or layer is not None and layer >= read.layers:
+            continue
+        inner = name.removeprefix(f"model.layers.{layer}.")
+        yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))
+
+
+def _small_files(whole: GgufFile, beside: Path, is_given: bool) -> Iterator[tuple[str, bytes]]:
+    """The tokenizer's files with their contents: those of the directory `beside`, or what the metadata say."""
+    of_base = {name: beside / name for name in COPIED if (beside / name).is_file()}
+    yield from generation_file(whole.metadata).items()
+    template, settings = template_of(whole.metadata), of_base.get("tokenizer_config.json")
+    if template is not None and (settings is None or "chat_template" not in read_json(settings)):
+        yield TEMPLATE, template
+    if of_base.keys() & set(VOCABULARY_FILES):
+        yield from ((name, file.read_bytes()) for name, file in of_base.items())
+    elif is_given:
+        raise ModelFileError(f"{beside} has no {' or '.join(VOCABULARY_FILES)}; --tokenizer takes a directory with one")
+    else:
+        yield from tokenizer_files(whole.metadata).items()

@@ -1,0 +1,245 @@
+"""GGUF models: values as the `gguf` package computes them, in place and converted, and refusals."""
+
+import json
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from tiny_models import on_cpu
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.convert import main as convert_main
+from moeflux_mlx.engine.engine import load, load_model
+from moeflux_mlx.engine.locate import resolve
+from moeflux_mlx.engine.weights import model_fingerprint
+from moeflux_mlx.errors import ConfigError, ModelFileError, NotPackedError, RequestError
+from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.generate.__main__ import main as generate_main
+from moeflux_mlx.ops.forms import unpacked_float32
+from moeflux_mlx.packing import gguf_tensors
+from moeflux_mlx.packing.gguf_forms import FORMS, repacked
+from moeflux_mlx.packing.gguf_tensors import as_tensor
+
+gguf = pytest.importorskip("gguf")
+import gguf_models  # noqa: E402  (needs gguf)
+
+TOLERANCE = 2e-4
+LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
+MIXED = {
+    **{"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q5_1", "ffn_down_exps": "Q8_0", "token_embd": "Q8_0"},
+    **{"attn_output": "Q6_K", "output.": "Q5_0", "attn_q.": "IQ4_NL", "attn_k.": "MXFP4", "attn_v.": "F16"},
+}
+OTHERS = {  # which differ by layer
+    **{"blk.0.ffn_down_exps": "Q4_1", "blk.1.ffn_up_exps": "Q8_0", "blk.2.ffn_up_exps": "MXFP4"},
+    **{"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q5_0", "attn_output": "Q4_K"},
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with on_cpu():
+        yield tmp_path / "cache"
+
+
+def mixed(types, rest="Q4_1"):
+    """Returns the function that gives each tensor the type whose key its name contains."""
+    return lambda name: next((kind for part, kind in types.items() if part in name), rest)
+
+
+# ---- values of blocks
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_repacked_blocks_have_every_value(kind):
+    rows = gguf_models.random_blocks(kind, (3, 5, 96), 1)
+    wanted = gguf_models.values_of(kind, rows)
+    made = unpacked_float32(FORMS[kind].quant, *map(mx.array, repacked(kind, rows)))
+    assert np.array_equal(np.array(made), wanted) and len(np.unique(wanted)) > 40
+
+
+@pytest.mark.parametrize("kind", gguf_models.HALVES)
+def test_any_type_is_read_as_floats(tmp_path, monkeypatch, kind):
+    """A few rows at a time."""
+    monkeypatch.setattr(gguf_tensors, "CHUNK_VALUES", 5 * 512)
+    shape = (3, 4, 512)
+    rows = gguf_models.random_blocks(kind, shape, 2)
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "qwen3moe")
+    writer.add_tensor("x", rows, raw_dtype=gguf_models.TYPES[kind])
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        step()
+    writer.close()
+    tensor = as_tensor(open_gguf(tmp_path / "x.gguf").tensors["x"], "x")
+    wanted = gguf_models.values_of(kind, rows).reshape(shape)
+    assert (tensor.shape, tensor.dtype) == (shape, "F32")
+    for got, part in ((tensor, wanted), (tensor[2], wanted[2]), (tensor[1].rows(1, 3), wanted[1, 1:3])):
+        assert np.array_equal(np.array(got.read()), part)
+
+
+def test_scales_that_our_form_cannot_hold_are_refused(tmp_path):
+    """-128 times the scale is infinite in float16; no published weight is as large."""
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed({"ffn_down_exps": "Q8_0"}))
+    tensor = open_gguf(path).tensors["blk.1.ffn_down_exps.weight"]
+    data = bytearray(path.read_bytes())
+    data[tensor.offset : tensor.offset + 2] = np.float16(600).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(ModelFileError, match="infinite"):
+        convert(path, tmp_path / "packed")
+    with pytest.raises(Exception, match="down_proj.biases of expert 0 of layer 1 holds NaN or infinite values"):
+        load_model(path, expert_io="resident")
+
+
+# ---- models
+
+
+def logits(model, tokens, chunk=None):
+    cache, pieces = model.make_cache(), range(chunk or len(tokens), len(tokens), chunk or len(tokens))
+    parts = [model(piece, cache) for piece in mx.split(mx.array(tokens)[None], list(pieces), axis=1)]
+    made = np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32))
+    return made
+
+
+@pytest.mark.parametrize("types", [MIXED, OTHERS])
+def test_logits_of_every_way_to_open_it(tmp_path, types):
+    family, path = "qwen3_moe", tmp_path / "m.gguf"
+    weights = gguf_models.write_gguf(path, family, mixed(types))
+    tokens, _ = goldens.golden(family)
+    wanted = oracle.forward(goldens.config(family), weights, tokens)
+    convert(path, tmp_path / "packed", verify=True)
+    made = {}
+    for source, options in ((path, {"expert_io": "resident"}), (path, LEAST), (tmp_path / "packed", {})):
+        model = load_model(source, dtype=mx.float32, **options)
+        for chunk in (None, 7, 1):
+            made.setdefault(chunk, []).append(logits(model, tokens, chunk))
+            assert np.abs(made[chunk][-1] - wanted).max() < TOLERANCE, (source, options, chunk)
+        model.experts.close()
+    for chunk, every in made.items():
+        assert all(np.array_equal(one, every[0]) for one in every), chunk
+    assert model_fingerprint(resolve(path), mx.float32) == model_fingerprint(tmp_path / "packed", mx.float32)
+
+
+def test_floats_are_converted_like_those_of_a_checkpoint(tmp_path):
+    """A file of float32 has the values of the checkpoint, and becomes the same packed model."""
+    family = "qwen3_moe"
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    convert(goldens.checkpoint_dir(family), tmp_path / "theirs")
+    for layer in (tmp_path / "theirs" / "packed_experts").glob("*.bin"):
+        assert (tmp_path / "ours" / "packed_experts" / layer.name).read_bytes() == layer.read_bytes()
+    tokens, wanted = goldens.golden(family)
+    assert np.abs(logits(load_model(tmp_path / "ours", dtype=mx.float32), tokens) - wanted).max() < TOLERANCE
+    with pytest.raises(NotPackedError, match=r"run: .* --hf-path \S+/m.gguf --mlx-path m-moeflux"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_split_model_in_a_directory(tmp_path):
+    family = "qwen3_moe"
+    weights = gguf_models.write_gguf(tmp_path / "m.gguf", family, mixed(MIXED), split_max_tensors=9)
+    assert len(list(tmp_path.glob("m-*-of-*.gguf"))) > 2
+    tokens, _ = goldens.golden(family)
+    wanted = oracle.forward(goldens.config(family), weights, tokens)
+    model = load_model(tmp_path, dtype=mx.float32, **LEAST)
+    assert np.abs(logits(model, tokens) - wanted).max() < TOLERANCE
+
+
+# ---- the tokenizer
+
+
+def test_tokenizer_from_metadata(tmp_path):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED))
+    _, tokenizer = load(path)
+    ids = tokenizer.encode("hello <tool_call> he\u0301")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello <tool_call> h\u00e9"
+    assert ids[0] == tokenizer.convert_tokens_to_ids("he") and tokenizer.eos_token == "<|im_end|>"
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer.encode(prompt), skip_special_tokens=True) == "user\nhi\nassistant\n"
+
+
+def test_tokenizer_files_beside_it_or_given(tmp_path):
+    """The base's own files win over what the file says, its template too."""
+    path, base = tmp_path / "m.gguf", tmp_path / "base"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED), {"tokenizer.ggml.pre": "unheard-of"})
+    with pytest.raises(Exception, match=r"tokenizer.ggml.pre is 'unheard-of'; known are qwen2.*--tokenizer"):
+        resolve(path)
+    gguf_models.write_gguf(tmp_path / "other.gguf", "qwen3_moe", mixed(MIXED))
+    files = resolve(tmp_path / "other.gguf")
+    base.mkdir()
+    (base / "tokenizer.json").write_bytes((files / "tokenizer.json").read_bytes())
+    (base / "tokenizer_config.json").write_text(json.dumps({"chat_template": "base"}))
+    _, tokenizer = load(path, tokenizer=base)
+    assert tokenizer.chat_template == "base"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((base / name).read_bytes())
+    assert load(path)[1].chat_template == "base"
+    with pytest.raises(ModelFileError, match="has no tokenizer.json"):
+        resolve(path, tokenizer=tmp_path / "cache")
+    with pytest.raises(RequestError, match="--tokenizer is for GGUF files"):
+        resolve(goldens.checkpoint_dir("qwen3_moe"), tokenizer=base)
+
+
+# ---- commands
+
+
+def test_commands_take_the_file(tmp_path, capfd):
+    """Its packed copy says the same words; the option of the tokenizer is for both commands."""
+    path, packed = tmp_path / "m.gguf", tmp_path / "packed"
+    gguf_models.write_gguf(path, "qwen3_moe", mixed(MIXED), {"tokenizer.ggml.pre": "unheard-of"})
+    gguf_models.write_gguf(tmp_path / "other.gguf", "qwen3_moe", mixed(MIXED))
+    options = ["--tokenizer", str(resolve(tmp_path / "other.gguf"))]
+    assert convert_main(["--hf-path", str(path), "--mlx-path", str(packed), *options]) == 0
+    said = []
+    for model in (["--model", str(path), *options], ["--model", str(packed)]):
+        capfd.readouterr()
+        assert generate_main([*model, "--prompt", "hello", "--max-tokens", "6", "--temp", "0"]) == 0
+        said.append(capfd.readouterr().out)
+    assert said[0] == said[1]
+    assert generate_main(["--model", str(path), "--prompt", "hello"]) == 1
+    assert capfd.readouterr().err.startswith("error: GGUF metadata tokenizer.ggml.pre is 'unheard-of'")
+
+
+# ---- refusals
+
+
+def refusal(tmp_path, error, types=MIXED, keys=None, opens=load_model):
+    gguf_models.write_gguf(tmp_path / "m.gguf", "qwen3_moe", mixed(types), keys)
+    with pytest.raises(error) as raised:
+        opens(tmp_path / "m.gguf")
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_experts_of_other_types_are_refused(tmp_path):
+    for opens in (load_model, lambda path: convert(path, tmp_path / "packed")):
+        said = refusal(tmp_path, ModelFileError, {"ffn_up_exps": "IQ4_NL"}, opens=opens)
+        assert (
+            "tensor blk.0.ffn_up_exps.weight has type IQ4_NL, in which experts are not read yet; read are Q4_0" in said
+        )
+
+
+def test_shards_elsewhere_are_refused(tmp_path):
+    said = refusal(tmp_path, ModelFileError, opens=lambda path: load_model(path, shards_in=[tmp_path]))
+    assert "--shards-in is for safetensors files" in said
+
+
+def test_an_architecture_without_a_table_is_refused(tmp_path):
+    said = refusal(tmp_path, ConfigError, keys={"general.architecture": "quux"})
+    assert "architecture 'quux' are not read; read are qwen3moe" in said
+
+
+def test_metadata_that_are_missing_or_strange(tmp_path):
+    for key, value, wanted in (
+        ("qwen3moe.expert_count", "many", "'qwen3moe.expert_count' is 'many'; expected int"),
+        ("qwen3moe.expert_count", True, "'qwen3moe.expert_count' is 'True'; expected int"),
+        ("qwen3moe.rope.scaling.type", "linear", "only yarn is read"),
+        ("qwen3moe.attention.value_length", 32, "only 64 is implemented"),
+        ("qwen3moe.expert_used_count", 99, "num_experts_per_tok"),
+        ("qwen3moe.embedding_length", 64, "the model needs"),
+        ("tokenizer.ggml.eos_token_id", 5000, "is no token"),
+    ):
+        said = refusal(tmp_path, Exception, keys={key: value})
+        assert wanted in said, (key, said)

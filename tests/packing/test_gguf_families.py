@@ -1,0 +1,199 @@
+"""GGUF files of every architecture that is read: configurations, names, and what llama.cpp changes in weights."""
+
+import json
+import math
+from dataclasses import replace
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from tiny_models import on_cpu
+
+from moeflux_mlx.convert import convert
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.engine.locate import resolve
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.families.gguf import Metadata, renamed_tensor
+from moeflux_mlx.families.registry import FAMILIES, GGUF
+from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.spec import ModelArgs
+
+pytest.importorskip("gguf")
+import gguf_models  # noqa: E402  (needs gguf)
+
+TOLERANCE = 2e-4
+LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
+TYPES = {
+    **{"ffn_gate_exps": "Q4_0", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0", "attn_output": "Q6_K"},
+    **{"token_embd": "Q8_0", "output.": "Q5_0", "attn_q.": "IQ4_NL", "attn_gate": "Q5_1", "ssm_out": "Q4_K"},
+}
+PUBLISHED = {"gpt_oss": {"swiglu_limit": 7.0}}  # of values for which GGUF has no key
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with on_cpu():
+        yield
+
+
+def type_of(family):
+    """Returns the function that gives a tensor its type; rows that are too short for it get another one."""
+
+    def kind(name):
+        if "conv1d" in name:
+            return "F32"
+        wanted = next((kind for part, kind in TYPES.items() if part in name), "Q8_0")
+        return "Q5_1" if family not in goldens.families() and wanted == "Q6_K" else wanted
+
+    return kind
+
+
+def logits(source, family, chunk=None, golden="hub", **options):
+    model, tokens = load_model(source, dtype=mx.float32, **options), goldens.golden(family, golden)[0]
+    cache, pieces = model.make_cache(), range(chunk or len(tokens), len(tokens), chunk or len(tokens))
+    for layer in cache:
+        layer.shift(goldens.first_position(family))
+    parts = [model(piece, cache) for piece in mx.split(mx.array(tokens)[None], list(pieces), axis=1)]
+    made = np.array(mx.concatenate(parts, axis=1)[0].astype(mx.float32))
+    model.experts.close()
+    return made
+
+
+def hub_checkpoint(path, family):
+    """Returns the publisher's checkpoint, with published values of what the tiny one has otherwise."""
+    goldens.write_variant(path, family, "hub")
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED.get(family, {})))
+    return path
+
+
+@pytest.mark.parametrize("family", gguf_models.ARCHITECTURES)
+def test_floats_become_the_model_that_the_checkpoint_becomes(tmp_path, family):
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
+    theirs = ModelArgs.from_file(hub_checkpoint(tmp_path / "hub", family))
+    ours = ModelArgs.from_file(resolve(tmp_path / "m.gguf"))
+    other = {"eos_token_ids": (), "model_type": ""}
+    assert replace(ours, **other) == replace(theirs, **other)
+    assert FAMILIES[ours.model_type].read is FAMILIES[theirs.model_type].read
+    convert(tmp_path / "m.gguf", tmp_path / "ours")
+    convert(tmp_path / "hub", tmp_path / "theirs")
+    made, wanted = (mx.load(str(tmp_path / name / "resident.safetensors")) for name in ("ours", "theirs"))
+    split = {name for name in (*made, *wanted) if any(part in name for part in ("kv_b_proj", "embed_q", "unembed"))}
+    assert made.keys() - split == wanted.keys() - split
+    for name in wanted.keys() - split:
+        if name.endswith("A_log"):  # through exp and log
+            assert mx.allclose(made[name], wanted[name].astype(mx.float32), atol=1e-6), name
+        else:
+            assert mx.array_equal(made[name], wanted[name].astype(made[name].dtype)), name
+    if family != "gpt_oss":  # its records have biases, of which the file has more bits than the checkpoint
+        for file in (tmp_path / "theirs" / "packed_experts").glob("*.bin"):
+            assert (tmp_path / "ours" / "packed_experts" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "family, golden", [("qwen3_next", "hub"), ("qwen3_5_moe", "hub"), ("deepseek_v3", "mlx4_embed_q")]
+)
+def test_converted_floats_have_the_logits_of_hugging_face(tmp_path, family, golden):
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
+    convert(tmp_path / "m.gguf", tmp_path / "packed")
+    assert (
+        np.abs(logits(tmp_path / "packed", family, golden=golden) - goldens.golden(family, golden)[1]).max() < TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_quantised_files_in_place_and_converted(tmp_path, family):
+    """The same bits in every way to open it; those of the families that the oracle computes are right."""
+    path = tmp_path / "m.gguf"
+    weights = gguf_models.write_gguf(path, family, type_of(family))
+    convert(path, tmp_path / "packed")
+    for chunk, source, options in ((None, path, LEAST), (7, tmp_path / "packed", {})):
+        made = logits(path, family, chunk, expert_io="resident")
+        assert np.array_equal(logits(source, family, chunk, **options), made), chunk
+        if family in goldens.families():
+            wanted = oracle.forward(goldens.config(family), weights, goldens.golden(family)[0])
+            assert np.abs(made - wanted).max() < TOLERANCE, chunk
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss"])
+def test_strange_metadata_are_refused_or_read(tmp_path, family):
+    """Whatever a key of the architecture holds, or if it is missing: a description of a model, or one line."""
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
+    whole = open_gguf(tmp_path / "m.gguf")
+    architecture, refused = gguf_models.ARCHITECTURES[family], 0
+    values = (None, 0, -1, 1 << 63, 0.0, -1.5, math.inf, math.nan, True, "", "x", [], [0], ["x"], [1] * 99)
+    keys = [key for key in whole.metadata if key.startswith(f"{architecture}.")]
+    head = f"{architecture}.attention"
+    changes = [{key: value} for key in keys for value in values] + [
+        {f"{head}.key_length": 0, f"{head}.value_length": 0},
+        {f"{head}.key_length": None, f"{head}.value_length": None, f"{head}.head_count": 0},
+    ]
+    for change in changes:
+        try:
+            read = Metadata({**whole.metadata, **change}, whole.tensors)
+            ModelArgs.from_dict(GGUF[architecture].config(read))
+        except (ConfigError, ModelFileError) as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 100
+
+
+def test_tensors_of_one_name_are_refused(tmp_path):
+    extra = {"model.norm.weight": np.zeros(128, np.float32)}
+    gguf_models.write_gguf(tmp_path / "m.gguf", "qwen3_moe", type_of("qwen3_moe"), extra=extra)
+    with pytest.raises(ModelFileError, match="two tensors are model.norm.weight"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_fused_experts(tmp_path):
+    """Rows of one matrix: two ranges of an expert lie side by side."""
+    family = "qwen3_5_moe"
+    for name, fused in (("m", True), ("n", False)):
+        gguf_models.write_gguf(
+            tmp_path / f"{name}.gguf", family, lambda name: "F32" if "conv1d" in name else "Q4_0", fused=fused
+        )
+    convert(tmp_path / "m.gguf", tmp_path / "packed")
+    made = logits(tmp_path / "m.gguf", family, **LEAST)
+    for source in ("packed", "n.gguf"):
+        assert np.array_equal(logits(tmp_path / source, family), made), source
+
+
+def test_value_heads_that_are_tiled():
+    """Of 2 key heads with 3 value heads each, the stored order has both first value heads first."""
+    config = {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+        **{"linear_key_head_dim": 4, "linear_value_head_dim": 8},
+    }
+    grouped = [(key, number) for key in range(2) for number in range(3)]
+    stored = [(key, number) for number in range(3) for key in range(2)]
+    wanted = [stored.index(one) for one in grouped]
+    change = GGUF["qwen35moe"].change
+    assert change(config, "linear_attn.dt_bias", (6,)).rows.tolist() == wanted
+    each = [head * 8 + i for head in wanted for i in range(8)]
+    assert change(config, "linear_attn.in_proj_z.weight", (48, 64)).rows.tolist() == each
+    assert change(config, "linear_attn.in_proj_qkv.weight", (64, 64)).rows.tolist() == [
+        *range(16),
+        *(16 + one for one in each),
+    ]
+    assert change(config, "linear_attn.out_proj.weight", (64, 48)).columns.tolist() == each
+
+
+def test_names_of_both_kinds_of_block():
+    assert renamed_tensor("blk.3.ffn_gate_up_exps.weight", GGUF["qwen35moe"]) == (
+        *(3, "model.layers.3.mlp.experts.gate_up_proj"),
+    )
+    assert renamed_tensor("blk.0.attn_kv_b.weight", GGUF["deepseek2"])[1] == "model.layers.0.self_attn.kv_b_proj.weight"
+    assert renamed_tensor("unheard.of", GGUF["qwen3moe"]) == (None, "unheard.of")
+
+
+def test_draft_blocks_are_left_out(tmp_path):
+    """They count as blocks of the model."""
+    family, c = "glm4_moe", goldens.text_config("glm4_moe")
+    keys = {"glm4moe.block_count": c["num_hidden_layers"] + 1, "glm4moe.nextn_predict_layers": 1}
+    extra = {f"blk.{c['num_hidden_layers']}.nextn.eh_proj.weight": np.zeros((128, 256), np.float32)}
+    gguf_models.write_gguf(tmp_path / "m.gguf", family, type_of(family), keys, extra=extra)
+    gguf_models.write_gguf(tmp_path / "n.gguf", family, type_of(family))
+    assert np.array_equal(logits(tmp_path / "m.gguf", family), logits(tmp_path / "n.gguf", family))
