@@ -4,10 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .calibration.convert import DEFAULT_TEXT
-from .calibration.rounding import GPTQ
-from .calibration.rounding import METHODS as CALIBRATED
-from .cli.conversion import run
+from .cli.conversion import add_calibration, run
 from .cli.options import add_tokenizer
 from .cli.run import Parser, execute
 from .packing.convert import LAYOUTS, PACKED, convert
@@ -68,25 +65,6 @@ def parser() -> argparse.ArgumentParser:
     add("--revision", help="branch, tag or commit of the Hugging Face repo")
     add_tokenizer(add)
     return made
-
-
-def add_calibration(made: argparse.ArgumentParser) -> None:
-    """Adds the options of a conversion that first runs the model over a text."""
-    group = made.add_argument_group(
-        "calibration", "the model runs over a text, layer by layer, and matrices are rounded for what they multiply"
-    )
-    add = group.add_argument
-    add(
-        "--calibrate",
-        nargs="+",
-        metavar="FILE",
-        help=f"UTF-8 text; {DEFAULT_TEXT}: the text that ships with the package (prose, code, chat)",
-    )
-    add("--method", choices=CALIBRATED, default=FIT, help=f"{GPTQ} is better and slower (%(default)s)")
-    add("--calibrate-tokens", type=int, metavar="N", help="read the first N tokens of the text; default: all")
-    budget = group.add_mutually_exclusive_group()
-    budget.add_argument("--target-bits", type=float, metavar="B", help="bits of a routed expert's weight, on average")
-    budget.add_argument("--target-gb", type=float, metavar="GB", help="size of the model; both choose bits by layer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -49,7 +49,9 @@ class MeasuringRun(LayerRun):
     def _pass(self, layer: int, progress: Progress) -> None:
         made, self._squares = self._layer(layer, self.weights), 0.0
         seen = SeenLayer(layer, made, hessians=False)
-        self._keep(layer, self._measured(layer, self._outputs(layer, made, seen, progress), seen))
+        with self._tables(layer) as tables:
+            rows = self._outputs(layer, made, tables, seen, progress)
+            self._keep(layer, self._measured(layer, rows, seen))
 
     def _measured(self, layer: int, rows: Iterator[mx.array], seen: SeenLayer) -> Iterator[mx.array]:
         """Yields the rows; the layer's file is complete before the last of them is taken."""

@@ -208,7 +208,8 @@ class LayerRun:
         made, statistics = self._layer(layer, self.weights), None
         if self._collecting is not None:
             statistics = LayerStatistics(layer, made, self.folder, self._collecting.hessians)
-        self._keep(layer, self._outputs(layer, made, statistics, progress))
+        with self._tables(layer) as tables:
+            self._keep(layer, self._outputs(layer, made, tables, statistics, progress))
 
     def _layer(self, layer: int, weights: LayerWeights) -> DecoderLayer:
         """A layer with these weights."""
@@ -224,17 +225,6 @@ class LayerRun:
             old.unlink(missing_ok=True)
         mx.clear_cache()
 
-    def _outputs(
-        self, layer: int, made: DecoderLayer, statistics: LayerStatistics | None, report: Progress
-    ) -> Iterator[mx.array]:
-        """The hidden states [1, L, .] of each text after a layer; in the end its statistics are written."""
-        if isinstance(made.mlp, MoE) and isinstance(made.mlp.experts, OneByOne):
-            made.mlp.experts.observer = statistics
-        with self._tables(layer) as tables:
-            yield from self._passed(layer, made, tables, statistics, report)
-        if statistics is not None:
-            statistics.write()
-
     @contextmanager
     def _tables(self, layer: int) -> Iterator[Tables | None]:
         """The n-grams of a layer, if it has any."""
@@ -245,7 +235,7 @@ class LayerRun:
             for reader in readers.values():
                 reader.close()
 
-    def _passed(
+    def _outputs(
         self,
         layer: int,
         made: DecoderLayer,
@@ -253,6 +243,9 @@ class LayerRun:
         statistics: LayerStatistics | None,
         report: Progress,
     ) -> Iterator[mx.array]:
+        """The hidden states [1, L, .] of each text after a layer; in the end its statistics are written."""
+        if isinstance(made.mlp, MoE) and isinstance(made.mlp.experts, OneByOne):
+            made.mlp.experts.observer = statistics
         chosen, done, total = _Choices(self._chosen_file(layer)), 0, sum(map(len, self.texts))
         for numbers in self._groups():
             parts = []
@@ -273,6 +266,8 @@ class LayerRun:
                 yield mx.contiguous(backend.leave(out[:, start:end])).astype(self.dtype)
                 start = end
         chosen.write(self._chosen_file(layer + 1))
+        if statistics is not None:
+            statistics.write()
 
     def _groups(self) -> Iterator[list[int]]:
         """The numbers of texts that go through the experts together."""

@@ -146,14 +146,16 @@ class RoundingRun(LayerRun):
     def _pass(self, layer: int, progress: Progress) -> None:
         made = self._layer(layer, self.weights)
         seen = SeenLayer(layer, made, hessians=True)
-        for _ in self._outputs(layer, made, seen, lambda share: progress(share / 3)):
-            pass  # only what it shows is wanted
-        del made
-        write_tensors(codes_path(self.folder, layer), dict(self._codes(layer, seen)))
-        del seen
-        progress(2 / 3)
-        made = self._layer(layer, self._target)
-        self._keep(layer, self._outputs(layer, made, None, lambda share: progress((2 + share) / 3)))
+        with self._tables(layer) as tables:
+            for _ in self._outputs(layer, made, tables, seen, lambda share: progress(share / 3)):
+                pass  # only what it shows is wanted
+            del made
+            write_tensors(codes_path(self.folder, layer), dict(self._codes(layer, seen)))
+            del seen
+            progress(2 / 3)
+            rounded = self._layer(layer, self._target)
+            rows = self._outputs(layer, rounded, tables, None, lambda share: progress((2 + share) / 3))
+            self._keep(layer, rows)
 
     def _codes(self, layer: int, seen: SeenLayer) -> Iterator[tuple[str, mx.array]]:
         """The codes of all matrices of a layer, by name."""

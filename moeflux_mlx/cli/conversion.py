@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from ..calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated
+from ..calibration.rounding import GPTQ, METHODS
 from ..engine.machine import default_dtype
 from ..engine.weights import open_weights
 from ..errors import ConfigError
@@ -21,6 +22,25 @@ from .planning import reading_line
 from .terminal import agree, note
 
 CALIBRATION = ("calibrate", "method", "calibrate_tokens", "target_bits", "target_gb")  # options that need --calibrate
+
+
+def add_calibration(made: argparse.ArgumentParser) -> None:
+    """Adds the options of a conversion that first runs the model over a text."""
+    group = made.add_argument_group(
+        "calibration", "the model runs over a text, layer by layer, and matrices are rounded for what they multiply"
+    )
+    add = group.add_argument
+    add(
+        "--calibrate",
+        nargs="+",
+        metavar="FILE",
+        help=f"UTF-8 text; {DEFAULT_TEXT}: the text that ships with the package (prose, code, chat)",
+    )
+    add("--method", choices=METHODS, default=FIT, help=f"{GPTQ} is better and slower (%(default)s)")
+    add("--calibrate-tokens", type=int, metavar="N", help="read the first N tokens of the text; default: all")
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument("--target-bits", type=float, metavar="B", help="bits of a routed expert's weight, on average")
+    budget.add_argument("--target-gb", type=float, metavar="GB", help="size of the model; both choose bits by layer")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -148,7 +148,7 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
         vision = remote.vision(args, with_images)
         dense = token_bytes(args, shapes, dtype)
         resident = resident_bytes(shapes, dtype)
-        return Described(args, layout, resident, dense, None, vision, remote.in_place, remote.disk)
+        return Described(args, layout, resident, dense, remote.recipe(), vision, remote.in_place, remote.disk)
     folders = [user_path(folder) for folder in options.shards_in]
     weights = open_weights(resolve(options.model, shards_in=folders), folders)
     weights.check_mode(expert_io)

@@ -16,6 +16,7 @@ from ..formats.checkpoint import (
     COPIED,
     INDEX,
     QUANT_CONFIG,
+    RECIPE,
     Checkpoint,
     Tensor,
     header_tensors,
@@ -30,6 +31,7 @@ from ..formats.record import ExpertLayout
 from ..packing.aside import NAME as ASIDE
 from ..packing.in_place import runs_in_place, states_mlx
 from ..packing.plan import make_plan
+from ..packing.recipe import Recipe, read_recipe
 from ..packing.resident import ResidentFile
 from ..packing.sources import DTYPES
 from ..packing.suggest import not_packed_error
@@ -37,9 +39,9 @@ from ..packing.wanted import Wanted
 from ..spec import ModelArgs
 from ..vision.vision import PREPROCESSOR, NoVision, VisionFiles, usable, vision_of
 
-SMALL = ["config.json", QUANT_CONFIG, INDEX, f"{FOLDER}/{LAYOUT}", *COPIED]
+SMALL = ["config.json", QUANT_CONFIG, INDEX, f"{FOLDER}/{LAYOUT}", RECIPE, *COPIED]
 RESIDENT = "resident*.safetensors"
-PACKED = ["config.json", *COPIED, RESIDENT, ASIDE, f"{FOLDER}/*"]
+PACKED = ["config.json", RECIPE, *COPIED, RESIDENT, ASIDE, f"{FOLDER}/*"]
 UNPACKED = ["config.json", INDEX, *COPIED]  # and its shards
 STORED = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -94,6 +96,10 @@ class Remote:
         sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
         written = (one for source in sources for one in source.written)
         return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
+
+    def recipe(self) -> Recipe | None:
+        """How floats became its codes, if a conversion of ours says so, as `packing.recipe.read_recipe`."""
+        return read_recipe(self.repository.snapshot(SMALL))
 
     def vision(self, args: ModelArgs, wanted: bool = True) -> VisionFiles | NoVision:
         """Its image encoder, as `Weights.vision`."""

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
+from minmax import convert
 from tiny_models import on_cpu
 
-from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ConfigError, ModelFileError
