@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import Indexer
-from ..mixers.latent.spec import Latent, QueryScale
+from ..kinds import Indexer, QueryFactor
+from ..mixers.latent.spec import Latent
 from .fields import (
     NEXT_LAYER,
     Family,
@@ -64,7 +64,7 @@ def _indexer_types(read: Fields) -> list[str]:
     return kinds
 
 
-def latent_attention(read: Fields, query_scale: QueryScale | None = None) -> Latent:
+def latent_attention(read: Fields, query_scale: QueryFactor | None = None) -> Latent:
     """Latent attention with DeepSeek's names of its sizes."""
     read.must_equal("rope_interleave", True)
     read.must_equal("attention_bias", False)

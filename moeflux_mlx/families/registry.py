@@ -3,6 +3,7 @@
 from . import (
     afmoe,
     bailing,
+    beam,
     deepseek,
     deepseek_v4,
     ernie,
@@ -57,4 +58,5 @@ FAMILIES: dict[str, Family] = {
     **kolibri.FAMILIES,
     **bailing.FAMILIES,
     **kimi_linear.FAMILIES,
+    **beam.FAMILIES,
 }

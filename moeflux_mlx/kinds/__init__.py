@@ -9,6 +9,7 @@ from .index import HeadBlocks, Indexer, KeyBlocks
 from .layer import COMPUTED, FeedForward, LayerSpec, Residual, unsupported
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
+from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
 from .streams import Connections, GatedConnections, HyperConnections
 
@@ -31,6 +32,9 @@ __all__ = [
     "Llama3",
     "Mixer",
     "NGrams",
+    "QueryFactor",
+    "QueryGrowth",
+    "QueryScale",
     "Residual",
     "Rotation",
     "Router",

@@ -48,7 +48,7 @@ CLASSES = {
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
-FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
+FIRST = {"mistral4": 8172, "beam": 600}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
 LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}

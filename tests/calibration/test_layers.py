@@ -41,7 +41,7 @@ def texts_of(family):
 
 
 # Attention, recurrent mixers of three kinds, several streams of two kinds, n-grams, a layer without experts, experts
-# between two projections, biases of experts, chosen positions and blocks.
+# between two projections, biases of experts, chosen positions and blocks, and norms that depend on the depth.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -51,6 +51,7 @@ FAMILIES = [
     "glm5_next",
     "gpt_oss",
     "glm_moe_dsa",
+    "beam",
 ]
 
 

@@ -9,11 +9,11 @@ from grids import drawn, one_in_three
 from test_attend_step import check_stand_in
 
 from metal import fast, msl
-from moeflux_mlx.kinds import Rotation, Yarn
+from moeflux_mlx.kinds import QueryScale, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.latent.cache import LatentCache
-from moeflux_mlx.mixers.latent.spec import Latent, QueryScale
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.rope import Rope

@@ -5,7 +5,7 @@ is folded into the queries, which then attend over the latents; for many queries
 and values, which is less arithmetic. On a GPU a token takes three launches, which do not write to the cache (`attend`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
 from ...ops.backend import Array, stack, view
 from ...ops.causal_parts import in_parts
@@ -24,7 +25,6 @@ from ...ops.launch import (
     NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
-    Input,
     Kernel,
     Launch,
     Reason,
@@ -34,12 +34,12 @@ from ...ops.linear import by_head, linear, linear_by_head, multiply
 from ...ops.matrix import Weights, inputs_of, part_of_heads, stored
 from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
+from ...ops.query_scale import scaled_queries, score_scale
 from ...ops.rope import Rope
 from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
-from .spec import QueryScale
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")
@@ -128,7 +128,7 @@ class Queries:
 
     heads: int
     up: Up | None
-    scale: QueryScale | None = None
+    scale: QueryFactor | None = None
 
     def __call__(self, x: Array) -> Array:
         """[B, L, columns] -> [B, L, heads, nope + R], not scaled."""
@@ -145,17 +145,7 @@ class Queries:
 
     def scaled(self, q: Array, offset: int | mx.array) -> Array:
         """q [B, L, heads, nope + R] of positions from `offset`, scaled."""
-        if self.scale is None:
-            return q
-        library = backend.library_of(q)
-        factors = query_factors(library.arange(q.shape[1]) + offset, self.scale, library)
-        return (q * factors[:, None, None]).astype(q.dtype)
-
-
-def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
-    """The float32 factors of queries at integer positions (`QueryScale`), with operations of numpy or MLX."""
-    stretches = positions // scale.original_max_position_embeddings
-    return 1.0 + scale.beta * library.log1p(stretches.astype(library.float32))
+        return scaled_queries(q, offset, self.scale)
 
 
 def attend_latent(
@@ -284,7 +274,7 @@ def _on_kernels(
     positions = [one.positions for one in held]
     capacity = max(one.keys.shape[2] for one in held)
     x = queries(q) if form is None else q
-    scales = _scale_of(positions, scale, queries.scale)
+    scales = score_scale(positions, scale, queries.scale)
     query, attend, combine = plan(
         rows.sizes((prod(x.shape[2:]), kv.shape[2], int(queries.scale is not None))),
         backend.name(),
@@ -306,17 +296,6 @@ def _on_kernels(
     for one, kept in zip(rows.absorbing(), recent, strict=True):
         one.advance(kept)
     return combine(parts, stats, *positions, *values.arrays)[0]
-
-
-def _scale_of(positions: Sequence[mx.array], scale: float, by: QueryScale | None) -> Input:
-    """The factor of a token's scores: a number, or an array with one per row."""
-    return scale if by is None else _scaling(scale, by)(*(own[3:] for own in positions))
-
-
-@lru_cache(16)
-def _scaling(scale: float, by: QueryScale) -> Any:
-    """A function of the tokens' positions; compiled it is one launch for one of them."""
-    return mx.compile(lambda *positions: scale * query_factors(mx.concatenate(list(positions)), by, mx))
 
 
 @cache

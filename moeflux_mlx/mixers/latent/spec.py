@@ -8,18 +8,8 @@ from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
 from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
 from ...kinds.mixer import Attending, HeadStack, Mflx, Mixer, product_operations
+from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
-
-
-@dataclass(frozen=True)
-class QueryScale:
-    """The factor of a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
-
-    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
-    """
-
-    beta: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +28,7 @@ class Latent(Mixer):
     nope: int
     value: int
     rotation: Rotation | None
-    query_scale: QueryScale | None = None
+    query_scale: QueryFactor | None = None
     indexer: Indexer | None = None
     blocks: KeyBlocks | None = None
     norm_eps: float = 1e-6
