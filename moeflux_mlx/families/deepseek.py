@@ -42,11 +42,11 @@ def _indexed(read: Fields, interleaved: bool) -> dict[str, Any]:
         interleaved=read.optional("indexer_rope_interleave", bool, interleaved),
     )
     of = {kind: replace(attention, indexer=replace(own, reuses=kind == SHARED)) for kind in (FULL, SHARED)}
-    layers = zip(args["layers"], _indexer_types(read), strict=True)
+    layers = zip(args["layers"], indexer_types(read), strict=True)
     return {**args, "layers": tuple(replace(layer, mixer=of[kind]) for layer, kind in layers)}
 
 
-def _indexer_types(read: Fields) -> list[str]:
+def indexer_types(read: Fields) -> list[str]:
     """The type of each layer's indexer, from a list, a pattern of names or letters, or a period after the first
     layers.
     """

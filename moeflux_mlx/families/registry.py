@@ -15,6 +15,7 @@ from . import (
     glm5_next,
     gpt_oss,
     hunyuan,
+    hy_v4,
     kimi_linear,
     kolibri,
     laguna,
@@ -59,4 +60,5 @@ FAMILIES: dict[str, Family] = {
     **bailing.FAMILIES,
     **kimi_linear.FAMILIES,
     **beam.FAMILIES,
+    **hy_v4.FAMILIES,
 }

@@ -11,7 +11,7 @@ from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
-from .streams import Connections, GatedConnections, HyperConnections
+from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections
 
 __all__ = [
     "Activation",
@@ -26,6 +26,7 @@ __all__ = [
     "GatedConnections",
     "HeadBlocks",
     "HyperConnections",
+    "IndependentConnections",
     "Indexer",
     "KeyBlocks",
     "LayerSpec",

@@ -40,7 +40,7 @@ def texts_of(family):
     return [tokens, tokens[5:30], tokens[:1]]
 
 
-# Attention, recurrent mixers of three kinds, several streams of two kinds, n-grams, a layer without experts, experts
+# Attention, recurrent mixers of three kinds, several streams of three kinds, n-grams, a layer without experts, experts
 # between two projections, biases of experts, chosen positions and blocks, and norms that depend on the depth.
 FAMILIES = [
     "qwen3_5_moe",
@@ -52,6 +52,7 @@ FAMILIES = [
     "gpt_oss",
     "glm_moe_dsa",
     "beam",
+    "hy_v4",
 ]
 
 

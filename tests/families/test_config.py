@@ -23,6 +23,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
+from moeflux_mlx.kinds import SILU
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import softmax_scale
@@ -85,6 +86,7 @@ SIZES = {
     "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
     "kimi-linear-48b-a3b": (3981312, 1019215872, 26, 24.68),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
+    "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -385,6 +387,17 @@ def test_defaults_of_beam_are_those_of_transformers():
 def test_rotations_of_beam_that_are_not_computed(rope, message):
     with pytest.raises(ConfigError, match=message):
         ModelArgs.from_dict({**goldens.config("beam"), "rope_parameters": rope})
+
+
+def test_defaults_of_hy_v4_are_those_of_transformers():
+    """Whether a layer has an indexer of its own is known by its number; mlx-vlm knows it likewise."""
+    names = ("indexer_types", "hc_mult", "hc_eps", "hc_magnitude", "index_head_dim", "index_topk", "swiglu_limit")
+    names += ("routed_scaling_factor", "rms_norm_eps", "n_group", "topk_group", "first_k_dense_replace")
+    config = config_of("hy4-preview-770b-a49b")
+    args = ModelArgs.from_dict({n: v for n, v in config.items() if n not in names})
+    assert args == ModelArgs.from_dict(config)
+    assert [i for i, mixer in enumerate(args.mixers) if not mixer.indexer.reuses] == [0, *range(1, 78, 4)]
+    assert ModelArgs.from_dict({**config, "swiglu_limit": 0.0}).experts.activation == SILU
 
 
 def test_ling_2_is_refused_by_name():

@@ -43,7 +43,7 @@ from ...quant import DEFAULT
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")
-COMBINE = Kernel("latent_combine", "parts stats positions w scales biases", "out")
+COMBINE = Kernel("latent_combine", "parts stats sinks positions w scales biases", "out")
 # Of a threadgroup that has one head: its threads, and the lanes that share a row of the queries' matrix.
 SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
 WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query has eight
@@ -159,6 +159,7 @@ def attend_latent(
     norm: Norm,
     rope: Rope | None,
     scale: float,
+    sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all positions in `cache` and the
@@ -171,6 +172,7 @@ def attend_latent(
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
         rope: rotates q_pe and k_pe by their rotary positions; None: there are no such parts.
+        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
     Returns:
@@ -183,24 +185,24 @@ def attend_latent(
         def compute(rows: StepRows, q: Any, kv: Any) -> Any:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
-                return _on_kernels(q, kv, rows, *given)
-            return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale)
+                return _on_kernels(q, kv, rows, *given, sinks=sinks)
+            return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale, sinks=sinks)
 
         return cache.each((q, kv), compute, has_kernels)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
-        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, seen)
+        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen)
     q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = expanded_native if native_refusal(L) else absorbed_native
-        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
+        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale, sinks) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = absorbed_ops if L <= ABSORB_AT_MOST else expanded_ops
-    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
+    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale, sinks)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
@@ -263,6 +265,7 @@ def _on_kernels(
     norm: Norm,
     rope: Rope | None,
     scale: float,
+    sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> mx.array:
     """`attend_latent` for a row of each of several sequences: [1, R, heads * v]."""
@@ -282,7 +285,7 @@ def _on_kernels(
         (q.dtype, norm.weight.dtype),
         form,
         (keys.form, values.form),
-        (values.rows, keys.transposed),
+        (values.rows, keys.transposed, sinks is not None),
         (0, False) if rope is None else (rope.dims, rope.interleaved),
         None if seen is None else seen.sizes,
     )
@@ -295,7 +298,7 @@ def _on_kernels(
     parts, stats, *recent = attend(made_queries, token, *positions, *arrays, chosen)
     for one, kept in zip(rows.absorbing(), recent, strict=True):
         one.advance(kept)
-    return combine(parts, stats, *positions, *values.arrays)[0]
+    return combine(parts, stats, stats if sinks is None else sinks, *positions, *values.arrays)[0]
 
 
 @cache
@@ -341,12 +344,12 @@ def plan_row(
     types: tuple[mx.Dtype, mx.Dtype],
     form: Form | None,
     stored: tuple[StoredForm, StoredForm],
-    matrices: tuple[int, bool],
+    matrices: tuple[int, bool, bool],
     rotation: tuple[int, bool],
     seen: SeenSizes | None,
 ) -> tuple[Launch, Launch, Launch]:
     """The launches for one row. `seen`: of the blocks that a token sees; None: it sees all positions."""
-    (heads, height, columns, row, capacity), (v, transposed), (dims, interleaved) = sizes, matrices, rotation
+    (heads, height, columns, row, capacity), (v, transposed, has_sinks), (dims, interleaved) = sizes, matrices, rotation
     blocks = seen or SEEING_ALL
     X, N, P = types[0], row - dims, ceildiv(blocks.most or capacity + RECENT, PIECE)
     read = form or Form(DEFAULT, X)
@@ -362,6 +365,7 @@ def plan_row(
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
     made = common | blocks.template | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
+    made |= {"SINKS": int(has_sinks)}
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 
@@ -377,9 +381,10 @@ def absorbed_ops(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     scores = products(key.multiply(q_nope, transpose=False), q_pe, latent, k_pe) * scale
-    return value.multiply(_softmax(scores, mask) @ latent, transpose=True)
+    return value.multiply(softmax(scores, mask, sinks) @ latent, transpose=True)
 
 
 def expanded_ops(
@@ -391,16 +396,19 @@ def expanded_ops(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """On Metal, a few heads at a time, because one product would expand all latents to the keys of all heads."""
     heads, positions = q_nope.shape[1], latent.shape[2]
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
     if most is None or most >= heads:
-        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
+        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale, sinks)
     parts = []
     for some in (slice(start, start + most) for start in range(0, heads, most)):
         queries, matrices = (q_nope[:, some], q_pe[:, some]), (key.of(some), value.of(some))
-        parts.append(_of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale))
+        parts.append(
+            _of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale, None if sinks is None else sinks[some])
+        )
     return mx.concatenate(parts, axis=1)
 
 
@@ -413,12 +421,13 @@ def _of_heads_ops(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
     v, parts = value.multiply(latent, transpose=True), []
     for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
         scores = products(q_nope[:, :, rows], q_pe[:, :, rows], k[:, :, seen], k_pe[:, :, seen])
-        parts.append(_softmax(scores * scale, part_mask) @ v[:, :, seen])
+        parts.append(softmax(scores * scale, part_mask, sinks) @ v[:, :, seen])
         gpu_time.in_turn(q_nope.shape[2], parts)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
@@ -429,14 +438,20 @@ def products(q: mx.array, q_pe: mx.array, keys: mx.array, k_pe: mx.array) -> mx.
     return scores + q_pe @ k_pe.swapaxes(-1, -2) if q_pe.shape[-1] else scores
 
 
-def _softmax(scores: mx.array, mask: Mask) -> mx.array:
-    """scores [B, heads, L, N]; "causal": query row i is at position N - L + i and sees no later key."""
+def softmax(scores: mx.array, mask: Mask, sinks: mx.array | None, heads: int = -3) -> mx.array:
+    """Of scores [B, heads, L, N], with the exponentials of sinks [heads] in the sum, if there are any. "causal": query
+    row i is at position N - L + i and sees no later key. `heads`: the axis of the heads.
+    """
     if isinstance(mask, str):
         L, N = scores.shape[-2:]
         mask = mx.arange(N)[None] <= mx.arange(N - L, N)[:, None]
     if mask is not None:
         scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
-    return mx.softmax(scores, axis=-1, precise=True)
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    shape = [-1 if axis == scores.ndim + heads else 1 for axis in range(scores.ndim)]
+    column = mx.broadcast_to(sinks.reshape(shape).astype(scores.dtype), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]
 
 
 def absorbed_native(
@@ -447,10 +462,12 @@ def absorbed_native(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> np.ndarray:
     """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
     q = absorb_native(q_nope, q_pe, latent.shape[1], key)
-    mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], len(latent), scale)
+    entries = np.concatenate([latent, k_pe], axis=-1)[None]
+    mixed = native.attend(q, entries, latent[None], len(latent), scale, sinks=None if sinks is None else view(sinks))
     return values_native(mixed, value)
 
 
@@ -482,6 +499,7 @@ def expanded_native(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> np.ndarray:
     heads, nope = q_nope.shape[1:]
     N = len(latent)
@@ -491,4 +509,5 @@ def expanded_native(
         k[head, :, :nope] = latent @ keys.T
         v[head] = latent @ values.T
     k[..., nope:] = k_pe
-    return native.attend(np.concatenate([q_nope, q_pe], axis=-1), k, v, N, scale)
+    q = np.concatenate([q_nope, q_pe], axis=-1)
+    return native.attend(q, k, v, N, scale, sinks=None if sinks is None else view(sinks))
