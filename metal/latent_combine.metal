@@ -2,7 +2,7 @@
 // out[H, V] X = each head's matrix of values [V, N] times the sum of the pieces of latent_attend.metal, each weighted
 // by its share of the sum of all exponentials. The matrix has codes w, scales and biases S (stored.h.metal).
 // positions[0] is the token's own position; TOP, RATIO and OWN give the number of positions that it sees
-// (seen.h.metal).
+// (seen.h.metal). If SINKS is 1, exp(sinks[H]) is part of the sum.
 //
 // grid: (T * H, 1, 1), threadgroup (T, 1, 1). A thread first has a column of the latents. Then a simdgroup has EACH
 // rows of the matrix at a time.
@@ -12,7 +12,8 @@
   const uint lane = thread_index_in_simdgroup;
   const uint head = threadgroup_position_in_grid.x;
   const uint pieces = (seen_count<TOP, RATIO, OWN>(uint(positions[0])) - 1) / P + 1;
-  float largest = -3.4e38f;
+  const float sink = SINKS ? float(sinks[head]) : 0.0f;
+  float largest = SINKS ? sink : -3.4e38f;
   for (uint i = lane; i < pieces; i += 32) {
     const float top = stats[(i * PIECE + head) * 2];
     largest = top > largest ? top : largest;
@@ -35,6 +36,9 @@
         total = metal::fma(share, sums[a], total);
         sum = metal::fma(share, found[a], sum);
       }
+    }
+    if (SINKS) {
+      total += metal::fast::exp(sink - largest);
     }
     mixed[column] = sum / total;
   }

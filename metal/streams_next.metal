@@ -11,7 +11,7 @@
   float sum = 0;
   for (uint column = thread_index_in_threadgroup; column < D; column += 32 * SG) {
     float v[N];
-    streams_behind<N, 1, D>(h, out, mixing, column, v);
+    streams_behind<N, MIXED, D>(h, out, mixing, column, v);
     for (uint k = 0; k < N; k++) {
       sum = metal::fma(row < O ? weights[k * D + column] : v[k], v[k], sum);
       if (row == O) {

@@ -62,6 +62,11 @@ class ModelArgs:
         return "model.embed_tokens" if self.is_tied else "lm_head"
 
     @property
+    def last_norm_eps(self) -> float:
+        """The epsilon of the norm after the last layer."""
+        return self.layers[-1].residual.eps(self.rms_norm_eps, 2 * len(self.layers) + 1)
+
+    @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 

@@ -247,7 +247,14 @@ def _kind(family, name):
     kinds |= {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv", "conv.conv.weight": "conv"}
     kinds |= dict.fromkeys(INTEGERS, "integers")
     kinds |= {"sinks": "sinks", "sink_bias": "sinks", "proj_bias": "bias", "_bias": "signed_bias", ".bias": "bias"}
-    kinds |= {"tid2eid": "table", "_base": "bias", "_scale": "norm", ".ape": "bias", "attn_sink": "sinks"}
+    kinds |= {
+        "tid2eid": "table",
+        "_base": "bias",
+        "_scale": "norm",
+        ".ape": "bias",
+        "attn_sink": "sinks",
+        "sink_param": "sinks",
+    }
     kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
     if name.endswith(".gate.bias"):
         return "signed_bias"
@@ -337,7 +344,9 @@ def quantised_bits(family, name):
         return 0
     if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):
         return 0
-    if name.endswith(("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink")):
+    if name.endswith(
+        ("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink", "sink_param")
+    ):
         return 0
     if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar")):
         return 0

@@ -193,6 +193,8 @@ class LayerRun:
         """A model without layers, and with these of its parts alone."""
         outer = Model(replace(self.args, layers=self.args.layers[:1]), None, self._forms)
         outer.model.layers, outer.suits_cpu = [], self._suits_cpu
+        if "norm" in outer.model:
+            outer.model.norm.eps = self.args.last_norm_eps
         for path in {EMBEDDING, *LAST, "lm_head"}.difference(paths):
             owner, name = (outer.model, path.removeprefix("model.")) if "." in path else (outer, path)
             owner.pop(name, None)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from ..kinds import Indexer
-from ..mixers.latent.spec import Latent, QueryScale
+from ..kinds import Indexer, QueryFactor
+from ..mixers.latent.spec import Latent
 from .fields import (
     NEXT_LAYER,
     Family,
@@ -43,11 +43,11 @@ def _indexed(read: Fields, interleaved: bool) -> dict[str, Any]:
         interleaved=read.optional("indexer_rope_interleave", bool, interleaved),
     )
     of = {kind: replace(attention, indexer=replace(own, reuses=kind == SHARED)) for kind in (FULL, SHARED)}
-    layers = zip(args["layers"], _indexer_types(read), strict=True)
+    layers = zip(args["layers"], indexer_types(read), strict=True)
     return {**args, "layers": tuple(replace(layer, mixer=of[kind]) for layer, kind in layers)}
 
 
-def _indexer_types(read: Fields) -> list[str]:
+def indexer_types(read: Fields) -> list[str]:
     """The type of each layer's indexer, from a list, a pattern of names or letters, or a period after the first
     layers.
     """
@@ -65,7 +65,7 @@ def _indexer_types(read: Fields) -> list[str]:
     return kinds
 
 
-def latent_attention(read: Fields, query_scale: QueryScale | None = None) -> Latent:
+def latent_attention(read: Fields, query_scale: QueryFactor | None = None) -> Latent:
     """Latent attention with DeepSeek's names of its sizes."""
     read.must_equal("rope_interleave", True)
     read.must_equal("attention_bias", False)

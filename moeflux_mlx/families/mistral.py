@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..mixers.latent.spec import QueryScale
+from ..kinds import QueryScale
 from .deepseek import RENAMES, latent_attention
 from .fields import Family, Fields, after_dense_layers, common, grouped_experts, layer_count, layers
 

@@ -3,6 +3,7 @@
 from . import (
     afmoe,
     bailing,
+    beam,
     deepseek,
     deepseek_v4,
     ernie,
@@ -14,6 +15,7 @@ from . import (
     glm5_next,
     gpt_oss,
     hunyuan,
+    hy_v4,
     kimi_linear,
     kolibri,
     laguna,
@@ -58,6 +60,8 @@ FAMILIES: dict[str, Family] = {
     **kolibri.FAMILIES,
     **bailing.FAMILIES,
     **kimi_linear.FAMILIES,
+    **beam.FAMILIES,
+    **hy_v4.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

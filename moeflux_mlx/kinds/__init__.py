@@ -9,8 +9,9 @@ from .index import HeadBlocks, Indexer, KeyBlocks
 from .layer import COMPUTED, FeedForward, LayerSpec, Residual, unsupported
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
+from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
-from .streams import Connections, GatedConnections, HyperConnections
+from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections
 
 __all__ = [
     "Activation",
@@ -25,12 +26,16 @@ __all__ = [
     "GatedConnections",
     "HeadBlocks",
     "HyperConnections",
+    "IndependentConnections",
     "Indexer",
     "KeyBlocks",
     "LayerSpec",
     "Llama3",
     "Mixer",
     "NGrams",
+    "QueryFactor",
+    "QueryGrowth",
+    "QueryScale",
     "Residual",
     "Rotation",
     "Router",

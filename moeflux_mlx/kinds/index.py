@@ -15,7 +15,8 @@ class Indexer:
     A token that sees at most `top` positions attends to all of them. Any other token attends to the `top` positions
         with the largest scores, which come from `heads` queries of `dim` values and one key per position. Ties go to
         the earlier position. `interleaved`: how the first values of queries and keys are rotated. `reuses`: the layer
-        has no such queries and keys, and reuses the choice of the last layer that has them.
+        has no such queries and keys, and reuses the choice of the last layer that has them. `rotates_last`: the last
+        values are rotated, not the first ones. `norm_eps`: epsilon of the keys' norm.
     """
 
     heads: int
@@ -23,6 +24,8 @@ class Indexer:
     top: int
     interleaved: bool = False
     reuses: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
 
     def seeing_all(self, first: int, count: int) -> int:
         """How many of the tokens from a place on attend to all positions that they see."""

@@ -17,17 +17,25 @@ class Residual:
 
     `scale` multiplies a part's output. `connections`: the connections of several streams; None: one stream.
     `output_norms`: a part's output is normed before it is added. `layer_scale`, only with these norms: a learned number
-    multiplies the layer's output.
+    multiplies the layer's output. `averaged`: the n-th part of the stream, of which the embedding is the first, is
+    added as h * sqrt((n - 1) / n) + part / sqrt(n) (transformers, `depth_scaled_residual_add`). The result is the plain
+    sum of the n parts, divided by sqrt(n). Everything that reads the stream norms it, so the model keeps the plain sum
+    and multiplies the epsilon of these norms by n.
     """
 
     scale: float = 1.0
     connections: Connections | None = None
     output_norms: bool = False
     layer_scale: bool = False
+    averaged: bool = False
 
     @property
     def streams(self) -> int:
         return self.connections.streams if self.connections else 1
+
+    def eps(self, eps: float, parts: int) -> float:
+        """The epsilon of a norm of a stream that is the sum of so many parts."""
+        return eps * parts if self.averaged else eps
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ class HyperConnections:
     mean: bool = False
     copies: ClassVar[int] = 2  # of the streams, in each part of a layer; measured on an H200
     has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
+    kinds: ClassVar[int] = 3  # of weights: those of the sum, those of the output, those of the mixture
+    magnitude: ClassVar[float] = 2.0  # factor of the output's weights
+
+    @property
+    def weights(self) -> int:
+        """The weights of a part of a layer."""
+        return self.streams * (self.streams + 2)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -44,4 +51,31 @@ class GatedConnections:
         return (self.rank,)
 
 
-Connections = HyperConnections | GatedConnections
+@dataclass(frozen=True)
+class IndependentConnections:
+    """`streams` parallel residual streams that are never mixed: a part of a layer gets a weighted sum of them, and its
+    output is added to each with another weight. The weights of the sum are sigmoids, those of the output sigmoids times
+    `magnitude`, each plus `eps`, of numbers that are computed from the streams (transformers, `HYV4HyperConnection`).
+    After the last layer the streams are summed with weights of the same kind.
+    """
+
+    streams: int
+    eps: float
+    magnitude: float = 2.0
+    copies: ClassVar[int] = 3  # of the streams in float32, in each part of a layer
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
+    mean: ClassVar[bool] = False
+    kinds: ClassVar[int] = 2  # of weights: those of the sum, and those of the output
+
+    @property
+    def weights(self) -> int:
+        """The weights of a part of a layer."""
+        return 2 * self.streams
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take, besides the streams."""
+        return ()
+
+
+Connections = HyperConnections | GatedConnections | IndependentConnections

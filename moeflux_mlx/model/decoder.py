@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
         if connections is None or not connections.has_own_norm:
-            self.norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
+            self.norm = RMSNorm(args.hidden_size, args.last_norm_eps)
         if connections is not None:
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):

@@ -68,9 +68,10 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward_of(args, layer, experts)
         connections = spec.residual.connections
         if connections is None or not connections.has_own_norm:
-            self.input_layernorm = RMSNorm(*sizes)
+            before, behind = (spec.residual.eps(args.rms_norm_eps, 2 * layer + parts) for parts in (1, 2))
+            self.input_layernorm = RMSNorm(args.hidden_size, before)
             if spec.feed_forward is not None:
-                self.post_attention_layernorm = RMSNorm(*sizes)
+                self.post_attention_layernorm = RMSNorm(args.hidden_size, behind)
         if connections is not None:
             self.attn_hc, self.ffn_hc = (connection(connections, *sizes) for _ in range(2))
             self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kinds import Connections, GatedConnections, HyperConnections
+from ..kinds import Connections, GatedConnections, HyperConnections, IndependentConnections
 from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
-from ..ops.streams import Mapping, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
+from ..ops.streams import Mapping, Rule, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
 
 
@@ -19,13 +19,13 @@ class Connection(nn.Module):
 
     kept_float32: ClassVar[tuple[str, ...]] = ("fn", "base", "scale")
 
-    def __init__(self, rule: HyperConnections, hidden_size: int, eps: float, is_last: bool = False):
+    def __init__(self, rule: Rule, hidden_size: int, eps: float, is_last: bool = False):
         super().__init__()
         n = rule.streams
-        rows = n if is_last else n * (n + 2)
+        rows = n if is_last else rule.weights
         self.rule, self.eps = rule, eps
         self.fn, self.base = mx.zeros((rows, n * hidden_size)), mx.zeros((rows,))
-        self.scale = mx.zeros((1 if is_last else 3,))
+        self.scale = mx.zeros((1 if is_last else rule.kinds,))
         self.arrange()
 
     def arrange(self) -> None:
@@ -114,7 +114,11 @@ class GatedConnection(nn.Module):
         return injected(h, out, *mixing)
 
 
-MODULES: dict[type[Connections], Any] = {HyperConnections: Connection, GatedConnections: GatedConnection}
+MODULES: dict[type[Connections], Any] = {
+    HyperConnections: Connection,
+    GatedConnections: GatedConnection,
+    IndependentConnections: Connection,
+}
 
 
 def connection(rule: Connections, hidden_size: int, eps: float, is_last: bool = False) -> Any:

@@ -48,7 +48,7 @@ def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
 
 
 def plus(x: Array, bias: mx.array) -> Array:
-    """x [..., D] + bias [D]."""
+    """x [..., D] + bias [D], or [..., D, 1] + bias [D, 1]."""
     return x + (bias if isinstance(x, mx.array) else view(bias))
 
 
@@ -81,12 +81,13 @@ def softplus(x: Array) -> Array:
 GATES = {"sigmoid": sigmoid, "sigmoid head": sigmoid, "softplus head": softplus}
 
 
-def gated(x: Array, gates: Array, kind: str) -> Array:
+def gated(x: Array, gates: Array, kind: str, bias: mx.array | None = None) -> Array:
     """x [..., heads * width], each head times GATES[kind] of its value in `gates` [..., heads], or each value of its
-    own if there are as many.
+    own if there are as many. `bias` [gates, 1] is added to the gates; None: nothing is.
     """
-    factors = GATES[kind](gates[..., None])  # a compiled step joins what comes after the axis is added
-    return (x.reshape(*gates.shape, -1) * factors.astype(x.dtype)).reshape(x.shape)
+    gates = gates[..., None]  # a compiled step joins what comes after the axis is added
+    factors = GATES[kind](gates if bias is None else plus(gates, bias))
+    return (x.reshape(*gates.shape[:-1], -1) * factors.astype(x.dtype)).reshape(x.shape)
 
 
 def softmax(x: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..kinds import HyperConnections
+from ..kinds import HyperConnections, IndependentConnections
 from . import backend
 from .backend import Array, view
 from .elementwise import float32, sigmoid, softmax
@@ -19,6 +19,7 @@ from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
 PRODUCTS = Kernel("streams_products", "h fn", "made")
+Rule = HyperConnections | IndependentConnections
 GATHER = Kernel("streams_gather", "h made base scale", "x mixing")
 NEXT = Kernel("streams_next", "h out mixing fn", "next made")
 SCATTER = Kernel("streams_scatter", "h out mixing", "next")
@@ -46,24 +47,27 @@ def spread(x: Array, streams: int) -> Any:
     return backend.library_of(x).concatenate([x] * streams, axis=-1)
 
 
-def gathered(h: Any, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
+def gathered(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
     """Computes a part's input [B, L, D] from the streams h [B, L, n * D], and the weights for adding its output. These
     are float32 [B, L, n + n * n]: the output's weight in each stream, then the weight of stream j in stream k, with
-    those of one j next to each other.
+    those of one j next to each other; or [B, L, n] if the streams are not mixed.
     """
     if _takes_token(h, rule):
         launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
         return _from_products(launches, h, launches.products(h, by.fn)[0], by)
     made, base, scale = _made(h, by, eps)
     n = rule.streams
-    post = 2 * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    post = rule.magnitude * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    x = _sum(h, made[..., :n] * scale[0] + base[:n], rule)
+    if isinstance(rule, IndependentConnections):
+        return x, post + rule.eps
     comb = (made[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*made.shape[:-1], n, n)
     library = backend.library_of(h)
     comb = doubly_stochastic(comb, rule).reshape(*made.shape[:-1], n * n)
-    return _sum(h, made[..., :n] * scale[0] + base[:n], rule), library.concatenate([post, comb], axis=-1)
+    return x, library.concatenate([post, comb], axis=-1)
 
 
-def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: HyperConnections, eps: float) -> Any:
+def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: Rule, eps: float) -> Any:
     """The streams behind a part (`scattered`), and what `gathered` makes of them for the next part."""
     if not _takes_token(h, rule):
         streams = scattered(h, out, mixing, rule)
@@ -73,12 +77,12 @@ def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: HyperConne
     return streams, *_from_products(launches, streams, made, by)
 
 
-def _takes_token(h: Any, rule: HyperConnections) -> bool:
+def _takes_token(h: Any, rule: Rule) -> bool:
     return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule)
 
 
 @planned("streams")
-def refusal(target: str, tokens: int, rule: HyperConnections) -> Reason | None:
+def refusal(target: str, tokens: int, rule: Rule) -> Reason | None:
     """Why the kernels do not take this number of tokens or of streams."""
     if target == "ops":
         return NO_KERNELS
@@ -104,16 +108,17 @@ def _from_products(launches: Gather, h: Any, made: mx.array, by: Mapping) -> tup
 
 
 @planned("streams")
-def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: HyperConnections, eps: float) -> Gather:
+def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: Rule, eps: float) -> Gather:
     n, D = rule.streams, width // rule.streams
-    rows = n * (n + 2)
-    template = {"X": dtype, "N": n, "D": D, "O": rows, "SG": THREADS // 32}
+    rows, is_mixed = rule.weights, isinstance(rule, HyperConnections)
+    template = {"X": dtype, "N": n, "D": D, "O": rows, "SG": THREADS // 32, "MIXED": int(is_mixed)}
     products = Launch(target, PRODUCTS, template, (rows + 1, 1), THREADS, [((rows + 1,), mx.float32)])
     outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, width), dtype), *products.outputs]
     following = Launch(target, NEXT, template, (rows + 1, 1), THREADS, outputs)
-    template = {"X": dtype, "N": n, "D": D, "T": THREADS, "ROUNDS": rule.iterations}
-    template |= {"EPS": rule.eps, "NORM_EPS": eps}
-    made = [((1, 1, D), dtype), ((1, 1, n + n * n), mx.float32)]
+    template = {"X": dtype, "N": n, "D": D, "O": rows, "T": THREADS, "MIXED": int(is_mixed), "EPS": rule.eps}
+    template |= {"ROUNDS": getattr(rule, "iterations", 0), "NORM_EPS": eps, "MAGNITUDE": rule.magnitude}
+    template |= {"POST_EPS": 0.0 if is_mixed else rule.eps}
+    made = [((1, 1, D), dtype), ((1, 1, rows - n), mx.float32)]
     return Gather(products, following, Launch(target, GATHER, template, (ceildiv(D, THREADS), 1), THREADS, made))
 
 
@@ -131,7 +136,7 @@ def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Any:
     return rows * (weight if isinstance(h, mx.array) else view(weight))
 
 
-def last_sum(h: Array, by: Mapping, rule: HyperConnections, eps: float) -> Any:
+def last_sum(h: Array, by: Mapping, rule: Rule, eps: float) -> Any:
     """The one stream [B, L, D] behind the last layer."""
     made, base, scale = _made(h, by, eps)
     return _sum(h, made * scale[0] + base, rule)
@@ -154,14 +159,23 @@ def doubly_stochastic(comb: Any, rule: HyperConnections) -> Any:
     return comb
 
 
-def scattered(h: Any, out: Any, mixing: Any, rule: HyperConnections) -> Any:
+def scattered(h: Any, out: Any, mixing: Any, rule: Rule) -> Any:
     """The streams [B, L, n * D] behind a part whose output is out [B, L, D], added as `gathered` said."""
     (B, L, width), n = h.shape, rule.streams
     if _takes_token(h, rule):
-        return plan_scatter(backend.name(), width, h.dtype, n, True)(h, out, mixing)[0]
+        is_mixed = isinstance(rule, HyperConnections)
+        return plan_scatter(backend.name(), width, h.dtype, n, is_mixed)(h, out, mixing)[0]
+    if isinstance(rule, IndependentConnections):
+        return _added(h, out, mixing)
     comb = mixing[..., n:].reshape(B, L, n, n).swapaxes(-1, -2).astype(h.dtype)
     mixed = comb @ h.reshape(B, L, n, -1) + mixing[..., :n, None].astype(h.dtype) * out[:, :, None]
     return mixed.reshape(B, L, width)
+
+
+def _added(h: Array, out: Array, weights: Array) -> Any:
+    """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n], in float32."""
+    made = (weights[..., None] * float32(out)[:, :, None]).reshape(h.shape)
+    return (float32(h) + made).astype(h.dtype)
 
 
 def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
@@ -175,7 +189,12 @@ def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
     return made.reshape(*h.shape[:2], -1), base, scale
 
 
-def _sum(h: Any, logits: Any, rule: HyperConnections) -> Any:
-    weights = (sigmoid(logits) + rule.eps).astype(h.dtype)
-    B, L, _ = h.shape
-    return (weights[..., None] * h.reshape(B, L, rule.streams, -1)).sum(axis=2)
+def _sum(h: Any, logits: Any, rule: Rule) -> Any:
+    """Hyper-connections round the weights like the streams; independent ones sum in float32."""
+    if isinstance(rule, IndependentConnections):
+        return _weighed(float32(h), sigmoid(logits) + rule.eps).astype(h.dtype)
+    return _weighed(h, (sigmoid(logits) + rule.eps).astype(h.dtype))
+
+
+def _weighed(h: Any, weights: Any) -> Any:
+    return (weights[..., None] * h.reshape(*weights.shape, -1)).sum(axis=2)

@@ -48,9 +48,11 @@ CLASSES = {
 KNOWN_AS = {"kimi_k2": "deepseek_v3"}  # family -> its name in transformers
 OTHER_PARTS = ("model.visual.", "vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_")
 OTHER_PARTS += ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.", "model.vision_tower.")
-FIRST = {"mistral4": 8172}  # position of the first token, if it is not 0
+FIRST = {"mistral4": 8172, "beam": 600}  # position of the first token, if it is not 0
 # Lengths of texts that differ from the default.
-LENGTHS = dict.fromkeys(("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl"), 64)
+LENGTHS = dict.fromkeys(
+    ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4"), 64
+)
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
@@ -223,6 +225,7 @@ class Margins:
 def of_transformers(family, weights):
     """Returns (tokens -> logits [T, V], margin), computed by transformers."""
     folder = tempfile.mkdtemp()
+    weights = in_halves(family, weights) if family == "hy_v4" else weights
     model, first = load_model(family, weights, folder), FIRST.get(family, 0)
 
     def logits(tokens):
@@ -300,6 +303,30 @@ def of_kimi_linear(shapes):
     return {part.sub(r".mlp.\1_proj.", name): shape for name, shape in shapes.items()}
 
 
+def of_hy_v4(shapes):
+    """Returns {name: shape} with the publisher's names of MLPs, which transformers names like attention's gates, and of
+    connections, where it puts `hc_pre` elsewhere.
+    """
+    pre = re.compile(r"\.hc_pre\.(hc_(?:attn|mlp)_layer)\.")
+    names = (pre.sub(r".\1.hc_pre.", n).replace(".hc_pre.hc_head.", ".hc_head.") for n in shapes)
+    names = (n.replace(".linear_gate.", ".gate_proj.") if ".mlp." in n else n for n in names)
+    return dict(zip(names, shapes.values(), strict=True))
+
+
+def in_halves(family, weights):
+    """Returns the weights of Hy4 whose rotations pair halves, as transformers reads them, not neighbours."""
+    c, made = goldens.config(family), dict(weights)
+    turned, parts = c["qk_rope_head_dim"], {"kv_a_proj_with_mqa.weight": 1, "wk.weight": 1, "k_norm.weight": 1}
+    parts |= {"k_norm.bias": 1, "q_b_proj.weight": c["num_attention_heads"], "wq_b.weight": c["index_n_heads"]}
+    order = np.arange(turned).reshape(-1, 2).T.reshape(-1)
+    for name, array in weights.items():
+        heads = next((count for end, count in parts.items() if name.endswith(end)), None)
+        if heads:
+            rows = array.reshape(heads, -1, *array.shape[1:])
+            made[name] = np.concatenate([rows[:, :-turned], rows[:, -turned:][:, order]], axis=1).reshape(array.shape)
+    return made
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
@@ -317,7 +344,7 @@ def store_kin(family):
             (store / "integers.json").write_text(json.dumps(integers, indent=1) + "\n")
     if family == "deepseek_v4":  # transformers writes a mixture of names
         shapes = {as_published(n): shape for n, shape in shapes.items()}
-    shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear}.get(family, dict)(shapes)
+    shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "hy_v4": of_hy_v4}.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (
         shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"

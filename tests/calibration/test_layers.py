@@ -40,8 +40,8 @@ def texts_of(family):
     return [tokens, tokens[5:30], tokens[:1]]
 
 
-# Attention, recurrent mixers of three kinds, several streams of two kinds, n-grams, a layer without experts, experts
-# between two projections, biases of experts, chosen positions and blocks.
+# Attention, recurrent mixers of three kinds, several streams of three kinds, n-grams, a layer without experts, experts
+# between two projections, biases of experts, chosen positions and blocks, and norms that depend on the depth.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -51,6 +51,8 @@ FAMILIES = [
     "glm5_next",
     "gpt_oss",
     "glm_moe_dsa",
+    "beam",
+    "hy_v4",
 ]
 
 

@@ -23,6 +23,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
+from moeflux_mlx.kinds import SILU
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import softmax_scale
@@ -84,6 +85,8 @@ SIZES = {
     "ling-3-tiny-8b-a1b": (1327104, 169869312, 23, 3.64),
     "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
     "kimi-linear-48b-a3b": (3981312, 1019215872, 26, 24.68),
+    "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
+    "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -360,6 +363,41 @@ def test_defaults_of_lfm2_are_those_of_transformers():
     assert ModelArgs.from_dict(config).experts.router.eps == 1e-6
     for name in ("tie_embedding", "tie_word_embeddings"):
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
+
+
+def test_defaults_of_beam_are_those_of_transformers():
+    """Its layers with attention to all positions are every sixth and the last, its dense ones the first three."""
+    names = ("head_dim", "sliding_window", "rope_parameters", "final_logit_softcapping", "n_group", "topk_group")
+    names += ("routed_scaling_factor", "norm_topk_prob", "rms_norm_eps", "layer_types", "mlp_layer_types")
+    config = config_of("beam-501b-a23b")
+    args = ModelArgs.from_dict({n: v for n, v in config.items() if n not in names})
+    assert args == ModelArgs.from_dict(config)
+    assert [i for i, mixer in enumerate(args.mixers) if mixer.query_scale] == [5, 11, 17, 23, 29, 35, 41, 47, 51]
+    assert all((mixer.window == 512) is (mixer.query_scale is None) for mixer in args.mixers)
+    assert args.moe_layers == tuple(range(3, 52))
+
+
+@pytest.mark.parametrize(
+    "rope, message",
+    [
+        ({"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e4}}, "'full_attention'"),
+        ({"sliding_attention": None, "full_attention": None}, "'sliding_attention' is missing"),
+    ],
+)
+def test_rotations_of_beam_that_are_not_computed(rope, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelArgs.from_dict({**goldens.config("beam"), "rope_parameters": rope})
+
+
+def test_defaults_of_hy_v4_are_those_of_transformers():
+    """Whether a layer has an indexer of its own is known by its number; mlx-vlm knows it likewise."""
+    names = ("indexer_types", "hc_mult", "hc_eps", "hc_magnitude", "index_head_dim", "index_topk", "swiglu_limit")
+    names += ("routed_scaling_factor", "rms_norm_eps", "n_group", "topk_group", "first_k_dense_replace")
+    config = config_of("hy4-preview-770b-a49b")
+    args = ModelArgs.from_dict({n: v for n, v in config.items() if n not in names})
+    assert args == ModelArgs.from_dict(config)
+    assert [i for i, mixer in enumerate(args.mixers) if not mixer.indexer.reuses] == [0, *range(1, 78, 4)]
+    assert ModelArgs.from_dict({**config, "swiglu_limit": 0.0}).experts.activation == SILU
 
 
 def test_ling_2_is_refused_by_name():

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from metal import msl
 from moeflux_mlx import kinds
-from moeflux_mlx.kinds import GatedConnections, HyperConnections, Indexer, Residual
+from moeflux_mlx.kinds import GatedConnections, HyperConnections, IndependentConnections, Indexer, Residual
 from moeflux_mlx.mixers.latent import module
 from moeflux_mlx.mixers.registry import make_cache
 from moeflux_mlx.model.decoder import Model
@@ -86,7 +86,9 @@ def test_a_span_that_was_left_between_two_layers_goes_on():
 
 
 @pytest.mark.usefixtures("computing")
-@pytest.mark.parametrize("rule", [HyperConnections(2, 3, 1e-6), GatedConnections(2, 16)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [HyperConnections(2, 3, 1e-6), GatedConnections(2, 16), IndependentConnections(2, 1e-6)], ids=str
+)
 def test_a_choice_reaches_the_next_layer_between_several_streams(monkeypatch, rule):
     """Prompts, single tokens and rows of a step give the same, and a layer that reuses a choice gets the last one."""
     args = ModelArgs.from_dict(goldens.config("glm_moe_dsa"))

@@ -11,6 +11,7 @@ from grids import drawn
 from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.kinds import Activation, QueryGrowth
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.model.residual import OneStream
@@ -168,6 +169,19 @@ IGNORED = [
     ("kolibri1", {"sliding_window": 10}),
     ("kolibri1", {"norm_topk_prob": True}),
     ("kolibri1", {"layer_types": ["sliding_attention"] * 5}),
+    ("beam", {"final_logit_softcapping": 30.0}),
+    ("beam", {"rms_norm_eps": None}),
+    ("beam", {"rope_parameters": None}),
+    ("beam", {"sliding_window": 8}),
+    ("beam", {"topk_group": 1}),
+    ("hy_v4", {"hc_eps": 1e-6}),
+    ("hy_v4", {"hc_magnitude": 2.0}),
+    ("hy_v4", {"index_topk": 64}),
+    ("hy_v4", {"norm_topk_prob": False}),
+    ("hy_v4", {"rms_norm_eps": None}),
+    ("hy_v4", {"rope_parameters": {"rope_theta": 1e6}}),
+    ("hy_v4", {"routed_scaling_factor": 1.0}),
+    ("hy_v4", {"swiglu_limit": 10.0}),
     ("lfm2_moe", {"norm_eps": None}),
     ("lfm2_moe", {"rope_theta": None}),
     ("lfm2_moe", {"norm_topk_prob": False}),
@@ -197,7 +211,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear")
+BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear", "beam", "hy_v4")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -284,7 +298,7 @@ def test_mistakes_in_the_short_convolution(mistake):
     assert error(model, "lfm2_moe") > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "flint"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "flint", "hy_v4"])
 @pytest.mark.parametrize("factor", [0, -1])
 def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -296,7 +310,7 @@ def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid"])
+@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid", "beam", "hy_v4"])
 def test_gates_that_are_left_out(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers if layer.self_attn.mixer.attention):
@@ -434,7 +448,7 @@ def test_pairs_of_a_rotation_that_are_not_the_familys(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1"])
+@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam"])
 def test_a_rotation_in_layers_without_a_window(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     turned = next(layer.self_attn.rope for layer in model.layers if layer.self_attn.rope)
@@ -444,7 +458,7 @@ def test_a_rotation_in_layers_without_a_window(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["afmoe", "kolibri1"])
+@pytest.mark.parametrize("family", ["afmoe", "kolibri1", "beam"])
 def test_norms_around_a_part_that_are_exchanged(family):
     """The norm before the experts and that behind attention have confusing names in these families."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -452,6 +466,72 @@ def test_norms_around_a_part_that_are_exchanged(family):
         before, behind = layer.post_attention_layernorm, layer.mixer_output.norm
         before.weight, behind.weight = behind.weight, before.weight
     assert error(model, family) > 10 * TOLERANCE
+
+
+# Parts of a Beam layer that an implementation may leave out or place wrongly.
+BEAM = {
+    "no bias of gates": lambda layer, number: _without_gate_bias(layer.self_attn),
+    "queries that do not grow": lambda layer, number: _switch(layer, query_scale=None),
+    "queries that grow from another length": lambda layer, number: (
+        layer.self_attn.mixer.query_scale and _switch(layer, query_scale=QueryGrowth(0.1, 4096))
+    ),
+    "queries that grow in windows": lambda layer, number: _switch(layer, query_scale=QueryGrowth(0.1, 2048)),
+    "a plain residual": lambda layer, number: _set_eps(layer, 1, 1),
+    "a residual that counts from the first sublayer": lambda layer, number: _set_eps(layer, 2 * number, 2 * number + 1),
+    "a residual that counts layers": lambda layer, number: _set_eps(layer, number + 1, number + 1),
+}
+
+
+def _without_gate_bias(attention):
+    attention.gate_bias *= 0
+    attention.arrange()
+
+
+def _set_eps(layer, before, behind):
+    eps = layer.mixer_output.norm.eps
+    layer.input_layernorm.eps, layer.post_attention_layernorm.eps = before * eps, behind * eps
+
+
+@pytest.mark.parametrize("mistake", BEAM)
+def test_mistakes_in_beam(mistake):
+    model = load_model(tiny_directory("beam", "hub"), dtype=mx.float32)
+    for number, layer in enumerate(model.layers):
+        BEAM[mistake](layer, number)
+    assert error(model, "beam") > 10 * TOLERANCE
+
+
+# Parts of a Hy4 layer that an implementation may place wrongly.
+HY_V4 = {
+    "index keys and queries that turn their first values": lambda layer: _in_indexer(layer, rotates_last=False),
+    "index keys and queries with pairs by halves": lambda layer: _in_indexer(
+        layer, rope=Rope(replace(layer.self_attn.mixer.rotation, interleaved=False))
+    ),
+    "pairs by halves": lambda layer: setattr(
+        layer.self_attn, "rope", Rope(replace(layer.self_attn.mixer.rotation, interleaved=False))
+    ),
+    "streams that are not added to": lambda layer: _set(
+        layer.attn_hc, "base", mx.concatenate([layer.attn_hc.base[:4], layer.attn_hc.base[4:] - 1e9])
+    ),
+    "weights of the output of the other part": lambda layer: _set(layer.ffn_hc, "fn", layer.attn_hc.fn),
+    "a clip in shared experts": lambda layer: (
+        "shared_expert" in layer.mlp
+        and setattr(layer.mlp.shared_expert, "activation", Activation("clip then silu", 0.7))
+    ),
+}
+
+
+def _in_indexer(layer, **attributes):
+    if "indexer" in layer.self_attn:
+        for name, value in attributes.items():
+            setattr(layer.self_attn.indexer, name, value)
+
+
+@pytest.mark.parametrize("mistake", HY_V4)
+def test_mistakes_in_hy_v4(mistake):
+    model = load_model(tiny_directory("hy_v4", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        HY_V4[mistake](layer)
+    assert error(model, "hy_v4") > 10 * TOLERANCE
 
 
 AGREED = (

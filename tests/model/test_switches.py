@@ -11,7 +11,7 @@ from metal import fast, msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, Experts, Residual, Rotation, Router, SharedExpert
+from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Residual, Rotation, Router, SharedExpert
 from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.mixers.grouped.module import Attention
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
@@ -40,6 +40,10 @@ CASES = {
     "sigmoid of each value": replace(PLAIN, gate="sigmoid", value_dim=16),
     "sigmoid of each head": replace(PLAIN, gate="sigmoid head"),
     "softplus of each head": replace(PLAIN, gate="softplus head"),
+    "biases of gates": replace(PLAIN, gate="sigmoid", gate_bias=True),
+    "a bias of a head's gate": replace(PLAIN, gate="sigmoid head", gate_bias=True),
+    "queries that grow": replace(PLAIN, rotation=None, query_scale=QueryGrowth(0.7, 3)),
+    "queries that grow in steps": replace(PLAIN, query_scale=QueryScale(0.7, 3)),
     "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
     "values are keys": replace(PLAIN, value_is_key=True),
     "values in a norm": replace(PLAIN, value_norm=True),
@@ -80,6 +84,13 @@ def turned(x, rotation):
     return np.concatenate([first * cosine - second * sine, first * sine + second * cosine, rest], -1)
 
 
+def query_factors(positions, by):
+    """Computes the factors in float64 (transformers: `compute_attention_scaling` of Beam, `Llama4TextAttention`)."""
+    if isinstance(by, QueryGrowth):
+        return (1 + (positions + 1) / by.length) ** by.exponent
+    return 1 + by.beta * np.log1p(positions // by.original_max_position_embeddings)
+
+
 def projected(layer, x):
     return x @ wide(layer.weight).T + (wide(layer.bias) if "bias" in layer else 0)
 
@@ -99,6 +110,8 @@ def wanted(layer, part, norm, x):
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
     if part.rotation:
         q, k = turned(q, part.rotation), turned(k, part.rotation)
+    if part.query_scale:
+        q = q * query_factors(np.arange(L), part.query_scale)[:, None, None]
     k, v = (np.repeat(one, part.heads // part.kv_heads, axis=1) for one in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * (part.scale or D**-0.5)
     scores[:, ~np.tri(L, dtype=bool)] = -np.inf
@@ -111,6 +124,7 @@ def wanted(layer, part, norm, x):
         out = out / (1 + np.exp(-gate))
     if part.gate not in (None, "joined"):
         gate = projected(layer.g_proj, h).reshape(L, part.heads, -1)
+        gate = gate + (wide(layer.gate_bias)[:, None] if part.gate_bias else 0)
         out = out * (np.log1p(np.exp(gate)) if part.gate == "softplus head" else 1 / (1 + np.exp(-gate)))
     return x + projected(layer.o_proj, out.reshape(L, -1))
 
@@ -155,6 +169,8 @@ DIFFERENT += [
     {"gate": "sigmoid"},
     {"gate": "sigmoid head"},
     {"gate": "softplus head"},
+    {"query_scale": QueryGrowth(0.7, 3)},
+    {"query_scale": QueryScale(0.7, 3)},
     {"value_scale": 0.7},
     {"scale": 0.1},
 ]

@@ -8,7 +8,7 @@ import pytest
 from grids import drawn, one_in_three
 
 from metal import fast, msl
-from moeflux_mlx.kinds import Rotation, Yarn
+from moeflux_mlx.kinds import QueryGrowth, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
@@ -31,6 +31,7 @@ CASES = {  # heads, kv heads, width, gates, rotation, switches
     "window": (4, 2, 32, True, Rotation(32, 1e6), {"window": 50}),
     "window, sinks, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "sinks": True, "value_dim": 32}),
     "narrow values of a wide head": (4, 1, 192, False, Rotation(64, 1e4), {"value_dim": 128, "norm": None}),
+    "queries that grow": (4, 2, 64, False, Rotation(64, 1e6), {"query_scale": QueryGrowth(0.7, 3)}),
     "8 bits": (4, 2, 64, False, Rotation(64, 1e6), {"kv_bits": 8}),
     "8 bits, two groups, gates": (3, 1, 128, True, Rotation(16, 1e4), {"kv_bits": 8}),
     "8 bits, window, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "value_dim": 32, "kv_bits": 8}),
@@ -80,6 +81,7 @@ class Layer:
     def run(self, parts, cache, seen=None):
         q_norm, k_norm = self.norms
         more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks, "seen": seen}
+        more["query_scale"] = self.part.query_scale
         return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, **more)
 
     def turned(self, x, norm, position):
@@ -106,6 +108,8 @@ class Layer:
         if places is not None:
             k, v = (np.stack([part[at, head] for head, at in enumerate(places)], axis=1) for part in (k, v))
         k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
+        growth = self.part.query_scale
+        q = q if growth is None else q * (1 + (self.positions[-1] + 1) / growth.length) ** growth.exponent
         scores = 0.3 * np.einsum("hd,phd->hp", q, k)
         weights = np.exp(scores)
         total = weights.sum(-1, keepdims=True) + (np.exp(wide(self.sinks))[:, None] if self.part.sinks else 0)

@@ -3,6 +3,7 @@
 It is counted while graphs are built, and never computed.
 """
 
+from collections import defaultdict
 from math import prod
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.ops import backend, gpu_time, launch
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.grouped import GroupedRows
+from moeflux_mlx.ops.seen import Chosen
 from moeflux_mlx.spec import ModelArgs, variants
 
 CHIPS = ["Apple M1", "Apple M2", "Apple M1 Max", "Apple M4 Pro", "Apple M5 Max", "Apple Paravirtual device"]
@@ -120,7 +122,10 @@ def last_block(args, layer, positions, block):
     x = mx.zeros((1, block, args.hidden_size * (args.connections.streams if args.connections else 1)), mx.bfloat16)
     made.mlp.finish = lambda parts, report: parts[0]
     tokens = mx.zeros((1, block), mx.int32)
-    span = Span(tokens, positions - block, block, inputs=Tokens(tokens))
+    span, mixer = Span(tokens, positions - block, block, inputs=Tokens(tokens)), args.mixers[layer]
+    if not mixer.has_own_choice:
+        late = block - mixer.seeing_all(positions - block, block)
+        span.chosen = defaultdict(lambda: Chosen(mx.zeros((1, late, mixer.handed_on), mx.int32)))
     backend.start(made.pass_span(x, cache, span, lambda share: None))  # as between two layers
 
 

@@ -9,11 +9,11 @@ from grids import drawn, one_in_three
 from test_attend_step import check_stand_in
 
 from metal import fast, msl
-from moeflux_mlx.kinds import Rotation, Yarn
+from moeflux_mlx.kinds import QueryScale, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.latent.cache import LatentCache
-from moeflux_mlx.mixers.latent.spec import Latent, QueryScale
+from moeflux_mlx.mixers.latent.spec import Latent
 from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.ops.matrix import Part
 from moeflux_mlx.ops.rope import Rope
@@ -61,7 +61,7 @@ class Layer:
         self.value = latent.HeadMatrices(parts[2], heads)
         self.rope, self.interleaved = rotation and Rope(rotation), rotation and rotation.interleaved
         self.part = Latent(heads, columns, width, nope, v, rotation)
-        self.tokens = []
+        self.tokens, self.sinks = [], None
 
     def cache(self):
         return LatentCache(self.part)
@@ -93,7 +93,7 @@ class Layer:
         return self.run(self.draw(), cache)[0, 0]
 
     def run(self, parts, cache, seen=None):
-        more = {"norm": self.norm, "rope": self.rope, "scale": 0.3, "seen": seen}
+        more = {"norm": self.norm, "rope": self.rope, "scale": 0.3, "sinks": self.sinks, "seen": seen}
         return latent.attend_latent(*parts, cache, self.queries, self.key, self.value, **more)
 
     def turned(self, x, position):
@@ -119,8 +119,9 @@ class Layer:
         keys = np.array([self.turned(x, p) for p, (_, x) in enumerate(split)])[places]
         absorbed = np.einsum("hd,hdn->hn", q[:, : self.nope], key)
         scores = 0.3 * (absorbed @ latents.T + self.turned(q[:, self.nope :], last) @ keys.T)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        mixed = weights / weights.sum(-1, keepdims=True) @ latents
+        weights = np.exp(scores)
+        total = weights.sum(-1, keepdims=True) + (0 if self.sinks is None else np.exp(wide(self.sinks))[:, None])
+        mixed = weights / total @ latents
         return np.einsum("hvn,hn->hv", value, mixed).reshape(-1)
 
     def error(self, before, steps):
@@ -251,7 +252,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     q, kv = layer.draw()
     keys, target = layer.key.stored(), "metal" if msl.AVAILABLE else "cuda"
     sizes, types = (3, 3 * 20, 44, 80, 256), (q.dtype, q.dtype)
-    query, *_ = latent.plan_row(target, sizes, types, None, (keys.form, keys.form), (5, False), (8, True), None)
+    query, *_ = latent.plan_row(target, sizes, types, None, (keys.form, keys.form), (5, False, False), (8, True), None)
     positions, numbers = mx.array([late, late, 256, late], mx.int32), (0.1, 1.0, 0.3)
     norms = layer.queries.up.norm.weight, layer.norm.weight
     inputs = layer.queries(q), kv, *norms, layer.rope.periods, positions, *numbers
@@ -303,6 +304,25 @@ SEEN_IN = dict.fromkeys(  # the case that shows the fault; the others are in "va
     ],
     "codes",
 ) | {"transposed keys of the first head": "transposed values"}
+
+
+def with_sinks(case, dtype=mx.float32):
+    layer = Layer(*CASES[case], dtype)
+    layer.sinks = mx.array([3.0, -2.0, 40.0, 1.0][: layer.heads])
+    return layer
+
+
+@pytest.mark.parametrize("case", ["values", "codes"])
+def test_sinks_of_heads(host, case):
+    """One of them is above all scores."""
+    assert with_sinks(case).error(130, 2) < LIMITS[mx.float32]
+
+
+@msl.needed
+@pytest.mark.parametrize("old, new", [("exp(sink - largest)", "exp(sink)"), ("sinks[head]", "sinks[0]")])
+def test_planted_faults_of_sinks_are_caught(host, monkeypatch, old, new):
+    msl.plant(monkeypatch, "latent_combine.metal", old, new)
+    assert not with_sinks("values").error(130, 2) < LIMITS[mx.float32]
 
 
 @msl.needed

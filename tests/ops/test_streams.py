@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from metal import msl
-from moeflux_mlx.kinds import HyperConnections
+from moeflux_mlx.kinds import HyperConnections, IndependentConnections
 from moeflux_mlx.ops import backend, launch, streams
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -13,12 +13,12 @@ LIMITS = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
 EPS = 1e-3
 
 
-def case(n, D, dtype, seed=0):
+def case(rule, D, dtype, seed=0):
     """Returns h [1, 1, n * D], out [1, 1, D], and the parameters that compute weights from h."""
-    rng, rows = np.random.default_rng(seed), n * (n + 2)
+    rng, rows, n = np.random.default_rng(seed), rule.weights, rule.streams
     h, out = (mx.array(rng.normal(size=(1, 1, width)).astype(np.float32)).astype(dtype) for width in (n * D, D))
     fn, base = (rng.normal(size=shape) / shape[-1] ** 0.5 for shape in ((rows, n * D), (rows,)))
-    arrays = [mx.array(part.astype(np.float32)) for part in (fn, base, rng.normal(size=3))]
+    arrays = [mx.array(part.astype(np.float32)) for part in (fn, base, rng.normal(size=rule.kinds))]
     return h, out, streams.Mapping(*arrays, launch.pack(arrays[1:]))
 
 
@@ -27,11 +27,16 @@ def wide(a):
 
 
 def wanted(h, out, by, rule):
-    """Returns (a part's input, the streams after it) as in arXiv:2512.24880, in the order of DeepSeek-V4's code."""
+    """Returns (a part's input, the streams after it) as in arXiv:2512.24880, in the order of DeepSeek-V4's code; or as
+    transformers' `HYV4HyperConnection` makes them.
+    """
     (h, out, fn, base, scale), n = map(wide, (h[0, 0], out[0, 0], *by[:3])), rule.streams
     v = fn @ h / np.sqrt((h**2).mean() + EPS)
     pre = 1 / (1 + np.exp(-(v[:n] * scale[0] + base[:n]))) + rule.eps
     post = 2 / (1 + np.exp(-(v[n : 2 * n] * scale[1] + base[n : 2 * n])))
+    if isinstance(rule, IndependentConnections):
+        post = rule.magnitude / 2 * post + rule.eps
+        return pre @ h.reshape(n, -1), (h.reshape(n, -1) + post[:, None] * out).reshape(-1)
     comb = np.exp(v[2 * n :] * scale[2] + base[2 * n :]).reshape(n, n)
     comb = comb / comb.sum(1, keepdims=True) + rule.eps
     for i in range(rule.iterations):
@@ -41,9 +46,13 @@ def wanted(h, out, by, rule):
     return pre @ h, (comb.T @ h + post[:, None] * out).reshape(-1)
 
 
-def check(n, D, dtype, rounds=3):
+def rules(n):
+    return HyperConnections(n, 3, 1e-2), IndependentConnections(n, 1e-2, 1.5)
+
+
+def check(rule, D, dtype):
     """Checks the input of a part and the streams after it."""
-    rule, (h, out, by) = HyperConnections(n, rounds, 1e-2), case(n, D, dtype)
+    h, out, by = case(rule, D, dtype)
     x, mixing = streams.gathered(h, by, rule, EPS)
     got = x, streams.scattered(h, out, mixing, rule)
     for one, want in zip(got, wanted(h, out, by, rule), strict=True):
@@ -54,16 +63,18 @@ def check(n, D, dtype, rounds=3):
 
 
 @pytest.mark.usefixtures("plain_operations")
-def test_plain_operations():
-    check(3, 40, mx.float32)
+@pytest.mark.parametrize("rule", rules(3), ids=str)
+def test_plain_operations(rule):
+    check(rule, 40, mx.float32)
 
 
 @msl.needed
 @pytest.mark.parametrize("n, D, dtype", [(4, 300, mx.float32), (2, 40, mx.bfloat16)])
 def test_a_token_on_kernels(n, D, dtype):
     with msl.launching():
-        assert not streams.refusal(backend.name(), 1, HyperConnections(n, 3, 1e-2))
-        check(n, D, dtype)
+        for rule in rules(n):
+            assert not streams.refusal(backend.name(), 1, rule)
+            check(rule, D, dtype)
 
 
 @msl.needed
@@ -82,4 +93,19 @@ def test_a_token_on_kernels(n, D, dtype):
 def test_a_planted_fault_is_caught(monkeypatch, file, old, new):
     msl.plant(monkeypatch, file, old, new)
     with msl.launching(), pytest.raises(AssertionError):
-        check(4, 40, mx.float32)
+        check(rules(4)[0], 40, mx.float32)
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("streams_gather.metal", "MAGNITUDE /", "2.0f /"),
+        ("streams_gather.metal", "-logit)) + POST_EPS", "-logit))"),
+        ("streams_next.metal", "<N, MIXED, D>", "<N, 1, D>"),
+    ],
+)
+def test_a_planted_fault_between_independent_streams_is_caught(monkeypatch, file, old, new):
+    msl.plant(monkeypatch, file, old, new)
+    with msl.launching(), pytest.raises((AssertionError, msl.Failure)):
+        check(rules(4)[1], 40, mx.float32)

@@ -92,6 +92,8 @@ class Attention(MixerModule):
         self.o_proj = Linear(mixer.heads * mixer.value_width, hidden_size, mixer.output_bias)
         if mixer.gate in GATES:
             self.g_proj = Linear(hidden_size, mixer.gates)
+        if mixer.gate_bias:
+            self.gate_bias = mx.zeros((mixer.heads,))
         if mixer.sinks:
             self.sinks = mx.zeros((mixer.heads,))
         if mixer.norm is not None:
@@ -117,6 +119,10 @@ class Attention(MixerModule):
         self._apart = [layer for name, layer in more.items() if name not in alike]
         self._names = [*own, *alike, *(name for name in more if name not in alike)]
         self.o_proj.pack()
+        self._gate_bias = None
+        if self.mixer.gate_bias:
+            self._gate_bias = mx.repeat(self.gate_bias, self.mixer.gates // self.mixer.heads)[:, None]
+            mx.eval(self._gate_bias)
         self._weights = None
         if self.mixer.norm == "head" and self.rope is not None and not self.mixer.value_is_key:
             self._weights = packed(self.q_norm.weight, self.k_norm.weight, self.rope.periods)
@@ -159,6 +165,7 @@ class Attention(MixerModule):
             sinks=self.get("sinks"),
             value_norm=self.eps if mixer.value_norm else None,
             pieces=self._weights,
+            query_scale=mixer.query_scale,
             joined=joined,
         )
 
@@ -166,7 +173,7 @@ class Attention(MixerModule):
         if self.mixer.value_scale != 1.0:
             out = out * self.mixer.value_scale
         if self.mixer.gate in GATES:
-            out = gated(out, self._named(parts)[1]["gates"], self.mixer.gate)
+            out = gated(out, self._named(parts)[1]["gates"], self.mixer.gate, self._gate_bias)
         return self.o_proj(out, residual=x)
 
 

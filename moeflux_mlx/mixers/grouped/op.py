@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
 from ...ops.backend import Array, stack, view
 from ...ops.causal_parts import in_parts
@@ -38,6 +39,7 @@ from ...ops.launch import (
 )
 from ...ops.norm import Norm, rms_norm
 from ...ops.positions import RECENT, Steps
+from ...ops.query_scale import query_factors, scaled_queries, score_scale
 from ...ops.rope import Rope, angles
 from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
@@ -67,6 +69,7 @@ class Terms(NamedTuple):
     sinks: mx.array | None
     value_norm: float | None
     pieces: list[ArrayPiece] | None
+    query_scale: QueryFactor | None = None
 
     def values(self, v: Array) -> Array:
         """The stored form of keys and values."""
@@ -97,6 +100,7 @@ def attend(
     sinks: mx.array | None = None,
     value_norm: float | None = None,
     pieces: list[ArrayPiece] | None = None,
+    query_scale: QueryFactor | None = None,
     joined: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> Array:
@@ -113,6 +117,7 @@ def attend(
         sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
         value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
         pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
+        query_scale: scales queries by their rotary positions; None: they are not scaled.
         joined: [B, L, ...], for each position q, k and v one after another, if there is such an array.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
@@ -120,7 +125,7 @@ def attend(
         [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces)
+    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces, query_scale)
     if isinstance(cache, StepRows):
         has_kernels = isinstance(q, mx.array) and takes_step(D, v.shape[-1])
         compute = partial(_on_kernels if has_kernels else _of_row, terms)
@@ -133,7 +138,7 @@ def attend(
         return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
-    q, k = prepared(q, q_norm, rope, position), prepared(k, k_norm, rope, position)
+    q, k = prepared(q, q_norm, rope, position, query_scale), prepared(k, k_norm, rope, position)
     if isinstance(q, np.ndarray):
         out = _span_native(q, k, v, cache, terms)
         if gate is not None:
@@ -177,9 +182,11 @@ def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: 
     return attend(q, k, v, rows.cache, **terms._asdict())
 
 
-def prepared(x: Array, norm: Norm | None, rope: Rope | None, position: Any) -> Array:
-    """Queries or keys [B, L, heads, D] normed and rotated, in attention's layout: [B, heads, L, D] for MLX."""
-    x = x if norm is None else norm(x)
+def prepared(
+    x: Array, norm: Norm | None, rope: Rope | None, position: Any, query_scale: QueryFactor | None = None
+) -> Array:
+    """Queries or keys [B, L, heads, D] normed, scaled and rotated, in attention's layout: [B, heads, L, D] for MLX."""
+    x = scaled_queries(x if norm is None else norm(x), position, query_scale)
     if isinstance(x, mx.array):
         x = x.transpose(0, 2, 1, 3)
     return x if rope is None else rope(x, position)
@@ -196,6 +203,7 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
     q_norm, k_norm, rope, sinks = terms.q_norm, terms.k_norm, terms.rope, terms.sinks
     held, D = cache.held(mx.float32, here=True), k.shape[-1]
     offset, begun, _, position = held.positions
+    factor = 1.0 if terms.query_scale is None else float(query_factors(np.asarray(position), terms.query_scale, np))
     queries = q[0, 0] if q.shape[-1] == D else np.ascontiguousarray(q[0, 0, :, :D])
     out = native.attend_step(
         queries,
@@ -206,7 +214,7 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
         (held.keys[0], held.values[0], begun),
         held.recent,
         offset + 1,
-        terms.scale,
+        factor * terms.scale,
         window=terms.window,
         sinks=None if sinks is None else view(sinks),
     )
@@ -251,8 +259,9 @@ def _on_kernels(
     which the first appends them all: [1, R, heads * V]."""
     count, rope, q_norm = len(rows.caches), terms.rope, terms.q_norm
     held = [one.held(k.dtype, n=count if rows.in_order else 1) for one in rows.sequences]
+    widths = [prod(part.shape[2:]) if joined is None else joined.shape[-1] for part in (q, k, v)]
     append, step, combine = plan(
-        rows.sizes([prod(part.shape[2:]) if joined is None else joined.shape[-1] for part in (q, k, v)]),
+        rows.sizes(widths if terms.query_scale is None else [*widths, 1]),
         backend.name(),
         tuple(part.shape[2:] for part in (q, k, v)),
         (q.dtype, None if q_norm is None else q_norm.weight.dtype, held[0].keys.dtype),
@@ -266,13 +275,14 @@ def _on_kernels(
     names = "positions", "keys", "values", "recent"
     positions, keys, values, recent = ([getattr(one, name) for one in held] for name in names)
     if append is not None:
-        recent = append(*inputs[1:], *constants[1:5], *positions, *recent)
+        recent = append(*inputs[1:], *constants[1:], *positions, *recent)
         positions = []
         for cache in rows.absorbing():
             positions.append(cache.held(k.dtype).positions)
             cache.advance(recent[0])
     chosen = positions[0] if seen is None else seen.chosen
-    parts, *made = step(*inputs, *constants, *positions, *keys, *values, *recent, chosen)
+    scale = score_scale(positions, terms.scale, terms.query_scale)
+    parts, *made = step(*inputs, *constants, scale, *positions, *keys, *values, *recent, chosen)
     if append is None:
         for cache, own in zip(rows.absorbing(), made, strict=True):
             cache.advance(own)
@@ -280,11 +290,13 @@ def _on_kernels(
 
 
 def _constants(terms: Terms, k: mx.array) -> list[Input]:
-    """The kernel's weights and numbers. It needs an array for every input; k stands for those that it does not read."""
+    """The kernel's weights, and its numbers before the scale. It needs an array for every input; k stands for those
+    that it does not read.
+    """
     rope, norms = terms.rope, (terms.q_norm, terms.k_norm)
     weights: Sequence[Input] = [*(k if norm is None else norm.weight for norm in norms), rope.periods if rope else k]
     weights = weights if terms.pieces is None else terms.pieces
-    return [*weights, terms.eps, rope.magnitude if rope else 1.0, terms.scale]
+    return [*weights, terms.eps, rope.magnitude if rope else 1.0]
 
 
 @lru_cache(512)
@@ -321,10 +333,12 @@ def _several(
     ((pieces, heads, values), _), ((out, dtype),) = step.outputs[0], combine.outputs
     # The first piece of every row, then the second, and so on: then the distance between rows does not depend on
     # the capacity. Each constant would compile another text.
-    sizes = dict(zip(("AT_Q", "AT_K", "AT_V"), rows.widths, strict=True)) | {"AT_OUT": out[-1]}
+    sizes = dict(zip(("AT_Q", "AT_K", "AT_V", "AT_SCALE"), rows.widths, strict=False)) | {"AT_OUT": out[-1]}
     sizes |= {"PIECE": count * heads, "AT_PARTS": heads * values}
     own = own | {"q": "q+AT_Q", "k": "k+AT_K", "v": "v+AT_V", "gate": "gate+AT_Q", "parts": "parts+AT_PARTS"}
     own["out"] = "out+AT_OUT"
+    if "AT_SCALE" in sizes:
+        own["scale"] = "scale+AT_SCALE"
     made = [((pieces, count * heads, values), mx.float32), *recent]
     return step.of_rows(own, count, sizes, made), combine.of_rows(own, count, sizes, [((1, count, out[-1]), dtype)])
 

@@ -7,6 +7,7 @@ from ...errors import ConfigError
 from ...kinds.index import HeadBlocks, KeyBlocks
 from ...kinds.limits import WIDEST_HEAD, WIDEST_WINDOW, check_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mflx, Mixer
+from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
 
 
@@ -23,6 +24,8 @@ class GroupedQuery(Mixer):
             the head's output. "sigmoid": the same with gates from a separate projection (`g_proj`), one per value.
             "sigmoid head", "softplus head": one gate per head from there, whose sigmoid or softplus multiplies the
             head's output.
+        gate_bias: whether each head has a bias, which is added to each of its gates from a separate projection.
+        query_scale: of the queries by their positions; None: they are not scaled.
         window: how many of the newest positions a query sees, itself included; None: all.
         sinks: whether each head has a learned logit in the softmax's denominator.
         value_dim: width of a value head; None: head_dim.
@@ -52,6 +55,8 @@ class GroupedQuery(Mixer):
     value_norm: bool = False
     blocks: KeyBlocks | HeadBlocks | None = None
     kv_bits: Literal[8] | None = None
+    gate_bias: bool = False
+    query_scale: QueryFactor | None = None
 
     @property
     def attention(self) -> Attending:

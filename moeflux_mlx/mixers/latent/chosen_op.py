@@ -35,6 +35,7 @@ from .op import (
     parts_of,
     products,
     refusal,
+    softmax,
     values_native,
 )
 
@@ -53,6 +54,7 @@ def attend_indexed(
     norm: Norm,
     rope: Rope | None,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> Array:
     """`attend_latent` over the positions that an indexer chooses, or without `made`, over those in `chosen`.
 
@@ -71,7 +73,8 @@ def attend_indexed(
         if made is not None:
             chosen.positions = choose_step(made, cache.beside, indexer)
         seen = None if whole else SeenBlocks(chosen.positions)
-        return attend_latent(q, kv, own, queries, key, value, norm=norm, rope=rope, scale=scale, seen=seen)
+        around: Any = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks}
+        return attend_latent(q, kv, own, queries, key, value, seen=seen, **around)
     offset, position = own.offset, own.position
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
     latents, keys, mask = _append(own, *parts[2:])
@@ -84,7 +87,7 @@ def attend_indexed(
             chosen.positions = choose(late, offset + 1 + whole + arange(L - whole, library_of(q)), indexer)
     held = Held(latents, keys, mask, offset, whole, chosen.positions)
     at_once = indexer.rows_at_once(0, kv.shape[-1])
-    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale))
+    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale, sinks))
 
 
 def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index.Rule) -> bool:
@@ -136,7 +139,7 @@ def attend_pools(
         chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
     held = Held(latents, keys, mask, first, whole, chosen, has_gaps=True)
     at_once = blocks.indexer.rows_at_once(0, blocks.ratio * kv.shape[-1])
-    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale))
+    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale, None))
 
 
 def with_tail(chosen: Any, places: Any, blocks: KeyBlocks, library: Any) -> Any:
@@ -178,22 +181,23 @@ def _append(cache: Positions, latent: Any, k_pe: Any) -> tuple[Any, Any, Mask]:
 
 # ---- attention
 
-Matrices = tuple[HeadMatrices, HeadMatrices, float]  # matrices of keys and of values; the factor of scores
+# Matrices of keys and of values; the factor of scores; sinks.
+Matrices = tuple[HeadMatrices, HeadMatrices, float, mx.array | None]
 
 
 def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: Matrices) -> mx.array:
     """[B, L, heads * v] of queries [B, heads, L, .]; latents are gathered for a few tokens at a time."""
-    (B, _, L, _), whole, (key, value, scale), parts = q_nope.shape, held.whole, matrices, []
+    (B, _, L, _), whole, (key, value, scale, sinks), parts = q_nope.shape, held.whole, matrices, []
     if whole:
         seen = slice(None) if whole == L else slice(held.offset + whole)
         mask = held.mask if whole == L else "causal" if whole > 1 else None
         form = absorbed_ops if whole <= ABSORB_AT_MOST else expanded_ops
         entries = held.latents[:, None, seen], held.keys[:, None, seen]
-        parts.append(form(q_nope[:, :, :whole], q_pe[:, :, :whole], *entries, mask, key, value, scale))
+        parts.append(form(q_nope[:, :, :whole], q_pe[:, :, :whole], *entries, mask, key, value, scale, sinks))
     if whole < L:
         q = key.multiply(q_nope[:, :, whole:], transpose=False)
         texts = zip(q, q_pe[:, :, whole:], held.latents, held.keys, held.chosen, strict=True)
-        mixed = [_gathered_ops(*text, held.has_gaps, at_once, scale) for text in texts]
+        mixed = [_gathered_ops(*text, held.has_gaps, at_once, scale, sinks) for text in texts]
         parts.append(value.multiply(mx.stack(mixed), transpose=True))
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
@@ -208,6 +212,7 @@ def _gathered_ops(
     has_gaps: bool,
     at_once: int,
     scale: float,
+    sinks: mx.array | None,
 ) -> mx.array:
     """Mixed latents [heads, rows, N] of queries [heads, rows, N] and [heads, rows, R]."""
     q, q_pe, parts = q.swapaxes(0, 1), q_pe.swapaxes(0, 1), []
@@ -215,9 +220,8 @@ def _gathered_ops(
         places = mx.maximum(chosen[some], 0) if has_gaps else chosen[some]
         near, turned = gather_rows(latents, places), gather_rows(keys, places)  # [rows, positions, .]
         scores = products(q[some], q_pe[some], near, turned) * scale
-        if has_gaps:
-            scores = mx.where(chosen[some][:, None] < 0, mx.array(-mx.inf, scores.dtype), scores)
-        parts.append(mx.softmax(scores, axis=-1, precise=True) @ near)
+        mask = chosen[some][:, None] >= 0 if has_gaps else None
+        parts.append(softmax(scores, mask, sinks, heads=-2) @ near)
         gpu_time.in_turn(len(q), parts)
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).swapaxes(0, 1)
 
@@ -241,19 +245,22 @@ def _text_native(
     matrices: Matrices,
 ) -> np.ndarray:
     """[L, heads, v] of one text."""
-    whole, (key, value, scale), parts = held.whole, matrices, []
+    whole, (key, value, scale, sinks), parts = held.whole, matrices, []
     if whole:
         form, seen = expanded_native if native_refusal(whole) else absorbed_native, held.offset + whole
-        parts.append(form(q_nope[:whole], q_pe[:whole], latents[:seen], keys[:seen], key, value, scale))
+        parts.append(form(q_nope[:whole], q_pe[:whole], latents[:seen], keys[:seen], key, value, scale, sinks))
     if chosen is not None:
         q = absorb_native(q_nope[whole:], q_pe[whole:], latents.shape[-1], key)
         places = [at[at >= 0] for at in chosen]
-        mixed = [_gathered_native(one, latents[at], keys[at], scale) for one, at in zip(q, places, strict=True)]
+        mixed = [_gathered_native(one, latents[at], keys[at], scale, sinks) for one, at in zip(q, places, strict=True)]
         parts.append(values_native(np.stack(mixed), value))
     return np.concatenate([part.reshape(len(part), -1) for part in parts])
 
 
-def _gathered_native(q: np.ndarray, latents: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
+def _gathered_native(
+    q: np.ndarray, latents: np.ndarray, keys: np.ndarray, scale: float, sinks: mx.array | None
+) -> np.ndarray:
     """Mixed latents [heads, N] of a token's queries [heads, N + R]."""
     entries = np.concatenate([latents, keys], axis=-1)
-    return native.attend(q[None], entries[None], latents[None], len(latents), scale)[0]
+    own = None if sinks is None else view(sinks)
+    return native.attend(q[None], entries[None], latents[None], len(latents), scale, sinks=own)[0]

@@ -3,7 +3,7 @@ operation; and the projections of an indexer, where it attends to chosen positio
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,8 +31,6 @@ from .spec import Latent
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
 KEPT_FLOAT32: tuple[str, ...] = ("ape",)
 FORMS: tuple[str, ...] = ("embed_q",)
-
-INDEX_NORM_EPS = 1e-6  # epsilon of the keys' norm, fixed in the published model code
 
 
 class MLA(MixerModule):
@@ -63,7 +61,9 @@ class MLA(MixerModule):
             self.kv_b_proj = LatentProjection(self.heads, self.nope, mixer.value, self.latent)
         self.o_proj = Linear(self.heads * mixer.value, hidden_size)
         if mixer.gate is not None:
-            self.g_proj = Linear(hidden_size, self.heads)
+            self.g_proj = Linear(hidden_size, mixer.gates)
+        if mixer.sinks:
+            self.sinks = mx.zeros((self.heads,))
         self.rope = Rope(mixer.rotation) if mixer.rotation else None
         self.scale = softmax_scale(mixer)
 
@@ -89,13 +89,17 @@ class MLA(MixerModule):
         self._show(kv)
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
         queries = Queries(self.heads, up, self.query_scale)
-        around: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale}
+        around: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
         return attend_latent(q, kv, cache, queries, self._key(), self._value(), **around)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         if self.mixer.gate is not None:
-            out = gated(out, self._inputs.parted(parts)[1][2], self.mixer.gate)
+            out = gated(out, self._outputs(parts)[2], self.mixer.gate)
         return self.o_proj(out, residual=x)
+
+    def _outputs(self, parts: Sequence[Array]) -> list[Array]:
+        """Of the results of `begin` those of the layers that are joined."""
+        return self._inputs.parted(parts)[1]
 
     def _show(self, kv: Array) -> None:
         """Shows an observer what the up-projection multiplies, which is folded into other products."""
@@ -179,7 +183,7 @@ class Scoring(nn.Module):
         self.heads = indexer.heads
         self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
         self.wk = Linear(hidden_size, indexer.dim)
-        self.k_norm = LayerNorm(indexer.dim, INDEX_NORM_EPS)
+        self.k_norm, self.rotates_last = LayerNorm(indexer.dim, indexer.norm_eps), indexer.rotates_last
         self.weights_proj = Linear(hidden_size, indexer.heads)
         self.scale = (indexer.heads * indexer.dim) ** -0.5
         self.rope = Rope(indexer.rotation(mixer.rotation))
@@ -188,7 +192,8 @@ class Scoring(nn.Module):
         """For `attend_indexed`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
         and of the outputs of `wk` and `weights_proj`."""
         queries = None if latent is None else self.wq_b(latent, norm)
-        return Projections(queries, keys, weights, IndexTerms(self.k_norm, self.rope, self.scale))
+        terms = IndexTerms(self.k_norm, self.rope, self.scale, rotates_last=self.rotates_last)
+        return Projections(queries, keys, weights, terms)
 
 
 class IndexedMLA(MLA):
@@ -211,6 +216,9 @@ class IndexedMLA(MLA):
         made: Any = normed_with_weights(x, norm, self.indexer.weights_proj)
         return [made[1], *self._inputs.outputs(made[0])]
 
+    def _outputs(self, parts: Sequence[Array]) -> list[Array]:
+        return super()._outputs(parts if self.rule.reuses else parts[1:])
+
     def mix(self, parts: Sequence[Array], cache: Any, *more: Chosen | None) -> Array:
         """As `MLA.mix`; `more`: what the last layer with an indexer chose for these tokens."""
         chosen = (more and more[0]) or Chosen()
@@ -220,11 +228,9 @@ class IndexedMLA(MLA):
 
     def _mix(self, parts: Sequence[Array], cache: Any, chosen: Chosen) -> Array:
         made: Projections | None = None
-        if self.rule.reuses:
-            _, (q, kv) = self._inputs.parted(parts)
-        else:
-            _, (q, kv, keys) = self._inputs.parted(parts[1:])
-            length = q.shape[1]
+        q, kv, *more = cast(list[Any], self._outputs(parts))
+        if not self.rule.reuses:
+            length, keys = q.shape[1], more[-1]
             latent = None if cache.own.whole(length) == length else q
             made = self.indexer(latent, self.q_a_layernorm, keys, parts[0])
         self._show(kv)
@@ -237,6 +243,7 @@ class IndexedMLA(MLA):
             norm=self.kv_a_layernorm,
             rope=self.rope,
             scale=self.scale,
+            sinks=self.get("sinks"),
         )
 
 
@@ -252,7 +259,7 @@ class PoolScoring(nn.Module):
         self.blocks, self.ratio = blocks, blocks.ratio
         self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
         self.wk, self.wgate = Linear(hidden_size, indexer.dim), Linear(hidden_size, indexer.dim)
-        self.k_norm = LayerNorm(indexer.dim, INDEX_NORM_EPS)
+        self.k_norm = LayerNorm(indexer.dim, indexer.norm_eps)
         self.ape = mx.zeros((blocks.ratio, indexer.dim))
         self.weights_proj = Linear(hidden_size, indexer.heads)
         self.scale = (indexer.heads * indexer.dim) ** -0.5
@@ -327,5 +334,5 @@ def make_module(mixer: Latent, hidden_size: int, eps: float, forms: frozenset[st
     checkpoint has the up-projection in two (`MLA`).
     """
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
-    assert kind is MLA or mixer.gate is None, "no family has gates and an indexer"
+    assert kind is not PooledMLA or not (mixer.gate or mixer.sinks), "no family has gates or sinks and blocks"
     return kind(mixer, hidden_size, "embed_q" in forms)

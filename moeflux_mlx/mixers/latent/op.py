@@ -5,7 +5,7 @@ is folded into the queries, which then attend over the latents; for many queries
 and values, which is less arithmetic. On a GPU a token takes three launches, which do not write to the cache (`attend`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
 from ...ops.backend import Array, stack, view
 from ...ops.causal_parts import in_parts
@@ -24,7 +25,6 @@ from ...ops.launch import (
     NO_KERNELS,
     SEVERAL,
     SHARED_BYTES,
-    Input,
     Kernel,
     Launch,
     Reason,
@@ -34,16 +34,16 @@ from ...ops.linear import by_head, linear, linear_by_head, multiply
 from ...ops.matrix import Weights, inputs_of, part_of_heads, stored
 from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
+from ...ops.query_scale import scaled_queries, score_scale
 from ...ops.rope import Rope
 from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
-from .spec import QueryScale
 
 QUERY_INPUTS = "x kv q_norm kv_norm periods positions eps magnitude scale w_q q_scales q_biases w scales biases"
 ATTEND = Kernel("latent_attend", "query token positions latents keys recent chosen", "parts stats next")
-COMBINE = Kernel("latent_combine", "parts stats positions w scales biases", "out")
+COMBINE = Kernel("latent_combine", "parts stats sinks positions w scales biases", "out")
 # Of a threadgroup that has one head: its threads, and the lanes that share a row of the queries' matrix.
 SHAPES = {"metal": (256, 8), "cuda": (512, 16)}
 WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query has eight
@@ -128,7 +128,7 @@ class Queries:
 
     heads: int
     up: Up | None
-    scale: QueryScale | None = None
+    scale: QueryFactor | None = None
 
     def __call__(self, x: Array) -> Array:
         """[B, L, columns] -> [B, L, heads, nope + R], not scaled."""
@@ -145,17 +145,7 @@ class Queries:
 
     def scaled(self, q: Array, offset: int | mx.array) -> Array:
         """q [B, L, heads, nope + R] of positions from `offset`, scaled."""
-        if self.scale is None:
-            return q
-        library = backend.library_of(q)
-        factors = query_factors(library.arange(q.shape[1]) + offset, self.scale, library)
-        return (q * factors[:, None, None]).astype(q.dtype)
-
-
-def query_factors(positions: Any, scale: QueryScale, library: Any) -> Any:
-    """The float32 factors of queries at integer positions (`QueryScale`), with operations of numpy or MLX."""
-    stretches = positions // scale.original_max_position_embeddings
-    return 1.0 + scale.beta * library.log1p(stretches.astype(library.float32))
+        return scaled_queries(q, offset, self.scale)
 
 
 def attend_latent(
@@ -169,6 +159,7 @@ def attend_latent(
     norm: Norm,
     rope: Rope | None,
     scale: float,
+    sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> Array:
     """softmax(scale * (q_nope key latent + q_pe k_pe)) (value latent), causal, over all positions in `cache` and the
@@ -181,6 +172,7 @@ def attend_latent(
         key: matrices [nope, N]. value: matrices [v, N].
         norm: of the latent.
         rope: rotates q_pe and k_pe by their rotary positions; None: there are no such parts.
+        sinks: [heads], logits that are added to the softmax's sum only; None: no sinks.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
     Returns:
@@ -193,24 +185,24 @@ def attend_latent(
         def compute(rows: StepRows, q: Any, kv: Any) -> Any:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
-                return _on_kernels(q, kv, rows, *given)
-            return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale)
+                return _on_kernels(q, kv, rows, *given, sinks=sinks)
+            return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale, sinks=sinks)
 
         return cache.each((q, kv), compute, has_kernels)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
-        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, seen)
+        return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen)
     q = queries.scaled(queries(q), cache.position)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = expanded_native if native_refusal(L) else absorbed_native
-        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale) for i in range(B)]
+        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale, sinks) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = absorbed_ops if L <= ABSORB_AT_MOST else expanded_ops
-    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale)
+    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale, sinks)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
@@ -273,6 +265,7 @@ def _on_kernels(
     norm: Norm,
     rope: Rope | None,
     scale: float,
+    sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> mx.array:
     """`attend_latent` for a row of each of several sequences: [1, R, heads * v]."""
@@ -284,7 +277,7 @@ def _on_kernels(
     positions = [one.positions for one in held]
     capacity = max(one.keys.shape[2] for one in held)
     x = queries(q) if form is None else q
-    scales = _scale_of(positions, scale, queries.scale)
+    scales = score_scale(positions, scale, queries.scale)
     query, attend, combine = plan(
         rows.sizes((prod(x.shape[2:]), kv.shape[2], int(queries.scale is not None))),
         backend.name(),
@@ -292,7 +285,7 @@ def _on_kernels(
         (q.dtype, norm.weight.dtype),
         form,
         (keys.form, values.form),
-        (values.rows, keys.transposed),
+        (values.rows, keys.transposed, sinks is not None),
         (0, False) if rope is None else (rope.dims, rope.interleaved),
         None if seen is None else seen.sizes,
     )
@@ -305,18 +298,7 @@ def _on_kernels(
     parts, stats, *recent = attend(made_queries, token, *positions, *arrays, chosen)
     for one, kept in zip(rows.absorbing(), recent, strict=True):
         one.advance(kept)
-    return combine(parts, stats, *positions, *values.arrays)[0]
-
-
-def _scale_of(positions: Sequence[mx.array], scale: float, by: QueryScale | None) -> Input:
-    """The factor of a token's scores: a number, or an array with one per row."""
-    return scale if by is None else _scaling(scale, by)(*(own[3:] for own in positions))
-
-
-@lru_cache(16)
-def _scaling(scale: float, by: QueryScale) -> Any:
-    """A function of the tokens' positions; compiled it is one launch for one of them."""
-    return mx.compile(lambda *positions: scale * query_factors(mx.concatenate(list(positions)), by, mx))
+    return combine(parts, stats, stats if sinks is None else sinks, *positions, *values.arrays)[0]
 
 
 @cache
@@ -362,12 +344,12 @@ def plan_row(
     types: tuple[mx.Dtype, mx.Dtype],
     form: Form | None,
     stored: tuple[StoredForm, StoredForm],
-    matrices: tuple[int, bool],
+    matrices: tuple[int, bool, bool],
     rotation: tuple[int, bool],
     seen: SeenSizes | None,
 ) -> tuple[Launch, Launch, Launch]:
     """The launches for one row. `seen`: of the blocks that a token sees; None: it sees all positions."""
-    (heads, height, columns, row, capacity), (v, transposed), (dims, interleaved) = sizes, matrices, rotation
+    (heads, height, columns, row, capacity), (v, transposed, has_sinks), (dims, interleaved) = sizes, matrices, rotation
     blocks = seen or SEEING_ALL
     X, N, P = types[0], row - dims, ceildiv(blocks.most or capacity + RECENT, PIECE)
     read = form or Form(DEFAULT, X)
@@ -383,6 +365,7 @@ def plan_row(
     out = [((P, heads, N), mx.float32), ((P, heads, 2), mx.float32), ((RECENT, row), X)]
     attend = Launch(target, ATTEND, made, (P, heads // abreast), ATTENDING, out)
     made = common | blocks.template | {"V": v, "P": PIECE, "PIECE": heads, "T": threads} | stored_template(stored[1])
+    made |= {"SINKS": int(has_sinks)}
     return query, attend, Launch(target, COMBINE, made, (heads, 1), threads, [((1, 1, heads * v), X)])
 
 
@@ -398,9 +381,10 @@ def absorbed_ops(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     scores = products(key.multiply(q_nope, transpose=False), q_pe, latent, k_pe) * scale
-    return value.multiply(_softmax(scores, mask) @ latent, transpose=True)
+    return value.multiply(softmax(scores, mask, sinks) @ latent, transpose=True)
 
 
 def expanded_ops(
@@ -412,16 +396,19 @@ def expanded_ops(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """On Metal, a few heads at a time, because one product would expand all latents to the keys of all heads."""
     heads, positions = q_nope.shape[1], latent.shape[2]
     most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
     if most is None or most >= heads:
-        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale)
+        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale, sinks)
     parts = []
     for some in (slice(start, start + most) for start in range(0, heads, most)):
         queries, matrices = (q_nope[:, some], q_pe[:, some]), (key.of(some), value.of(some))
-        parts.append(_of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale))
+        parts.append(
+            _of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale, None if sinks is None else sinks[some])
+        )
     return mx.concatenate(parts, axis=1)
 
 
@@ -434,12 +421,13 @@ def _of_heads_ops(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
     v, parts = value.multiply(latent, transpose=True), []
     for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
         scores = products(q_nope[:, :, rows], q_pe[:, :, rows], k[:, :, seen], k_pe[:, :, seen])
-        parts.append(_softmax(scores * scale, part_mask) @ v[:, :, seen])
+        parts.append(softmax(scores * scale, part_mask, sinks) @ v[:, :, seen])
         gpu_time.in_turn(q_nope.shape[2], parts)
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
@@ -450,14 +438,20 @@ def products(q: mx.array, q_pe: mx.array, keys: mx.array, k_pe: mx.array) -> mx.
     return scores + q_pe @ k_pe.swapaxes(-1, -2) if q_pe.shape[-1] else scores
 
 
-def _softmax(scores: mx.array, mask: Mask) -> mx.array:
-    """scores [B, heads, L, N]; "causal": query row i is at position N - L + i and sees no later key."""
+def softmax(scores: mx.array, mask: Mask, sinks: mx.array | None, heads: int = -3) -> mx.array:
+    """Of scores [B, heads, L, N], with the exponentials of sinks [heads] in the sum, if there are any. "causal": query
+    row i is at position N - L + i and sees no later key. `heads`: the axis of the heads.
+    """
     if isinstance(mask, str):
         L, N = scores.shape[-2:]
         mask = mx.arange(N)[None] <= mx.arange(N - L, N)[:, None]
     if mask is not None:
         scores = mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
-    return mx.softmax(scores, axis=-1, precise=True)
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    shape = [-1 if axis == scores.ndim + heads else 1 for axis in range(scores.ndim)]
+    column = mx.broadcast_to(sinks.reshape(shape).astype(scores.dtype), (*scores.shape[:-1], 1))
+    return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]
 
 
 def absorbed_native(
@@ -468,10 +462,12 @@ def absorbed_native(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> np.ndarray:
     """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
     q = absorb_native(q_nope, q_pe, latent.shape[1], key)
-    mixed = native.attend(q, np.concatenate([latent, k_pe], axis=-1)[None], latent[None], len(latent), scale)
+    entries = np.concatenate([latent, k_pe], axis=-1)[None]
+    mixed = native.attend(q, entries, latent[None], len(latent), scale, sinks=None if sinks is None else view(sinks))
     return values_native(mixed, value)
 
 
@@ -503,6 +499,7 @@ def expanded_native(
     key: HeadMatrices,
     value: HeadMatrices,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> np.ndarray:
     heads, nope = q_nope.shape[1:]
     N = len(latent)
@@ -512,4 +509,5 @@ def expanded_native(
         k[head, :, :nope] = latent @ keys.T
         v[head] = latent @ values.T
     k[..., nope:] = k_pe
-    return native.attend(np.concatenate([q_nope, q_pe], axis=-1), k, v, N, scale)
+    q = np.concatenate([q_nope, q_pe], axis=-1)
+    return native.attend(q, k, v, N, scale, sinks=None if sinks is None else view(sinks))

@@ -8,18 +8,8 @@ from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
 from ...kinds.limits import WIDEST_WINDOW, check_head, check_index_head, check_width
 from ...kinds.mixer import Attending, HeadStack, Mflx, Mixer, product_operations
+from ...kinds.query_scale import QueryFactor
 from ...kinds.rotation import Rotation
-
-
-@dataclass(frozen=True)
-class QueryScale:
-    """The factor of a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
-
-    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
-    """
-
-    beta: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +19,8 @@ class Latent(Mixer):
     Queries come from a normed latent of `q_latent` values; None: directly from the hidden state. Without a `rotation`
     there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
     None: all. `norm_eps`: epsilon of the norms of both latents. `gate`: a projection (`g_proj`) makes a gate for each
-    head, whose sigmoid multiplies the head's result.
+    value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid multiplies the value or the head's result.
+    `sinks`: whether each head has a learned logit in the softmax's denominator.
     """
 
     heads: int
@@ -38,11 +29,12 @@ class Latent(Mixer):
     nope: int
     value: int
     rotation: Rotation | None
-    query_scale: QueryScale | None = None
+    query_scale: QueryFactor | None = None
     indexer: Indexer | None = None
     blocks: KeyBlocks | None = None
     norm_eps: float = 1e-6
-    gate: Literal["sigmoid head"] | None = None
+    gate: Literal["sigmoid", "sigmoid head"] | None = None
+    sinks: bool = False
 
     @property
     def attention(self) -> Attending:
@@ -141,12 +133,16 @@ class Latent(Mixer):
         return 2 * self.heads * tokens * self._expanded(positions)
 
     @property
+    def gates(self) -> int:
+        """The gates of a token."""
+        return {None: 0, "sigmoid": self.heads * self.value, "sigmoid head": self.heads}[self.gate]
+
+    @property
     def columns(self) -> int:
         """Columns of the projections from the hidden state and back to it, without those of the blocks' indexer."""
         queries = self.heads * self.head_dim if self.q_latent is None else self.q_latent
         index = self.indexer.dim + self.indexer.heads if self.indexer else 0
-        gates = self.heads if self.gate else 0
-        return queries + index + gates + self.latent + self.rotated + self.heads * self.value
+        return queries + index + self.gates + self.latent + self.rotated + self.heads * self.value
 
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent."""

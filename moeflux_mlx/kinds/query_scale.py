@@ -1,0 +1,25 @@
+"""How queries are scaled by their positions, so that attention stays as sharp in long texts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """The factor of a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+
+    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
+    """
+
+    beta: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """The factor of a query at position p: (1 + (p + 1) / length) ** exponent (transformers, `BeamAttention`)."""
+
+    exponent: float
+    length: int
+
+
+QueryFactor = QueryScale | QueryGrowth

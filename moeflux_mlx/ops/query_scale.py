@@ -1,0 +1,39 @@
+"""Queries, or the scores of a token, scaled by the token's position."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..kinds import QueryFactor, QueryGrowth
+from .backend import Array, library_of
+from .launch import Input
+
+
+def query_factors(positions: Any, by: QueryFactor, library: Any) -> Any:
+    """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
+    if isinstance(by, QueryGrowth):
+        return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))
+    stretches = positions // by.original_max_position_embeddings
+    return 1.0 + by.beta * library.log1p(stretches.astype(library.float32))
+
+
+def scaled_queries(q: Array, offset: int | mx.array, by: QueryFactor | None) -> Array:
+    """q [B, L, heads, D] of positions from `offset`, scaled; None: as they are."""
+    if by is None:
+        return q
+    library = library_of(q)
+    factors = query_factors(library.arange(q.shape[1]) + offset, by, library)
+    return (q * factors[:, None, None]).astype(q.dtype)
+
+
+def score_scale(positions: Sequence[mx.array], scale: float, by: QueryFactor | None) -> Input:
+    """The factor of a token's scores, with `positions` as of `Held`: a number, or an array with one per row."""
+    return scale if by is None else _scaling(scale, by)(*(own[3:] for own in positions))
+
+
+@lru_cache(16)
+def _scaling(scale: float, by: QueryFactor) -> Any:
+    """A function of the tokens' positions; compiled it is one launch for one of them."""
+    return mx.compile(lambda *positions: scale * query_factors(mx.concatenate(list(positions)), by, mx))
