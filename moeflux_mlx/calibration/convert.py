@@ -74,6 +74,7 @@ def convert_calibrated(
     calibration: Calibration,
     recipe: str | Path | Recipe | None = None,
     report: Report = lambda share, name: None,
+    say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> ConversionReport:
     """Converts a checkpoint directory as `packing.convert.convert` does, with codes for the inputs that matrices have.
@@ -85,6 +86,7 @@ def convert_calibrated(
         mlx_path: the directory to write.
         recipe: the forms of parts; with a budget, of all but the routed experts.
         report: called with the progress of the runs.
+        say: called with a line on what the calibration takes, before it begins.
         options: of `packing.convert.convert`.
 
     Raises:
@@ -107,7 +109,7 @@ def convert_calibrated(
     given = {name: options[name] for name in _FORMS if name in options}
     wanted = Wanted.of(recipe=recipe, **given)
     needs = made.needs(args, wanted)
-    report(0.0, str(needs))
+    say(str(needs))
     check_space(calibration.folder, needs.disk)
     rounding = made.rounded(args, wanted)
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)

@@ -87,7 +87,7 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
             return convert(**given, progress=show)
         calibration = _calibration(options)
         del given["rounding"]
-        return convert_calibrated(calibration=calibration, report=_told(), **given, progress=show)
+        return convert_calibrated(calibration=calibration, report=_told(), say=note, **given, progress=show)
 
 
 def _calibration(options: argparse.Namespace) -> Calibration:
