@@ -208,9 +208,9 @@ def test_expanded_latents_are_held_once():
     shapes = (L, heads, nope), (L, heads, 16), (N, width), (N, 16)
     q, q_pe, stored, k_pe = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
     assert (key.height, values.height) == (nope, value)
-    latent.expanded_native(q, q_pe, stored, k_pe, key, values, 0.1)
+    latent.expanded_native(q, q_pe, stored, k_pe, latent.Matrices(key, values, 0.1))
     tracemalloc.start()
-    latent.expanded_native(q, q_pe, stored, k_pe, key, values, 0.1)
+    latent.expanded_native(q, q_pe, stored, k_pe, latent.Matrices(key, values, 0.1))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1.3 * 4 * heads * N * (nope + 16 + value)

@@ -24,6 +24,7 @@ from .op import (
     ABSORB_AT_MOST,
     HeadMatrices,
     Mask,
+    Matrices,
     Queries,
     absorb_native,
     absorbed_native,
@@ -86,8 +87,8 @@ def attend_indexed(
             late = Index(index_queries, index_keys, made.weights[:, whole:] * made.terms.scale)
             chosen.positions = choose(late, offset + 1 + whole + arange(L - whole, library_of(q)), indexer)
     held = Held(latents, keys, mask, offset, whole, chosen.positions)
-    at_once = indexer.rows_at_once(0, kv.shape[-1])
-    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale, sinks))
+    at_once, matrices = indexer.rows_at_once(0, kv.shape[-1]), Matrices(key, value, scale, sinks)
+    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, matrices)
 
 
 def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index.Rule) -> bool:
@@ -139,7 +140,7 @@ def attend_pools(
         chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
     held = Held(latents, keys, mask, first, whole, chosen, has_gaps=True)
     at_once = blocks.indexer.rows_at_once(0, blocks.ratio * kv.shape[-1])
-    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, (key, value, scale, None))
+    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
 def with_tail(chosen: Any, places: Any, blocks: KeyBlocks, library: Any) -> Any:
@@ -181,9 +182,6 @@ def _append(cache: Positions, latent: Any, k_pe: Any) -> tuple[Any, Any, Mask]:
 
 # ---- attention
 
-# Matrices of keys and of values; the factor of scores; sinks.
-Matrices = tuple[HeadMatrices, HeadMatrices, float, mx.array | None]
-
 
 def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: Matrices) -> mx.array:
     """[B, L, heads * v] of queries [B, heads, L, .]; latents are gathered for a few tokens at a time."""
@@ -193,7 +191,7 @@ def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: M
         mask = held.mask if whole == L else "causal" if whole > 1 else None
         form = absorbed_ops if whole <= ABSORB_AT_MOST else expanded_ops
         entries = held.latents[:, None, seen], held.keys[:, None, seen]
-        parts.append(form(q_nope[:, :, :whole], q_pe[:, :, :whole], *entries, mask, key, value, scale, sinks))
+        parts.append(form(q_nope[:, :, :whole], q_pe[:, :, :whole], *entries, mask, matrices))
     if whole < L:
         q = key.multiply(q_nope[:, :, whole:], transpose=False)
         texts = zip(q, q_pe[:, :, whole:], held.latents, held.keys, held.chosen, strict=True)
@@ -248,7 +246,7 @@ def _text_native(
     whole, (key, value, scale, sinks), parts = held.whole, matrices, []
     if whole:
         form, seen = expanded_native if native_refusal(whole) else absorbed_native, held.offset + whole
-        parts.append(form(q_nope[:whole], q_pe[:whole], latents[:seen], keys[:seen], key, value, scale, sinks))
+        parts.append(form(q_nope[:whole], q_pe[:whole], latents[:seen], keys[:seen], matrices))
     if chosen is not None:
         q = absorb_native(q_nope[whole:], q_pe[whole:], latents.shape[-1], key)
         places = [at[at >= 0] for at in chosen]

@@ -96,6 +96,21 @@ class HeadMatrices:
         return (matrix.T for matrix in matrices) if self.transposed else matrices
 
 
+class Matrices(NamedTuple):
+    """What attention over latents multiplies: matrices of keys and of values, and the factor of scores; and the sinks
+    [heads], logits that are added to the softmax's sum only."""
+
+    key: HeadMatrices
+    value: HeadMatrices
+    scale: float
+    sinks: mx.array | None = None
+
+    def of(self, some: slice) -> "Matrices":
+        """Those of some heads."""
+        sinks = None if self.sinks is None else self.sinks[some]
+        return Matrices(self.key.of(some), self.value.of(some), self.scale, sinks)
+
+
 class StoredMatrices(NamedTuple):
     """Matrices for metal/stored.h.metal: codes, scales and biases, or values instead of all three."""
 
@@ -191,18 +206,18 @@ def attend_latent(
         return cache.each((q, kv), compute, has_kernels)
     if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
         return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen)
-    q = queries.scaled(queries(q), cache.position)
+    q, matrices = queries.scaled(queries(q), cache.position), Matrices(key, value, scale, sinks)
     if isinstance(q, np.ndarray):
         q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = expanded_native if native_refusal(L) else absorbed_native
-        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], key, value, scale, sinks) for i in range(B)]
+        rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], matrices) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
     q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = absorbed_ops if L <= ABSORB_AT_MOST else expanded_ops
-    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), key, value, scale, sinks)
+    out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), matrices)
     return out.transpose(0, 2, 1, 3).reshape(B, L, -1)
 
 
@@ -378,11 +393,9 @@ def absorbed_ops(
     latent: mx.array,
     k_pe: mx.array,
     mask: Mask,
-    key: HeadMatrices,
-    value: HeadMatrices,
-    scale: float,
-    sinks: mx.array | None = None,
+    matrices: Matrices,
 ) -> mx.array:
+    key, value, scale, sinks = matrices
     scores = products(key.multiply(q_nope, transpose=False), q_pe, latent, k_pe) * scale
     return value.multiply(softmax(scores, mask, sinks) @ latent, transpose=True)
 
@@ -393,22 +406,16 @@ def expanded_ops(
     latent: mx.array,
     k_pe: mx.array,
     mask: Mask,
-    key: HeadMatrices,
-    value: HeadMatrices,
-    scale: float,
-    sinks: mx.array | None = None,
+    matrices: Matrices,
 ) -> mx.array:
     """On Metal, a few heads at a time, because one product would expand all latents to the keys of all heads."""
     heads, positions = q_nope.shape[1], latent.shape[2]
-    most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + value.height))
+    most = gpu_time.rows_at_once(latent.shape[-1], positions * (q_nope.shape[-1] + matrices.value.height))
     if most is None or most >= heads:
-        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, key, value, scale, sinks)
+        return _of_heads_ops(q_nope, q_pe, latent, k_pe, mask, matrices)
     parts = []
     for some in (slice(start, start + most) for start in range(0, heads, most)):
-        queries, matrices = (q_nope[:, some], q_pe[:, some]), (key.of(some), value.of(some))
-        parts.append(
-            _of_heads_ops(*queries, latent, k_pe, mask, *matrices, scale, None if sinks is None else sinks[some])
-        )
+        parts.append(_of_heads_ops(q_nope[:, some], q_pe[:, some], latent, k_pe, mask, matrices.of(some)))
     return mx.concatenate(parts, axis=1)
 
 
@@ -418,11 +425,9 @@ def _of_heads_ops(
     latent: mx.array,
     k_pe: mx.array,
     mask: Mask,
-    key: HeadMatrices,
-    value: HeadMatrices,
-    scale: float,
-    sinks: mx.array | None = None,
+    matrices: Matrices,
 ) -> mx.array:
+    key, value, scale, sinks = matrices
     k = key.multiply(latent, transpose=True)  # [B, heads, N, nope]
     v, parts = value.multiply(latent, transpose=True), []
     for rows, seen, part_mask in in_parts(2 * q_nope.shape[1], q_nope.shape[2], latent.shape[2], mask):
@@ -459,12 +464,10 @@ def absorbed_native(
     q_pe: np.ndarray,
     latent: np.ndarray,
     k_pe: np.ndarray,
-    key: HeadMatrices,
-    value: HeadMatrices,
-    scale: float,
-    sinks: mx.array | None = None,
+    matrices: Matrices,
 ) -> np.ndarray:
     """q [L, heads, ...] over the latents [N, ...], which are keys and values of all heads alike."""
+    key, value, scale, sinks = matrices
     q = absorb_native(q_nope, q_pe, latent.shape[1], key)
     entries = np.concatenate([latent, k_pe], axis=-1)[None]
     mixed = native.attend(q, entries, latent[None], len(latent), scale, sinks=None if sinks is None else view(sinks))
@@ -496,12 +499,9 @@ def expanded_native(
     q_pe: np.ndarray,
     latent: np.ndarray,
     k_pe: np.ndarray,
-    key: HeadMatrices,
-    value: HeadMatrices,
-    scale: float,
-    sinks: mx.array | None = None,
+    matrices: Matrices,
 ) -> np.ndarray:
-    heads, nope = q_nope.shape[1:]
+    (heads, nope), (key, value, scale, sinks) = q_nope.shape[1:], matrices
     N = len(latent)
     k = np.empty((heads, N, nope + q_pe.shape[-1]), np.float32)
     v = np.empty((heads, N, value.height), np.float32)
