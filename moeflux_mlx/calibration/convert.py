@@ -1,8 +1,7 @@
 """Conversions that first run the model over a text: to round each matrix for its inputs, and to choose bits."""
 
-import hashlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import spend
 from .errors import MeasuringRun, read_options
+from .layers import digest_of
 from .rounding import HESSIAN_BYTES, METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
@@ -107,11 +107,7 @@ def convert_calibrated(
     if calibration.target_bits is not None or calibration.target_gb is not None:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
     given = {name: options[name] for name in _FORMS if name in options}
-    wanted = Wanted.of(recipe=recipe, **given)
-    needs = made.needs(args, wanted)
-    say(str(needs))
-    check_space(calibration.folder, needs.disk)
-    rounding = made.rounded(args, wanted)
+    rounding = made.rounded(args, Wanted.of(recipe=recipe, **given), say)
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
@@ -128,14 +124,19 @@ def read_texts(tokenizer: TokenizerWrapper, calibration: Calibration) -> list[np
         names = [calibration.text] if isinstance(calibration.text, str) else calibration.text
         texts = windows([tokenizer.encode(read_text(name)) for name in names], WINDOW)
     if calibration.tokens is not None:
-        ends = np.cumsum([len(text) for text in texts])
-        starts = ends - [len(text) for text in texts]
-        kept = zip(texts, starts.tolist(), strict=True)
-        texts = [text[: calibration.tokens - start] for text, start in kept if start < calibration.tokens]
+        texts = list(_first(texts, calibration.tokens))
     texts = [text for text in texts if len(text)]
     if not texts:
         raise RequestError("the text for calibration has no tokens; give a file with some text")
     return texts
+
+
+def _first(texts: Sequence[np.ndarray], tokens: int) -> Iterator[np.ndarray]:
+    """So many tokens of the texts, from the beginning."""
+    for text in texts:
+        if tokens > 0:
+            yield text[:tokens]
+        tokens -= len(text)
 
 
 @dataclass(frozen=True)
@@ -158,13 +159,7 @@ class _Conversion:
     def __init__(
         self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: Report
     ):
-        self.path, self.checkpoint, self.texts, self.calibration, self._report = (
-            path,
-            checkpoint,
-            texts,
-            calibration,
-            report,
-        )
+        self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
         self.weights = CheckpointWeights(path)
         self.name = packing.checkpoint_digest(checkpoint)
 
@@ -198,7 +193,7 @@ class _Conversion:
         assert self.calibration.target_gb is not None
         return int(self.calibration.target_gb * 1e9) - others
 
-    def needs(self, args: ModelArgs, wanted: Wanted) -> Needs:
+    def _needs(self, args: ModelArgs, plan: ConversionPlan) -> Needs:
         """The needs of a run that rounds: its hidden states twice and its codes on the disk; in memory a layer's dense
         weights, the rows of its experts, and the Hessians and floats of those that are rounded side by side."""
         tokens, size = sum(map(len, self.texts)), self.calibration.dtype.size
@@ -210,18 +205,19 @@ class _Conversion:
         together = max(1, HESSIAN_BYTES // (4 * hessian)) if hessian else 1
         experts = min(together, args.num_experts) * 4 * (4 * largest + 3 * hessian)
         layer = max((resident(f"model.layers.{i}") for i in range(args.num_hidden_layers)), default=0)
-        codes = make_plan(self.checkpoint, args, wanted).total_bytes
-        return Needs(tokens, 3 * rows + 2 * layer + experts, 2 * rows + codes)
+        return Needs(tokens, 3 * rows + 2 * layer + experts, 2 * rows + plan.total_bytes)
 
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
         return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes
 
-    def rounded(self, args: ModelArgs, wanted: Wanted) -> Calibrated:
-        """What rounds as a run over the texts has found."""
+    def rounded(self, args: ModelArgs, wanted: Wanted, say: Callable[[str], object]) -> Calibrated:
+        """What rounds as a run over the texts has found; `say` is called with what the run needs."""
         folder, method = self.calibration.folder / "rounded", self.calibration.method
-        digest = hashlib.sha256(b"".join(np.asarray(text, np.int64).tobytes() for text in self.texts)).hexdigest()[:16]
-        rounding = Calibrated(folder, f"{method} for the text {digest}")
-        plan: ConversionPlan = make_plan(self.checkpoint, args, replace(wanted, rounding=rounding))
+        rounding = Calibrated(folder, f"{method} for the text {digest_of(self.texts)[:16]}")
+        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=rounding))
+        needs = self._needs(args, plan)
+        say(str(needs))
+        check_space(self.calibration.folder, needs.disk)
         name = f"{self.name} {method} {wanted.recipe.to_json()}"
         given = self.weights, plan, self.texts, folder, self.calibration.dtype, Rounder(method)
         RoundingRun(*given, name=name).run(lambda share: self._report(share, "rounding"))

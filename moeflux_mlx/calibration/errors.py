@@ -21,6 +21,7 @@ from ..rounding.methods import FIT, rounded
 from .files import write_json
 from .layers import LayerRun, Progress
 from .seen import SeenLayer
+from .statistics import rows_at
 from .weights import CheckpointWeights, FloatExpert
 
 # The forms that are compared. Wider groups are of use where bits are few.
@@ -74,10 +75,8 @@ class MeasuringRun(LayerRun):
             if not len(weights):
                 continue
             some = np.linspace(0, len(weights) - 1, min(SAMPLE, len(weights))).astype(np.int32)
-            rows, factors = (
-                mx.array(x[some] if isinstance(x, np.ndarray) else x[mx.array(some)]).astype(mx.float32),
-                mx.array(weights[some])[:, None],
-            )
+            rows = mx.array(rows_at(x, some)).astype(mx.float32)
+            factors = mx.array(weights[some])[:, None]
             expert = self.weights.expert(layer, number, mx.float32)
             share = len(weights) / len(some)
             for part, key, error in _of_expert(expert, rows, factors, feed_forward):

@@ -97,10 +97,9 @@ class LayerRun:
 
     def _begin(self, name: str) -> None:
         """Writes what the run depends on, or compares that with what the folder holds."""
-        digest = hashlib.sha256(b"".join(np.asarray([len(text), *text], np.int64).tobytes() for text in self.texts))
         ours = {
             "weights": name,
-            "texts": digest.hexdigest(),
+            "texts": digest_of(self.texts),
             "dtype": str(self.dtype),
             "backend": backend.name(),
             "rows_at_once": self._rows_at_once,
@@ -149,7 +148,7 @@ class LayerRun:
 
     def _remove_unfinished(self) -> None:
         """Removes what a run that was killed left behind."""
-        for kind in ("hidden", "chosen", "statistics", "hessians"):
+        for kind in ("hidden", "chosen", "statistics", "hessians", "codes", "errors"):
             for file in self.folder.glob(f".{kind}-*"):
                 file.unlink()
 
@@ -298,6 +297,11 @@ class LayerRun:
     def _chosen_file(self, layer: int) -> Path:
         """Holds what the last layer with an indexer chose, for a layer that reuses it."""
         return self.folder / f"chosen-{layer:05d}.safetensors"
+
+
+def digest_of(texts: Sequence[np.ndarray]) -> str:
+    """Tells texts apart, and how they are cut into windows."""
+    return hashlib.sha256(b"".join(np.asarray([len(text), *text], np.int64).tobytes() for text in texts)).hexdigest()
 
 
 class _Choices:

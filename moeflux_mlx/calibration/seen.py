@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..ops.backend import Array, library_of
-from .statistics import LayerStatistics, Sums, experts_path, rows_of, sums
+from .statistics import LayerStatistics, Sums, experts_path, rows_at, rows_of, sums
 
 
 class Rows(NamedTuple):
@@ -61,6 +60,6 @@ class SeenLayer(LayerStatistics):
         xs, weights = [], []
         for x, ids, of_ids in zip(self._inputs, self._ids, self._weights, strict=True):
             tokens, places = np.nonzero(ids == expert)
-            xs.append(x[tokens] if isinstance(x, np.ndarray) else x[mx.array(tokens.astype(np.int32))])
+            xs.append(rows_at(x, tokens))
             weights.append(of_ids[tokens, places])
         return Rows(library_of(xs[0]).concatenate(xs), np.concatenate(weights))

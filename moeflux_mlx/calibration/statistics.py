@@ -145,6 +145,11 @@ class LayerStatistics:
         return self._file
 
 
+def rows_at(x: Any, numbers: np.ndarray) -> Any:
+    """The rows with these numbers, of x's kind."""
+    return x[numbers] if isinstance(x, np.ndarray) else x[mx.array(numbers.astype(np.int32))]
+
+
 def rows_of(x: Any) -> Any:
     """[N, columns] float32, of x's kind: numpy's products are faster on the CPU than MLX's."""
     return float32(x.reshape(-1, x.shape[-1]))
