@@ -69,15 +69,19 @@ def latent_attention(read: Fields, query_scale: QueryFactor | None = None) -> La
     """Latent attention with DeepSeek's names of its sizes."""
     read.must_equal("rope_interleave", True)
     read.must_equal("attention_bias", False)
-    return Latent(
-        heads=read.count("num_attention_heads"),
-        q_latent=read.count("q_lora_rank", None),
-        latent=read.count("kv_lora_rank"),
-        nope=read.count("qk_nope_head_dim"),
-        value=read.count("v_head_dim"),
-        rotation=rotation(read, read.count("qk_rope_head_dim"), share=None, interleaved=True),
-        query_scale=query_scale,
-    )
+    turning = rotation(read, read.count("qk_rope_head_dim"), share=None, interleaved=True)
+    return Latent(**latent_sizes(read), rotation=turning, query_scale=query_scale)
+
+
+def latent_sizes(read: Fields) -> dict[str, Any]:
+    """The sizes of latent attention, as `Latent` names them, without that of rotated keys."""
+    return {
+        "heads": read.count("num_attention_heads"),
+        "q_latent": read.count("q_lora_rank", None),
+        "latent": read.count("kv_lora_rank"),
+        "nope": read.count("qk_nope_head_dim"),
+        "value": read.count("v_head_dim"),
+    }
 
 
 RENAMES = (

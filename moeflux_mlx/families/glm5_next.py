@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..kinds import Activation, Dense, Experts, HyperConnections, Indexer, KeyBlocks, LayerSpec, Mixer, Residual
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
-from .deepseek import FULL
+from .deepseek import FULL, latent_sizes
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .fields import (
     LINEAR,
@@ -104,16 +104,8 @@ def _attention(read: Fields, eps: float) -> Latent:
     if positions % ratio:
         raise ConfigError(f"index_topk {positions} is not a multiple of index_kpool {ratio}")
     indexer = Indexer(read.count("index_n_heads"), read.count("index_head_dim"), positions // ratio)
-    return Latent(
-        heads=read.count("num_attention_heads"),
-        q_latent=read.count("q_lora_rank"),
-        latent=read.count("kv_lora_rank"),
-        nope=read.count("qk_nope_head_dim"),
-        value=read.count("v_head_dim"),
-        rotation=None,
-        blocks=KeyBlocks(ratio, indexer, weighed=True),
-        norm_eps=eps,
-    )
+    sizes = latent_sizes(read) | {"q_latent": read.count("q_lora_rank")}  # the indexer reads this latent
+    return Latent(**sizes, rotation=None, blocks=KeyBlocks(ratio, indexer, weighed=True), norm_eps=eps)
 
 
 def _feed_forward(read: Fields) -> tuple[Dense, Experts]:

@@ -6,6 +6,7 @@ from ..kinds import Mixer, Rotation
 from ..mixers.delta.spec import ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
 from .deepseek import RENAMES as OF_DEEPSEEK
+from .deepseek import latent_sizes
 from .fields import (
     FULL,
     LINEAR,
@@ -61,14 +62,7 @@ def _delta(read: Fields) -> Delta:
 
 def _attention(read: Fields) -> Latent:
     """A part of each key is the same for all heads, but no pair of its values turns."""
-    return Latent(
-        heads=read.count("num_attention_heads"),
-        q_latent=read.count("q_lora_rank", None),
-        latent=read.count("kv_lora_rank"),
-        nope=read.count("qk_nope_head_dim"),
-        value=read.count("v_head_dim"),
-        rotation=Rotation(read.count("qk_rope_head_dim"), 1e4, pairs=0),
-    )
+    return Latent(**latent_sizes(read), rotation=Rotation(read.count("qk_rope_head_dim"), 1e4, pairs=0))
 
 
 RENAMES = (
