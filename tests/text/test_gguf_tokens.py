@@ -1,11 +1,11 @@
 """Tokenizers made from a GGUF's metadata: how text is cut, what is found in it, and refusals."""
 
-import io
 import json
 from functools import cache
 
 import pytest
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor
+from test_tokenizer import train_sentencepiece
 from tokenizers import Tokenizer
 
 from moeflux_mlx.errors import TokenizerError
@@ -96,15 +96,9 @@ CORPUS = [
 @cache
 def trained(spaced):
     """A small model with every type of piece."""
-    model = io.BytesIO()
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
-        model_writer=model,
-        vocab_size=400,
-        hard_vocab_limit=False,
-        model_type="bpe",
-        byte_fallback=True,
-        user_defined_symbols=["<go>"],
+    model = train_sentencepiece(
+        CORPUS,
+        ["<go>"],
         control_symbols=["<turn>", "plain"],
         pad_id=3,
         bos_piece="<bos>",
@@ -112,9 +106,8 @@ def trained(spaced):
         normalization_rule_name="identity",
         add_dummy_prefix=spaced,
         remove_extra_whitespaces=False,
-        minloglevel=2,
     )
-    return SentencePieceProcessor(model_proto=model.getvalue())
+    return SentencePieceProcessor(model_proto=model)
 
 
 def kind_of(model, piece):

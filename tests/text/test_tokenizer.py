@@ -62,16 +62,16 @@ def train_bpe():
     return tokenizer
 
 
-def train_sentencepiece(**options):
+def train_sentencepiece(corpus=CORPUS, symbols=MARKERS, **options):
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS),
+        sentence_iterator=iter(corpus),
         model_writer=model,
         vocab_size=400,
         hard_vocab_limit=False,
         model_type="bpe",
         byte_fallback=True,
-        user_defined_symbols=MARKERS,
+        user_defined_symbols=symbols,
         minloglevel=2,
         **options,
     )
