@@ -38,6 +38,13 @@ fit = Extension(
     extra_compile_args=[*FLAGS, "-ffp-contract=off"],
     optional=True,
 )
+blocks = Extension(
+    "moeflux_mlx.packing._blocks",
+    sources=["native/blocks.c"],
+    depends=["native/blocks.h"],
+    extra_compile_args=FLAGS,
+    optional=True,
+)
 reads = Extension(
     "moeflux_mlx.experts._reads", sources=["native/reads.c"], extra_compile_args=["-std=gnu11"], optional=True
 )
@@ -91,6 +98,6 @@ class SourcesWithCommit(sdist):
 
 
 setup(
-    ext_modules=[kernels, fit, *([reads] if sys.platform == "linux" else [])],
+    ext_modules=[kernels, fit, blocks, *([reads] if sys.platform == "linux" else [])],
     cmdclass={"build_ext": BuildSideBySide, "build_py": BuildWithCommit, "sdist": SourcesWithCommit},
 )
