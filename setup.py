@@ -1,6 +1,7 @@
 """The optional native code, CPU kernels and Linux's reads; everything else is in pyproject.toml.
 
-Without a C compiler the build goes on and the package runs on the MLX twins, and reads with Python's calls.
+Without a C compiler the build goes on and the package runs on the MLX twins, reads with Python's calls, and rearranges
+GGUF's blocks with numpy.
 """
 
 import os

@@ -40,7 +40,7 @@ typedef struct {
     const char *name;
     int weights, bytes, bits; /* of a block; of a code */
     Field scales[3];          /* what groups have, joined */
-    Field supers;             /* biases, or what scale codes are multiplied by */
+    Field supers;             /* biases of groups, or what scale codes are multiplied by */
     Field raw[2];             /* for each 32 weights: bytes that stay as they are, instead of codes in a new order */
 } Form;
 
@@ -53,8 +53,8 @@ static const Form forms[TYPES] = {
     [MXFP4] = {"MXFP4", 32, 17, 4, {{0, 1}}},
     [Q2_K] = {"Q2_K", 256, 84, 2, {{0, 16}}, {80, 4}},
     [Q3_K] = {"Q3_K", 256, 110, 3, {{96, 12}}, {108, 2}},
-    [Q4_K] = {"Q4_K", 256, 144, 4, {{4, 12}}, {0, 4}},
-    [Q5_K] = {"Q5_K", 256, 176, 5, {{4, 12}}, {0, 4}},
+    [Q4_K] = {"Q4_K", 256, 144, 4, {{0, 16}}},
+    [Q5_K] = {"Q5_K", 256, 176, 5, {{0, 16}}},
     [Q6_K] = {"Q6_K", 256, 210, 6, {{192, 16}}, {208, 2}},
     [IQ4_NL] = {"IQ4_NL", 32, 18, 4, {{0, 2}}, .raw = {{2, 16}}},
     [IQ4_XS] = {"IQ4_XS", 256, 136, 4, {{0, 8}}, .raw = {{8, 16}}},
@@ -124,15 +124,17 @@ static const Form *find(const char *name) {
     return NULL;
 }
 
-/* rearrange(type, memory, start, blocks, scales, supers, is_portable): `memory` is writable; the blocks begin at byte
- * `start` of it, and the fields beside codes go to bytes `scales` and `supers`. */
+/* rearrange(type, memory, is_portable, start, blocks, second[, third]): `memory` is writable. The blocks begin at byte
+ * `start` of it, where codes will be, and their scales and then the other fields will begin at bytes `second` and
+ * `third`. A type may have only one of both. */
 static PyObject *op_rearrange(PyObject *self, PyObject *args) {
     const char *name;
     Py_buffer memory;
-    Py_ssize_t start, count, scales, supers;
+    Py_ssize_t start, count, scales, third = 0;
     int is_portable, ok;
-    if (!PyArg_ParseTuple(args, "sw*nnnnp", &name, &memory, &start, &count, &scales, &supers, &is_portable)) return NULL;
+    if (!PyArg_ParseTuple(args, "sw*pnnn|n", &name, &memory, &is_portable, &start, &count, &scales, &third)) return NULL;
     const Form *form = find(name);
+    const Py_ssize_t supers = form && scale_bytes(form) ? third : scales;
     uint8_t *base = memory.buf;
     ok = form && start >= 0 && count >= 0 && start <= memory.len && count <= (memory.len - start) / form->bytes &&
          scales >= 0 && scales <= memory.len - count * scale_bytes(form) && supers >= 0 &&
