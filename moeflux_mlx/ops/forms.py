@@ -20,8 +20,8 @@ MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any 
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
-NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))  # what the native ones read of that
-READ = (*NATIVE, *((mode.codes, mode.scale) for mode in GGUF_MODES.values()))
+READ = tuple((mode.codes, mode.scale) for mode in MODES.values())
+NATIVE = tuple(form for form in READ if form[0] in (INTEGER, E2M1, E4M3))  # what the native ones read of that
 # Codes, or GGUF's kinds of scales, and bits that a backend's kernels for experts multiply as integers: the latter by
 # pairs of bytes, which have integers of 16 bits beside them, so not for float32.
 INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
