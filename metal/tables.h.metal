@@ -16,7 +16,7 @@ struct codes_grid {
   uint four;
 };
 
-// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d.
+// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d, but for iq1_m.
 struct codes_iq4_nl {
   enum { BLOCK = 32, WORDS = 4 };
   ushort part[1];
@@ -44,6 +44,15 @@ struct codes_iq2_xs {
 struct codes_iq2_s {
   enum { BLOCK = 256, WORDS = 2 };
   ushort part[9];
+};
+
+struct codes_iq1_s {
+  enum { BLOCK = 256, WORDS = 1 };
+  ushort part[9];
+};
+struct codes_iq1_m {
+  enum { BLOCK = 256, WORDS = 1 };
+  ushort part[12];
 };
 
 // Byte i of the halfwords after d.
@@ -209,6 +218,40 @@ inline void codes_from_table(
   }
   codes_of_eights(grid, index, words[1], code);
   codes_two_scales(codes_table_d(block), pair >> 8, scale);
+}
+
+// 32 bytes of four entries of eight values 128 + 8 g: `high` has an index's high bits and, in bit 3, whether its values
+// are less by an eighth, for each k in 4 bits. The scale is that of eighths.
+inline void codes_of_eighths(uint word, uint high, const device codes_grid* grid, thread uint* code) {
+  MLX_MTL_PRAGMA_UNROLL
+  for (int k = 0; k < 4; k++) {
+    const uint index = ((word >> (8 * k)) & 0xFFu) | ((high >> (4 * k)) & 7u) << 8;
+    const uint2 eight = ((const device uint2*)grid)[index];
+    const uint shift = (high >> (4 * k)) & 8u ? 0xFEFEFEFFu : 0x01010101u;  // less or more than eighths by one
+    code[2 * k] = (eight.x + shift) ^ (0x80808080u ^ CODES_ZERO);
+    code[2 * k + 1] = (eight.y + shift) ^ (0x80808080u ^ CODES_ZERO);
+  }
+}
+
+inline void codes_from_table(
+    const thread uint* words, const device codes_iq1_s* block, uint unit, const device codes_grid* grid,
+    thread uint* code, thread float* scale) {
+  const uint fields = block->part[1 + unit], minus = fields >> 15 ? 0x8888u : 0u;
+  const uint high = (fields & 7u) | (fields & 0x38u) << 1 | (fields & 0x1C0u) << 2 | (fields & 0xE00u) << 3;
+  codes_of_eighths(words[0], high | minus, grid, code);
+  scale[0] = codes_table_d(block) * float(2 * ((fields >> 12) & 7u) + 1) * 0.125f;
+}
+
+inline void codes_from_table(
+    const thread uint* words, const device codes_iq1_m* block, uint unit, const device codes_grid* grid,
+    thread uint* code, thread float* scale) {
+  codes_of_eighths(words[0], block->part[4 + unit], grid, code);
+  const uint d = uint(block->part[0] >> 12) | (uint(block->part[1] >> 12) << 4) | (uint(block->part[2] >> 12) << 8) |
+      (uint(block->part[3] >> 12) << 12);
+  const uint numbers = uint(block->part[unit / 2]) >> (6 * (unit % 2));
+  const float eighth = float(as_type<float16_t>(ushort(d))) * 0.125f;
+  scale[0] = eighth * float(2 * (numbers & 7u) + 1);
+  scale[1] = eighth * float(2 * ((numbers >> 3) & 7u) + 1);
 }
 
 // As codes_load of codes.h.metal, which the type of the grid tells apart.

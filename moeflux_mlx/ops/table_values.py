@@ -11,9 +11,12 @@ and each weight has a sign. A stored matrix has these parts:
 | iq3_s | 256 | 3: 8 low bytes of indices; 4 bytes of signs | 14: d, 8 bytes of high bits, 8 scales | 512 x 4 |
 | iq2_xxs | 256 | 2: 4 indices of 8 bits; a word as in iq3_xxs | 2: d | 256 x 8 |
 | iq2_xs | 256 | 2: 4 halfwords with an index of 9 bits and 7 signs | 10: d, 16 scales | 512 x 8 |
-| iq2_s | 256 | 2: 4 low bytes of indices; 4 bytes of signs | 18: d, 8 times a byte of high bits and 2 scales | 1024 x 8 |
+| iq2_s | 256 | 2: 4 low bytes of indices; 4 bytes of signs | 18: d, 8 times high bits and 2 scales | 1024 x 8 |
+| iq1_s | 256 | 1: 4 low bytes of indices | 18: d, 8 halfwords with high bits, a scale and a shift | 2048 x 8 |
+| iq1_m | 256 | 1: the same | 24: 4 halfwords with 16 scales and d, 16 bytes of high bits and shifts | 2048 x 8 |
 
-d is a float16. A scale has 4 bits, in iq4_xs 6. Where 8 weights have only 7 signs, the number of minus signs is even.
+d is a float16. A scale has 4 bits, in iq4_xs 6, in iq1 3. Where 8 weights have only 7 signs, the number of minus signs
+is even. The values of iq1 are g + 1/8 or g - 1/8 with g of -1, 0 or 1, which its grid has as 128 + 8 g.
 All bytes are those of GGUF's blocks; the formulas are those of `dequantize_row_*` in llama.cpp's ggml-quants.c.
 """
 
@@ -28,7 +31,8 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 @dataclass(frozen=True)
 class Stored:
-    """Blocks: words uint32 [n, 32-weight units, words], scales uint8 [n, bytes] without d, d float32 [n, 1]."""
+    """Blocks: words uint32 [n, 32-weight units, words], scales uint8 [n, bytes] behind d, d float32 [n, 1]. iq1_m
+    has its d elsewhere."""
 
     words: mx.array
     scales: mx.array
@@ -58,7 +62,7 @@ def table_values(mode: str, weight: mx.array, scales: mx.array, grid: mx.array |
     words = weight.reshape(-1, 1 if mode == "iq4_nl" else 8, unit)
     stored = scales.reshape(len(words), -1)
     d = mx.view(mx.contiguous(stored[:, :2]), mx.float16).astype(mx.float32)
-    factors, values = VALUES[mode](Stored(words, stored[:, 2:], d, grid))
+    factors, values = VALUES[mode](Stored(words, stored if mode == "iq1_m" else stored[:, 2:], d, grid))
     weights = factors[..., None] * values.reshape(*factors.shape, -1)
     return weights.reshape(*weight.shape[:-1], columns)
 
@@ -135,8 +139,33 @@ def _iq2_s(stored: Stored) -> tuple[mx.array, mx.array]:
     return stored.d * scales * 0.25, _signed(stored.entries(indices), stored.bytes(4, 8))
 
 
+def _shifted(stored: Stored, high: mx.array, minus: mx.array) -> mx.array:
+    """Values of grids of iq1, by the high bits of indices [n, 32] and whether 1/8 is subtracted [n, 32]."""
+    indices = stored.bytes(0, 4).astype(mx.uint32) | high.reshape(len(stored.d), 8, 4).astype(mx.uint32) << 8
+    eights = (stored.entries(indices).reshape(len(stored.d), 32, 8) - 128) / 8
+    return (eights + mx.where(minus == 0, 0.125, -0.125)[..., None]).reshape(len(stored.d), -1)
+
+
+def _iq1_s(stored: Stored) -> tuple[mx.array, mx.array]:
+    codes = mx.contiguous(stored.scales).view(mx.uint16)
+    high = codes[..., None] >> mx.array([0, 3, 6, 9], mx.uint16) & 7
+    scales = (2 * (codes >> 12 & 7) + 1).astype(mx.float32)
+    return stored.d * scales, _shifted(stored, high, mx.repeat(codes >> 15, 4, axis=-1))
+
+
+def _iq1_m(stored: Stored) -> tuple[mx.array, mx.array]:
+    codes = mx.contiguous(stored.scales[:, :8]).view(mx.uint16)
+    of_four = (codes >> 12).astype(mx.uint32) << mx.array([0, 4, 8, 12], mx.uint32)
+    d = mx.contiguous(of_four.sum(axis=1, keepdims=True).astype(mx.uint16)).view(mx.float16).astype(mx.float32)
+    scales = codes[..., None] >> mx.array([0, 3, 6, 9], mx.uint16) & 7
+    nibbles = _bits(stored.scales[:, 8:], 4)
+    factors = d * (2 * scales + 1).reshape(len(d), -1).astype(mx.float32)
+    return factors, _shifted(stored, nibbles & 7, nibbles >> 3)
+
+
 UNIT_WORDS = {"iq4_nl": 4, "iq4_xs": 4, "iq3_xxs": 3, "iq3_s": 3, "iq2_xxs": 2, "iq2_xs": 2, "iq2_s": 2}
+UNIT_WORDS |= {"iq1_s": 1, "iq1_m": 1}
 VALUES: dict[str, Callable[[Stored], tuple[mx.array, mx.array]]] = {
     **{"iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s},
-    **{"iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s},
+    **{"iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq1_s": _iq1_s, "iq1_m": _iq1_m},
 }
