@@ -9,7 +9,7 @@ from .cli.options import add_tokenizer
 from .cli.run import Parser, execute
 from .packing.convert import LAYOUTS, PACKED, convert
 from .packing.recipe import RECIPES
-from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MODES
+from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES
 from .rounding.methods import FIT, METHODS
 
 __all__ = ["convert", "main", "parser"]
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         choices=AFFINE_GROUPS,
         help=f"weights per group ({DEFAULT.group_size}; fixed in other modes)",
     )
-    add("--q-mode", choices=list(MODES), default=DEFAULT.mode, help="quantisation mode (%(default)s)")
+    add("--q-mode", choices=list(MLX_MODES), default=DEFAULT.mode, help="quantisation mode (%(default)s)")
     add("--expert-bits", type=int, choices=AFFINE_BITS, help="bits of routed experts; default: as --q-bits")
     add("--down-bits", type=int, choices=AFFINE_BITS, help="bits of their down projections; default: as --expert-bits")
     add(

@@ -70,10 +70,18 @@ class Weight(nn.Module):
         return self._shape
 
     @property
+    def second(self) -> mx.array | None:
+        """The second array that holds it, if there is one."""
+        return self._array(1)
+
+    @property
     def third(self) -> mx.array | None:
-        """Biases or a global scale, if its form has them."""
+        """The third: biases, a global scale or the like."""
+        return self._array(2)
+
+    def _array(self, index: int) -> mx.array | None:
         names = self.tensors()
-        return self[names[2]] if len(names) > 2 else None
+        return self[names[index]] if len(names) > index else None
 
     def tensors(self) -> tuple[str, ...]:
         """Names of the arrays that hold it."""

@@ -13,27 +13,50 @@ from .errors import ConfigError, ModelFileError
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (1, 2, 3, 4, 5, 6, 8)
 INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # types of codes
-FLOAT, E8M0 = "float", "e8m0"  # types of scales, besides E4M3
+FLOAT, E8M0 = "float", "e8m0"  # types of scales, besides E4M3 and those of GGUF's forms
+SUPER = 256  # weights of a row that share what the scales of their groups are multiplied by
 NAN = {E8M0: 0xFF, E4M3: 0x7F}  # the bits that are all set in the NaN of an 8-bit scale
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One of MLX's ways to quantise: what codes and scales are, and the sizes where none are given."""
+    """One of the ways to quantise, MLX's or GGUF's: what codes and scales are, and the sizes where none are given.
+
+    Args:
+        zero: what is subtracted from a code.
+        nested: bytes that have the scales of SUPER weights; 0: each group has a scale of its own.
+        header: float16 values that these bytes begin with.
+        supers: float16 values of SUPER weights beside these bytes, or of a group if it is its scale.
+    """
 
     group_size: int
     bits: int
     codes: str
     scale: str
     has_biases: bool = False
+    zero: int = 0
+    nested: int = 0
+    header: int = 0
+    supers: int = 0
 
 
-MODES = {
+MLX_MODES = {
     "affine": Mode(64, 4, INTEGER, FLOAT, has_biases=True),
     "mxfp4": Mode(32, 4, E2M1, E8M0),
     "nvfp4": Mode(16, 4, E2M1, E4M3),
     "mxfp8": Mode(32, 8, E4M3, E8M0),
 }
+GGUF_MODES = {
+    "q4_0": Mode(32, 4, INTEGER, "q4_0", zero=8, supers=1),
+    "q5_0": Mode(32, 5, INTEGER, "q5_0", zero=16, supers=1),
+    "q8_0": Mode(32, 8, INTEGER, "q8_0", zero=128, supers=1),
+    "q2_k": Mode(16, 2, INTEGER, "q2_k", nested=16, supers=2),
+    "q3_k": Mode(16, 3, INTEGER, "q3_k", zero=4, nested=12, supers=1),
+    "q4_k": Mode(32, 4, INTEGER, "q4_k", nested=16, header=2),
+    "q5_k": Mode(32, 5, INTEGER, "q4_k", nested=16, header=2),
+    "q6_k": Mode(16, 6, INTEGER, "q6_k", zero=32, nested=16, supers=1),
+}
+MODES = MLX_MODES | GGUF_MODES
 
 
 @dataclass(frozen=True)
@@ -45,6 +68,13 @@ class Quant:
     a float of 4 bits, E2M1, and a group has a scale of 8 bits, E8M0, which stands for 2 ** (scale - 127). In mode
     "mxfp8" a code is a float of 8 bits, E4M3. In mode "nvfp4" codes are E2M1 and scales E4M3, and a float32 for the
     whole matrix, the global scale, may multiply all of them, divided by GLOBAL_UNIT as in MLX.
+
+    The other modes are GGUF's types (`dequantize_row_*` of llama.cpp's ggml-quants.c), with codes in the order of MLX's
+    and the file's own bytes of scales. In "q4_0", "q5_0" and "q8_0" the part `supers` has a float16 d for each group,
+    and a weight is d * (code - zero). In the K types a group has integers S and, but for "q3_k" and "q6_k", M, in the
+    part `scales`, and 256 weights have d and m in `supers`, or for "q4_k" and "q5_k" in the first 4 of the 16 bytes of
+    `scales`. A weight is (d * (S - scale_zero)) * (code - zero) - m * M, in float32 and this order; scale_zero is 32
+    for "q3_k" and 0 for the others.
     """
 
     bits: int
@@ -63,8 +93,33 @@ class Quant:
 
     @cached_property
     def scale(self) -> str:
-        """The type of a group's scale: FLOAT, or 8 bits, E8M0 or E4M3."""
+        """The type of a group's scale: FLOAT, 8 bits, E8M0 or E4M3, or that of a mode of GGUF."""
         return MODES[self.mode].scale
+
+    @cached_property
+    def is_of_mlx(self) -> bool:
+        """Whether MLX's operations take its parts."""
+        return self.mode in MLX_MODES
+
+    @cached_property
+    def zero(self) -> int:
+        """What is subtracted from a code, where a group has no bias."""
+        return MODES[self.mode].zero
+
+    @cached_property
+    def has_supers(self) -> bool:
+        """Whether the part `supers` is one of its parts."""
+        return MODES[self.mode].supers > 0
+
+    @cached_property
+    def is_nested(self) -> bool:
+        """Whether the scales of groups are integers, in bytes for SUPER weights."""
+        return MODES[self.mode].nested > 0
+
+    @cached_property
+    def multiple(self) -> int:
+        """What the number of columns is a multiple of."""
+        return SUPER if self.is_nested else self.group_size
 
     @cached_property
     def has_biases(self) -> bool:
@@ -73,7 +128,7 @@ class Quant:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether this is a form of MLX; all of these can be computed, for resident matrices and experts."""
+        """Whether this is a form of MLX or of GGUF; all of these can be computed, for resident matrices and experts."""
         mode = MODES.get(self.mode)
         if mode is None or self.has_global_scale and mode.scale != E4M3:
             return False
@@ -90,22 +145,33 @@ class Quant:
         """Names of the tensors that hold a matrix."""
         if self.has_biases:
             return PARTS
+        if self.has_supers:
+            return (PARTS[0], *(PARTS[1:2] if self.is_nested else ()), SUPERS)
         return (*PARTS[:2], GLOBAL_SCALE) if self.has_global_scale else PARTS[:2]
 
     def of_part(self, part: str, columns: int, floating: str) -> tuple[int, str]:
         """The number of values in a part for a row of `columns` columns, and their dtype as files name it, with float
         scales of dtype `floating`. A resident matrix repeats its global scale for each row.
         """
+        mode = MODES[self.mode]
         if part == PARTS[0]:
             return self.words(columns), "U32"
+        if part == SUPERS:
+            return columns // self.multiple * mode.supers, "F16"
+        if self.is_nested:
+            return columns // SUPER * mode.nested, "U8"
         return (1, "F32") if part == GLOBAL_SCALE else (self.groups(columns), self.of_groups(floating))
+
+    def fewest(self, columns: int) -> int:
+        """The number of values of a row in the part that has the fewest."""
+        return min(self.of_part(part, columns, FLOAT)[0] for part in self.parts)
 
     def words(self, columns: int) -> int:
         """uint32 words of one row's codes."""
         return columns * self.bits // 32
 
     def groups(self, columns: int) -> int:
-        """Groups, and so scales, of one row."""
+        """Groups of one row."""
         return columns // self.group_size
 
     def entry(self) -> dict[str, Any]:
@@ -116,6 +182,7 @@ class Quant:
 
 OF_GROUPS = ("scales", "biases")
 PARTS = ("weight", *OF_GROUPS)  # names of a stored matrix's tensors
+SUPERS = "supers"  # float16 values of GGUF's types, whatever dtype other scales have
 GLOBAL_SCALE = "global_scale"  # the factor of all scales of a matrix, times GLOBAL_UNIT
 GLOBAL_UNIT = 448 * 6  # the largest E4M3 times the largest E2M1: MLX's global scale is the largest weight
 DEFAULT = Quant(4, 64)  # MLX's own

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ..formats.record import ExpertLayout, Record
@@ -14,7 +15,7 @@ from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix, needed, 
 from ..model.weights import arrange
 from ..ops.forms import DTYPES, settings
 from ..ops.records import Records
-from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, Quant, Quantization
+from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, MODES, SUPERS, Quant, Quantization
 from ..spec import ModelArgs
 
 Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
@@ -40,7 +41,8 @@ class Shapes:
     def of(cls, args: ModelArgs, layout: ExpertLayout, tensors: Iterable[str], dtype: mx.Dtype) -> "Shapes":
         """The shapes of a model whose resident tensors have these names."""
         stated = args.quantization or Quantization()
-        stored = (name.removesuffix(".scales") for name in tensors if name.endswith(".scales"))
+        seconds = (".scales", f".{SUPERS}")
+        stored = {name.rpartition(".")[0] for name in tensors if name.endswith(seconds)}
         return cls(args, layout, {path: stated.of(path) for path in stored}, dtype)
 
     @classmethod
@@ -53,6 +55,10 @@ class Shapes:
     def of_variant(cls, name: str, dtype: mx.Dtype) -> "Shapes":
         """Those of the known model `name`."""
         return cls.of_args(ModelArgs.from_variant(name), dtype)
+
+
+SCALE_BYTE = 0x21  # of all bytes that have scales of groups in GGUF's forms
+TYPICAL = {"q2_k": (1, 2), "q3_k": (-24, 1), "q4_k": (33, 33), "q6_k": (33, 1)}  # S and M in such bytes, about
 
 
 def randomise(module: nn.Module, path: str, shapes: Shapes, fill: Fill | None = None) -> None:
@@ -97,6 +103,8 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
     *rows, columns = shape
     groups = (*rows, quant.groups(columns))
     codes = _random_words((*rows, quant.words(columns)))
+    if not quant.is_of_mlx:
+        return [codes, *_random_scales(quant, rows, columns)]
     if quant.scale != FLOAT:
         scales = mx.quantize(mx.random.normal((1, columns)) * columns**-0.5, **settings(quant))[1]
         factor = [mx.full((*rows, 1), float(GLOBAL_UNIT))] if quant.has_global_scale else []
@@ -104,6 +112,18 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
     steps = 2**quant.bits - 1
     scale = 3.4 / (steps * columns**0.5)
     return [codes, mx.full(groups, scale, dtype), mx.full(groups, -scale * steps / 2, dtype)]
+
+
+def _random_scales(quant: Quant, rows: Sequence[int], columns: int) -> list[mx.array]:
+    """The other parts of a matrix in a form of GGUF. The bytes that have scales are all equal."""
+    steps, (S, M) = 2**quant.bits - 1, TYPICAL.get(quant.scale, (1, 1))
+    unit = 3.4 / (steps * columns**0.5)
+    floats, mode = np.array([unit / S, unit * steps / 2 / M], np.float16), MODES[quant.mode]
+    nested = np.full(mode.nested, SCALE_BYTE, np.uint8)
+    nested[: 2 * mode.header] = floats[: mode.header].view(np.uint8)
+    parts = [nested] * quant.is_nested + [floats[: mode.supers]] * quant.has_supers
+    made = [np.tile(part, columns // quant.multiple) for part in parts]
+    return [mx.broadcast_to(mx.array(part), (*rows, len(part))) for part in made]
 
 
 def _random_words(shape: Sequence[int]) -> mx.array:

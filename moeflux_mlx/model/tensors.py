@@ -17,7 +17,7 @@ from ..layers import Convolution, Weight
 from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
 from ..mixers.registry import USUAL
 from ..ops.forms import DTYPES
-from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, Quant
+from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, SUPERS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
@@ -91,9 +91,9 @@ def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
     Scales, biases, norms and dense matrices become `dtype`; the router, an indexer's weights of heads and the decay
     parameters float32.
     """
-    if tensor.dtype in (mx.uint32, mx.uint8):
-        return tensor.dtype
     path, _, leaf = name.rpartition(".")
+    if leaf == SUPERS or tensor.dtype in (mx.uint32, mx.uint8):
+        return tensor.dtype
     kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith((*ROUTERS, *INDEX_WEIGHTS)) else dtype
     # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.
     on_cpu = kept == mx.float32 and mx.default_device() == mx.cpu

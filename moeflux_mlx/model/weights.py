@@ -15,6 +15,8 @@ from ..errors import ModelFileError
 from ..layers import Weight
 from ..ops import backend
 from ..ops.backend import FLOATS
+from ..ops.matrix import parts_of
+from ..ops.nested import group_scales
 from ..quant import FLOAT, Quant, Quantization, of_shapes
 from .tensors import TABLE, is_of_matrix, kept_dtype
 
@@ -96,18 +98,21 @@ def _module(model: nn.Module, path: str) -> Any:
 def _fill_weight(
     path: str, module: Weight, left: dict[str, mx.array], quantization: Quantization | None, dtype: mx.Dtype
 ) -> None:
-    weight = _take(left, f"{path}.weight")
-    if f"{path}.scales" not in left and weight.dtype in FLOATS:
+    weight, stated = _take(left, f"{path}.weight"), (quantization or Quantization()).of(path)
+    second = f"{path}.{'scales' if stated is None else stated.parts[1]}"
+    if second not in left and weight.dtype in FLOATS:
         values = _checked_float(f"{path}.weight", weight, module.shape)
         module.weight, module.filled = values.astype(kept_dtype(f"{path}.weight", values, dtype)), True
         mx.eval(module.weight)
         return
-    if f"{path}.scales" not in left:
-        raise ModelFileError(f"tensor {path}.scales is missing; {path}.weight is {weight.dtype}")
-    module.quant = _geometry(path, module.shape, weight, left[f"{path}.scales"], quantization)
+    if second not in left:
+        raise ModelFileError(f"tensor {second} is missing; {path}.weight is {weight.dtype}")
+    quant = module.quant = _geometry(path, module.shape, weight, left[second], stated)
     module.weight = weight
     for name in module.tensors()[1:]:
-        setattr(module, name, _beside(path, name, module.quant, module.shape, left, dtype))
+        setattr(module, name, _beside(path, name, quant, module.shape, left, dtype))
+    if quant.is_nested and not all(map(_are_finite, group_scales(quant, *parts_of(module)[1:]))):
+        raise ModelFileError(f"tensor {second} holds NaN or infinite values; convert the checkpoint again")
     mx.eval([module[name] for name in module.tensors()])
 
 
@@ -127,15 +132,14 @@ def _beside(
     return tensor.astype(kept_dtype(name, tensor, dtype))
 
 
-def _geometry(
-    path: str, shape: tuple[int, ...], weight: mx.array, scales: mx.array, quantization: Quantization | None
-) -> Quant:
+def _geometry(path: str, shape: tuple[int, ...], weight: mx.array, scales: mx.array, stated: Quant | None) -> Quant:
     """The stored form by the shapes, checked against the configuration."""
     if weight.dtype != mx.uint32:
         raise ModelFileError(f"tensor {path}.weight is {weight.dtype}; a quantised weight is uint32")
-    stated = (quantization or Quantization()).of(path)
     words, groups = (tensor.shape[-1] if tensor.ndim else 0 for tensor in (weight, scales))
-    quant = of_shapes(path, shape[-1], words, groups, stated)
+    is_fixed = stated is not None and not stated.is_of_mlx
+    quant = stated if is_fixed else of_shapes(path, shape[-1], words, groups, stated)
+    assert quant is not None
     _check_shape(f"{path}.weight", weight, (*shape[:-1], quant.words(shape[-1])))
     return quant
 
@@ -171,6 +175,10 @@ def _checked_float(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.ar
     _check_shape(name, tensor, shape)
     if tensor.dtype not in FLOATS:
         raise ModelFileError(f"tensor {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
-    if not mx.isfinite(tensor).all().item():
+    if not _are_finite(tensor):
         raise ModelFileError(f"tensor {name} holds NaN or infinite values; convert the checkpoint again")
     return tensor
+
+
+def _are_finite(values: mx.array) -> bool:
+    return bool(mx.isfinite(values).all().item())

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import numpy as np
 
-from ..formats.record import SCALE_DTYPES, Field, Record
-from ..quant import GLOBAL_SCALE
+from ..formats.record import FIXED, SCALE_DTYPES, Field, Record
 from . import backend
 from .backend import FLOATS
 from .forms import DTYPES, code_number, form_of, unpacked_float32
@@ -126,7 +125,7 @@ def _taken(records: Records, where: np.ndarray, fields: Sequence[Field], dtype: 
     for field, words in zip(fields, _words(records, where, fields), strict=True):
         if field.dtype != "U32":
             words = mx.view(words, DTYPES[field.dtype])
-        if field.dtype in SCALE_DTYPES and field.part != GLOBAL_SCALE:
+        if field.dtype in SCALE_DTYPES and field.part not in FIXED:
             words = words.astype(dtype)
         made.append(words.reshape(len(where), *field.beside))
     return made

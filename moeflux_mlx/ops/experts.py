@@ -82,7 +82,7 @@ class Shared:
         up, down = self.gate_up, self.down.quant
         if up is None or up.quant is None or down is None or not pays(x, up):
             return None
-        stored = next((name for name, dtype in DTYPES.items() if dtype == up.scales.dtype), "")
+        stored = next((name for name, dtype in DTYPES.items() if dtype == up.second.dtype), "")
         quants, width = (up.quant, up.quant, down), up.shape[0] // 2
         record = Record.make(up.shape[1], width, quants, dtype=stored, activation=self.activation)
         launch = _own_launch(x, record, self.activation)
@@ -99,7 +99,7 @@ class Shared:
         return all(
             w.quant is not None
             and not w.quant.has_global_scale
-            and Form(w.quant, w.scales.dtype) == form_of(part)
+            and Form(w.quant, w.second.dtype) == form_of(part)
             and w.shape == (times * part.rows, part.columns)
             for w, part, times in pairs
         )
@@ -324,7 +324,7 @@ def _down_combine_kernel(
 @planned("experts")
 def native_refusal(record: Record) -> Reason | None:
     """Why the native kernels do not read such records."""
-    return None if is_read(record) else unread_reason(record)
+    return None if is_read(record, natively=True) else unread_reason(record)
 
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:

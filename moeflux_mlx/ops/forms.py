@@ -11,8 +11,9 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, Quant
+from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, MODES, Quant
 from . import backend
+from .nested import HALF, group_scales, of_halves
 from .tiles import Tile
 
 MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
@@ -20,18 +21,20 @@ MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any 
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
 READ = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))
+NATIVE = READ  # what the native ones read of that
 # Codes and bits that a backend's kernels for experts multiply as integers.
 INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4))}
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
 
-StoredForm = tuple[int, int, int, mx.Dtype | str]  # of metal/stored.h.metal: BITS, GROUP, KIND and the type of scales
+# Of metal/stored.h.metal: BITS, GROUP, KIND, and the types of scales and of what is behind them.
+StoredForm = tuple[int, int, int, mx.Dtype | str, mx.Dtype | str]
 
 
 def stored_template(form: StoredForm) -> dict[str, Any]:
     """The constants of a text that reads a matrix by metal/stored.h.metal."""
-    return dict(zip(("BITS", "GROUP", "KIND", "S"), form, strict=True))
+    return dict(zip(("BITS", "GROUP", "KIND", "S", "G"), form, strict=True))
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Form:
         """The constants of the text."""
         quant = self.quant
         scale = scale_type(quant, self.scales)
-        made: dict[str, Any] = {"S": scale, "G": mx.float32 if quant.has_global_scale else scale}
+        made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
         made |= {"BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
         return made | {"PLANES": self.planes} if self.planes else made
 
@@ -96,15 +99,22 @@ class Form:
         return pieces if self.planes else 1 << (near.bit_length() - 1)
 
 
-def is_read(quant: Quant, columns: int) -> bool:
-    """Whether the GPU kernels and the native ones read matrices of this form with rows of `columns` columns."""
-    is_in_kernels = quant.is_known and (quant.codes, quant.scale) in READ
-    return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.group_size == 0
+def is_read(quant: Quant, columns: int, natively: bool = False) -> bool:
+    """Whether the GPU kernels, or the native ones, read matrices of this form with rows of `columns` columns."""
+    is_in_kernels = quant.is_known and (quant.codes, quant.scale) in (NATIVE if natively else READ)
+    return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.multiple == 0
 
 
 def scale_type(quant: Quant | None, floating: mx.Dtype) -> mx.Dtype | str:
     """The type of a scale in the kernels' texts."""
     return floating if quant is None or quant.scale == FLOAT else f"codes_{quant.scale}"
+
+
+def third_type(quant: Quant, scale: mx.Dtype | str) -> mx.Dtype | str:
+    """The type of what is behind the scales, of the type `scale`, in the kernels' texts."""
+    if quant.has_global_scale:
+        return mx.float32
+    return f"codes_super{MODES[quant.mode].supers}" if quant.is_nested and quant.has_supers else scale
 
 
 def code_number(quant: Quant | None) -> int:
@@ -122,16 +132,21 @@ def form_of(projection: Projection) -> Form:
 
 
 def settings(quant: Quant) -> dict[str, Any]:
-    """The form's arguments for MLX's operations."""
-    return {"group_size": quant.group_size, "bits": quant.bits, "mode": quant.mode}
+    """The form's arguments for MLX's operations, which take GGUF's forms as affine ones with the scales and biases of
+    `group_scales`.
+    """
+    if quant.is_of_mlx:
+        return {"group_size": quant.group_size, "bits": quant.bits, "mode": quant.mode}
+    return {"group_size": max(quant.group_size, 2 * HALF), "bits": quant.bits, "mode": "affine"}
 
 
 def unpacked(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
-    """The weights in the dtype of float scales; for 8-bit scales in bfloat16, or with a global scale in float32.
+    """The weights in the dtype of float scales; for 8-bit scales in bfloat16, or with a global scale or in GGUF's forms
+    in float32.
 
     `third`: biases, or a global scale, [..., rows or 1, 1].
     """
-    if quant.has_global_scale:
+    if quant.has_global_scale or not quant.is_of_mlx:
         return unpacked_float32(quant, codes, scales, third)
     return _dequantized(quant, codes, scales, third)
 
@@ -144,6 +159,8 @@ def is_computed(target: str, quant: Quant) -> bool:
 
 
 def _dequantized(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.array | None) -> mx.array:
+    if quant.group_size == HALF and biases is not None:
+        return of_halves(lambda *of_pairs: mx.dequantize(codes, *of_pairs, **settings(quant)), scales, biases)
     if is_computed(backend.name(), quant):
         return mx.dequantize(codes, scales, biases, **settings(quant))
     bits = (codes.view(mx.uint8)[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
@@ -163,7 +180,10 @@ def matmul_float32(
     x: mx.array, quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None
 ) -> mx.array:
     """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
-    x, (scales, biases) = x.astype(mx.float32), _wide(quant, scales, third)
+    x = x.astype(mx.float32)
+    if not quant.is_of_mlx and quant.group_size == HALF:
+        return x @ unpacked_float32(quant, codes, scales, third).swapaxes(-1, -2)
+    scales, biases = _wide(quant, scales, third)
     product = mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
     return product if third is None or not quant.has_global_scale else product * factors(third).swapaxes(-1, -2)
 
@@ -174,7 +194,9 @@ def factors(global_scale: mx.array) -> mx.array:
 
 
 def _wide(quant: Quant, scales: mx.array, third: mx.array | None) -> tuple[mx.array, mx.array | None]:
-    """Scales and biases, in float32 if they are floats."""
+    """Scales and biases as MLX's operations take them, in float32 if they are floats."""
+    if not quant.is_of_mlx:
+        return group_scales(quant, scales, third)
     if quant.scale != FLOAT:
         return scales, None
     return scales.astype(mx.float32), None if third is None else third.astype(mx.float32)

@@ -211,7 +211,7 @@ def native_rows(x: np.ndarray, slots: np.ndarray, records: Records, alone: bool 
 
 def dense_from(target: str, record: Record) -> int:
     """The number of rows from which such an expert is dequantised in a prompt."""
-    if not all(is_computed(target, part.quant) for part in record.projections):
+    if not all(part.quant.is_of_mlx and is_computed(target, part.quant) for part in record.projections):
         return 1
     return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", shapes_of(record)).dense
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from ..quant import Quant
+from ..quant import FLOAT, Quant
 from . import backend, native
 from .backend import FLOATS, Array, view
 from .elementwise import split
@@ -113,7 +113,7 @@ def multiply(x: mx.array, w: Weights, transpose: bool) -> mx.array:
     of_rows = factors(w.third).swapaxes(-1, -2) if has_factors else None
     if of_rows is not None and not transpose:
         x = (x * of_rows).astype(dtype)
-    y = mx.quantized_matmul(x, w.weight, w.scales, biases, transpose=transpose, **settings(w.quant))
+    y = mx.quantized_matmul(x, w.weight, w.second, biases, transpose=transpose, **settings(w.quant))
     return y if of_rows is None or not transpose else (y * of_rows).astype(dtype)
 
 
@@ -123,11 +123,12 @@ def dequantises() -> bool:
 
 
 def _pays_dense(x: mx.array, w: Weights) -> bool:
-    """Whether to dequantise a matrix first: for many rows, and where MLX 0.32.4's CUDA product does not write its
-    output: for 1 bit, and if a row is a single group.
+    """Whether to dequantise a matrix first: where MLX does not take the form, for many rows, and where MLX 0.32.4's
+    CUDA product does not write its output: for 1 bit, and if a row is a single group.
     """
-    few = x.shape[-2] < DENSE_ROWS and w.scales.shape[-1] > 1 and cast(Quant, w.quant).bits > 1
-    return dequantises() and not few
+    quant = cast(Quant, w.quant)
+    few = x.shape[-2] < DENSE_ROWS and w.second.shape[-1] > 1 and quant.bits > 1
+    return not quant.is_of_mlx or dequantises() and not few
 
 
 def embed(ids: Array, w: Weights) -> Array:
@@ -136,11 +137,13 @@ def embed(ids: Array, w: Weights) -> Array:
         rows = [part[ids] for part in parts_of(w)]
         return rows[0] if w.quant is None else unpacked(w.quant, *rows)
     flat = ids.reshape(-1)
-    if _is_native(w):
-        parts = [view(part)[flat] for part in parts_of(w)]
-        out = parts[0] if w.quant is None else native.dequantize(w.quant, *parts)
+    parts = [view(part)[flat] for part in parts_of(w)]
+    if w.quant is None:
+        out = parts[0]
+    elif _is_native(w):
+        out = native.dequantize(w.quant, *parts)
     else:
-        out = _dense(w)[flat]
+        out = view(unpacked_float32(w.quant, *map(mx.array, parts)))
     return out.reshape(*ids.shape, -1)
 
 
@@ -175,7 +178,7 @@ def _is_native(w: Weights) -> bool:
 @planned("linear")
 def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
     """Why the native kernels do not read a matrix of this form."""
-    return None if quant is None or is_read(quant, columns) else _unread(quant, columns)
+    return None if quant is None or is_read(quant, columns, natively=True) else _unread(quant, columns)
 
 
 def _dense(w: Weights) -> np.ndarray:
@@ -233,8 +236,8 @@ def qmv(
 def _qmv(x: mx.array, w: Weights, norm: Norm | None = None, residual: mx.array | None = None) -> mx.array:
     assert w.quant is not None
     around = Around(None if norm is None else norm.weight.dtype, residual is not None)
-    shapes = w.weight.shape, w.scales.shape
-    launch = plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.scales.dtype), around)
+    shapes = w.weight.shape, w.second.shape
+    launch = plan(backend.name(), x.shape, x.dtype, *shapes, Form(w.quant, w.second.dtype), around)
     if isinstance(launch, Reason):
         x, quant = x if norm is None else norm(x), w.quant
         y = _by_mlx(lambda rows: matmul_float32(rows, quant, *parts_of(w)), x).astype(x.dtype)
@@ -282,13 +285,13 @@ def plan(
     check_activations("x", (tokens, columns), x_dtype)
     rows, quant = w[0], form.quant
     require(is_read(quant, columns), f"w is stored in {quant}, which does not divide {columns} columns")
-    codes, groups = quant.words(columns), quant.groups(columns)
-    good = w == (rows, codes) and scales == (rows, groups)
-    require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {groups}]")
+    codes, values = quant.words(columns), quant.of_part(quant.parts[1], columns, FLOAT)[0]
+    good = w == (rows, codes) and scales == (rows, values)
+    require(good, f"w is {w}, scales {scales}; expected [O, {codes}] and [O, {values}]")
     if target == "ops":
         return NO_KERNELS
-    if rows * groups < LEAST_ELEMENTS:
-        return Reason(f"{rows * groups} scales are fewer than {LEAST_ELEMENTS}")
+    if rows * quant.fewest(columns) < LEAST_ELEMENTS:
+        return Reason(f"{rows * quant.fewest(columns)} scales are fewer than {LEAST_ELEMENTS}")
     spot, chunks = f"{rows}x{columns} {form}", form.chunks(columns)
     tile = tile_of(target, "qmv_large" if rows * columns >= LARGE else "qmv", spot)  # it decides the bits of every row
     lanes = lanes_of(chunks, tile.lanes)

@@ -6,14 +6,13 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..quant import Quant
-from .forms import StoredForm, code_number, scale_type, unpacked, unpacked_float32
+from .forms import StoredForm, code_number, scale_type, third_type, unpacked, unpacked_float32
 from .launch import ArrayPiece, Input
 
 
 class Weights(Protocol):
-    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside the other `quant.parts`.
-
-    `third` are biases or a global scale; it is ignored if the form has neither.
+    """A stored matrix [..., rows, cols]: `weight` holds values, or with `quant` codes, beside the other `quant.parts`:
+    `second`, and `third`, which is ignored if the form has only two.
     """
 
     @property
@@ -23,7 +22,7 @@ class Weights(Protocol):
     def weight(self) -> Any: ...
 
     @property
-    def scales(self) -> Any: ...
+    def second(self) -> Any: ...
 
     @property
     def third(self) -> Any: ...
@@ -45,7 +44,7 @@ class Part:
 
     quant: Quant | None
     weight: mx.array
-    scales: mx.array | None = None
+    second: mx.array | None = None
     third: mx.array | None = None
     pieces: None = None
 
@@ -59,11 +58,11 @@ def parts_of(w: Weights) -> list[Any]:
     """The arrays of the matrix: its values, or those of its form."""
     if w.quant is None:
         return [w.weight]
-    return [w.weight, w.scales, w.third][: len(w.quant.parts)]
+    return [w.weight, w.second, w.third][: len(w.quant.parts)]
 
 
 def inputs_of(w: Weights) -> list[Input]:
-    """A kernel's inputs: none may be missing, so scales stand for those that the form lacks."""
+    """A kernel's inputs: none may be missing, so the second part stands for a third that the form lacks."""
     parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
@@ -75,15 +74,16 @@ def stored(w: Weights) -> tuple[list[Any], StoredForm]:
     if w.quant is not None and w.quant.has_global_scale:
         w = Part(None, dequantized(w, mx.float32))
     if w.quant is None:
-        return [w.weight] * 3, (0, 1, 0, w.weight.dtype)
-    return inputs_of(w), (w.quant.bits, w.quant.group_size, code_number(w.quant), scale_type(w.quant, w.scales.dtype))
+        return [w.weight] * 3, (0, 1, 0, w.weight.dtype, w.weight.dtype)
+    scale = scale_type(w.quant, w.second.dtype)
+    return inputs_of(w), (w.quant.bits, w.quant.group_size, code_number(w.quant), scale, third_type(w.quant, scale))
 
 
 def dequantized(w: Weights, dtype: mx.Dtype) -> mx.array:
     """The matrix in floats for activations in `dtype`: float32 is not rounded to the scales' dtype on the way."""
     if w.quant is None:
         return w.weight
-    if w.quant.has_global_scale:
+    if w.quant.has_global_scale or not w.quant.is_of_mlx:
         return unpacked_float32(w.quant, *parts_of(w)).astype(dtype)
     return (unpacked_float32 if dtype == mx.float32 else unpacked)(w.quant, *parts_of(w))
 

@@ -268,7 +268,7 @@ def router_logits(
     """
     shape = h.size // h.shape[-1], h.shape[-1]
     if isinstance(h, mx.array):
-        form = None if w.quant is None else Form(w.quant, w.scales.dtype)
+        form = None if w.quant is None else Form(w.quant, w.second.dtype)
         rows = min(shape[0], MAX_TOKENS + 1), shape[1]
         weight = h if norm is None else norm
         dtypes = h.dtype, weight.dtype, w.weight.dtype
@@ -302,7 +302,7 @@ def plan_logits(
         return Reason(f"there are more than {MAX_TOKENS} rows")
     if hidden % MULTIPLE:
         return Reason(f"{hidden} columns are not a multiple of {MULTIPLE}")
-    if form and not (is_read(form.quant, hidden) and rows * form.quant.groups(hidden) >= LEAST_ELEMENTS):
+    if form and not (is_read(form.quant, hidden) and rows * form.quant.fewest(hidden) >= LEAST_ELEMENTS):
         return Reason(f"no kernel reads {rows} rows of {hidden} columns in {form}")
     tile = tile_of(target, "router", f"{rows}x{hidden} {form}")
     blocks = ceildiv(rows, tile.rows)

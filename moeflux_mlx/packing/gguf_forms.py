@@ -1,20 +1,32 @@
-"""Brings blocks of GGUF's simple types to our forms without changing a value, on numpy arrays.
+"""Brings blocks of GGUF's types to our forms without changing a value, on numpy arrays: codes are put in our order, and
+bytes of scales are copied.
 
-A block of these types is 32 weights of a row. Formulas: `dequantize_row_*` in llama.cpp's ggml-quants.c; the package
-`gguf` has them as `quants.py`, and the tests compare every value with it.
+Formulas: `dequantize_row_*` in llama.cpp's ggml-quants.c; the package `gguf` has them as `quants.py`, and the tests
+compare every value with it. A block of the simple types is 32 weights of a row:
 
 | type | a block's bytes | weight i | our form |
 |---|---|---|---|
-| Q4_0 | d float16, 16 bytes of codes | d * (q - 8) | affine 4 bits, bias -8 d |
+| Q4_0 | d float16, 16 bytes of codes | d * (q - 8) | q4_0 |
 | Q4_1 | d, m float16, 16 bytes | d * q + m | affine 4 bits, bias m |
-| Q5_0 | d, a word with the fifth bits, 16 bytes | d * (q - 16) | affine 5 bits, bias -16 d |
+| Q5_0 | d, a word with the fifth bits, 16 bytes | d * (q - 16) | q5_0 |
 | Q5_1 | d, m, a word with the fifth bits, 16 bytes | d * q + m | affine 5 bits, bias m |
-| Q8_0 | d, 32 int8 | d * q | affine 8 bits of q + 128, bias -128 d |
+| Q8_0 | d, 32 int8 | d * q | q8_0, of codes q + 128 |
 | MXFP4 | an exponent e, 16 bytes | 2 ** (e - 127) * E2M1(q) | mxfp4 |
 
-Byte i of 16 bytes of codes has code i in its low half and code i + 16 in its high half; ours follow one another. The
-products with d are exact, because they shift its exponent or stay within the 24 bits of float32; scales and biases stay
-float16.
+Byte i of 16 bytes of codes has code i in its low half and code i + 16 in its high half; ours follow one another.
+
+A block of the K types is 256 weights. `Quant` says how weights are computed, and `ops/nested.py` what the bytes of
+scales are. i counts the weights of a block:
+
+- Q2_K: 16 bytes of scales. Byte 16 + 32 (i div 128) + i mod 32 has in bits 2 (i mod 128 div 32) the code of weight i.
+  d and m are at byte 80.
+- Q3_K: byte i mod 32 has in bit i div 32 the third bit of code i, and bytes from 32 on have the others as in Q2_K. 12
+  bytes of scales are at byte 96, and d at 108.
+- Q4_K: 16 bytes with d, m and scales, and 128 bytes: byte 32 (i div 64) + i mod 32 of them has code i in its half i div
+  32 mod 2.
+- Q5_K: as Q4_K, with 32 bytes before the 128: byte i mod 32 has in bit i div 32 the fifth bit of code i.
+- Q6_K: byte 64 (i div 128) + i mod 64 has in its half i mod 128 div 64 the low 4 bits of code i; 64 bytes from 128 on
+  have the high 2, as Q2_K has its codes. 16 bytes of scales are at byte 192, and d at 208.
 """
 
 from collections.abc import Callable
@@ -22,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..quant import Quant
+from ..quant import GGUF_MODES, Quant
 
 Arrays = tuple[np.ndarray, ...]
 BLOCK = 32
@@ -32,8 +44,8 @@ class Form(NamedTuple):
     """Args:
     quant: our form.
     nbytes: of a stored block.
-    scales: the dtype of our scales and biases, as files name it.
-    unpack: the blocks [n, bytes] of rows -> codes as bytes [n, words * 4], scales [n] and, if affine, biases [n].
+    scales: the dtype of scales and biases that have none of their form's, as files name it.
+    unpack: the blocks [n, bytes] of rows -> codes as bytes [n, words * 4], and the other parts [n] or [n, values].
     """
 
     quant: Quant
@@ -70,8 +82,7 @@ def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _q4_0(blocks: np.ndarray) -> Arrays:
-    d = _halves(blocks, 0)
-    return _nibbles(blocks[:, 2:]), d, _times(d, -8)
+    return _nibbles(blocks[:, 2:]), _halves(blocks, 0)
 
 
 def _q4_1(blocks: np.ndarray) -> Arrays:
@@ -79,8 +90,7 @@ def _q4_1(blocks: np.ndarray) -> Arrays:
 
 
 def _q5_0(blocks: np.ndarray) -> Arrays:
-    d = _halves(blocks, 0)
-    return _fives(blocks[:, 6:], blocks[:, 2:6]), d, _times(d, -16)
+    return _fives(blocks[:, 6:], blocks[:, 2:6]), _halves(blocks, 0)
 
 
 def _q5_1(blocks: np.ndarray) -> Arrays:
@@ -88,26 +98,73 @@ def _q5_1(blocks: np.ndarray) -> Arrays:
 
 
 def _q8_0(blocks: np.ndarray) -> Arrays:
-    d = _halves(blocks, 0)
-    return blocks[:, 2:] ^ 0x80, d, _times(d, -128)
+    return blocks[:, 2:] ^ 0x80, _halves(blocks, 0)
 
 
 def _mxfp4(blocks: np.ndarray) -> Arrays:
     return _nibbles(blocks[:, 1:]), np.ascontiguousarray(blocks[:, 0])
 
 
-def _times(d: np.ndarray, power: int) -> np.ndarray:
-    """d times a power of two: exact, or infinite, which is refused later."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return (d.astype(np.float32) * np.float32(power)).astype(np.float16)
+def _two_bits(data: np.ndarray) -> np.ndarray:
+    """[n, 32 k] -> [n, 128 k]: the lowest two bits of 32 bytes, then the next two of the same, and so on."""
+    return (data.reshape(len(data), -1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(
+        len(data), -1
+    )
+
+
+def _four_bits(data: np.ndarray, run: int) -> np.ndarray:
+    """The low halves of `run` bytes, then the high halves of the same, and so on."""
+    return (data.reshape(len(data), -1, 1, run) >> np.array([[0], [4]], np.uint8) & 15).reshape(len(data), -1)
+
+
+def _one_bit(data: np.ndarray) -> np.ndarray:
+    """[n, 32] -> [n, 256]: the lowest bit of all, then the next of all, and so on."""
+    return (data[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(len(data), -1)
+
+
+def _stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [n, 256] -> streams of their lowest `bits` bits, uint8 [n, 32 * bits]."""
+    each = np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., :bits]
+    return np.packbits(each.reshape(len(codes), -1), axis=-1, bitorder="little")
+
+
+def _q2_k(blocks: np.ndarray) -> Arrays:
+    return _stream(_two_bits(blocks[:, 16:80]), 2), blocks[:, :16].copy(), blocks[:, 80:].copy().view("<f2")
+
+
+def _q3_k(blocks: np.ndarray) -> Arrays:
+    codes = _two_bits(blocks[:, 32:96]) | _one_bit(blocks[:, :32]) << 2
+    return _stream(codes, 3), blocks[:, 96:108].copy(), _halves(blocks, 108)
+
+
+def _q4_k(blocks: np.ndarray) -> Arrays:
+    return _stream(_four_bits(blocks[:, 16:], 32), 4), blocks[:, :16].copy()
+
+
+def _q5_k(blocks: np.ndarray) -> Arrays:
+    return _stream(_four_bits(blocks[:, 48:], 32) | _one_bit(blocks[:, 16:48]) << 4, 5), blocks[:, :16].copy()
+
+
+def _q6_k(blocks: np.ndarray) -> Arrays:
+    codes = _four_bits(blocks[:, :128], 64) | _two_bits(blocks[:, 128:192]) << 4
+    return _stream(codes, 6), blocks[:, 192:208].copy(), _halves(blocks, 208)
+
+
+def _of(mode: str) -> Quant:
+    return Quant(GGUF_MODES[mode].bits, GGUF_MODES[mode].group_size, mode)
 
 
 FORMS = {
-    "Q4_0": Form(Quant(4, BLOCK), 18, "F16", _q4_0),
+    "Q4_0": Form(_of("q4_0"), 18, "F16", _q4_0),
     "Q4_1": Form(Quant(4, BLOCK), 20, "F16", _q4_1),
-    "Q5_0": Form(Quant(5, BLOCK), 22, "F16", _q5_0),
+    "Q5_0": Form(_of("q5_0"), 22, "F16", _q5_0),
     "Q5_1": Form(Quant(5, BLOCK), 24, "F16", _q5_1),
-    "Q8_0": Form(Quant(8, BLOCK), 34, "F16", _q8_0),
+    "Q8_0": Form(_of("q8_0"), 34, "F16", _q8_0),
+    "Q2_K": Form(_of("q2_k"), 84, "F16", _q2_k),
+    "Q3_K": Form(_of("q3_k"), 110, "F16", _q3_k),
+    "Q4_K": Form(_of("q4_k"), 144, "F16", _q4_k),
+    "Q5_K": Form(_of("q5_k"), 176, "F16", _q5_k),
+    "Q6_K": Form(_of("q6_k"), 210, "F16", _q6_k),
     "MXFP4": Form(Quant(4, BLOCK, "mxfp4"), 17, "U8", _mxfp4),
 }
 
@@ -119,8 +176,7 @@ def repacked(kind: str, stored: np.ndarray) -> Arrays:
         stored: uint8 [..., bytes of a row].
 
     Returns:
-        Words of codes, uint32 [..., words], scales [..., groups] and, if the form has them, biases [..., groups], in
-        memory of their own.
+        Words of codes, uint32 [..., words], and the other parts of the form, in memory of their own.
     """
     form, lead = FORMS[kind], stored.shape[:-1]
     codes, *of_groups = form.unpack(np.ascontiguousarray(stored).reshape(-1, form.nbytes))

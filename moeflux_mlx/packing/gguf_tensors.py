@@ -1,4 +1,4 @@
-"""Tensors of a GGUF as tensors of a checkpoint: of any type as float32, of simple types also as the codes of our forms.
+"""Tensors of a GGUF as tensors of a checkpoint: of any type as float32, of types with a form of ours also as its parts.
 
 A value is the one that `gguf.dequantize` gives, brought to the model's form (`families/gguf.py`).
 """
@@ -14,6 +14,7 @@ from ..errors import ModelFileError
 from ..families.gguf import Change
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor, read_bytes
 from ..formats.gguf_file import Blocks
+from ..ops.nested import group_scales
 from .gguf_forms import FORMS, repacked
 from .matrix import CHUNK_VALUES, Matrix, finite, shaped
 
@@ -67,7 +68,7 @@ class GgufTensor(Tensor):
         return mx.array(np.ascontiguousarray(values if self.part is None else values[slice(*self.part)]))
 
     def codes(self) -> tuple[mx.array, ...]:
-        """Codes, scales and biases in the form of `FORMS`; only rows may have been moved."""
+        """The parts of the form that `FORMS` has; only rows may have been moved."""
         arrays = repacked(self.blocks.type, raw_rows(self.blocks))
         if self.change is not None and self.change.rows is not None:
             arrays = tuple(part[self.change.rows] for part in arrays)
@@ -128,7 +129,7 @@ def has_blocks(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class GgufMatrix(Matrix):
-    """Blocks of a simple type, as codes of our form."""
+    """Blocks of a type of `FORMS`, as the parts of our form."""
 
     @property
     def _weight(self) -> GgufTensor:
@@ -143,15 +144,18 @@ class GgufMatrix(Matrix):
     @property
     def dtypes(self) -> tuple[str, ...]:
         form = FORMS[self.type]
-        return "U32", *[form.scales] * (1 + form.quant.has_biases)
+        return "U32", *(form.quant.of_part(part, 0, form.scales)[1] for part in form.quant.parts[1:])
 
     def codes(self) -> tuple[mx.array, ...]:
-        words, *of_groups = self._weight.codes()
-        return words, *(finite(self.weight, part, FORMS[self.type].quant.scale) for part in of_groups)
+        words, *others = self._weight.codes()
+        quant = FORMS[self.type].quant
+        for part in others if quant.is_of_mlx else group_scales(quant, *others):
+            finite(self.weight, part, quant.scale)
+        return words, *others
 
 
 def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Matrix | None:
-    """The matrix of a tensor that has blocks of a simple type; None: it has not.
+    """The matrix of a tensor that has blocks of a type of `FORMS`; None: it has not.
 
     Raises:
         ModelFileError: it has another shape than the model needs.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import FLOATS, Tensor
-from ..quant import FLOAT, GLOBAL_SCALE, MODES, Quant
+from ..quant import FLOAT, GLOBAL_SCALE, MLX_MODES, Quant
 from .foreign import find_foreign
 from .gguf_tensors import find_blocks
 from .matrix import Matrix, TransposedMatrix, shaped, typed
@@ -78,7 +78,7 @@ def _quantized_matrix(
     biases, cols = tensors.get(f"{path}.biases"), shape[-1]
     groups, words = (one.shape[-1] if one.shape else 0 for one in (scales, weight))
     name = _mode_of(scales, 32 * words // cols, cols // max(groups, 1))
-    mode = MODES[name]
+    mode = MLX_MODES[name]
     if (biases is not None) != mode.has_biases:
         raise ModelFileError(f"tensor {path}.biases {'is missing' if biases is None else f'does not go with {name}'}")
     for tensor in (scales, biases):
@@ -102,8 +102,8 @@ def _quantized_matrix(
 
 def _mode_of(scales: Tensor, bits: int, group_size: int) -> str:
     """The mode by its stored parts: only affine has float scales; the others have one width and one group."""
-    others = (name for name, mode in MODES.items() if mode.scale != FLOAT)
+    others = (name for name, mode in MLX_MODES.items() if mode.scale != FLOAT)
     is_small = typed(scales, (*FLOATS, "U8")).dtype == "U8"
     wanted = bits, group_size
-    found = (name for name in others if (MODES[name].bits, MODES[name].group_size) == wanted)
+    found = (name for name in others if (MLX_MODES[name].bits, MLX_MODES[name].group_size) == wanted)
     return next(found, "mxfp4") if is_small else "affine"

@@ -28,7 +28,7 @@ from ..files import read_json, user_path
 from ..formats.checkpoint import RECIPE
 from ..formats.record import Quants
 from ..model.tensors import EMBEDDING, ROUTER, ROUTERS
-from ..quant import DEFAULT, MODES, Quant, parse
+from ..quant import DEFAULT, GGUF_MODES, MLX_MODES, Quant, parse
 from ..spec import ModelArgs
 
 DEFAULT_PART, ROUTER_PART, EXPERT_PARTS, TABLES = "default", "router", ("gate_up", "down"), "tables"
@@ -210,12 +210,13 @@ def _form(part: str, value: Any, where: str) -> Form:
         return None
     if type(value) is int:
         value = {"bits": value}
-    elif isinstance(value, str) and value in MODES:
+    elif isinstance(value, str) and value in MLX_MODES:
         value = {"mode": value}
-    if not isinstance(value, Mapping) or not {*value} <= {*DEFAULT.entry()}:
+    is_form = isinstance(value, Mapping) and {*value} <= {*DEFAULT.entry()}
+    if not is_form or value.get("mode") in (*GGUF_MODES,):
         floats = "" if part in EXPERT_PARTS else f', "{FLOAT}"'
         raise ConfigError(
-            f"{where}: {part} is {reprlib.repr(value)}; give a number of bits, one of {', '.join(MODES)}{floats}, "
+            f"{where}: {part} is {reprlib.repr(value)}; give a number of bits, one of {', '.join(MLX_MODES)}{floats}, "
             'or an object such as {"bits": 4, "group_size": 32}'
         )
     return parse(f"{part} in {where}", value)

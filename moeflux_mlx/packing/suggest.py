@@ -10,7 +10,7 @@ from ..files import read_json
 from ..formats.gguf_file import SUFFIX
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..formats.record import ExpertLayout, Quants, stated_quants
-from ..quant import EXPERTS, MODES, unquantized
+from ..quant import EXPERTS, MLX_MODES, unquantized
 from ..rounding.methods import METHODS, MINMAX
 from ..spec import ModelArgs
 from .source_format import SourceFormat
@@ -71,7 +71,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     words = ["--requantize"] if options.get("requantize") is True else []
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
-    words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MODES else []
+    words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MLX_MODES else []
     words += ["--rounding", MINMAX] if origin.get("rounding", MINMAX) == MINMAX else []
     recipe = _line(origin.get("recipe"))
     words += ["--recipe", recipe] if recipe else []

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..quant import DEFAULT, MODES, SUPPORTED, Mode, Quant
+from ..quant import DEFAULT, MLX_MODES, SUPPORTED, Mode, Quant
 from ..rounding.methods import FIT, METHODS
 from .recipe import EXPERT_PARTS, PARTS, ROUTER_PART, TABLES, UNIFORM_RECIPE, Recipe
 from .rounding import Alone, Rounding
@@ -63,7 +63,7 @@ class Wanted:
             options["recipe"] = chosen.to_json()
         is_usual = recipe is None and not {"q_bits", "q_group_size", "q_mode"} & options.keys()
         if q_bits is not None or q_group_size is not None or q_mode != DEFAULT.mode:
-            usual: Mode | Quant = MODES.get(q_mode, DEFAULT)
+            usual: Mode | Quant = MLX_MODES.get(q_mode, DEFAULT)
             bits = usual.bits if q_bits is None else q_bits
             quant = _checked(Quant(bits, usual.group_size if q_group_size is None else q_group_size, q_mode))
             chosen = chosen.with_forms(dict.fromkeys((part for part in PARTS if part != ROUTER_PART), quant))
@@ -115,6 +115,6 @@ def _with_bits(quant: Quant, bits: int) -> Quant:
 
 
 def _checked(quant: Quant) -> Quant:
-    if not quant.is_known:
+    if not (quant.is_known and quant.is_of_mlx):
         raise ConfigError(f"{quant.mode}: {quant} is not computed; supported: {SUPPORTED}")
     return quant

@@ -162,7 +162,7 @@ def product_rate(dtype: mx.Dtype) -> float:
             codes, scales, biases = (mx.array(part) for part in _fields(words, projection))
             parts.append(Part(projection.quant, codes, scales.view(mx.bfloat16), biases.view(mx.bfloat16)))
             nbytes += codes.nbytes + scales.nbytes + biases.nbytes
-    mx.eval([[part.weight, part.scales, part.third] for part in parts])
+    mx.eval([[part.weight, part.second, part.third] for part in parts])
 
     def seconds() -> float:
         x = backend.enter(mx.ones((1, RATED_WIDTH), dtype), dtype)

@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 
 from moeflux_mlx.ops.forms import unpacked_float32
-from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, MODES, Quant
+from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, MLX_MODES, Quant
 from moeflux_mlx.rounding.methods import FIT, MINMAX, rounded
 
 FORMS = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
-FORMS += [Quant(mode.bits, mode.group_size, name) for name, mode in MODES.items() if name != "affine"]
+FORMS += [Quant(mode.bits, mode.group_size, name) for name, mode in MLX_MODES.items() if name != "affine"]
 
 
 def drawn(rows: int, columns: int) -> dict[str, mx.array]:

@@ -22,12 +22,12 @@ import numpy as np
 from moeflux_mlx.files import directory
 from moeflux_mlx.formats.packed import FOLDER, PackedExperts
 from moeflux_mlx.formats.record import PROJECTIONS, Field
-from moeflux_mlx.quant import AFFINE_BITS, MODES, Quant, unquantized
+from moeflux_mlx.quant import AFFINE_BITS, MLX_MODES, Quant, unquantized
 from moeflux_mlx.spec import ModelArgs
 
 DEMO = directory("demo")
 WIDTHS = {f"{bits} bits": ["--q-bits", str(bits)] for bits in AFFINE_BITS}
-WIDTHS |= {mode: ["--q-mode", mode] for mode in MODES if mode != "affine"}
+WIDTHS |= {mode: ["--q-mode", mode] for mode in MLX_MODES if mode != "affine"}
 COLUMNS = ("perplexity", "kl_mean", "kl_p99", "same_first_choice")
 NUMPY = {"U32": np.uint32, "BF16": np.uint16}
 

@@ -54,7 +54,7 @@ def mixed(types, rest="Q4_1"):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_repacked_blocks_have_every_value(kind):
-    rows = gguf_models.random_blocks(kind, (3, 5, 96), 1)
+    rows = gguf_models.random_blocks(kind, (3, 5, 3 * FORMS[kind].quant.multiple), 1)
     wanted = gguf_models.values_of(kind, rows)
     made = unpacked_float32(FORMS[kind].quant, *map(mx.array, repacked(kind, rows)))
     assert np.array_equal(np.array(made), wanted) and len(np.unique(wanted)) > 40
@@ -78,17 +78,16 @@ def test_any_type_is_read_as_floats(tmp_path, monkeypatch, kind):
         assert np.array_equal(np.array(got.read()), part)
 
 
-def test_scales_that_our_form_cannot_hold_are_refused(tmp_path):
-    """-128 times the scale is infinite in float16; no published weight is as large."""
+def test_infinite_scales_are_refused(tmp_path):
     path = tmp_path / "m.gguf"
     gguf_models.write_gguf(path, "qwen3_moe", mixed({"ffn_down_exps": "Q8_0"}))
     tensor = open_gguf(path).tensors["blk.1.ffn_down_exps.weight"]
     data = bytearray(path.read_bytes())
-    data[tensor.offset : tensor.offset + 2] = np.float16(600).tobytes()
+    data[tensor.offset : tensor.offset + 2] = np.float16("inf").tobytes()
     path.write_bytes(data)
     with pytest.raises(ModelFileError, match="infinite"):
         convert(path, tmp_path / "packed")
-    with pytest.raises(Exception, match="down_proj.biases of expert 0 of layer 1 holds NaN or infinite values"):
+    with pytest.raises(Exception, match="down_proj.supers of expert 0 of layer 1 holds NaN or infinite values"):
         load_model(path, expert_io="resident")
 
 

@@ -15,7 +15,7 @@ from moeflux_mlx.packing import matrix
 from moeflux_mlx.packing.lookup import find_matrix
 from moeflux_mlx.packing.matrix import Matrix
 from moeflux_mlx.packing.source_format import SourceFormat
-from moeflux_mlx.quant import MODES, Quant
+from moeflux_mlx.quant import MLX_MODES, Quant
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -128,7 +128,7 @@ def test_other_affine_storage_is_told_from_shapes(tmp_path, group_size, bits, mo
 
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_microscaling_modes_dequantise(tmp_path, mode):
-    group_size, bits = MODES[mode].group_size, MODES[mode].bits
+    group_size, bits = MLX_MODES[mode].group_size, MLX_MODES[mode].bits
     weight, scales = mx.quantize(mx.array(normal(4, 128)), group_size, bits, mode)
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
     config = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
@@ -141,7 +141,7 @@ def test_microscaling_modes_dequantise(tmp_path, mode):
 
 @pytest.mark.parametrize("mode, value", [("mxfp4", 0xFF), ("nvfp4", 0x7F), ("nvfp4", 0xFF)])  # E4M3 has a signed NaN
 def test_a_nan_scale_of_8_bits(tmp_path, mode, value):
-    weight, scales = mx.quantize(mx.array(normal(4, 128)), MODES[mode].group_size, 4, mode)
+    weight, scales = mx.quantize(mx.array(normal(4, 128)), MLX_MODES[mode].group_size, 4, mode)
     scales[2, 1] = value
     mx.save_safetensors(str(tmp_path / "x.safetensors"), {"m.weight": weight, "m.scales": scales})
     config = {"quantization": {"mode": mode}}

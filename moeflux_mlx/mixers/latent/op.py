@@ -156,7 +156,7 @@ class Queries:
         quant = self.up and self.up.weights.quant
         if self.up is None or quant is None or not is_read(quant, self.up.weights.shape[1]):
             return None
-        return Form(quant, self.up.weights.scales.dtype)
+        return Form(quant, self.up.weights.second.dtype)
 
     def scaled(self, q: Array, offset: int | mx.array) -> Array:
         """q [B, L, heads, nope + R] of positions from `offset`, scaled."""
