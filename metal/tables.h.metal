@@ -16,7 +16,7 @@ struct codes_grid {
   uint four;
 };
 
-// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d, but for iq1_m.
+// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d.
 struct codes_iq4_nl {
   enum { BLOCK = 32, WORDS = 4 };
   ushort part[1];
@@ -246,10 +246,9 @@ inline void codes_from_table(
     const thread uint* words, const device codes_iq1_m* block, uint unit, const device codes_grid* grid,
     thread uint* code, thread float* scale) {
   codes_of_eighths(words[0], block->part[4 + unit], grid, code);
-  const uint d = uint(block->part[0] >> 12) | (uint(block->part[1] >> 12) << 4) | (uint(block->part[2] >> 12) << 8) |
-      (uint(block->part[3] >> 12) << 12);
-  const uint numbers = uint(block->part[unit / 2]) >> (6 * (unit % 2));
-  const float eighth = float(as_type<float16_t>(ushort(d))) * 0.125f;
+  const uint at = 6 * unit, from = 1 + at / 16;
+  const uint numbers = (uint(block->part[from]) | uint(block->part[from + 1]) << 16) >> (at % 16);
+  const float eighth = codes_table_d(block) * 0.125f;
   scale[0] = eighth * float(2 * (numbers & 7u) + 1);
   scale[1] = eighth * float(2 * ((numbers >> 3) & 7u) + 1);
 }

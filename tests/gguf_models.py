@@ -33,11 +33,10 @@ def random_blocks(kind, shape, seed, deviation=1.0):
         blocks[:, 0] = rng.integers(120, 128, len(blocks))
         return rows
     halves = rng.uniform(0.5, 1.5, (len(blocks), len(HALVES[kind]))) * rng.choice([-1, 1], (len(blocks), 1))
-    for scale in (1.0, deviation):
+    for wanted in (None, deviation):
+        scale = 1.0 if wanted is None else wanted / values_of(kind, rows).std()
         for place, values in zip(HALVES[kind], (halves * scale).T, strict=True):
             write_half(blocks, kind, place, values.astype("<f2"))
-        if scale == 1.0:
-            deviation = deviation / values_of(kind, rows).std()
     return rows
 
 

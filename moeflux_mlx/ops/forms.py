@@ -11,19 +11,21 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, MODES, Quant
+from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
 from .nested import HALF, group_scales, of_halves
+from .table_values import block_scales, table_values
 from .tiles import Tile
 
 MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
-READ = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))
-NATIVE = READ  # what the native ones read of that
+NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))
+READ = (*NATIVE, *((TABLE, name) for name, mode in MODES.items() if mode.codes == TABLE))
 # Codes and bits that a backend's kernels for experts multiply as integers.
-INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4))}
+INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4)))}
+TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
@@ -51,6 +53,8 @@ class Form:
     @cached_property
     def header(self) -> str:
         """The text that unpacks its codes: `metal/{header}.h.metal`."""
+        if self.quant.codes == TABLE:
+            return "table_planes" if self.planes else "tables"
         if self.planes:
             return "planes"
         if self.quant.codes != INTEGER:
@@ -64,7 +68,7 @@ class Form:
     @cached_property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return CHUNKS[self.quant.bits]
+        return TABLE_CHUNK if self.quant.codes == TABLE else CHUNKS[self.quant.bits]
 
     @cached_property
     def template(self) -> dict[str, Any]:
@@ -72,7 +76,8 @@ class Form:
         quant = self.quant
         scale = scale_type(quant, self.scales)
         made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
-        made |= {"BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
+        bits = TABLE_BITS if quant.codes == TABLE else quant.bits
+        made |= {"BITS": bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
         return made | {"PLANES": self.planes} if self.planes else made
 
     @cached_property
@@ -114,6 +119,8 @@ def third_type(quant: Quant, scale: mx.Dtype | str) -> mx.Dtype | str:
     """The type of what is behind the scales, of the type `scale`, in the kernels' texts."""
     if quant.has_global_scale:
         return mx.float32
+    if quant.codes == TABLE:
+        return "codes_grid"
     return f"codes_super{MODES[quant.mode].supers}" if quant.is_nested and quant.has_supers else scale
 
 
@@ -171,6 +178,8 @@ def _dequantized(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.arr
 
 def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
     """The weights in float32, for scales of any dtype."""
+    if quant.codes == TABLE:
+        return table_values(quant, codes, scales, third)
     scales, biases = _wide(quant, scales, third)
     weights = _dequantized(quant, codes, scales, biases).astype(mx.float32)
     return weights if third is None or not quant.has_global_scale else weights * factors(third)
@@ -181,11 +190,18 @@ def matmul_float32(
 ) -> mx.array:
     """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
     x = x.astype(mx.float32)
-    if not quant.is_of_mlx and quant.group_size == HALF:
+    if quant.codes == TABLE or not quant.is_of_mlx and quant.group_size == HALF:
         return x @ unpacked_float32(quant, codes, scales, third).swapaxes(-1, -2)
     scales, biases = _wide(quant, scales, third)
     product = mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
     return product if third is None or not quant.has_global_scale else product * factors(third).swapaxes(-1, -2)
+
+
+def float_scales(quant: Quant, *parts: mx.array) -> tuple[mx.array, ...]:
+    """The floats that a matrix's parts beside the codes stand for, which must be finite."""
+    if quant.is_of_mlx:
+        return parts
+    return (block_scales(quant, parts[0]),) if quant.codes == TABLE else group_scales(quant, *parts)
 
 
 def factors(global_scale: mx.array) -> mx.array:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..quant import Quant
+from ..quant import TABLE, Quant
 from .forms import StoredForm, code_number, scale_type, third_type, unpacked, unpacked_float32
 from .launch import ArrayPiece, Input
 
@@ -69,9 +69,9 @@ def inputs_of(w: Weights) -> list[Input]:
 
 def stored(w: Weights) -> tuple[list[Any], StoredForm]:
     """A matrix for metal/stored.h.metal: codes, scales and biases, or values instead of all three; and its form. With a
-    global scale, which that text does not read, it is dequantised.
+    global scale or codes of a table, which that text does not read, it is dequantised.
     """
-    if w.quant is not None and w.quant.has_global_scale:
+    if w.quant is not None and (w.quant.has_global_scale or w.quant.codes == TABLE):
         w = Part(None, dequantized(w, mx.float32))
     if w.quant is None:
         return [w.weight] * 3, (0, 1, 0, w.weight.dtype, w.weight.dtype)

@@ -1,7 +1,7 @@
 """The values of GGUF's types whose codes name entries of tables, by MLX's operations: the twins of their kernels.
 
 A code of IQ4_NL and IQ4_XS names one of 16 values. In the other types it names an entry of a grid, 4 or 8 magnitudes,
-and each weight has a sign. A stored matrix has these parts:
+and each weight has a sign. A stored matrix has these parts (`Quant`):
 
 | type | block | weight, uint32 words of 32 weights | scales, bytes of a block | grid, uint8 |
 |---|---|---|---|---|
@@ -13,11 +13,12 @@ and each weight has a sign. A stored matrix has these parts:
 | iq2_xs | 256 | 2: 4 halfwords with an index of 9 bits and 7 signs | 10: d, 16 scales | 512 x 8 |
 | iq2_s | 256 | 2: 4 low bytes of indices; 4 bytes of signs | 18: d, 8 times high bits and 2 scales | 1024 x 8 |
 | iq1_s | 256 | 1: 4 low bytes of indices | 18: d, 8 halfwords with high bits, a scale and a shift | 2048 x 8 |
-| iq1_m | 256 | 1: the same | 24: 4 halfwords with 16 scales and d, 16 bytes of high bits and shifts | 2048 x 8 |
+| iq1_m | 256 | 1: the same | 24: d, a stream of 16 scales, 16 bytes of high bits and shifts | 2048 x 8 |
 
 d is a float16. A scale has 4 bits, in iq4_xs 6, in iq1 3. Where 8 weights have only 7 signs, the number of minus signs
 is even. The values of iq1 are g + 1/8 or g - 1/8 with g of -1, 0 or 1, which its grid has as 128 + 8 g.
-All bytes are those of GGUF's blocks; the formulas are those of `dequantize_row_*` in llama.cpp's ggml-quants.c.
+All bytes are those of GGUF's blocks, but for the order of the scales of iq1_m; the formulas are those of
+`dequantize_row_*` in llama.cpp's ggml-quants.c.
 """
 
 from collections.abc import Callable
@@ -25,14 +26,15 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..quant import MODES, SUPER, Quant
+
 # The values of 4-bit codes, `kvalues_iq4nl` in llama.cpp's ggml-common.h.
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Blocks: words uint32 [n, 32-weight units, words], scales uint8 [n, bytes] behind d, d float32 [n, 1]. iq1_m
-    has its d elsewhere."""
+    """Blocks: words uint32 [n, 32-weight units, words], scales uint8 [n, bytes] behind d, d float32 [n, 1]."""
 
     words: mx.array
     scales: mx.array
@@ -49,22 +51,31 @@ class Stored:
         return self.words.view(mx.uint8)[..., first:last]
 
 
-def table_values(mode: str, weight: mx.array, scales: mx.array, grid: mx.array | None = None) -> mx.array:
+def table_values(quant: Quant, weight: mx.array, scales: mx.array, grid: mx.array | None = None) -> mx.array:
     """The weights [..., columns] in float32, with the bits of `gguf.dequantize`.
 
     Args:
+        quant: a form whose codes name entries of a table.
         weight: uint32 [..., words].
-        scales: uint8 [..., bytes].
-        grid: uint8 [entries, 4 or 8], for a mode that has one.
+        scales: uint8 [..., bytes], or float16 [..., blocks].
+        grid: uint8 [..., entries, values], if the form has it; of several equal ones the first is used.
     """
-    unit = UNIT_WORDS[mode]
-    columns = weight.shape[-1] * 32 // unit
-    words = weight.reshape(-1, 1 if mode == "iq4_nl" else 8, unit)
-    stored = scales.reshape(len(words), -1)
-    d = mx.view(mx.contiguous(stored[:, :2]), mx.float16).astype(mx.float32)
-    factors, values = VALUES[mode](Stored(words, stored if mode == "iq1_m" else stored[:, 2:], d, grid))
+    columns = weight.shape[-1] * 32 // quant.bits
+    words = weight.reshape(-1, min(quant.multiple, SUPER) // 32, quant.bits)
+    fields = scales.view(mx.uint8).reshape(len(words), -1)[:, 2:]
+    first = grid if grid is None else grid.reshape(-1, *MODES[quant.mode].grid or ())[0]
+    stored = Stored(words, fields, block_scales(quant, scales).reshape(-1, 1), first)
+    factors, values = VALUES[quant.mode](stored)
     weights = factors[..., None] * values.reshape(*factors.shape, -1)
     return weights.reshape(*weight.shape[:-1], columns)
+
+
+def block_scales(quant: Quant, scales: mx.array) -> mx.array:
+    """The float16 of each block, float32 [..., blocks]."""
+    if quant.has_supers:
+        return scales.astype(mx.float32)
+    blocks = scales.reshape(*scales.shape[:-1], -1, MODES[quant.mode].nested)
+    return mx.contiguous(blocks[..., :2]).view(mx.float16)[..., 0].astype(mx.float32)
 
 
 def _bits(data: mx.array, width: int) -> mx.array:
@@ -154,17 +165,12 @@ def _iq1_s(stored: Stored) -> tuple[mx.array, mx.array]:
 
 
 def _iq1_m(stored: Stored) -> tuple[mx.array, mx.array]:
-    codes = mx.contiguous(stored.scales[:, :8]).view(mx.uint16)
-    of_four = (codes >> 12).astype(mx.uint32) << mx.array([0, 4, 8, 12], mx.uint32)
-    d = mx.contiguous(of_four.sum(axis=1, keepdims=True).astype(mx.uint16)).view(mx.float16).astype(mx.float32)
-    scales = codes[..., None] >> mx.array([0, 3, 6, 9], mx.uint16) & 7
-    nibbles = _bits(stored.scales[:, 8:], 4)
-    factors = d * (2 * scales + 1).reshape(len(d), -1).astype(mx.float32)
-    return factors, _shifted(stored, nibbles & 7, nibbles >> 3)
+    codes = _bits(stored.scales[:, :6], 1).reshape(-1, 16, 3) << mx.arange(3, dtype=mx.uint8)
+    nibbles = _bits(stored.scales[:, 6:], 4)
+    scales = (2 * codes.sum(axis=-1) + 1).astype(mx.float32)
+    return stored.d * scales, _shifted(stored, nibbles & 7, nibbles >> 3)
 
 
-UNIT_WORDS = {"iq4_nl": 4, "iq4_xs": 4, "iq3_xxs": 3, "iq3_s": 3, "iq2_xxs": 2, "iq2_xs": 2, "iq2_s": 2}
-UNIT_WORDS |= {"iq1_s": 1, "iq1_m": 1}
 VALUES: dict[str, Callable[[Stored], tuple[mx.array, mx.array]]] = {
     **{"iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s},
     **{"iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq1_s": _iq1_s, "iq1_m": _iq1_m},

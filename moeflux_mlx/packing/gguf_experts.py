@@ -16,7 +16,7 @@ from ..formats.checkpoint import Tensor
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import ExpertLayout, Field, Projection
 from .expert_parts import Part
-from .gguf_forms import repacked
+from .gguf_forms import grids, repacked
 from .gguf_tensors import GgufMatrix, GgufTensor
 from .layer_files import LayerFile
 from .suggest import packing_command
@@ -52,7 +52,7 @@ class GgufExperts(InPlaceExperts):
         record = np.frombuffer(memory, np.uint8)
         for projection, kind, row_bytes, spread, _ in self._ranges[layer]:
             blocks = record[spread.place : spread.place + spread.length].reshape(-1, row_bytes)
-            for field, part in zip(projection.codes, repacked(kind, blocks), strict=True):
+            for field, part in zip(projection.codes, (*repacked(kind, blocks), *grids(kind)), strict=True):
                 kept = part.astype(np.float32) if field.dtype == "F32" else part
                 record[field.offset : field.end] = kept.reshape(-1).view(np.uint8)
 

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..quant import GGUF_MODES, Quant
+from .gguf_tables import SEPARATE, grid_of
 
 Arrays = tuple[np.ndarray, ...]
 BLOCK = 32
@@ -166,6 +167,15 @@ FORMS = {
     "Q5_K": Form(_of("q5_k"), 176, "F16", _q5_k),
     "Q6_K": Form(_of("q6_k"), 210, "F16", _q6_k),
     "MXFP4": Form(Quant(4, BLOCK, "mxfp4"), 17, "U8", _mxfp4),
+    "IQ4_NL": Form(_of("iq4_nl"), 18, "F16", SEPARATE["IQ4_NL"]),
+    "IQ4_XS": Form(_of("iq4_xs"), 136, "F16", SEPARATE["IQ4_XS"]),
+    "IQ3_XXS": Form(_of("iq3_xxs"), 98, "F16", SEPARATE["IQ3_XXS"]),
+    "IQ3_S": Form(_of("iq3_s"), 110, "F16", SEPARATE["IQ3_S"]),
+    "IQ2_XXS": Form(_of("iq2_xxs"), 66, "F16", SEPARATE["IQ2_XXS"]),
+    "IQ2_XS": Form(_of("iq2_xs"), 74, "F16", SEPARATE["IQ2_XS"]),
+    "IQ2_S": Form(_of("iq2_s"), 82, "F16", SEPARATE["IQ2_S"]),
+    "IQ1_S": Form(_of("iq1_s"), 50, "F16", SEPARATE["IQ1_S"]),
+    "IQ1_M": Form(_of("iq1_m"), 56, "F16", SEPARATE["IQ1_M"]),
 }
 
 
@@ -176,9 +186,14 @@ def repacked(kind: str, stored: np.ndarray) -> Arrays:
         stored: uint8 [..., bytes of a row].
 
     Returns:
-        Words of codes, uint32 [..., words], and the other parts of the form, in memory of their own.
+        Words of codes, uint32 [..., words], and the other parts of the form but a grid, in memory of their own.
     """
     form, lead = FORMS[kind], stored.shape[:-1]
     codes, *of_groups = form.unpack(np.ascontiguousarray(stored).reshape(-1, form.nbytes))
     words = np.ascontiguousarray(codes).view("<u4")
-    return words.reshape(*lead, -1), *(part.reshape(*lead, -1) for part in of_groups)
+    return words.reshape(*lead, -1), *(np.ascontiguousarray(part).reshape(*lead, -1) for part in of_groups)
+
+
+def grids(kind: str) -> tuple[np.ndarray, ...]:
+    """The grid of a type's form, uint8 [entries, values], if it has one."""
+    return (grid_of(kind),) if FORMS[kind].quant.grid else ()

@@ -1,5 +1,5 @@
-"""Separates blocks of GGUF's types with tables into codes and scales (`ops/table_values.py`), on numpy arrays, and
-takes their grids from the `gguf` package.
+"""Separates blocks [n, bytes] of GGUF's types with tables into codes and scales (`ops/table_values.py`), on numpy
+arrays, and takes their grids from the `gguf` package.
 
 Fields of a block, from llama.cpp's ggml-common.h: d, but for IQ1_M, and then
 
@@ -11,36 +11,32 @@ Fields of a block, from llama.cpp's ggml-common.h: d, but for IQ1_M, and then
 """
 
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import distribution
 
 import numpy as np
 
-BYTES = {"IQ4_NL": 18, "IQ4_XS": 136, "IQ3_XXS": 98, "IQ3_S": 110, "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82}
-BYTES |= {"IQ1_S": 50, "IQ1_M": 56}
-Parts = tuple[np.ndarray, np.ndarray]  # words of codes and scales, as bytes [n, ...]
+Parts = tuple[np.ndarray, np.ndarray]  # codes and scales, as bytes [n, ...]
 
 
-def separated(kind: str, stored: np.ndarray) -> Parts:
-    """Blocks of one of `BYTES`, uint8 [..., bytes of a row] -> weight, uint32 [..., words], and scales, uint8 [...,
-    bytes], in memory of their own.
-    """
-    blocks = np.ascontiguousarray(stored).reshape(-1, BYTES[kind])
-    weight, scales = SEPARATE[kind](blocks)
-    lead = stored.shape[:-1]
-    return np.ascontiguousarray(weight).reshape(*lead, -1).view("<u4"), np.ascontiguousarray(scales).reshape(*lead, -1)
-
-
-def grid_of(kind: str) -> np.ndarray | None:
-    """The values of a type's entries as `ops/table_values.py` has them, uint8 [entries, 4 or 8]; None if its codes name
-    single values.
-    """
+@cache
+def grid_of(kind: str) -> np.ndarray:
+    """The entries of a type's table as `ops/table_values.py` has them, uint8 [entries, 4 or 8]."""
     from gguf import quants
 
-    if kind.startswith("IQ4"):
-        return None
     known = getattr(quants, kind)
     known.init_grid()
     grid = known.grid.reshape(known.grid_shape)
     return (128 + 8 * grid if kind.startswith("IQ1") else grid).astype(np.uint8)
+
+
+def license_text() -> str:
+    """The licence of the package, which a copy of its tables goes with."""
+    package = distribution("gguf")
+    stated = package.read_text("licenses/LICENSE") or package.read_text("LICENSE") or package.metadata["License"]
+    return (
+        f"The tables in the fields `grid` are from the package gguf {package.version}, under this licence:\n\n{stated}"
+    )
 
 
 def _by_units(*parts: np.ndarray) -> np.ndarray:
@@ -49,7 +45,7 @@ def _by_units(*parts: np.ndarray) -> np.ndarray:
 
 
 def _iq4_nl(b: np.ndarray) -> Parts:
-    return b[:, 2:], b[:, :2]
+    return b[:, 2:], b[:, :2].copy().view("<f2")
 
 
 def _iq4_xs(b: np.ndarray) -> Parts:
@@ -82,7 +78,12 @@ def _iq1_s(b: np.ndarray) -> Parts:
 
 
 def _iq1_m(b: np.ndarray) -> Parts:
-    return b[:, :32], np.concatenate([b[:, 48:], b[:, 32:48]], axis=1)
+    """The highest 4 bits of four halfwords are d, the others scales; both go before the rest."""
+    four = np.ascontiguousarray(b[:, 48:]).view("<u2").astype(np.uint64)
+    d = ((four >> 12) << np.arange(0, 16, 4, dtype=np.uint64)).sum(axis=1)
+    scales = ((four & 0xFFF) << np.arange(0, 48, 12, dtype=np.uint64)).sum(axis=1)
+    first = (d | scales << 16).astype("<u8")[:, None].view(np.uint8)
+    return b[:, :32], np.concatenate([first, b[:, 32:48]], axis=1)
 
 
 SEPARATE: dict[str, Callable[[np.ndarray], Parts]] = {

@@ -14,8 +14,8 @@ from ..errors import ModelFileError
 from ..families.gguf import Change
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor, read_bytes
 from ..formats.gguf_file import Blocks
-from ..ops.nested import group_scales
-from .gguf_forms import FORMS, repacked
+from ..ops.forms import float_scales
+from .gguf_forms import FORMS, grids, repacked
 from .matrix import CHUNK_VALUES, Matrix, finite, shaped
 
 READ = ", ".join((*FORMS, *FLOATS))  # types that experts may have
@@ -149,13 +149,14 @@ class GgufMatrix(Matrix):
     def codes(self) -> tuple[mx.array, ...]:
         words, *others = self._weight.codes()
         quant = FORMS[self.type].quant
-        for part in others if quant.is_of_mlx else group_scales(quant, *others):
+        for part in float_scales(quant, *others):
             finite(self.weight, part, quant.scale)
-        return words, *others
+        return words, *others, *map(mx.array, grids(self.type))
 
 
 def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Matrix | None:
-    """The matrix of a tensor that has blocks of a type of `FORMS`; None: it has not.
+    """The matrix of a tensor that has blocks of a type of `FORMS`; None: it has not, or the form has a grid, which only
+    stacks of experts' matrices keep.
 
     Raises:
         ModelFileError: it has another shape than the model needs.
@@ -164,7 +165,8 @@ def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     if not isinstance(weight, GgufTensor) or not weight.keeps_form:
         return None
     shaped(weight, shape)
-    return GgufMatrix(shape, weight, quant=FORMS[weight.blocks.type].quant)
+    quant = FORMS[weight.blocks.type].quant
+    return None if quant.grid and len(shape) == 2 else GgufMatrix(shape, weight, quant=quant)
 
 
 def check_experts_type(matrix: Matrix) -> Matrix:
