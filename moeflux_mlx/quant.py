@@ -4,7 +4,7 @@ Every known form can be computed; `ops/forms.py` says which forms the kernels re
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -178,6 +178,11 @@ class Quant:
         if self.is_nested:
             return columns // SUPER * mode.nested, "U8"
         return (1, "F32") if part == GLOBAL_SCALE else (self.groups(columns), self.of_groups(floating))
+
+    def shape_of(self, part: str, rows: Sequence[int], columns: int, floating: str) -> tuple[tuple[int, ...], str]:
+        """The shape of a part of a matrix [*rows, columns], and its dtype as in `of_part`."""
+        values, dtype = self.of_part(part, columns, floating)
+        return self.grid if part == GRID and self.grid else (*rows, values), dtype
 
     def fewest(self, columns: int) -> int:
         """The number of values of a row in the part that has the fewest."""

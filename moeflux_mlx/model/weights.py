@@ -121,8 +121,7 @@ def _beside(
 ) -> mx.array:
     """A part of a stored matrix that is not its codes, as it is kept."""
     name = f"{path}.{part}"
-    tensor, (values, kind) = _take(left, name), quant.of_part(part, matrix[-1], FLOAT)
-    shape = (*matrix[:-1], values)
+    tensor, (shape, kind) = _take(left, name), quant.shape_of(part, matrix[:-1], matrix[-1], FLOAT)
     if kind != "U8":
         _checked_float(name, tensor, shape)
     else:

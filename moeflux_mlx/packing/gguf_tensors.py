@@ -155,8 +155,7 @@ class GgufMatrix(Matrix):
 
 
 def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Matrix | None:
-    """The matrix of a tensor that has blocks of a type of `FORMS`; None: it has not, or the form has a grid, which only
-    stacks of experts' matrices keep.
+    """The matrix of a tensor that has blocks of a type of `FORMS`; None: it has not.
 
     Raises:
         ModelFileError: it has another shape than the model needs.
@@ -165,8 +164,7 @@ def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     if not isinstance(weight, GgufTensor) or not weight.keeps_form:
         return None
     shaped(weight, shape)
-    quant = FORMS[weight.blocks.type].quant
-    return None if quant.grid and len(shape) == 2 else GgufMatrix(shape, weight, quant=quant)
+    return GgufMatrix(shape, weight, quant=FORMS[weight.blocks.type].quant)
 
 
 def check_experts_type(matrix: Matrix) -> Matrix:

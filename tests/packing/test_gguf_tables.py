@@ -66,7 +66,7 @@ def test_a_planted_fault_is_caught(monkeypatch, name):
 
 TYPES = {
     **{"blk.0.ffn_down_exps": "IQ4_XS", "blk.0.ffn": "IQ3_XXS", "blk.1.ffn_down_exps": "IQ3_S", "blk.1.ffn": "IQ2_S"},
-    **{"ffn_down_exps": "IQ4_NL", "ffn": "IQ2_XXS", "attn_q.": "IQ4_XS", "attn_k.": "IQ4_NL", "attn_v.": "IQ2_XS"},
+    **{"ffn_down_exps": "IQ4_NL", "ffn": "IQ2_XXS", "attn_output": "IQ4_XS", "attn": "IQ2_XS", "token_embd": "IQ3_S"},
 }
 
 
