@@ -53,7 +53,22 @@ inline void codes_lanes(const thread uint* words, thread uint* lanes) {
   }
 }
 
-// acc[r] += the product of x and the columns of row r that share a scale. `code` holds STRIDE words of each row.
+// dot[r] += the product of x and codes of row r, of the sums over places; `constants` are the sums' own.
+template <int R, int BITS>
+inline void codes_of_places(const thread float* sums, const thread float* constants, thread float* dot) {
+  constexpr int PLACES = codes_places<BITS>();
+  MLX_MTL_PRAGMA_UNROLL
+  for (int r = 0; r < R; r++) {
+    dot[r] = sums[r * PLACES] - constants[0];
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 1; i < PLACES; i++) {
+      dot[r] = metal::fma(1.0f / float(1 << (BITS * i)), sums[r * PLACES + i] - constants[i], dot[r]);
+    }
+  }
+}
+
+// acc[r] += the product of x and the columns of row r that share a scale, or of two groups if HALF columns share one.
+// `code` holds STRIDE words of each row.
 template <int R, int BITS, int COLUMNS, int STRIDE, typename P>
 inline void codes_dot_unit(
     const thread uint* code,
@@ -63,6 +78,7 @@ inline void codes_dot_unit(
     P x,
     thread float* acc) {
   constexpr int HALF = codes_half<BITS>(), SPAN = HALF * BITS / 16, PLACES = codes_places<BITS>();
+  constexpr bool APART = COLUMNS == HALF;  // high codes have another scale than low ones, so the sums are not added
   float low[R * PLACES], high[R * PLACES], x_low[PLACES], x_high[PLACES];
   MLX_MTL_PRAGMA_UNROLL
   for (int i = 0; i < R * PLACES; i++) {
@@ -75,7 +91,7 @@ inline void codes_dot_unit(
     x_high[i] = 0;
   }
   MLX_MTL_PRAGMA_UNROLL
-  for (int block = 0; block < COLUMNS / (2 * HALF); block++) {
+  for (int block = 0; block < (APART ? 1 : COLUMNS / (2 * HALF)); block++) {
     uint lanes[R * SPAN];
     MLX_MTL_PRAGMA_UNROLL
     for (int r = 0; r < R; r++) {
@@ -91,7 +107,9 @@ inline void codes_dot_unit(
         const int place = codes_place<BITS>(from + j);
         x_low[place] += a[j];
         x_high[place] += b[j];
-        a[j] = metal::fma(-1.52587890625e-05f, b[j], a[j]);
+        if (!APART) {
+          a[j] = metal::fma(-1.52587890625e-05f, b[j], a[j]);
+        }
       }
       MLX_MTL_PRAGMA_UNROLL
       for (int r = 0; r < R; r++) {
@@ -100,26 +118,34 @@ inline void codes_dot_unit(
           const uint pair = codes_pair<BITS>(lanes + r * SPAN, from + j);
           const int sum = r * PLACES + codes_place<BITS>(from + j);
           low[sum] = metal::fma(as_type<float>(pair << 16), a[j], low[sum]);
-          high[sum] = metal::fma(as_type<float>(pair), b[j], high[sum]);
+          high[sum] = metal::fma(as_type<float>(APART ? pair & 0xFFFF0000u : pair), b[j], high[sum]);
         }
       }
     }
   }
-  float x_sum = 0, constants[PLACES];
+  float x_sum[2] = {0, 0}, constants[2 * PLACES], dot[2 * R];
   MLX_MTL_PRAGMA_UNROLL
   for (int i = 0; i < PLACES; i++) {
-    x_sum += x_low[i] + x_high[i];
-    constants[i] = metal::fma(128.0f, x_low[i], 128.259765625f * x_high[i]);
+    x_sum[0] += APART ? x_low[i] : x_low[i] + x_high[i];
+    x_sum[1] += x_high[i];
+    constants[i] = APART ? 128.0f * x_low[i] : metal::fma(128.0f, x_low[i], 128.259765625f * x_high[i]);
+    constants[PLACES + i] = 128.0f * x_high[i];
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < R * PLACES; i++) {
+    low[i] += APART ? 0.0f : high[i];
+  }
+  codes_of_places<R, BITS>(low, constants, dot);
+  if (APART) {
+    codes_of_places<R, BITS>(high, constants + PLACES, dot + R);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    float dot = low[r * PLACES] + high[r * PLACES] - constants[0];
     MLX_MTL_PRAGMA_UNROLL
-    for (int i = 1; i < PLACES; i++) {
-      const int sum = r * PLACES + i;
-      dot = metal::fma(1.0f / float(1 << (BITS * i)), low[sum] + high[sum] - constants[i], dot);
+    for (int g = 0; g < (APART ? 2 : 1); g++) {
+      const int at = r * groups + g;
+      acc[r] = metal::fma(scale[at], dot[g * R + r], metal::fma(bias[at], x_sum[g], acc[r]));
     }
-    acc[r] = metal::fma(scale[r * groups], dot, metal::fma(bias[r * groups], x_sum, acc[r]));
   }
 }
 
@@ -169,14 +195,15 @@ inline void codes_dot(
     P x,
     thread float* acc) {
   constexpr int COLUMNS = CHUNK < GROUP ? CHUNK : GROUP, GROUPS = CHUNK / COLUMNS, WORDS = CHUNK * BITS / 32;
+  constexpr int STEP = COLUMNS == codes_half<BITS>() && BITS != 8 ? 2 : 1;  // groups at a time
   MLX_MTL_PRAGMA_UNROLL
-  for (int g = 0; g < GROUPS; g++) {
+  for (int g = 0; g < GROUPS; g += STEP) {
     if (BITS == 8) {
       codes_dot_bytes<R, COLUMNS, WORDS>(
           code + g * (WORDS / GROUPS), scale + g, bias + g, GROUPS, x + g * COLUMNS, acc);
     } else {
       codes_dot_unit<R, BITS, COLUMNS, WORDS>(
-          code + g * (WORDS / GROUPS), scale + g, bias + g, GROUPS, x + g * COLUMNS, acc);
+          code + g * WORDS / GROUPS, scale + g, bias + g, GROUPS, x + g * COLUMNS, acc);
     }
   }
 }

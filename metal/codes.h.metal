@@ -1,3 +1,4 @@
+// needs: nested.h.metal
 // Matrices of codes in any form. A row is one stream of codes of BITS bits and fills whole words; the first code is in
 // the lowest bits. GROUP columns share a scale and, if codes are integers, a bias. A lane reads a row in chunks of
 // CHUNK columns, which are WORDS words. Chunk c of a row has columns [CHUNK c, CHUNK (c + 1)).
@@ -5,9 +6,6 @@
 // Each form has a header that defines codes_dot, which multiplies chunks by x, and codes_weights, which unpacks them. x
 // is a pointer, another type that codes_x8 accepts (input.h.metal), or blocks (planes.h.metal).
 
-#ifndef CODES_OVER
-#define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))
-#endif
 #define CODES_PAIR(word, mask) CODES_OVER(word, mask, 0x43004300u)
 #ifndef CODES_AHEAD  // prefetches the 128 bytes around an address
 #define CODES_AHEAD(place)
@@ -187,8 +185,26 @@ inline void codes_words(const device uint32_t* from, thread uint* code) {
   }
 }
 
+// The scales and biases of the groups of one chunk of a row: a chunk is a part of one group, or holds several. Without
+// biases there is a factor.
+template <int GROUP, int CHUNK, int COLS, typename S, typename G>
+inline void codes_groups(
+    const device S* scales, const device G* biases, uint row, uint chunk, thread float* scale, thread float* bias) {
+  constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP, EACH = CHUNK < GROUP ? GROUP / CHUNK : 1;
+  MLX_MTL_PRAGMA_UNROLL
+  for (uint g = 0; g < GROUPS; g++) {
+    const uint group = row * (COLS / GROUP) + chunk / EACH * GROUPS + g;
+    scale[g] = codes_scale(scales[group]);
+    if (sizeof(S) > 1) {
+      bias[g] = codes_scale(biases[group]);
+    } else {
+      scale[g] *= codes_factor(biases, row);
+    }
+  }
+}
+
 // Loads one chunk of each of R rows, with its scales and biases. `row` has the numbers of the rows; a row has COLS
-// columns. A chunk is a part of one group, or holds several groups.
+// columns.
 template <int R, int BITS, int GROUP, int CHUNK, int COLS, typename S, typename G>
 inline void codes_load(
     const device uint32_t* w,
@@ -206,15 +222,6 @@ inline void codes_load(
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    MLX_MTL_PRAGMA_UNROLL
-    for (int g = 0; g < GROUPS; g++) {
-      const uint group = row[r] * (COLS / GROUP) + (chunk * CHUNK) / GROUP + g;
-      scale[r * GROUPS + g] = codes_scale(scales[group]);
-      if (sizeof(S) > 1) {
-        bias[r * GROUPS + g] = codes_scale(biases[group]);
-      } else {
-        scale[r * GROUPS + g] *= codes_factor(biases, row[r]);
-      }
-    }
+    codes_groups<GROUP, CHUNK, COLS>(scales, biases, row[r], chunk, scale + r * GROUPS, bias + r * GROUPS);
   }
 }

@@ -20,16 +20,12 @@
   for (uint r = 0; r < R; r++) {
     const uint piece = metal::min(from + r * (32 * SG), uint(COUNT * EACH - 1));
     const bool last = piece >= EACH;
-    const uint within = last ? piece - EACH : piece, group = within / (GROUP / 8);
+    const uint within = last ? piece - EACH : piece;
     code[r] = dense_codes<BITS>(record + (last ? LAST_W : FIRST_W), within, EACH);
+    const device S* scales = (const device S*)(record + (last ? LAST_S : FIRST_S));
     const device G* biases = (const device G*)(record + (last ? LAST_B : FIRST_B));
-    scale[r] = codes_scale(((const device S*)(record + (last ? LAST_S : FIRST_S)))[group]);
     bias[r] = 0;
-    if (KIND) {
-      scale[r] *= codes_factor(biases, 0);
-    } else {
-      bias[r] = codes_scale(biases[group]);
-    }
+    codes_groups<GROUP, 8, COLS>(scales, biases, 0, within, scale + r, bias + r);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (uint r = 0; r < R; r++) {

@@ -51,7 +51,7 @@
     for (uint e = 0; e < EACH * TURNS; e++) {
       const uint row = metal::min(top + e / TURNS * SIMDGROUPS, uint(V - 1));
       const uint piece = (head * V + row) * (N / 8) + metal::min(e % TURNS * 32 + lane, uint(N / 8 - 1));
-      held[e] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device S*)biases, piece, uint(H * V * N / 8));
+      held[e] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device G*)biases, piece, uint(H * V * N / 8));
     }
     if (done == 0) {
       threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -88,7 +88,7 @@
         MLX_MTL_PRAGMA_UNROLL
         for (uint a = 0; a < AHEAD; a++) {
           const uint piece = (head * N + column) * (NOPE / 8) + metal::min(top + a, uint(NOPE / 8 - 1));
-          held[a] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device S*)biases, piece, PIECES);
+          held[a] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device G*)biases, piece, PIECES);
         }
         MLX_MTL_PRAGMA_UNROLL
         for (uint a = 0; a < AHEAD; a++) {
@@ -117,7 +117,7 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint a = 0; a < AHEAD; a++) {
       const uint row = metal::min(top + a * TEAMS + team, uint(NOPE - 1));
-      held[a] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device S*)biases, (head * NOPE + row) * ACROSS + across, PIECES);
+      held[a] = stored_load<BITS, GROUP, KIND>(w, (const device S*)scales, (const device G*)biases, (head * NOPE + row) * ACROSS + across, PIECES);
     }
     MLX_MTL_PRAGMA_UNROLL
     for (uint a = 0; a < AHEAD; a++) {

@@ -17,13 +17,13 @@ struct StoredEight<0> {
 
 // Loads codes or values [8 piece, 8 piece + 8) of a matrix with `pieces` pieces. GROUP columns share a scale; KIND is
 // as in dense.h.metal.
-template <int BITS, int GROUP, int KIND, typename S>
+template <int BITS, int GROUP, int KIND, typename S, typename G>
 inline StoredEight<BITS> stored_load(
-    const device uint32_t* w, const device S* scales, const device S* biases, uint piece, uint pieces) {
+    const device uint32_t* w, const device S* scales, const device G* biases, uint piece, uint pieces) {
   StoredEight<BITS> held;
   held.codes = dense_codes<BITS>(w, piece, pieces);
-  held.scale = codes_scale(scales[piece / (GROUP / 8)]);
-  held.bias = KIND ? 0.0f : codes_scale(biases[piece / (GROUP / 8)]);
+  held.bias = 0.0f;
+  codes_groups<GROUP, 8, 8>(scales, biases, 0, piece, &held.scale, &held.bias);
   return held;
 }
 

@@ -22,7 +22,7 @@
       for (uint r = 0; r < R; r++) {
         const uint row = metal::min(top + r, uint(O - 1));
         held[r] = stored_load<BITS, GROUP, KIND>(
-            w, (const device S*)scales, (const device S*)biases, row * N * PIECES + at, O * N * PIECES);
+            w, (const device S*)scales, (const device G*)biases, row * N * PIECES + at, O * N * PIECES);
       }
       float v[8], by[8], total = 0;
       codes_x8(h + 8 * at, v);

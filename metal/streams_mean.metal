@@ -29,7 +29,7 @@
     MLX_MTL_PRAGMA_UNROLL
     for (uint i = 0; i < N; i++) {
       held[i] = stored_load<BITS, GROUP, KIND>(
-          w, (const device S*)scales, (const device S*)biases, (i * D + at) * PIECES + piece, N * D * PIECES);
+          w, (const device S*)scales, (const device G*)biases, (i * D + at) * PIECES + piece, N * D * PIECES);
     }
     float v[8], total = 0;
     MLX_MTL_PRAGMA_UNROLL

@@ -54,8 +54,9 @@ inline swiglu_matrix<S, G> swiglu_in_record(const device uint32_t* record, uint 
 template <typename S, typename G, int COLS, int BITS, int GROUP>
 inline swiglu_matrix<S, G> swiglu_from_row(
     uint row, const device uint32_t* codes, const device S* scales, const device G* biases) {
-  const uint group = row * (COLS / GROUP);
-  return {codes + row * (COLS / 32 * BITS), scales + group, biases + group};
+  return {
+      codes + row * (COLS / 32 * BITS), codes_from_row(scales, row, COLS, GROUP),
+      codes_from_row(biases, row, COLS, GROUP)};
 }
 
 // Loads one chunk of R rows of gate and then of the same R rows of up, or, if COUNT is 1, of one matrix. A matrix has I

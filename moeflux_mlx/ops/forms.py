@@ -11,7 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, E8M0, FLOAT, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
+from ..quant import E2M1, E4M3, E8M0, FLOAT, GGUF_MODES, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
 from .nested import HALF, group_scales, of_halves
 from .table_values import block_scales, table_values
@@ -21,8 +21,8 @@ MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any 
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
-NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))
-READ = (*NATIVE, *((TABLE, name) for name, mode in MODES.items() if mode.codes == TABLE))
+NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))  # what the native ones read of that
+READ = (*NATIVE, *((mode.codes, mode.scale) for mode in GGUF_MODES.values()))
 # Codes and bits that a backend's kernels for experts multiply as integers.
 INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4)))}
 TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
@@ -88,7 +88,8 @@ class Form:
     def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
         """The form as read by a backend's kernels for experts, with x of this dtype."""
         is_integer = (self.quant.codes, self.quant.bits) in INTEGERS.get(target, ())
-        return replace(self, planes=PLANES[dtype]) if is_integer else self
+        is_small = self.quant.group_size <= HALF and self.quant.codes == INTEGER
+        return replace(self, planes=PLANES[dtype]) if is_integer and not is_small else self
 
     def room(self, columns: int) -> int:
         """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""

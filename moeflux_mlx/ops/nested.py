@@ -4,8 +4,8 @@ affine, and every product in it is exact in float32, so the values are those of 
 How bytes have S and M of group j, and d and m of 256 weights (llama.cpp's ggml-common.h):
 
 - q2_k: S is the low half of byte j of 16, M the high half.
-- q3_k: the low half of byte j of 12 (j < 8), or the high half of byte j - 8, has the low 4 bits of S + 32; bits 2 (j div
-  4) of byte 8 + j mod 4 are the other two.
+- q3_k: the low half of byte j of 12 (j < 8), or the high half of byte j - 8, has the low 4 bits of S + 32; bits
+  2 (j div 4) of byte 8 + j mod 4 are the other two.
 - q4_k and q5_k: d and m are before 12 bytes. For j < 4, S is the low 6 bits of byte j of these, M of byte j + 4.
   Otherwise the low half of byte j + 4 has the low 4 bits of S, its high half those of M, and the high 2 bits of bytes
   j - 4 and j are the others.

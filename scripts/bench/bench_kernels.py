@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 import numpy as np
 
+from moeflux_mlx.engine.random_weights import random_parts
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.mixers.delta import op as delta
@@ -553,6 +554,8 @@ def bench_dequantize(name: str, tiles: list[Tile], launches: int = 4) -> list[di
 
 def random_stored(count: int, rows: int, columns: int, quant: Quant, dtype: mx.Dtype = mx.bfloat16) -> Stored:
     """Returns `count` stacked matrices of any form whose product keeps the size of its input."""
+    if not quant.is_of_mlx:
+        return tuple(random_parts(quant, (count, rows, columns), dtype))
     codes, shape = random_words(count, rows, quant.words(columns)), (count, rows, quant.groups(columns))
     if not quant.has_biases:
         least = 127 - round(np.log2(3 * columns**0.5))

@@ -16,7 +16,11 @@ from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.matrix import Part, dequantized, part_of_heads
 from moeflux_mlx.ops.tiles import using
-from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
+from moeflux_mlx.packing.gguf_forms import grids, repacked
+from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, GGUF_MODES, Quant
+
+pytest.importorskip("gguf")
+import gguf_models  # noqa: E402  (needs gguf)
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP Microscaling 1.0, table 5
@@ -27,7 +31,15 @@ GRID = [
     (Quant(bits, group), kind) for bits in AFFINE_BITS for group in AFFINE_GROUPS for kind in ("BF16", "F16", "F32")
 ]
 FEW = [GRID[9 * i + (4 * i) % 9] for i in range(7)] + SMALL_FLOATS  # every width, every group, every kind of scales
-GRID += SMALL_FLOATS
+
+
+def of(mode):
+    return Quant(GGUF_MODES[mode].bits, GGUF_MODES[mode].group_size, mode)
+
+
+GGUF = [(of(mode), "") for mode in GGUF_MODES]
+NATIVE = GRID + SMALL_FLOATS
+GRID += [*SMALL_FLOATS, *GGUF]
 H, I, SLOTS = 256, 128, 4
 
 
@@ -56,6 +68,14 @@ class Stored:
 
     def __init__(self, rng, rows, columns, quant, kind):
         self.quant, words, shape = quant, quant.words(columns), (rows, quant.groups(columns))
+        if not quant.is_of_mlx:
+            stored = gguf_models.random_blocks(
+                quant.mode.upper(), (rows, columns), int(rng.integers(1 << 30)), columns**-0.5
+            )
+            self.parts = *repacked(quant.mode.upper(), stored), *grids(quant.mode.upper())
+            self.values = gguf_models.values_of(quant.mode.upper(), stored).astype(np.float64)
+            self.largest = np.abs(self.values)
+            return
         codes = rng.integers(0, 1 << 32, (rows, words), np.uint32)
         stream = np.unpackbits(codes.view(np.uint8), axis=1, bitorder="little").reshape(rows, columns, quant.bits)
         values = (stream.astype(np.int64) << np.arange(quant.bits)).sum(-1)
@@ -92,7 +112,7 @@ class Stored:
     def in_record(self, field):
         """Returns its bytes as the words of a field in a record."""
         part = self.parts[self.quant.parts.index(field.part)]
-        return (part[:1] if field.part == "global_scale" else part).reshape(-1).view(np.uint32)
+        return np.ascontiguousarray(part[:1] if field.part == "global_scale" else part).reshape(-1).view(np.uint32)
 
     def arrays(self, kind):
         """Returns its parts as MLX arrays."""
@@ -114,9 +134,10 @@ class Experts:
 
     def __init__(self, quants, kind, tokens=2, seed=0):
         rng = np.random.default_rng(seed)
-        shapes, junk = ((I, H), (I, H), (H, I)), 64
-        size = rounded(Record.make(H, I, quants, None, kind).size, 16)
-        self.record = Record.make(H, I, quants, size + junk, kind)
+        self.width = inner = I if I % quants[-1].multiple == 0 else H
+        shapes, junk = ((inner, H), (inner, H), (H, inner)), 64
+        size = rounded(Record.make(H, inner, quants, None, kind).size, 16)
+        self.record = Record.make(H, inner, quants, size + junk, kind)
         self.matrices = [
             [Stored(rng, *shape, q, kind) for shape, q in zip(shapes, quants, strict=True)] for _ in range(SLOTS)
         ]
@@ -176,23 +197,23 @@ def check_products(quant, kind, limit, counts):
 
 
 def check_dequantized(made):
-    where = [2, 0]
+    where, n = [2, 0], made.width
     got = dequantized_records(Records(mx.array(made.blob), made.record), mx.array(where, mx.uint32), mx.float32)
     for i, slot in enumerate(where):
         gate, up, down = made.matrices[slot]
-        for values, matrix in ((got[0][i, :I], gate), (got[0][i, I:], up), (got[1][i], down)):
+        for values, matrix in ((got[0][i, :n], gate), (got[0][i, n:], up), (got[1][i], down)):
             assert (np.abs(np.array(values) - matrix.values) <= 1.2e-7 * matrix.largest).all()
 
 
 LIMIT = 4e-5  # float32: here codes of two bits are added to a constant of 128
 
 
-@pytest.mark.parametrize("case, tokens", drawn(FEW, [1, 3]))
+@pytest.mark.parametrize("case, tokens", drawn(FEW + GGUF, [1, 3]))
 def test_kernel_reads_every_width(host, case, tokens):
     check_products(*case, LIMIT, [tokens])
 
 
-@grid([FEW[2], FEW[3], *SMALL_FLOATS[1:]])
+@grid([FEW[2], FEW[3], *SMALL_FLOATS[1:], *GGUF])
 def test_expert_kernels_read_every_kind_of_codes(host, quant, kind):
     check(quant, kind, LIMIT, [])
 
@@ -310,7 +331,7 @@ FAULTS = {
     "a code that crosses": (Quant(3, 64), "affine.h.metal", "lanes[k + 1] << left", "lanes[k + 1] >> left"),
     "the second place": (Quant(2, 64), "affine.h.metal", "float(1 << (BITS * i))", "float(1 << i)"),
     "halfwords of a block": (Quant(5, 64), "affine.h.metal", "words[(k + SPAN) / 2]", "words[k / 2]"),
-    "the second group of a chunk": (Quant(3, 32), "codes.h.metal", "/ GROUP + g", "/ GROUP"),
+    "the second group of a chunk": (Quant(3, 32), "codes.h.metal", "GROUPS + g;", "GROUPS;"),
     "bytes": (Quant(8, 64), "affine.h.metal", "-256.0f, x_sum", "-255.0f, x_sum"),
     "the sign": (MXFP4, "e2m1.h.metal", "0x80008000u", "0x80000000u"),
     "the sign of a byte": (MXFP8, "e4m3.h.metal", "0x80008000u", "0x80000000u"),
@@ -323,6 +344,15 @@ FAULTS = {
         "(bits & 0x7F) << 6))) * 256.0f",
     ),
     "the factor of a matrix": (GLOBAL, "codes.h.metal", "factors[row] * (1.0f / 2688.0f)", "factors[row]"),
+    "a scale that crosses": (of("q4_k"), "nested.h.metal", "(first >> 2) & 48", "(first >> 2) & 16"),
+    "the halves of a minimum": (of("q5_k"), "nested.h.metal", "(third >> 4) & 15", "third & 15"),
+    "m for d": (of("q2_k"), "nested.h.metal", "-float(d.y)", "-float(d.x)"),
+    "the high bits of scales": (of("q3_k"), "nested.h.metal", "words[2] >> (2 * four)", "words[2]"),
+    "the second of two groups": (of("q3_k"), "affine.h.metal", "dot[g * R + r]", "dot[r]"),
+    "a rest of the low code": (of("q3_k"), "affine.h.metal", "if (!APART) {", "if (true) {"),
+    "the sign of a scale": (of("q6_k"), "nested.h.metal", " ^ 0x80808080u", ""),
+    "the zero of codes": (of("q8_0"), "nested.h.metal", "-float(ZERO)", "-float(ZERO - 1)"),
+    "256 columns of a row": (of("q6_k"), "nested.h.metal", "row * (COLS / 256) + chunk", "row * (COLS / 128) + chunk"),
     "a scale's exponent": (MXFP4, "codes.h.metal", "uint(scale.bits) << 23", "uint(scale.bits) << 22"),
 }
 
@@ -333,7 +363,10 @@ def test_a_planted_fault_is_caught(host, monkeypatch, name):
     quant, file, old, new = FAULTS[name]
     msl.plant(monkeypatch, file, old, new)
     kind = "BF16" if quant.has_biases else "U8"
-    assert product_error(quant, kind, 1, linear.qmv) > 10 * LIMIT
+    try:
+        assert product_error(quant, kind, 1, linear.qmv) > 10 * LIMIT
+    except msl.Failure as failure:
+        assert "out of bounds" in str(failure)
 
 
 # ---- the native kernels
@@ -349,7 +382,7 @@ def path(request, team):
     native.use_path(native.instruction_paths()[0])
 
 
-@pytest.mark.parametrize("case, path", drawn(GRID, PATHS), indirect=["path"])
+@pytest.mark.parametrize("case, path", drawn(NATIVE, PATHS), indirect=["path"])
 def test_native_kernels_read_every_form(path, case):
     quant, kind = case
     made = Experts((quant,) * 3, kind, tokens=5)
@@ -385,7 +418,7 @@ def test_native_bits_of_a_row_depend_on_that_row_alone(path, quant, kind):
 # ---- resident matrices, and what is not read
 
 
-@pytest.mark.parametrize("quant, kind", [(Quant(3, 32), "BF16"), (Quant(6, 128), "F32"), *SMALL_FLOATS])
+@pytest.mark.parametrize("quant, kind", [(Quant(3, 32), "BF16"), (Quant(6, 128), "F32"), *SMALL_FLOATS, *GGUF])
 def test_resident_matrices(quant, kind):
     """Checks products in both directions, rows by id, and the matrices of heads, with MLX and natively."""
     rng = np.random.default_rng(6)

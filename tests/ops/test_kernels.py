@@ -360,10 +360,10 @@ def test_record_offsets_pass_4_gib():
 # ---- planted faults
 
 FAULTS = {
-    "scale and bias swapped": ("codes.h.metal", "scale[r * GROUPS + g] = codes_scale(scales[group])",
-                               "scale[r * GROUPS + g] = codes_scale(biases[group])"),
+    "scale and bias swapped": ("codes.h.metal", "scale[g] = codes_scale(scales[group])",
+                               "scale[g] = codes_scale(biases[group])"),
     "high nibble first": ("affine4.h.metal", "CODES_PAIR(word >> (4 * j)", "CODES_PAIR(word >> (12 - 4 * j)"),
-    "next group": ("codes.h.metal", "(chunk * CHUNK) / GROUP", "(chunk * CHUNK + CHUNK) / GROUP"),
+    "next group": ("codes.h.metal", "chunk / EACH * GROUPS", "(chunk + 1) / EACH * GROUPS"),
     "constant of the high codes": ("affine4.h.metal", "128.259765625f", "128.0f"),
     "up before gate": ("expert_gate_up.metal", "(record, GATE_W,", "(record, UP_W,"),
     "slots beyond the first token": ("expert_down_combine.metal", "slots[token * ROW + k]", "slots[k]"),

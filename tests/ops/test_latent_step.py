@@ -142,7 +142,7 @@ def dense(matrices):
     part, weight = matrices.weights, matrices.weights.weight
     if part.quant is not None:
         with mx.stream(mx.cpu):
-            weight = unpacked_float32(part.quant, weight, part.scales, part.third)
+            weight = unpacked_float32(part.quant, weight, part.second, part.third)
     return wide(weight.swapaxes(1, 2) if getattr(matrices, "transposed", False) else weight)
 
 
@@ -293,9 +293,9 @@ FAULTS = {
     "a piece too few": ("latent_combine", "/ P + 1", "/ P"),
     "parts of one weight": ("latent_combine", "sum = metal::fma(share,", "sum = metal::fma(1.0f,"),
     "values of the first head": ("latent_combine", "(head * V + row)", "row"),
-    "scales of another group": ("stored.h", "piece / (GROUP / 8)", "piece / (GROUP / 4)"),
+    "scales of another group": ("stored.h", "0, piece, &held", "0, piece / 2, &held"),
     "codes over another number": ("stored.h", "-float(ONE), sum", "-float(ONE - 1), sum"),
-    "a bias of none": ("stored.h", "KIND ? 0.0f : codes_scale", "true ? 0.0f : codes_scale"),
+    "a bias of none": ("stored.h", "&held.bias);", "&held.bias); held.bias = 0;"),
 }
 SEEN_IN = dict.fromkeys(  # the case that shows the fault; the others are in "values"
     [
