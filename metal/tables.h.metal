@@ -16,44 +16,57 @@ struct codes_grid {
   uint four;
 };
 
-// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d.
+// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d. A grid has GRID bytes.
 struct codes_iq4_nl {
-  enum { BLOCK = 32, WORDS = 4 };
+  enum { BLOCK = 32, WORDS = 4, GRID = 0 };
   ushort part[1];
 };
 struct codes_iq4_xs {
-  enum { BLOCK = 256, WORDS = 4 };
+  enum { BLOCK = 256, WORDS = 4, GRID = 0 };
   ushort part[4];
 };
 struct codes_iq3_xxs {
-  enum { BLOCK = 256, WORDS = 3 };
+  enum { BLOCK = 256, WORDS = 3, GRID = 1024 };
   ushort part[1];
 };
 struct codes_iq3_s {
-  enum { BLOCK = 256, WORDS = 3 };
+  enum { BLOCK = 256, WORDS = 3, GRID = 2048 };
   ushort part[7];
 };
 struct codes_iq2_xxs {
-  enum { BLOCK = 256, WORDS = 2 };
+  enum { BLOCK = 256, WORDS = 2, GRID = 2048 };
   ushort part[1];
 };
 struct codes_iq2_xs {
-  enum { BLOCK = 256, WORDS = 2 };
+  enum { BLOCK = 256, WORDS = 2, GRID = 4096 };
   ushort part[5];
 };
 struct codes_iq2_s {
-  enum { BLOCK = 256, WORDS = 2 };
+  enum { BLOCK = 256, WORDS = 2, GRID = 8192 };
   ushort part[9];
 };
 
 struct codes_iq1_s {
-  enum { BLOCK = 256, WORDS = 1 };
+  enum { BLOCK = 256, WORDS = 1, GRID = 16384 };
   ushort part[9];
 };
 struct codes_iq1_m {
-  enum { BLOCK = 256, WORDS = 1 };
+  enum { BLOCK = 256, WORDS = 1, GRID = 16384 };
   ushort part[12];
 };
+
+#ifdef CODES_NEAR_GRIDS
+#define CODES_NEAR (S::GRID / 16 + 1)  // the number of uint4 for a grid
+
+// Copies a grid to `room`. All THREADS threads call this; `tid` is the number of the thread.
+template <int BYTES, int THREADS, typename P>
+inline const device codes_grid* codes_near(const device codes_grid* grid, P room, uint tid) {
+  for (uint i = tid; i < BYTES / 16; i += THREADS) {
+    room[i] = ((const device uint4*)grid)[i];
+  }
+  return BYTES ? (const device codes_grid*)room : grid;
+}
+#endif
 
 // Byte i of the halfwords after d.
 template <typename S>

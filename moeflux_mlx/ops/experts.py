@@ -403,7 +403,7 @@ def _first_launch(
     if reason is not None:
         return reason
     form = form_of(record.gate).for_experts(target, dtype)
-    if form.room(hidden) > PLANES_BYTES:
+    if form.room(hidden) > PLANES_BYTES - form.near:
         form = form_of(record.gate)
     shape = f"{inner}x{hidden} {form}"
     tile = tile_of(target, _spot("expert_gate_up", form), shape)
@@ -432,7 +432,7 @@ def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     """Columns that `each` simdgroups lay out at once, as many as fit in memory. The lane of a chunk, and so the bits,
     do not depend on it.
     """
-    step, room = lanes * form.chunk, PLANES_BYTES // each
+    step, room = lanes * form.chunk, (PLANES_BYTES - form.near) // each
     return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
 
@@ -473,7 +473,7 @@ def plan_down(
     template |= biases_of(DOWN=record.down)
     most = min(MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
     if form.planes:
-        most = min(most, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
+        most = min(most, max(1, (PLANES_BYTES - form.near) // form.room(lanes * form.chunk)))
     template["SG"] = simdgroups = ceildiv(each, ceildiv(each, most))  # as few as take no more turns, so none is idle
     template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)

@@ -6,6 +6,7 @@ one chunk at a time, so neighbouring lanes read neighbouring chunks.
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import prod
 from typing import Any, cast
 
 import mlx.core as mx
@@ -90,6 +91,11 @@ class Form:
         is_integer = (self.quant.codes, self.quant.bits) in INTEGERS.get(target, ())
         is_small = self.quant.group_size <= HALF and self.quant.codes == INTEGER
         return replace(self, planes=PLANES[dtype]) if is_integer and not is_small else self
+
+    @cached_property
+    def near(self) -> int:
+        """Bytes of a threadgroup's memory for the grid, `CODES_NEAR` of the text on CUDA."""
+        return prod(self.quant.grid) if self.quant.grid else 0
 
     def room(self, columns: int) -> int:
         """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""
