@@ -159,6 +159,7 @@ inline uint codes_over(uint word, uint mask, uint base) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(made) : "r"(word), "r"(mask), "r"(base));
   return made;
 }
+#define CODES_READ(place) __ldg(place)  // keeps the compiler from cutting wide loads of codes in words
 #define CODES_AHEAD(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
 #define CODES_OVER(word, mask, base) codes_over(word, mask, base)
 #define CODES_NEAR_GRIDS  // a pointer may be to a threadgroup's memory, so grids are copied there
@@ -172,6 +173,12 @@ inline int codes_dot4(uint codes, uint x, int sum) {
 }
 #define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
 #define CODES_BYTES(low, high, which) __byte_perm(low, high, which)
+
+// `high` is a constant, 0 or 1.
+inline int codes_dot2(uint x, uint codes, uint high, int sum) {
+  return high ? __dp2a_hi(int(x), int(codes), sum) : __dp2a_lo(int(x), int(codes), sum);
+}
+#define CODES_DOT2(x, codes, high, sum) codes_dot2(x, codes, high, sum)
 
 // The matrix units (matrix.h.metal). Capabilities below 8.0 have none for bfloat16.
 #if __CUDA_ARCH__ >= 800

@@ -5,6 +5,9 @@
 #ifndef CODES_OVER
 #define CODES_OVER(word, mask, base) (((word) & (mask)) | (base))
 #endif
+#ifndef CODES_READ  // a word that is never written
+#define CODES_READ(place) (*(place))
+#endif
 
 // A group's own scale d; ZERO is subtracted from each code.
 template <int ZERO>
@@ -74,8 +77,8 @@ inline void codes_groups(
     thread float* bias) {
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
-  const uint word = ((const device uint*)(scales + place.block))[place.group / 4];
-  const half2 d = as_type<half2>(*(const device uint*)(supers + place.block));
+  const uint word = CODES_READ((const device uint*)(scales + place.block) + place.group / 4);
+  const half2 d = as_type<half2>(CODES_READ((const device uint*)(supers + place.block)));
   const uint low = word & 0x0F0F0F0Fu, high = (word >> 4) & 0x0F0F0F0Fu;
   MLX_MTL_PRAGMA_UNROLL
   for (uint g = 0; g < GROUPS; g++) {
@@ -93,8 +96,8 @@ inline void codes_groups(
   const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
   const uint four = place.group / 4;
   const device uint* words = (const device uint*)(scales + place.block);
-  const uint low = (words[four % 2] >> (4 * (four / 2))) & 0x0F0F0F0Fu;
-  const uint word = low | ((words[2] >> (2 * four)) & 0x03030303u) << 4;
+  const uint low = (CODES_READ(words + four % 2) >> (4 * (four / 2))) & 0x0F0F0F0Fu;
+  const uint word = low | ((CODES_READ(words + 2) >> (2 * four)) & 0x03030303u) << 4;
   const float d = float(*(const device float16_t*)(supers + place.block));
   MLX_MTL_PRAGMA_UNROLL
   for (uint g = 0; g < GROUPS; g++) {
@@ -126,7 +129,7 @@ inline void codes_groups(
     thread float* bias) {
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
-  const uint word = ((const device uint*)(scales + place.block))[place.group / 4] ^ 0x80808080u;
+  const uint word = CODES_READ((const device uint*)(scales + place.block) + place.group / 4) ^ 0x80808080u;
   const float d = float(*(const device float16_t*)(supers + place.block));
   MLX_MTL_PRAGMA_UNROLL
   for (uint g = 0; g < GROUPS; g++) {

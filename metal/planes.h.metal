@@ -1,4 +1,4 @@
-// needs: codes.h.metal
+// needs: codes.h.metal bytes.h.metal
 // Codes times integers, for GPUs with an instruction that multiplies four bytes by four bytes and adds the products.
 // The codes are integers of 2 or 3 bits, weight = scale * code + bias, E2M1 codes, weight = scale * code / 2, or signed
 // bytes, weight = scale * code (BITS is 8).
@@ -26,19 +26,6 @@ inline int codes_dot4(uint codes, uint x, int sum) {
   return sum;
 }
 #define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
-#endif
-
-#ifndef CODES_BYTES
-// A word of four bytes. Four bits of `which` name each of them: 0 to 3 are bytes of `low`, 4 to 7 are bytes of `high`.
-inline uint codes_bytes(uint low, uint high, uint which) {
-  uint made = 0;
-  for (int i = 0; i < 4; i++) {
-    const uint n = (which >> (4 * i)) & 7u;
-    made |= (((n < 4 ? low : high) >> (8 * (n % 4))) & 0xFFu) << (8 * i);
-  }
-  return made;
-}
-#define CODES_BYTES(low, high, which) codes_bytes(low, high, which)
 #endif
 
 // The integer of the largest x of a block. With it no sum of a block's products exceeds 31 bits.
@@ -162,19 +149,7 @@ inline void codes_quads(const thread uint* words, thread uint* quad) {
     }
     return;
   }
-  // Eight codes of 3 bits are three bytes. a has the first bytes of these threes, b the second ones and c the third
-  // ones.
-  const uint a = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0630u), words[2], 0x5210u);
-  const uint b = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0741u), words[2], 0x6210u);
-  const uint c = CODES_BYTES(CODES_BYTES(words[0], words[1], 0x0052u), words[2], 0x7410u);
-  quad[0] = a & 0x07070707u;
-  quad[1] = (a >> 3) & 0x07070707u;
-  quad[2] = ((a >> 6) & 0x03030303u) | ((b << 2) & 0x04040404u);
-  quad[3] = (b >> 1) & 0x07070707u;
-  quad[4] = (b >> 4) & 0x07070707u;
-  quad[5] = ((b >> 7) & 0x01010101u) | ((c << 1) & 0x06060606u);
-  quad[6] = (c >> 2) & 0x07070707u;
-  quad[7] = (c >> 5) & 0x07070707u;
+  codes_of_three_bits(words, quad);
 }
 
 // acc[r] += one chunk of row r, which is a block or half a block, times the part of x that begins at `x`.

@@ -24,8 +24,14 @@ CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
 NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))  # what the native ones read of that
 READ = (*NATIVE, *((mode.codes, mode.scale) for mode in GGUF_MODES.values()))
-# Codes and bits that a backend's kernels for experts multiply as integers.
-INTEGERS = {"cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4)))}
+# Codes, or kinds of scales of GGUF's integers, and bits that a backend's kernels for experts multiply as integers: the
+# latter by pairs of bytes, which have integers of 16 bits beside them, so not for float32.
+INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
+    "cuda": (
+        *((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4))),
+        *(("q2_k", 2), ("q3_k", 3), ("q4_k", 4), ("q4_k", 5), ("q6_k", 6)),
+    )
+}
 TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
@@ -57,7 +63,7 @@ class Form:
         if self.quant.codes == TABLE:
             return "table_planes" if self.planes else "tables"
         if self.planes:
-            return "planes"
+            return "pairs" if self.by_pairs else "planes"
         if self.quant.codes != INTEGER:
             return self.quant.codes
         return "affine4" if self.quant.bits == 4 else "affine"
@@ -88,9 +94,17 @@ class Form:
 
     def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
         """The form as read by a backend's kernels for experts, with x of this dtype."""
-        is_integer = (self.quant.codes, self.quant.bits) in INTEGERS.get(target, ())
-        is_small = self.quant.group_size <= HALF and self.quant.codes == INTEGER
-        return replace(self, planes=PLANES[dtype]) if is_integer and not is_small else self
+        integers = INTEGERS.get(target, ())
+        if self.by_pairs:
+            is_integer = (self.quant.scale, self.quant.bits) in integers and PLANES[dtype] == 2
+        else:
+            is_integer = (self.quant.codes, self.quant.bits) in integers
+        return replace(self, planes=PLANES[dtype]) if is_integer else self
+
+    @cached_property
+    def by_pairs(self) -> bool:
+        """Whether codes, if they are multiplied as integers, are so by metal/pairs.h.metal."""
+        return self.quant.codes == INTEGER and not self.quant.is_of_mlx
 
     @cached_property
     def near(self) -> int:
@@ -99,7 +113,7 @@ class Form:
 
     def room(self, columns: int) -> int:
         """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""
-        return columns // 64 * 16 * (4 * self.planes + 1) if self.planes else 0
+        return columns // 64 * 16 * (4 * self.planes + (2 if self.by_pairs else 1)) if self.planes else 0
 
     def chunks(self, columns: int) -> int:
         """Number of chunks of a row."""

@@ -236,6 +236,7 @@ def test_kernel_reads_every_width_with_tiles_of_cuda(host, quant, kind):
 
 INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16")]
 INTEGERS += [(MXFP4, "U8"), (GLOBAL, "U8")]
+PAIRS = [case for case in GGUF if case[0].is_nested and case[0].codes == quant_module.INTEGER]
 
 
 @pytest.fixture
@@ -254,20 +255,25 @@ def test_codes_times_integers(integers, quant, kind):
     assert made.error() < 2e-6
 
 
-@pytest.mark.parametrize("case, dtype", drawn(INTEGERS, [mx.bfloat16, mx.float16]))
-def test_integers_of_narrow_x(integers, case, dtype):
-    """x has two planes of bytes, which are less precise than x itself next to a large value."""
-    quant, kind = case
+def narrow_errors(quant, kind, dtype):
+    """Returns the errors of down and of gate and up with x of two bytes."""
     made = Experts((quant,) * 3, kind)
-    act = mx.array(np.random.default_rng(7).standard_normal((2, 3, I), dtype=np.float32)).astype(dtype)
+    act = mx.array(np.random.default_rng(7).standard_normal((2, 3, made.width), dtype=np.float32)).astype(dtype)
     records = Records(mx.array(made.blob), made.record)
     slots, *rest = map(mx.array, (made.slots, made.weights, made.mid))
     out = experts.expert_down_combine(act, slots, records, *rest)
-    assert error(np.array(out), made.wanted(np.array(act.astype(mx.float32)))[1]) < LIMIT
+    down = error(np.array(out), made.wanted(np.array(act.astype(mx.float32)))[1])
     x = mx.array(made.x).astype(dtype)
     made.x = np.array(x.astype(mx.float32))
     got = np.array(experts.expert_gate_up(x, slots, records).astype(mx.float32))
-    assert error(got, made.wanted(got)[0]) < (4e-3 if dtype == mx.bfloat16 else 6e-4)
+    return down, error(got, made.wanted(got)[0])
+
+
+@pytest.mark.parametrize("case, dtype", drawn(INTEGERS + PAIRS, [mx.bfloat16, mx.float16]))
+def test_integers_of_narrow_x(integers, case, dtype):
+    """x has two planes of bytes, or 16 bits, which are less precise than x itself next to a large value."""
+    down, gate_up = narrow_errors(*case, dtype)
+    assert down < LIMIT and gate_up < (4e-3 if dtype == mx.bfloat16 else 6e-4)
 
 
 @grid(INTEGERS[-3:])
@@ -288,7 +294,7 @@ def test_a_row_that_does_not_fit_in_memory_is_not_multiplied_in_integers():
 
 
 INTEGER_FAULTS = {
-    "a code that crosses": (Quant(3, 64), "planes.h.metal", "(b << 2)", "(b << 1)"),
+    "a code that crosses": (Quant(3, 64), "bytes.h.metal", "(b << 2)", "(b << 1)"),
     "the sum of the other half": (Quant(2, 32), "planes.h.metal", "g == 0 ? low : high", "low"),
     "signs": (MXFP4, "planes.h.metal", "0x4444u", "0x4440u"),
     "the other half of a block": (MXFP4, "planes.h.metal", "columns / 32 % 2", "columns / 64 % 2"),
@@ -314,6 +320,24 @@ def test_a_planted_fault_in_integers_is_caught(integers, monkeypatch, name):
     except msl.Failure:
         caught = True
     assert caught
+
+
+PAIR_FAULTS = {
+    "the higher two bytes": ("q3_k", "BITS % 2 ? q + 8", "BITS % 2 ? q"),
+    "the sum of another group": ("q2_k", "sums[g]", "sums[0]"),
+    "bytes of five words": ("q5_k", "0x61u, words[2], words[4]", "0x61u, words[2], words[3]"),
+    "the other half of a block": ("q4_k", "4 * x.side", "2 * x.side"),
+    "bits of the third byte": ("q6_k", "(c << 4) & 0x30303030u", "0u"),
+    "the zero of integers": ("q4_k", "16u * 0x4B400000u", "15u * 0x4B400000u"),
+}
+
+
+@msl.needed
+@pytest.mark.parametrize("name", one_in_three(PAIR_FAULTS))
+def test_a_planted_fault_in_pairs_is_caught(integers, monkeypatch, name):
+    mode, old, new = PAIR_FAULTS[name]
+    msl.plant(monkeypatch, "pairs.h.metal", old, new)
+    assert narrow_errors(of(mode), "", mx.bfloat16)[0] > 10 * LIMIT
 
 
 def test_down_may_have_another_width(host):
