@@ -8,7 +8,7 @@ import pytest
 from minmax import convert
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.errors import ModelFileError
+from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.ops import table_values
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked
@@ -103,6 +103,13 @@ def test_a_model_in_place_and_converted(tmp_path, family):
     made = [logits(load_model(source, dtype=mx.float32, **options), tokens[:12]) for source, options in ways]
     assert np.abs(made[0] - wanted).max() < 2e-4
     assert all(np.array_equal(one, made[0]) for one in made)
+
+
+def test_forms_that_mlx_lm_does_not_read_are_refused(tmp_path, family):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, family, type_of)
+    with pytest.raises(ConfigError, match="--layout mlx: mlx-lm does not read .* leave the option out"):
+        convert(path, tmp_path / "out", layout="mlx")
 
 
 def test_experts_of_other_types_are_refused(tmp_path, family):
