@@ -363,6 +363,80 @@ INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Ki
     *(vf *)(out + n) = (vf){0};
 }
 
+/* Converts a float16 to a vector of equal floats. */
+INLINE vf FN(half_splat)(const void *from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+#if W == 16
+    return (vf)_mm512_cvtph_ps(_mm256_set1_epi16((short)bits));
+#elif W == 8
+    return (vf)_mm256_cvtph_ps(_mm_set1_epi16((short)bits));
+#else
+    return FN(half)((vu){0} + bits);
+#endif
+}
+
+/* Converts W of 16 bytes, from byte `at` on, to floats. */
+INLINE vf FN(bytes_to_floats)(const uint64_t *bytes, ptrdiff_t at) {
+    typedef uint8_t vb __attribute__((vector_size(W)));
+#if W == 16
+    typedef uint64_t two __attribute__((vector_size(16)));
+    const vb v = (vb)(two){bytes[0], bytes[1]};
+    (void)at;
+#elif W == 8
+    const vb v = (vb)bytes[at / 8];
+#else
+    const vb v = (vb)(uint32_t)(bytes[at / 8] >> 8 * (at % 8));
+#endif
+    return __builtin_convertvector(__builtin_convertvector(v, vi), vf);
+}
+
+/* Computes the scales and biases of groups g to g + W - 1 of a row, for a NESTED matrix. g is a multiple of W. Those of
+ * groups beyond the row are zero. */
+INLINE void FN(nested)(const Matrix *m, ptrdiff_t row, ptrdiff_t g, const int bits, vf *scale, vf *bias) {
+    const ptrdiff_t each = SUPER / nested_group(bits), at = g / each, size = nested_bytes(bits), count = nested_supers(bits);
+    const uint8_t *from = (const uint8_t *)m->s + row * m->s_bytes + at * size;
+    const uint8_t *d = count ? (const uint8_t *)m->b + row * m->b_bytes + at * count * 2 : from;
+    const int has_minima = bits == 2 || !count;
+    ScaleCodes codes = scale_codes(from, bits);
+    vf first = FN(half_splat)(d), second = {0};
+    if (has_minima) second = FN(half_splat)(d + 2);
+#if W == 16
+    if (each == 8) { /* two times 256 weights, or what is left of the row */
+        const int is_last = g + 8 >= m->groups;
+        const uint8_t *next = is_last ? from : from + size;
+        const ScaleCodes others = scale_codes(next, bits);
+        codes.scales[1] = is_last ? 0 : others.scales[0], codes.minima[1] = is_last ? 0 : others.minima[0];
+        first = (vf)_mm512_mask_blend_ps(0xFF00, (__m512)first, (__m512)FN(half_splat)(next));
+        second = (vf)_mm512_mask_blend_ps(0xFF00, (__m512)second, (__m512)FN(half_splat)(next + 2));
+    }
+#endif
+    *scale = (FN(bytes_to_floats)(codes.scales, g % each) - (float)scale_offset(bits)) * first;
+    *bias = has_minima ? -(FN(bytes_to_floats)(codes.minima, g % each) * second) : *scale * -(float)(1 << (bits - 1));
+}
+
+/* Converts the scales and biases of n groups of a row, from group `first` on, to floats, and writes a vector of zeros
+ * behind them. */
+static __attribute__((noinline)) TARGET void FN(tables)(const Matrix *m, ptrdiff_t row, ptrdiff_t first, ptrdiff_t n,
+                                                        float *scales, float *biases) {
+    if (m->source == NESTED) {
+        for (ptrdiff_t i = 0; i < n; i += W) {
+            vf *scale = (vf *)(scales + i), *bias = (vf *)(biases + i);
+            switch (m->bits) {
+            case 2: FN(nested)(m, row, first + i, 2, scale, bias); break;
+            case 3: FN(nested)(m, row, first + i, 3, scale, bias); break;
+            case 6: FN(nested)(m, row, first + i, 6, scale, bias); break;
+            default: FN(nested)(m, row, first + i, 4, scale, bias);
+            }
+        }
+        *(vf *)(scales + n) = *(vf *)(biases + n) = (vf){0};
+        return;
+    }
+    FN(decode)(m->s, row * m->groups + first, n, m->kind, scales);
+    if (m->source == MLX) FN(decode)(m->b, row * m->groups + first, n, m->kind, biases);
+    else for (ptrdiff_t i = 0; i < n + W; i++) biases[i] = scales[i] * -(float)(1 << (m->bits - 1));
+}
+
 /* Adds bias[first + i] to y[i] for each i < n. */
 static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind kind, float *y) {
     enum { TABLE = 128 };
@@ -469,7 +543,8 @@ E4M3_ROWS(2, 4)
  * words. A vector holds the same word of W blocks, one block per lane. As in pack(), a code is used at its place in
  * the word, and its activation is divided by the power of two that this place means. A code that crosses into the
  * next word, or ends at the highest bit, is shifted down instead. E2M1 codes first become bytes of twice their value
- * plus 16; the sum of the activations, times 16, is subtracted at the end.
+ * plus 16; the sum of the activations, times 16, is subtracted at the end. A block has the codes of one group, or of two
+ * if it is larger than a group (3 bits in groups of 16); then it has two parts, each with its own sum.
  */
 
 /* The number of bits below code j in its word; 0 for a code that is shifted down. */
@@ -483,16 +558,15 @@ static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) 
         return;
     }
     const ptrdiff_t codes = m->codes == E2M1 ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
-    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + 1) * W) {
-        memset(out, 0, (size_t)((codes + 1) * W) * sizeof *out);
+    const ptrdiff_t parts = block_parts(m), some = codes / parts;
+    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + parts) * W) {
+        memset(out, 0, (size_t)((codes + parts) * W) * sizeof *out);
         for (ptrdiff_t lane = 0; lane < W && b0 + lane < blocks; lane++) {
             const float *e = x + codes * (b0 + lane);
-            float sum = 0;
             for (ptrdiff_t j = 0; j < codes; j++) {
                 out[j * W + lane] = ldexpf(e[j], -(int)(m->codes == E2M1 ? MX_AT(j) : CODE_AT(m->bits, j)));
-                sum += e[j];
+                out[(codes + j / some) * W + lane] += e[j];
             }
-            out[codes * W + lane] = sum;
         }
     }
 }
@@ -518,35 +592,49 @@ INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_e2
     return __builtin_convertvector((vi)found, vf);
 }
 
+/* Moves every second of n values, from the second on, behind the others, to where block_rows reads those of second parts.
+ * Behind either half is a vector of zeros. */
+INLINE void FN(split_tables)(float *values, ptrdiff_t n) {
+    enum { HALF = 64 };
+    float second[HALF + W] = {0};
+    for (ptrdiff_t i = 0; i < n / 2; i++) second[i] = values[2 * i + 1], values[i] = values[2 * i];
+    *(vf *)(values + n / 2) = (vf){0};
+    memcpy(values + HALF + W, second, sizeof second);
+}
+
 /* As row_block, for activations that pack_blocks has packed. */
 INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
-                           float *const *y, const int R, const int T, const int BITS, const int MX) {
+                           float *const *y, const int R, const int T, const int BITS, const int FORM) {
     enum { MOST = 5, TABLE = 128 }; /* the most words of a block; groups whose scales are decoded at once */
     static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int codes = MX ? 8 : BLOCK_CODES(BITS), each = MX ? 1 : BLOCK_WORDS(BITS), shift = __builtin_ctzl((unsigned long)(m->group / codes));
-    const ptrdiff_t blocks = m->in / codes, groups = m->in / m->group;
+    const int MX = FORM == IN_E2M1, parts = FORM == IN_PARTS ? 2 : 1, codes = MX ? 8 : BLOCK_CODES(BITS);
+    const int each = MX ? 1 : BLOCK_WORDS(BITS), some = codes / parts, fit = TABLE / parts;
+    const int shift = __builtin_ctzl((unsigned long)(m->group / some));
+    const ptrdiff_t blocks = m->in / codes;
     const vi from_lane = *(const vi *)lane >> shift;
-    float scales[4][TABLE + W], biases[4][TABLE + W];
+    float scales[4][TABLE + 2 * W], biases[4][TABLE + 2 * W]; /* of each block's first part, then of the second */
     uint32_t tail[MOST * W] = {0};
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->words * 4)), at = 0;
     const uint32_t *soon = address_ahead(m, ahead, r1), *w[4];
-    ptrdiff_t first[4];
+    ptrdiff_t rows[4];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
-        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
-        w[i] = m->w + row * m->words, first[i] = row * groups;
+        rows[i] = r + i < r1 ? r + i : r1 - 1;
+        w[i] = m->w + rows[i] * m->words;
         prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
-    for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + 1) * W) {
-        const ptrdiff_t group = b >> shift, local = group % TABLE;
+    for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + parts) * W) {
+        const ptrdiff_t group = b >> shift, local = group % fit;
         if (local == 0 && (b == 0 || (b - 1) >> shift != group))
             UNROLL for (int i = 0; i < R; i++) {
-                FN(decode)(m->s, first[i] + group, min(TABLE, groups - group), m->kind, scales[i]);
-                if (!MX) FN(decode)(m->b, first[i] + group, min(TABLE, groups - group), m->kind, biases[i]);
+                const ptrdiff_t first = group * parts, n = min(TABLE, m->groups - first);
+                if (MX) FN(decode)(m->s, rows[i] * m->groups + first, n, m->kind, scales[i]);
+                else FN(tables)(m, rows[i], first, n, scales[i], biases[i]);
+                if (parts == 2) FN(split_tables)(scales[i], n), FN(split_tables)(biases[i], n);
             }
         vu word[4][MOST];
-        vf sum[8], scale[4], bias[4];
+        vf sum[8];
         UNROLL for (int i = 0; i < R; i++) {
             const uint32_t *from = w[i] + b * each;
             for (int n = 0; n < each * W; n += 16) __builtin_prefetch(soon + i * m->words + b * each + n);
@@ -557,34 +645,38 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             } else if (each == 3) FN(deinterleave3)(from, word[i]);
             else if (each == 5) FN(deinterleave5)(from, word[i]);
             else word[i][0] = *(const vu *)from;
-            scale[i] = FN(block_values)(scales[i] + local, from_lane);
-            if (!MX) bias[i] = FN(block_values)(biases[i] + local, from_lane);
         }
-        UNROLL32 for (int j = 0; j < codes; j++) {
-            vf xv[4];
-            UNROLL for (int t = 0; t < T; t++) xv[t] = *(const vf *)(x[t] + at + j * W);
-            UNROLL for (int i = 0; i < R; i++) {
-                vf q = FN(code)(word[i], j, BITS, MX);
-                UNROLL for (int t = 0; t < T; t++) sum[i * T + t] = j ? sum[i * T + t] + q * xv[t] : q * xv[t];
+        UNROLL for (int part = 0; part < parts; part++) {
+            UNROLL32 for (int j = part * some; j < (part + 1) * some; j++) {
+                vf xv[4];
+                UNROLL for (int t = 0; t < T; t++) xv[t] = *(const vf *)(x[t] + at + j * W);
+                UNROLL for (int i = 0; i < R; i++) {
+                    vf q = FN(code)(word[i], j, BITS, MX);
+                    UNROLL for (int t = 0; t < T; t++)
+                        sum[i * T + t] = j % some ? sum[i * T + t] + q * xv[t] : q * xv[t];
+                }
             }
-        }
-        UNROLL for (int t = 0; t < T; t++) {
-            vf total = *(const vf *)(x[t] + at + codes * W);
             UNROLL for (int i = 0; i < R; i++) {
-                vf dot = sum[i * T + t];
-                if (MX) dot = (dot - 16.0f * total) * 0.5f;
-                acc[i * T + t] = acc[i * T + t] + dot * scale[i];
-                if (!MX) acc[i * T + t] = acc[i * T + t] + total * bias[i];
+                const ptrdiff_t from = local + part * (TABLE / 2 + W);
+                const vf scale = FN(block_values)(scales[i] + from, from_lane);
+                const vf bias = MX ? (vf){0} : FN(block_values)(biases[i] + from, from_lane);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const vf total = *(const vf *)(x[t] + at + (codes + part) * W);
+                    vf dot = sum[i * T + t];
+                    if (MX) dot = (dot - 16.0f * total) * 0.5f;
+                    acc[i * T + t] = acc[i * T + t] + dot * scale;
+                    if (!MX) acc[i * T + t] = acc[i * T + t] + total * bias;
+                }
             }
         }
     }
     FN(store)(acc, r0, r, r1, y, R, T);
 }
 
-#define BLOCKS(R, T, BITS, MX)                                                                                \
-    static __attribute__((noinline)) TARGET void FN(blocks_##T##_##BITS##_##MX)(                              \
+#define BLOCKS(R, T, BITS, FORM)                                                                               \
+    static __attribute__((noinline)) TARGET void FN(blocks_##T##_##BITS##_##FORM)(                            \
         const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
-        for (ptrdiff_t r = r0; r < r1; r += R) FN(block_rows)(m, r0, r, r1, x, y, R, T, BITS, MX);            \
+        for (ptrdiff_t r = r0; r < r1; r += R) FN(block_rows)(m, r0, r, r1, x, y, R, T, BITS, FORM);          \
     }
 #define EVERY(BITS, MX) BLOCKS(4, 1, BITS, MX) BLOCKS(2, 2, BITS, MX) BLOCKS(2, 4, BITS, MX)
 EVERY(1, 0)
@@ -595,6 +687,7 @@ EVERY(5, 0)
 EVERY(6, 0)
 EVERY(8, 0)
 EVERY(4, 1)
+EVERY(3, 2)
 #undef EVERY
 #undef BLOCKS
 
@@ -604,12 +697,15 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
                                       float *const *y) {
     typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
 #define THREE(BITS, MX) {FN(blocks_1_##BITS##_##MX), FN(blocks_2_##BITS##_##MX), FN(blocks_4_##BITS##_##MX)}
-    static Rows *const mx[3] = THREE(4, 1);
+    static Rows *const mx[3] = THREE(4, 1), *const in_parts[3] = THREE(3, 2);
     static Rows *const affine[9][3] = {[1] = THREE(1, 0), [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0),
                                        [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
 #undef THREE
     static Rows *const e4m3[3] = {FN(e4m3_1), FN(e4m3_2), FN(e4m3_4)};
-    Rows *const *kernels = m->codes == E4M3 ? e4m3 : m->codes == E2M1 ? mx : affine[m->bits];
+    Rows *const *kernels = m->codes == E4M3   ? e4m3
+                           : m->codes == E2M1 ? mx
+                           : block_parts(m) == 2 ? in_parts
+                                                 : affine[m->bits];
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;
@@ -620,25 +716,31 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
 
 /* Dequantises rows r0 to r1-1 of a matrix to float32 in the order of its columns. Row r0 is written to `out`. */
 INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, const int BITS) {
+    enum { TABLE = 128 };
     static const float e2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const uint8_t *from = (const uint8_t *)(m->w + r0 * m->words);
-    for (ptrdiff_t c = r0 * m->in; c < r1 * m->in; c += 8, from += BITS, out += 8) {
+    const ptrdiff_t each = TABLE * m->group, per = m->in;
+    float scales[TABLE + W], biases[TABLE + W] = {0};
+    for (ptrdiff_t at = 0; at < (r1 - r0) * per; at += 8, from += BITS, out += 8) {
+        const ptrdiff_t c = at % per, g = c % each / m->group;
+        if (c % each == 0) {
+            const ptrdiff_t first = c / m->group, n = min(TABLE, m->groups - first);
+            if (m->codes == INTEGER) FN(tables)(m, r0 + at / per, first, n, scales, biases);
+            else FN(decode)(m->s, (r0 + at / per) * m->groups + first, n, m->kind, scales);
+        }
         uint64_t bits = 0;
         memcpy(&bits, from, BITS);
-        const float s = FN(decoded)((vu){0} + FN(bits_of)(m->s, c / m->group, m->kind), m->kind)[0] * m->factor;
+        const float s = scales[g] * m->factor, b = biases[g];
         if (m->codes == E2M1) {
             for (int j = 0; j < 8; j++) out[j] = e2m1[bits >> (4 * j) & 15] * s;
-            continue;
-        }
-        if (m->codes == E4M3) {
+        } else if (m->codes == E4M3) {
             for (int j = 0; j < 8; j++) {
                 const uint32_t code = bits >> (8 * j) & 255;
                 out[j] = FN(half)((vu){0} + ((code & 0x80) << 8 | (code & 0x7F) << 7))[0] * 256.0f * s;
             }
-            continue;
+        } else {
+            for (int j = 0; j < 8; j++) out[j] = (float)(int32_t)(bits >> (BITS * j) & ((1u << BITS) - 1)) * s + b;
         }
-        const float b = FN(decoded)((vu){0} + FN(bits_of)(m->b, c / m->group, m->kind), m->kind)[0];
-        for (int j = 0; j < 8; j++) out[j] = (float)(int32_t)(bits >> (BITS * j) & ((1u << BITS) - 1)) * s + b;
     }
 }
 

@@ -228,22 +228,25 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     const int n = BYTES(BITS), shift = __builtin_ctzl((unsigned long)(m->group / (4 * n))), each = n * W * BITS / 2;
     const ptrdiff_t groups = m->in / m->group, row_bytes = m->words * 4, padded = FN(plane_groups)(m);
     const int offset = CODE_OFFSET(BITS, MX);
-    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * row_bytes)), first[MOST], at = 0;
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * row_bytes)), rows[MOST], at = 0;
     const char *soon = (const char *)address_ahead(m, ahead, r1);
     const uint8_t *w[MOST];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
-        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
-        w[i] = (const uint8_t *)(m->w + row * m->words), first[i] = row * groups;
+        rows[i] = r + i < r1 ? r + i : r1 - 1;
+        w[i] = (const uint8_t *)(m->w + rows[i] * m->words);
         prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
     for (ptrdiff_t g = 0; g < groups; g += W) {
         vf scale[8];
         UNROLL for (int i = 0; i < R; i++) {
-            const vf scales = FN(table)(m->s, first[i] + g, groups - g, m->kind);
-            vf biases = {0};
-            if (!MX) biases = FN(table)(m->b, first[i] + g, groups - g, m->kind) + (float)offset * scales;
+            vf scales, biases = {0};
+            if (!MX && m->source == NESTED) FN(nested)(m, rows[i], g, BITS, &scales, &biases);
+            else scales = FN(table)(m->s, rows[i] * groups + g, groups - g, m->kind);
+            if (!MX && m->source == MLX) biases = FN(table)(m->b, rows[i] * groups + g, groups - g, m->kind);
+            if (!MX && m->source == SYMMETRIC) biases = scales * -(float)(1 << (BITS - 1));
+            if (!MX) biases += (float)offset * scales;
             UNROLL for (int t = 0; t < T; t++) {
                 const float *factor = FN(plane_factors)(m, x[t]) + g;
                 scale[i * T + t] = scales * *(const vf *)factor * (MX ? 0.5f : 1.0f);

@@ -38,7 +38,7 @@ from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
-from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, Quant
+from ..quant import E4M3, E8M0, GLOBAL_UNIT, Quant
 from .cores import cores
 from .interrupt import pieces
 from .stand_ins import stand_ins
@@ -156,16 +156,16 @@ def linear(
     of 16. Up to T = 4 the weights are read from memory once, beyond that again from the cache.
     """
     out = _result(out, x.shape[0], w.shape[0])
-    bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
+    form = (quant.bits, quant.group_size, _source(quant)) if quant else (0, 0, 0)
     weight, eps = norm or (None, 0.0)
     alone = x.shape[0] <= MAX_TOKENS
     biases, factor = _apart(quant, third)
-    added, form = residual if factor is None else None, (w, scales, biases, bits, group, _chosen.bits, weight, eps)
+    added, given = residual if factor is None else None, (w, scales, biases, *form, _chosen.bits, weight, eps)
     if alone:
-        extension().linear(x, *form, added, alone, out)
+        extension().linear(x, *given, added, alone, out)
     else:
         for rows in pieces(x.shape[0], x.shape[1] * w.shape[0]):
-            extension().linear(x[rows], *form, None if added is None else added[rows], alone, out[rows])
+            extension().linear(x[rows], *given, None if added is None else added[rows], alone, out[rows])
     if factor is not None:
         out *= factor.reshape(-1)
         out += 0 if residual is None else np.asarray(residual)
@@ -179,13 +179,19 @@ def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np
     return None, np.asarray(third) * np.float32(1 / GLOBAL_UNIT)
 
 
+def _source(quant: Quant) -> int:
+    """The kernels' number of where scales and biases come from: they are stored, or there are symmetric or nested scales
+    of GGUF's forms."""
+    return 0 if quant.is_of_mlx else 2 if quant.is_nested else 1
+
+
 def dequantize(
     quant: Quant, w: Buffer, scales: Buffer, third: Buffer | None = None, out: np.ndarray | None = None
 ) -> np.ndarray:
     """w, scales and third as for `linear` -> float32 [O, I]."""
-    out = _result(out, w.shape[0], quant.group_size * scales.shape[1])
+    out = _result(out, w.shape[0], 32 * w.shape[1] // quant.bits)
     biases, factor = _apart(quant, third)
-    extension().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
+    extension().dequantize(w, scales, biases, quant.bits, quant.group_size, _source(quant), out)
     if factor is not None:
         out *= factor
     return out
@@ -196,12 +202,13 @@ def _places(*projections: Projection) -> tuple[int, ...]:
     scales' place is repeated. Then the place of the products' biases (-1 for none) and their kind.
     """
     last = projections[-1]
+    source = _source(last.quant)
     fields = [field for one in projections for field in (*one.codes[:2], one.codes[-1])]
     places = [field.words.start for field in fields]
-    kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
+    kind = last.quant.scale if last.quant.scale in KINDS else "F16" if source else last.fields[1].dtype
     biases = [-1 if one.bias is None else one.bias.words.start for one in projections]
     kinds = (KINDS.index(kind), *biases, 0 if last.bias is None else KINDS.index(last.bias.dtype))
-    return (*places, last.quant.bits, last.quant.group_size, *kinds)
+    return (*places, last.quant.bits, last.quant.group_size, source, *kinds)
 
 
 def _number(activation: Activation) -> tuple[int, float]:

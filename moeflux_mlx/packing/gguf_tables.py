@@ -45,15 +45,15 @@ def _by_units(*parts: np.ndarray) -> np.ndarray:
 
 
 def _iq4_nl(b: np.ndarray) -> Parts:
-    return b[:, 2:], b[:, :2].copy().view("<f2")
+    return b[:, 2:].copy(), b[:, :2].copy().view("<f2")
 
 
 def _iq4_xs(b: np.ndarray) -> Parts:
-    return b[:, 8:], b[:, :8]
+    return b[:, 8:].copy(), b[:, :8].copy()
 
 
 def _iq3_xxs(b: np.ndarray) -> Parts:
-    return _by_units(b[:, 2:66], b[:, 66:]), b[:, :2]
+    return _by_units(b[:, 2:66], b[:, 66:]), b[:, :2].copy()
 
 
 def _iq3_s(b: np.ndarray) -> Parts:
@@ -61,11 +61,11 @@ def _iq3_s(b: np.ndarray) -> Parts:
 
 
 def _iq2_xxs(b: np.ndarray) -> Parts:
-    return b[:, 2:], b[:, :2]
+    return b[:, 2:].copy(), b[:, :2].copy()
 
 
 def _iq2_xs(b: np.ndarray) -> Parts:
-    return b[:, 2:66], np.concatenate([b[:, :2], b[:, 66:]], axis=1)
+    return b[:, 2:66].copy(), np.concatenate([b[:, :2], b[:, 66:]], axis=1)
 
 
 def _iq2_s(b: np.ndarray) -> Parts:
@@ -74,7 +74,7 @@ def _iq2_s(b: np.ndarray) -> Parts:
 
 
 def _iq1_s(b: np.ndarray) -> Parts:
-    return b[:, 2:34], np.concatenate([b[:, :2], b[:, 34:]], axis=1)
+    return b[:, 2:34].copy(), np.concatenate([b[:, :2], b[:, 34:]], axis=1)
 
 
 def _iq1_m(b: np.ndarray) -> Parts:
@@ -83,7 +83,7 @@ def _iq1_m(b: np.ndarray) -> Parts:
     d = ((four >> 12) << np.arange(0, 16, 4, dtype=np.uint64)).sum(axis=1)
     scales = ((four & 0xFFF) << np.arange(0, 48, 12, dtype=np.uint64)).sum(axis=1)
     first = (d | scales << 16).astype("<u8")[:, None].view(np.uint8)
-    return b[:, :32], np.concatenate([first, b[:, 32:48]], axis=1)
+    return b[:, :32].copy(), np.concatenate([first, b[:, 32:48]], axis=1)
 
 
 SEPARATE: dict[str, Callable[[np.ndarray], Parts]] = {
