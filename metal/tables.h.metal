@@ -79,6 +79,11 @@ inline float codes_table_d(const device S* block) {
   return float(as_type<float16_t>(block->part[0]));
 }
 
+// n + 1/2, without a conversion: the bits of n become the mantissa of a float of 2^23.
+inline float codes_and_half(uint n) {
+  return as_type<float>(n | 0x4B000000u) - 8388607.5f;
+}
+
 // Four codes, where the magnitudes of q are the bytes of `four`, and bits 0 to 3 of `signs` are their signs.
 // Multiplied by 2^0 + 2^7 + 2^14 + 2^21, four bits have copies of which the lowest bits of the bytes are these bits.
 inline uint codes_signed(uint four, uint signs) {
@@ -161,9 +166,10 @@ inline void codes_from_table(
     const thread uint* words, const device codes_iq4_xs* block, uint unit, const device codes_grid*, thread uint* code,
     thread float* scale) {
   codes_of_iq4(words, code);
-  const uint low = codes_table_byte(block, 2 + unit / 2) >> (4 * (unit % 2));
-  const uint high = uint(block->part[1]) >> (2 * unit);
-  scale[0] = codes_table_d(block) * (float((low & 15u) | (high & 3u) << 4) - 32.0f);
+  const uint2 all = *(const device uint2*)block;
+  const uint low = (all.y >> (4 * unit)) & 15u, high = (all.x >> (16 + 2 * unit)) & 3u;
+  const float d = float(as_type<float16_t>(ushort(all.x & 0xFFFFu)));
+  scale[0] = d * (as_type<float>(low | high << 4 | 0x4B000000u) - 8388640.0f);
 }
 
 inline void codes_from_table(
@@ -175,7 +181,7 @@ inline void codes_from_table(
     index[i] = (words[i / 4] >> (8 * (i % 4))) & 0xFFu;
   }
   codes_of_fours(grid, index, codes_even(words[2]), code);
-  scale[0] = codes_table_d(block) * (0.5f + float(words[2] >> 28)) * 0.5f;
+  scale[0] = codes_table_d(block) * codes_and_half(words[2] >> 28) * 0.5f;
 }
 
 inline void codes_from_table(
@@ -189,7 +195,7 @@ inline void codes_from_table(
   }
   codes_of_fours(grid, index, words[2], code);
   const uint number = (codes_table_byte(block, 8 + unit / 2) >> (4 * (unit % 2))) & 15u;
-  scale[0] = codes_table_d(block) * float(1 + 2 * number);
+  scale[0] = codes_table_d(block) * codes_and_half(number) * 2.0f;
 }
 
 inline void codes_from_table(
@@ -201,13 +207,13 @@ inline void codes_from_table(
     index[k] = (words[0] >> (8 * k)) & 0xFFu;
   }
   codes_of_eights(grid, index, codes_even(words[1]), code);
-  scale[0] = codes_table_d(block) * (0.5f + float(words[1] >> 28)) * 0.25f;
+  scale[0] = codes_table_d(block) * codes_and_half(words[1] >> 28) * 0.25f;
 }
 
 // Two scales of 16 columns each, in the halves of a byte.
 inline void codes_two_scales(float d, uint numbers, thread float* scale) {
-  scale[0] = d * (0.5f + float(numbers & 15u)) * 0.25f;
-  scale[1] = d * (0.5f + float(numbers >> 4)) * 0.25f;
+  scale[0] = d * codes_and_half(numbers & 15u) * 0.25f;
+  scale[1] = d * codes_and_half(numbers >> 4) * 0.25f;
 }
 
 inline void codes_from_table(
@@ -252,7 +258,7 @@ inline void codes_from_table(
   const uint fields = block->part[1 + unit], minus = fields >> 15 ? 0x8888u : 0u;
   const uint high = (fields & 7u) | (fields & 0x38u) << 1 | (fields & 0x1C0u) << 2 | (fields & 0xE00u) << 3;
   codes_of_eighths(words[0], high | minus, grid, code);
-  scale[0] = codes_table_d(block) * float(2 * ((fields >> 12) & 7u) + 1) * 0.125f;
+  scale[0] = codes_table_d(block) * codes_and_half((fields >> 12) & 7u) * 0.25f;
 }
 
 inline void codes_from_table(
@@ -261,9 +267,9 @@ inline void codes_from_table(
   codes_of_eighths(words[0], block->part[4 + unit], grid, code);
   const uint at = 6 * unit, from = 1 + at / 16;
   const uint numbers = (uint(block->part[from]) | uint(block->part[from + 1]) << 16) >> (at % 16);
-  const float eighth = codes_table_d(block) * 0.125f;
-  scale[0] = eighth * float(2 * (numbers & 7u) + 1);
-  scale[1] = eighth * float(2 * ((numbers >> 3) & 7u) + 1);
+  const float quarter = codes_table_d(block) * 0.25f;
+  scale[0] = quarter * codes_and_half(numbers & 7u);
+  scale[1] = quarter * codes_and_half((numbers >> 3) & 7u);
 }
 
 // As codes_load of codes.h.metal, which the type of the grid tells apart.

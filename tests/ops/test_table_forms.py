@@ -60,12 +60,8 @@ def test_dequantised_values_are_exact(host, mode):
 FAULTS = {
     "sign parity": ("iq3_xxs", "folded ^= folded >> 1;", ""),
     "the other half of eight signs": ("iq2_s", "signs >> (8 * k + 4)", "signs >> (8 * k)"),
-    "the order of two low halves": (
-        "iq4_xs",
-        "2 + unit / 2) >> (4 * (unit % 2))",
-        "2 + unit / 2) >> (4 - 4 * (unit % 2))",
-    ),
-    "high bits of scales": ("iq4_xs", "(high & 3u) << 4", "(high & 1u) << 4"),
+    "the order of low halves": ("iq4_xs", "all.y >> (4 * unit)", "all.y >> (4 * (unit ^ 1u))"),
+    "high bits of scales": ("iq4_xs", "low | high << 4", "low | high << 3"),
     "high bits of indices": ("iq3_s", "((high >> i) & 1u) << 8", "0u"),
     "the index of a grid": ("iq2_xs", "(words[0] >> 16) & 511u", "(words[0] >> 16) & 255u"),
     "the second scale": ("iq2_xs", "scale[1] = d", "scale[1] = scale[0]"),
