@@ -27,7 +27,7 @@ typedef uint64_t q4 __attribute__((vector_size(32), aligned(1), may_alias));
 
 #define EVERY_TYPE(_)                                                                                    \
     _(Q4_0) _(Q4_1) _(Q5_0) _(Q5_1) _(Q8_0) _(MXFP4) _(Q2_K) _(Q3_K) _(Q4_K) _(Q5_K) _(Q6_K)              \
-    _(IQ4_NL) _(IQ4_XS) _(IQ3_XXS) _(IQ3_S) _(IQ2_XXS) _(IQ2_XS) _(IQ2_S)
+    _(IQ4_NL) _(IQ4_XS) _(IQ3_XXS) _(IQ3_S) _(IQ2_XXS) _(IQ2_XS) _(IQ2_S) _(IQ1_S)
 #define ITEM(NAME) NAME,
 typedef enum { EVERY_TYPE(ITEM) TYPES } Type;
 #undef ITEM
@@ -63,6 +63,7 @@ static const Form forms[TYPES] = {
     [IQ2_XXS] = {"IQ2_XXS", 256, 66, 2, {{0, 2}}, .raw = {{2, 8}}},
     [IQ2_XS] = {"IQ2_XS", 256, 74, 2, {{0, 2}, {66, 8}}, .raw = {{2, 8}}},
     [IQ2_S] = {"IQ2_S", 256, 82, 2, {{0, 2}, {66, 16}}, .raw = {{2, 4}, {34, 4}}},
+    [IQ1_S] = {"IQ1_S", 256, 50, 1, {{0, 2}, {34, 16}}, .raw = {{2, 4}}},
 };
 
 #define CAT_(a, b) a##_##b

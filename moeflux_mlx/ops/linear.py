@@ -17,7 +17,7 @@ from .backend import FLOATS, Array, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
-from .matrix import Part, Weights, dequantized, inputs_of, part_of_heads, parts_of, rows_of
+from .matrix import Part, Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
 from .tiles import MAX_TOKENS, lanes_of, planned, split_of, tile_of
@@ -134,10 +134,10 @@ def _pays_dense(x: mx.array, w: Weights) -> bool:
 def embed(ids: Array, w: Weights) -> Array:
     """Rows of W by id: [...] -> [..., I]."""
     if isinstance(ids, mx.array):
-        rows = [part[ids] for part in parts_of(w)]
+        rows = each_part(w, lambda part: part[ids])
         return rows[0] if w.quant is None else unpacked(w.quant, *rows)
     flat = ids.reshape(-1)
-    parts = [view(part)[flat] for part in parts_of(w)]
+    parts = each_part(w, lambda part: view(part)[flat])
     if w.quant is None:
         out = parts[0]
     elif _is_native(w):

@@ -14,7 +14,8 @@ as the physical cores this process may use, sleeps between bursts, and is starte
 
 Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
 unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits), float16 or float32,
-or scales alone are uint8 (E8M0, or E4M3 in groups of 16).
+or scales alone are uint8 (E8M0, or E4M3 in groups of 16). Nested scales of GGUF's forms are uint8 too, with `supers` in
+place of biases where the form has them; a symmetric form has its `supers` as scales.
 `out` receives the result if given; it must be writable and overlap no input.
 
 Does not know: models, files, MLX streams. If there was no compiler at installation, the extension is missing:
@@ -180,8 +181,8 @@ def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np
 
 
 def _source(quant: Quant) -> int:
-    """The kernels' number of where scales and biases come from: they are stored, or there are symmetric or nested scales
-    of GGUF's forms."""
+    """The kernels' number of where scales and biases come from: both are stored, or scales alone of a symmetric form, or
+    nested scales."""
     return 0 if quant.is_of_mlx else 2 if quant.is_nested else 1
 
 

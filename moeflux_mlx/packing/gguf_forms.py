@@ -39,11 +39,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..formats.record import ITEM_BYTES
-from ..quant import GGUF_MODES, Quant
+from ..quant import GGUF_MODES, GRID, Quant
+from .gguf_tables import SEPARATE, grid_of
 
 Arrays = tuple[np.ndarray, ...]
 BLOCK = 32
 TYPES = {"U32": "<u4", "F16": "<f2", "U8": "u1"}  # of a part's values
+ONLY_NUMPY = ("IQ1_M",)
 
 
 def _load() -> ModuleType | None:
@@ -182,6 +184,15 @@ FORMS = {
     "Q5_K": Form(_of("q5_k"), 176, "F16", _q5_k),
     "Q6_K": Form(_of("q6_k"), 210, "F16", _q6_k),
     "MXFP4": Form(Quant(4, BLOCK, "mxfp4"), 17, "U8", _mxfp4),
+    "IQ4_NL": Form(_of("iq4_nl"), 18, "F16", SEPARATE["IQ4_NL"]),
+    "IQ4_XS": Form(_of("iq4_xs"), 136, "F16", SEPARATE["IQ4_XS"]),
+    "IQ3_XXS": Form(_of("iq3_xxs"), 98, "F16", SEPARATE["IQ3_XXS"]),
+    "IQ3_S": Form(_of("iq3_s"), 110, "F16", SEPARATE["IQ3_S"]),
+    "IQ2_XXS": Form(_of("iq2_xxs"), 66, "F16", SEPARATE["IQ2_XXS"]),
+    "IQ2_XS": Form(_of("iq2_xs"), 74, "F16", SEPARATE["IQ2_XS"]),
+    "IQ2_S": Form(_of("iq2_s"), 82, "F16", SEPARATE["IQ2_S"]),
+    "IQ1_S": Form(_of("iq1_s"), 50, "F16", SEPARATE["IQ1_S"]),
+    "IQ1_M": Form(_of("iq1_m"), 56, "F16", SEPARATE["IQ1_M"]),
 }
 
 
@@ -192,11 +203,11 @@ def repacked(kind: str, stored: np.ndarray) -> Arrays:
         stored: uint8 [..., bytes of a row].
 
     Returns:
-        Words of codes, uint32 [..., words], and the other parts of the form, in memory of their own.
+        Words of codes, uint32 [..., words], and the other parts of the form but a grid, in memory of their own.
     """
     form, lead = FORMS[kind], stored.shape[:-1]
     columns, rows = stored.shape[-1] // form.nbytes * form.quant.multiple, math.prod(lead)
-    shapes = [form.quant.of_part(part, columns, form.scales) for part in form.quant.parts]
+    shapes = [form.quant.of_part(part, columns, form.scales) for part in form.quant.parts if part != GRID]
     ends = list(accumulate(rows * count * ITEM_BYTES[dtype] for count, dtype in shapes))
     starts, memory = [0, *ends[:-1]], stored.reshape(-1).copy()
     rearrange(kind, memory, starts)
@@ -216,9 +227,14 @@ def rearrange(kind: str, memory: np.ndarray, places: Sequence[int], start: int =
     """
     form = FORMS[kind]
     count = ((len(memory) - start) if nbytes is None else nbytes) // form.nbytes
-    if _native is not None:
+    if _native is not None and kind not in ONLY_NUMPY:
         _native.rearrange(kind, memory, False, start, count, *places[1:])
         return
     blocks = memory[start : start + count * form.nbytes].reshape(count, form.nbytes)
     for place, part in zip(places, form.unpack(blocks), strict=True):
         memory[place : place + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def grids(kind: str) -> tuple[np.ndarray, ...]:
+    """The grid of a type's form, uint8 [entries, values], if it has one."""
+    return (grid_of(kind),) if FORMS[kind].quant.grid else ()

@@ -79,7 +79,7 @@ def mlx_layout(
         tensors: all of the checkpoint, of which those of an image encoder are copied.
 
     Raises:
-        ConfigError: mlx-lm has no such model.
+        ConfigError: mlx-lm has no such model, or does not read the form of a matrix.
     """
     if args.model_type not in LOADED:
         raise ConfigError(
@@ -99,6 +99,9 @@ def mlx_layout(
             path = name.of_stack(layer, projection.name)
             forms[path] = projection.quant
             sources.append(StackSource(path, layer, index))
+    for path, quant in forms.items():
+        if quant is not None and not quant.is_of_mlx:
+            raise ConfigError(f"--layout mlx: mlx-lm does not read {path}, which has {quant}; leave the option out")
     kept = [one for one in tensors if is_aside(one.name, args.num_hidden_layers)]
     copied = [one for one in kept if one.name.startswith(ENCODERS.get(args.model_type, ()))]
     sources += map(Copied, copied)

@@ -16,7 +16,7 @@ from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.matrix import Part, dequantized, part_of_heads
 from moeflux_mlx.ops.tiles import using
-from moeflux_mlx.packing.gguf_forms import repacked
+from moeflux_mlx.packing.gguf_forms import grids, repacked
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, GGUF_MODES, Quant
 
 pytest.importorskip("gguf")
@@ -38,8 +38,8 @@ def of(mode):
 
 
 GGUF = [(of(mode), "") for mode in GGUF_MODES]
-NATIVE = GRID + SMALL_FLOATS + GGUF
 GRID += [*SMALL_FLOATS, *GGUF]
+NATIVE = [case for case in GRID if forms.is_read(case[0], 768, natively=True)]
 H, I, SLOTS = 256, 128, 4
 
 
@@ -72,7 +72,7 @@ class Stored:
             stored = gguf_models.random_blocks(
                 quant.mode.upper(), (rows, columns), int(rng.integers(1 << 30)), columns**-0.5
             )
-            self.parts = repacked(quant.mode.upper(), stored)
+            self.parts = *repacked(quant.mode.upper(), stored), *grids(quant.mode.upper())
             self.values = gguf_models.values_of(quant.mode.upper(), stored).astype(np.float64)
             self.largest = np.abs(self.values)
             return
@@ -236,7 +236,7 @@ def test_kernel_reads_every_width_with_tiles_of_cuda(host, quant, kind):
 
 INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16")]
 INTEGERS += [(MXFP4, "U8"), (GLOBAL, "U8")]
-PAIRS = [case for case in GGUF if case[0].is_nested]
+PAIRS = [case for case in GGUF if case[0].is_nested and case[0].codes == quant_module.INTEGER]
 
 
 @pytest.fixture
@@ -424,7 +424,7 @@ def test_native_kernels_read_every_form(path, case):
             assert (np.abs(got - x @ matrix.values.T) <= bound).all()
 
 
-@grid([*(case for case in FEW if case[0] != Quant(4, 64)), *GGUF])
+@grid([case for case in FEW + GGUF if case in NATIVE and case[0] != Quant(4, 64)])
 def test_native_bits_of_a_row_depend_on_that_row_alone(path, quant, kind):
     made = Experts((quant,) * 3, kind, tokens=5)
     native.set_threads(1)
