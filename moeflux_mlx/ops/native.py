@@ -181,8 +181,9 @@ def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np
 
 
 def _source(quant: Quant) -> int:
-    """The kernels' number of where scales and biases come from: both are stored, or scales alone of a symmetric form, or
-    nested scales."""
+    """The kernels' number of where scales and biases come from: both are stored, or scales alone of a symmetric form,
+    or nested scales.
+    """
     return 0 if quant.is_of_mlx else 2 if quant.is_nested else 1
 
 
