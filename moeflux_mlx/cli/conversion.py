@@ -4,13 +4,16 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from ..calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated
 from ..calibration.rounding import GPTQ, METHODS
 from ..engine.machine import default_dtype
+from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import ConfigError
 from ..files import user_path
+from ..formats.hub import quant_of
 from ..formats.packed import FOLDER
 from ..model.tensors import token_bytes
 from ..packing.convert import ConversionReport, convert
@@ -59,12 +62,24 @@ def run(options: argparse.Namespace) -> int:
             f"--rounding {options.rounding} does not go with --calibrate; --method says how codes are made"
         )
     try:
+        if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
+            options.hf_path, options.revision = str(_downloaded(options.hf_path, options.revision)), None
         report = _convert(options)
     except KeyboardInterrupt:
         note("interrupted; run the same command again to resume")
         return INTERRUPTED
     _print_report(report, options)
     return 0
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The first file of a repository's GGUF model, which is downloaded whole: its experts lie in several tensors."""
+    remote = Remote.look_up_or_cached(name, revision)
+    if isinstance(remote, Path):
+        return remote
+    if remote.missing:
+        note(remote.disk)
+    return remote.download(shown=remote.missing > 0)
 
 
 def _convert(options: argparse.Namespace) -> ConversionReport:

@@ -45,7 +45,7 @@ NOT_GIVEN = {
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """With `several`, models are in `models`, which is None if none is given."""
     add = parser.add_argument_group("model").add_argument
-    model = "directory, GGUF file, or Hugging Face repo id org/name; default: the demo model in the package"
+    model = "directory, GGUF file, or repo id org/name (GGUF: org/name:Q4_K_M); default: the demo model in the package"
     if several:
         more = "may be repeated: one is loaded at a time"
         add("--model", action="append", dest="models", metavar="MODEL", help=f"{model}; {more}")
