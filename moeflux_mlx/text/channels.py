@@ -163,8 +163,8 @@ THOUGHT, RESPONSE = span("think"), span("response")
 
 @dataclass(frozen=True)
 class Spans(Channels):
-    """Reasoning in a span, and text in another one. The beginning of the latter is part of `end`; a prompt ends with the
-    beginning of either.
+    """Reasoning in a span, and text in another one. The beginning of the latter is part of `end`; a prompt ends with
+    the beginning of either.
     """
 
     def switches(self, inside: bool) -> dict[str, bool]:
