@@ -19,6 +19,7 @@ from ..errors import RequestError
 from ..experts.routing import ignore_report
 from ..experts.tables import open_readers
 from ..files import read_json
+from ..kinds import streams_before
 from ..layers import LastProduct
 from ..mixers.registry import make_cache, stored_forms
 from ..model.decoder import Model
@@ -142,7 +143,7 @@ class LayerRun:
         with _locked(self.folder), native.activations(native.EXACT):
             self._remove_unfinished()
             if self.finished is None:
-                write_rows(self._file(0), self._form(), self._embedded())
+                write_rows(self._file(0), self._form(0), self._embedded())
             for layer in range(cast(int, self.finished), count):
                 self._pass(layer, lambda share, done=layer: progress((done + share) / count))  # type: ignore[misc]
 
@@ -169,9 +170,9 @@ class LayerRun:
         """Holds the hidden states after that number of layers."""
         return self.folder / f"hidden-{layer:05d}.safetensors"
 
-    def _form(self) -> dict[str, Written]:
+    def _form(self, layer: int) -> dict[str, Written]:
         """The tensors of `_file`."""
-        width = self.args.hidden_size * (self.args.connections.streams if self.args.connections else 1)
+        width = self.args.hidden_size * streams_before(self.args.connections, layer)
         kind = DTYPES[self.dtype]
         shapes = {f"text.{i}": (1, len(text), width) for i, text in enumerate(self.texts)}
         return {name: Written(name, kind, shape) for name, shape in shapes.items()}
@@ -221,7 +222,7 @@ class LayerRun:
 
     def _keep(self, layer: int, rows: Iterator[mx.array]) -> None:
         """Writes what a layer makes of each text; the layer has then finished."""
-        write_rows(self._file(layer + 1), self._form(), rows)
+        write_rows(self._file(layer + 1), self._form(layer + 1), rows)
         for old in (self._file(layer), self._chosen_file(layer)):
             old.unlink(missing_ok=True)
         mx.clear_cache()

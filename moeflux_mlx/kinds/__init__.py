@@ -11,12 +11,20 @@ from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
-from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections
+from .streams import (
+    BlockSums,
+    Connections,
+    GatedConnections,
+    HyperConnections,
+    IndependentConnections,
+    streams_before,
+)
 
 __all__ = [
     "Activation",
     "ActivationForm",
     "Attending",
+    "BlockSums",
     "COMPUTED",
     "Connections",
     "Dense",
@@ -43,5 +51,6 @@ __all__ = [
     "SharedExpert",
     "Yarn",
     "product_operations",
+    "streams_before",
     "unsupported",
 ]

@@ -13,6 +13,7 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
+from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, RMSNorm
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
@@ -46,7 +47,7 @@ class Decoder(nn.Module):
         if connections is None or not connections.has_own_norm:
             self.norm = RMSNorm(args.hidden_size, args.last_norm_eps)
         if connections is not None:
-            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
+            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, None)
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
             # A table needs the ids. A layer's input says nothing of the next one's if that is another sum of streams.
             predicts = layer.mlp.reads_tokens if following.mlp.reads_tokens else connections is None
@@ -377,7 +378,7 @@ class Model(nn.Module):
 
     def embedded(self, tokens: mx.array) -> Any:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
-        streams, h = self.args.connections.streams if self.args.connections else 1, self._of_one_stream(tokens)
+        streams, h = streams_before(self.args.connections, 0), self._of_one_stream(tokens)
         return h if streams == 1 else spread(h, streams)
 
     def _of_one_stream(self, tokens: mx.array) -> Any:

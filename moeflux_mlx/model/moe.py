@@ -296,6 +296,8 @@ class LatentMoE(MoE):
         self._is_apart = part.shared is not None
         self.fc1_latent_proj = Linear(hidden_size, part.latent)
         self.fc2_latent_proj = Linear(part.latent, hidden_size)
+        if part.latent_norm:
+            self.latent_norm = RMSNorm(part.latent, eps)
 
     def _latent(self, x: Any) -> Any:
         return self.fc1_latent_proj(x)
@@ -309,7 +311,7 @@ class LatentMoE(MoE):
         return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
 
     def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
-        return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
+        return self.fc2_latent_proj(made, self.get("latent_norm"), residual if beside is None else beside)
 
 
 class MoEBetweenStreams(MoE):
@@ -327,6 +329,17 @@ class MoEBetweenStreams(MoE):
         return super().finish([backend.zeros_like(parts[0]), *parts], report)
 
 
+class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
+    """A `LatentMoE` that adds its output to nothing."""
+
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        shared = self._shared(gates)
+        return None if shared is None else shared.rows(x).reshape(residual.shape)
+
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        return super()._joined(None, made, beside)
+
+
 def moe_of(
     part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None, residual: Residual, eps: float
 ) -> MoE:
@@ -337,8 +350,8 @@ def moe_of(
     elif residual.output_norms or (part.shared is not None and part.shared.normed):
         kind = NormedMoE
     if residual.connections is not None:
-        assert kind is MoE, "no family has latents or norms of experts between several streams"
-        kind = MoEBetweenStreams
+        assert kind is not NormedMoE, "no family has norms of experts between several streams"
+        kind = LatentMoEBetweenStreams if kind is LatentMoE else MoEBetweenStreams
     return kind(part, hidden_size, layer, experts, residual, eps)
 
 

@@ -40,8 +40,9 @@ def texts_of(family):
     return [tokens, tokens[5:30], tokens[:1]]
 
 
-# Attention, recurrent mixers of three kinds, several streams of three kinds, n-grams, a layer without experts, experts
-# between two projections, biases of experts, chosen positions and blocks, and norms that depend on the depth.
+# Attention, recurrent mixers of three kinds, several streams of three kinds, sums of blocks, n-grams, a layer without
+# experts, experts between two projections, biases of experts, chosen positions and blocks, and norms that depend on the
+# depth.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -53,6 +54,7 @@ FAMILIES = [
     "glm_moe_dsa",
     "beam",
     "hy_v4",
+    "kimi_k3",
 ]
 
 
