@@ -208,13 +208,17 @@ class Embedding(Weight):
 
 @dataclass(frozen=True)
 class LastProduct:
-    """Logits of normed hidden states [..., D]: the product with a matrix, limited to `cap` if there is one."""
+    """Logits of normed hidden states [..., D]: the product with a matrix times `scale`, limited to `cap` if there is
+    one.
+    """
 
     matrix: Linear | Embedding
     cap: float | None
+    scale: float
 
     def __call__(self, hidden: Array) -> Array:
-        return softcap(linear(hidden, self.matrix), self.cap)
+        logits: Any = linear(hidden, self.matrix)
+        return softcap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 
 class RMSNorm(nn.Module):

@@ -14,6 +14,7 @@ from . import (
     glm,
     glm5_next,
     gpt_oss,
+    granite,
     hunyuan,
     hy_v4,
     kimi_linear,
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Family] = {
     **kimi_linear.FAMILIES,
     **beam.FAMILIES,
     **hy_v4.FAMILIES,
+    **granite.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

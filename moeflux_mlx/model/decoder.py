@@ -268,7 +268,8 @@ class Model(nn.Module):
     @property
     def last_product(self) -> LastProduct:
         """Makes logits from normed hidden states; it holds no other part of the model."""
-        return LastProduct(self.model.embed_tokens if self.args.is_tied else self.lm_head, self.args.logit_softcap)
+        matrix = self.model.embed_tokens if self.args.is_tied else self.lm_head
+        return LastProduct(matrix, self.args.logit_softcap, self.args.logit_scale)
 
     def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
         """`_outputs` of the rows of a step."""
@@ -383,7 +384,7 @@ class Model(nn.Module):
     def _of_one_stream(self, tokens: mx.array) -> Any:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
         h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 has no dtype of its own
-        return h if self.args.embedding_scale == 1.0 else h * self.args.embedding_scale
+        return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property
     def layers(self) -> list[Any]:

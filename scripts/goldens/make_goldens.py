@@ -54,6 +54,7 @@ LENGTHS = dict.fromkeys(
     ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4"), 64
 )
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
+LENGTHS |= {"granitemoehybrid": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew

@@ -41,7 +41,8 @@ def texts_of(family):
 
 
 # Attention, recurrent mixers of three kinds, several streams of three kinds, n-grams, a layer without experts, experts
-# between two projections, biases of experts, chosen positions and blocks, and norms that depend on the depth.
+# between two projections, biases of experts, chosen positions and blocks, norms that depend on the depth,
+# and a stream that is kept divided by a factor.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -53,6 +54,7 @@ FAMILIES = [
     "glm_moe_dsa",
     "beam",
     "hy_v4",
+    "granitemoehybrid",
 ]
 
 

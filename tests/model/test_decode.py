@@ -99,7 +99,7 @@ def attending(model):
         *("qwen3_5_moe", "deepseek_v3", "gpt_oss", "step3p5", "g9v3", "glm_moe_dsa"),
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
-        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4")),
+        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "granitemoehybrid")),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):

@@ -169,6 +169,12 @@ IGNORED = [
     ("kolibri1", {"sliding_window": 10}),
     ("kolibri1", {"norm_topk_prob": True}),
     ("kolibri1", {"layer_types": ["sliding_attention"] * 5}),
+    ("granitemoehybrid", {"embedding_multiplier": None}),
+    ("granitemoehybrid", {"residual_multiplier": None}),
+    ("granitemoehybrid", {"attention_multiplier": None}),
+    ("granitemoehybrid", {"logits_scaling": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    ("granitemoehybrid", {"rms_norm_eps": None}),
     ("beam", {"final_logit_softcapping": 30.0}),
     ("beam", {"rms_norm_eps": None}),
     ("beam", {"rope_parameters": None}),
@@ -534,6 +540,28 @@ def test_mistakes_in_hy_v4(mistake):
     assert error(model, "hy_v4") > 10 * TOLERANCE
 
 
+# The norms of a stream that is kept divided by the factor of parts, and those that read no stream.
+NORMS_OF_GRANITE = {
+    "norms of the stream": lambda layer: [_change_eps(layer, name, 0.4**2) for name in BEFORE_PARTS],
+    "norms of Mamba": lambda layer: "mamba" in layer and _change_eps(layer.mamba, "norm", 0.4**-2),
+}
+BEFORE_PARTS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _change_eps(owner, name, factor):
+    owner[name].eps *= factor
+    if hasattr(owner, "arrange"):
+        owner.arrange()
+
+
+@pytest.mark.parametrize("norms", NORMS_OF_GRANITE)
+def test_an_epsilon_that_forgets_how_the_stream_is_kept(norms):
+    model = load_model(tiny_directory("granitemoehybrid", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        NORMS_OF_GRANITE[norms](layer)
+    assert error(model, "granitemoehybrid") > 10 * TOLERANCE
+
+
 AGREED = (
     "kimi_k2",
     "moonlight",
@@ -549,6 +577,7 @@ AGREED = (
     "qwen2_moe",
     "afmoe",
     "bailing_hybrid",
+    "granitemoehybrid",
 )
 
 

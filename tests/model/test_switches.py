@@ -11,7 +11,7 @@ from metal import fast, msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Residual, Rotation, Router, SharedExpert
+from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Rotation, Router, SharedExpert
 from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.mixers.grouped.module import Attention
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
@@ -261,9 +261,3 @@ def test_layers_may_differ_in_their_limits_alone():
     for other in (replace(experts, width=64), replace(experts, biases=True), shared[0]):
         with pytest.raises(ConfigError, match="layer 1 has other experts than layer 0"):
             _check(replace(args, layers=(args.layers[0], replace(args.layers[0], feed_forward=other))))
-
-
-def test_a_switch_that_is_not_computed_is_refused():
-    with pytest.raises(ConfigError, match=r"layer 0 has scale 0\.5, which is not implemented"):
-        args = tiny_args(PLAIN, residual=Residual(scale=0.5))
-        _check(replace(args, layers=args.layers[:1]))
