@@ -43,12 +43,13 @@ FIXTURES_OF_KIN = FIXTURES.parent / "kin"
 FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
-TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # their fused experts are [E, in, out]
+TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
 INTERLEAVED = ("gpt_oss",)  # in their fused experts, rows of gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
 STACKS = {
     "gpt_oss": "experts",
     "afmoe": "experts",
+    "llama4": "experts",
     "gemma4": "experts.switch_glu",
 }  # mlx-lm's stacked experts, if not switch_mlp
 LOW_EMBEDDINGS = (

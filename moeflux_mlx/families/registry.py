@@ -21,6 +21,7 @@ from . import (
     kolibri,
     laguna,
     lfm2,
+    llama4,
     mimo,
     minimax,
     mistral,
@@ -64,6 +65,7 @@ FAMILIES: dict[str, Family] = {
     **beam.FAMILIES,
     **hy_v4.FAMILIES,
     **granite.FAMILIES,
+    **llama4.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

@@ -20,7 +20,8 @@ from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
-from .moe import BeforeExperts, DenseMLP, MoE, NoMLP, moe_of
+from .dense import DenseMLP, NoMLP
+from .moe import BeforeExperts, MoE, moe_of
 from .ngrams import NGramLayer
 from .residual import NormedStream, OneStream, Residual, SeveralStreams
 from .span import MIXER_SHARE, Span

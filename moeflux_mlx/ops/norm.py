@@ -41,6 +41,17 @@ class ConstantNorm:
         return rms_norm(x, self.weight, self.eps)
 
 
+@dataclass
+class UnitNorm:
+    """One without a weight; `weight` [D] is ones, for kernels that read it."""
+
+    weight: mx.array
+    eps: float
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, None, self.eps)
+
+
 def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Array:
     """The RMS norm over the last axis, times `weight` [D]; None: times 1."""
     if isinstance(x, np.ndarray):

@@ -53,7 +53,7 @@ def resident_model(monkeypatch, request):
     return make_resident(monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4", "beam", *SOME_CHOOSING], indirect=True)
+@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4", "beam", "llama4", *SOME_CHOOSING], indirect=True)
 def test_compiled_step_equals_the_plain_one(resident_model):
     model = resident_model
     prompt, rest = list(range(5, 25)), [7, 3, 9, 30]
@@ -99,7 +99,7 @@ def attending(model):
         *("qwen3_5_moe", "deepseek_v3", "gpt_oss", "step3p5", "g9v3", "glm_moe_dsa"),
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
-        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "granitemoehybrid")),
+        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "granitemoehybrid", "llama4")),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
@@ -182,6 +182,7 @@ MOST |= {"glm5_next": 12, ("glm5_next", 2): 21, ("glm5_next", 4): 21}
 MOST |= {"qwen4_exp": 19, ("qwen4_exp", 0): 11, ("qwen4_exp", 1): 14, ("qwen4_exp", 3): 14}
 MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2): 12, "minimax_m3_vl": 9}
 MOST |= {"hy_v4": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
+MOST |= {"llama4": 11}  # the input of its experts is scaled
 MOST |= {"nemotron_h": 10, "nemotron_h_latent": 12, "lfm2_moe": 7, ("lfm2_moe", 4): 8}
 MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "solar_open", "g9v3", "mixtral"), 8)
 

@@ -11,9 +11,10 @@ from grids import drawn
 from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.kinds import Activation, QueryGrowth
+from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
+from moeflux_mlx.model import moe
 from moeflux_mlx.model.residual import OneStream
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
@@ -169,6 +170,15 @@ IGNORED = [
     ("kolibri1", {"sliding_window": 10}),
     ("kolibri1", {"norm_topk_prob": True}),
     ("kolibri1", {"layer_types": ["sliding_attention"] * 5}),
+    ("llama4", {"attention_chunk_size": 11}),
+    ("llama4", {"attention_chunk_size": None}),
+    ("llama4", {"attn_temperature_tuning": 0}),
+    ("llama4", {"floor_scale": 6}),
+    ("llama4", {"attn_scale": 0.1}),
+    ("llama4", {"use_qk_norm": False}),
+    ("llama4", {"no_rope_layers": []}),
+    ("llama4", {"rope_scaling": None}),
+    ("llama4", {"rms_norm_eps": 1e-5}),
     ("granitemoehybrid", {"embedding_multiplier": None}),
     ("granitemoehybrid", {"residual_multiplier": None}),
     ("granitemoehybrid", {"attention_multiplier": None}),
@@ -441,6 +451,7 @@ def test_mistakes_in_a_router(mistake):
 
 ROPES = {
     "ernie4_5_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
 }
 
@@ -448,7 +459,7 @@ ROPES = {
 @pytest.mark.parametrize("family", ROPES)
 def test_pairs_of_a_rotation_that_are_not_the_familys(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
-    for attention in (layer.self_attn for layer in model.layers):
+    for attention in (layer.self_attn for layer in model.layers if layer.self_attn.rope):
         attention.rope = Rope(ROPES[family][1](attention.mixer.rotation))
         attention.arrange()
     assert error(model, family) > 10 * TOLERANCE
@@ -538,6 +549,31 @@ def test_mistakes_in_hy_v4(mistake):
     for layer in model.layers:
         HY_V4[mistake](layer)
     assert error(model, "hy_v4") > 10 * TOLERANCE
+
+
+# Parts of Llama 4 that an implementation may place wrongly.
+LLAMA4 = {
+    "windows instead of chunks": lambda layer, patch: _switch(layer, chunked=False),
+    "queries that grow in chunks too": lambda layer, patch: _switch(layer, query_scale=QueryScale(0.7, 5, first=1)),
+    "queries that grow one later": lambda layer, patch: (
+        layer.self_attn.mixer.query_scale and _switch(layer, query_scale=QueryScale(0.7, 5))
+    ),
+    "queries and keys in norms without rotation too": lambda layer, patch: _switch(layer, norm="unit"),
+    "outputs that are scaled": lambda layer, patch: patch.setattr(moe, "_scaled_input", lambda *given: given),
+    "a softmax": lambda layer, patch: hasattr(layer.mlp, "rule") and _set_rule(layer, score="softmax"),
+}
+
+
+def _set_rule(layer, **change):
+    layer.mlp.rule = replace(layer.mlp.rule, **change)
+
+
+@pytest.mark.parametrize("mistake", LLAMA4)
+def test_mistakes_in_llama4(monkeypatch, mistake):
+    model = load_model(tiny_directory("llama4", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        LLAMA4[mistake](layer, monkeypatch)
+    assert error(model, "llama4") > 10 * TOLERANCE
 
 
 # The norms of a stream that is kept divided by the factor of parts, and those that read no stream.
