@@ -58,6 +58,8 @@ LOW_EMBEDDINGS = (
     "ernie4_5_moe",
     "afmoe",
     "granitemoehybrid",
+    "cohere2_moe",
+    "cohere2_moe_north",
 )  # they make the logits too, or are scaled
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
 ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight")

@@ -4,6 +4,7 @@ from . import (
     afmoe,
     bailing,
     beam,
+    cohere,
     deepseek,
     deepseek_v4,
     ernie,
@@ -66,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     **hy_v4.FAMILIES,
     **granite.FAMILIES,
     **llama4.FAMILIES,
+    **cohere.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

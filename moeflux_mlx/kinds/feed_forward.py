@@ -82,8 +82,9 @@ class Dense:
 @dataclass(frozen=True)
 class SharedExpert:
     """An MLP next to the routed experts that every token uses. `gated`: its output is multiplied by the sigmoid of a
-    gate. `normed`: its input has its own norm, and its output and that of the routed experts are each normed before
-    they are added. `matrices`: three with a gate, two without.
+    gate. `averaged`: it is multiplied by 1/2, as the routed experts' is by the router's `scale`. `normed`: its input
+    has its own norm, and its output and that of the routed experts are each normed before they are added. `matrices`:
+    three with a gate, two without.
     """
 
     width: int
@@ -91,6 +92,7 @@ class SharedExpert:
     activation: Activation = SILU
     normed: bool = False
     matrices: int = 3
+    averaged: bool = False
 
 
 @dataclass(frozen=True)

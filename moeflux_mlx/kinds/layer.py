@@ -20,7 +20,9 @@ class Residual:
     multiplies the layer's output. `averaged`: the n-th part of the stream, of which the embedding is the first, is
     added as h * sqrt((n - 1) / n) + part / sqrt(n) (transformers, `depth_scaled_residual_add`). The result is the plain
     sum of the n parts, divided by sqrt(n). Everything that reads the stream norms it, so the model keeps the plain sum
-    and multiplies the epsilon of these norms by n.
+    and multiplies the epsilon of these norms by n. `parallel`: both parts take the same normed stream, and both outputs
+    are added to it: out = x + mixer(norm(x)) + feed_forward(norm(x)). `centred`: norms of the stream also take its mean
+    away (arXiv:1607.06450).
     """
 
     scale: float = 1.0
@@ -28,6 +30,8 @@ class Residual:
     output_norms: bool = False
     layer_scale: bool = False
     averaged: bool = False
+    parallel: bool = False
+    centred: bool = False
 
     @property
     def streams(self) -> int:

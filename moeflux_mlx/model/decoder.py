@@ -13,7 +13,7 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
-from ..layers import Embedding, LastProduct, Linear, RMSNorm
+from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
@@ -44,13 +44,13 @@ class Decoder(nn.Module):
         self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
         if connections is None or not connections.has_own_norm:
-            self.norm = RMSNorm(args.hidden_size, args.last_norm_eps)
+            self.norm = norm_of(args.layers[-1].residual, args.hidden_size, args.last_norm_eps)
         if connections is not None:
             self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
+        has_one = connections is None and not args.layers[0].residual.parallel
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
-            # A table needs the ids. A layer's input says nothing of the next one's if that is another sum of streams.
-            predicts = layer.mlp.reads_tokens if following.mlp.reads_tokens else connections is None
-            if predicts:
+            # A table needs the ids. An input says nothing of the next layer's if it is another sum or norm of streams.
+            if layer.mlp.reads_tokens if following.mlp.reads_tokens else has_one:
                 layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
     def normed(self, h: Array) -> Array:

@@ -37,7 +37,7 @@ class DenseMLP(MLP):
 
     def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
         super().__init__(hidden_size, part.width, part.activation)
-        self._adds = residual.connections is None  # otherwise a connection adds its output to several streams
+        self._adds = residual.connections is None and not residual.parallel  # otherwise the residual adds its output
         if residual.output_norms:
             self.output = Output(hidden_size, eps, residual.layer_scale)
 

@@ -74,12 +74,14 @@ class MoE(nn.Module):
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
             self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation, part.shared.matrices)
+            self._averages = part.shared.averaged
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
         if self.rule.own_norm:
             self.gate_norm = RMSNorm(hidden_size, eps)
         if self.rule.expert_scales:
             self.expert_scales = mx.ones((self.rule.experts,))
+        self._averages = part.shared is not None and part.shared.averaged
         self._is_apart = False  # whether the kernels of the routed experts do not take the shared expert
         self._add_parts(part, hidden_size, residual, eps)
         self.arrange()
@@ -256,6 +258,8 @@ class MoE(nn.Module):
             return None
         mlp = self.shared_expert
         own = gates if "shared_expert_gate" in self else None
+        if self._averages:
+            own = backend.zeros_like(gates[:, :1])  # whose sigmoid is 1/2
         return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)
 
 
@@ -351,7 +355,7 @@ def _scaled_input(x: Any, weights: Any) -> tuple[Any, Any]:
 
 
 class MoEBetweenStreams(MoE):
-    """An `MoE` that adds its output to nothing: a connection adds it to several streams."""
+    """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
 
     def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
@@ -377,7 +381,9 @@ def moe_of(
     if part.scales_input:
         assert kind is MoE, "no family has latents or norms of experts whose input is scaled"
         kind = InputScalingMoE
-    if residual.connections is not None:
-        assert kind is MoE, "no family has latents or norms of experts, or scales their input, between several streams"
+    if residual.connections is not None or residual.parallel:
+        assert kind is MoE, (
+            "no family has latents or norms of experts, or scales their input, without a stream of its own"
+        )
         kind = MoEBetweenStreams
     return kind(part, hidden_size, layer, experts, residual, eps)

@@ -60,10 +60,11 @@ def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Arra
     return mx.fast.rms_norm(x, weight, eps)
 
 
-def layer_norm(x: Array, weight: mx.array, bias: mx.array, eps: float) -> Array:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 inside."""
+def layer_norm(x: Array, weight: mx.array, bias: mx.array | None, eps: float) -> Array:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 inside; None: no bias."""
     if isinstance(x, mx.array):
         return mx.fast.layer_norm(x, weight, bias, eps)
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred * centred).mean(axis=-1, keepdims=True)
-    return centred / np.sqrt(variance + np.float32(eps)) * view(weight) + view(bias)
+    normed: np.ndarray = centred / np.sqrt(variance + np.float32(eps)) * view(weight)
+    return normed if bias is None else normed + view(bias)

@@ -42,7 +42,7 @@ def texts_of(family):
 
 # Attention, recurrent mixers of three kinds, several streams of three kinds, n-grams, a layer without experts, experts
 # between two projections, biases of experts, chosen positions and blocks, norms that depend on the depth,
-# and a stream that is kept divided by a factor.
+# a stream that is kept divided by a factor, and experts beside attention.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -55,6 +55,7 @@ FAMILIES = [
     "beam",
     "hy_v4",
     "granitemoehybrid",
+    "cohere2_moe",
 ]
 
 

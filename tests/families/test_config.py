@@ -89,6 +89,7 @@ SIZES = {
     "granite-4.0-h-small-32b-a9b": (5308416, 382205952, 40, 14.24),
     "llama-4-scout-109b-a17b": (70778880, 1132462080, 48, 50.62),
     "llama-4-maverick-400b-a17b": (70778880, 9059696640, 24, 202.5),
+    "north-mini-code-30b-a3b": (2654208, 339738624, 48, 15.19),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
@@ -256,6 +257,22 @@ def test_unknown_storage_names_its_module(entry):
         ("granite-4.0-h-tiny-7b-a1b", {"num_local_experts": 0}, "'num_local_experts' is 0"),
         ("llama-4-scout-109b-a17b", {"num_experts_per_tok": 2}, "'num_experts_per_tok' is 2; only 1"),
         ("llama-4-scout-109b-a17b", {"moe_layers": [48]}, "'moe_layers' is [48]; expected numbers of layers below 48"),
+        (
+            "north-mini-code-30b-a3b",
+            {"expert_selection_fn": "relu"},
+            "'expert_selection_fn' is 'relu'; expected 'softm",
+        ),
+        ("north-mini-code-30b-a3b", {"use_parallel_block": False}, "'use_parallel_block' is False"),
+        (
+            "north-mini-code-30b-a3b",
+            {"num_shared_experts": 1, "shared_expert_combination_strategy": "max"},
+            "'shared_expert_combination_strategy' is 'max'; expected 'average' or 'sum'",
+        ),
+        (
+            "north-mini-code-30b-a3b",
+            {"prefix_dense_intermediate_size": None},
+            "'prefix_dense_intermediate_size' is missing",
+        ),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
         ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
@@ -453,7 +470,10 @@ def test_the_text_part_decides_whose_family_it_is():
         ModelArgs.from_dict(config)
 
 
-@pytest.mark.parametrize(("outer", "text"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4"), ("step3p7", "step3p5")])
+@pytest.mark.parametrize(
+    ("outer", "text"),
+    [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4"), ("step3p7", "step3p5"), ("cohere2_vision", "cohere2_moe")],
+)
 def test_models_that_are_named_after_their_image_encoder(outer, text):
     """As docs/models.md lists them."""
     assert outer not in FAMILIES and family_name({"model_type": outer, "text_config": {"model_type": text}}) == text

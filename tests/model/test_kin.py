@@ -15,7 +15,7 @@ from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
 from moeflux_mlx.model import moe
-from moeflux_mlx.model.residual import OneStream
+from moeflux_mlx.model.residual import OneStream, ParallelStream
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 from moeflux_mlx.ops.rope import Rope
@@ -179,6 +179,17 @@ IGNORED = [
     ("llama4", {"no_rope_layers": []}),
     ("llama4", {"rope_scaling": None}),
     ("llama4", {"rms_norm_eps": 1e-5}),
+    ("cohere2_moe", {"layer_norm_eps": None}),
+    ("cohere2_moe", {"rms_norm_eps": 0.01}),
+    ("cohere2_moe", {"logit_scale": None}),
+    ("cohere2_moe", {"norm_topk_prob": False}),
+    ("cohere2_moe", {"expert_selection_fn": "softmax"}),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    ("cohere2_moe", {"sliding_window": 8}),
+    ("cohere2_moe", {"layer_types": None, "sliding_window_pattern": 4}),
+    ("cohere2_moe_north", {"prefix_dense_sliding_window_pattern": 4}),
+    ("cohere2_moe_north", {"rms_norm_eps": None, "layer_norm_eps": 0.01}),
+    ("cohere2_moe_north", {"norm_topk_prob": True}),
     ("granitemoehybrid", {"embedding_multiplier": None}),
     ("granitemoehybrid", {"residual_multiplier": None}),
     ("granitemoehybrid", {"attention_multiplier": None}),
@@ -451,6 +462,7 @@ def test_mistakes_in_a_router(mistake):
 
 ROPES = {
     "ernie4_5_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "cohere2_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
 }
@@ -465,7 +477,7 @@ def test_pairs_of_a_rotation_that_are_not_the_familys(family):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam"])
+@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam", "cohere2_moe"])
 def test_a_rotation_in_layers_without_a_window(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     turned = next(layer.self_attn.rope for layer in model.layers if layer.self_attn.rope)
@@ -549,6 +561,17 @@ def test_mistakes_in_hy_v4(mistake):
     for layer in model.layers:
         HY_V4[mistake](layer)
     assert error(model, "hy_v4") > 10 * TOLERANCE
+
+
+def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
+    model, right = load_model(tiny_directory("cohere2_moe", "hub"), dtype=mx.float32), ParallelStream.mixed
+
+    def one_after_another(stream, *given):
+        _, h = right(stream, *given)
+        return stream.norm(h), h
+
+    monkeypatch.setattr(ParallelStream, "mixed", one_after_another)
+    assert error(model, "cohere2_moe") > 10 * TOLERANCE
 
 
 # Parts of Llama 4 that an implementation may place wrongly.
