@@ -184,7 +184,7 @@ def _llama3(read: Fields) -> Llama3:
     return Llama3(
         factor=read.number("factor", least=1.0, most=1e6),
         low_freq_factor=low,
-        high_freq_factor=read.number("high_freq_factor", least=low * 1.001, most=1e9),
+        high_freq_factor=read.number("high_freq_factor", least=low, most=1e9),
         original_max_position_embeddings=read.count("original_max_position_embeddings"),
     )
 

@@ -1,12 +1,12 @@
 """The parts of a layer as plain data: a token mixer, a feed-forward part, and how the residual runs.
 
 Each part is a frozen dataclass whose fields are switches that the model's code reads; no code asks which family a model
-belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
+belongs to.
 """
 
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
 from .index import HeadBlocks, Indexer, KeyBlocks
-from .layer import COMPUTED, FeedForward, LayerSpec, Residual, unsupported
+from .layer import FeedForward, LayerSpec, Residual
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryScale
@@ -25,7 +25,6 @@ __all__ = [
     "ActivationForm",
     "Attending",
     "BlockSums",
-    "COMPUTED",
     "Connections",
     "Dense",
     "Experts",
@@ -52,5 +51,4 @@ __all__ = [
     "Yarn",
     "product_operations",
     "streams_before",
-    "unsupported",
 ]

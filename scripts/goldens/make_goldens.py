@@ -54,7 +54,7 @@ LENGTHS = dict.fromkeys(
     ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4"), 64
 )
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
-LENGTHS |= {"kimi_k3": 64}
+LENGTHS |= {"kimi_k3": 64, "granitemoehybrid": 64, "llama4": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
@@ -228,6 +228,7 @@ def of_transformers(family, weights):
     folder = tempfile.mkdtemp()
     weights = in_halves(family, weights) if family == "hy_v4" else weights
     model, first = load_model(family, weights, folder), FIRST.get(family, 0)
+    model = model.language_model if family == "llama4" else model  # the whole one of 5.24 asks for an image's outputs
 
     def logits(tokens):
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -425,7 +426,9 @@ def store_kin(family):
     shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "hy_v4": of_hy_v4}.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (
-        shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"
+        shape
+        for name, shape in shapes.items()
+        if goldens.is_transposed(family, name) and family not in ("gpt_oss", "llama4")
     ):
         shape[1:] = shape[:0:-1]  # as the hub has it; transformers reads both
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())

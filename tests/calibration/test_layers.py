@@ -41,8 +41,8 @@ def texts_of(family):
 
 
 # Attention, recurrent mixers of three kinds, several streams of three kinds, sums of blocks, n-grams, a layer without
-# experts, experts between two projections, biases of experts, chosen positions and blocks, and norms that depend on the
-# depth.
+# experts, experts between two projections, biases of experts, chosen positions and blocks, norms that depend on the
+# depth, a stream that is kept divided by a factor, and experts beside attention.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -55,6 +55,8 @@ FAMILIES = [
     "beam",
     "hy_v4",
     "kimi_k3",
+    "granitemoehybrid",
+    "cohere2_moe",
 ]
 
 

@@ -54,7 +54,11 @@ def resident_model(monkeypatch, request):
     return make_resident(monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4", "beam", "kimi_k3", *SOME_CHOOSING], indirect=True)
+@pytest.mark.parametrize(
+    "resident_model",
+    [*FAMILIES, "mistral4", "beam", "kimi_k3", "llama4", "cohere2_moe", *SOME_CHOOSING],
+    indirect=True,
+)
 def test_compiled_step_equals_the_plain_one(resident_model):
     model = resident_model
     prompt, rest = list(range(5, 25)), [7, 3, 9, 30]
@@ -101,6 +105,7 @@ def attending(model):
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
         *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
+        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe")),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
@@ -163,6 +168,10 @@ def pretended_norm(x, weight, eps):
     return pretended(inputs, [x.shape], [x.dtype])[0]
 
 
+def pretended_layer_norm(x, weight, bias, eps):
+    return pretended([one for one in (x, weight, bias) if one is not None], [x.shape], [x.dtype])[0]
+
+
 def pretended_turn(x, dims, *, freqs, **_):
     return pretended([x, freqs], [x.shape], [x.dtype])[0]
 
@@ -183,6 +192,8 @@ MOST |= {"glm5_next": 12, ("glm5_next", 2): 21, ("glm5_next", 4): 21}
 MOST |= {"qwen4_exp": 19, ("qwen4_exp", 0): 11, ("qwen4_exp", 1): 14, ("qwen4_exp", 3): 14}
 MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2): 12, "minimax_m3_vl": 9}
 MOST |= {"kimi_k3": 17, "hy_v4": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
+MOST |= {"llama4": 11}  # the input of its experts is scaled
+MOST |= {"cohere2_moe": 12}  # both parts take a norm of their own launch, and its shared expert is as wide as two
 MOST |= {"nemotron_h": 10, "nemotron_h_latent": 12, "lfm2_moe": 7, ("lfm2_moe", 4): 8}
 MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "solar_open", "g9v3", "mixtral"), 8)
 
@@ -200,6 +211,7 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(launch, "built", lambda *kernel: pretended)
     monkeypatch.setattr(mx.fast, "rms_norm", pretended_norm)
+    monkeypatch.setattr(mx.fast, "layer_norm", pretended_layer_norm)
     monkeypatch.setattr(mx.fast, "rope", pretended_turn)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", pretended_attention)
     monkeypatch.setattr(attend, "refusal", lambda *_: None)  # for heads that are narrower than a real model's

@@ -11,10 +11,11 @@ from grids import drawn
 from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.kinds import Activation, QueryGrowth
+from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
-from moeflux_mlx.model.residual import OneStream
+from moeflux_mlx.model import moe
+from moeflux_mlx.model.residual import OneStream, ParallelStream
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 from moeflux_mlx.ops.rope import Rope
@@ -170,6 +171,32 @@ IGNORED = [
     ("kolibri1", {"sliding_window": 10}),
     ("kolibri1", {"norm_topk_prob": True}),
     ("kolibri1", {"layer_types": ["sliding_attention"] * 5}),
+    ("llama4", {"attention_chunk_size": 11}),
+    ("llama4", {"attention_chunk_size": None}),
+    ("llama4", {"attn_temperature_tuning": 0}),
+    ("llama4", {"floor_scale": 6}),
+    ("llama4", {"attn_scale": 0.1}),
+    ("llama4", {"use_qk_norm": False}),
+    ("llama4", {"no_rope_layers": []}),
+    ("llama4", {"rope_scaling": None}),
+    ("llama4", {"rms_norm_eps": 1e-5}),
+    ("cohere2_moe", {"layer_norm_eps": None}),
+    ("cohere2_moe", {"rms_norm_eps": 0.01}),
+    ("cohere2_moe", {"logit_scale": None}),
+    ("cohere2_moe", {"norm_topk_prob": False}),
+    ("cohere2_moe", {"expert_selection_fn": "softmax"}),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    ("cohere2_moe", {"sliding_window": 8}),
+    ("cohere2_moe", {"layer_types": None, "sliding_window_pattern": 4}),
+    ("cohere2_moe_north", {"prefix_dense_sliding_window_pattern": 4}),
+    ("cohere2_moe_north", {"rms_norm_eps": None, "layer_norm_eps": 0.01}),
+    ("cohere2_moe_north", {"norm_topk_prob": True}),
+    ("granitemoehybrid", {"embedding_multiplier": None}),
+    ("granitemoehybrid", {"residual_multiplier": None}),
+    ("granitemoehybrid", {"attention_multiplier": None}),
+    ("granitemoehybrid", {"logits_scaling": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    ("granitemoehybrid", {"rms_norm_eps": None}),
     ("beam", {"final_logit_softcapping": 30.0}),
     ("beam", {"rms_norm_eps": None}),
     ("beam", {"rope_parameters": None}),
@@ -444,6 +471,8 @@ def test_mistakes_in_a_router(mistake):
 
 ROPES = {
     "ernie4_5_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "cohere2_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
 }
 
@@ -451,13 +480,13 @@ ROPES = {
 @pytest.mark.parametrize("family", ROPES)
 def test_pairs_of_a_rotation_that_are_not_the_familys(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
-    for attention in (layer.self_attn for layer in model.layers):
+    for attention in (layer.self_attn for layer in model.layers if layer.self_attn.rope):
         attention.rope = Rope(ROPES[family][1](attention.mixer.rotation))
         attention.arrange()
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam"])
+@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam", "cohere2_moe"])
 def test_a_rotation_in_layers_without_a_window(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     turned = next(layer.self_attn.rope for layer in model.layers if layer.self_attn.rope)
@@ -576,6 +605,64 @@ def test_mistakes_in_kimi_k3(mistake):
     assert error(model, "kimi_k3") > 10 * TOLERANCE
 
 
+def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
+    model, right = load_model(tiny_directory("cohere2_moe", "hub"), dtype=mx.float32), ParallelStream.mixed
+
+    def one_after_another(stream, *given):
+        _, h = right(stream, *given)
+        return stream.norm(h), h
+
+    monkeypatch.setattr(ParallelStream, "mixed", one_after_another)
+    assert error(model, "cohere2_moe") > 10 * TOLERANCE
+
+
+# Parts of Llama 4 that an implementation may place wrongly.
+LLAMA4 = {
+    "windows instead of chunks": lambda layer, patch: _switch(layer, chunked=False),
+    "queries that grow in chunks too": lambda layer, patch: _switch(layer, query_scale=QueryScale(0.7, 5, first=1)),
+    "queries that grow one later": lambda layer, patch: (
+        layer.self_attn.mixer.query_scale and _switch(layer, query_scale=QueryScale(0.7, 5))
+    ),
+    "queries and keys in norms without rotation too": lambda layer, patch: _switch(layer, norm="unit"),
+    "outputs that are scaled": lambda layer, patch: patch.setattr(moe, "_scaled_input", lambda *given: given),
+    "a softmax": lambda layer, patch: hasattr(layer.mlp, "rule") and _set_rule(layer, score="softmax"),
+}
+
+
+def _set_rule(layer, **change):
+    layer.mlp.rule = replace(layer.mlp.rule, **change)
+
+
+@pytest.mark.parametrize("mistake", LLAMA4)
+def test_mistakes_in_llama4(monkeypatch, mistake):
+    model = load_model(tiny_directory("llama4", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        LLAMA4[mistake](layer, monkeypatch)
+    assert error(model, "llama4") > 10 * TOLERANCE
+
+
+# The norms of a stream that is kept divided by the factor of parts, and those that read no stream.
+NORMS_OF_GRANITE = {
+    "norms of the stream": lambda layer: [_change_eps(layer, name, 0.4**2) for name in BEFORE_PARTS],
+    "norms of Mamba": lambda layer: "mamba" in layer and _change_eps(layer.mamba, "norm", 0.4**-2),
+}
+BEFORE_PARTS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _change_eps(owner, name, factor):
+    owner[name].eps *= factor
+    if hasattr(owner, "arrange"):
+        owner.arrange()
+
+
+@pytest.mark.parametrize("norms", NORMS_OF_GRANITE)
+def test_an_epsilon_that_forgets_how_the_stream_is_kept(norms):
+    model = load_model(tiny_directory("granitemoehybrid", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        NORMS_OF_GRANITE[norms](layer)
+    assert error(model, "granitemoehybrid") > 10 * TOLERANCE
+
+
 AGREED = (
     "kimi_k2",
     "moonlight",
@@ -591,6 +678,7 @@ AGREED = (
     "qwen2_moe",
     "afmoe",
     "bailing_hybrid",
+    "granitemoehybrid",
 )
 
 
