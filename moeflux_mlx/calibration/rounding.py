@@ -30,8 +30,7 @@ from ..rounding.gptq import gptq
 from ..rounding.methods import FIT, rounded
 from .files import read_tensors, write_tensors
 from .layers import LayerRun, Progress
-from .seen import SeenLayer
-from .statistics import Sums, rows_of, sums
+from .seen import SeenLayer, Sums, moments, rows_of, sums
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"
@@ -86,19 +85,28 @@ class Rounder:
     method: str
     damping: float = 0.1  # with few rows less damping fits their accidents (docs/quality.md)
 
-    def rounded(self, values: mx.array, quant: Quant, inputs: Sums | None, dtype: mx.Dtype = mx.bfloat16) -> Codes:
-        """The codes of a matrix [rows, cols]; `inputs`: sums over what it multiplies, None: nothing is known."""
-        if inputs is None or not inputs.rows:
-            return rounded(values, quant, FIT, dtype=dtype)
-        if self.method == GPTQ and quant.codes == INTEGER and inputs.hessian is not None:
-            return gptq(values, quant, mx.array(inputs.hessian), self.damping, dtype)
-        return rounded(values, quant, FIT, mx.array(inputs.squares.astype(np.float32)), dtype)
+    @property
+    def products(self) -> bool:
+        """Whether it needs the sums of x x^T over inputs x, or only those of x^2."""
+        return self.method == GPTQ
 
-    def together(self, values: mx.array, quant: Quant, hessians: mx.array, dtype: mx.Dtype) -> Codes:
-        """The codes of matrices [E, rows, cols], each with its own sum of x x^T [E, cols, cols]."""
-        if self.method == GPTQ and quant.codes == INTEGER:
-            return gptq(values, quant, hessians, self.damping, dtype)
-        return rounded(values, quant, FIT, mx.diagonal(hessians, axis1=-2, axis2=-1), dtype)
+    def alone(self, values: mx.array, quant: Quant, inputs: Sums | None) -> Codes:
+        """The codes of a matrix [rows, cols]; `inputs`: over what it multiplies, None: nothing is known."""
+        if inputs is None or not inputs.rows:
+            return rounded(values, quant, FIT)
+        return self.rounded(values, quant, mx.array(inputs.mean))
+
+    def rounded(self, values: mx.array, quant: Quant, moments: mx.array, dtype: mx.Dtype = mx.bfloat16) -> Codes:
+        """The codes of matrices [..., rows, cols].
+
+        Args:
+            moments: of each matrix's inputs x: means of x x^T [..., cols, cols] if `products`, else of x^2 [..., cols].
+        """
+        if not self.products:
+            return rounded(values, quant, FIT, moments, dtype)
+        if quant.codes == INTEGER:
+            return gptq(values, quant, moments, self.damping, dtype)
+        return rounded(values, quant, FIT, mx.diagonal(moments, axis1=-2, axis2=-1), dtype)
 
 
 class RoundingRun(LayerRun):
@@ -138,14 +146,14 @@ class RoundingRun(LayerRun):
             inputs: Sums | None = None
             for x in self.hidden():
                 rows = rows_of(x)
-                inputs = inputs or sums(rows.shape[1], True)
+                inputs = inputs or sums(rows.shape[1], self._rounder.products)
                 inputs.add(rows)
             codes |= self._of_source(source, inputs)
         write_tensors(self.folder / HEAD_FILE, codes)
 
     def _pass(self, layer: int, progress: Progress) -> None:
         made = self._layer(layer, self.weights)
-        seen = SeenLayer(layer, made, hessians=True)
+        seen = SeenLayer(layer, made, self._rounder.products)
         with self._tables(layer) as tables:
             for _ in self._outputs(layer, made, tables, seen, lambda share: progress(share / 3)):
                 pass  # only what it shows is wanted
@@ -167,9 +175,9 @@ class RoundingRun(LayerRun):
     def _of_source(self, source: MatrixSource, inputs: Sums | None) -> dict[str, mx.array]:
         assert source.made is not None
         values = source.matrix.values()
-        if values.ndim != 2 or (inputs is not None and len(inputs.squares) != values.shape[-1]):
+        if values.ndim != 2 or (inputs is not None and len(inputs.total) != values.shape[-1]):
             return {}
-        parts = self._rounder.rounded(values, source.made, inputs)
+        parts = self._rounder.alone(values, source.made, inputs)
         return {f"{source.pieces[0][0]}.{i}": part for i, part in enumerate(parts)}
 
     def _of_experts(self, layer: int, seen: SeenLayer) -> Iterator[tuple[str, mx.array]]:
@@ -178,7 +186,7 @@ class RoundingRun(LayerRun):
         wanted = [i for i, one in enumerate(unit.geometry.projections) if unit.is_rounded(i)]
         if not wanted or seen.input is None or seen.down is None:
             return
-        size = 4 * (seen.input.squares.size**2 + seen.down.squares.size**2)
+        size = 4 * (len(seen.input.total) ** 2 + len(seen.down.total) ** 2)
         step = max(1, HESSIAN_BYTES // size)
         for first in range(0, unit.layout.num_experts, step):
             numbers = range(first, min(first + step, unit.layout.num_experts))
@@ -226,24 +234,24 @@ class _Group:
                 path = self.unit.path(number, index)
                 yield from ((f"{path}.{n}", part[i]) for n, part in enumerate(codes))
 
-    def _rounded(self, index: int, experts: Sequence[FloatExpert], hessians: mx.array, dtype: mx.Dtype) -> Codes:
+    def _rounded(self, index: int, experts: Sequence[FloatExpert], moments: mx.array, dtype: mx.Dtype) -> Codes:
         values = mx.stack([expert.matrices[index] for expert in experts])
-        return self.rounder.together(values, self.unit.geometry.projections[index].quant, hessians, dtype)
+        return self.rounder.rounded(values, self.unit.geometry.projections[index].quant, moments, dtype)
 
     def _blended(self, x: Any) -> mx.array:
-        """Mean of x x^T for an expert's gate and up: its own rows', and as if there were H more rows of the layer's."""
+        """Mean moments of an expert's gate and up: its own rows', and as if there were H more rows of the layer's."""
         layer = self.seen.input
-        assert layer is not None and layer.hessian is not None
+        assert layer is not None
         rows = rows_of(x)
         count, width = rows.shape
-        return mx.array((np.array(rows.T @ rows) + layer.hessian * np.float32(width / layer.rows)) / (count + width))
+        own = moments(rows, self.seen.products)
+        return mx.array((own + layer.mean * np.float32(width)) / np.float32(count + width))
 
     def _of_down(self, expert: FloatExpert, x: Any) -> mx.array:
-        """The same for its down: its own, if it has more rows than columns, else that of all experts."""
+        """The same of its down: its own, if it has more rows than columns, else those of all experts."""
         of_all = self.seen.down
-        assert of_all is not None and of_all.hessian is not None
-        width = len(of_all.squares)
-        if len(x) <= width:
-            return mx.array(of_all.hessian / np.float32(of_all.rows))
+        assert of_all is not None
+        if len(x) <= len(of_all.total):
+            return mx.array(of_all.mean)
         rows = rows_of(expert.activations(rows_of(x), self.part.activation))
-        return mx.array(rows.T @ rows) / len(rows)
+        return mx.array(moments(rows, self.seen.products) / np.float32(len(rows)))
