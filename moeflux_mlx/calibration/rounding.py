@@ -26,11 +26,11 @@ from ..packing.recipe import layer_of
 from ..packing.rounding import ALL, Alone, Codes
 from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant
-from ..rounding.gptq import gptq
+from ..rounding.gptq import damped, gptq
 from ..rounding.methods import FIT, rounded
 from .files import read_tensors, write_tensors
 from .layers import LayerRun, Progress
-from .seen import SeenLayer, Sums, moments, rows_of, sums
+from .seen import Rows, SeenLayer, Sums, moments, rows_of, sums, weighted
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"
@@ -92,7 +92,7 @@ class Rounder:
 
     def alone(self, values: mx.array, quant: Quant, inputs: Sums | None) -> Codes:
         """The codes of a matrix [rows, cols]; `inputs`: over what it multiplies, None: nothing is known."""
-        if inputs is None or not inputs.rows:
+        if inputs is None or not inputs.weight:
             return rounded(values, quant, FIT)
         return self.rounded(values, quant, mx.array(inputs.mean))
 
@@ -212,46 +212,64 @@ class _Group:
     def codes(self, wanted: Sequence[int]) -> Iterator[tuple[str, mx.array]]:
         """The codes of the projections with these indices, by name."""
         experts = [self.weights.expert(self.unit.layer, number, mx.float32) for number in self.numbers]
-        rows = [self.seen.rows(number).x for number in self.numbers]
+        rows = [self.seen.rows(number) for number in self.numbers]
         dtype, last = SCALES[self.unit.geometry.dtype], len(self.unit.geometry.projections) - 1
-        inputs = mx.stack([self._blended(x) for x in rows])
+        inputs = mx.stack([self._blended(one, self.seen.input) for one in rows])
         made: dict[int, Codes] = {}
         for index in wanted:
             if index < last:
-                made[index] = self._rounded(index, experts, inputs, dtype)
+                values = mx.stack([expert.matrices[index] for expert in experts])
+                made[index] = self._rounded(index, values, inputs, dtype)
         if last in wanted:
-            sums = []
-            for i, (expert, x) in enumerate(zip(experts, rows, strict=True)):
+            downs, means = [], []
+            for i, (expert, own) in enumerate(zip(experts, rows, strict=True)):
                 matrices = list(expert.matrices)
                 for index, codes in made.items():
                     quant = self.unit.geometry.projections[index].quant
                     matrices[index] = unpacked_float32(quant, *(part[i] for part in codes))
-                sums.append(self._of_down(FloatExpert(tuple(matrices), expert.biases), x))
-            made[last] = self._rounded(last, experts, mx.stack(sums), dtype)
+                down, mean = self._of_down(expert, FloatExpert(tuple(matrices), expert.biases), own)
+                downs.append(down)
+                means.append(mean)
+            made[last] = self._rounded(last, mx.stack(downs), mx.stack(means), dtype)
         mx.eval([part for codes in made.values() for part in codes])
         for index, codes in made.items():
             for i, number in enumerate(self.numbers):
                 path = self.unit.path(number, index)
                 yield from ((f"{path}.{n}", part[i]) for n, part in enumerate(codes))
 
-    def _rounded(self, index: int, experts: Sequence[FloatExpert], moments: mx.array, dtype: mx.Dtype) -> Codes:
-        values = mx.stack([expert.matrices[index] for expert in experts])
+    def _rounded(self, index: int, values: mx.array, moments: mx.array, dtype: mx.Dtype) -> Codes:
         return self.rounder.rounded(values, self.unit.geometry.projections[index].quant, moments, dtype)
 
-    def _blended(self, x: Any) -> mx.array:
-        """Mean moments of an expert's gate and up: its own rows', and as if there were H more rows of the layer's."""
-        layer = self.seen.input
-        assert layer is not None
-        rows = rows_of(x)
-        count, width = rows.shape
-        own = moments(rows, self.seen.products)
-        return mx.array((own + layer.mean * np.float32(width)) / np.float32(count + width))
+    def _of_down(self, expert: FloatExpert, changed: FloatExpert, rows: Rows) -> tuple[mx.array, mx.array]:
+        """The down projection W to be rounded, and the mean moments of its inputs.
 
-    def _of_down(self, expert: FloatExpert, x: Any) -> mx.array:
-        """The same of its down: its own, if it has more rows than columns, else those of all experts."""
-        of_all = self.seen.down
+        Its inputs b are what the rounded gate and up give, which differ from those of the floats, a. With GPTQ's H of
+        b, W + W (mean of (a - b) b^T) H^-1 has the products nearest to W a.
+        """
+        x, act = rows_of(rows.x), self.part.activation
+        given = Rows(changed.activations(x, act), rows.weights)
+        mean, down = self._blended(given, self.seen.down), expert.matrices[-1]
+        if not self.rounder.products:
+            return down, mean
+        off = np.array(expert.activations(x, act) - given.x) * _shares(rows.weights, mean.shape[-1])[0][:, None]
+        products = down @ mx.array(off.T @ np.array(given.x))
+        hessian = damped(mean, self.rounder.damping)
+        return down + mx.linalg.solve(hessian, products.T, stream=mx.cpu).T, mean
+
+    def _blended(self, rows: Rows, of_all: Sums | None) -> mx.array:
+        """The mean moments of a matrix's inputs."""
         assert of_all is not None
-        if len(x) <= len(of_all.total):
-            return mx.array(of_all.mean)
-        rows = rows_of(expert.activations(rows_of(x), self.part.activation))
-        return mx.array(moments(rows, self.seen.products) / np.float32(len(rows)))
+        x = rows_of(rows.x)
+        shares, rest = _shares(rows.weights, x.shape[1])
+        return mx.array(moments(weighted(x, shares), self.seen.products) + of_all.mean * rest)
+
+
+def _shares(weights: np.ndarray, columns: int) -> tuple[np.ndarray, np.float32]:
+    """How much an expert's rows count, float32 [N], and what all experts' mean row counts; together 1.
+
+    Rows count by their routing weights, and as if there were as many more rows of all experts as the matrix has
+    columns. Rows of different weights w count as fewer ones, (sum w)^2 / sum w^2.
+    """
+    weight, squares = weights.sum(dtype=np.float64), np.square(weights).sum(dtype=np.float64)
+    share = weight**2 / (weight**2 + columns * squares) if weight else 0.0
+    return weights * np.float32(share / (weight or 1)), np.float32(1 - share)

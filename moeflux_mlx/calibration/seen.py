@@ -16,30 +16,37 @@ INPUT = ""  # the name of what a layer's routed experts have as input; modules h
 
 @dataclass
 class Sums:
-    """The moments of some rows, summed.
+    """Weighted sums over rows of the inputs of a matrix.
 
     Args:
-        total: float32, the sum of `moments` of all rows.
-        rows: their number.
+        total: float32, the sum of `moments`.
+        weight: of all rows; a row's weight is 1 if nothing else is said.
     """
 
     total: np.ndarray
-    rows: int = 0
+    weight: float = 0.0
 
     @property
     def mean(self) -> np.ndarray:
-        """The moments of the mean row; the sum if there is no row."""
-        return self.total / np.float32(max(self.rows, 1))
+        """The moments of the mean row; zeros if there is no row."""
+        return self.total / np.float32(self.weight or 1)
 
-    def add(self, x: Any) -> None:
-        """Adds rows [N, columns] float32."""
-        self.total += moments(x, products=self.total.ndim == 2)
-        self.rows += len(x)
+    def add(self, x: Any, weights: np.ndarray | None = None) -> None:
+        """Adds rows [N, columns] float32, with weights float32 [N]."""
+        products = self.total.ndim == 2
+        self.total += moments(x, products) if weights is None else moments(weighted(x, weights), products)
+        self.weight += len(x) if weights is None else float(weights.sum(dtype=np.float64))
 
 
 def moments(x: Any, products: bool) -> np.ndarray:
     """Sums over rows x [N, columns]: of x x^T [columns, columns] if `products` are wanted, else of x^2 [columns]."""
     return np.array(x.T @ x if products else (x * x).sum(axis=0))
+
+
+def weighted(x: Any, weights: np.ndarray) -> Any:
+    """Rows x [N, columns], so that the moments of each have a weight [N]."""
+    factors = np.sqrt(weights)[:, None]
+    return x * (factors if isinstance(x, np.ndarray) else mx.array(factors))
 
 
 def sums(columns: int, products: bool) -> Sums:
@@ -61,7 +68,7 @@ class SeenLayer:
         products: whether sums of x x^T are wanted, or only those of x^2.
 
     Attributes:
-        down: sums over the inputs of all experts' down projections; None: no row has been seen.
+        down: sums over the inputs of all experts' down projections, with routing weights; None: no row has been seen.
     """
 
     def __init__(self, layer: int, module: nn.Module, products: bool):
@@ -90,11 +97,11 @@ class SeenLayer:
         self._ids.append(ids)
         self._weights.append(weights)
 
-    def observe_expert(self, expert: int, x: Array, activations: Array) -> None:
-        """Adds rows to the sums over all experts; each expert's own rows are asked for by `rows`."""
+    def observe_expert(self, activations: Array, weights: np.ndarray) -> None:
+        """Adds an expert's activations [N, I] to the sums over all experts, with routing weights [N]."""
         if self.down is None:
             self.down = sums(activations.shape[1], self.products)
-        self.down.add(rows_of(activations))
+        self.down.add(rows_of(activations), weights)
 
     def of(self, path: str) -> Sums | None:
         """The sums over the inputs of the matrix at a module path; None: it has multiplied nothing."""
