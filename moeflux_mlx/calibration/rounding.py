@@ -36,7 +36,6 @@ from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 GPTQ = "gptq"
 METHODS = (FIT, GPTQ)
 HEAD, HEAD_FILE = "lm_head", "codes-head.safetensors"
-HESSIAN_BYTES = 256 << 20  # of the experts that are rounded side by side
 
 
 def codes_path(folder: Path, layer: int) -> Path:
@@ -116,6 +115,7 @@ class RoundingRun(LayerRun):
         weights, texts, folder, dtype, rows_at_once, name: as of `LayerRun`.
         plan: of the conversion, whose `rounding` is a `Calibrated` of `folder`.
         rounder: rounds the matrices.
+        together: routed experts that are rounded side by side.
     """
 
     def __init__(
@@ -126,9 +126,12 @@ class RoundingRun(LayerRun):
         folder: Path,
         dtype: mx.Dtype,
         rounder: Rounder,
+        *,
+        together: int,
         **more: Any,
     ):
         self._floats, self._target, self._rounder = weights, RoundedWeights(weights.args, plan), rounder
+        self._together = together
         super().__init__(weights, texts, folder, dtype, **more)
 
     @property
@@ -186,10 +189,8 @@ class RoundingRun(LayerRun):
         wanted = [i for i, one in enumerate(unit.geometry.projections) if unit.is_rounded(i)]
         if not wanted or seen.input is None or seen.down is None:
             return
-        size = 4 * (len(seen.input.total) ** 2 + len(seen.down.total) ** 2)
-        step = max(1, HESSIAN_BYTES // size)
-        for first in range(0, unit.layout.num_experts, step):
-            numbers = range(first, min(first + step, unit.layout.num_experts))
+        for first in range(0, unit.layout.num_experts, self._together):
+            numbers = range(first, min(first + self._together, unit.layout.num_experts))
             yield from _Group(self._rounder, unit, seen, numbers, part, self._floats).codes(wanted)
 
     def _rounded_sources(self, path: str) -> list[MatrixSource]:
@@ -216,10 +217,12 @@ class _Group:
         dtype, last = SCALES[self.unit.geometry.dtype], len(self.unit.geometry.projections) - 1
         inputs = mx.stack([self._blended(one, self.seen.input) for one in rows])
         made: dict[int, Codes] = {}
-        for index in wanted:
-            if index < last:
-                values = mx.stack([expert.matrices[index] for expert in experts])
-                made[index] = self._rounded(index, values, inputs, dtype)
+        if first := [index for index in wanted if index < last]:  # rows of one matrix: they have the same inputs
+            stacked = [mx.concatenate([expert.matrices[index] for index in first]) for expert in experts]
+            codes = self._rounded(first[0], mx.stack(stacked), inputs, dtype)
+            made = dict(
+                zip(first, zip(*(mx.split(part, len(first), axis=1) for part in codes), strict=True), strict=True)
+            )
         if last in wanted:
             downs, means = [], []
             for i, (expert, own) in enumerate(zip(experts, rows, strict=True)):
