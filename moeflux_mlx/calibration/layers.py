@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from ..ops.seen import Chosen
 from ..packing.sources import DTYPES, Written
 from .experts import OneByOne
 from .files import read_tensors, write_json, write_rows, write_tensors
-from .statistics import LayerStatistics
+from .seen import SeenLayer
 from .weights import LayerWeights
 
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
@@ -44,13 +44,6 @@ RUN, LOCK = "run.json", "run.lock"
 ROWS_AT_ONCE = 65536  # tokens that go through a layer's experts together; more would read each expert less often
 
 Progress = Callable[[float], object]  # called with the share of the run that is done
-
-
-@dataclass(frozen=True)
-class Collecting:
-    """What a run collects: statistics, and with `hessians` also sums of x x^T (`statistics`)."""
-
-    hessians: bool = False
 
 
 class LayerRun:
@@ -61,7 +54,6 @@ class LayerRun:
         texts: the token ids of each; each stands alone and has at least one token.
         folder: for the files of the run; one that holds part of the same run continues it.
         dtype: of activations.
-        collecting: what to collect in `folder`; None: nothing.
         rows_at_once: tokens that go through a layer's experts together, at least those of one text. Each expert is read
             once for them. It decides the memory that the run needs, and the order of sums.
         name: says which weights these are; a run continues only with those of the same name.
@@ -77,12 +69,11 @@ class LayerRun:
         folder: Path,
         dtype: mx.Dtype,
         *,
-        collecting: Collecting | None = None,
         rows_at_once: int = ROWS_AT_ONCE,
         name: str = "",
     ):
         self.weights, self.args, self.folder, self.dtype = weights, weights.args, folder, dtype
-        self.texts, self._collecting, self._rows_at_once = texts, collecting, rows_at_once
+        self.texts, self._rows_at_once = texts, rows_at_once
         self._forms, self._suits_cpu = stored_forms(weights.names), backend.takes_widths(self.args.widths)
         self._check_texts()
         self._begin(name)
@@ -104,8 +95,6 @@ class LayerRun:
             "dtype": str(self.dtype),
             "backend": backend.name(),
             "rows_at_once": self._rows_at_once,
-            "statistics": self._collecting is not None,
-            "hessians": self._collecting is not None and self._collecting.hessians,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / RUN
@@ -149,7 +138,7 @@ class LayerRun:
 
     def _remove_unfinished(self) -> None:
         """Removes what a run that was killed left behind."""
-        for kind in ("hidden", "chosen", "statistics", "hessians", "codes", "errors"):
+        for kind in ("hidden", "chosen", "codes", "errors"):
             for file in self.folder.glob(f".{kind}-*"):
                 file.unlink()
 
@@ -207,11 +196,9 @@ class LayerRun:
 
     def _pass(self, layer: int, progress: Progress) -> None:
         """Takes all texts through a layer."""
-        made, statistics = self._layer(layer, self.weights), None
-        if self._collecting is not None:
-            statistics = LayerStatistics(layer, made, self.folder, self._collecting.hessians)
+        made = self._layer(layer, self.weights)
         with self._tables(layer) as tables:
-            self._keep(layer, self._outputs(layer, made, tables, statistics, progress))
+            self._keep(layer, self._outputs(layer, made, tables, None, progress))
 
     def _layer(self, layer: int, weights: LayerWeights) -> DecoderLayer:
         """A layer with these weights."""
@@ -242,23 +229,23 @@ class LayerRun:
         layer: int,
         made: DecoderLayer,
         tables: Tables | None,
-        statistics: LayerStatistics | None,
+        seen: SeenLayer | None,
         report: Progress,
     ) -> Iterator[mx.array]:
-        """The hidden states [1, L, .] of each text after a layer; in the end its statistics are written."""
+        """The hidden states [1, L, .] of each text after a layer; `seen` keeps what its matrices multiply."""
         if isinstance(made.mlp, MoE) and isinstance(made.mlp.experts, OneByOne):
-            made.mlp.experts.observer = statistics
+            made.mlp.experts.observer = seen
         chosen, done, total = _Choices(self._chosen_file(layer)), 0, sum(map(len, self.texts))
         for numbers in self._groups():
             parts = []
-            with observing(statistics.observe) if statistics is not None else nullcontext():
+            with observing(seen.observe) if seen is not None else nullcontext():
                 for number in numbers:
                     parts.append(self._mixed(layer, number, made, tables, chosen))
             rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=1), parts[0].kept)
             parts.clear()
             count = sum(len(self.texts[number]) for number in numbers)
             share = lambda part, done=done, count=count: report((done + part * count) / total)  # noqa: E731
-            with observing(statistics.observe) if statistics is not None else nullcontext():
+            with observing(seen.observe) if seen is not None else nullcontext():
                 out = made.finish_rows(rows, share)
                 backend.finish(out)
             done += count
@@ -268,8 +255,6 @@ class LayerRun:
                 yield mx.contiguous(backend.leave(out[:, start:end])).astype(self.dtype)
                 start = end
         chosen.write(self._chosen_file(layer + 1))
-        if statistics is not None:
-            statistics.write()
 
     def _groups(self) -> Iterator[list[int]]:
         """The numbers of texts that go through the experts together."""
