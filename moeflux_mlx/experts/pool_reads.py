@@ -72,10 +72,10 @@ class PoolReads:
         self._drop_queued(set(keys))
         self.collect()
         begun: list[Key] = []
-        missing = [key for key in keys if self.pools.of[key[0]].find(key) is None]
-        for key in missing:
+        self.pools.foretell(keys)
+        for key in keys:
             pool = self.pools.of[key[0]]
-            if key in pool:  # requested twice
+            if key in pool:
                 continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:

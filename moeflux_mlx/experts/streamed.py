@@ -1,7 +1,7 @@
 """Experts that are read into a pool of slots, which is their only cache.
 
-The least recently used records are evicted, but never one that somebody may still read. Reads run on worker threads
-while the caller computes. This module knows bytes, files and which expert was used when, but no transformers.
+The records that were used least of late are evicted, but never one that somebody may still read. Reads run on worker
+threads while the caller computes. This module knows bytes, files and which expert was used when, but no transformers.
 
 An interrupt (Ctrl-C, or an exception that another thread raises in this one) may come between any two bytecodes, also
 during cleanup. So no call relies on the completion of the previous one: `_alone` notes an incomplete call, and the next
@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
+from ..ops.tiles import MAX_TOKENS
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
@@ -124,8 +125,8 @@ class StreamedExperts(ExpertLoader):
 
     def resize(self, nbytes: int) -> int:
         """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most the
-        pool's largest size; returns the resulting slots, which are more if more are leased. Evicts least recently used
-        records.
+        pool's largest size; returns the resulting slots, which are more if more are leased. Evicts the records
+        that were used least of late.
         """
         with self._alone():
             self._check_open()
@@ -204,6 +205,7 @@ class StreamedExperts(ExpertLoader):
             if not self._in_interlude:
                 self._breathe(tokens)
                 self.is_filling = False
+            self.pools.pass_time(tokens if tokens > MAX_TOKENS else 1)
             self._asked_by_row.clear()
             with self._alone():
                 self._in_turn = True
@@ -279,6 +281,9 @@ class StreamedExperts(ExpertLoader):
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         self.pools.intend(layer, ids)
+
+    def note_prompt(self, layer: int, counts: np.ndarray, tokens: int) -> None:
+        self.pools.note_prompt(layer, counts, tokens)
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:
         """Makes these records the first to be evicted.
