@@ -22,7 +22,7 @@ from ..ops import backend
 from .memory import as_result, on_device, staging_memory
 from .places import AddressRange, Adopt, Buffers, Places
 from .ranking import BETWEEN, Ranking
-from .reader import Read, as_they_end
+from .reads import Read, as_they_end
 
 NOWHERE = -1
 WORTH_GROWING = 16  # a pool grows by at least 1/16, so that it is not resized for each token
@@ -39,6 +39,7 @@ class Slot:
     guard: mx.array | None = None
     device: mx.array | None = None
     speculative: bool = False
+    warming: bool = False  # read into free memory before anybody asked for it, and not used yet
 
 
 class SlotPool:
@@ -74,7 +75,7 @@ class SlotPool:
         adopt: Adopt | None = None,
     ):
         self.nbytes = nbytes
-        self.copied = staging is not None
+        self.copied, self._rows = staging is not None, staging or 0
         self.most = slots if most is None else most
         self.copying: list[Slot] = []  # slots whose rows the device may still read
         self._staging: mx.array | None = None
@@ -149,13 +150,24 @@ class SlotPool:
             lambda key: key not in pinned and (not row_wanted or self._used[key].read is not None)
         )
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._used) >= self.slots
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
+        of the staging rows are free.
+        """
+        return not self.is_full and (not self.copied or 2 * len(self.places.free) >= self._rows)
+
     def take(self) -> Slot | None:
         """A free slot, if there is one."""
         if self.copied and not self.places.free:
             self.finish_copies()
-        self.has_been_full |= len(self._used) >= self.slots
-        place = self.places.take() if len(self._used) < self.slots else None
-        if place is None and len(self._used) < self.slots:
+        self.has_been_full |= self.is_full
+        place = None if self.is_full else self.places.take()
+        if place is None and not self.is_full:
             self.slots = self.fit(self.slots)  # fewer if the device refused a buffer
         return None if place is None else Slot(place)
 
