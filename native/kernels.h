@@ -644,6 +644,10 @@ static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) 
         FN(pack_e4m3)(m, x, out);
         return;
     }
+    if (m->codes == TABLE) {
+        memcpy(out, x, (size_t)m->in * sizeof *out);
+        return;
+    }
     const ptrdiff_t codes = m->codes == E2M1 ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
     const ptrdiff_t parts = block_parts(m), some = codes / parts;
     for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + parts) * W) {
@@ -767,6 +771,101 @@ EVERY(3, 2)
 #undef EVERY
 #undef BLOCKS
 
+/* ---- codes of tables --------------------------------------------------------------------------------------
+ *
+ * The codes of up to 256 columns become bytes q + 128, and their scales floats. A weight is scale * q.
+ */
+INLINE vf FN(half_splat)(const void *from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return FN(half)((vu){0} + bits);
+}
+
+#include "tables.h"
+
+/* Looks up 32 codes of 4 bits: the low halves of 16 bytes, then the high halves. */
+INLINE void FN(iq4)(const uint8_t *from, uint8_t *codes) {
+#if W >= 8
+    const __m128i v = _mm_loadu_si128((const __m128i *)from);
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(v), _mm_srli_epi16(v, 4), 1);
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(IQ4_SIGNED));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15))));
+#else
+    static const uint8_t table[16] = {IQ4_BYTES};
+#if defined(__aarch64__)
+    const uint8x16_t v = vld1q_u8(from), values = vld1q_u8(table);
+    vst1q_u8(codes, vqtbl1q_u8(values, vandq_u8(v, vdupq_n_u8(15))));
+    vst1q_u8(codes + 16, vqtbl1q_u8(values, vshrq_n_u8(v, 4)));
+#else
+    for (int i = 0; i < 16; i++) codes[i] = table[from[i] & 15], codes[16 + i] = table[from[i] >> 4];
+#endif
+#endif
+}
+
+/* Unpacks the columns of a row from c on: up to 256, if the row has so many. */
+static __attribute__((noinline)) TARGET void FN(table_block)(const Matrix *m, ptrdiff_t row, ptrdiff_t c, uint8_t *codes,
+                                                             float *scales) {
+    const uint8_t *w = (const uint8_t *)(m->w + row * m->words) + c / 8 * m->bits;
+    const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes, *grid = m->b;
+    const ptrdiff_t block = c / SUPER, n = min(SUPER, m->in - c);
+#define EXPAND(type) case type: FN(expand)(GRID_##type, w, s + block * table_of(type).scale_bytes, grid, codes, scales); return;
+    switch (m->source) {
+        EXPAND(IQ3_XXS) EXPAND(IQ3_S) EXPAND(IQ2_XXS) EXPAND(IQ2_XS) EXPAND(IQ2_S) EXPAND(IQ1_S) EXPAND(IQ1_M)
+    case IQ4_NL: FN(decode)(m->s, row * m->groups + c / 32, n / 32, F16, scales); break;
+    default: { /* IQ4_XS: d, 2 bytes with the high bits of the scales, 4 bytes with the low ones */
+        uint16_t high;
+        uint32_t low;
+        memcpy(&high, s + 8 * block + 2, 2), memcpy(&low, s + 8 * block + 4, 4);
+        const float d = FN(half_splat)(s + 8 * block)[0];
+        for (int j = 0; j < 8; j++) scales[j] = d * (float)((int)((low >> 4 * j & 15) | (high >> 2 * j & 3) << 4) - 32);
+    }
+    }
+#undef EXPAND
+    for (ptrdiff_t i = 0; i < n / 32; i++) FN(iq4)(w + 16 * i, codes + 32 * i);
+}
+
+INLINE vf FN(signed_bytes)(const uint8_t *from) {
+    typedef int8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
+    return __builtin_convertvector(__builtin_convertvector(*(const vb *)from ^ (int8_t)0x80, vi), vf);
+}
+
+/* As row_block, for one row of codes of a table. */
+INLINE void FN(table_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x, float *const *y,
+                          const int T) {
+    uint8_t codes[SUPER] __attribute__((aligned(64)));
+    float scales[SUPER / 16 + W];
+    const ptrdiff_t ahead = r + 1 + PREFETCH_BYTES / (m->words * 4);
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
+    vf acc[4];
+    prefetch_tables(m, ahead, r1);
+    UNROLL for (int t = 0; t < T; t++) acc[t] = (vf){0};
+    for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+        const ptrdiff_t n = min(SUPER, m->in - c), begin = c / 8 * m->bits;
+        for (ptrdiff_t b = 0; b < n / 8 * m->bits; b += 64) __builtin_prefetch(soon + begin + b);
+        FN(table_block)(m, r, c, codes, scales);
+        for (ptrdiff_t g = 0, at = 0; at < n; g++, at += m->group) {
+            vf sum[4];
+            UNROLL for (int t = 0; t < T; t++) sum[t] = (vf){0};
+            for (ptrdiff_t i = at; i < at + m->group; i += W) {
+                const vf q = FN(signed_bytes)(codes + i);
+                UNROLL for (int t = 0; t < T; t++) sum[t] += q * *(const vf *)(x[t] + c + i);
+            }
+            UNROLL for (int t = 0; t < T; t++) acc[t] += sum[t] * scales[g];
+        }
+    }
+    FN(store)(acc, r0, r, r1, y, 1, T);
+}
+
+#define TABLES(T)                                                                                             \
+    static __attribute__((noinline)) TARGET void FN(tables_##T)(                                              \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r++) FN(table_row)(m, r0, r, r1, x, y, T);                             \
+    }
+TABLES(1)
+TABLES(2)
+TABLES(4)
+#undef TABLES
+
 /* As rows, for n <= 4 rows of activations that pack_blocks has packed. Three rows are computed as two and one: the
  * bits are the same, and there is less code to compile. */
 static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
@@ -778,16 +877,30 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
                                        [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
 #undef THREE
     static Rows *const e4m3[3] = {FN(e4m3_1), FN(e4m3_2), FN(e4m3_4)};
-    Rows *const *kernels = m->codes == E4M3   ? e4m3
-                           : m->codes == E2M1 ? mx
-                           : block_parts(m) == 2 ? in_parts
-                                                 : affine[m->bits];
+    static Rows *const tables[3] = {FN(tables_1), FN(tables_2), FN(tables_4)};
+    Rows *const *kernels = affine[m->bits];
+    if (m->codes == E4M3) kernels = e4m3;
+    else if (m->codes == TABLE) kernels = tables;
+    else if (m->codes == E2M1) kernels = mx;
+    else if (block_parts(m) == 2) kernels = in_parts;
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;
     }
     if (n > 1) kernels[1](m, r0, r1, x, y);
     if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
+}
+
+/* Dequantises rows r0 to r1-1 of a matrix of codes of a table. */
+static TARGET void FN(unpack_tables)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    uint8_t codes[SUPER];
+    float scales[SUPER / 16 + W];
+    for (ptrdiff_t r = r0; r < r1; r++)
+        for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+            FN(table_block)(m, r, c, codes, scales);
+            for (ptrdiff_t i = 0; i < min(SUPER, m->in - c); i++)
+                *out++ = (float)(codes[i] - 128) * scales[i / m->group];
+        }
 }
 
 /* Dequantises rows r0 to r1-1 of a matrix to float32 in the order of its columns. Row r0 is written to `out`. */
@@ -823,6 +936,10 @@ INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, 
 }
 
 static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    if (m->codes == TABLE) {
+        FN(unpack_tables)(m, r0, r1, out);
+        return;
+    }
     switch (m->bits) {
         case 1: FN(unpack)(m, r0, r1, out, 1); break;
         case 2: FN(unpack)(m, r0, r1, out, 2); break;

@@ -117,6 +117,7 @@ static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m
 
 /* Returns whether this instruction set multiplies a matrix of this form in integers. */
 static int FN(in_planes)(const Matrix *m) {
+    if (m->codes == TABLE) return 0;
     return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits > 2 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
 }
 

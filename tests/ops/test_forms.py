@@ -39,7 +39,6 @@ def of(mode):
 
 GGUF = [(of(mode), "") for mode in GGUF_MODES]
 GRID += [*SMALL_FLOATS, *GGUF]
-NATIVE = [case for case in GRID if forms.is_read(case[0], 768, natively=True)]
 H, I, SLOTS = 256, 128, 4
 
 
@@ -424,7 +423,7 @@ def path(request, team):
     native.use_path(native.instruction_paths()[0])
 
 
-@pytest.mark.parametrize("case, path", drawn(NATIVE, PATHS), indirect=["path"])
+@pytest.mark.parametrize("case, path", drawn(GRID, PATHS), indirect=["path"])
 def test_native_kernels_read_every_form(path, case):
     quant, kind = case
     made = Experts((quant,) * 3, kind, tokens=5)
@@ -442,7 +441,7 @@ def test_native_kernels_read_every_form(path, case):
             assert (np.abs(got - x @ matrix.values.T) <= bound).all()
 
 
-@grid([case for case in FEW + GGUF if case in NATIVE and case[0] != Quant(4, 64)])
+@grid([case for case in FEW + GGUF if case[0] != Quant(4, 64)])
 def test_native_bits_of_a_row_depend_on_that_row_alone(path, quant, kind):
     made = Experts((quant,) * 3, kind, tokens=5)
     native.set_threads(1)
