@@ -153,7 +153,7 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         dense = _dense(w)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
-    into: Any = {"out": np.empty((len(range(w.shape[-2] // heads)[rows]), w.shape[-1]), np.float32)}
+    into: Any = {"out": np.empty((len(range(prod(w.shape[:-1]) // heads)[rows]), w.shape[-1]), np.float32)}
     for head in range(heads):
         yield native.dequantize(w.quant, *_of_head(w, heads, head, rows), **into)
 
