@@ -174,19 +174,31 @@ static TARGET void FN(pack_iq4)(const Matrix *m, const float *x, float *out) {
     }
 }
 
+/* Computes the scales of 8 groups of IQ4_XS from its 8 bytes, as iq4_scales in kernels.h. */
+INLINE vf FN(iq4_xs_scales)(const uint8_t *from) {
+    const __m128i all = _mm_loadl_epi64((const __m128i *)from);
+    const __m128i low = _mm_multishift_epi64_epi8(_mm_set1_epi64x(0x3C3834302C282420), all); /* from bits 32, 36, ... on */
+    const __m128i high = _mm_multishift_epi64_epi8(_mm_set1_epi64x(0x1E1C1A1816141210), all); /* from bits 16, 18, ... */
+    const __m128i codes = _mm_or_si128(_mm_and_si128(low, _mm_set1_epi8(15)),
+                                       _mm_slli_epi16(_mm_and_si128(high, _mm_set1_epi8(3)), 4));
+    const __m512i wide = _mm512_cvtepi8_epi32(_mm_sub_epi8(codes, _mm_set1_epi8(32)));
+    const __m512 d = _mm512_cvtph_ps(_mm256_castsi128_si256(all));
+    return (vf)_mm512_mul_ps(_mm512_cvtepi32_ps(wide), _mm512_broadcastss_ps(_mm512_castps512_ps128(d)));
+}
+
 /* Multiplies row r of m by T packed rows of activations. */
 INLINE void FN(iq4_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x, float *const *y,
                         const int T) {
     static const int32_t lane[16] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
     const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(IQ4_MORE)), low = _mm512_set1_epi8(15);
-    const uint8_t *w = (const uint8_t *)(m->w + r * m->words);
+    const uint8_t *w = (const uint8_t *)(m->w + r * m->words), *s = (const uint8_t *)m->s + r * m->s_bytes;
     const ptrdiff_t ahead = r + 1 + PREFETCH_BYTES / (m->words * 4);
     const char *soon = (const char *)address_ahead(m, ahead, r1);
     vf acc[8], scale[4];
     prefetch_tables(m, ahead, r1);
     UNROLL for (int i = 0; i < 2 * T; i++) acc[i] = (vf){0};
     for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
-        const vf scales = FN(iq4_scales)(m, r, c);
+        const vf scales = m->source == IQ4_XS ? FN(iq4_xs_scales)(s + c / 32) : FN(iq4_scales)(m, r, c);
         UNROLL for (int t = 0; t < T; t++) scale[t] = scales * *(const vf *)(FN(iq4_factors)(m, x[t]) + c / 32);
         UNROLL for (int i = 0; i < 2; i++) {
             if (c + 128 * i >= m->in) break;
