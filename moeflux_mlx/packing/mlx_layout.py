@@ -79,7 +79,7 @@ def mlx_layout(
         tensors: all of the checkpoint, of which those of an image encoder are copied.
 
     Raises:
-        ConfigError: mlx-lm has no such model, or does not read the form of a matrix.
+        ConfigError: mlx-lm has no such model, or does not read a form.
     """
     if args.model_type not in LOADED:
         raise ConfigError(
@@ -99,9 +99,7 @@ def mlx_layout(
             path = name.of_stack(layer, projection.name)
             forms[path] = projection.quant
             sources.append(StackSource(path, layer, index))
-    for path, quant in forms.items():
-        if quant is not None and not quant.is_of_mlx:
-            raise ConfigError(f"--layout mlx: mlx-lm does not read {path}, which has {quant}; leave the option out")
+    _check_forms(forms)
     kept = [one for one in tensors if is_aside(one.name, args.num_hidden_layers)]
     copied = [one for one in kept if one.name.startswith(ENCODERS.get(args.model_type, ()))]
     sources += map(Copied, copied)
@@ -109,6 +107,12 @@ def mlx_layout(
     ordered = sorted(unique.values(), key=lambda one: _order(one.written[0].name))
     files = in_files([OneScale(one) if isinstance(one, MatrixSource) else one for one in ordered], "model", TensorFile)
     return MlxLayout(files, _quantization(forms), len(kept) - len(copied))
+
+
+def _check_forms(forms: Mapping[str, Quant | None]) -> None:
+    for path, form in forms.items():
+        if form is not None and not form.is_of_mlx:
+            raise ConfigError(f"--layout mlx: {path} is stored in {form.mode}, which mlx-lm does not read")
 
 
 class _Names:

@@ -218,6 +218,24 @@ def test_expert_kernels_read_every_kind_of_codes(host, quant, kind):
     check(quant, kind, LIMIT, [])
 
 
+@pytest.mark.parametrize("mode", one_in_three(GGUF_MODES))
+def test_a_shared_expert_has_separate_arrays(host, mode):
+    """It counts as one more expert with weight 1: here the first of the records, whose gate and up are joined."""
+    quant = of(mode)
+    made = Experts((quant,) * 3, "")
+    gate, up, down = (matrix.arrays("") for matrix in made.matrices[0])
+    both = Part(quant, *(mx.concatenate(parts) for parts in zip(gate, up, strict=True)))
+    shared = experts.Shared(pytest.fail, both, Part(quant, *down))
+    assert shared.joins(made.record, 3)
+    records, residual = Records(mx.array(made.blob), made.record), mx.array(made.mid)
+    given = mx.array(made.x), mx.array(made.slots), records, mx.array(made.weights), residual
+    out = np.array(experts.expert_ffn(*given, shared))
+    made.slots = np.concatenate([made.slots, np.zeros((2, 1), np.int32)], axis=1)
+    made.weights = np.concatenate([made.weights, np.ones((2, 1), np.float32)], axis=1)
+    act, want = made.results(mx.array)
+    assert error(out, want) < LIMIT
+
+
 @pytest.mark.full
 @grid(GRID)
 def test_kernel_reads_every_form(host, quant, kind):

@@ -35,6 +35,22 @@ OTHERS = {  # which differ by layer
     **{"blk.0.ffn_down_exps": "Q4_1", "blk.1.ffn_up_exps": "Q8_0", "blk.2.ffn_up_exps": "MXFP4"},
     **{"ffn_gate_exps": "MXFP4", "ffn_up_exps": "Q4_1", "ffn_down_exps": "Q5_0", "attn_output": "Q4_K"},
 }
+NESTED = {  # of models with rows of 256, which K types need
+    "conv1d": "F32",
+    "attn_output": "Q8_0",
+    **{"blk.0.ffn_gate": "Q4_K", "blk.0.ffn_up": "Q4_K", "blk.0.ffn_down": "Q6_K", "token_embd": "Q4_K"},
+    **{"blk.1.ffn_gate": "Q2_K", "blk.1.ffn_up": "Q2_K", "blk.1.ffn_down": "Q3_K", "output.": "Q6_K"},
+    **{"blk.2.ffn_gate": "Q5_0", "blk.2.ffn_up": "Q6_K", "blk.2.ffn_down": "Q5_K", "attn_q": "Q5_K", "attn_v": "Q2_K"},
+    **{"attn_kv_a": "Q3_K", "attn_k_b": "Q8_0", "attn_k.": "Q3_K", "blk.3.ffn_down": "Q4_0"},
+}
+WIDE = {
+    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 6},
+    "qwen3_5_moe": dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    "deepseek_v3": {
+        **dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size"), 256),
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 256),
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +136,35 @@ def test_logits_of_every_way_to_open_it(tmp_path, types):
     assert model_fingerprint(resolve(path), mx.float32) == model_fingerprint(tmp_path / "packed", mx.float32)
 
 
+FAMILIES = [pytest.param(name, marks=pytest.mark.full if "5" in name else ()) for name in WIDE]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nested_scales_of_every_way_to_open_it(tmp_path, monkeypatch, family):
+    """Matrices keep their types and bytes, also those outside the experts."""
+    config = goldens.text_config(family) | WIDE[family]
+    monkeypatch.setattr(goldens, "text_config", lambda _: config)
+    monkeypatch.setattr(goldens, "hub_tensors", goldens.hub_tensors.__wrapped__)  # keeps none
+    path = tmp_path / "m.gguf"
+    weights = gguf_models.write_gguf(path, family, mixed(NESTED, "Q4_K"))
+    tokens, made = goldens.golden(family)[0], []
+    nested = {"text_config": config} if "text_config" in goldens.config(family) else config
+    wanted = oracle.forward(nested, weights, tokens)
+    convert(path, tmp_path / "packed", verify=True)
+    for source, options in ((path, {"expert_io": "resident"}), (path, LEAST), (tmp_path / "packed", {})):
+        model = load_model(source, dtype=mx.float32, **options)
+        made.append(logits(model, tokens))
+        assert np.abs(made[-1] - wanted).max() < TOLERANCE * max(1, np.abs(wanted).max())
+        forms = {module.quant.mode for _, module in model.named_modules() if getattr(module, "quant", None)}
+        assert {"q2_k", "q6_k"} <= forms
+        model.experts.close()
+    assert all(np.array_equal(one, made[0]) for one in made)
+    assert model_fingerprint(resolve(path), mx.float32) == model_fingerprint(tmp_path / "packed", mx.float32)
+    stored = sum(tensor.nbytes for tensor in open_gguf(path).tensors.values() if "_exps" in tensor.name)
+    packed = sum(file.stat().st_size for file in (tmp_path / "packed" / "packed_experts").glob("*.bin"))
+    assert packed < 1.1 * stored
+
+
 def test_floats_are_converted_like_those_of_a_checkpoint(tmp_path):
     """A file of float32 has the values of the checkpoint, and becomes the same packed model."""
     family = "qwen3_moe"
@@ -132,6 +177,12 @@ def test_floats_are_converted_like_those_of_a_checkpoint(tmp_path):
     assert np.abs(logits(load_model(tmp_path / "ours", dtype=mx.float32), tokens) - wanted).max() < TOLERANCE
     with pytest.raises(NotPackedError, match=r"run: .* --hf-path \S+/m.gguf --mlx-path m-moeflux"):
         load_model(tmp_path / "m.gguf")
+
+
+def test_forms_that_mlx_lm_does_not_read_are_refused(tmp_path):
+    gguf_models.write_gguf(tmp_path / "m.gguf", "qwen3_moe", mixed(MIXED))
+    with pytest.raises(ConfigError, match=r"layout mlx: \S+ is stored in q\d_0, which mlx-lm does not read"):
+        convert(tmp_path / "m.gguf", tmp_path / "mlx", layout="mlx")
 
 
 def test_a_split_model_in_a_directory(tmp_path):
