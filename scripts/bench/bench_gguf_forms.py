@@ -102,11 +102,11 @@ def main() -> None:
     parser.add_argument("--tile", nargs=3, action="append", default=[], metavar=("KERNEL", "FIELD", "N"), help="try it")
     args = parser.parse_args()
     configure_mlx()
+    if not backend.has_kernels():
+        raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
     for kernel, field, value in args.tile:
         tiles = TILES[backend.name()]
         tiles[kernel] = replace(tiles[kernel], **{field: int(value)})
-    if not backend.has_kernels():
-        raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
     device = mx.device_info().get("device_name", "")
     print(f"mlx {mx.__version__}, {backend.name()}, {device}")
     checks = [] if args.skip_check else [check_form((of(mode),) * 3, mx.bfloat16, "BF16") for mode in args.forms]
