@@ -11,7 +11,7 @@ from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
-from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections
+from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections, Shortcut
 
 __all__ = [
     "Activation",
@@ -40,6 +40,7 @@ __all__ = [
     "Router",
     "SILU",
     "SharedExpert",
+    "Shortcut",
     "Yarn",
     "product_operations",
 ]

@@ -78,4 +78,17 @@ class IndependentConnections:
         return ()
 
 
-Connections = HyperConnections | GatedConnections | IndependentConnections
+@dataclass(frozen=True)
+class Shortcut:
+    """One residual stream, and beside it the output of routed experts, which is added behind the next layer
+    (ScMoE, arXiv:2509.01322, section 2.2). The shared expert's output is added at once.
+    """
+
+    streams: ClassVar[int] = 2
+    copies: ClassVar[int] = 3  # of both, in each part of a layer
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
+    mean: ClassVar[bool] = False
+    widths: ClassVar[tuple[int, ...]] = ()  # of the rows that its operations take, besides the streams
+
+
+Connections = HyperConnections | GatedConnections | IndependentConnections | Shortcut

@@ -42,7 +42,8 @@ def texts_of(family):
 
 # Attention, recurrent mixers of three kinds, several streams of three kinds, n-grams, a layer without experts, experts
 # between two projections, biases of experts, chosen positions and blocks, norms that depend on the depth,
-# a stream that is kept divided by a factor, and experts beside attention.
+# a stream that is kept divided by a factor, experts beside attention, and some
+# whose output is added behind the next layer.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -56,6 +57,7 @@ FAMILIES = [
     "hy_v4",
     "granitemoehybrid",
     "cohere2_moe",
+    "longcat_flash",
 ]
 
 
