@@ -72,4 +72,15 @@ FAMILIES: dict[str, Family] = {
     **longcat.FAMILIES,
 }
 
-GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}
+GGUF: dict[str, GgufFamily] = {
+    **qwen3.GGUF,
+    **deepseek.GGUF,
+    **glm.GGUF,
+    **gpt_oss.GGUF,
+    **olmoe.GGUF,
+    **mixtral.GGUF,
+    **ernie.GGUF,
+    **afmoe.GGUF,
+    **minimax.GGUF,
+    **granite.GGUF,
+}
