@@ -80,10 +80,13 @@ MLX_NAMES = {
         *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
         *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
     ),
-    "kimi_linear": (
-        *((".block_sparse_moe.", ".mlp."), (".gate.e_score", ".e_score"), (".w1.", ".gate_proj.")),
-        *((".w2.", ".down_proj."), (".w3.", ".up_proj.")),
-        *((f".{one}_conv1d.", f".{one}_conv.conv.") for one in "qkv"),
+    **dict.fromkeys(
+        ("kimi_linear", "kimi_k3"),
+        (
+            *((".block_sparse_moe.", ".mlp."), (".gate.e_score", ".e_score"), (".w1.", ".gate_proj.")),
+            *((".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+            *((f".{one}_conv1d.", f".{one}_conv.conv.") for one in "qkv"),
+        ),
     ),
     "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
@@ -374,7 +377,7 @@ def quantised_bits(family, name):
         ("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink", "sink_param")
     ):
         return 0
-    if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar")):
+    if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar", "res_proj.weight")):
         return 0
     if name.endswith(("compress_ape", "compress_gate", "softmax_offset")):
         return 0

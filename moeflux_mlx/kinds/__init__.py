@@ -11,12 +11,21 @@ from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
-from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections, Shortcut
+from .streams import (
+    BlockSums,
+    Connections,
+    GatedConnections,
+    HyperConnections,
+    IndependentConnections,
+    Shortcut,
+    streams_before,
+)
 
 __all__ = [
     "Activation",
     "ActivationForm",
     "Attending",
+    "BlockSums",
     "Connections",
     "Dense",
     "Experts",
@@ -43,4 +52,5 @@ __all__ = [
     "Shortcut",
     "Yarn",
     "product_operations",
+    "streams_before",
 ]

@@ -43,13 +43,14 @@ class Router:
         return replace(self, experts=self.experts + self.identities, identities=0)
 
 
-ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu"]
+ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu", "situ"]
 FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
 
 
 @dataclass(frozen=True)
 class Activation:
-    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the three forms that clip need.
+    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the three forms that clip need, and
+    B `gate_limit`, which "situ" needs.
 
     An MLP without a gate uses u for g too, so "relu" gives relu(u)^2 (arXiv:2109.08668, section 3).
 
@@ -61,13 +62,18 @@ class Activation:
             "silu then clip": min(silu(g), L) * clip(u, -L, L)
             "clip then swish": g' * sigmoid(1.702 g') * (u' + 1), where g' = min(g, L) and u' = clip(u, -L, L)
             "relu": relu(g) * u
+            "situ": B * tanh(g / B) * sigmoid(g) * L * tanh(u / L), or without a limit ... * u (Kimi K3, as mlx-lm's
+                `kimi_k3.py` has it)
     """
 
     form: ActivationForm = "silu"
     limit: float | None = None
+    gate_limit: float | None = None
 
     def __post_init__(self) -> None:
-        assert (self.limit is None) == (self.form in ("silu", "gelu", "relu")), f"{self.form!r} with limit {self.limit}"
+        if self.form != "situ":
+            assert (self.limit is None) == ("clip" not in self.form), f"{self.form!r} with limit {self.limit}"
+        assert (self.gate_limit is None) == (self.form != "situ"), f"{self.form!r} with gate limit {self.gate_limit}"
 
 
 SILU = Activation()
@@ -108,8 +114,8 @@ class Experts:
 
     `biases`: whether each of an expert's matrices has a bias. `matrices`: three with a gate, two without. `latent`:
     width of their input and output; one projection makes the input from the hidden state, and another converts the sum
-    of a token's experts back; None: they take the hidden state itself. `scales_input`: the weight of a token's only
-    expert multiplies its input, not its output.
+    of a token's experts back, behind a norm if `latent_norm`; None: they take the hidden state itself. `scales_input`:
+    the weight of a token's only expert multiplies its input, not its output.
     """
 
     router: Router
@@ -119,6 +125,7 @@ class Experts:
     biases: bool = False
     matrices: int = 3
     latent: int | None = None
+    latent_norm: bool = False
     scales_input: bool = False
 
     @property

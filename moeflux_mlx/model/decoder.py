@@ -13,6 +13,7 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
+from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
@@ -46,7 +47,7 @@ class Decoder(nn.Module):
         if connections is None or not connections.has_own_norm:
             self.norm = norm_of(args.layers[-1].residual, args.hidden_size, args.last_norm_eps)
         if connections is not None:
-            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
+            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, None)
         has_one = connections is None and not args.layers[0].residual.parallel
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
             # A table needs the ids. An input says nothing of the next layer's if it is another sum or norm of streams.
@@ -378,8 +379,7 @@ class Model(nn.Module):
 
     def embedded(self, tokens: mx.array) -> Any:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
-        streams, h = self.args.connections.streams if self.args.connections else 1, self._of_one_stream(tokens)
-        return h if streams == 1 else spread(h, streams)
+        return spread(self._of_one_stream(tokens), streams_before(self.args.connections, 0))
 
     def _of_one_stream(self, tokens: mx.array) -> Any:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)

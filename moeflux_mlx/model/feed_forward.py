@@ -6,7 +6,7 @@ from ..experts.routing import RoutedExpertsCall
 from ..kinds import Dense, Experts, Residual, Shortcut
 from ..spec import ModelArgs
 from .dense import DenseMLP, NoMLP
-from .moe import InputScalingMoE, LatentMoE, MoE, MoEBetweenStreams, NormedMoE
+from .moe import InputScalingMoE, LatentMoE, LatentMoEBetweenStreams, MoE, MoEBetweenStreams, NormedMoE
 from .shortcut import ShortcutMoE
 
 
@@ -39,9 +39,9 @@ def moe_of(
         assert kind is MoE, "no family has latents or norms of experts, or scales their input, before a shortcut"
         kind = ShortcutMoE
     elif residual.connections is not None or residual.parallel:
-        assert kind is MoE, (
-            "no family has latents or norms of experts, or scales their input, without a stream of its own"
+        assert kind in (MoE, LatentMoE), (
+            "no family has norms of experts, or scales their input, without a stream of its own"
         )
-        kind = MoEBetweenStreams
+        kind = LatentMoEBetweenStreams if kind is LatentMoE else MoEBetweenStreams
     made: MoE = kind(part, hidden_size, layer, experts, residual, eps)
     return made

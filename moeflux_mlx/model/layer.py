@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
             if spec.feed_forward is not None and not spec.residual.parallel:
                 self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind)
         if connections is not None:
-            self.attn_hc, self.ffn_hc = (connection(connections, *sizes) for _ in range(2))
+            self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer) for _ in range(2))
             self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)
         elif spec.residual.output_norms:
             self.mixer_output = Output(*sizes)

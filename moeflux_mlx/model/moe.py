@@ -303,6 +303,8 @@ class LatentMoE(MoE):
         self._is_apart = part.shared is not None
         self.fc1_latent_proj = Linear(hidden_size, part.latent)
         self.fc2_latent_proj = Linear(part.latent, hidden_size)
+        if part.latent_norm:
+            self.latent_norm = RMSNorm(part.latent, eps)
 
     def _latent(self, x: Any) -> Any:
         return self.fc1_latent_proj(x)
@@ -316,7 +318,7 @@ class LatentMoE(MoE):
         return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
 
     def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
-        return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
+        return self.fc2_latent_proj(made, self.get("latent_norm"), residual if beside is None else beside)
 
 
 class InputScalingMoE(MoE):
@@ -367,3 +369,14 @@ class MoEBetweenStreams(MoE):
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         return super().finish([backend.zeros_like(parts[0]), *parts], report)
+
+
+class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
+    """A `LatentMoE` that adds its output to nothing."""
+
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        shared = self._shared(gates)
+        return None if shared is None else shared.rows(x).reshape(residual.shape)
+
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        return super()._joined(None, made, beside)

@@ -23,7 +23,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
-from moeflux_mlx.kinds import SILU
+from moeflux_mlx.kinds import SILU, BlockSums
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import softmax_scale
@@ -85,6 +85,7 @@ SIZES = {
     "ling-3-tiny-8b-a1b": (1327104, 169869312, 23, 3.64),
     "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
     "kimi-linear-48b-a3b": (3981312, 1019215872, 26, 24.68),
+    "kimi-k3-2800b-a104b": (18579456, 16647192576, 92, 1426.36),
     "granite-4.0-h-tiny-7b-a1b": (1327104, 84934656, 40, 3.16),
     "granite-4.0-h-small-32b-a9b": (5308416, 382205952, 40, 14.24),
     "llama-4-scout-109b-a17b": (70778880, 1132462080, 48, 50.62),
@@ -392,6 +393,16 @@ def test_defaults_of_lfm2_are_those_of_transformers():
     assert ModelArgs.from_dict(config).experts.router.eps == 1e-6
     for name in ("tie_embedding", "tie_word_embeddings"):
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
+
+
+def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
+    """The publisher nests a text part with the `model_type` of Kimi Linear."""
+    config = config_of("kimi-k3-2800b-a104b")
+    args = ModelArgs.from_dict(config)
+    assert args.model_type == "kimi_linear" and args.connections == BlockSums(12, 93) and args.connections.streams == 9
+    assert [i for i, mixer in enumerate(args.mixers) if mixer.attention] == [*range(3, 92, 4), 92]
+    flat = ModelArgs.from_dict({**config["text_config"], "model_type": "kimi_k3"})
+    assert dataclasses.replace(flat, model_type="kimi_linear") == args
 
 
 def test_defaults_of_beam_are_those_of_transformers():

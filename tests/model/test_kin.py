@@ -67,6 +67,7 @@ def test_logits_match_hugging_face(monkeypatch, family, computing):
 SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
 GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
 LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
+KIMI = goldens.text_config("kimi_k3")["linear_attn_config"]
 IGNORED = [
     ("kimi_k2", {"routed_scaling_factor": 1.0}),
     ("kimi_k2", {"norm_topk_prob": False}),
@@ -205,6 +206,12 @@ IGNORED = [
     ("beam", {"rope_parameters": None}),
     ("beam", {"sliding_window": 8}),
     ("beam", {"topk_group": 1}),
+    ("kimi_k3", {"activation_situ_beta": 1.0}),
+    ("kimi_k3", {"activation_situ_linear_beta": None}),
+    ("kimi_k3", {"attn_res_block_size": 3}),
+    ("kimi_k3", {"linear_attn_config": {**KIMI, "gate_lower_bound": None}}),
+    ("kimi_k3", {"linear_attn_config": {**KIMI, "gate_lower_bound": -4.5}}),
+    ("kimi_k3", {"rms_norm_eps": None}),
     ("hy_v4", {"hc_eps": 1e-6}),
     ("hy_v4", {"hc_magnitude": 2.0}),
     ("hy_v4", {"index_topk": 64}),
@@ -250,8 +257,9 @@ BIASED += (
     "bailing_hybrid",
     "kimi_linear",
     "beam",
-    "longcat_flash",
     "hy_v4",
+    "kimi_k3",
+    "longcat_flash",
 )
 
 
@@ -351,7 +359,7 @@ def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid", "beam", "hy_v4"])
+@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid", "beam", "hy_v4", "kimi_k3"])
 def test_gates_that_are_left_out(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers if layer.self_attn.mixer.attention):
@@ -431,7 +439,9 @@ def by_head(norm, width=32):
     return normed
 
 
-@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("glm5_next", 1e-6)])
+@pytest.mark.parametrize(
+    "family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("kimi_k3", None), ("glm5_next", 1e-6)]
+)
 def test_norms_of_latents_with_another_eps(family, eps):
     """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -575,6 +585,39 @@ def test_mistakes_in_hy_v4(mistake):
     for layer in model.layers:
         HY_V4[mistake](layer)
     assert error(model, "hy_v4") > 10 * TOLERANCE
+
+
+# Parts of a Kimi K3 layer that an implementation may leave out or place wrongly.
+KIMI_K3 = {
+    "blocks that begin a layer late": lambda layer, number: setattr(layer.ffn_hc, "begins", number % 2 == 1),
+    "no new block": lambda layer, number: number and setattr(layer.ffn_hc, "begins", False),
+    "no norm before the weights of sums": lambda layer, number: _replace_weight(layer.attn_hc, norm=1.0),
+    "the other part's weights of sums": lambda layer, number: _set(layer.ffn_hc, "_weight", layer.attn_hc._weight),
+    "the last part alone": lambda layer, number: setattr(layer.attn_hc, "gather", lambda h: (h[..., -128:],)),
+    "silu": lambda layer, number: _activate(layer, Activation()),
+    "a latent that is not normed": lambda layer, number: "latent_norm" in layer.mlp and layer.mlp.pop("latent_norm"),
+    "the last rates of decay": lambda layer, number: (
+        "A_log" in layer.self_attn and _set(layer.self_attn, "A_log", layer.self_attn.A_log[::-1])
+    ),
+}
+
+
+def _replace_weight(hc, norm):
+    hc._weight = norm * hc.proj_weight[0]
+
+
+def _activate(layer, activation):
+    mlps = [layer.mlp.shared_expert] if "shared_expert" in layer.mlp else [layer.mlp]
+    for mlp in mlps:
+        mlp.activation = activation
+
+
+@pytest.mark.parametrize("mistake", KIMI_K3)
+def test_mistakes_in_kimi_k3(mistake):
+    model = load_model(tiny_directory("kimi_k3", "hub"), dtype=mx.float32)
+    for number, layer in enumerate(model.layers):
+        KIMI_K3[mistake](layer, number)
+    assert error(model, "kimi_k3") > 10 * TOLERANCE
 
 
 def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
