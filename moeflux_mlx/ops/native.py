@@ -180,8 +180,7 @@ def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np
 
 
 def _source(quant: Quant) -> int:
-    """The kernels' number of where scales and biases come from: they are stored, or there are symmetric or nested scales
-    of GGUF's forms."""
+    """The kernels' number of where scales and biases come from: 0 if they are stored, 1 symmetric, 2 nested scales."""
     return 0 if quant.is_of_mlx else 2 if quant.is_nested else 1
 
 
