@@ -4,8 +4,8 @@
 // V]; if WINDOW is set, they are at place p % capacity. Those of later positions are at place p - begun of recent:
 // keys[KV, RECENT, D], then values[KV, RECENT, V]. The token has position offset; its own key and value are k[KV, D]
 // and v[KV, V]. Rows have dtype K, which is X or bytes. With bytes (kv_rows.h.metal) every row, including the token's
-// own, is read as it is stored. positions = offset, begun, capacity, and the token's rotary position. WINDOW is the
-// number of positions that the token sees, including its own; 0 means all. V <= D. If TOP is set, the token sees the
+// own, is read as it is stored. positions = offset, begun, capacity, and the token's rotary position. WINDOW and CHUNKED
+// say which positions the token sees (seen.h.metal). V <= D. If TOP is set, the token sees the
 // positions of chosen blocks (seen.h.metal), chosen[LISTS, TOP]: each key head has its own list, or all share one.
 //
 // If NORM is 1, q[H, STRIDE] (the first D values of each head) and k are divided by their root mean square (+ eps[0])
@@ -45,7 +45,7 @@
   const uint offset = uint(positions[0]), begun = uint(positions[1]), capacity = uint(positions[2]);
   const size_t kept = size_t(kv) * capacity;
   const uint later = kv * RECENT * KD, values_later = KV * RECENT * KD + kv * RECENT * VD;
-  const uint low = WINDOW && offset >= WINDOW ? offset + 1 - WINDOW : 0;  // the first visible position
+  const uint low = first_seen<WINDOW, CHUNKED>(offset);
   const uint top = (low / P + part) * P;
   const uint visible = seen_count<TOP, RATIO, OWN>(offset);
   if (top >= visible) {

@@ -42,5 +42,6 @@
   const device X* row = x + token * H;
 #endif
   const swiglu_ending<ACTIVATION, BIASED, INTERLEAVED, B> ending = {
-      (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), k < K ? LIMIT : SHARED_LIMIT};
+      (const device B*)(record + GATE_BIAS), (const device B*)(record + UP_BIAS), k < K ? LIMIT : SHARED_LIMIT,
+      GATE_LIMIT};
   swiglu_gate_up<R, L, H, I, BITS, GROUP, CHUNK, AHEAD>(row, gate, up, ending, first, lane, act + pair * I);

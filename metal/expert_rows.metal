@@ -47,7 +47,7 @@
           if (BIASED) {
             other += float(INTERLEAVED ? added[2 * own + 1 < ROWS ? 0 : 1][(2 * own + 1) % ROWS] : added[1][own]);
           }
-          value = swiglu_joined<ACTIVATION>(value, other, LIMIT);
+          value = swiglu_joined<ACTIVATION>(value, other, LIMIT, GATE_LIMIT);
         }
         out[size_t(place) * ROWS + own] = X(value);
       }

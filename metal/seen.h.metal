@@ -2,6 +2,16 @@
 // offset. Otherwise they are the positions of TOP chosen blocks of RATIO positions, and then those after the last whole
 // block. If OWN is 1, the block of the token's own position is never chosen, but it is always seen up to that position.
 
+// The first position that a token sees. If CHUNKED is 1, it sees, of its own chunk of WINDOW positions, those up to its
+// own; otherwise the newest WINDOW, or all if WINDOW is 0.
+template <int WINDOW, int CHUNKED>
+inline uint first_seen(uint offset) {
+  if (!WINDOW) {
+    return 0;
+  }
+  return CHUNKED ? offset - offset % WINDOW : offset >= WINDOW ? offset + 1 - WINDOW : 0;
+}
+
 // The number of whole blocks among which the blocks are chosen.
 template <int RATIO, int OWN>
 inline uint seen_blocks(uint offset) {

@@ -1,10 +1,20 @@
 // needs: codes.h.metal {form}.h.metal lane.h.metal
 // The matrices of an expert, and the first half of an expert: gate, up and the activation that combines them.
 
+// tanh(x) to about 2 ulp: of a small x by a continued fraction, because the difference to 1 has few bits of it.
+inline float swiglu_tanh(float x) {
+  const float s = x * x;
+  if (s < 0.3f) {
+    return x * metal::fma(s + 105.0f, s, 945.0f) / metal::fma(metal::fma(15.0f, s, 420.0f), s, 945.0f);
+  }
+  const float far = 1.0f - 2.0f / (metal::precise::exp(2.0f * (x < 0.0f ? -x : x)) + 1.0f);
+  return x < 0.0f ? -far : far;
+}
+
 // Combines gate g and up u. ACTIVATION is the number of an ActivationForm (moeflux_mlx/kinds/feed_forward.py). NaN
 // stays NaN.
 template <int ACTIVATION>
-inline float swiglu_joined(float g, float u, float limit) {
+inline float swiglu_joined(float g, float u, float limit, float gate_limit) {
   if (ACTIVATION == 0) {
     return g / (1.0f + metal::precise::exp(-g)) * u;
   }
@@ -13,6 +23,10 @@ inline float swiglu_joined(float g, float u, float limit) {
   }
   if (ACTIVATION == 5) {
     return (g < 0.0f ? 0.0f : g) * u;
+  }
+  if (ACTIVATION == 6) {
+    const float gate = gate_limit * swiglu_tanh(g / gate_limit) / (1.0f + metal::precise::exp(-g));
+    return gate * (limit > 0.0f ? limit * swiglu_tanh(u / limit) : u);
   }
   u = u > limit ? limit : u < -limit ? -limit : u;
   if (ACTIVATION == 3) {
@@ -27,13 +41,14 @@ inline float swiglu_joined(float g, float u, float limit) {
 }
 
 // What is done with the products of gate and up: biases of type B are added if BIASED is 1, and the activation has a
-// limit. If INTERLEAVED is 1, rows of gate and up alternate, beginning with gate; the first half of these rows is in
+// limit, and perhaps one of its own for gate. If INTERLEAVED is 1, rows of gate and up alternate, beginning with gate; the first half of these rows is in
 // gate's place, the second half in up's.
 template <int ACTIVATION, int BIASED, int INTERLEAVED, typename B>
 struct swiglu_ending {
   const device B* gate;
   const device B* up;
   float limit;
+  float gate_limit;
 };
 
 // The addresses of a matrix of codes.
@@ -113,7 +128,7 @@ inline void swiglu_gate_up(
         gx += float(ending.gate[row[r]]);
         ux += float(ending.up[row[r]]);
       }
-      act[row[r]] = X(swiglu_joined<ACTIVATION>(gx, ux, ending.limit));
+      act[row[r]] = X(swiglu_joined<ACTIVATION>(gx, ux, ending.limit, ending.gate_limit));
     }
   }
 }

@@ -55,8 +55,8 @@ inline void topk_groups(thread float* value, uint lane) {
 // Choice number `wanted`, which may differ from lane to lane. Returns the expert, and sets `weight` to its weight.
 //
 // A score is topk_score, or, if SCORE is 0, the softmax over all experts. Experts are chosen by their scores, to which
-// bias[E] is added if BIAS is 1, or by their logits plus bias[E] if it is 2; their weights are the scores without the
-// bias. If NORM is 1, the weights of the K experts are divided by their sum, to which eps is added unless SCORE is 0.
+// bias[E] is added if BIAS is 1, or by their logits, to which it is added if BIAS is 2 and not if it is 3; their weights
+// are the scores without the bias. If NORM is 1, the weights of the K experts are divided by their sum, to which eps is added unless SCORE is 0.
 // All weights are multiplied by scale[0], or, if SCALED is 1, each by its expert's value of scale[E].
 template <int E, int K, int SCORE, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
           typename R>
@@ -80,8 +80,8 @@ inline uint topk_choice(P logits, Q bias, R scale, float eps, uint lane, uint wa
   for (uint i = 0; i < N && !BY_LOGIT; i++) {
     const uint e = lane + 32 * i;
     const float v = value[i];
-    const float own = BIAS == 2 ? v : SCORE ? topk_score<SCORE>(v) : metal::precise::exp(v - top) / total;
-    value[i] = e < E ? own + (BIAS ? float(bias[e]) : 0.0f) : TOPK_NONE;
+    const float own = BIAS >= 2 ? v : SCORE ? topk_score<SCORE>(v) : metal::precise::exp(v - top) / total;
+    value[i] = e < E ? own + (BIAS == 1 || BIAS == 2 ? float(bias[e]) : 0.0f) : TOPK_NONE;
   }
   if (KEPT < GROUPS) {
     topk_groups<E, GROUPS, KEPT>(value, lane);

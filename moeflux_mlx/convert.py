@@ -24,7 +24,12 @@ def parser() -> argparse.ArgumentParser:
         "An interrupted conversion is resumed by running the same command again.",
     )
     add = made.add_argument
-    add("--hf-path", required=True, metavar="DIR_OR_REPO", help="checkpoint directory, GGUF, or repo id org/name")
+    add(
+        "--hf-path",
+        required=True,
+        metavar="DIR_OR_REPO",
+        help="checkpoint directory, GGUF, or repo id org/name, of a GGUF org/name:Q4_K_M",
+    )
     add("--mlx-path", required=True, metavar="OUT", help="directory to write")
     add("--q-bits", type=int, choices=AFFINE_BITS, help=f"bits of weights that are stored as floats ({DEFAULT.bits})")
     add(

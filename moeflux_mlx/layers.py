@@ -11,14 +11,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .kinds import SILU, Activation
+from .kinds import SILU, Activation, Residual
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
 from .ops.backend import Array
 from .ops.elementwise import activate, plus, softcap, split
 from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear
-from .ops.norm import Norm, rms_norm
+from .ops.norm import Norm, layer_norm, rms_norm
 from .ops.route import router_logits
 from .quant import Quant
 
@@ -216,13 +216,17 @@ class Embedding(Weight):
 
 @dataclass(frozen=True)
 class LastProduct:
-    """Logits of normed hidden states [..., D]: the product with a matrix, limited to `cap` if there is one."""
+    """Logits of normed hidden states [..., D]: the product with a matrix times `scale`, limited to `cap` if there is
+    one.
+    """
 
     matrix: Linear | Embedding
     cap: float | None
+    scale: float
 
     def __call__(self, hidden: Array) -> Array:
-        return softcap(linear(hidden, self.matrix), self.cap)
+        logits: Any = linear(hidden, self.matrix)
+        return softcap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 
 class RMSNorm(nn.Module):
@@ -235,6 +239,24 @@ class RMSNorm(nn.Module):
 
     def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv:1607.06450), the bias only if `has_bias`."""
+
+    def __init__(self, dims: int, eps: float, has_bias: bool = True):
+        super().__init__()
+        self.weight, self.eps = mx.ones((dims,)), eps
+        if has_bias:
+            self.bias = mx.zeros((dims,))
+
+    def __call__(self, x: Array) -> Array:
+        return layer_norm(x, self.weight, self.get("bias"), self.eps)
+
+
+def norm_of(residual: Residual, dims: int, eps: float) -> RMSNorm | LayerNorm:
+    """A norm of such a stream."""
+    return LayerNorm(dims, eps, has_bias=False) if residual.centred else RMSNorm(dims, eps)
 
 
 class Output(nn.Module):

@@ -26,7 +26,6 @@ from .kinds import (
     LayerSpec,
     Mixer,
     NGrams,
-    unsupported,
 )
 from .quant import Quantization, of_packed
 
@@ -36,8 +35,8 @@ class ModelArgs:
     """The description of a model: a few sizes under their Hugging Face names, and its layers.
 
     `draft_head` is the layer of the draft head, if one is loaded. `embedding_scale` multiplies embeddings. `is_tied`:
-    logits are products with the embeddings' matrix. `logit_softcap`: the limit of logits, applied like
-    `Router.softcap`; None: no limit.
+    logits are products with the embeddings' matrix. `logit_scale` multiplies logits. `logit_softcap`: their limit,
+    applied like `Router.softcap`; None: no limit.
 
     The properties that have names of Hugging Face's fields are read from the layers; those about attention are the
     first attention layer's.
@@ -55,11 +54,17 @@ class ModelArgs:
     embedding_scale: float = 1.0
     is_tied: bool = False
     logit_softcap: float | None = None
+    logit_scale: float = 1.0
 
     @property
     def last_matrix(self) -> str:
         """The module path of the matrix whose products are logits."""
         return "model.embed_tokens" if self.is_tied else "lm_head"
+
+    @property
+    def stream_scale(self) -> float:
+        """The factor of embeddings where they enter the stream."""
+        return self.embedding_scale / self.layers[0].residual.scale
 
     @property
     def last_norm_eps(self) -> float:
@@ -251,8 +256,6 @@ def _check(args: ModelArgs) -> None:
     if not args.moe_layers:
         raise ConfigError(f"none of the {args.num_hidden_layers} layers has experts")
     for i, layer in enumerate(args.layers):
-        for name, value in unsupported(layer):
-            raise ConfigError(f"layer {i} has {name} {value!r}, which is not implemented")
         if isinstance(layer.feed_forward, Experts) and _plain(layer.feed_forward) != _plain(args.experts):
             raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
     for mixer in dict.fromkeys(args.mixers):

@@ -153,11 +153,24 @@ INLINE vf FN(vsilu)(vf x) { return x / (1.0f + FN(vexp)(-x)); }
 /* Returns the smaller of x and limit; NaN stays NaN. */
 INLINE vf FN(vmin)(vf x, vf limit) { return FN(select)((vi)(x > limit), limit, x); }
 
+/* Returns limit * tanh(x / limit), tanh to about 2 ulp: of a small x by a continued fraction, because the difference to 1
+ * has few bits of it. NaN stays NaN. */
+INLINE vf FN(vcap)(vf x, vf limit) {
+    x = x / limit;
+    vf s = x * x, near = x * ((s + 105.0f) * s + 945.0f) / ((s * 15.0f + 420.0f) * s + 945.0f);
+    vf far = 1.0f - 2.0f / (FN(vexp)(2.0f * FN(select)((vi)(x < 0.0f), -x, x)) + 1.0f);
+    return limit * FN(select)((vi)(s < 0.3f), near, FN(select)((vi)(x < 0.0f), -far, far));
+}
+
 /* Combines gate g and up u. The factor 1.5957691 of GELU is 2 sqrt(2 / pi), because (1 + tanh z) / 2 = sigmoid(2 z). */
-INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
+INLINE vf FN(activated)(vf g, vf u, vf limit, vf gate_limit, const Activation form) {
     if (form == SILU) return FN(vsilu)(g) * u;
     if (form == GELU) return g / (1.0f + FN(vexp)(-1.5957691216f * (g + 0.044715f * g * g * g))) * u;
     if (form == RELU) return FN(select)((vi)(g < 0.0f), FN(splat)(0), g) * u;
+    if (form == SITU) {
+        u = FN(select)((vi)(limit > 0.0f), FN(vcap)(u, limit), u);
+        return FN(vcap)(g, gate_limit) / (1.0f + FN(vexp)(-g)) * u;
+    }
     u = -FN(vmin)(-FN(vmin)(u, limit), limit);
     if (form == SILU_THEN_CLIP) return FN(vmin)(FN(vsilu)(g), limit) * u;
     g = FN(vmin)(g, limit);
@@ -166,29 +179,29 @@ INLINE vf FN(activated)(vf g, vf u, vf limit, const Activation form) {
 }
 
 /* Combines n values of gate and up. If the last vector is not full, it is computed in a padded copy. */
-INLINE void FN(activate_by)(const Activation form, float limit, const float *gate, const float *up, float *out,
+INLINE void FN(activate_by)(const Activation form, const Joining *by, const float *gate, const float *up, float *out,
                             ptrdiff_t n) {
-    const vf most = FN(splat)(limit);
+    const vf most = FN(splat)(by->limit), of_gate = FN(splat)(by->gate_limit);
     ptrdiff_t i = 0;
     for (; i + W <= n; i += W)
-        *(vf *)(out + i) = FN(activated)(*(const vf *)(gate + i), *(const vf *)(up + i), most, form);
+        *(vf *)(out + i) = FN(activated)(*(const vf *)(gate + i), *(const vf *)(up + i), most, of_gate, form);
     if (i == n) return;
     float g[W] = {0}, u[W] = {0};
     memcpy(g, gate + i, (size_t)(n - i) * 4);
     memcpy(u, up + i, (size_t)(n - i) * 4);
-    *(vf *)g = FN(activated)(*(vf *)g, *(vf *)u, most, form);
+    *(vf *)g = FN(activated)(*(vf *)g, *(vf *)u, most, of_gate, form);
     memcpy(out + i, g, (size_t)(n - i) * 4);
 }
 
-static TARGET void FN(activate)(Activation form, float limit, const float *gate, const float *up, float *out,
-                                ptrdiff_t n) {
-    switch (form) {
-    case SILU: FN(activate_by)(SILU, 0, gate, up, out, n); break;
-    case GELU: FN(activate_by)(GELU, 0, gate, up, out, n); break;
-    case CLIP_THEN_SILU: FN(activate_by)(CLIP_THEN_SILU, limit, gate, up, out, n); break;
-    case SILU_THEN_CLIP: FN(activate_by)(SILU_THEN_CLIP, limit, gate, up, out, n); break;
-    case CLIP_THEN_SWISH: FN(activate_by)(CLIP_THEN_SWISH, limit, gate, up, out, n); break;
-    case RELU: FN(activate_by)(RELU, 0, gate, up, out, n); break;
+static TARGET void FN(activate)(const Joining *by, const float *gate, const float *up, float *out, ptrdiff_t n) {
+    switch (by->form) {
+    case SILU: FN(activate_by)(SILU, by, gate, up, out, n); break;
+    case GELU: FN(activate_by)(GELU, by, gate, up, out, n); break;
+    case CLIP_THEN_SILU: FN(activate_by)(CLIP_THEN_SILU, by, gate, up, out, n); break;
+    case SILU_THEN_CLIP: FN(activate_by)(SILU_THEN_CLIP, by, gate, up, out, n); break;
+    case CLIP_THEN_SWISH: FN(activate_by)(CLIP_THEN_SWISH, by, gate, up, out, n); break;
+    case RELU: FN(activate_by)(RELU, by, gate, up, out, n); break;
+    case SITU: FN(activate_by)(SITU, by, gate, up, out, n); break;
     }
 }
 

@@ -510,8 +510,7 @@ typedef struct {
     ptrdiff_t place[2][3];        /* the first words of codes, scales and biases: of gate and up, or of down */
     ptrdiff_t bias[2];            /* the first word of the bias that each product adds; -1: none */
     Kind bias_kind;
-    Activation activation;        /* how gate and up are combined */
-    float limit;
+    Joining activation;           /* how gate and up are combined */
     int interleaved;              /* rows of gate and up alternate; the first half of them is in gate's place */
     Matrix form;                  /* one of these matrices, without its pointers */
     ptrdiff_t hidden, inner;      /* H, I */
@@ -651,7 +650,7 @@ static void gate_up_interleaved(const Experts *c, Method method, ptrdiff_t slot,
     }
     for (ptrdiff_t i = 0; i < n; i++) {
         for (ptrdiff_t r = 0; r < r1 - r0; r++) gate[r] = both[i][2 * r], up[r] = both[i][2 * r + 1];
-        c->path->activate(c->activation, c->limit, gate, up, c->y[p + i] + r0, r1 - r0);
+        c->path->activate(&c->activation, gate, up, c->y[p + i] + r0, r1 - r0);
     }
 }
 
@@ -683,7 +682,7 @@ static void gate_up_job(void *ctx, ptrdiff_t chunk, int member) {
         if (!is_single) multiply(c->path, method, c->planes, &up, r0, r1, n, c->x + p, workspace, u);
         add_bias(c, slot, 0, r0, r1, n, y);
         if (!is_single) add_bias(c, slot, 1, r0, r1, n, u);
-        for (ptrdiff_t i = 0; i < n; i++) c->path->activate(c->activation, c->limit, y[i], u[i], y[i], r1 - r0);
+        for (ptrdiff_t i = 0; i < n; i++) c->path->activate(&c->activation, y[i], u[i], y[i], r1 - r0);
     }
 }
 
@@ -716,27 +715,28 @@ static int run_gate_up(Experts *c, const float *x) {
     return ok;
 }
 
-/* Reads how gate and up are combined, and the limit. Returns 0 with an exception. */
-static int take_activation(PyObject *form, PyObject *limit, Activation *activation, float *most) {
-    Py_ssize_t number = PyNumber_AsSsize_t(form, PyExc_ValueError);
-    *most = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(limit);
+/* Reads how gate and up are combined: the form's number, the limit, and that of gate. Returns 0 with an exception. */
+static int take_activation(PyObject *const *a, Joining *activation) {
+    Py_ssize_t number = PyNumber_AsSsize_t(a[0], PyExc_ValueError);
+    activation->limit = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(a[1]);
+    activation->gate_limit = PyErr_Occurred() ? 0 : (float)PyFloat_AsDouble(a[2]);
     if (PyErr_Occurred()) return 0;
-    if (number < SILU || number > RELU) return PyErr_Format(PyExc_ValueError, "activation %zd", number), 0;
-    *activation = (Activation)number;
+    if (number < SILU || number > SITU) return PyErr_Format(PyExc_ValueError, "activation %zd", number), 0;
+    activation->form = (Activation)number;
     return 1;
 }
 
 /* expert_gate_up(x[T, H], blob[S, words], slots[T, K], places, bits of activations, alone, activation, limit,
- * interleaved, out[T, K, I]). places are those of gate and up, which may be the same matrix. */
+ * gate_limit, interleaved, out[T, K, I]). places are those of gate and up, which may be the same matrix. */
 static PyObject *op_expert_gate_up(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Experts c = {.path = path};
     int ok = 0;
-    if (!arity(n, 10) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.step)) return NULL;
-    if (!take_activation(a[6], a[7], &c.activation, &c.limit)) return NULL;
-    if ((c.interleaved = PyObject_IsTrue(a[8])) < 0) return NULL;
+    if (!arity(n, 11) || !(c.bits = take_bits(a[4])) || !take_alone(a[5], path, &c.step)) return NULL;
+    if (!take_activation(a + 6, &c.activation)) return NULL;
+    if ((c.interleaved = PyObject_IsTrue(a[9])) < 0) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0);
-    Py_buffer *out = x ? take(&args, a[9], "out", FLOATS, 3, 1) : NULL;
+    Py_buffer *out = x ? take(&args, a[10], "out", FLOATS, 3, 1) : NULL;
     if (!out) return args_done(&args, 0);
     c.hidden = x->shape[1], c.inner = out->shape[2], c.out = out->buf;
     if (take_experts(&args, a[1], a[2], a[3], 2, &c) && dim(x, "x", 0, c.tokens) &&
@@ -899,8 +899,8 @@ static PyObject *op_rms_norm(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 typedef struct {
     const Path *path;
-    Activation activation;
-    float limit, *out;
+    Joining activation;
+    float *out;
     const float *gate, *up;
     ptrdiff_t n;
 } Activate;
@@ -909,17 +909,17 @@ static void activate_job(void *ctx, ptrdiff_t chunk, int member) {
     Activate *c = ctx;
     ptrdiff_t at = chunk * SMALL_CHUNK;
     (void)member;
-    c->path->activate(c->activation, c->limit, c->gate + at, c->up + at, c->out + at, min(SMALL_CHUNK, c->n - at));
+    c->path->activate(&c->activation, c->gate + at, c->up + at, c->out + at, min(SMALL_CHUNK, c->n - at));
 }
 
-/* activate(gate[N, D], up[N, D], activation, limit, out[N, D]) */
+/* activate(gate[N, D], up[N, D], activation, limit, gate_limit, out[N, D]) */
 static PyObject *op_activate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Activate c = {.path = path};
-    if (!arity(n, 5) || !take_activation(a[2], a[3], &c.activation, &c.limit)) return NULL;
+    if (!arity(n, 6) || !take_activation(a + 2, &c.activation)) return NULL;
     Py_buffer *gate = take(&args, a[0], "gate", FLOATS, 2, 0);
     Py_buffer *up = gate ? take(&args, a[1], "up", FLOATS, 2, 0) : NULL;
-    Py_buffer *out = up ? take(&args, a[4], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = up ? take(&args, a[5], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(up, "up", gate->shape[0], gate->shape[1]) ||
         !dims2(out, "out", gate->shape[0], gate->shape[1]) || !disjoint(&args))
         return args_done(&args, 0);

@@ -50,7 +50,13 @@ typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* the dtype of scales a
 typedef enum { INTEGER, E2M1, E4M3 } Codes;
 
 /* How gate and up are combined. The numbers are those of ActivationForm in moeflux_mlx/kinds/feed_forward.py. */
-typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU } Activation;
+typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU, SITU } Activation;
+
+/* How gate and up are combined, with the limit; only SITU has another one for gate. */
+typedef struct {
+    Activation form;
+    float limit, gate_limit;
+} Joining;
 
 static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind >= E8M0 ? 1 : 2; }
 
@@ -102,7 +108,7 @@ typedef struct {
     void (*dequantize)(const Matrix *, ptrdiff_t, ptrdiff_t, float *);
     void (*combine)(const float *const *, const float *, ptrdiff_t, const float *, const float *, float *, ptrdiff_t,
                     ptrdiff_t);
-    void (*activate)(Activation, float, const float *, const float *, float *, ptrdiff_t);
+    void (*activate)(const Joining *, const float *, const float *, float *, ptrdiff_t);
     void (*add)(const void *, ptrdiff_t, ptrdiff_t, Kind, float *);
     void (*rms_norm)(const float *, const float *, float, float *, ptrdiff_t);
     void (*rope)(const float *, const float *, const float *, ptrdiff_t, int, float *, ptrdiff_t);

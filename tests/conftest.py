@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's user has tuned
+os.environ["MOEFLUX_WARM_START"] = "off"  # no test depends on what others used, or adds to the user's file
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # otherwise float32 products keep only 10 bits on an NVIDIA GPU
 set_variables()  # as every command does, before MLX's device is used
 settings.register_profile("moeflux", deadline=None, print_blob=True, max_examples=20)

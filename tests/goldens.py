@@ -43,16 +43,26 @@ FIXTURES_OF_KIN = FIXTURES.parent / "kin"
 FAMILIES, KIN = (
     tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) for folder in (FIXTURES, FIXTURES_OF_KIN)
 )
-TRANSPOSED = ("qwen3_vl_moe", "gpt_oss")  # their fused experts are [E, in, out]
+TRANSPOSED = ("qwen3_vl_moe", "gpt_oss", "llama4")  # their fused experts are [E, in, out]
 INTERLEAVED = ("gpt_oss",)  # in their fused experts, rows of gate and up alternate
 ZERO_CENTRED = ("step3p5", "qwen4_exp", "minimax_m3_vl")  # their norms are stored as weight - 1
 STACKS = {
     "gpt_oss": "experts",
     "afmoe": "experts",
+    "llama4": "experts",
     "gemma4": "experts.switch_glu",
 }  # mlx-lm's stacked experts, if not switch_mlp
-LOW_EMBEDDINGS = ("gemma4", "lfm2_moe", "ernie4_5_moe", "afmoe")  # they make the logits too, or are scaled
+LOW_EMBEDDINGS = (
+    "gemma4",
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "afmoe",
+    "granitemoehybrid",
+    "cohere2_moe",
+    "cohere2_moe_north",
+)  # they make the logits too, or are scaled
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
+ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight")
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
@@ -69,10 +79,13 @@ MLX_NAMES = {
         *((".moe.gate.", ".mlp.gate.gate."), (".moe.router_bias", ".mlp.gate.router_bias")),
         *((".moe.", ".mlp.switch_mlp."), (".share_expert.", ".mlp.share_expert.")),
     ),
-    "kimi_linear": (
-        *((".block_sparse_moe.", ".mlp."), (".gate.e_score", ".e_score"), (".w1.", ".gate_proj.")),
-        *((".w2.", ".down_proj."), (".w3.", ".up_proj.")),
-        *((f".{one}_conv1d.", f".{one}_conv.conv.") for one in "qkv"),
+    **dict.fromkeys(
+        ("kimi_linear", "kimi_k3"),
+        (
+            *((".block_sparse_moe.", ".mlp."), (".gate.e_score", ".e_score"), (".w1.", ".gate_proj.")),
+            *((".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+            *((f".{one}_conv1d.", f".{one}_conv.conv.") for one in "qkv"),
+        ),
     ),
     "qwen4_exp": ((".ngram_embedding.shard_", ".ngram_embedding.shards."),),  # its norms stay zero-centred
     "minimax_m3_vl": ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
@@ -84,6 +97,11 @@ MLX_NAMES = {
         ("minimax_m2", "lfm2_moe", "mixtral"), ((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."))
     ),
 }
+# Granite's names of fused experts, and the usual ones.
+OF_GRANITE = (
+    ("sparse_moe.input_linear.weight", "sparse_moe.experts.gate_up_proj"),
+    ("sparse_moe.output_linear.weight", "sparse_moe.experts.down_proj"),
+)
 EXTRA_VARIANTS = {
     "qwen3_5_moe": ("moeflux", "fp8"),
     "deepseek_v3": ("moeflux", "fp8", "negbias", "mlx4_embed_q"),
@@ -258,7 +276,7 @@ def _kind(family, name):
     kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
     if name.endswith(".gate.bias"):
         return "signed_bias"
-    kinds |= {".gate.weight": "router", ".router.weight": "router", ".router.proj.weight": "router"}
+    kinds |= dict.fromkeys(ROUTERS, "router")
     kinds |= {"norm_1.weight": "norm", "norm_2.weight": "norm", ".router.scale": "gain", ".layer_scalar": "norm"}
     if family in LOW_EMBEDDINGS and name.endswith("embed_tokens.weight"):
         return "linear"
@@ -348,11 +366,11 @@ def quantised_bits(family, name):
         ("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink", "sink_param")
     ):
         return 0
-    if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar")):
+    if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar", "res_proj.weight")):
         return 0
     if name.endswith(("compress_ape", "compress_gate", "softmax_offset")):
         return 0
-    if name.endswith((".gate.weight", ".router.weight", ".router.proj.weight", "shared_expert_gate.weight")):
+    if name.endswith((*ROUTERS, "shared_expert_gate.weight")):
         return (
             0
             if any(
@@ -561,6 +579,8 @@ def split_experts(tensors, transposed=False, interleaved=False):
     their biases in the same way. With `interleaved`, rows of gate and up alternate."""
     result = {}
     for name, (kind, array) in tensors.items():
+        for theirs, usual in OF_GRANITE:
+            name = name.replace(theirs, usual)
         stem, _, part = name.rpartition("experts.")
         part, bias, _ = part.partition("_bias")
         if part not in ("gate_up_proj", "down_proj"):

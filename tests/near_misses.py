@@ -113,6 +113,11 @@ EMPTY = {
         f"{HUNYUAN_CALL}</tool_call:opensource>\n</tool_calls:opensource>",
         f"{HUNYUAN_CALL}<tool_sep:opensource>null<end_of_tool_call:opensource>",
     ],
+    "kimi_k3": [
+        '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|><|open|>json type="object"<|sep|>{}'
+        "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+    ],
     "mistral": [
         "[TOOL_CALLS]NAME[ARGS]",
         "[TOOL_CALLS]NAME[ARGS]{}",

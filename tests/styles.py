@@ -12,12 +12,13 @@ from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
-from moeflux_mlx.text.channels import HARMONY, SOLAR, THINK, Channels
+from moeflux_mlx.text.channels import HARMONY, SOLAR, SPANS, THINK, Channels
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.chat_template import SHIPPED
 from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
@@ -50,6 +51,7 @@ STYLES = {
     "glm53_style": (GLM_LINE, [{}], THINK),
     "nemotron_style": (QWEN_XML, QWEN, THINK),
     "minimax3_style": (MINIMAX_M3, [{}, {"thinking_mode": "disabled"}], MINIMAXES),
+    "kimi_k3": (KIMI_K3, QWEN, SPANS),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }
 # As DeepSeek's own template: arguments are joined as text, and a missing content is an error.
@@ -74,11 +76,11 @@ def written(dialect):
         else:
             line = "\n" if dialect.tags.lined else ""
             (key, key_end), (value, value_end) = dialect.tags.key, dialect.tags.value
-            string, other = dialect.tags.kinds or (value, value)
+            string, other = (dialect.tags.kinds or (value, value))[:2]
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
             body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
         end = dialect.section[1]
-        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, MINIMAX_M3)
+        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, MINIMAX_M3, KIMI_K3)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
 
     return write
@@ -88,6 +90,8 @@ def thought_of(channels, prompt, text):
     """Returns reasoning as a model writes it after a prompt."""
     if channels.header:
         return f"{channels.start}{text}{channels.end}{channels.header}"
+    if channels is SPANS:
+        return text + channels.closing if channels.opens(prompt) else ""
     opening = "" if channels.opens(prompt) else f"{channels.start}\n"
     return f"{opening}{text}\n{channels.end}\n\n"
 

@@ -20,9 +20,10 @@ class Ring(Stepping[Part]):
 
     traced_whole = FixedRing
 
-    def __init__(self, part: Part, window: int):
+    def __init__(self, part: Part, window: int, chunked: bool = False):
+        """`chunked`: a token sees, of its own chunk of `window` positions, those up to its own."""
         super().__init__(part)
-        self.window = window
+        self.window, self.chunked = window, chunked
         self.capacity = self.window + SPARE
         self._lost = 0  # positions before this one have been overwritten
 
@@ -70,7 +71,7 @@ class Ring(Stepping[Part]):
         cache. If there are several, the operation itself limits each to its window.
         """
         if sees_capacity(length):
-            return seen_in_ring(self.offset - 1, self.capacity)
+            return seen_in_ring(self.offset - 1, self.capacity, self.chunked)
         return "causal" if length > 1 else None
 
     def expect(self, n: int) -> None:

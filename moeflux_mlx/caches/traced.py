@@ -118,6 +118,13 @@ class FixedRing(FixedCache):
         return seen_in_ring(self.offset, self.keys.shape[2])
 
 
+class FixedChunks(FixedRing):
+    """The same of a token that sees its own chunk of as many positions."""
+
+    def mask(self, length: int) -> mx.array:
+        return seen_in_ring(self.offset, self.keys.shape[2], chunked=True)
+
+
 class FixedKeys:
     """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
@@ -312,8 +319,11 @@ def up_to(position: int | mx.array, capacity: int) -> mx.array:
     return (arange(capacity, mx) <= position)[None, None, None]
 
 
-def seen_in_ring(position: int | mx.array, capacity: int) -> mx.array:
+def seen_in_ring(position: int | mx.array, capacity: int, chunked: bool = False) -> mx.array:
     """The mask [1, 1, 1, capacity] of a token at `position`, over the slots of a ring that has `SPARE` more positions
-    than the token sees."""
+    than a window, or, if `chunked`, than the chunks of which the token sees its own."""
     age = (position - arange(capacity, mx)) % capacity  # of the last position up to `position` that has the slot
-    return ((age < capacity - SPARE) & (age <= position))[None, None, None]
+    window = capacity - SPARE
+    if chunked:
+        return (age <= position % window)[None, None, None]
+    return ((age < window) & (age <= position))[None, None, None]

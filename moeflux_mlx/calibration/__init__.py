@@ -1,1 +1,1 @@
-"""Runs a model over texts one layer at a time, and collects statistics of what its matrices multiply."""
+"""Runs a model over texts one layer at a time, and rounds its matrices for what they multiply."""

@@ -1,7 +1,7 @@
 """Conversions that first run the model over a text: to round each matrix for its inputs, and to choose bits."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import spend
 from .errors import MeasuringRun, read_options
 from .layers import digest_of
-from .rounding import HESSIAN_BYTES, METHODS, Calibrated, Rounder, RoundingRun
+from .needs import Needs, needs_of
+from .rounding import METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
 
@@ -45,7 +46,9 @@ class Calibration:
         tokens: of the text that are read; None: all.
         target_bits: stored bits of a weight of the routed experts, scales included, which are distributed over layers
             and projections; target_gb: the size of the whole model instead. None: the recipe says all.
-        dtype: of activations; None: bfloat16 on a GPU, float32 on a CPU.
+        memory_gb: that the rounding of experts may take, in units of 1e9 bytes, by an estimate; None: a GiB besides
+            what is in memory anyway.
+        dtype: of activations.
         folder: for the files of the runs, about the size of the rounded model; a run that was interrupted continues
             there, and it is removed at the end.
     """
@@ -56,6 +59,7 @@ class Calibration:
     tokens: int | None = None
     target_bits: float | None = None
     target_gb: float | None = None
+    memory_gb: float | None = None
     dtype: mx.Dtype = mx.bfloat16
 
     def check(self) -> None:
@@ -93,27 +97,49 @@ def convert_calibrated(
         ConfigError, ModelFileError: as `convert`. RequestError: the text cannot be read, or files cannot be written.
         TokenizerError: the checkpoint has none that can be used.
     """
-    calibration.check()
     if options.get("delete_source"):
         raise ConfigError("--calibrate reads the checkpoint several times; leave out --delete-source")
     path = user_path(hf_path)
-    if not path.is_dir():
-        raise ConfigError(
-            f"{hf_path} is no directory; download the checkpoint first: calibration reads it several times"
-        )
-    texts = read_texts(load_tokenizer(path), calibration)
-    checkpoint = open_checkpoint(path)
-    args, made = read_args(checkpoint), _Conversion(path, checkpoint, texts, calibration, report)
+    made, args = _begun(path, calibration, report)
     if calibration.target_bits is not None or calibration.target_gb is not None:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
-    given = {name: options[name] for name in _FORMS if name in options}
-    rounding = made.rounded(args, Wanted.of(recipe=recipe, **given), say)
+    rounding = made.rounded(args, _wanted(recipe, options), say)
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
 
 
+def plan_calibrated(
+    hf_path: str | Path, calibration: Calibration, recipe: str | Path | Recipe | None = None, **options: Any
+) -> Needs:
+    """What `convert_calibrated` with the same arguments will take. With a budget, whose recipe is not known yet, the
+    size on the disk is that of the recipe that is given.
+
+    Raises:
+        ConfigError, ModelFileError, RequestError, TokenizerError: as `convert_calibrated`.
+    """
+    made, args = _begun(user_path(hf_path), calibration)
+    return made.planned(args, _wanted(recipe, options))[2]
+
+
+def _begun(
+    path: Path, calibration: Calibration, report: Report = lambda share, name: None
+) -> tuple["_Conversion", ModelArgs]:
+    """Reads the texts and the headers of the checkpoint."""
+    calibration.check()
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; download the checkpoint first: calibration reads it several times")
+    texts = read_texts(load_tokenizer(path), calibration)
+    checkpoint = open_checkpoint(path)
+    return _Conversion(path, checkpoint, texts, calibration, report), read_args(checkpoint)
+
+
 _FORMS = ("q_bits", "q_group_size", "q_mode", "expert_bits", "down_bits", "requantize")
+
+
+def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Any]) -> Wanted:
+    """The forms that a conversion's options ask for."""
+    return Wanted.of(recipe=recipe, **{name: options[name] for name in _FORMS if name in options})
 
 
 def read_texts(tokenizer: TokenizerWrapper, calibration: Calibration) -> list[np.ndarray]:
@@ -137,20 +163,6 @@ def _first(texts: Sequence[np.ndarray], tokens: int) -> Iterator[np.ndarray]:
         if tokens > 0:
             yield text[:tokens]
         tokens -= len(text)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a calibration takes, in bytes; `memory` is an estimate."""
-
-    tokens: int
-    memory: int
-    disk: int
-
-    def __str__(self) -> str:
-        """A line such as "calibrating for 16,384 tokens: about 2.1 GB of memory, 3.4 GB of disk"."""
-        sizes = f"about {self.memory / 1e9:.1f} GB of memory, {self.disk / 1e9:.1f} GB of disk"
-        return f"calibrating for {self.tokens:,} tokens: {sizes}"
 
 
 class _Conversion:
@@ -193,34 +205,27 @@ class _Conversion:
         assert self.calibration.target_gb is not None
         return int(self.calibration.target_gb * 1e9) - others
 
-    def _needs(self, args: ModelArgs, plan: ConversionPlan) -> Needs:
-        """The needs of a run that rounds: its hidden states twice and its codes on the disk; in memory a layer's dense
-        weights, the rows of its experts, and the Hessians and floats of those that are rounded side by side."""
-        tokens, size = sum(map(len, self.texts)), self.calibration.dtype.size
-        streams = args.connections.streams if args.connections else 1
-        rows = tokens * args.hidden_size * streams * size
-        records, resident = self.weights.layout.records.values(), self.weights.resident_bytes
-        largest = max((one.rows * one.columns for record in records for one in record.projections), default=0)
-        hessian = max((one.columns**2 for record in records for one in record.projections), default=0)
-        together = max(1, HESSIAN_BYTES // (4 * hessian)) if hessian else 1
-        experts = min(together, args.num_experts) * 4 * (4 * largest + 3 * hessian)
-        layer = max((resident(f"model.layers.{i}") for i in range(args.num_hidden_layers)), default=0)
-        return Needs(tokens, 3 * rows + 2 * layer + experts, 2 * rows + plan.total_bytes)
-
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
         return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes
 
+    def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[Calibrated, ConversionPlan, Needs]:
+        """What will round, the plan of the conversion, and the needs of the run."""
+        given = self.calibration
+        rounding = Calibrated(given.folder / "rounded", f"{given.method} for the text {digest_of(self.texts)[:16]}")
+        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=rounding))
+        limit, tokens = None if given.memory_gb is None else int(given.memory_gb * 1e9), sum(map(len, self.texts))
+        return rounding, plan, needs_of(self.weights, plan, tokens, given.method, given.dtype, limit)
+
     def rounded(self, args: ModelArgs, wanted: Wanted, say: Callable[[str], object]) -> Calibrated:
         """What rounds as a run over the texts has found; `say` is called with what the run needs."""
-        folder, method = self.calibration.folder / "rounded", self.calibration.method
-        rounding = Calibrated(folder, f"{method} for the text {digest_of(self.texts)[:16]}")
-        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=rounding))
-        needs = self._needs(args, plan)
+        rounding, plan, needs = self.planned(args, wanted)
         say(str(needs))
         check_space(self.calibration.folder, needs.disk)
+        method = self.calibration.method
         name = f"{self.name} {method} {wanted.recipe.to_json()}"
-        given = self.weights, plan, self.texts, folder, self.calibration.dtype, Rounder(method)
-        RoundingRun(*given, name=name).run(lambda share: self._report(share, "rounding"))
+        given = self.weights, plan, self.texts, rounding.folder, self.calibration.dtype, Rounder(method)
+        run = RoundingRun(*given, together=needs.together, name=name)
+        run.run(lambda share: self._report(share, "rounding"))
         return rounding
 
 

@@ -20,8 +20,7 @@ from ..quant import Quant
 from ..rounding.methods import FIT, rounded
 from .files import write_json
 from .layers import LayerRun, Progress
-from .seen import SeenLayer
-from .statistics import rows_at
+from .seen import SeenLayer, rows_at
 from .weights import CheckpointWeights, FloatExpert
 
 # The forms that are compared. Wider groups are of use where bits are few.
@@ -49,7 +48,7 @@ class MeasuringRun(LayerRun):
 
     def _pass(self, layer: int, progress: Progress) -> None:
         made, self._squares = self._layer(layer, self.weights), 0.0
-        seen = SeenLayer(layer, made, hessians=False)
+        seen = SeenLayer(layer, made, products=False)
         with self._tables(layer) as tables:
             rows = self._outputs(layer, made, tables, seen, progress)
             self._keep(layer, self._measured(layer, rows, seen))

@@ -24,8 +24,8 @@ class ExpertObserver(Protocol):
         """All rows [N, H], each once, with the experts [N, K] of each and their weights."""
         ...
 
-    def observe_expert(self, expert: int, x: Array, activations: Array) -> None:
-        """Rows [N, H] that chose an expert, and its activations [N, I]."""
+    def observe_expert(self, activations: Array, weights: np.ndarray) -> None:
+        """The activations [N, I] of an expert for rows that chose it, and their routing weights, float32 [N]."""
         ...
 
 
@@ -90,7 +90,7 @@ class OneByOne:
             rows = x[where]
             act = loaded.activations(rows, part.activation)
             if self.observer is not None:
-                self.observer.observe_expert(expert, rows, act)
+                self.observer.observe_expert(act, factors[some])
             made = float32(loaded.down(act))
             if isinstance(made, np.ndarray):
                 out[where] += made * factors[some, None]

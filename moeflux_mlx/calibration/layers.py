@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from ..errors import RequestError
 from ..experts.routing import ignore_report
 from ..experts.tables import open_readers
 from ..files import read_json
+from ..kinds import streams_before
 from ..layers import LastProduct
 from ..mixers.registry import make_cache, stored_forms
 from ..model.decoder import Model
@@ -35,7 +36,7 @@ from ..ops.seen import Chosen
 from ..packing.sources import DTYPES, Written
 from .experts import OneByOne
 from .files import read_tensors, write_json, write_rows, write_tensors
-from .statistics import LayerStatistics
+from .seen import SeenLayer
 from .weights import LayerWeights
 
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
@@ -43,13 +44,6 @@ RUN, LOCK = "run.json", "run.lock"
 ROWS_AT_ONCE = 65536  # tokens that go through a layer's experts together; more would read each expert less often
 
 Progress = Callable[[float], object]  # called with the share of the run that is done
-
-
-@dataclass(frozen=True)
-class Collecting:
-    """What a run collects: statistics, and with `hessians` also sums of x x^T (`statistics`)."""
-
-    hessians: bool = False
 
 
 class LayerRun:
@@ -60,7 +54,6 @@ class LayerRun:
         texts: the token ids of each; each stands alone and has at least one token.
         folder: for the files of the run; one that holds part of the same run continues it.
         dtype: of activations.
-        collecting: what to collect in `folder`; None: nothing.
         rows_at_once: tokens that go through a layer's experts together, at least those of one text. Each expert is read
             once for them. It decides the memory that the run needs, and the order of sums.
         name: says which weights these are; a run continues only with those of the same name.
@@ -76,12 +69,11 @@ class LayerRun:
         folder: Path,
         dtype: mx.Dtype,
         *,
-        collecting: Collecting | None = None,
         rows_at_once: int = ROWS_AT_ONCE,
         name: str = "",
     ):
         self.weights, self.args, self.folder, self.dtype = weights, weights.args, folder, dtype
-        self.texts, self._collecting, self._rows_at_once = texts, collecting, rows_at_once
+        self.texts, self._rows_at_once = texts, rows_at_once
         self._forms, self._suits_cpu = stored_forms(weights.names), backend.takes_widths(self.args.widths)
         self._check_texts()
         self._begin(name)
@@ -103,8 +95,6 @@ class LayerRun:
             "dtype": str(self.dtype),
             "backend": backend.name(),
             "rows_at_once": self._rows_at_once,
-            "statistics": self._collecting is not None,
-            "hessians": self._collecting is not None and self._collecting.hessians,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / RUN
@@ -142,13 +132,13 @@ class LayerRun:
         with _locked(self.folder), native.activations(native.EXACT):
             self._remove_unfinished()
             if self.finished is None:
-                write_rows(self._file(0), self._form(), self._embedded())
+                write_rows(self._file(0), self._form(0), self._embedded())
             for layer in range(cast(int, self.finished), count):
                 self._pass(layer, lambda share, done=layer: progress((done + share) / count))  # type: ignore[misc]
 
     def _remove_unfinished(self) -> None:
         """Removes what a run that was killed left behind."""
-        for kind in ("hidden", "chosen", "statistics", "hessians", "codes", "errors"):
+        for kind in ("hidden", "chosen", "codes", "errors"):
             for file in self.folder.glob(f".{kind}-*"):
                 file.unlink()
 
@@ -169,9 +159,9 @@ class LayerRun:
         """Holds the hidden states after that number of layers."""
         return self.folder / f"hidden-{layer:05d}.safetensors"
 
-    def _form(self) -> dict[str, Written]:
+    def _form(self, layer: int) -> dict[str, Written]:
         """The tensors of `_file`."""
-        width = self.args.hidden_size * (self.args.connections.streams if self.args.connections else 1)
+        width = self.args.hidden_size * streams_before(self.args.connections, layer)
         kind = DTYPES[self.dtype]
         shapes = {f"text.{i}": (1, len(text), width) for i, text in enumerate(self.texts)}
         return {name: Written(name, kind, shape) for name, shape in shapes.items()}
@@ -206,11 +196,9 @@ class LayerRun:
 
     def _pass(self, layer: int, progress: Progress) -> None:
         """Takes all texts through a layer."""
-        made, statistics = self._layer(layer, self.weights), None
-        if self._collecting is not None:
-            statistics = LayerStatistics(layer, made, self.folder, self._collecting.hessians)
+        made = self._layer(layer, self.weights)
         with self._tables(layer) as tables:
-            self._keep(layer, self._outputs(layer, made, tables, statistics, progress))
+            self._keep(layer, self._outputs(layer, made, tables, None, progress))
 
     def _layer(self, layer: int, weights: LayerWeights) -> DecoderLayer:
         """A layer with these weights."""
@@ -221,7 +209,7 @@ class LayerRun:
 
     def _keep(self, layer: int, rows: Iterator[mx.array]) -> None:
         """Writes what a layer makes of each text; the layer has then finished."""
-        write_rows(self._file(layer + 1), self._form(), rows)
+        write_rows(self._file(layer + 1), self._form(layer + 1), rows)
         for old in (self._file(layer), self._chosen_file(layer)):
             old.unlink(missing_ok=True)
         mx.clear_cache()
@@ -241,23 +229,23 @@ class LayerRun:
         layer: int,
         made: DecoderLayer,
         tables: Tables | None,
-        statistics: LayerStatistics | None,
+        seen: SeenLayer | None,
         report: Progress,
     ) -> Iterator[mx.array]:
-        """The hidden states [1, L, .] of each text after a layer; in the end its statistics are written."""
+        """The hidden states [1, L, .] of each text after a layer; `seen` keeps what its matrices multiply."""
         if isinstance(made.mlp, MoE) and isinstance(made.mlp.experts, OneByOne):
-            made.mlp.experts.observer = statistics
+            made.mlp.experts.observer = seen
         chosen, done, total = _Choices(self._chosen_file(layer)), 0, sum(map(len, self.texts))
         for numbers in self._groups():
             parts = []
-            with observing(statistics.observe) if statistics is not None else nullcontext():
+            with observing(seen.observe) if seen is not None else nullcontext():
                 for number in numbers:
                     parts.append(self._mixed(layer, number, made, tables, chosen))
             rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=1), parts[0].kept)
             parts.clear()
             count = sum(len(self.texts[number]) for number in numbers)
             share = lambda part, done=done, count=count: report((done + part * count) / total)  # noqa: E731
-            with observing(statistics.observe) if statistics is not None else nullcontext():
+            with observing(seen.observe) if seen is not None else nullcontext():
                 out = made.finish_rows(rows, share)
                 backend.finish(out)
             done += count
@@ -267,8 +255,6 @@ class LayerRun:
                 yield mx.contiguous(backend.leave(out[:, start:end])).astype(self.dtype)
                 start = end
         chosen.write(self._chosen_file(layer + 1))
-        if statistics is not None:
-            statistics.write()
 
     def _groups(self) -> Iterator[list[int]]:
         """The numbers of texts that go through the experts together."""

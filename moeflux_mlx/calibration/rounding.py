@@ -26,18 +26,16 @@ from ..packing.recipe import layer_of
 from ..packing.rounding import ALL, Alone, Codes
 from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant
-from ..rounding.gptq import gptq
+from ..rounding.gptq import damped, gptq
 from ..rounding.methods import FIT, rounded
 from .files import read_tensors, write_tensors
 from .layers import LayerRun, Progress
-from .seen import SeenLayer
-from .statistics import Sums, rows_of, sums
+from .seen import Rows, SeenLayer, Sums, moments, rows_of, sums, weighted
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"
 METHODS = (FIT, GPTQ)
 HEAD, HEAD_FILE = "lm_head", "codes-head.safetensors"
-HESSIAN_BYTES = 256 << 20  # of the experts that are rounded side by side
 
 
 def codes_path(folder: Path, layer: int) -> Path:
@@ -86,19 +84,28 @@ class Rounder:
     method: str
     damping: float = 0.1  # with few rows less damping fits their accidents (docs/quality.md)
 
-    def rounded(self, values: mx.array, quant: Quant, inputs: Sums | None, dtype: mx.Dtype = mx.bfloat16) -> Codes:
-        """The codes of a matrix [rows, cols]; `inputs`: sums over what it multiplies, None: nothing is known."""
-        if inputs is None or not inputs.rows:
-            return rounded(values, quant, FIT, dtype=dtype)
-        if self.method == GPTQ and quant.codes == INTEGER and inputs.hessian is not None:
-            return gptq(values, quant, mx.array(inputs.hessian), self.damping, dtype)
-        return rounded(values, quant, FIT, mx.array(inputs.squares.astype(np.float32)), dtype)
+    @property
+    def products(self) -> bool:
+        """Whether it needs the sums of x x^T over inputs x, or only those of x^2."""
+        return self.method == GPTQ
 
-    def together(self, values: mx.array, quant: Quant, hessians: mx.array, dtype: mx.Dtype) -> Codes:
-        """The codes of matrices [E, rows, cols], each with its own sum of x x^T [E, cols, cols]."""
-        if self.method == GPTQ and quant.codes == INTEGER:
-            return gptq(values, quant, hessians, self.damping, dtype)
-        return rounded(values, quant, FIT, mx.diagonal(hessians, axis1=-2, axis2=-1), dtype)
+    def alone(self, values: mx.array, quant: Quant, inputs: Sums | None) -> Codes:
+        """The codes of a matrix [rows, cols]; `inputs`: over what it multiplies, None: nothing is known."""
+        if inputs is None or not inputs.weight:
+            return rounded(values, quant, FIT)
+        return self.rounded(values, quant, mx.array(inputs.mean))
+
+    def rounded(self, values: mx.array, quant: Quant, moments: mx.array, dtype: mx.Dtype = mx.bfloat16) -> Codes:
+        """The codes of matrices [..., rows, cols].
+
+        Args:
+            moments: of each matrix's inputs x: means of x x^T [..., cols, cols] if `products`, else of x^2 [..., cols].
+        """
+        if not self.products:
+            return rounded(values, quant, FIT, moments, dtype)
+        if quant.codes == INTEGER:
+            return gptq(values, quant, moments, self.damping, dtype)
+        return rounded(values, quant, FIT, mx.diagonal(moments, axis1=-2, axis2=-1), dtype)
 
 
 class RoundingRun(LayerRun):
@@ -108,6 +115,7 @@ class RoundingRun(LayerRun):
         weights, texts, folder, dtype, rows_at_once, name: as of `LayerRun`.
         plan: of the conversion, whose `rounding` is a `Calibrated` of `folder`.
         rounder: rounds the matrices.
+        together: routed experts that are rounded side by side.
     """
 
     def __init__(
@@ -118,9 +126,12 @@ class RoundingRun(LayerRun):
         folder: Path,
         dtype: mx.Dtype,
         rounder: Rounder,
+        *,
+        together: int,
         **more: Any,
     ):
         self._floats, self._target, self._rounder = weights, RoundedWeights(weights.args, plan), rounder
+        self._together = together
         super().__init__(weights, texts, folder, dtype, **more)
 
     @property
@@ -138,14 +149,14 @@ class RoundingRun(LayerRun):
             inputs: Sums | None = None
             for x in self.hidden():
                 rows = rows_of(x)
-                inputs = inputs or sums(rows.shape[1], True)
+                inputs = inputs or sums(rows.shape[1], self._rounder.products)
                 inputs.add(rows)
             codes |= self._of_source(source, inputs)
         write_tensors(self.folder / HEAD_FILE, codes)
 
     def _pass(self, layer: int, progress: Progress) -> None:
         made = self._layer(layer, self.weights)
-        seen = SeenLayer(layer, made, hessians=True)
+        seen = SeenLayer(layer, made, self._rounder.products)
         with self._tables(layer) as tables:
             for _ in self._outputs(layer, made, tables, seen, lambda share: progress(share / 3)):
                 pass  # only what it shows is wanted
@@ -167,9 +178,9 @@ class RoundingRun(LayerRun):
     def _of_source(self, source: MatrixSource, inputs: Sums | None) -> dict[str, mx.array]:
         assert source.made is not None
         values = source.matrix.values()
-        if values.ndim != 2 or (inputs is not None and len(inputs.squares) != values.shape[-1]):
+        if values.ndim != 2 or (inputs is not None and len(inputs.total) != values.shape[-1]):
             return {}
-        parts = self._rounder.rounded(values, source.made, inputs)
+        parts = self._rounder.alone(values, source.made, inputs)
         return {f"{source.pieces[0][0]}.{i}": part for i, part in enumerate(parts)}
 
     def _of_experts(self, layer: int, seen: SeenLayer) -> Iterator[tuple[str, mx.array]]:
@@ -178,10 +189,8 @@ class RoundingRun(LayerRun):
         wanted = [i for i, one in enumerate(unit.geometry.projections) if unit.is_rounded(i)]
         if not wanted or seen.input is None or seen.down is None:
             return
-        size = 4 * (seen.input.squares.size**2 + seen.down.squares.size**2)
-        step = max(1, HESSIAN_BYTES // size)
-        for first in range(0, unit.layout.num_experts, step):
-            numbers = range(first, min(first + step, unit.layout.num_experts))
+        for first in range(0, unit.layout.num_experts, self._together):
+            numbers = range(first, min(first + self._together, unit.layout.num_experts))
             yield from _Group(self._rounder, unit, seen, numbers, part, self._floats).codes(wanted)
 
     def _rounded_sources(self, path: str) -> list[MatrixSource]:
@@ -204,46 +213,66 @@ class _Group:
     def codes(self, wanted: Sequence[int]) -> Iterator[tuple[str, mx.array]]:
         """The codes of the projections with these indices, by name."""
         experts = [self.weights.expert(self.unit.layer, number, mx.float32) for number in self.numbers]
-        rows = [self.seen.rows(number).x for number in self.numbers]
+        rows = [self.seen.rows(number) for number in self.numbers]
         dtype, last = SCALES[self.unit.geometry.dtype], len(self.unit.geometry.projections) - 1
-        inputs = mx.stack([self._blended(x) for x in rows])
+        inputs = mx.stack([self._blended(one, self.seen.input) for one in rows])
         made: dict[int, Codes] = {}
-        for index in wanted:
-            if index < last:
-                made[index] = self._rounded(index, experts, inputs, dtype)
+        if first := [index for index in wanted if index < last]:  # rows of one matrix: they have the same inputs
+            stacked = [mx.concatenate([expert.matrices[index] for index in first]) for expert in experts]
+            codes = self._rounded(first[0], mx.stack(stacked), inputs, dtype)
+            made = dict(
+                zip(first, zip(*(mx.split(part, len(first), axis=1) for part in codes), strict=True), strict=True)
+            )
         if last in wanted:
-            sums = []
-            for i, (expert, x) in enumerate(zip(experts, rows, strict=True)):
+            downs, means = [], []
+            for i, (expert, own) in enumerate(zip(experts, rows, strict=True)):
                 matrices = list(expert.matrices)
                 for index, codes in made.items():
                     quant = self.unit.geometry.projections[index].quant
                     matrices[index] = unpacked_float32(quant, *(part[i] for part in codes))
-                sums.append(self._of_down(FloatExpert(tuple(matrices), expert.biases), x))
-            made[last] = self._rounded(last, experts, mx.stack(sums), dtype)
+                down, mean = self._of_down(expert, FloatExpert(tuple(matrices), expert.biases), own)
+                downs.append(down)
+                means.append(mean)
+            made[last] = self._rounded(last, mx.stack(downs), mx.stack(means), dtype)
         mx.eval([part for codes in made.values() for part in codes])
         for index, codes in made.items():
             for i, number in enumerate(self.numbers):
                 path = self.unit.path(number, index)
                 yield from ((f"{path}.{n}", part[i]) for n, part in enumerate(codes))
 
-    def _rounded(self, index: int, experts: Sequence[FloatExpert], hessians: mx.array, dtype: mx.Dtype) -> Codes:
-        values = mx.stack([expert.matrices[index] for expert in experts])
-        return self.rounder.together(values, self.unit.geometry.projections[index].quant, hessians, dtype)
+    def _rounded(self, index: int, values: mx.array, moments: mx.array, dtype: mx.Dtype) -> Codes:
+        return self.rounder.rounded(values, self.unit.geometry.projections[index].quant, moments, dtype)
 
-    def _blended(self, x: Any) -> mx.array:
-        """Mean of x x^T for an expert's gate and up: its own rows', and as if there were H more rows of the layer's."""
-        layer = self.seen.input
-        assert layer is not None and layer.hessian is not None
-        rows = rows_of(x)
-        count, width = rows.shape
-        return mx.array((np.array(rows.T @ rows) + layer.hessian * np.float32(width / layer.rows)) / (count + width))
+    def _of_down(self, expert: FloatExpert, changed: FloatExpert, rows: Rows) -> tuple[mx.array, mx.array]:
+        """The down projection W to be rounded, and the mean moments of its inputs.
 
-    def _of_down(self, expert: FloatExpert, x: Any) -> mx.array:
-        """The same for its down: its own, if it has more rows than columns, else that of all experts."""
-        of_all = self.seen.down
-        assert of_all is not None and of_all.hessian is not None
-        width = len(of_all.squares)
-        if len(x) <= width:
-            return mx.array(of_all.hessian / np.float32(of_all.rows))
-        rows = rows_of(expert.activations(rows_of(x), self.part.activation))
-        return mx.array(rows.T @ rows) / len(rows)
+        Its inputs b are what the rounded gate and up give, which differ from those of the floats, a. With GPTQ's H of
+        b, W + W (mean of (a - b) b^T) H^-1 has the products nearest to W a.
+        """
+        x, act = rows_of(rows.x), self.part.activation
+        given = Rows(changed.activations(x, act), rows.weights)
+        mean, down = self._blended(given, self.seen.down), expert.matrices[-1]
+        if not self.rounder.products:
+            return down, mean
+        off = np.array(expert.activations(x, act) - given.x) * _shares(rows.weights, mean.shape[-1])[0][:, None]
+        products = down @ mx.array(off.T @ np.array(given.x))
+        hessian = damped(mean, self.rounder.damping)
+        return down + mx.linalg.solve(hessian, products.T, stream=mx.cpu).T, mean
+
+    def _blended(self, rows: Rows, of_all: Sums | None) -> mx.array:
+        """The mean moments of a matrix's inputs."""
+        assert of_all is not None
+        x = rows_of(rows.x)
+        shares, rest = _shares(rows.weights, x.shape[1])
+        return mx.array(moments(weighted(x, shares), self.seen.products) + of_all.mean * rest)
+
+
+def _shares(weights: np.ndarray, columns: int) -> tuple[np.ndarray, np.float32]:
+    """How much an expert's rows count, float32 [N], and what all experts' mean row counts; together 1.
+
+    Rows count by their routing weights, and as if there were as many more rows of all experts as the matrix has
+    columns. Rows of different weights w count as fewer ones, (sum w)^2 / sum w^2.
+    """
+    weight, squares = weights.sum(dtype=np.float64), np.square(weights).sum(dtype=np.float64)
+    share = weight**2 / (weight**2 + columns * squares) if weight else 0.0
+    return weights * np.float32(share / (weight or 1)), np.float32(1 - share)

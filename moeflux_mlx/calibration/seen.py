@@ -1,13 +1,56 @@
 """What a layer's matrices multiply in a run, kept in memory until the layer is rounded or measured."""
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..layers import Weight
 from ..ops.backend import Array, library_of
-from .statistics import LayerStatistics, Sums, experts_path, rows_at, rows_of, sums
+from ..ops.elementwise import float32
+
+INPUT = ""  # the name of what a layer's routed experts have as input; modules have longer ones
+
+
+@dataclass
+class Sums:
+    """Weighted sums over rows of the inputs of a matrix.
+
+    Args:
+        total: float32, the sum of `moments`.
+        weight: of all rows; a row's weight is 1 if nothing else is said.
+    """
+
+    total: np.ndarray
+    weight: float = 0.0
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The moments of the mean row; zeros if there is no row."""
+        return self.total / np.float32(self.weight or 1)
+
+    def add(self, x: Any, weights: np.ndarray | None = None) -> None:
+        """Adds rows [N, columns] float32, with weights float32 [N]."""
+        products = self.total.ndim == 2
+        self.total += moments(x, products) if weights is None else moments(weighted(x, weights), products)
+        self.weight += len(x) if weights is None else float(weights.sum(dtype=np.float64))
+
+
+def moments(x: Any, products: bool) -> np.ndarray:
+    """Sums over rows x [N, columns]: of x x^T [columns, columns] if `products` are wanted, else of x^2 [columns]."""
+    return np.array(x.T @ x if products else (x * x).sum(axis=0))
+
+
+def weighted(x: Any, weights: np.ndarray) -> Any:
+    """Rows x [N, columns], so that the moments of each have a weight [N]."""
+    factors = np.sqrt(weights)[:, None]
+    return x * (factors if isinstance(x, np.ndarray) else mx.array(factors))
+
+
+def sums(columns: int, products: bool) -> Sums:
+    return Sums(np.zeros((columns, columns) if products else columns, np.float32))
 
 
 class Rows(NamedTuple):
@@ -17,43 +60,57 @@ class Rows(NamedTuple):
     weights: np.ndarray
 
 
-class SeenLayer(LayerStatistics):
-    """The statistics of one layer, and the inputs of its routed experts.
+class SeenLayer:
+    """The inputs of one layer's matrices: sums over the rows, and the rows of its routed experts.
+
+    Args:
+        layer: its number, and `module`: the layer.
+        products: whether sums of x x^T are wanted, or only those of x^2.
 
     Attributes:
-        down: sums over the inputs of all experts' down projections; None: no row has been seen.
+        down: sums over the inputs of all experts' down projections, with routing weights; None: no row has been seen.
     """
 
-    def __init__(self, layer: int, module: nn.Module, hessians: bool):
-        super().__init__(layer, module, Path(), hessians)
+    def __init__(self, layer: int, module: nn.Module, products: bool):
+        self.products = products
+        stem = f"model.layers.{layer}."
+        self._paths = {id(one): stem + name for name, one in module.named_modules() if isinstance(one, Weight)}
+        self._sums: dict[str, Sums] = {}
+        self._alike: dict[str, str] = {}  # by path: that of a matrix with the same inputs
         self.down: Sums | None = None
         self._inputs = list[Any]()
         self._ids, self._weights = list[np.ndarray](), list[np.ndarray]()
 
+    def observe(self, matrix: Any, x: Any) -> None:
+        """Adds the rows x [..., columns] of a matrix or a stack of matrices of the layer; an `Observer`."""
+        members = getattr(matrix, "members", ())
+        paths = sorted(self._paths[id(one)] for one in members if id(one) in self._paths)
+        if not paths:
+            return
+        self._alike.update(dict.fromkeys(paths[1:], paths[0]))
+        self._add(paths[0], x)
+
     def observe_input(self, x: Array, ids: np.ndarray, weights: np.ndarray) -> None:
         """Keeps rows of the routed experts' input [N, H], with the experts and weights [N, K] of each."""
-        super().observe_input(x, ids, weights)
+        self._add(INPUT, x)
         self._inputs.append(x)
         self._ids.append(ids)
         self._weights.append(weights)
 
-    def observe_expert(self, expert: int, x: Array, activations: Array) -> None:
-        """Adds rows to the sums over all experts; each expert's own rows are asked for by `rows`."""
+    def observe_expert(self, activations: Array, weights: np.ndarray) -> None:
+        """Adds an expert's activations [N, I] to the sums over all experts, with routing weights [N]."""
         if self.down is None:
-            self.down = sums(activations.shape[1], self._hessians)
-        self.down.add(rows_of(activations))
-
-    def write(self) -> None:
-        """Does nothing: what has been seen stays in memory."""
+            self.down = sums(activations.shape[1], self.products)
+        self.down.add(rows_of(activations), weights)
 
     def of(self, path: str) -> Sums | None:
         """The sums over the inputs of the matrix at a module path; None: it has multiplied nothing."""
-        return self._dense.get(self._alike.get(path, path))
+        return self._sums.get(self._alike.get(path, path))
 
     @property
     def input(self) -> Sums | None:
         """The sums over all inputs of the layer's routed experts; None: it has none."""
-        return self._dense.get(f"{experts_path(self.layer)}.input")
+        return self.of(INPUT)
 
     def rows(self, expert: int) -> Rows:
         """The rows that chose an expert."""
@@ -63,3 +120,19 @@ class SeenLayer(LayerStatistics):
             xs.append(rows_at(x, tokens))
             weights.append(of_ids[tokens, places])
         return Rows(library_of(xs[0]).concatenate(xs), np.concatenate(weights))
+
+    def _add(self, path: str, x: Any) -> None:
+        rows = rows_of(x)
+        if path not in self._sums:
+            self._sums[path] = sums(rows.shape[1], self.products)
+        self._sums[path].add(rows)
+
+
+def rows_at(x: Any, numbers: np.ndarray) -> Any:
+    """The rows with these numbers, of x's kind."""
+    return x[numbers] if isinstance(x, np.ndarray) else x[mx.array(numbers.astype(np.int32))]
+
+
+def rows_of(x: Any) -> Any:
+    """[N, columns] float32, of x's kind: numpy's products are faster on the CPU than MLX's."""
+    return float32(x.reshape(-1, x.shape[-1]))

@@ -4,13 +4,17 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from ..calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated
+from ..calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from ..calibration.rounding import GPTQ, METHODS
 from ..engine.machine import default_dtype
+from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import ConfigError
 from ..files import user_path
+from ..formats.hub import quant_of
 from ..formats.packed import FOLDER
 from ..model.tensors import token_bytes
 from ..packing.convert import ConversionReport, convert
@@ -18,10 +22,19 @@ from ..quant import DEFAULT
 from ..rounding.methods import FIT
 from ..text.tokenizer import VOCABULARY_FILES
 from .interrupts import INTERRUPTED
+from .options import gigabytes
 from .planning import reading_line
 from .terminal import agree, note
 
-CALIBRATION = ("calibrate", "method", "calibrate_tokens", "target_bits", "target_gb")  # options that need --calibrate
+CALIBRATION = (
+    "calibrate",
+    "method",
+    "calibrate_tokens",
+    "target_bits",
+    "target_gb",
+    "memory_gb",
+    "plan",
+)  # options that need --calibrate
 
 
 def add_calibration(made: argparse.ArgumentParser) -> None:
@@ -41,6 +54,8 @@ def add_calibration(made: argparse.ArgumentParser) -> None:
     budget = group.add_mutually_exclusive_group()
     budget.add_argument("--target-bits", type=float, metavar="B", help="bits of a routed expert's weight, on average")
     budget.add_argument("--target-gb", type=float, metavar="GB", help="size of the model; both choose bits by layer")
+    add("--memory-gb", type=float, metavar="GB", help="memory for calibration, in units of 1e9 bytes, by an estimate")
+    add("--plan", action="store_true", help="say what the calibration takes in memory and on the disk, and stop")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -50,21 +65,35 @@ def run(options: argparse.Namespace) -> int:
             "each after it has been packed and read back",
             options.yes,
         )
-    if options.calibrate is None and any(
-        (options.method != FIT, options.calibrate_tokens, options.target_bits, options.target_gb)
-    ):
-        raise ConfigError("--method, --calibrate-tokens and a target need --calibrate FILE, or --calibrate default")
+    if options.calibrate is None and any(getattr(options, name) not in (None, False, FIT) for name in CALIBRATION):
+        named = "--method, --calibrate-tokens, --memory-gb, --plan and a target"
+        raise ConfigError(f"{named} need --calibrate FILE, or --calibrate default")
     if options.calibrate is not None and options.rounding != FIT:
         raise ConfigError(
             f"--rounding {options.rounding} does not go with --calibrate; --method says how codes are made"
         )
+    if options.plan:
+        note(str(plan_calibrated(calibration=_calibration(options), **_given(options))))
+        return 0
     try:
+        if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
+            options.hf_path, options.revision = str(_downloaded(options.hf_path, options.revision)), None
         report = _convert(options)
     except KeyboardInterrupt:
         note("interrupted; run the same command again to resume")
         return INTERRUPTED
     _print_report(report, options)
     return 0
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The first file of a repository's GGUF model, which is downloaded whole: its experts lie in several tensors."""
+    remote = Remote.look_up_or_cached(name, revision)
+    if isinstance(remote, Path):
+        return remote
+    if remote.missing:
+        note(remote.disk)
+    return remote.download(shown=remote.missing > 0)
 
 
 def _convert(options: argparse.Namespace) -> ConversionReport:
@@ -82,16 +111,21 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
             bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
             bar.update(done - bar.n)
 
-        given = {name: one for name, one in vars(options).items() if name not in ("yes", *CALIBRATION)}
+        given = _given(options)
         if options.calibrate is None:
-            return convert(**given, progress=show)
+            return convert(**given, rounding=options.rounding, progress=show)
         calibration = _calibration(options)
-        del given["rounding"]
         return convert_calibrated(calibration=calibration, report=_told(), say=note, **given, progress=show)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a conversion, calibrated or not."""
+    return {name: one for name, one in vars(options).items() if name not in ("yes", "rounding", *CALIBRATION)}
 
 
 def _calibration(options: argparse.Namespace) -> Calibration:
     path = user_path(options.mlx_path)
+    gigabytes("--memory-gb", options.memory_gb)
     return Calibration(
         path.with_name(f"{path.name}.calibration"),
         DEFAULT_TEXT if options.calibrate == [DEFAULT_TEXT] else options.calibrate,
@@ -99,6 +133,7 @@ def _calibration(options: argparse.Namespace) -> Calibration:
         options.calibrate_tokens,
         options.target_bits,
         options.target_gb,
+        options.memory_gb,
         default_dtype(),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..engine.weights import open_weights
 from ..errors import MoefluxError, RequestError, did_you_mean
 from ..files import read_json
+from ..formats.gguf_file import SUFFIX, models_in, open_gguf
 from ..formats.hub import cache_folder
 from ..formats.packed import FOLDER, LAYOUT
 from ..packing.in_place import states_mlx
@@ -53,7 +54,9 @@ def downloaded() -> dict[str, Any]:
 
 
 def _runs(folder: Path) -> bool:
-    """Whether it is of a known family, and packed or as MLX quantises; its weights may be missing."""
+    """Whether it is of a known family, and packed or as MLX quantises, or has GGUF models; weights may be missing."""
+    if next(folder.rglob(f"*{SUFFIX}"), None):
+        return True
     try:
         ModelArgs.from_file(folder)
         return (folder / FOLDER / LAYOUT).exists() or states_mlx(read_json(folder / "config.json"))
@@ -62,8 +65,13 @@ def _runs(folder: Path) -> bool:
 
 
 def _is_whole(folder: Path) -> bool:
+    """Whether a model can be opened; of GGUF models all must have all of their files."""
+    ggufs = models_in(str(file) for file in folder.rglob(f"*{SUFFIX}"))
     try:
-        open_weights(folder)
+        for files in ggufs.values():
+            open_gguf(Path(files[0]))
+        if not ggufs:
+            open_weights(folder)
     except MoefluxError:
         return False
     return True

@@ -18,7 +18,7 @@ from .terminal import Progress, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
-STREAMING = ["--expert-cache-gb", "--prefetch", "--keep-warm"]
+STREAMING = ["--expert-cache-gb", "--prefetch", "--keep-warm", "--warm-start"]
 
 
 def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
@@ -66,6 +66,7 @@ def open_optional(
         memory_bytes=gigabytes("--memory-gb", options.memory_gb),
         prefetch=options.prefetch,
         keep_warm=options.keep_warm,
+        warm_start=options.warm_start,
         context=options.context,
         span=options.span,
         prefill_step_size=options.prefill_step_size,
@@ -101,7 +102,9 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         "without --repetition-penalty": [] if "--repetition-penalty" in given else ["--repetition-context-size"],
         "where experts are mapped": STREAMING if mode is IoMode.MMAP else [],
         "where experts are resident": STREAMING if mode is IoMode.RESIDENT else [],
-        "on several ranks": [] if getattr(options, "ranks", None) is None else ["--draft", "--keep-warm"],
+        "on several ranks": []
+        if getattr(options, "ranks", None) is None
+        else ["--draft", "--keep-warm", "--warm-start"],
         "with --ignore-chat-template": TEMPLATE_OPTIONS if "--ignore-chat-template" in given else [],
         "without --prompt-cache-dir": [] if getattr(options, "prompt_cache_dir", None) else ["--prompt-cache-gb"],
         "with --no-vision": ["--image-tokens"] if "--no-vision" in given else [],

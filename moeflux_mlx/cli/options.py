@@ -13,6 +13,7 @@ from ..engine.heads import DRAFTS
 from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
 from ..engine.sampling import make_logits_processors, make_sampler
+from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
@@ -29,6 +30,7 @@ NOT_GIVEN = {
     "chat_template_config": "{}",
     "prefetch": "auto",
     "keep_warm": "auto",
+    "warm_start": "auto",
     "tiles": "auto",
     "draft": "off",
     "cpu_activations": "auto",
@@ -45,7 +47,7 @@ NOT_GIVEN = {
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """With `several`, models are in `models`, which is None if none is given."""
     add = parser.add_argument_group("model").add_argument
-    model = "directory, GGUF file, or Hugging Face repo id org/name; default: the demo model in the package"
+    model = "directory, GGUF file, or repo id org/name (GGUF: org/name:Q4_K_M); default: the demo model in the package"
     if several:
         more = "may be repeated: one is loaded at a time"
         add("--model", action="append", dest="models", metavar="MODEL", help=f"{model}; {more}")
@@ -75,6 +77,13 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         help="whether experts are read ahead (%(default)s)",
     )
     add_keep_warm(add)
+    add(
+        "--warm-start",
+        choices=WARM_START,
+        default="auto",
+        help="whether free memory is filled with the experts that earlier sessions used most, and this session's are "
+        "noted (%(default)s, or the value of MOEFLUX_WARM_START)",
+    )
     add(
         "--context",
         type=int,

@@ -24,7 +24,8 @@ from ..engine.remote import Remote, is_remote
 from ..engine.weights import Weights, open_weights, with_best_pool
 from ..errors import RequestError
 from ..experts.memory import page_aligned
-from ..experts.reader import ExpertReader, Read
+from ..experts.reader import ExpertReader
+from ..experts.reads import Read
 from ..experts.source import IoMode
 from ..files import user_path
 from ..formats.packed import PackedExperts

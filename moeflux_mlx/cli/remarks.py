@@ -63,6 +63,7 @@ def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
         lines.append(
             f"expert I/O: hit rate {stats.hit_rate:.1%}, {stats.gb_per_second:.2f} GB/s, "
             f"{stats.wait_seconds:.2f} s waited, {experts.slots} slots; read ahead: {stats.prefetched}, "
-            f"{stats.prefetch_hits} in time, {stats.late} late, {stats.wasted} unused"
+            f"{stats.prefetch_hits} in time, {stats.late} late, {stats.wasted} unused; "
+            f"warm start: {stats.warmed}, {stats.warm_hits} used"
         )
     return lines

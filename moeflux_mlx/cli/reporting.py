@@ -204,7 +204,7 @@ class Report:
         """
         lines, is_right, rows = list[str](), True, list[np.ndarray]()
         for title, io, pool in (("in memory", "mmap", None), ("half of the experts streamed", "pread", POOL)):
-            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool, keep_warm="off")
+            engine = open_engine(None, expert_io=io, expert_cache_bytes=pool, keep_warm="off", warm_start="off")
             try:
                 made, nats = story_rows(engine)
                 rows.append(made)

@@ -25,6 +25,7 @@ from ..engine.random_weights import Shapes
 from ..engine.remote import Remote, is_remote
 from ..engine.sampling import make_sampler
 from ..engine.tiles import default_file, gpu_name, keep, read_entries
+from ..engine.warm_start import Kept, usage_file
 from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
@@ -45,10 +46,11 @@ def run(options: argparse.Namespace) -> int:
     if (options.show or options.reset) and (options.model or options.variant):
         raise RequestError("--show and --reset are for the tiles of all models; leave --model and --variant out")
     if options.show:
-        print("\n".join([*shown(file), *shown_pools(pool_file()), *shown_warmth(keep_warm_file())]))
+        lines = [*shown_pools(pool_file()), *shown_warmth(keep_warm_file()), *shown_usage(usage_file())]
+        print("\n".join([*shown(file), *lines]))
         return 0
     if options.reset:
-        for one in (file, pool_file(), keep_warm_file()):
+        for one in (file, pool_file(), keep_warm_file(), usage_file()):
             print(f"removed {one}" if one.exists() else f"there is no {one}")
             one.unlink(missing_ok=True)
         return 0
@@ -89,7 +91,7 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
 
     It has at most `ANSWER` tokens, and takes about `seconds` at most.
     """
-    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool, keep_warm="off")
+    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool, keep_warm="off", warm_start="off")
     try:
         start, times = time.perf_counter(), list[float]()
         prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))
@@ -155,6 +157,12 @@ def shown_pools(file: Path) -> list[str]:
 def shown_warmth(file: Path) -> list[str]:
     """The results of keep-warm's trials in the file."""
     return [f"{key['model']} on {key['gpu']}: keep-warm {measured}" for key, measured in read_measured(file)]
+
+
+def shown_usage(file: Path) -> list[str]:
+    """The models of which it is known which experts they use."""
+    kept = ((row.get("model"), Kept.of_row(row)) for row in read_rows(file))
+    return [f"{model}: experts used in {one.steps:.0f} steps" for model, one in kept if one is not None]
 
 
 def shown(file: Path) -> list[str]:

@@ -50,6 +50,8 @@ from .running_text import CHECKPOINT_BYTES
 from .session import Session
 from .settings import allow_open_files, configure_early
 from .tiles import choose
+from .warm_start import MODES as WARM_START
+from .warm_start import begin_warm_start
 from .weights import Weights, open_weights, with_best_pool
 
 PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
@@ -123,6 +125,7 @@ def open_engine(
     expert_cache_bytes: int | None = None,
     prefetch: str = "auto",
     keep_warm: str = "auto",
+    warm_start: str = "auto",
     context: int | None = None,
     span: int | None = None,
     prefill_step_size: int | None = None,
@@ -143,7 +146,7 @@ def open_engine(
     claim_process()
     configure_early(CALLER)
     allow_open_files()
-    _check_names(prefetch, keep_warm)
+    reading, *modes = _checked_modes(prefetch, keep_warm, warm_start)
     folders = [user_path(folder) for folder in shards_in]
     weights = open_weights(resolve(path_or_hf_repo, revision, folders, tokenizer), folders)
     mode = _checked_mode(expert_io, weights, ranks)
@@ -166,21 +169,28 @@ def open_engine(
     layout = weights.experts.layout
     if ranks is None:
         alone = lambda args, wanted: planned(args, layout, wanted)  # noqa: E731
-        setup = _alone(choose_drafts(draft, weights, args, demand, dtype, alone), chosen, PREFETCH[prefetch], keep_warm)
+        setup = _alone(choose_drafts(draft, weights, args, demand, dtype, alone), chosen, reading, *modes)
     else:
         agreed = ranks.meet(weights, args, dtype, bits, demand, partial(planned, args), chosen)
-        setup = _with_others(agreed, args, PREFETCH[prefetch], layout.total_bytes)
+        setup = _with_others(agreed, args, reading, layout.total_bytes)
     with setup.loading:
         engine = _loaded(weights, setup, dtype, bits, progress)
         return _seeing(engine, images, dtype, image_tokens)
 
 
-def _check_names(prefetch: str, keep_warm: str) -> None:
-    """Raises RequestError: an option is none of its names."""
+def _checked_modes(prefetch: str, keep_warm: str, warm_start: str) -> tuple[str, str, str]:
+    """The modes that the options name, as `Lookahead`, `keep_warm_of` and `begin_warm_start` have them.
+
+    Raises:
+        RequestError: an option is none of its names.
+    """
     if prefetch not in PREFETCH:
         raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
     if keep_warm not in MODES:
         raise RequestError(f"keep_warm {keep_warm!r} is not one of {', '.join(MODES)}")
+    if warm_start not in WARM_START:
+        raise RequestError(f"warm_start {warm_start!r} is not one of {', '.join(WARM_START)}")
+    return PREFETCH[prefetch], keep_warm, warm_start
 
 
 def _checked_mode(expert_io: str, weights: Weights, ranks: Company | None) -> str:
@@ -218,7 +228,7 @@ class Setup:
         drafts: where drafts come from, with the memory plan.
         tiles: of the kernels.
         computing: makes the object that computes routed experts from their source.
-        warmth: the mode of `keep_warm`.
+        warmth, warm_start: the modes of `keep_warm` and of `begin_warm_start`.
         loading: is entered while the model is loaded.
     """
 
@@ -226,18 +236,20 @@ class Setup:
     tiles: Tiles
     computing: Computing
     warmth: str
+    warm_start: str
     loading: AbstractContextManager[None]
 
 
-def _alone(drafts: Drafts, tiles: Tiles, prefetch: str, warmth: str) -> Setup:
-    return Setup(drafts, tiles, lambda source, warm: RoutedExperts(source, prefetch, warm), warmth, nullcontext())
+def _alone(drafts: Drafts, tiles: Tiles, prefetch: str, warmth: str, warm_start: str) -> Setup:
+    computing = lambda source, warm: RoutedExperts(source, prefetch, warm)  # noqa: E731
+    return Setup(drafts, tiles, computing, warmth, warm_start, nullcontext())
 
 
 def _with_others(agreed: Agreed, args: ModelArgs, prefetch: str, nbytes: int) -> Setup:
-    """As all ranks have agreed; drafts and `keep_warm` are off. `nbytes`: of all experts."""
+    """As all ranks have agreed; drafts, `keep_warm` and warm starts are off. `nbytes`: of all experts."""
     drafts = Drafts(args, agreed.plan, "off", None, "")
     return Setup(
-        drafts, agreed.tiles, lambda source, _: agreed.experts(source, prefetch), "off", agreed.loading(nbytes)
+        drafts, agreed.tiles, lambda source, _: agreed.experts(source, prefetch), "off", "off", agreed.loading(nbytes)
     )
 
 
@@ -266,6 +278,7 @@ def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress
             fill(model, weights.read(), args.quantization, dtype)
             if drafts.head is not None:
                 load_head(drafts.head, model, dtype)
+            begin_warm_start(setup.warm_start, weights.path, experts)
         except BaseException:
             experts.close()  # a model that compiles its steps and its experts refer to each other
             raise
@@ -328,6 +341,9 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             any GPU), "off", or "auto": on a Mac that does not run on battery, if the first 256 tokens, measured by
             turns with and without, or an earlier start's, were faster. It changes no result, and is off on several
             ranks.
+        warm_start: "auto" (the environment variable MOEFLUX_WARM_START, else on) or "off": whether the experts that
+            earlier sessions used most are read into the free memory of a pool while nobody else wants the drive, and
+            whether this session's are noted for later ones. It changes no result, and is off on several ranks.
         context: positions for which memory is planned; None means 8192, or less if the model's limit or the memory is
             smaller. Longer texts work as long as there is memory.
         span: number of prompt tokens that go through the model together, so that each expert is read once for all of

@@ -19,7 +19,7 @@ import numpy as np
 from ..experts.places import BUFFERS
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
-from ..kinds import Connections, Dense, Mixer, NGrams
+from ..kinds import Connections, Dense, Mixer, NGrams, streams_before
 from ..layers import Linear, RMSNorm, Weight
 from ..mixers.registry import make_cache, module_of, stored_forms
 from ..model.layer import feed_forward_of
@@ -212,7 +212,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
     norm.weight = norm.weight.astype(shapes.dtype)
-    before = None if args.connections is not None and args.connections.has_own_norm else norm
+    has_own = args.connections is not None and args.connections.has_own_norm
+    before = None if has_own or args.layers[0].residual.parallel else norm
     forms = stored_forms(shapes.quants)
     for (mixer, *_), layers in _kinds([(layer.mixer, _forms(shapes, i, False)) for i, layer in enumerate(args.layers)]):
         module = module_of(mixer, args.hidden_size, args.rms_norm_eps, forms)
@@ -222,7 +223,8 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
         for moment, length in mixer.moments(MAX_LENGTH):
             yield f"{mixer.title}, {moment}", layers, _late(mix, shapes.dtype, length), True
     if args.connections is not None:
-        yield "streams", range(args.num_hidden_layers), _between(shapes, args.connections), False
+        for _, layers in _kinds([_sums(args, i) for i in range(args.num_hidden_layers)]):
+            yield "streams", layers, _between(shapes, args.connections, layers[0]), False
         yield "streams, after the last layer", (), _behind(shapes, args.connections), False
     for layer, part in args.ngrams.items():
         yield "n-grams", [layer], _of_ngrams(shapes, layer, part), False
@@ -283,14 +285,19 @@ def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
     return [Chosen(backend.library_of(x).zeros((B, late, top), np.int32 if isinstance(x, np.ndarray) else mx.int32))]
 
 
-def _between(shapes: Shapes, rule: Connections) -> Run:
+def _sums(args: ModelArgs, layer: int) -> tuple[int, int]:
+    """The streams before and after a layer."""
+    return streams_before(args.connections, layer), streams_before(args.connections, layer + 1)
+
+
+def _between(shapes: Shapes, rule: Connections, layer: int) -> Run:
     """The computations between the streams and the parts of a layer, by kind."""
     args = shapes.args
-    made = connection(rule, args.hidden_size, args.rms_norm_eps)
-    _fill(made, "model.layers.0.attn_hc.", shapes)
+    made = connection(rule, args.hidden_size, args.rms_norm_eps, layer)
+    _fill(made, f"model.layers.{layer}.attn_hc.", shapes)
 
     def run(x: Any, caches: Any) -> None:
-        h = spread(x, rule.streams)
+        h = spread(x, streams_before(rule, layer))
         _, *mixing = made.gather(h)
         h, _, *mixing = made.gather_behind(h, x, *mixing)
         made.scatter(h, x, *mixing)
@@ -300,7 +307,7 @@ def _between(shapes: Shapes, rule: Connections) -> Run:
 
 def _behind(shapes: Shapes, rule: Connections) -> Run:
     """Joins the streams after the last layer."""
-    made = connection(rule, shapes.args.hidden_size, shapes.args.rms_norm_eps, is_last=True)
+    made = connection(rule, shapes.args.hidden_size, shapes.args.rms_norm_eps, None)
     _fill(made, "model.hc_head.", shapes)
     return lambda x, _: made.last(spread(x, rule.streams))
 

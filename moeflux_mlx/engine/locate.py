@@ -10,13 +10,12 @@ from pathlib import Path
 from ..errors import ModelFileError, MoefluxError, RequestError
 from ..files import directory, user_path
 from ..formats.checkpoint import has_weights
-from ..formats.hub import looks_like_repo
 from ..formats.packed import FOLDER, LAYOUT, STATE
 from ..packing.gguf_folder import described, tokenizer_folder
 from ..packing.in_place import runs_in_place
 from ..packing.suggest import not_packed_error, unfinished_error
 from ..spec import variants
-from .remote import fetch
+from .remote import fetch, is_remote
 
 
 def resolve(
@@ -35,12 +34,13 @@ def resolve(
         return directory("demo")
     path = user_path(path_or_hf_repo)
     if not path.exists():
-        if isinstance(path_or_hf_repo, str) and looks_like_repo(path_or_hf_repo):
-            return fetch(path_or_hf_repo, revision)
+        if is_remote(path_or_hf_repo):
+            path = fetch(str(path_or_hf_repo), revision)
+            return path if path.is_dir() else resolve(path, tokenizer=tokenizer)
         known = "; moeflux models shows the repository of this known model" if path.name.lower() in variants() else ""
         raise ModelFileError(
-            f"{path} does not exist{known}; give the directory of a model, packed or as mlx-lm wrote it, or a repo id "
-            "org/name"
+            f"{path} does not exist{known}; give the directory of a model, packed or as mlx-lm wrote it, a GGUF file, "
+            "or a repo id org/name"
         )
     if not (path / FOLDER / LAYOUT).exists() and (folder := described(path, tokenizer_folder(tokenizer))) is not None:
         return folder

@@ -80,8 +80,10 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
     count = _streams(args)
-    # Experts add to zeros before a norm or a projection.
-    zeros = args.experts.latent is not None or any(layer.residual.output_norms for layer in args.layers)
+    # Experts add to zeros before a norm or a projection, or beside the stream.
+    zeros = args.experts.latent is not None or any(
+        layer.residual.output_norms or layer.residual.parallel for layer in args.layers
+    )
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     chosen = INDEX_BYTES * max(mixer.handed_on for mixer in args.mixer_counts)
     streams += span * (chosen + sum(part.row_bytes for part in args.ngrams.values()))

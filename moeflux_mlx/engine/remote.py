@@ -1,17 +1,21 @@
 """A model on the Hugging Face Hub before its download: the disk space and memory that it needs, from headers alone.
 
-A packed model, or a checkpoint that MLX quantised, is downloaded as it is. Any other checkpoint is refused with the
-command that converts it, before any weight is downloaded.
+A packed model, a checkpoint that MLX quantised, or one of a repository's GGUF models (`org/name:QUANT`) is downloaded
+as it is. Any other checkpoint is refused with the command that converts it, before any weight is downloaded.
 """
 
+import os
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import ModelFileError, MoefluxError, NotPackedError
-from ..files import existing_parent, read_json, user_path
+from ..errors import ModelFileError, MoefluxError, NotPackedError, RequestError
+from ..files import existing_parent, kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import (
     COPIED,
     INDEX,
@@ -24,11 +28,13 @@ from ..formats.checkpoint import (
     read_config,
     shard_names,
 )
-from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo
+from ..formats.gguf_file import header_bytes, models_in
+from ..formats.hub import Repository, cache_folder, cached_snapshot, looks_like_repo, quant_of
 from ..formats.layout_file import from_json
 from ..formats.packed import FOLDER, LAYOUT
 from ..formats.record import ExpertLayout
 from ..packing.aside import NAME as ASIDE
+from ..packing.gguf_folder import base_tokenizer, described, open_source
 from ..packing.in_place import runs_in_place, states_mlx
 from ..packing.plan import make_plan
 from ..packing.recipe import Recipe, read_recipe
@@ -64,11 +70,20 @@ class Remote:
     def look_up(cls, name: str, revision: str | None = None) -> "Remote":
         """Reads the list of files, and config.json.
 
+        Args:
+            name: `org/name`, or `org/name:QUANT` for one of its GGUF models.
+
         Raises:
             NotPackedError: the model has to be converted. ModelFileError: there is no such repository, or it cannot be
-                reached.
+                reached. RequestError: it has several GGUF models and it is not said which is meant, or it has not this
+                one.
         """
-        repository = Repository.look_up(name, revision)
+        repo, quant = quant_of(name)
+        repository = Repository.look_up(repo, revision)
+        is_gguf = quant is not None or not any(file.endswith((".safetensors", LAYOUT)) for file in repository.files)
+        sizes = {file.name: file.size for file in repository.files.values()}
+        if is_gguf and (files := chosen_gguf(repo, sizes, quant)):
+            return RemoteGguf(repository, files, repository.missing(files), sum(map(sizes.__getitem__, files)))
         wanted = PACKED
         if f"{FOLDER}/{LAYOUT}" not in repository.files:
             small = repository.snapshot([INDEX, "config.json"])
@@ -92,10 +107,7 @@ class Remote:
             return args, layout, {one.name: _shape(one.shape, one.dtype) for one in self._tensors(heads, small)}
         shards = [name for name in self.wanted if name.endswith(".safetensors")]
         tensors = {one.name: one for one in self._tensors(shards, small)}
-        plan = make_plan(Checkpoint(small, read_config(small), tensors, ()), args, Wanted(keeps_floats=True))
-        sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
-        written = (one for source in sources for one in source.written)
-        return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
+        return _in_place(Checkpoint(small, read_config(small), tensors, ()), args)
 
     def recipe(self) -> Recipe | None:
         """How floats became its codes, if a conversion of ours says so, as `packing.recipe.read_recipe`."""
@@ -134,8 +146,10 @@ class Remote:
         except NotPackedError:
             raise
         except ModelFileError:
-            here = cached_snapshot(name, revision, [*PACKED, *UNPACKED, "*.safetensors"])
-            if here is None or not _is_model(here):
+            here = _cached_gguf(name, revision) or cached_snapshot(
+                name, revision, [*PACKED, *UNPACKED, "*.safetensors"]
+            )
+            if here is None or here.is_dir() and not _is_model(here):
                 raise
             return here
 
@@ -166,9 +180,80 @@ class Remote:
         return self.repository.snapshot(list(self.wanted), shown)
 
 
+class RemoteGguf(Remote):
+    """One of a repository's GGUF models."""
+
+    def figures(self) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
+        """As those of other models; the headers of its files are kept, each in a file without data."""
+        heads = kept_files() / "gguf" / "headers" / self.repository.commit
+        for name in self.wanted:
+            size, head = self.repository.files[name].size, heads / name
+            if not head.is_file():
+                fetched = header_bytes(Path(name), size, partial(self.repository.part, name))
+                head.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(head, [fetched])
+            os.truncate(head, size)  # longer without taking more of the disk
+        folder = described(heads / self.wanted[0])
+        assert folder is not None
+        args = ModelArgs.from_file(folder)
+        return _in_place(open_source(folder), args)
+
+    def recipe(self) -> Recipe | None:
+        return None
+
+    def vision(self, args: ModelArgs, wanted: bool = True) -> VisionFiles | NoVision:
+        return usable(None, args, wanted)
+
+    @property
+    def in_place(self) -> bool:
+        return True
+
+    def download(self, shown: bool = False) -> Path:
+        """As of other models; returns the first file. The tokenizer's files of the model that it was made from come
+        too, if its metadata name one and the Hub has them.
+        """
+        first = super().download(shown) / self.wanted[0]
+        base_tokenizer(first, download=True)
+        return first
+
+
+def _cached_gguf(name: str, revision: str | None) -> Path | None:
+    """The first file of one of a repository's GGUF models, if all of it is in the Hub's cache."""
+    repo, quant = quant_of(name)
+    letters = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in quant or "")
+    folder = cached_snapshot(repo, revision, [f"*{letters}*.gguf"])
+    if folder is None:
+        return None
+    files = chosen_gguf(
+        repo, {str(one.relative_to(folder)): one.stat().st_size for one in folder.rglob("*.gguf")}, quant
+    )
+    return folder / files[0] if files else None
+
+
+def chosen_gguf(repo: str, sizes: Mapping[str, int], quant: str | None) -> tuple[str, ...]:
+    """The files of the GGUF model in `repo` that `quant` names: those whose name ends with it, in any case. Without it
+    those of the only model; none if there is no GGUF.
+
+    Args:
+        sizes: bytes of every file, by name.
+
+    Raises:
+        RequestError: there is none with this name, or several; the message has the names and sizes of all.
+    """
+    models = models_in(sizes)
+    fitting = [
+        name for name in models if quant is None or re.search(rf"(^|[-._/]){re.escape(quant)}$", name, re.IGNORECASE)
+    ]
+    if len(fitting) == 1 or not models and quant is None:
+        return tuple(models[fitting[0]]) if fitting else ()
+    known = (f"{name} ({sum(sizes[file] for file in files) / 1e9:.1f} GB)" for name, files in models.items())
+    problem = "has several GGUF models" if quant is None else f"has {len(fitting)} GGUF models named {quant}"
+    raise RequestError(f"{repo} {problem}; give {repo}:NAME, where NAME ends one of: {', '.join(known) or 'none'}")
+
+
 def is_remote(model: str | Path | None) -> bool:
     """Whether a model is on the Hub: it has a repository's name, and there is no local file of that name."""
-    return isinstance(model, str) and looks_like_repo(model) and not user_path(model).exists()
+    return isinstance(model, str) and looks_like_repo(quant_of(model)[0]) and not user_path(model).exists()
 
 
 def fetch(name: str, revision: str | None = None) -> Path:
@@ -187,6 +272,14 @@ def _is_model(folder: Path) -> bool:
         return (folder / FOLDER / LAYOUT).exists() or runs_in_place(folder)
     except MoefluxError:
         return False
+
+
+def _in_place(checkpoint: Checkpoint, args: ModelArgs) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
+    """The figures of a checkpoint that is used as it lies."""
+    plan = make_plan(checkpoint, args, Wanted(keeps_floats=True))
+    sources = (source for unit in plan.units if isinstance(unit, ResidentFile) for source in unit.sources)
+    written = (one for source in sources for one in source.written)
+    return args, plan.layout, {one.name: _shape(one.shape, one.dtype) for one in written}
 
 
 def _shape(shape: tuple[int, ...], dtype: str) -> mx.array:

@@ -152,8 +152,8 @@ class Lookahead:
         """Learns from the records read ahead for `layer`, and demotes those not worth keeping.
 
         `ids`: the experts that the rows of a step use, each once, first choices first. If the pool is smaller than the
-        experts of a step, each layer keeps only its share: with least-recently-used order alone every record would
-        be evicted just before its layer runs again.
+        experts of a step, each layer keeps only its share: otherwise every record would be evicted just before its
+        layer runs again.
         """
         self._time_token(layer)
         ahead = self._ahead.pop(layer, [])

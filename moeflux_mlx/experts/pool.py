@@ -10,7 +10,6 @@ which reads are in progress, and each change to it is one operation. The other a
 rebuilds them from the table.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +21,8 @@ from ..formats.record import Key
 from ..ops import backend
 from .memory import as_result, on_device, staging_memory
 from .places import AddressRange, Adopt, Buffers, Places
-from .reader import Read, as_they_end
+from .ranking import BETWEEN, Ranking
+from .reads import Read, as_they_end
 
 NOWHERE = -1
 WORTH_GROWING = 16  # a pool grows by at least 1/16, so that it is not resized for each token
@@ -39,10 +39,11 @@ class Slot:
     guard: mx.array | None = None
     device: mx.array | None = None
     speculative: bool = False
+    warming: bool = False  # read into free memory before anybody asked for it, and not used yet
 
 
 class SlotPool:
-    """At most `slots` records of one size in least-recently-used order.
+    """At most `slots` records of one size, of which the one that was used least of late is evicted (`Ranking`).
 
     Args:
         nbytes: bytes of memory for a record.
@@ -56,6 +57,9 @@ class SlotPool:
 
     Attributes:
         places: the memory.
+        ranking: the order of eviction.
+        intended: records that are wanted soon.
+        foretold: records that the next layer will probably request.
         has_been_full: whether a record had no free memory since the pool last grew.
     """
 
@@ -71,7 +75,7 @@ class SlotPool:
         adopt: Adopt | None = None,
     ):
         self.nbytes = nbytes
-        self.copied = staging is not None
+        self.copied, self._rows = staging is not None, staging or 0
         self.most = slots if most is None else most
         self.copying: list[Slot] = []  # slots whose rows the device may still read
         self._staging: mx.array | None = None
@@ -87,10 +91,12 @@ class SlotPool:
         self.slots = self.fit(min(slots, self.most))
         if not self.copied:
             self.places.aim(self.slots, {})
-        self._used: OrderedDict[Key, Slot] = OrderedDict()
+        self._used: dict[Key, Slot] = {}
+        self.ranking = Ranking()
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
-        self.intended: set[Key] = set()  # records that are wanted soon
+        self.intended: set[Key] = set()
+        self.foretold: set[Key] = set()
         self.has_been_full = False
 
     @property
@@ -119,40 +125,49 @@ class SlotPool:
         """Whether all these records have arrived."""
         return self._arriving.isdisjoint(keys) and all(map(self._used.__contains__, keys))
 
-    def find(self, key: Key) -> Slot | None:
-        """Like `get`, and counts as a use."""
-        slot = self._used.get(key)
-        if slot is not None:
-            self._used.move_to_end(key)
-        return slot
-
     def put(self, key: Key, slot: Slot) -> None:
         """Enters a claimed slot whose read is prepared. If the read is never submitted, `reconcile` finds the slot."""
         self._used[key] = slot
         self._arriving.add(key)
+        self.ranking.enter(key)
 
     def victim(self, for_guess: bool) -> Key | None:
-        """The record to evict before `take` can succeed: the least recently used one that is not pinned.
+        """The record to evict before `take` can succeed: the one of the lowest rank that is not pinned.
 
-        A record that is intended or still arriving is chosen only if there is no other, and never for a guess.
+        A record that is intended, foretold or still arriving is chosen only if there is no other, and never for a
+        guess.
         """
-        row_wanted, last = self.copied and not self.places.free, None
-        for key, slot in self._used.items():
-            if self.pinned(key):
-                continue
-            if slot.read is None and not row_wanted and key not in self.intended:
+        row_wanted = self.copied and not self.places.free
+        pinned = set().union(*list(self._leased.values()))
+        if not row_wanted:
+            wanted = pinned | self.intended | self.foretold
+            key = self.ranking.first(lambda key: key not in wanted and self._used[key].read is None)
+            if key is not None:
                 return key
-            if last is None and (slot.read is not None or not row_wanted):
-                last = key
-        return None if for_guess else last
+        if for_guess:
+            return None
+        return self.ranking.first(
+            lambda key: key not in pinned and (not row_wanted or self._used[key].read is not None)
+        )
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._used) >= self.slots
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
+        of the staging rows are free.
+        """
+        return not self.is_full and (not self.copied or 2 * len(self.places.free) >= self._rows)
 
     def take(self) -> Slot | None:
         """A free slot, if there is one."""
         if self.copied and not self.places.free:
             self.finish_copies()
-        self.has_been_full |= len(self._used) >= self.slots
-        place = self.places.take() if len(self._used) < self.slots else None
-        if place is None and len(self._used) < self.slots:
+        self.has_been_full |= self.is_full
+        place = None if self.is_full else self.places.take()
+        if place is None and not self.is_full:
             self.slots = self.fit(self.slots)  # fewer if the device refused a buffer
         return None if place is None else Slot(place)
 
@@ -196,7 +211,10 @@ class SlotPool:
         """Keeps these records until `unpin` is called with the same list; returns their slots."""
         if keys:  # `unpin` is called only for pools with keys
             self._leased[id(keys)] = keys
-        return [self.find(key) for key in keys]
+        self.ranking.pass_time(BETWEEN)
+        for key in keys:
+            self.ranking.use(key)
+        return [self._used.get(key) for key in keys]
 
     def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:
         """Ends `pin`; does nothing if these keys no longer hold anything."""
@@ -225,7 +243,7 @@ class SlotPool:
     def demote(self, key: Key) -> None:
         """Makes the record the first to be evicted."""
         if key in self._used:
-            self._used.move_to_end(key, last=False)
+            self.ranking.demote(key)
 
     def drop(self, key: Key) -> None:
         """Removes a record that nobody reads and whose read has ended."""
@@ -235,6 +253,7 @@ class SlotPool:
         if slot.device is not None and slot.row != NOWHERE:
             self.finish_copies()  # they keep the record's array
         del self._used[key]
+        self.ranking.leave(key)
         self._arriving.discard(key)
         if slot.row != NOWHERE:
             self.places.put(slot.row)
@@ -246,12 +265,13 @@ class SlotPool:
             abandoned: guards that will never be evaluated.
         """
         self._leased.clear()
-        self.intended = set()
+        self.intended = self.foretold = set()
         for key, slot in list(self._used.items()):
             if any(slot.guard is guard for guard in abandoned):
                 slot.guard = None
             if slot.read is not None and (slot.read.is_cancelled or not slot.read.is_queued and slot.read.cancel()):
                 self.drop(key)
+        self.ranking.reset(self._used)
         self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
         self.copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
         if self.copied:

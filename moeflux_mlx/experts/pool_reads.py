@@ -15,7 +15,8 @@ from ..errors import ExpertIOError
 from ..formats.record import Key
 from .pool import Slot, SlotPool
 from .pools import Pools
-from .reader import ExpertReader, as_they_end
+from .reader import ExpertReader
+from .reads import GUESSED, REQUESTED, WARMING, as_they_end
 from .source import TooManyExpertsError
 from .stats import LoaderStats
 
@@ -60,7 +61,7 @@ class PoolReads:
             self.stats.misses += 1
             slot = self._claim(pool)
             assert slot is not None  # because it is no longer a guess
-            self._submit(pool, key, slot, speculative=False)
+            self._submit(pool, key, slot, REQUESTED)
         return bool(missing) and not pool.has_been_full
 
     def guess(self, keys: Sequence[Key]) -> list[Key]:
@@ -72,19 +73,35 @@ class PoolReads:
         self._drop_queued(set(keys))
         self.collect()
         begun: list[Key] = []
-        missing = [key for key in keys if self.pools.of[key[0]].find(key) is None]
-        for key in missing:
+        self.pools.foretell(keys)
+        for key in keys:
             pool = self.pools.of[key[0]]
-            if key in pool:  # requested twice
+            if key in pool:
                 continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:
                 break
-            self._submit(pool, key, slot, speculative=True)
+            self._submit(pool, key, slot, GUESSED)
             begun.append(key)
         self._ahead += begun
         self.stats.prefetched += len(begun)
         return begun
+
+    def warm(self, key: Key, uses: float) -> bool:
+        """Begins to read a record into free memory, as one that has been used so often; evicts none. Returns whether
+        there was memory.
+
+        Raises:
+            ExpertIOError: the device refuses memory without which the pool is too small.
+        """
+        pool = self.pools.of[key[0]]
+        slot = pool.take() if pool.has_room else None
+        if slot is None:
+            return False
+        pool.ranking.use(key, uses)
+        self._submit(pool, key, slot, WARMING)
+        self.stats.warmed += 1
+        return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         """As `ExpertLoader.finish`, for at least one record."""
@@ -168,17 +185,18 @@ class PoolReads:
         slot = pool[key]
         if slot.read is not None and slot.read.cancel():
             self.stats.prefetched -= slot.speculative
+            self.stats.warmed -= slot.warming
         elif self._arrived(pool, key) is not None:
             return  # the read failed and the record is gone
         else:
             self.stats.wasted += slot.speculative
         pool.drop(key)
 
-    def _submit(self, pool: SlotPool, key: Key, slot: Slot, speculative: bool) -> None:
-        slot.speculative = speculative
+    def _submit(self, pool: SlotPool, key: Key, slot: Slot, purpose: int) -> None:
+        slot.speculative, slot.warming = purpose == GUESSED, purpose == WARMING
         slot.read = self.reader.prepare(*key, pool.memory(slot))
         pool.put(key, slot)  # first: a read in progress has an owner
-        self.reader.submit(slot.read, speculative)
+        self.reader.submit(slot.read, purpose)
 
     def _count(self, slot: Slot) -> None:
         if slot.read is None:
@@ -188,7 +206,8 @@ class PoolReads:
             self.stats.misses += 1
             self.stats.late += 1
             self.reader.promote(slot.read)
-        slot.speculative = False
+        self.stats.warm_hits += slot.warming
+        slot.speculative = slot.warming = False
 
     def _arrived(self, pool: SlotPool, key: Key) -> ExpertIOError | None:
         """Waits for one record; drops a failed one and returns its error."""

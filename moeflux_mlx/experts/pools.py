@@ -4,11 +4,14 @@ how records are read.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
 from .memory import GIVES_BACK, adopted_pages
 from .places import Adopt
 from .pool import SlotPool
+from .ranking import MEAN_LIFE
 from .shares import SizeClass, divide, size_classes
 
 
@@ -87,6 +90,22 @@ class Pools(list[SlotPool]):
         """Slots per layer, without `spare` slots, in the pool that has the fewest per layer."""
         pools = zip(self, self._classes, strict=False)  # none after they are cleared
         return min((max(pool.slots - spare, 0) // len(one.layers) for pool, one in pools), default=0)
+
+    def foretell(self, keys: Sequence[Key]) -> None:
+        """Names the records that will probably be requested next, in place of earlier ones."""
+        for pool in self:
+            pool.foretold = {key for key in keys if self.of[key[0]] is pool}
+
+    def pass_time(self, steps: float) -> None:
+        """Lets the uses so far count less, by as much as `steps` steps take."""
+        for pool in self:
+            pool.ranking.pass_time(steps)
+
+    def note_prompt(self, layer: int, counts: np.ndarray, tokens: int) -> None:
+        """As `ExpertLoader.note_prompt`."""
+        ranking, uses = self.of[layer].ranking, counts * (min(tokens, MEAN_LIFE) / tokens)
+        for expert in np.flatnonzero(counts).tolist():
+            ranking.use((layer, expert), float(uses[expert]))
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         """As `ExpertLoader.intend`."""

@@ -1,8 +1,9 @@
 """Reads expert records from files into the caller's memory, on a few threads, past the page cache if asked.
 
 Each drive has its own threads and queue, so a slow drive does not delay the others. In a queue, reads that a caller
-waits for overtake speculative ones. If a record is stored in several places, several threads read it. This module knows
-files and pieces; the pool decides which records to keep.
+waits for overtake speculative ones, and reads that fill free memory begin only while the drive does nothing else
+(`reads.DriveQueue`). If a record is stored in several places, several threads read it. This module knows files and
+pieces; the pool decides which records to keep.
 
 A caller that requests a read may be interrupted between any two bytecodes, so it must not take a lock that a reading
 thread needs. Callers and threads share only deques, dicts and queues, and each call of these is one operation.
@@ -12,15 +13,14 @@ import errno
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
 
 from ..errors import ExpertIOError, ModelFileError
 from ..formats.pieces import ExpertFiles, Run, runs_of
 from ..formats.record import ExpertLayout, Key
 from ..process import check_process
 from .files import SCRATCH_BYTES, DriveOf, OpenFiles, Preadv, ReadShare, device_of
+from .reads import REQUESTED, DriveQueue, Read, Shares
 from .source import CLOSED
 
 SHARE_BYTES = 256 << 10  # worth waking a thread for; smaller reads share a thread (results.tsv, "in place")
@@ -29,139 +29,9 @@ READS_BYTES = 5 << 8  # bytes kept for one expert in pieces: 0.8 to 1.1 KB if th
 LOST = errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE  # the system's errors for a drive that is gone
 Check = Callable[[int, int, memoryview], None]
 Arrange = Callable[[int, int, memoryview], None]
-Shares = Mapping[int, Sequence[ReadShare]]  # by drive number
 DEFAULT_WORKERS = (
     8  # reads at once per drive: from eight on, records of megabytes reach the limit of every drive measured
 )
-
-
-class Read:
-    """The read of a record into `target`.
-
-    Attributes:
-        is_queued: whether threads will read it; False if an interrupt came before its submission was complete.
-    """
-
-    def __init__(self, layer: int, expert: int, target: memoryview, shares: Shares):
-        self.layer, self.expert, self.target = layer, expert, target
-        self.is_queued = False
-        self._error: ExpertIOError | None = None
-        self._shares = {drive: deque(some) for drive, some in shares.items()}  # not begun
-        self._left, self._got = sum(map(len, shares.values())), 0  # shares that have not ended; bytes read
-        self._fate: dict[str, bool] = {}  # "begun": decides whether a thread or `cancel` came first
-        self._over = False
-        self._waiters: list[SimpleQueue[Read]] = []  # the waiting threads
-
-    @property
-    def waiting(self) -> dict[int, int]:
-        """The shares of each drive that no thread has begun."""
-        return {drive: len(shares) for drive, shares in self._shares.items()}
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._fate.get("begun") is False
-
-    @property
-    def is_over(self) -> bool:
-        return self._over or self.is_cancelled
-
-    @property
-    def error(self) -> ExpertIOError | None:
-        """The error of the read, or None."""
-        return ExpertIOError(CLOSED) if self.is_cancelled else self._error
-
-    def cancel(self) -> bool:
-        """Cancels the read unless it has begun; returns whether it is cancelled."""
-        if self._fate.setdefault("begun", False):
-            return False
-        self.settle()
-        return True
-
-    def take(self, drive: int) -> ReadShare | None:
-        """A share of the drive for the calling thread; None if the read is cancelled or no share is left."""
-        if not self._fate.setdefault("begun", True):
-            return None
-        try:
-            return self._shares[drive].popleft()
-        except IndexError:
-            return None
-
-    def count_off(self, outcome: int | ExpertIOError) -> bool:
-        """Counts a finished share; returns whether it was the last."""
-        if isinstance(outcome, ExpertIOError):
-            self._error = outcome
-        else:
-            self._got += outcome
-        self._left -= 1
-        return self._left == 0
-
-    def settle(self, error: ExpertIOError | None = None) -> None:
-        """Ends the read and wakes all waiting threads; `error` says why it failed, if it did."""
-        self._error, self._over = error or self._error, True
-        for queue in self._waiters:
-            queue.put(self)
-
-    def notify(self, queue: "SimpleQueue[Read]") -> None:
-        """Puts this read on `queue` once it has ended; it may appear twice."""
-        self._waiters.append(queue)
-        if self.is_over:
-            queue.put(self)
-
-    def wait(self) -> ExpertIOError | None:
-        """Waits for the end of the read and returns its error or None."""
-        if not self.is_over:
-            queue: SimpleQueue[Read] = SimpleQueue()
-            self.notify(queue)
-            queue.get()
-        return self.error
-
-    def result(self) -> int:
-        """Waits for the end of the read and returns the bytes read. Raises ExpertIOError."""
-        error = self.wait()
-        if error is not None:
-            raise error
-        return self._got
-
-
-def as_they_end(reads: Iterable[Read]) -> Iterator[Read]:
-    """Yields the reads as they end."""
-    queue: SimpleQueue[Read] = SimpleQueue()
-    left = set(reads)
-    for read in left:
-        read.notify(queue)
-    while left:
-        read = queue.get()
-        if read in left:
-            left.remove(read)
-            yield read
-
-
-class DriveQueue:
-    """The reads that wait for a drive, each once per share: requested reads before speculative ones.
-
-    Attributes:
-        wake: each item wakes a thread, which works until nothing is queued.
-    """
-
-    def __init__(self) -> None:
-        self._queue: tuple[deque[Read], ...] = (deque(), deque())
-        self.wake: SimpleQueue[None] = SimpleQueue()
-
-    def put(self, read: Read, count: int, speculative: bool) -> None:
-        self._queue[speculative].extend([read] * count)
-        for _ in range(count):
-            self.wake.put(None)
-
-    def promote(self, read: Read, count: int) -> None:
-        self._queue[False].extend([read] * count)  # the entry at its old place then has nothing left to take
-
-    def next(self) -> Read | None:
-        for queue in self._queue:
-            try:
-                return queue.popleft()
-            except IndexError:
-                continue
-        return None
 
 
 class ExpertReader:
@@ -250,10 +120,10 @@ class ExpertReader:
         self._check_open()
         return Read(layer, expert, target, self._shares(layer, expert, len(target)))
 
-    def submit(self, read: Read, speculative: bool = False) -> Read:
+    def submit(self, read: Read, purpose: int = REQUESTED) -> Read:
         """Queues a read made by `prepare`. Raises ExpertIOError: the reader is closed."""
         for drive, count in read.waiting.items():
-            self._drives[drive].put(read, count, speculative)
+            self._drives[drive].put(read, count, purpose)
         read.is_queued = True
         if self._closed:  # the reader may have been closed after the threads last looked
             read.cancel()
@@ -283,6 +153,11 @@ class ExpertReader:
                 self._in_pieces[layer, expert] = shares
         return shares
 
+    def limit_warming(self, reads: int) -> None:
+        """Sets the most reads of a drive at once that fill free memory."""
+        for queue in self._drives:
+            queue.warm_reads = reads
+
     def promote(self, read: Read) -> None:
         """Moves a queued speculative read, or its remaining shares, to the reads that a caller waits for."""
         for drive, count in read.waiting.items():
@@ -299,19 +174,18 @@ class ExpertReader:
             if thread is not threading.current_thread():  # the garbage collector may call this from anywhere
                 thread.join()
         for queue in self._drives:
-            while (read := queue.next()) is not None:  # reads submitted in the meantime
-                read.cancel()
+            queue.clear()  # reads submitted in the meantime
         self._files.close()
 
     def _work(self, drive: int) -> None:
         queue = self._drives[drive]
         while not self._closed:
             queue.wake.get()
-            while (read := queue.next()) is not None:
-                self._serve(read, drive)
+            while (following := queue.next()) is not None:
+                self._serve(*following, drive)
         queue.wake.put(None)  # for the other threads
 
-    def _serve(self, read: Read, drive: int) -> None:
+    def _serve(self, read: Read, purpose: int, drive: int) -> None:
         """Reads one share of the drive, if one is left and the reader is open."""
         if self._closed:
             read.cancel()
@@ -319,10 +193,10 @@ class ExpertReader:
         if share is None:
             return
         with self._lock:
-            self._count(1)
+            self._count(1, purpose, drive)
         outcome = read.error or (ExpertIOError(CLOSED) if self._closed else self._attempt(read, share))
         with self._lock:
-            self._count(-1)
+            self._count(-1, purpose, drive)
             is_last = read.count_off(outcome)
         if is_last:
             read.settle(self._complaint(read))
@@ -343,8 +217,9 @@ class ExpertReader:
         self._checked.add(key)
         return None
 
-    def _count(self, change: int) -> None:
+    def _count(self, change: int, purpose: int, drive: int) -> None:
         """Counts shares that begin and end."""
+        self._drives[drive].active[purpose] += change
         active, seconds, since = self._busy
         now = time.perf_counter()
         if not active:

@@ -231,6 +231,9 @@ class ExpertLoader(ABC):
     def intend(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
         """Names the records that will be needed soon, in place of earlier ones; they are the last to be evicted."""
 
+    def note_prompt(self, layer: int, counts: np.ndarray, tokens: int) -> None:  # noqa: B027
+        """Notes for how many of a prompt's `tokens` tokens each expert of `layer` computes, `counts` [E]."""
+
     def give_way(self, layer: int, ids: Sequence[int]) -> None:  # noqa: B027
         """Makes these records the first to be evicted."""
 

@@ -8,7 +8,8 @@ class LoaderStats:
     """Counts since the last `reset_stats`, in experts, bytes and seconds.
 
     A hit was in the pool when it was requested; `prefetch_hits` are hits that a prefetch had read. `late` are misses
-    that a prefetch had already begun to read. `wasted` were read ahead and evicted unused. `given_back` is the number
+    whose record was already being read. `wasted` were read ahead and evicted unused. `warmed` were read into free
+    memory because earlier sessions used them most; `warm_hits` of these were used. `given_back` is the number
     of bytes by which the pool shrank because the machine was short of memory. `wait_seconds` is how long the
     computation waited for reads, `busy_seconds` how long the drive was reading.
     """
@@ -19,6 +20,8 @@ class LoaderStats:
     late: int = 0
     prefetched: int = 0
     wasted: int = 0
+    warmed: int = 0
+    warm_hits: int = 0
     bytes_read: int = 0
     given_back: int = 0
     wait_seconds: float = 0.0

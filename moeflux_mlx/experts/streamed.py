@@ -1,7 +1,7 @@
 """Experts that are read into a pool of slots, which is their only cache.
 
-The least recently used records are evicted, but never one that somebody may still read. Reads run on worker threads
-while the caller computes. This module knows bytes, files and which expert was used when, but no transformers.
+The records that were used least of late are evicted, but never one that somebody may still read. Reads run on worker
+threads while the caller computes. This module knows bytes, files and which expert was used when, but no transformers.
 
 An interrupt (Ctrl-C, or an exception that another thread raises in this one) may come between any two bytecodes, also
 during cleanup. So no call relies on the completion of the previous one: `_alone` notes an incomplete call, and the next
@@ -20,15 +20,19 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
+from ..ops.tiles import MAX_TOKENS
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
 from .reader import DEFAULT_WORKERS, Arrange, Check, ExpertReader
+from .reads import IN_A_STEP, WARM_READS
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
+from .warming import Usage, Warming
 
 DEFAULT_CACHE_BYTES = 2 << 30
 WATCH_SECONDS = 0.5  # seconds between two checks while nothing is computed
+FEED_SECONDS = 0.01  # the same while free memory is filled
 
 
 class StreamedExperts(ExpertLoader):
@@ -49,6 +53,9 @@ class StreamedExperts(ExpertLoader):
         copied: whether records are copied into device memory as they arrive; by default on CUDA without `adopt`.
         adopt: how MLX adopts the pool's memory (`places.Adopt`); by default as Metal does, on Metal.
         reader: replaces the default reader (direct I/O), in tests.
+
+    Attributes:
+        usage: counts the experts of steps.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -90,9 +97,11 @@ class StreamedExperts(ExpertLoader):
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt)
         self._reads = PoolReads(self.pools, self.reader, self._least, self._stats)
+        self.usage = Usage(self.layout)
+        self._warming = Warming(self._reads, self.layout, self.usage.counts)
         self._allowance, self._limit = allowance, limit
         if limit is not None:
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="pool-watch", daemon=True).start()
+            self._start("pool-watch", StreamedExperts.relieve_between_calls, WATCH_SECONDS)
 
     @property
     def stats(self) -> LoaderStats:
@@ -124,8 +133,8 @@ class StreamedExperts(ExpertLoader):
 
     def resize(self, nbytes: int) -> int:
         """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most the
-        pool's largest size; returns the resulting slots, which are more if more are leased. Evicts least recently used
-        records.
+        pool's largest size; returns the resulting slots, which are more if more are leased. Evicts the records
+        that were used least of late.
         """
         with self._alone():
             self._check_open()
@@ -143,8 +152,28 @@ class StreamedExperts(ExpertLoader):
         if self.pools.is_due(nbytes):
             self.resize(nbytes)
 
+    def warm(self, rates: np.ndarray) -> None:
+        """Fills free memory with the experts of the highest `rates`, float [layers that have experts, experts], the
+        shares of earlier steps that used them.
+        """
+        with self._alone():
+            self._warming = Warming(self._reads, self.layout, rates)
+        self._start("pool-feed", StreamedExperts.warm_between_calls, FEED_SECONDS)
+
+    def warm_between_calls(self) -> bool:
+        """Reads on for `warm`, unless a call is in progress, which does it itself. Returns whether there is more."""
+        return self._between_calls(self._read_on) and self._warming.may_read
+
+    def _read_on(self) -> None:
+        self.reader.limit_warming(WARM_READS)
+        self._reads.collect()
+        self._warming.feed()
+        for pool in self.pools:
+            pool.finish_copies()  # a lazy array belongs to the thread that made it
+
     def relieve(self, may_grow: bool = False) -> None:
         """Returns memory that the machine is short of, during a call or between two; leased records stay."""
+        self._warming.feed()
         if self._limit is None:
             return
         before = self.pools.held_bytes
@@ -154,19 +183,24 @@ class StreamedExperts(ExpertLoader):
             mx.clear_cache()
             self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
 
-    def relieve_between_calls(self) -> None:
-        """Calls `relieve`, unless a call is in progress, which does it itself, or was interrupted."""
+    def relieve_between_calls(self) -> bool:
+        """Calls `relieve`, unless a call is in progress, which does it itself. Returns whether the loader is open."""
+        return self._between_calls(self.relieve)
+
+    def _between_calls(self, work: Callable[[], None]) -> bool:
+        """Does something, unless a call is in progress or was interrupted. Returns whether the loader is open."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._is_sound and not self._closed:
                     with self._alone():
-                        self.relieve()
+                        work()
             finally:
                 self._lock.release()
+        return not self._closed
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
+    def _start(self, name: str, call: Callable[["StreamedExperts"], bool], seconds: float) -> None:
+        """Starts a thread that does not keep the loader."""
+        threading.Thread(target=_repeat, args=(weakref.ref(self), call, seconds), name=name, daemon=True).start()
 
     @property
     def in_flight(self) -> list[Key]:
@@ -204,6 +238,9 @@ class StreamedExperts(ExpertLoader):
             if not self._in_interlude:
                 self._breathe(tokens)
                 self.is_filling = False
+            self.pools.pass_time(tokens if tokens > MAX_TOKENS else 1)
+            self.usage.begin(tokens)
+            self.reader.limit_warming(IN_A_STEP if tokens <= MAX_TOKENS else WARM_READS)
             self._asked_by_row.clear()
             with self._alone():
                 self._in_turn = True
@@ -244,7 +281,9 @@ class StreamedExperts(ExpertLoader):
         except BaseException:
             lease.release()
             raise
+        self._warming.feed()
         self._note_asked(layer, ids, keys, ready)
+        self.usage.note(layer, ids)
         if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
             self._note_rows(layer, ids, lease.ready)
         return lease
@@ -280,6 +319,9 @@ class StreamedExperts(ExpertLoader):
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         self.pools.intend(layer, ids)
 
+    def note_prompt(self, layer: int, counts: np.ndarray, tokens: int) -> None:
+        self.pools.note_prompt(layer, counts, tokens)
+
     def give_way(self, layer: int, ids: Sequence[int]) -> None:
         """Makes these records the first to be evicted.
 
@@ -313,6 +355,7 @@ class StreamedExperts(ExpertLoader):
     def invalidate(self) -> None:
         with self._alone():
             self._reads.take_in(self.in_flight)
+            self._warming.stop()
             in_use = any(pool.pinned_besides([]) for pool in self.pools)
             for pool in [] if in_use else self.pools:
                 self._reads.empty(pool)
@@ -347,9 +390,8 @@ class StreamedExperts(ExpertLoader):
             self.pools.clear()
 
 
-def _watch(loader: "weakref.ref[StreamedExperts]") -> None:
-    """A thread that returns memory while nothing is computed, until the loader is closed or collected."""
-    while (experts := loader()) is not None and not experts.is_closed:
-        experts.relieve_between_calls()
+def _repeat(loader: "weakref.ref[StreamedExperts]", call: Callable[["StreamedExperts"], bool], seconds: float) -> None:
+    """A thread that calls something every so often while nothing is computed, until it says that this was all."""
+    while (experts := loader()) is not None and call(experts):
         del experts
-        time.sleep(WATCH_SECONDS)
+        time.sleep(seconds)

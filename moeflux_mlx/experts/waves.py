@@ -76,7 +76,7 @@ def multiplied(
     among = [(total[wave], np.flatnonzero(counts[wave])) for wave in whole]
     record = source.layout.records[layer]
     rows = GroupedRows(x, ids, counts, waves, record, tokens, among, not refusal(backend.dtype_of(x), record))
-    path = _Path(source, layer, waves, counts, reads_ahead, owned)
+    path = _Path(source, layer, waves, counts, len(x), reads_ahead, owned)
     under_way: deque[Any] = deque()
     done = 0
     try:
@@ -137,6 +137,7 @@ class _Path:
         layer: int,
         waves: list[np.ndarray],
         counts: np.ndarray,
+        tokens: int,
         reads_ahead: bool,
         owned: Owned,
     ):
@@ -148,6 +149,7 @@ class _Path:
         self._ends = np.cumsum([len(wave) for wave in waves]).tolist()
         share = source.slots_per_layer(spare=self._room + size)
         source.intend(layer, used)
+        source.note_prompt(layer, counts, tokens)
         self._kept = set(np.argsort(-counts, kind="stable")[:share].tolist())
         following = source.layout.next_moe_layer(layer)
         if reads_ahead and following is not None and len(used) >= NEARLY_ALL * len(_whole(source.layout, layer, owned)):

@@ -184,7 +184,7 @@ def _llama3(read: Fields) -> Llama3:
     return Llama3(
         factor=read.number("factor", least=1.0, most=1e6),
         low_freq_factor=low,
-        high_freq_factor=read.number("high_freq_factor", least=low * 1.001, most=1e9),
+        high_freq_factor=read.number("high_freq_factor", least=low, most=1e9),
         original_max_position_embeddings=read.count("original_max_position_embeddings"),
     )
 
@@ -361,6 +361,8 @@ class Family:
         grouped: matrices that a checkpoint may store in groups of their rows, [groups, rows, columns], by the end of
             their module path.
         either_centred: MLX conversions may have left the norms of `zero_centred` as they were; their values tell.
+        longer: vectors of which a checkpoint may store more values than the model has, the first of them, by the end of
+            their names.
         interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
         head: of the family's draft heads; None: none is known.
     """
@@ -370,6 +372,7 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     fused_rows: Callable[[LayerSpec, int, int], FusedRows] = lambda spec, layer, shards: {}
     grouped: tuple[str, ...] = ()
+    longer: tuple[str, ...] = ()
     interleaved_experts: bool = False
     head: HeadNames | None = None
     either_centred: bool = False

@@ -117,7 +117,7 @@ def _feed_forward(read: Fields) -> tuple[Dense, Experts]:
     return dense, replace(moe, shared=shared, activation=activation)
 
 
-def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
+def joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
     """Matrices that mlx-vlm stores as one (0.7.10, `glm5_next/language.py`)."""
     if shards > 1:
         return {}
@@ -152,4 +152,4 @@ RENAMES = (
     *((".indexer.index_kpool_compress_gate", ".indexer.wgate.weight"),),
     *OF_DEEPSEEK,
 )
-FAMILIES = {"glm5_next": Family(_glm5_next, renames=RENAMES, fused_rows=_joined_rows, head=NEXT_LAYER)}
+FAMILIES = {"glm5_next": Family(_glm5_next, renames=RENAMES, fused_rows=joined_rows, head=NEXT_LAYER)}

@@ -1,9 +1,15 @@
-"""Kimi Linear: Kimi's delta rule, whose decays have no bound, and now and then latent attention without positions."""
+"""Kimi Linear and Kimi K3: Kimi's delta rule, and now and then latent attention without positions.
 
+K3's published text part has the `model_type` of Kimi Linear. Its fields that Kimi Linear leaves out switch on bounded
+decays and gates of full rank, a gate per value in attention, experts in a latent with another activation, and sums of
+blocks of layers in place of one stream. Draft heads and images are not read.
+"""
+
+from dataclasses import replace
 from typing import Any
 
-from ..kinds import Mixer, Rotation
-from ..mixers.delta.spec import ChannelDecay, Delta
+from ..kinds import Activation, BlockSums, Dense, Experts, LayerSpec, Mixer, Residual, Rotation
+from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
 from .deepseek import RENAMES as OF_DEEPSEEK
 from .deepseek import latent_sizes
@@ -21,21 +27,22 @@ from .fields import (
     noaux_experts,
     out_of_range,
 )
-from .glm5_next import linear_sizes, of_linear_attention
+from .glm5_next import joined_rows, linear_sizes, of_linear_attention
 from .minimax import RENAMES as OF_EXPERTS
 
 
 def _kimi_linear(read: Fields) -> dict[str, Any]:
     read = as_of_kimi(read)
     for name, wanted in (
-        *(("mla_use_nope", True), ("mla_use_output_gate", False), ("attention_bias", False)),
-        *(("moe_router_activation_func", "sigmoid"), ("moe_layer_freq", 1), ("use_grouped_topk", True)),
-        *(("attn_res_block_size", None), ("routed_expert_hidden_size", None)),  # of Kimi K3
+        *(("mla_use_nope", True), ("attention_bias", False), ("moe_router_activation_func", "sigmoid")),
+        *(("moe_layer_freq", 1), ("use_grouped_topk", True)),
     ):
         read.must_equal(name, wanted)
     parts: dict[str, Mixer] = {LINEAR: _delta(read), FULL: _attention(read)}
     mixers = [parts[kind] for kind in _kinds(read)]
-    return {**common(read, eps=1e-5), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}
+    made = layers(read, mixers, _experts(read), after_dense_layers(read), _residual(read))
+    known = read if read.config.get("hidden_act") != "situ" else Fields({**read.config, "hidden_act": None})
+    return {**common(known, eps=1e-5), "layers": tuple(_activated(layer, _activation(read)) for layer in made)}
 
 
 def _kinds(read: Fields) -> list[str]:
@@ -54,20 +61,67 @@ def _kinds(read: Fields) -> list[str]:
 
 
 def _delta(read: Fields) -> Delta:
-    for name, wanted in (("use_full_rank_gate", False), ("gate_lower_bound", None)):  # of Kimi K3
-        of_linear_attention(read).must_equal(name, wanted)
-    heads, width, taps = linear_sizes(read, heads=32)
-    return Delta(heads, heads, width, width, taps, "sigmoid", channel_decay=ChannelDecay(None, width))
+    own, (heads, width, taps) = of_linear_attention(read), linear_sizes(read, heads=32)
+    floor = own.number("gate_lower_bound", None, least=LEAST_FLOOR, most=-1e-6)
+    decay = ChannelDecay(floor, width, own.optional("use_full_rank_gate", bool, False))
+    return Delta(heads, heads, width, width, taps, "sigmoid", channel_decay=decay)
 
 
 def _attention(read: Fields) -> Latent:
     """A part of each key is the same for all heads, but no pair of its values turns."""
-    return Latent(**latent_sizes(read), rotation=Rotation(read.count("qk_rope_head_dim"), 1e4, pairs=0))
+    turned = Rotation(read.count("qk_rope_head_dim"), 1e4, pairs=0)
+    has_gate = read.optional("mla_use_output_gate", bool, False)
+    return Latent(**latent_sizes(read), rotation=turned, gate="sigmoid" if has_gate else None)
 
 
+def _experts(read: Fields) -> Experts:
+    latent = read.count("routed_expert_hidden_size", None)
+    return replace(
+        noaux_experts(read),
+        latent=latent,
+        latent_norm=latent is not None and read.optional("latent_moe_use_norm", bool, False),
+    )
+
+
+def _residual(read: Fields) -> Residual:
+    block, count = read.count("attn_res_block_size", None), layer_count(read)
+    return Residual(connections=block and BlockSums(min(block, count), count))
+
+
+def _activation(read: Fields) -> Activation:
+    if read.config.get("hidden_act") != "situ":
+        return Activation()
+    limit, beta = (
+        read.number(f"activation_situ_{name}", usual, least=1e-6, most=1e6)
+        for name, usual in (("linear_beta", None), ("beta", 1.0))
+    )
+    return Activation("situ", limit, beta)
+
+
+def _activated(layer: LayerSpec, activation: Activation) -> LayerSpec:
+    """The layer with this activation in all of its MLPs."""
+    part = layer.feed_forward
+    assert isinstance(part, Dense | Experts)
+    if isinstance(part, Experts) and part.shared is not None:
+        part = replace(part, shared=replace(part.shared, activation=activation))
+    return replace(layer, feed_forward=replace(part, activation=activation))
+
+
+# Of the weights between sums of blocks, with a dot in one writer's names and an underscore in the other's.
+OF_SUMS = tuple(
+    (f"{theirs}{start}{part}{end}weight", f"{ours}.{part}_weight")
+    for theirs, ours in ((".self_attention_res", ".attn_hc"), (".mlp_res", ".ffn_hc"), (".output_attn_res", ".hc_head"))
+    for part in ("norm", "proj")
+    for start, end in ("_.", "._")
+)
 RENAMES = (
     *((".self_attn.forget_gate.", ".self_attn."), *((f".{one}_conv.conv.", f".{one}_conv1d.") for one in "qkv")),
+    *((".routed_expert_down_proj.", ".fc1_latent_proj."), (".routed_expert_up_proj.", ".fc2_latent_proj.")),
+    (".routed_expert_norm.", ".latent_norm."),
+    *OF_SUMS,
     *OF_EXPERTS,
     *OF_DEEPSEEK,
 )
-FAMILIES = {"kimi_linear": Family(_kimi_linear, renames=RENAMES)}
+FAMILIES = dict.fromkeys(
+    ("kimi_linear", "kimi_k3"), Family(_kimi_linear, renames=RENAMES, fused_rows=joined_rows, longer=("A_log",))
+)

@@ -68,11 +68,11 @@ def _mamba(read: Fields) -> Mamba2:
         state_dim=read.count("ssm_state_size"),
         groups=read.count("n_groups"),
         taps=read.count("conv_kernel", least=2),
-        **_step_limits(read),
+        **step_limits(read),
     )
 
 
-def _step_limits(read: Fields) -> dict[str, float]:
+def step_limits(read: Fields) -> dict[str, float]:
     """`time_step_limit`, whose second number is usually infinite. JSON has no such number: some writers of it have
     "Infinity" all the same, others {"__float__": "Infinity"}."""
     name, infinite = "time_step_limit", (math.inf, "Infinity", {"__float__": "Infinity"})

@@ -4,6 +4,7 @@ from . import (
     afmoe,
     bailing,
     beam,
+    cohere,
     deepseek,
     deepseek_v4,
     ernie,
@@ -14,12 +15,14 @@ from . import (
     glm,
     glm5_next,
     gpt_oss,
+    granite,
     hunyuan,
     hy_v4,
     kimi_linear,
     kolibri,
     laguna,
     lfm2,
+    llama4,
     mimo,
     minimax,
     mistral,
@@ -62,6 +65,9 @@ FAMILIES: dict[str, Family] = {
     **kimi_linear.FAMILIES,
     **beam.FAMILIES,
     **hy_v4.FAMILIES,
+    **granite.FAMILIES,
+    **llama4.FAMILIES,
+    **cohere.FAMILIES,
 }
 
 GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}

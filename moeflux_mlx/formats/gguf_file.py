@@ -15,7 +15,7 @@ import importlib.util
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ USUAL_ALIGNMENT, LARGEST_ALIGNMENT = 32, 1 << 20
 MOST_AXES = 4
 MOST_NESTED = 4  # arrays in arrays
 HEADER_BYTES = 1 << 26  # three times the largest vocabulary; only this much is read into memory
+FETCHED_BYTES = 1 << 22  # of a remote file's header at a time
 SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
@@ -98,12 +99,53 @@ def gguf_file(path: Path) -> Path | None:
         return path if path.suffix == SUFFIX else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
-    found = sorted(file for file in path.glob(f"*{SUFFIX}") if ASIDE not in file.name.lower())
-    models = {match[1] if (match := SPLIT_NAME.fullmatch(file.name)) else file.name: file for file in reversed(found)}
-    if len(models) > 1:
-        names = ", ".join(sorted(file.name for file in models.values()))
-        raise ModelFileError(f"{path} holds several models: {names}; give the file of one of them")
-    return next(iter(models.values()), None)
+    first = [files[0] for files in models_in(file.name for file in path.iterdir()).values()]
+    if len(first) > 1:
+        raise ModelFileError(f"{path} holds several models: {', '.join(first)}; give the file of one of them")
+    return path / first[0] if first else None
+
+
+def models_in(names: Iterable[str]) -> dict[str, list[str]]:
+    """The models among these names of files, by name without suffixes, each with its files in order."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(SUFFIX) and ASIDE not in name.rpartition("/")[2].lower():
+            match = SPLIT_NAME.fullmatch(name)
+            models.setdefault(match[1] if match else name.removesuffix(SUFFIX), []).append(name)
+    return models
+
+
+def header_bytes(name: Path, size: int, fetch: Callable[[int, int], bytes]) -> bytes:
+    """The header of a file elsewhere that has `size` bytes.
+
+    Args:
+        fetch: returns as many bytes of the file as the second number says, from the first one on.
+
+    Raises:
+        ModelFileError: as `open_gguf`.
+    """
+    check_installed()
+    file = _Fetched(size, fetch)
+    header = _Header(name, file, size)
+    _parsed(header)
+    return bytes(file.data[: header.at])
+
+
+class _Fetched:
+    """A file that is fetched in large pieces as it is read.
+
+    Attributes:
+        data: all that has been fetched.
+    """
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]):
+        self.data, self._size, self._fetch, self._at = bytearray(), size, fetch, 0
+
+    def read(self, count: int) -> bytes:
+        while len(self.data) < min(self._at + count, self._size):
+            self.data += self._fetch(len(self.data), min(FETCHED_BYTES, self._size - len(self.data)))
+        self._at += count
+        return bytes(self.data[self._at - count : self._at])
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -159,7 +201,7 @@ class _Header:
     counts takes bytes, so a count that lies ends there too.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, size: int):
+    def __init__(self, path: Path, file: "BinaryIO | _Fetched", size: int):
         self.path, self.file, self.size, self.at = path, file, size, 0
 
     def fault(self, text: str) -> ModelFileError:

@@ -24,6 +24,12 @@ def looks_like_repo(name: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
 
 
+def quant_of(name: str) -> tuple[str, str | None]:
+    """`org/name:QUANT` -> the repository, and which of its GGUF models is meant; None: that is not said."""
+    repository, colon, quant = name.rpartition(":")
+    return (repository, quant) if colon and looks_like_repo(repository) else (name, None)
+
+
 @contextlib.contextmanager
 def hub_errors(what: str, unreached: str | None = None) -> Iterator[None]:
     """A context manager that turns errors of the Hub's library into a ModelFileError of one line, which begins with
@@ -184,9 +190,14 @@ class Repository:
             ModelFileError: it is no such file, or cannot be reached.
         """
         size = self.files[name].size
-        return self._range(name, 8, head_length(Path(name), size, self._range(name, 0, min(size, 8))))
+        return self.part(name, 8, head_length(Path(name), size, self.part(name, 0, min(size, 8))))
 
-    def _range(self, name: str, start: int, length: int) -> bytes:
+    def part(self, name: str, start: int, length: int) -> bytes:
+        """Bytes of a file, by one request.
+
+        Raises:
+            ModelFileError: the Hub cannot be reached, or the file ends before.
+        """
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 

@@ -1,23 +1,30 @@
 """The parts of a layer as plain data: a token mixer, a feed-forward part, and how the residual runs.
 
 Each part is a frozen dataclass whose fields are switches that the model's code reads; no code asks which family a model
-belongs to. A switch that is described here and not computed yet is refused by `unsupported`, and nowhere else.
+belongs to.
 """
 
 from .feed_forward import FORMS, SILU, Activation, ActivationForm, Dense, Experts, Router, SharedExpert
 from .index import HeadBlocks, Indexer, KeyBlocks
-from .layer import COMPUTED, FeedForward, LayerSpec, Residual, unsupported
+from .layer import FeedForward, LayerSpec, Residual
 from .mixer import Attending, Mixer, product_operations
 from .ngrams import NGrams
 from .query_scale import QueryFactor, QueryGrowth, QueryScale
 from .rotation import Llama3, Rotation, Yarn
-from .streams import Connections, GatedConnections, HyperConnections, IndependentConnections
+from .streams import (
+    BlockSums,
+    Connections,
+    GatedConnections,
+    HyperConnections,
+    IndependentConnections,
+    streams_before,
+)
 
 __all__ = [
     "Activation",
     "ActivationForm",
     "Attending",
-    "COMPUTED",
+    "BlockSums",
     "Connections",
     "Dense",
     "Experts",
@@ -43,5 +50,5 @@ __all__ = [
     "SharedExpert",
     "Yarn",
     "product_operations",
-    "unsupported",
+    "streams_before",
 ]

@@ -9,13 +9,14 @@ class Router:
     """Which `top_k` of `experts` a token uses, and how they are weighed.
 
     `score` is "softmax", "sigmoid" or "sqrtsoftplus" (the root of log(1 + exp)) of the logits. A `correction_bias` is
-    used only for the choice: it is added to the scores, or, if `biases_logits`, to the logits, which are then chosen
-    by. Only experts of the best `kept_groups` of `groups` groups are considered. If `normalise`, weights are divided by
-    their sum, to which `eps` is added unless they are a softmax; then they are multiplied by `scale`. `logit_bias`: the
-    router adds a bias to its logits. `softcap`: each logit becomes softcap * tanh(logit / softcap). `table`: a table of
-    this many token ids gives a token's experts; the logits give only the weights. `own_norm`: the logits come from the
-    stream in the router's own norm, whose weight is multiplied by hidden_size ** -0.5. `expert_scales`: the weight of
-    each expert is multiplied by its own learned number instead of `scale`.
+    used only for the choice: it is added to the scores, or, if `biases_logits`, to the logits, by which experts are
+    then chosen, also without a bias. Only experts of the best `kept_groups` of `groups` groups are considered. If
+    `normalise`, weights are divided by their sum, to which `eps` is added unless they are a softmax; then they are
+    multiplied by `scale`. `logit_bias`: the router adds a bias to its logits. `softcap`: each logit becomes softcap *
+    tanh(logit / softcap). `table`: a table of this many token ids gives a token's experts; the logits give only the
+    weights. `own_norm`: the logits come from the stream in the router's own norm, whose weight is multiplied by
+    hidden_size ** -0.5. `expert_scales`: the weight of each expert is multiplied by its own learned number instead of
+    `scale`.
     """
 
     experts: int
@@ -35,13 +36,14 @@ class Router:
     eps: float = 1e-20
 
 
-ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu"]
+ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu", "situ"]
 FORMS: tuple[ActivationForm, ...] = get_args(ActivationForm)  # in the order in which kernels number them
 
 
 @dataclass(frozen=True)
 class Activation:
-    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the three forms that clip need.
+    """How a gated MLP joins its two products, gate g and up u; L is `limit`, which the three forms that clip need, and
+    B `gate_limit`, which "situ" needs.
 
     An MLP without a gate uses u for g too, so "relu" gives relu(u)^2 (arXiv:2109.08668, section 3).
 
@@ -53,13 +55,18 @@ class Activation:
             "silu then clip": min(silu(g), L) * clip(u, -L, L)
             "clip then swish": g' * sigmoid(1.702 g') * (u' + 1), where g' = min(g, L) and u' = clip(u, -L, L)
             "relu": relu(g) * u
+            "situ": B * tanh(g / B) * sigmoid(g) * L * tanh(u / L), or without a limit ... * u (Kimi K3, as mlx-lm's
+                `kimi_k3.py` has it)
     """
 
     form: ActivationForm = "silu"
     limit: float | None = None
+    gate_limit: float | None = None
 
     def __post_init__(self) -> None:
-        assert (self.limit is None) == (self.form in ("silu", "gelu", "relu")), f"{self.form!r} with limit {self.limit}"
+        if self.form != "situ":
+            assert (self.limit is None) == ("clip" not in self.form), f"{self.form!r} with limit {self.limit}"
+        assert (self.gate_limit is None) == (self.form != "situ"), f"{self.form!r} with gate limit {self.gate_limit}"
 
 
 SILU = Activation()
@@ -81,8 +88,9 @@ class Dense:
 @dataclass(frozen=True)
 class SharedExpert:
     """An MLP next to the routed experts that every token uses. `gated`: its output is multiplied by the sigmoid of a
-    gate. `normed`: its input has its own norm, and its output and that of the routed experts are each normed before
-    they are added. `matrices`: three with a gate, two without.
+    gate. `averaged`: it is multiplied by 1/2, as the routed experts' is by the router's `scale`. `normed`: its input
+    has its own norm, and its output and that of the routed experts are each normed before they are added. `matrices`:
+    three with a gate, two without.
     """
 
     width: int
@@ -90,6 +98,7 @@ class SharedExpert:
     activation: Activation = SILU
     normed: bool = False
     matrices: int = 3
+    averaged: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ class Experts:
 
     `biases`: whether each of an expert's matrices has a bias. `matrices`: three with a gate, two without. `latent`:
     width of their input and output; one projection makes the input from the hidden state, and another converts the sum
-    of a token's experts back; None: they take the hidden state itself.
+    of a token's experts back, behind a norm if `latent_norm`; None: they take the hidden state itself. `scales_input`:
+    the weight of a token's only expert multiplies its input, not its output.
     """
 
     router: Router
@@ -108,6 +118,8 @@ class Experts:
     biases: bool = False
     matrices: int = 3
     latent: int | None = None
+    latent_norm: bool = False
+    scales_input: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -1,8 +1,6 @@
 """A layer, and how its residual runs."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from .feed_forward import Dense, Experts
 from .mixer import Mixer
@@ -15,12 +13,16 @@ FeedForward = Dense | Experts
 class Residual:
     """How a layer's parts are added to the stream: h = x + mixer(norm(x)), out = h + feed_forward(norm(h)).
 
-    `scale` multiplies a part's output. `connections`: the connections of several streams; None: one stream.
+    `scale` multiplies a part's output before it is added. The model keeps the stream divided by `scale`: then parts are
+    added as they are, embeddings are divided by it, and everything that reads the stream norms it with an epsilon that
+    is divided by its square. `connections`: the connections of several streams; None: one stream.
     `output_norms`: a part's output is normed before it is added. `layer_scale`, only with these norms: a learned number
     multiplies the layer's output. `averaged`: the n-th part of the stream, of which the embedding is the first, is
     added as h * sqrt((n - 1) / n) + part / sqrt(n) (transformers, `depth_scaled_residual_add`). The result is the plain
     sum of the n parts, divided by sqrt(n). Everything that reads the stream norms it, so the model keeps the plain sum
-    and multiplies the epsilon of these norms by n.
+    and multiplies the epsilon of these norms by n. `parallel`: both parts take the same normed stream, and both outputs
+    are added to it: out = x + mixer(norm(x)) + feed_forward(norm(x)). `centred`: norms of the stream also take its mean
+    away (arXiv:1607.06450).
     """
 
     scale: float = 1.0
@@ -28,6 +30,8 @@ class Residual:
     output_norms: bool = False
     layer_scale: bool = False
     averaged: bool = False
+    parallel: bool = False
+    centred: bool = False
 
     @property
     def streams(self) -> int:
@@ -35,7 +39,7 @@ class Residual:
 
     def eps(self, eps: float, parts: int) -> float:
         """The epsilon of a norm of a stream that is the sum of so many parts."""
-        return eps * parts if self.averaged else eps
+        return eps * (parts if self.averaged else 1) / self.scale**2
 
 
 @dataclass(frozen=True)
@@ -56,17 +60,3 @@ class LayerSpec:
         """The widths of the rows that its operations take."""
         parts = self.mixer, self.feed_forward, self.residual.connections
         return frozenset(width for part in parts if part is not None for width in part.widths)
-
-
-# Switches of which not every value is implemented, and the implemented values.
-COMPUTED: dict[type, dict[str, tuple[Any, ...]]] = {
-    Residual: {"scale": (1.0,)},
-}
-
-
-def unsupported(layer: LayerSpec) -> Iterator[tuple[str, Any]]:
-    """Switches of a layer whose values are not implemented, as (name, value)."""
-    for part in (layer.mixer, layer.feed_forward, layer.residual):
-        for name, computed in COMPUTED.get(type(part), {}).items():
-            if getattr(part, name) not in computed:
-                yield name, getattr(part, name)

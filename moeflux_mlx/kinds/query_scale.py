@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QueryScale:
-    """The factor of a query at position p: 1 + beta * ln(1 + floor(p / original_max_position_embeddings)).
+    """The factor of a query at position p: 1 + beta * ln(1 + floor((p + first) / original_max_position_embeddings)).
 
-    Llama 4 has it (transformers, `Llama4TextAttention`), and others with longer contexts than they were trained on.
+    Llama 4 has it, with `first` 1 (transformers, `Llama4TextAttention`), and others with longer contexts than they were
+    trained on.
     """
 
     beta: float
     original_max_position_embeddings: int
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -78,4 +78,42 @@ class IndependentConnections:
         return ()
 
 
-Connections = HyperConnections | GatedConnections | IndependentConnections
+@dataclass(frozen=True)
+class BlockSums:
+    """Sums of the outputs of blocks of layers in place of streams (Kimi K3's attention residuals; mlx-lm's
+    `kimi_k3.py`).
+
+    The sum over all parts so far is split where a layer begins one of the blocks of `block` layers, of a model of
+    `layers`: that layer's mixer begins a new sum, behind those of the blocks before, of which the first is the
+    embedding alone. A part gets the sums weighed by a softmax, whose logits a learned weight makes of each normed sum,
+    and so does the norm after the last layer. A part's output is added to the last sum.
+    """
+
+    block: int
+    layers: int
+    copies: ClassVar[int] = 4  # of the sums in float32, in each part of a layer
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
+
+    @property
+    def streams(self) -> int:
+        """The sums after the last layer, which are the most."""
+        return streams_before(self, self.layers)
+
+    def begins(self, layer: int) -> bool:
+        """Whether a layer begins a block."""
+        return layer % self.block == 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the rows that its operations take, besides the streams."""
+        return ()
+
+
+Connections = HyperConnections | GatedConnections | IndependentConnections | BlockSums
+
+
+def streams_before(rule: Connections | None, layer: int) -> int:
+    """The streams or sums of which a layer's input consists; `rule` None: there is one stream."""
+    if isinstance(rule, BlockSums):
+        return 1 + -(-layer // rule.block)
+    return rule.streams if rule else 1

@@ -13,7 +13,8 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
-from ..layers import Embedding, LastProduct, Linear, RMSNorm
+from ..kinds import streams_before
+from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
 from ..ops.backend import Array
@@ -44,13 +45,13 @@ class Decoder(nn.Module):
         self.layers: list[Any] = [DecoderLayer(args, i, experts, forms) for i in range(args.num_hidden_layers)]
         connections = args.connections
         if connections is None or not connections.has_own_norm:
-            self.norm = RMSNorm(args.hidden_size, args.last_norm_eps)
+            self.norm = norm_of(args.layers[-1].residual, args.hidden_size, args.last_norm_eps)
         if connections is not None:
-            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, is_last=True)
+            self.hc_head = connection(connections, args.hidden_size, args.rms_norm_eps, None)
+        has_one = connections is None and not args.layers[0].residual.parallel
         for layer, following in pairwise(self.layers[i] for i in args.moe_layers):
-            # A table needs the ids. A layer's input says nothing of the next one's if that is another sum of streams.
-            predicts = layer.mlp.reads_tokens if following.mlp.reads_tokens else connections is None
-            if predicts:
+            # A table needs the ids. An input says nothing of the next layer's if it is another sum or norm of streams.
+            if layer.mlp.reads_tokens if following.mlp.reads_tokens else has_one:
                 layer.mlp.set_next(following.mlp, following.post_attention_layernorm)
 
     def normed(self, h: Array) -> Array:
@@ -268,7 +269,8 @@ class Model(nn.Module):
     @property
     def last_product(self) -> LastProduct:
         """Makes logits from normed hidden states; it holds no other part of the model."""
-        return LastProduct(self.model.embed_tokens if self.args.is_tied else self.lm_head, self.args.logit_softcap)
+        matrix = self.model.embed_tokens if self.args.is_tied else self.lm_head
+        return LastProduct(matrix, self.args.logit_softcap, self.args.logit_scale)
 
     def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
         """`_outputs` of the rows of a step."""
@@ -377,13 +379,13 @@ class Model(nn.Module):
 
     def embedded(self, tokens: mx.array) -> Any:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
-        streams, h = self.args.connections.streams if self.args.connections else 1, self._of_one_stream(tokens)
+        streams, h = streams_before(self.args.connections, 0), self._of_one_stream(tokens)
         return h if streams == 1 else spread(h, streams)
 
     def _of_one_stream(self, tokens: mx.array) -> Any:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
         h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 has no dtype of its own
-        return h if self.args.embedding_scale == 1.0 else h * self.args.embedding_scale
+        return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property
     def layers(self) -> list[Any]:

@@ -12,7 +12,7 @@ from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..kinds import Dense, Experts
-from ..layers import MixerModule, Output, RMSNorm
+from ..layers import MixerModule, Output, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import Array
@@ -20,9 +20,10 @@ from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
-from .moe import BeforeExperts, DenseMLP, MoE, NoMLP, moe_of
+from .dense import DenseMLP, NoMLP
+from .moe import BeforeExperts, MoE, moe_of
 from .ngrams import NGramLayer
-from .residual import NormedStream, OneStream, Residual, SeveralStreams
+from .residual import NormedStream, OneStream, ParallelStream, Residual, SeveralStreams
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
@@ -69,17 +70,18 @@ class DecoderLayer(nn.Module):
         connections = spec.residual.connections
         if connections is None or not connections.has_own_norm:
             before, behind = (spec.residual.eps(args.rms_norm_eps, 2 * layer + parts) for parts in (1, 2))
-            self.input_layernorm = RMSNorm(args.hidden_size, before)
-            if spec.feed_forward is not None:
-                self.post_attention_layernorm = RMSNorm(args.hidden_size, behind)
+            self.input_layernorm = norm_of(spec.residual, args.hidden_size, before)
+            if spec.feed_forward is not None and not spec.residual.parallel:
+                self.post_attention_layernorm = norm_of(spec.residual, args.hidden_size, behind)
         if connections is not None:
-            self.attn_hc, self.ffn_hc = (connection(connections, *sizes) for _ in range(2))
+            self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer) for _ in range(2))
             self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)
         elif spec.residual.output_norms:
             self.mixer_output = Output(*sizes)
             self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
         else:
-            self.residual = OneStream(self.mixer, self.input_layernorm)
+            kind = ParallelStream if spec.residual.parallel else OneStream
+            self.residual = kind(self.mixer, self.input_layernorm)
         if spec.mixer.ngrams is not None:
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
         self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
-from ..kinds import Dense, Experts, Residual
+from ..kinds import Experts, Residual
 from ..layers import MLP, Linear, Output, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
@@ -74,12 +74,14 @@ class MoE(nn.Module):
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
             self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation, part.shared.matrices)
+            self._averages = part.shared.averaged
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
         if self.rule.own_norm:
             self.gate_norm = RMSNorm(hidden_size, eps)
         if self.rule.expert_scales:
             self.expert_scales = mx.ones((self.rule.experts,))
+        self._averages = part.shared is not None and part.shared.averaged
         self._is_apart = False  # whether the kernels of the routed experts do not take the shared expert
         self._add_parts(part, hidden_size, residual, eps)
         self.arrange()
@@ -124,8 +126,7 @@ class MoE(nn.Module):
         """The residual [B, L, D] plus the output of the chosen experts."""
         residual, x, logits, gates, ids, weights, host_copy, predicted, beside = before
         assert self.experts is not None
-        choice = Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
-        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), choice, host_copy)
+        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), self._choice(logits), host_copy)
         shared = None if self._is_apart else self._shared(gates)
         return self._joined(residual, self.experts(routing, x, self._added_to(residual, x), shared), beside)
 
@@ -163,6 +164,10 @@ class MoE(nn.Module):
         routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
         made = self.experts(routing, x, self._added_to(residual, x), shared, report)
         return self._joined(residual, made, beside).reshape(B, L, -1)
+
+    def _choice(self, logits: Any) -> Choice | None:
+        """What kernels need to choose themselves; None: they take ids and weights."""
+        return Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
 
     def _latent(self, x: Any) -> Any:
         """The routed experts' input for the normed rows."""
@@ -253,6 +258,8 @@ class MoE(nn.Module):
             return None
         mlp = self.shared_expert
         own = gates if "shared_expert_gate" in self else None
+        if self._averages:
+            own = backend.zeros_like(gates[:, :1])  # whose sigmoid is 1/2
         return Shared(mlp, mlp.gate_up, mlp.down_proj, own, mlp.activation)
 
 
@@ -296,6 +303,8 @@ class LatentMoE(MoE):
         self._is_apart = part.shared is not None
         self.fc1_latent_proj = Linear(hidden_size, part.latent)
         self.fc2_latent_proj = Linear(part.latent, hidden_size)
+        if part.latent_norm:
+            self.latent_norm = RMSNorm(part.latent, eps)
 
     def _latent(self, x: Any) -> Any:
         return self.fc1_latent_proj(x)
@@ -309,11 +318,46 @@ class LatentMoE(MoE):
         return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
 
     def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
-        return self.fc2_latent_proj(made, residual=residual if beside is None else beside)
+        return self.fc2_latent_proj(made, self.get("latent_norm"), residual if beside is None else beside)
+
+
+class InputScalingMoE(MoE):
+    """An `MoE` that multiplies the input of a token's only expert by its weight, but not that of the shared expert. The
+    shared expert adds the stream to its output, and the routed experts add both.
+    """
+
+    def _add_parts(self, part: Experts, hidden_size: int, residual: Residual, eps: float) -> None:
+        assert part.shared is not None, "no family scales the input of experts without a shared one"
+        self._is_apart = True
+
+    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, tokens)
+        x, weights = _scaled_input(before.x, before.weights)
+        return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
+        _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
+        x, weights = _scaled_input(x, weights)
+        return beside, x, ids, weights
+
+    def _choice(self, logits: Any) -> None:
+        """None: kernels that choose themselves would weigh outputs."""
+
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        """Including the stream."""
+        shared = self._shared(gates)
+        return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
+
+
+def _scaled_input(x: Any, weights: Any) -> tuple[Any, Any]:
+    """x [..., D] times weights [..., 1], and as many weights of 1."""
+    few = isinstance(x, mx.array) and weights.size <= MAX_TOKENS
+    ones = backend.constant(1.0, weights.shape) if few else backend.library_of(x).ones_like(weights)
+    return x * weights.astype(x.dtype), ones
 
 
 class MoEBetweenStreams(MoE):
-    """An `MoE` that adds its output to nothing: a connection adds it to several streams."""
+    """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
 
     def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
@@ -327,6 +371,17 @@ class MoEBetweenStreams(MoE):
         return super().finish([backend.zeros_like(parts[0]), *parts], report)
 
 
+class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
+    """A `LatentMoE` that adds its output to nothing."""
+
+    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+        shared = self._shared(gates)
+        return None if shared is None else shared.rows(x).reshape(residual.shape)
+
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        return super()._joined(None, made, beside)
+
+
 def moe_of(
     part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None, residual: Residual, eps: float
 ) -> MoE:
@@ -336,50 +391,12 @@ def moe_of(
         kind = LatentMoE
     elif residual.output_norms or (part.shared is not None and part.shared.normed):
         kind = NormedMoE
-    if residual.connections is not None:
-        assert kind is MoE, "no family has latents or norms of experts between several streams"
-        kind = MoEBetweenStreams
+    if part.scales_input:
+        assert kind is MoE, "no family has latents or norms of experts whose input is scaled"
+        kind = InputScalingMoE
+    if residual.connections is not None or residual.parallel:
+        assert kind in (MoE, LatentMoE), (
+            "no family has norms of experts, or scales their input, without a stream of its own"
+        )
+        kind = LatentMoEBetweenStreams if kind is LatentMoE else MoEBetweenStreams
     return kind(part, hidden_size, layer, experts, residual, eps)
-
-
-class NoMLP(nn.Module):
-    """The feed-forward part of a layer without one: the stream does not change."""
-
-    reads_tokens: ClassVar[bool] = False
-
-    def forward(self, residual: Array, norm: None, tokens: None = None) -> Array:
-        return residual
-
-    def prepare(self, residual: Array, norm: None, tokens: None = None) -> tuple[Array, ...]:
-        return (residual,)
-
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
-        return parts[0]
-
-
-class DenseMLP(MLP):
-    """A dense layer, as the first ones of DeepSeek-V3: one wide MLP for every token. `residual` and `eps` as for
-    `MoE`.
-    """
-
-    reads_tokens: ClassVar[bool] = False
-
-    def __init__(self, part: Dense, hidden_size: int, residual: Residual = PLAIN, eps: float = 1e-6):
-        super().__init__(hidden_size, part.width, part.activation)
-        self._adds = residual.connections is None  # otherwise a connection adds its output to several streams
-        if residual.output_norms:
-            self.output = Output(hidden_size, eps, residual.layer_scale)
-
-    def forward(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> Array:
-        """`residual` [B, L, D] plus the MLP's output for it, normed."""
-        if "output" in self:
-            return self.output(residual, self(residual, norm=norm))
-        return self(residual, norm=norm, residual=residual if self._adds else None)
-
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> tuple[Array, ...]:
-        """All of it."""
-        return (self.forward(residual, norm),)
-
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
-        """Returns the result of `prepare`."""
-        return parts[0]

@@ -16,7 +16,7 @@ class OneStream:
 
     takes_rows: ClassVar[bool] = True  # whether `mixed` takes the rows of a step at once
 
-    def __init__(self, mixer: MixerModule, norm: RMSNorm):
+    def __init__(self, mixer: MixerModule, norm: Any):
         self.mixer, self.norm = mixer, norm
 
     def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
@@ -31,12 +31,25 @@ class OneStream:
 class NormedStream(OneStream):
     """One stream with a norm before the addition: h + norm(mixer(norm(h))). The feed-forward part has its own."""
 
-    def __init__(self, mixer: MixerModule, norm: RMSNorm, output: Output):
+    def __init__(self, mixer: MixerModule, norm: Any, output: Output):
         super().__init__(mixer, norm)
         self.output = output
 
     def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
         return (self.output(h, self.mixer.mixed(h, self.norm, cache, chosen)),)
+
+
+class ParallelStream(OneStream):
+    """One stream, of which both parts take the norm: h + mixer(norm(h)) + mlp(norm(h))."""
+
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+        """The feed-forward part's input, and the stream with the mixer's output."""
+        x = self.norm(h)
+        parts = self.mixer.begin(x, None)
+        return x, self.mixer.end(self.mixer.mix(parts, cache, chosen), parts, h)
+
+    def added(self, out: Any, *kept: Any) -> Any:
+        return kept[0] + out
 
 
 class SeveralStreams:

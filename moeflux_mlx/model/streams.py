@@ -1,12 +1,14 @@
 """The modules between several residual streams and the parts of a layer, and those after the last layer."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kinds import Connections, GatedConnections, HyperConnections, IndependentConnections
+from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections
 from ..layers import Linear, RMSNorm, Stack, packed
+from ..ops import block_sums
 from ..ops.backend import Array
 from ..ops.elementwise import sigmoid
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
@@ -92,10 +94,7 @@ class GatedConnection(nn.Module):
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer. A step's rows are computed one by one, because the kernels take one."""
-        count = h.shape[1]
-        if not isinstance(h, mx.array) or not 1 < count <= MAX_TOKENS:
-            return self._mean(h)[1]
-        return mx.concatenate([self._mean(h[:, i : i + 1])[1] for i in range(count)], axis=1)
+        return _row_by_row(lambda row: self._mean(row)[1], h)
 
     def _mean(self, h: Any, behind: Behind | None = None) -> tuple[Any, ...]:
         """The streams h after `behind`, the weighed mean of them, normed, and the weights [B, L, n] for an output."""
@@ -114,6 +113,47 @@ class GatedConnection(nn.Module):
         return injected(h, out, *mixing)
 
 
+class BlockSum(nn.Module):
+    """The weight between the sums of blocks and a part of a layer, or behind the last layer. `begins`: the mixer before
+    the part begins a block.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, begins: bool = False):
+        super().__init__()
+        self.eps, self.begins = eps, begins
+        self.norm_weight, self.proj_weight = mx.ones((hidden_size,)), mx.zeros((1, hidden_size))
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Joins the weights; called again once it has its tensors."""
+        self._weight = self.norm_weight.astype(mx.float32) * self.proj_weight[0].astype(mx.float32)
+        mx.eval(self._weight)
+
+    def gather(self, h: Array) -> tuple[Any, ...]:
+        """The part's input (`block_sums.mixed`)."""
+        return (block_sums.mixed(h, self._weight, self.eps),)
+
+    def gather_behind(self, h: Any, out: Any) -> tuple[Any, ...]:
+        """The sums behind the part before, whose output is `out`, and `gather` of them."""
+        return block_sums.mixed_behind(h, out, self._weight, self.eps, self.begins)
+
+    def last(self, h: Array) -> Any:
+        """The stream behind the last layer."""
+        return _row_by_row(lambda row: self.gather(row)[0], h)
+
+    def scatter(self, h: Array, out: Array) -> Any:
+        """The sums behind the part."""
+        return block_sums.added(h, out)
+
+
+def _row_by_row(compute: Callable[[Any], Any], h: Array) -> Any:
+    """Computes a step's rows of h [B, L, .] one by one, because kernels take one; a prompt's all at once."""
+    count = h.shape[1]
+    if not isinstance(h, mx.array) or not 1 < count <= MAX_TOKENS:
+        return compute(h)
+    return mx.concatenate([compute(h[:, i : i + 1]) for i in range(count)], axis=1)
+
+
 MODULES: dict[type[Connections], Any] = {
     HyperConnections: Connection,
     GatedConnections: GatedConnection,
@@ -121,8 +161,10 @@ MODULES: dict[type[Connections], Any] = {
 }
 
 
-def connection(rule: Connections, hidden_size: int, eps: float, is_last: bool = False) -> Any:
-    """The module between the streams and a part of a layer, or behind the last layer."""
-    if is_last and rule.mean:
+def connection(rule: Connections, hidden_size: int, eps: float, layer: int | None) -> Any:
+    """The module between the streams and a part of a layer; None: behind the last layer."""
+    if isinstance(rule, BlockSums):
+        return BlockSum(hidden_size, eps, layer is not None and rule.begins(layer))
+    if layer is None and rule.mean:
         return StreamsMean(rule.streams)
-    return MODULES[type(rule)](rule, hidden_size, eps, is_last)
+    return MODULES[type(rule)](rule, hidden_size, eps, layer is None)

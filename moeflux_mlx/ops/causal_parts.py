@@ -12,14 +12,18 @@ LEAST_ROWS = 256  # least rows of a part of an attention with a window
 
 
 def in_parts(
-    heads: int, rows: int, positions: int, mask: Any, window: int | None = None
+    heads: int, rows: int, positions: int, mask: Any, window: int | None = None, first: int | None = None
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
 
     Yields the rows of a part, the positions that they see, and their mask. Only a causal attention of many rows is cut.
     With a window, a part has at most as many rows as the window, or `LEAST_ROWS`, so that few of its positions are
-    masked.
+    masked. Or the first query's position is `first`, and each sees only positions of its own chunk, of which one begins
+    at each multiple of `window`.
     """
+    if first is not None and window is not None and not isinstance(mask, mx.array):
+        yield from _in_chunks(heads, rows, positions, window, first)
+        return
     size = max(SCORES // (heads * positions), 1)
     if window is not None:
         size = min(size, max(window, LEAST_ROWS))
@@ -35,6 +39,22 @@ def in_parts(
             yield slice(start, stop), seen, _band(stop - start, seen.stop - first, window)
         else:
             yield slice(start, stop), seen, "causal" if stop - start > 1 else None
+
+
+def _in_chunks(heads: int, rows: int, positions: int, chunk: int, offset: int) -> Iterator[tuple[slice, slice, Any]]:
+    """`in_parts` of each chunk for itself."""
+    before, start = positions - rows, 0
+    while start < rows:
+        past = (offset + start) % chunk
+        first, stop = before + start - past, min(start + chunk - past, rows)
+        mask = "causal" if stop - start > 1 else None
+        for own, seen, own_mask in in_parts(heads, stop - start, before + stop - first, mask):
+            yield _later(own, start), _later(seen, first), own_mask
+        start = stop
+
+
+def _later(places: slice, by: int) -> slice:
+    return slice(places.start + by, places.stop + by)
 
 
 def _band(rows: int, positions: int, window: int) -> mx.array:

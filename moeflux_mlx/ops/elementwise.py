@@ -45,6 +45,10 @@ def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
             return gate * mx.sigmoid(1.702 * gate) * (mx.clip(up, -limit, limit) + 1)
         case "relu":
             return mx.maximum(gate, 0) * up
+        case "situ":
+            g, u = float32(gate), float32(up)
+            u = u if activation.limit is None else softcap(u, activation.limit)
+            return (softcap(g, activation.gate_limit) * mx.sigmoid(g) * u).astype(gate.dtype)
 
 
 def plus(x: Array, bias: mx.array) -> Array:

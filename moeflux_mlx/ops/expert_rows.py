@@ -144,6 +144,7 @@ def plan_rows(
     template |= {"JOINED": int(not is_last), "GATHERED": int(not is_last), "TILES": tile.rows, "SPLIT": SPLIT}
     template |= {"SG": tile.simdgroups, "STEP": min(tile.ahead, form.chunk // PIECE)}
     template |= {"ACTIVATION": FORMS.index(activation.form), "LIMIT": float(activation.limit or 0)}
+    template |= {"GATE_LIMIT": float(activation.gate_limit or 0)}
     template |= {"INTERLEAVED": int(record.interleaved and not is_last), **biases_of(FIRST=first, LAST=last)}
     groups = (ceildiv(first.rows, 16 * tile.simdgroups), experts, SPLIT)
     names = f"x {arrays.names} slots starts source"

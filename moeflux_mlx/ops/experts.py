@@ -414,7 +414,7 @@ def _first_launch(
     template |= {"R": cut.rows, "L": lanes, "SG": cut.simdgroups, "AHEAD": form.ahead(tile.ahead)}
     routed, own = record.activation, joined or record.activation
     template |= {"ACTIVATION": FORMS.index(routed.form), "LIMIT": float(routed.limit or 0)}
-    template |= {"SHARED_LIMIT": float(own.limit or 0)}
+    template |= {"SHARED_LIMIT": float(own.limit or 0), "GATE_LIMIT": float(routed.gate_limit or 0)}
     template |= {"INTERLEAVED": int(record.interleaved), **biases_of(GATE=record.gate, UP=record.up)}
     groups = (ceildiv(inner * lanes, cut.rows * 32 * cut.simdgroups), tokens * each)
     outputs = [((tokens, each, inner), dtype)]

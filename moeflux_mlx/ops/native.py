@@ -204,9 +204,9 @@ def _places(*projections: Projection) -> tuple[int, ...]:
     return (*places, last.quant.bits, last.quant.group_size, *kinds)
 
 
-def _number(activation: Activation) -> tuple[int, float]:
-    """The kernels' number of the activation's form, and its limit."""
-    return FORMS.index(activation.form), activation.limit or 0.0
+def _number(activation: Activation) -> tuple[int, float, float]:
+    """The kernels' number of the activation's form, its limit, and that of gate."""
+    return FORMS.index(activation.form), activation.limit or 0.0, activation.gate_limit or 0.0
 
 
 def expert_gate_up(

@@ -41,6 +41,17 @@ class ConstantNorm:
         return rms_norm(x, self.weight, self.eps)
 
 
+@dataclass
+class UnitNorm:
+    """One without a weight; `weight` [D] is ones, for kernels that read it."""
+
+    weight: mx.array
+    eps: float
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, None, self.eps)
+
+
 def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Array:
     """The RMS norm over the last axis, times `weight` [D]; None: times 1."""
     if isinstance(x, np.ndarray):
@@ -49,10 +60,11 @@ def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Arra
     return mx.fast.rms_norm(x, weight, eps)
 
 
-def layer_norm(x: Array, weight: mx.array, bias: mx.array, eps: float) -> Array:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 inside."""
+def layer_norm(x: Array, weight: mx.array, bias: mx.array | None, eps: float) -> Array:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 inside; None: no bias."""
     if isinstance(x, mx.array):
         return mx.fast.layer_norm(x, weight, bias, eps)
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred * centred).mean(axis=-1, keepdims=True)
-    return centred / np.sqrt(variance + np.float32(eps)) * view(weight) + view(bias)
+    normed: np.ndarray = centred / np.sqrt(variance + np.float32(eps)) * view(weight)
+    return normed if bias is None else normed + view(bias)

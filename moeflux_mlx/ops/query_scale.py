@@ -15,7 +15,7 @@ def query_factors(positions: Any, by: QueryFactor, library: Any) -> Any:
     """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
     if isinstance(by, QueryGrowth):
         return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))
-    stretches = positions // by.original_max_position_embeddings
+    stretches = (positions + by.first) // by.original_max_position_embeddings
     return 1.0 + by.beta * library.log1p(stretches.astype(library.float32))
 
 

@@ -121,7 +121,7 @@ def llama3_inv_freq(plain: np.ndarray, scaling: Llama3) -> np.ndarray:
     """
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+    kept = np.clip((turns - low) / max(high - low, 1e-9), 0, 1)  # Llama 4 Scout has no ramp
     return plain / scaling.factor * (1 - kept) + plain * kept
 
 

@@ -185,7 +185,12 @@ def beside(choice: Choice) -> tuple[Input, Input]:
 def choice_template(rule: Router, columns: int, has_bias: bool) -> dict[str, float]:
     """Constants of the text, for logits of `columns` columns."""
     template: dict[str, float] = {"E": rule.experts, "STRIDE": columns, "K": rule.top_k, "SCORE": score_number(rule)}
-    template |= {"BIAS": has_bias * (1 + rule.biases_logits), "GROUPS": rule.groups, "KEPT": rule.kept_groups}
+    by_logits = 2 if has_bias else 3
+    template |= {
+        "BIAS": by_logits if rule.biases_logits else int(has_bias),
+        "GROUPS": rule.groups,
+        "KEPT": rule.kept_groups,
+    }
     return template | {"NORM": int(rule.normalise), "SCALED": int(rule.expert_scales), "EPS": rule.eps}
 
 

@@ -9,7 +9,9 @@ is written anew whenever its GGUF is opened, and may be deleted at any time.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ from ..families.registry import GGUF
 from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
 from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
-from ..formats.hub import Repository, looks_like_repo
+from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES
 from .gguf_tensors import as_tensor
 
 KEY = "gguf"  # in config.json
+HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEMPLATE = "chat_template.jinja"
 UNUSED = ("rope_freqs.weight",)  # frequencies that follow from the configuration
 
@@ -46,7 +49,8 @@ def described(path: Path, tokenizer: Path | None = None) -> Path | None:
     named = hashlib.sha256(f"{whole.files[0]}\n{tokenizer or ''}".encode()).hexdigest()[:16]
     folder = kept_files() / "gguf" / f"{first.stem}-{named}"
     config = {**_config(whole), KEY: list(map(str, whole.files))}
-    files = dict(_small_files(whole, tokenizer or first.parent, is_given=tokenizer is not None))
+    beside = tokenizer or base_tokenizer(first) or first.parent
+    files = dict(_small_files(whole, beside, is_given=tokenizer is not None))
     files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +72,25 @@ def tokenizer_folder(tokenizer: str | Path | None) -> Path | None:
     if not looks_like_repo(str(tokenizer)):
         raise ModelFileError(f"{tokenizer} does not exist; --tokenizer takes a directory or a repo id org/name")
     return Repository.look_up(str(tokenizer)).snapshot(list(COPIED))
+
+
+def base_tokenizer(first: Path, download: bool = False) -> Path | None:
+    """The directory in the Hub's cache with the tokenizer's files of the model that a GGUF was made from; None: there
+    are files beside the GGUF, it does not name the model, or they are not in the cache.
+
+    Args:
+        first: the first file of the GGUF.
+        download: whether they are downloaded, if the Hub has them.
+    """
+    url = open_gguf(first).metadata.get("general.base_model.0.repo_url")
+    match = HUB.fullmatch(url) if isinstance(url, str) else None
+    if match is None or any((first.parent / name).is_file() for name in VOCABULARY_FILES):
+        return None
+    folder = cached_snapshot(match[1], None, list(COPIED))
+    if folder is None and download:
+        with suppress(ModelFileError):  # its metadata have a tokenizer too
+            folder = Repository.look_up(match[1]).snapshot(list(COPIED))
+    return folder if folder is not None and any((folder / name).is_file() for name in VOCABULARY_FILES) else None
 
 
 def described_files(folder: Path) -> tuple[Path, ...]:

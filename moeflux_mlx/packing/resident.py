@@ -201,21 +201,24 @@ def _plain_source(
     if stored not in tensors:
         raise ModelFileError(f"tensor {stored} is missing")
     tensor = tensors[stored]
-    if tuple(n for n in tensor.shape if n > 1) == shape:  # a vector with axes of length 1 around its own
-        tensor = replace(tensor, shape=shape)
+    flat = tuple(n for n in tensor.shape if n > 1)
+    longer = len(flat) == 1 and flat[0] > shape[0] and name.endswith(FAMILIES[args.model_type].longer)
+    if flat == shape or longer:  # a vector with axes of length 1 around its own
+        tensor = replace(tensor, shape=flat)
     if name.endswith(TABLE):
         return _table_source(name, shape, tensor)
     if part:
         shape = (part.total, *shape[1:])
     swapped = (shape[0], shape[2], shape[1]) if name in ours.convolutions else shape
     convolution = tensor.shape == swapped != shape
-    wanted = swapped if convolution else shape
+    wanted = flat if longer else swapped if convolution else shape
     if tensor.shape != wanted or tensor.dtype not in FLOATS:
         raise ModelFileError(
             f"{tensor.file}: tensor {tensor.name} is {tensor.dtype} {list(tensor.shape)}; "
             f"the model needs floats {list(wanted)}"
         )
-    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution, part and part.rows)
+    rows = part.rows if part else np.arange(*shape) if longer else None
+    return PlainSource(name, tensor, centred and is_zero_centred(args, name), convolution, rows)
 
 
 def _table_source(name: str, shape: tuple[int, ...], tensor: Tensor) -> TableSource:

@@ -1,13 +1,14 @@
 """The ways to round that need nothing but a matrix, and perhaps the importance of its columns."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
 from ..ops.forms import is_computed, settings
-from ..quant import E4M3, INTEGER, Quant
+from ..quant import E4M3, GLOBAL_UNIT, INTEGER, Quant
 from .affine import fit_affine
 from .small_floats import fit_small_floats
 from .weights import group_weights
@@ -25,11 +26,12 @@ def rounded(
 ) -> tuple[mx.array, ...]:
     """Rounds matrices to a stored form.
 
-    The result of a row depends on nothing but the row and the importance of its columns.
+    The result of a row depends on nothing but the row and the importance of its columns, and on the matrix's largest
+    value if the form has a global scale.
 
     Args:
         values: [..., rows, cols] of a floating dtype, finite.
-        quant: a known form without a global scale, whose groups divide `cols`.
+        quant: a known form, whose groups divide `cols`.
         method: "fit" has the least squared error that a search finds, and never a larger one than "minmax" in mode
             affine; "minmax" is `mx.quantize` of the values in `dtype`. In mode "mxfp8" both are `mx.quantize`: E4M3 has
             the same relative error in 15 octaves, so no other power of two is better.
@@ -38,13 +40,20 @@ def rounded(
         dtype: of floating scales and biases.
 
     Returns:
-        words, scales and, in mode affine, biases, as `mx.quantize` returns them.
+        words, scales and, in mode affine, biases, as `mx.quantize` returns them; or a global scale, the largest
+        magnitude of each matrix, float32 [..., 1, 1].
 
     Raises:
         ValueError: there is no such method.
     """
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not known; there are {', '.join(METHODS)}")
+    if quant.has_global_scale:
+        wide = values.astype(mx.float32)
+        largest = mx.abs(wide).max((-2, -1), keepdims=True)
+        largest = mx.where(largest > 0, largest, 1)
+        alone = replace(quant, has_global_scale=False)
+        return *rounded(wide / largest * GLOBAL_UNIT, alone, method, importance, mx.float32), largest
     if method == MINMAX or quant.codes == E4M3:
         with nullcontext() if is_computed(backend.name(), quant) else mx.stream(mx.cpu):
             return tuple(mx.quantize(values.astype(dtype), **settings(quant)))

@@ -313,6 +313,8 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
             "expert_hits_total": stats.hits,
             "expert_misses_total": stats.misses,
             "expert_bytes_read_total": stats.bytes_read,
+            "experts_warmed_total": stats.warmed,
+            "experts_warmed_used_total": stats.warm_hits,
             "expert_wait_seconds_total": stats.wait_seconds,
         }
     return PlainTextResponse(metrics.text(values, metrics.HELP), media_type=metrics.CONTENT_TYPE)

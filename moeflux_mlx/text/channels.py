@@ -17,6 +17,7 @@ class Channels:
         markers: all tags that these are made of; none: they are the tags.
         line: what stands between the tags and the reasoning.
         gap: what stands between reasoning and an answer.
+        tail: what ends an answer, before the token that does.
         ends_none: a model that does not reason writes `end` before its answer.
     """
 
@@ -28,6 +29,7 @@ class Channels:
     markers: frozenset[str] = frozenset()
     line: str = "\n"
     gap: str = "\n\n"
+    tail: str = ""
     ends_none: bool = False
 
     @property
@@ -148,6 +150,54 @@ MINIMAX = Channels(
     gap="",
     ends_none=True,
 )
+OPEN_SPAN, CLOSE_SPAN, SEP, END_OF_MESSAGE = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
+
+
+def span(name: str) -> tuple[str, str]:
+    """What begins and what ends a span of this name."""
+    return f"{OPEN_SPAN}{name}{SEP}", f"{CLOSE_SPAN}{name}{SEP}"
+
+
+THOUGHT, RESPONSE = span("think"), span("response")
+
+
+@dataclass(frozen=True)
+class Spans(Channels):
+    """Reasoning in a span, and text in another one. The beginning of the latter is part of `end`; a prompt ends with
+    the beginning of either.
+    """
+
+    def switches(self, inside: bool) -> dict[str, bool]:
+        if inside:
+            return {THOUGHT[1]: False}
+        return {self.start: True, **dict.fromkeys((*RESPONSE, self.tail), False)}
+
+    def opened_by(self, prompt: str) -> str:
+        return next((tags for tags in (self.start, RESPONSE[0]) if prompt.endswith(tags)), "")
+
+    def begin_of(self, prompt: str, at: int) -> int:
+        for opened in (self.start, RESPONSE[0]):
+            if prompt[:at].endswith(opened):
+                return at - len(opened)
+        return at
+
+    def visible(self, opened: str, raw: str) -> str | None:
+        if opened != self.start and not raw.startswith(self.start):
+            return opened + raw
+        _, ended, rest = raw.partition(self.end)
+        return rest if ended else None
+
+
+# <|open|>think<|sep|>TEXT<|close|>think<|sep|><|open|>response<|sep|>TEXT<|close|>response<|sep|>: Kimi K3.
+SPANS = Spans(
+    start=THOUGHT[0],
+    end=THOUGHT[1] + RESPONSE[0],
+    ends=frozenset({END_OF_MESSAGE}),
+    markers=frozenset({OPEN_SPAN, CLOSE_SPAN, SEP, END_OF_MESSAGE}),
+    tail=span("message")[1],
+    line="",
+    gap="",
+)
 THINK = Channels()
 
 
@@ -156,7 +206,7 @@ def channels_of(markers: Set[str]) -> Channels:
 
     A plain tag has the lowest priority.
     """
-    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX):
+    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS):
         if channels.markers <= markers:
             return channels
     tags = sorted(filter(re.compile(r"<think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__)

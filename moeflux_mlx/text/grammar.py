@@ -171,7 +171,8 @@ def _kind(tags: Tags, is_string: bool | None = None) -> str:
     """What opens a string, or JSON, or either; nothing where a value does not say which it is."""
     if tags.kinds is None:
         return ""
-    string, json_value = map(quoted, tags.kinds)
+    string, *others = map(quoted, tags.kinds)
+    json_value = f"({' | '.join(others)})"
     return f"({string} | {json_value})" if is_string is None else string if is_string else json_value
 
 

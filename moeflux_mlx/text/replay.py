@@ -101,7 +101,7 @@ class StandIn:
         counts = [prompt.count(word, 0, last) for word in (self._name, self._content, self._reasoning)]
         if counts[:2] != [1, bool(self._answer.text)] or counts[2] > 1 or end < 0 or not reasoned < start < name:
             return None
-        opened, raw = self._answer.opened, self._answer.raw
+        opened, raw = self._answer.opened, self._answer.raw.removesuffix(self._channels.tail)
         shown = self._channels.visible(opened, raw) if reasoned < 0 else opened + raw
         start = self._channels.begin_of(prompt, start if reasoned < 0 else reasoned)
         # What ends the turn was the end of the answer, and is not in it.

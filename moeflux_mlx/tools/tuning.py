@@ -25,7 +25,7 @@ from ..engine.machine import machine_figures
 from ..engine.random_weights import Shapes, fill_randomly, random_records, randomise
 from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
-from ..kinds import Connections, Mixer
+from ..kinds import Mixer, streams_before
 from ..layers import Linear
 from ..mixers.registry import USUAL, make_cache
 from ..model.layer import DecoderLayer
@@ -257,12 +257,11 @@ def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
         experts = TrialExperts(records[i], args.num_experts_per_tok) if i in records else None
         layer: Any = DecoderLayer(args, i, cast(Any, experts), USUAL)
         randomise(layer, f"model.layers.{i}.", shapes)
-        yield functools.partial(_try_layer, layer, args.mixers[i], args.connections)
+        yield functools.partial(_try_layer, layer, args.mixers[i], streams_before(args.connections, i))
 
 
-def _try_layer(layer: Any, mixer: Mixer, connections: Connections | None, x: mx.array) -> object:
-    h = spread(x, connections.streams) if connections else x
-    return layer(h, make_cache(mixer), None, Tokens(mx.zeros(x.shape[:2], mx.uint32)))
+def _try_layer(layer: Any, mixer: Mixer, streams: int, x: mx.array) -> object:
+    return layer(spread(x, streams), make_cache(mixer), None, Tokens(mx.zeros(x.shape[:2], mx.uint32)))
 
 
 def _head(shapes: Shapes) -> Callable[[mx.array], object]:

@@ -46,7 +46,7 @@ def main() -> None:
     squeezing = on_macos() if sys.platform == "darwin" else in_group(options)
     with squeezing as squeeze:
         pool = None if options.pool_gb is None else int(options.pool_gb * 1e9)
-        engine = open_engine(options.model, expert_io="pread", expert_cache_bytes=pool)
+        engine = open_engine(options.model, expert_io="pread", expert_cache_bytes=pool, warm_start="off")
         rows = [one_case(engine, squeeze, name, compute) for name, compute in cases(engine, options)]
     print(json.dumps(rows))
     raise SystemExit(0 if all(row["same"] and row["back_s"] <= PATIENCE for row in rows) else 1)

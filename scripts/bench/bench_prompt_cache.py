@@ -78,7 +78,9 @@ def run(case: str, folder: str) -> dict:
 def measure(options: argparse.Namespace) -> dict:
     start = time.perf_counter()
     cache_bytes = None if options.expert_cache_gb is None else int(options.expert_cache_gb * 1e9)
-    model, tokenizer = load(options.model, expert_io=options.expert_io, expert_cache_bytes=cache_bytes)
+    model, tokenizer = load(
+        options.model, expert_io=options.expert_io, expert_cache_bytes=cache_bytes, warm_start="off"
+    )
     loaded = time.perf_counter() - start
     tokenizer.eos_token_ids = set()  # random text may end at once
     tokens = np.random.default_rng(0).integers(0, model.args.vocab_size, options.tokens + ANSWER + NEW)

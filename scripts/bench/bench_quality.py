@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ WHOLE = ["minmax 4 balanced", "fit 4 balanced", "gptq 4 balanced, calibrated"]
 def main() -> None:
     options = parser().parse_args()
     configure_mlx()
-    tokens = load_tokenizer(options.model).encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
-    texts = [np.array(tokens[start : start + WINDOW]) for start in range(0, len(tokens), WINDOW)]
+    texts = first_texts(options.model, options.text, options.tokens)
     wanted = floats(options.model, texts)
     rows = []
     for case in options.cases or CASES + ([] if options.experts_only else WHOLE):
@@ -55,16 +55,22 @@ def main() -> None:
                 "case": case,
                 "convert s": round(time.monotonic() - begin),
                 **sizes(path),
-                **compared(path, texts, wanted),
+                **compared(converted(path, texts), texts, wanted),
             }
         rows.append(row)
         print(row, flush=True)
     print(table(rows))
     print(
         json.dumps(
-            {"model": str(options.model), "tokens": len(tokens), "experts_only": options.experts_only, "rows": rows}
+            {"model": str(options.model), "tokens": options.tokens, "experts_only": options.experts_only, "rows": rows}
         )
     )
+
+
+def first_texts(model: Path, text: Path, tokens: int) -> list[np.ndarray]:
+    """Returns the windows of the first tokens of a text."""
+    ids = load_tokenizer(model).encode(text.read_text(encoding="utf-8"))[:tokens]
+    return [np.array(ids[start : start + WINDOW]) for start in range(0, len(ids), WINDOW)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,15 +127,21 @@ def log_softmax(logits: mx.array) -> np.ndarray:
     return np.array(wide - mx.logsumexp(wide, axis=-1, keepdims=True))
 
 
-def compared(path: Path, texts: list[np.ndarray], wanted: list[np.ndarray]) -> dict[str, float]:
+def converted(path: Path, texts: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the logarithms of the probabilities [L, V] that a converted model gives, for each text."""
+    model = load_model(path, dtype=mx.float32)
+    for text in texts:
+        yield log_softmax(model(mx.array(text[None]))[0])
+    model.experts.close()
+
+
+def compared(given: Iterable[np.ndarray], texts: list[np.ndarray], wanted: Iterable[np.ndarray]) -> dict[str, float]:
     """Returns the mean KL divergence, the share of equal first choices, and the perplexity."""
-    model, kl, same, nll = load_model(path, dtype=mx.float32), [], [], []
-    for text, ours in zip(texts, wanted, strict=True):
-        theirs = log_softmax(model(mx.array(text[None]))[0])
+    kl, same, nll = [], [], []
+    for text, theirs, ours in zip(texts, given, wanted, strict=True):
         kl.append((np.exp(ours) * (ours - theirs)).sum(-1)[:-1])
         same.append((ours.argmax(-1) == theirs.argmax(-1))[:-1])
         nll.append(-np.take_along_axis(theirs[:-1], text[1:, None], axis=1)[:, 0])
-    model.experts.close()
     mean = [float(np.concatenate(part).mean()) for part in (kl, same, nll)]
     return {"kl": float(f"{mean[0]:.4g}"), "same": round(mean[1], 4), "perplexity": float(f"{np.exp(mean[2]):.5g}")}
 

@@ -112,6 +112,7 @@ def main() -> None:
         expert_io="pread",
         expert_cache_bytes=cache_bytes(options),
         prefetch=options.prefetch,
+        warm_start="off",
     )
     bias = {engine.tokenizer.encode(letter)[-1]: 100.0 for letter in string.ascii_letters + string.digits}
     with tempfile.TemporaryDirectory(prefix="bench-server-") as folder:

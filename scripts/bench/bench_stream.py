@@ -365,6 +365,7 @@ def bench_places(options: argparse.Namespace) -> dict:
             expert_io="pread",
             expert_cache_bytes=int(options.share * packed),
             prefetch=options.prefetch,
+            warm_start="off",
             context=512,
         )
     runs: dict[str, list] = {name: [] for name in engines}
@@ -392,7 +393,7 @@ def bench_drives(options: argparse.Namespace) -> dict:
     engines = {}
     for name, path in (("one", options.one), ("several", options.model)):
         pool = int(options.share * open_weights(path).experts.layout.total_bytes)
-        engines[name] = open_engine(path, expert_io="pread", expert_cache_bytes=pool, context=512)
+        engines[name] = open_engine(path, expert_io="pread", expert_cache_bytes=pool, context=512, warm_start="off")
     runs: dict[str, list] = {name: [] for name in engines}
     for i in range(-1, options.rounds):  # the first round warms up
         for name in sorted(engines, reverse=bool(i % 2)):
@@ -505,7 +506,7 @@ PARTS = ("request", "finish", "locate", "hint", "unpin")  # the functions of a s
 
 def bench_host(options: argparse.Namespace) -> dict:
     """Measures the microseconds that the host takes per layer."""
-    plain = {"dtype": None, "context": 512, "prefetch": options.prefetch}
+    plain = {"dtype": None, "context": 512, "prefetch": options.prefetch, "warm_start": "off"}
     streamed = open_engine(options.model, expert_io="pread", expert_cache_bytes=1 << 60, **plain)
     layers, source = len(streamed.model.args.moe_layers), streamed.experts
     warm(source)
@@ -690,6 +691,7 @@ def run_worker(options: argparse.Namespace) -> dict:
         expert_cache_bytes=int(options.share * experts) if options.share else None,
         expert_io=options.expert_io,
         prefetch=options.prefetch,
+        warm_start="off",
         context=options.context,
         **step,
     )

@@ -2,15 +2,19 @@
 """Records which experts a model uses, invents such traces, and replays them against cache sizes.
 
     scripts/bench/routing_trace.py record --model DIR trace.npz
+    scripts/bench/routing_trace.py record --model DIR --text FILE --tokens 1024 --sequences 8 trace.npz
     scripts/bench/routing_trace.py synthesize --reuse 0.35 trace.npz
     scripts/bench/routing_trace.py synthesize --sequences 4 --unions 1.55 2.45 trace.npz
     scripts/bench/routing_trace.py synthesize --drafts 2 --reuse 0.43 trace.npz
     scripts/bench/routing_trace.py replay trace.npz
 
-A trace is an array [tokens, layers, K] of expert ids. The replay prints, for pools of several sizes shared
-by all layers, the hit rate of least-recently-used order and of Belady's (which knows the future and bounds
-every policy), and what reading ahead would have found: of the misses under LRU, the share that the previous
-token's experts contain, and the share that a predicted set with the given recall contains.
+A trace is an array [tokens, layers, K] of expert ids. The replay prints, for pools of several sizes shared by all
+layers, the hit rates of least-recently-used order, of least-frequently-used order, of ours (experts/ranking.py) and of
+Belady's, which knows the future and bounds every policy; of the misses under LRU, the share that the previous token's
+experts contain, and the share that a predicted set with the given recall contains; and the share of layers all of
+whose experts were there. With `--text` a model reads texts instead of answering, and the trace also has what the
+routers of the next two layers would choose for each layer's hidden state. Then the replay adds what `Lookahead` makes
+of it, if every read ends before its layer runs: hits, layers without a miss, and reads relative to none ahead.
 
 A trace of several sequences that take steps together is an array [sequences, tokens, layers, K]. Of such a one the
 replay prints for 1, 2, 4, ... of them how many different experts their rows ask for, over one row's, and the misses of
@@ -22,16 +26,19 @@ the nth row from the first wrong draft on.
 
 import argparse
 import contextlib
-import heapq
 import json
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from simulated_pool import belady, lfu, lru, run_ours
 
+from moeflux_mlx.experts.lookahead import Predictor
+
+DISTANCES = 1, 2  # layers between a hidden state and the router that is asked early
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75)
 UNIONS = (1.55, 2.45)
+SPELLED = {"lru": "LRU", "lfu": "LFU", "belady": "Belady"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -46,6 +53,14 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("--model", required=True, help="directory")
     record.add_argument("--prompt", default="Tell me a story.")
     record.add_argument("--max-tokens", type=int, default=256)
+    record.add_argument("--text", type=Path, help="a file that the model reads instead of generating text")
+    for name, value, text in (
+        ("tokens", 1024, "of each text"),
+        ("sequences", 1, "texts, evenly spread over the file"),
+        ("prefix", 0, "tokens that all texts begin with and that are not in the trace; the texts follow in a row"),
+        ("start", 0, "tokens of the file that are left out"),
+    ):
+        record.add_argument(f"--{name}", type=int, default=value, help=f"with --text: {text} (%(default)s)")
     record.set_defaults(run=run_record)
     made_up = commands.add_parser("synthesize", help="with adjustable reuse")
     for name, value, text in (
@@ -81,12 +96,47 @@ def parser() -> argparse.ArgumentParser:
 def run_record(options: argparse.Namespace) -> None:
     from moeflux_mlx import load, stream_generate
 
+    if options.text is not None:
+        read_texts(options)
+        return
+
     model, tokenizer = load(options.model)
     model.decode_step = None  # the compiled step of a GPU gives nobody its experts
     recorder = Recorder(model)
     for _ in stream_generate(model, tokenizer, options.prompt, max_tokens=options.max_tokens):
         pass
     save(options.trace, recorder.trace(), model.args.num_experts)
+
+
+def read_texts(options: argparse.Namespace) -> None:
+    """Writes the trace of a model that reads texts from a file: the choices of every token, also those that the routers
+    of later layers would make early.
+    """
+    import mlx.core as mx
+
+    from moeflux_mlx import load
+
+    model, tokenizer = load(options.model)
+    traces, guesses = [], []
+    for tokens in passages(tokenizer.encode(options.text.read_text(encoding="utf-8")), options):
+        recorder = Recorder(model, most=len(tokens), ahead=True)
+        model(mx.array(tokens)[None], model.make_cache())
+        traces.append(recorder.trace()[options.prefix :])
+        guesses.append(recorder.guessed()[:, :, options.prefix :])
+        for layer in recorder.layers:
+            model.layers[layer].mlp.experts = recorder.routed
+    trace = np.stack(traces) if options.sequences > 1 else traces[0]
+    save(options.trace, trace, model.args.num_experts, ahead=np.stack(guesses).astype(np.float32))
+
+
+def passages(text: Sequence[int], options: argparse.Namespace) -> list[list[int]]:
+    """The tokens of each text: evenly spread over the file, or, with a common prefix, in a row behind it."""
+    count, length, prefix = options.sequences, options.tokens, options.prefix
+    text = text[options.start :]
+    step = length if prefix else max((len(text) - length) // max(count - 1, 1), length)
+    if prefix + (count - 1) * step + length > len(text):
+        raise SystemExit(f"error: {options.text} has {len(text)} tokens, too few for {count} texts of {length}")
+    return [[*text[:prefix], *text[at : at + length]] for at in range(prefix, prefix + count * step, step)]
 
 
 class Traced:
@@ -138,11 +188,17 @@ def wait_for(routing):
 
 
 class Recorder:
-    """Is called before a model's routed experts and notes the ids of every single token."""
+    """Is called before a model's routed experts and notes what every row asks for.
 
-    def __init__(self, model):
-        self.layers = model.args.moe_layers
+    Args:
+        most: rows of a call that is noted; the prompt of an answer has more.
+        ahead: whether to note also what the routers of the next two layers would choose for a layer's hidden state.
+    """
+
+    def __init__(self, model, most: int = 1, ahead: bool = False):
+        self.layers, self.model, self.most, self.ahead = model.args.moe_layers, model, most, ahead
         self.rows = {layer: [] for layer in self.layers}
+        self.guesses = {(distance, layer): [] for distance in DISTANCES for layer in self.layers}
         self.routed = model.layers[self.layers[0]].mlp.experts
         self.source = self.routed.source
         for layer in self.layers:
@@ -154,13 +210,35 @@ class Recorder:
     def expect(self, layer, tokens):
         self.routed.expect(layer, tokens)
 
-    def __call__(self, routing, *rest):
-        if len(routing.ids) == 1:
-            self.rows[routing.layer].append(np.array(routing.ids)[0])
-        return self.routed(routing, *rest)
+    def __call__(self, routing, x, residual, *rest):
+        if len(routing.ids) <= self.most:
+            self.rows[routing.layer].append(np.array(routing.ids))
+            if self.ahead:
+                self.guess(self.layers.index(routing.layer), residual)
+        return self.routed(routing, x, residual, *rest)
+
+    def guess(self, place: int, residual) -> None:
+        """Notes the experts that the next layers would choose for the stream [T, D], and their weights."""
+        for distance in DISTANCES:
+            if place + distance < len(self.layers):
+                later = self.layers[place + distance]
+                layer = self.model.layers[later]
+                _, _, ids, weights, *_ = layer.mlp.prepare(residual[None], layer.post_attention_layernorm)
+                self.guesses[distance, later].append(np.stack([np.array(ids[0]), np.array(weights[0])]))
 
     def trace(self) -> np.ndarray:
-        return np.stack([np.stack(self.rows[layer]) for layer in self.layers], axis=1)
+        """[tokens, layers, K]."""
+        return np.stack([np.concatenate(self.rows[layer]) for layer in self.layers], axis=1)
+
+    def guessed(self) -> np.ndarray:
+        """[distances, 2, tokens, layers, K]: ids and weights; -1 in layers that nobody can predict."""
+        tokens, _, top_k = self.trace().shape
+        none = [np.full((2, tokens, top_k), -1)]
+        by_layer = [
+            [np.concatenate(self.guesses[distance, layer] or none, axis=1) for layer in self.layers]
+            for distance in DISTANCES
+        ]
+        return np.stack([np.stack(one, axis=2) for one in by_layer])
 
 
 def run_synthesize(options: argparse.Namespace) -> None:
@@ -256,8 +334,8 @@ def draw(popularity: np.ndarray, kept: np.ndarray, count: int, rng) -> np.ndarra
     return np.concatenate([kept, others])
 
 
-def save(path: Path, trace: np.ndarray, experts: int) -> None:
-    np.savez_compressed(path, trace=trace.astype(np.uint16), experts=experts)
+def save(path: Path, trace: np.ndarray, experts: int, **more: np.ndarray) -> None:
+    np.savez_compressed(path, trace=trace.astype(np.uint16), experts=experts, **more)
     *several, tokens, layers, top_k = trace.shape
     of = f"{several[0]} sequences, " if several else ""
     print(f"{path}: {of}{tokens} tokens, {layers} layers, {top_k} of {experts} experts")
@@ -266,22 +344,45 @@ def save(path: Path, trace: np.ndarray, experts: int) -> None:
 def run_replay(options: argparse.Namespace) -> None:
     with np.load(options.trace) as file:
         trace, experts = file["trace"].astype(np.int64), int(file["experts"])
+        ahead = file.get("ahead")
     if trace.ndim == 4:
         replay_together(trace, experts, options.slots)
-        return
+        trace = trace.reshape(-1, *trace.shape[2:])  # one text after the other
+    if ahead is not None and ahead.ndim == 6:  # [sequences, distances, 2, tokens, layers, K]
+        ahead = np.concatenate(list(ahead), axis=2)
     total = trace.shape[1] * experts
     reuse = previous_recall(trace)
     print(f"{trace.shape[0]} tokens, {trace.shape[1]} layers; the previous token had {reuse:.1%} of a token's experts")
-    print(f"{'slots':>8} {'share':>6} {'LRU':>7} {'Belady':>7} {'misses found by previous':>25} {'by predicted':>12}")
-    rows = []
+    report = {"previous_recall": reuse, "recall": options.recall}
+    if ahead is not None:
+        report["lookahead"] = [guess_quality(trace, ahead, distance) for distance in DISTANCES]
+        for distance, row in zip(DISTANCES, report["lookahead"], strict=True):
+            print(
+                f"{distance} layers ahead the router finds {row['recall']:.1%} of a layer's experts; "
+                f"{row['guessed']:.2f} are trusted, {row['precision']:.1%} of them rightly"
+            )
+    report["rows"] = rows = []
     for slots in options.slots or [max(int(total * share), trace.shape[2]) for share in SHARES]:
-        row = replay(trace, experts, slots, options.recall)
-        rows.append(row)
-        print(
-            f"{slots:8} {slots / total:6.1%} {row['lru']:7.1%} {row['belady']:7.1%} "
-            f"{row['previous']:25.1%} {row['predicted']:12.1%}"
-        )
-    print(json.dumps({"previous_recall": reuse, "recall": options.recall, "rows": rows}))
+        rows.append(replay(trace, experts, slots, options.recall, ahead))
+        rates = [f"{SPELLED.get(name, name)} {rate:.1%}" for name, rate in rows[-1].items() if name != "slots"]
+        print(f"{slots:8} {slots / total:6.1%} " + ", ".join(rates))
+    print(json.dumps(report))
+
+
+def guess_quality(trace: np.ndarray, ahead: np.ndarray, distance: int) -> dict[str, float]:
+    """The share of a layer's experts that its router finds `distance` layers ahead, the number that `Predictor` trusts,
+    and the share of these that are used.
+    """
+    used = trace[:, distance:]
+    ids, weights = ahead[distance - 1, :, :, distance:]
+    trusted = weights >= Predictor().confidence * weights.max(axis=-1, keepdims=True)
+    found = (used[..., None] == ids[..., None, :]).any(-1)
+    right = (ids[..., None] == used[..., None, :]).any(-1)
+    return {
+        "recall": float(found.mean()),
+        "guessed": float(trusted.sum(-1).mean()),
+        "precision": float(right[trusted].mean()),
+    }
 
 
 def replay_together(trace: np.ndarray, experts: int, pools: list[int] | None) -> None:
@@ -319,61 +420,35 @@ def previous_recall(trace: np.ndarray) -> float:
     return float(same.any(-1).mean())
 
 
-def replay(trace: np.ndarray, experts: int, slots: int, recall: float) -> dict:
-    """Returns the hit rates of a pool of `slots` records, and the share of the misses that were predicted."""
+def replay(trace: np.ndarray, experts: int, slots: int, recall: float, ahead: np.ndarray | None = None) -> dict:
+    """Returns for a pool of `slots` records the hit rates of several orders of eviction, the share of the misses that
+    were predicted, and, if the trace has predictions, what reading ahead makes of them.
+    """
     keys = trace + experts * np.arange(trace.shape[1])[None, :, None]
     hits = lru(keys.reshape(-1), slots).reshape(trace.shape)
     known = (trace[1:, :, :, None] == trace[:-1, :, None, :]).any(-1)
     misses = ~hits[1:]
     predicted = np.random.default_rng(0).random(trace.shape) < recall
-    return {
+    own = run_ours(trace, experts, slots)
+    row = {
         "slots": slots,
         "lru": float(hits.mean()),
+        "lfu": float(lfu(keys.reshape(-1), slots).mean()),
+        "ours": own.hits / trace.size,
         "belady": float(belady(keys.reshape(-1), slots).mean()),
         "previous": float((known & misses).sum() / max(misses.sum(), 1)),
         "predicted": float((predicted & ~hits).sum() / max((~hits).sum(), 1)),
+        "lru_whole_layers": float(hits.all(-1).mean()),
+        "ours_whole_layers": own.whole / trace[..., 0].size,
     }
-
-
-def lru(keys: np.ndarray, slots: int) -> np.ndarray:
-    """Returns whether each access of `keys` [N] hits a pool of `slots` in least-recently-used order."""
-    pool: OrderedDict[int, None] = OrderedDict()
-    hits = np.zeros(len(keys), bool)
-    for i, key in enumerate(keys.tolist()):
-        if key in pool:
-            hits[i] = True
-            pool.move_to_end(key)
-            continue
-        if len(pool) == slots:
-            pool.popitem(last=False)
-        pool[key] = None
-    return hits
-
-
-def belady(keys: np.ndarray, slots: int) -> np.ndarray:
-    """The same for a pool that evicts the record whose next use is farthest away: no policy has more hits."""
-    following = next_uses(keys)
-    due: dict[int, int] = {}  # record in the pool -> its next use
-    farthest: list[tuple[int, int]] = []
-    hits = np.zeros(len(keys), bool)
-    for i, key in enumerate(keys.tolist()):
-        hits[i] = key in due
-        if not hits[i] and len(due) == slots:
-            while due.get(-farthest[0][1]) != -farthest[0][0]:
-                heapq.heappop(farthest)  # not valid any more: used again since
-            del due[-heapq.heappop(farthest)[1]]
-        due[key] = following[i]
-        heapq.heappush(farthest, (-following[i], -key))
-    return hits
-
-
-def next_uses(keys: np.ndarray) -> list[int]:
-    """Returns for each access when the same record is used next; len(keys) if never."""
-    following, last = [len(keys)] * len(keys), {}
-    for i in range(len(keys) - 1, -1, -1):
-        following[i] = last.get(int(keys[i]), len(keys))
-        last[int(keys[i])] = i
-    return following
+    for distance in DISTANCES if ahead is not None else ():
+        pool = run_ours(trace, experts, slots, ahead[distance - 1], distance)
+        row |= {
+            f"ahead_{distance}": pool.hits / trace.size,
+            f"ahead_{distance}_whole_layers": pool.whole / trace[..., 0].size,
+            f"ahead_{distance}_reads": pool.reads / max(own.reads, 1),
+        }
+    return row
 
 
 if __name__ == "__main__":

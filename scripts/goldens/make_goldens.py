@@ -1,7 +1,7 @@
 """Makes the golden logits of tests/fixtures/models with Hugging Face transformers.
 
-Needs torch and transformers (not needed by the tests), and for g9v3, which transformers does not have, the packages
-rapid-mlx 0.16.10 and mlx-lm:
+Needs torch and transformers (not needed by the tests), and for what transformers does not have: for g9v3 the packages
+rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2:
 
     python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
@@ -54,6 +54,7 @@ LENGTHS = dict.fromkeys(
     ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4"), 64
 )
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
+LENGTHS |= {"kimi_k3": 64, "granitemoehybrid": 64, "llama4": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
@@ -227,6 +228,7 @@ def of_transformers(family, weights):
     folder = tempfile.mkdtemp()
     weights = in_halves(family, weights) if family == "hy_v4" else weights
     model, first = load_model(family, weights, folder), FIRST.get(family, 0)
+    model = model.language_model if family == "llama4" else model  # the whole one of 5.24 asks for an image's outputs
 
     def logits(tokens):
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -257,6 +259,82 @@ def of_rapid_mlx(family, weights):
         return found, min(margins)
 
     return logits
+
+
+def of_mlx_lm(family, weights):
+    """Returns the same, computed by mlx-lm in float32."""
+    import importlib
+
+    import mlx.core as mx
+
+    module, margins = importlib.import_module(f"mlx_lm.models.{family}"), []
+    choose = module._group_expert_select
+    mx.set_default_device(mx.cpu)
+    model = module.Model(module.ModelArgs.from_dict(goldens.config(family)))
+    made = model.sanitize({name: mx.array(w, mx.float32) for name, w in weights.items()})
+    model.load_weights(list(made.items()))
+
+    def looking(logits, bias, k, *rest):
+        margins.append(gap(np.array(mx.sigmoid(logits) + bias, np.float64).reshape(-1, logits.shape[-1]), k))
+        return choose(logits, bias, k, *rest)
+
+    def logits(tokens):
+        margins.clear()
+        module._group_expert_select = looking
+        found = np.array(model(mx.array(tokens)[None], model.make_cache())[0])
+        return found, min(margins)
+
+    return logits
+
+
+def tensors_of_kimi_k3(c):
+    """Returns {name: shape} as mlx-lm's `sanitize` reads the publisher's tensors, with longer rates of decay."""
+    D, own, H = c["hidden_size"], c["linear_attn_config"], c["num_attention_heads"]
+    heads, width = own["num_heads"], own["head_dim"]
+    of_sums = {"norm": (D,), "proj": (1, D)}
+    latent, nope, rope, v = (c[n] for n in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    residual = {f"{part}_res_{kind}": shape for part in ("self_attention", "mlp") for kind, shape in of_sums.items()}
+    delta = {f"{one}_proj": (heads * width, D) for one in "qkvg"} | {"f_a_proj": (width, D), "b_proj": (heads, D)}
+    delta |= {f"{one}_conv1d": (heads * width, 1, own["short_conv_kernel_size"]) for one in "qkv"}
+    delta |= {"f_b_proj": (heads * width, width), "o_norm": (width,), "o_proj": (D, heads * width)}
+    full = {"q_a_proj": (c["q_lora_rank"], D), "q_a_layernorm": (c["q_lora_rank"],), "kv_a_layernorm": (latent,)}
+    full |= {"q_b_proj": (H * (nope + rope), c["q_lora_rank"]), "kv_a_proj_with_mqa": (latent + rope, D)}
+    full |= {"kv_b_proj": (H * (nope + v), latent), "g_proj": (H * v, D), "o_proj": (D, H * v)}
+    shapes = {"model.embed_tokens": (c["vocab_size"], D), "model.norm": (D,), "lm_head": (c["vocab_size"], D)}
+    shapes |= {"model.output_attn_res_norm": (D,), "model.output_attn_res_proj": (1, D)}
+    plain = {}
+    for i in range(c["num_hidden_layers"]):
+        stem = f"model.layers.{i}."
+        of_layer = residual | {f"{norm}_layernorm": (D,) for norm in ("input", "post_attention")}
+        is_delta = i + 1 in own["kda_layers"]
+        of_layer |= {f"self_attn.{name}": shape for name, shape in (delta if is_delta else full).items()}
+        if is_delta:
+            plain |= {f"{stem}self_attn.A_log": (1, 1, heads + 1, 1), f"{stem}self_attn.dt_bias": (heads * width,)}
+        if i < c["first_k_dense_replace"]:
+            of_layer |= mlp_of("mlp.", ("gate_proj", "down_proj", "up_proj"), D, c["intermediate_size"])
+        else:
+            of_layer |= latent_experts(c)
+            plain[f"{stem}block_sparse_moe.gate.e_score_correction_bias"] = (c["num_experts"],)
+        shapes |= {stem + name: shape for name, shape in of_layer.items()}
+    return {f"{name}.weight": shape for name, shape in shapes.items()} | plain
+
+
+def latent_experts(c):
+    """Returns the same of the experts of a layer, without their ends."""
+    stem, D = "block_sparse_moe.", c["hidden_size"]
+    latent, width = c["routed_expert_hidden_size"], c["moe_intermediate_size"]
+    shapes = {f"{stem}gate": (c["num_experts"], D), f"{stem}routed_expert_norm": (latent,)}
+    shapes |= {f"{stem}routed_expert_down_proj": (latent, D), f"{stem}routed_expert_up_proj": (D, latent)}
+    names = ("gate_proj", "down_proj", "up_proj")
+    shapes |= mlp_of(f"{stem}shared_experts.", names, D, width * c["num_shared_experts"])
+    for e in range(c["num_experts"]):
+        shapes |= mlp_of(f"{stem}experts.{e}.", ("w1", "w2", "w3"), latent, width)
+    return shapes
+
+
+def mlp_of(stem, names, outer, inner):
+    """Returns the shapes of gate, down and up, by these names."""
+    return dict(zip((stem + name for name in names), ((inner, outer), (outer, inner), (inner, outer)), strict=True))
 
 
 def tensors_of_g9v3(c):
@@ -330,8 +408,9 @@ def in_halves(family, weights):
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
-    if family == "g9v3":
-        shapes, text = tensors_of_g9v3(goldens.config(family)), json.dumps(goldens.config(family))
+    of_others = {"g9v3": tensors_of_g9v3, "kimi_k3": tensors_of_kimi_k3}
+    if family in of_others:
+        shapes, text = of_others[family](goldens.config(family)), json.dumps(goldens.config(family))
     else:
         with tempfile.TemporaryDirectory() as folder:
             kind = write_config(family, folder)
@@ -347,7 +426,9 @@ def store_kin(family):
     shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "hy_v4": of_hy_v4}.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (
-        shape for name, shape in shapes.items() if goldens.is_transposed(family, name) and family != "gpt_oss"
+        shape
+        for name, shape in shapes.items()
+        if goldens.is_transposed(family, name) and family not in ("gpt_oss", "llama4")
     ):
         shape[1:] = shape[:0:-1]  # as the hub has it; transformers reads both
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in shapes.items())
@@ -358,7 +439,8 @@ def store_kin(family):
 def make_kin(family):
     """Stores the fixtures of one family of the kin."""
     store_kin(family)
-    run_model = (of_rapid_mlx if family == "g9v3" else of_transformers)(family, goldens.dequantised(family))
+    others = {"g9v3": of_rapid_mlx, "kimi_k3": of_mlx_lm}
+    run_model = others.get(family, of_transformers)(family, goldens.dequantised(family))
     best = (-1.0, None)
     for seed in range(CANDIDATES_OF_KIN):
         best = max(best, (run_model(candidate_of_kin(family, seed))[1], seed))

@@ -1,6 +1,7 @@
 """Calibrated conversions: codes for the inputs that matrices have, budgets, and runs that were killed."""
 
 import filecmp
+import re
 
 import goldens
 import mlx.core as mx
@@ -14,10 +15,11 @@ from tiny_models import write_tokenizer
 from moeflux_mlx import load_model
 from moeflux_mlx.calibration import rounding
 from moeflux_mlx.calibration.budget import spend
-from moeflux_mlx.calibration.convert import Calibration, convert_calibrated
+from moeflux_mlx.calibration.convert import Calibration, convert_calibrated, plan_calibrated
 from moeflux_mlx.calibration.errors import Option
 from moeflux_mlx.calibration.layers import LayerRun
-from moeflux_mlx.calibration.weights import CheckpointWeights
+from moeflux_mlx.calibration.weights import CheckpointWeights, open_layers
+from moeflux_mlx.convert import main as convert_command
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.packing.convert import convert
@@ -27,7 +29,8 @@ from moeflux_mlx.spec import ModelArgs
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 DENSE = [family for family in goldens.FAMILIES if goldens.golden_path(family, "dense").exists()]
-RECIPE = {"gate_up": 3, "down": 4, "default": 8}
+EXPERTS = {"gate_up": 3, "down": 4}
+RECIPE = {**EXPERTS, "default": 8}
 TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 
 
@@ -137,6 +140,32 @@ def test_a_budget_is_kept_and_its_recipe_can_be_used_again(tmp_path, checkpoint)
     assert recipe is not None and recipe.name == "4.1 bits"
     convert(path, tmp_path / "again", recipe=tmp_path / "out" / "moeflux_recipe.json")
     assert open_packed(tmp_path / "again", args).layout == layout
+
+
+def test_a_limit_of_memory_decides_how_many_experts_are_rounded_together(tmp_path, checkpoint, monkeypatch):
+    path, text = checkpoint("qwen3_moe")
+    plain = plan_calibrated(path, calibration(tmp_path, text))
+    assert (plain.together, plain.factorisations, plain.columns) == (16, 2 * 16 * 3, 128)
+    largest = max(one.size for one in open_layers(path).expert(0, 0, mx.float32).matrices)
+    each = 4 * (9 * largest + 5 * 128**2)
+    less = calibration(tmp_path, text, memory_gb=(plain.memory - 11 * each + 1) / 1e9)
+    assert plan_calibrated(path, less).together == 5
+    sizes, gptq = [], rounding.gptq
+    monkeypatch.setattr(rounding, "gptq", lambda values, *more: sizes.append(len(values)) or gptq(values, *more))
+    recipe = Recipe.from_json({**EXPERTS, "router": "float", "default": "float"}, "mine", "test")
+    convert_calibrated(path, tmp_path / "out", less, recipe)
+    assert sizes == [5, 5, 5, 5, 5, 5, 1, 1] * 3  # gate and up together, then down
+    with pytest.raises(ConfigError, match="takes at least 0.00 GB of memory; the limit is 0.00 GB; give more, or"):
+        plan_calibrated(path, calibration(tmp_path, text, memory_gb=1e-4))
+
+
+def test_the_command_says_what_it_would_take(tmp_path, checkpoint, capsys):
+    path, text = checkpoint("qwen3_moe")
+    command = ["--hf-path", str(path), "--mlx-path", str(tmp_path / "out"), "--calibrate", str(text), "--plan"]
+    assert convert_command([*command, "--method", "gptq"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"for \d+ tokens: about 0.0 GB .* 96 factorisations of up to 128 columns; 16 experts", said)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.calibration").exists()
 
 
 def test_a_size_is_kept(tmp_path, checkpoint):

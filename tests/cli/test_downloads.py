@@ -1,6 +1,7 @@
 """Models in the Hub's cache are listed with their size, and deleted when the user agrees."""
 
 import pytest
+from gguf_models import write_gguf
 from small_hub import SmallHub, connected
 from tiny_models import tiny_directory
 
@@ -42,6 +43,19 @@ def test_what_cannot_be_run_is_left_alone(hub, capsys):
     (fetch("org/model") / "config.json").unlink()
     assert main(["list"]) == 0 and capsys.readouterr().out == ""
     assert main(["remove", "org/model", "--yes"]) == 1 and "is not among" in capsys.readouterr().err
+
+
+def test_gguf_models_are_listed_too(tmp_path, capsys):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for number in (1, 2):
+        write_gguf(folder / f"Tiny{number}-Q4_0.gguf", "qwen3_moe", lambda name: "Q4_0", split_max_tensors=20)
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        first = fetch("org/model:Tiny1-Q4_0")
+        assert main(["list"]) == 0
+        assert capsys.readouterr().out.startswith("org/model ") and not list(first.parent.glob("Tiny2*"))
+        next(part for part in first.parent.iterdir() if part != first).unlink()
+        assert main(["list"]) == 0 and capsys.readouterr().out.endswith("not all of it is here\n")
 
 
 def cache():

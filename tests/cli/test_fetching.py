@@ -9,17 +9,23 @@ import sys
 import goldens
 import mlx.core as mx
 import pytest
+from gguf_models import write_gguf
 from small_hub import SmallHub, connected
 from tiny_models import child_environment, tiny_directory, write_tokenizer
 
 from moeflux_mlx import load, load_model
 from moeflux_mlx.cli import fetching
+from moeflux_mlx.convert import main as convert
+from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.engine.remote import Remote, fetch
-from moeflux_mlx.errors import ModelFileError, NotPackedError
+from moeflux_mlx.errors import ModelFileError, NotPackedError, RequestError
+from moeflux_mlx.formats.checkpoint import COPIED
+from moeflux_mlx.formats.hub import Repository
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.generate.__main__ import main as generate
 from moeflux_mlx.model.tensors import resident_bytes
 from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.packing.gguf_folder import base_tokenizer
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.spec import ModelArgs
 
@@ -150,3 +156,79 @@ def test_floats_are_refused_before_they_are_downloaded(tmp_path):
         with pytest.raises(NotPackedError, match="--hf-path org/model"):
             fetch("org/model")
         assert not weights(hub)
+
+
+@pytest.fixture
+def ggufs(tmp_path):
+    """A repository with two GGUF models, one of them in two files of a folder, and an image encoder."""
+    folder = tmp_path / "files"
+    (folder / "UD-Q8_0").mkdir(parents=True)
+    write_gguf(folder / "Tiny-Q4_0.gguf", "qwen3_moe", lambda name: "Q4_0")
+    whole = tmp_path / "whole" / "Tiny-UD-Q8_0.gguf"
+    whole.parent.mkdir()
+    write_gguf(whole, "qwen3_moe", lambda name: "Q8_0", split_max_tensors=20)
+    parts = sorted(whole.parent.iterdir())
+    for part in parts:
+        shutil.copy(part, folder / "UD-Q8_0" / part.name)
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        hub.first = parts[0]
+        yield hub
+
+
+def asked_for(hub):
+    return {name for how, name, part in hub.requests if how == "GET" and name.endswith(".gguf") and not part}
+
+
+def test_a_gguf_model_of_a_repository_is_planned_from_headers_and_comes_alone(ggufs, capfd):
+    name = "org/model:q8_0"
+    assert plan(["--model", name]) == 0
+    there = capfd.readouterr().out.splitlines()
+    assert not asked_for(ggufs)
+    assert plan(["--model", str(ggufs.first)]) == 0
+    here = capfd.readouterr().out.splitlines()
+    assert [line for line in there if not line.startswith("org/model: ")] == here
+    assert generate(["--model", name, "--prompt", "Hello", "--max-tokens", "3"]) == 0
+    out, err = capfd.readouterr()
+    assert err.startswith("org/model: 0.") and "are to be downloaded to" in err
+    assert asked_for(ggufs) == {f"UD-Q8_0/{part.name}" for part in ggufs.first.parent.iterdir()}
+    assert generate(["--model", str(ggufs.first), "--prompt", "Hello", "--max-tokens", "3"]) == 0
+    assert capfd.readouterr().out == out
+    ggufs.repo = "org/elsewhere"  # the Hub does not answer for this one any more
+    assert fetch(name).name == ggufs.first.name
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(load_model(name)(tokens), load_model(ggufs.first)(tokens))
+
+
+def test_a_gguf_model_of_a_repository_is_converted(ggufs, tmp_path, capfd):
+    assert convert(["--hf-path", "org/model:Q4_0", "--mlx-path", str(tmp_path / "packed")]) == 0
+    assert asked_for(ggufs) == {"Tiny-Q4_0.gguf"} and "are to be downloaded" in capfd.readouterr().err
+    tokens = mx.array([[1, 2, 3]])
+    assert mx.array_equal(load_model(tmp_path / "packed")(tokens), load_model("org/model:Q4_0")(tokens))
+
+
+@pytest.mark.parametrize("name", ["org/model", "org/model:Q2_K", "org/model:0"])
+def test_which_gguf_is_meant_must_be_clear(ggufs, name):
+    with pytest.raises(
+        RequestError, match=r"org/model:NAME, .*: Tiny-Q4_0 \(0.0 GB\), UD-Q8_0/Tiny-UD-Q8_0 \(0.0 GB\)"
+    ):
+        fetch(name)
+    assert not asked_for(ggufs)
+
+
+def test_the_tokenizer_of_the_model_that_a_gguf_was_made_from_comes_too(tmp_path):
+    source = {"general.base_model.0.repo_url": "https://huggingface.co/org/model"}
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write_gguf(folder / "Tiny-Q4_0.gguf", "qwen3_moe", lambda name: "Q4_0", source)
+    with SmallHub(folder) as hub, connected(hub, tmp_path / "cache"):
+        assert fetch("org/model").name == "Tiny-Q4_0.gguf"  # the Hub has no such base
+    base = tmp_path / "base"
+    base.mkdir()
+    write_tokenizer(base, "qwen3_style")
+    with SmallHub(base, "org/model") as hub, connected(hub, tmp_path / "another"):
+        own = Repository.look_up("org/model").snapshot(list(COPIED))
+        assert base_tokenizer(folder / "Tiny-Q4_0.gguf") == own
+        assert (resolve(folder / "Tiny-Q4_0.gguf") / "tokenizer.json").read_bytes() == (
+            own / "tokenizer.json"
+        ).read_bytes()

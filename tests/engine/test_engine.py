@@ -26,6 +26,7 @@ DEFAULTS = {
     "expert_cache_bytes": None,
     "prefetch": "auto",
     "keep_warm": "auto",
+    "warm_start": "auto",
     "context": None,
     "span": None,
     "prefill_step_size": None,

@@ -18,14 +18,31 @@ from test_streaming import TOP_K, run, small_waves, streamed, tokens_of  # noqa:
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.experts import lookahead, mapped, places, pool, pool_reads, reader, routed, source, waves, whole
+from moeflux_mlx.experts import (
+    lookahead,
+    mapped,
+    places,
+    pool,
+    pool_reads,
+    ranking,
+    reader,
+    reads,
+    routed,
+    source,
+    warming,
+    waves,
+    whole,
+)
 from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.pool import NOWHERE
 
 FILES = {
     module.__file__
-    for module in (streaming, pool, pool_reads, places, reader, lookahead, waves, source, routed, mapped, whole)
+    for module in (
+        *(streaming, pool, pool_reads, ranking, places, reader, reads),
+        *(lookahead, warming, waves, source, routed, mapped, whole),
+    )
 }
 
 
@@ -93,8 +110,17 @@ KINDS = {
     "copied": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "copied": True},
     "in buffers": {"least_slots": TOP_K, "cache_bytes": 1 << 30, "adopt": staging_memory},
     "queued reads": {"least_slots": TOP_K, "cache_bytes": 20 * 16384, "workers": 1, "preadv": slow},
+    "warming": {"least_slots": TOP_K, "cache_bytes": 40 * 16384, "workers": 1, "preadv": slow},
     "mapped": None,
 }
+
+
+class Endless(warming.Warming):
+    """Begins anew whenever there is room."""
+
+    def feed(self):
+        self._rest.extend(self._uses)
+        super().feed()
 
 
 @pytest.fixture(params=KINDS)
@@ -103,11 +129,14 @@ def model(request, small_waves, monkeypatch):  # noqa: F811
     options, path = KINDS[request.param], tiny_directory("qwen3_moe")
     if request.param in ("copied", "in buffers"):
         use_plain_operations(monkeypatch)
-    if request.param == "in buffers":  # they are given back and taken again in every second call
+    if request.param in ("in buffers", "warming"):  # memory is given back and taken again in every second call
         sizes = itertools.cycle([1 << 30, 20 * 16384])
         options = options | {"allowance": lambda tokens, held: next(sizes)}
     threads = set(threading.enumerate())
     made = streamed(path, **options) if options else load_model(path, dtype=mx.float32, expert_io="mmap")
+    if request.param == "warming":
+        rates = np.ones((len(made.args.moe_layers), made.args.num_experts))
+        made.experts._warming = Endless(made.experts._reads, made.experts.layout, rates)
     yield made
     made.experts.close()
     assert set(threading.enumerate()) <= threads

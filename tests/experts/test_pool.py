@@ -1,4 +1,4 @@
-"""Which record is evicted: the least recently used one, but never one that is leased."""
+"""Which record is evicted: the one that was used least of late, but never one that is leased."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from test_packed import tiny_args
 
 from moeflux_mlx.experts.pool import SlotPool
+from moeflux_mlx.experts.ranking import HALF_LIFE
 from moeflux_mlx.formats.record import ExpertLayout
 
 LAYOUT = ExpertLayout.from_args(tiny_args())
 
 
 def filled(slots, copied=False):
-    """Returns a full pool of records (0, 0), (0, 1), ..., the first one the least recently used."""
+    """Returns a full pool of records (0, 0), (0, 1), ..., without uses."""
     pool = SlotPool(LAYOUT.held_bytes, slots, slots if copied else None)
     for expert in range(slots):
         slot = pool.take()
@@ -46,20 +47,27 @@ def test_a_pinned_record_is_not_evicted(copied, for_guess):
 @given(
     uses=st.lists(st.integers(0, 3), max_size=20),
     pinned=st.sets(st.integers(0, 3)),
+    foretold=st.sets(st.integers(0, 3)),
     first=st.none() | st.integers(0, 3),
 )
-def test_the_least_recently_used_record_is_evicted(uses, pinned, first):
-    pool, order = filled(4), list(range(4))
+def test_the_record_used_least_of_late_is_evicted(uses, pinned, foretold, first):
+    pool, counts = filled(4), dict.fromkeys(range(4), 0.0)
     for expert in uses:
-        pool.find((0, expert))
-        order.append(order.pop(order.index(expert)))
+        pool.ranking.pass_time(4.0)
+        pool.ranking.use((0, expert))
+        counts = {key: count * 2 ** (-4.0 / HALF_LIFE) for key, count in counts.items()}
+        counts[expert] += 1
     for expert in pinned:
-        pool.pin([(0, expert)])
+        pool.unpin(held := [(0, expert)])
+        pool._leased[id(held)] = held
+    pool.foretold = {(0, expert) for expert in foretold}
     if first is not None:
         pool.demote((0, first))
-        order.insert(0, order.pop(order.index(first)))
+        counts[first] = -1.0
+    order = sorted(counts, key=lambda expert: (expert in foretold, counts[expert], expert))
     free = [(0, expert) for expert in order if expert not in pinned]
     assert pool.victim(for_guess=False) == (free[0] if free else None)
+    assert pool.victim(for_guess=True) == next((key for key in free if key[1] not in foretold), None)
 
 
 def test_the_row_of_a_dropped_record_is_reused():

@@ -23,7 +23,7 @@ from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
-from moeflux_mlx.kinds import SILU
+from moeflux_mlx.kinds import SILU, BlockSums
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import softmax_scale
@@ -85,6 +85,12 @@ SIZES = {
     "ling-3-tiny-8b-a1b": (1327104, 169869312, 23, 3.64),
     "ling-3-flash-124b-a5b": (3325952, 1702887424, 40, 63.44),
     "kimi-linear-48b-a3b": (3981312, 1019215872, 26, 24.68),
+    "kimi-k3-2800b-a104b": (18579456, 16647192576, 92, 1426.36),
+    "granite-4.0-h-tiny-7b-a1b": (1327104, 84934656, 40, 3.16),
+    "granite-4.0-h-small-32b-a9b": (5308416, 382205952, 40, 14.24),
+    "llama-4-scout-109b-a17b": (70778880, 1132462080, 48, 50.62),
+    "llama-4-maverick-400b-a17b": (70778880, 9059696640, 24, 202.5),
+    "north-mini-code-30b-a3b": (2654208, 339738624, 48, 15.19),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
@@ -247,6 +253,27 @@ def test_unknown_storage_names_its_module(entry):
             {"per_layer_config": {"5": {"sliding_window": 7}}},
             "'per_layer_config' has ['sliding_window']",
         ),
+        ("granite-4.0-h-tiny-7b-a1b", {"mamba_d_head": 32}, "'mamba_d_head' is 32; expected a width that gives 3072"),
+        ("granite-4.0-h-tiny-7b-a1b", {"position_embedding_type": "alibi"}, "'position_embedding_type' is 'alibi'"),
+        ("granite-4.0-h-tiny-7b-a1b", {"num_local_experts": 0}, "'num_local_experts' is 0"),
+        ("llama-4-scout-109b-a17b", {"num_experts_per_tok": 2}, "'num_experts_per_tok' is 2; only 1"),
+        ("llama-4-scout-109b-a17b", {"moe_layers": [48]}, "'moe_layers' is [48]; expected numbers of layers below 48"),
+        (
+            "north-mini-code-30b-a3b",
+            {"expert_selection_fn": "relu"},
+            "'expert_selection_fn' is 'relu'; expected 'softm",
+        ),
+        ("north-mini-code-30b-a3b", {"use_parallel_block": False}, "'use_parallel_block' is False"),
+        (
+            "north-mini-code-30b-a3b",
+            {"num_shared_experts": 1, "shared_expert_combination_strategy": "max"},
+            "'shared_expert_combination_strategy' is 'max'; expected 'average' or 'sum'",
+        ),
+        (
+            "north-mini-code-30b-a3b",
+            {"prefix_dense_intermediate_size": None},
+            "'prefix_dense_intermediate_size' is missing",
+        ),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
         ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
@@ -365,6 +392,16 @@ def test_defaults_of_lfm2_are_those_of_transformers():
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
 
 
+def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
+    """The publisher nests a text part with the `model_type` of Kimi Linear."""
+    config = config_of("kimi-k3-2800b-a104b")
+    args = ModelArgs.from_dict(config)
+    assert args.model_type == "kimi_linear" and args.connections == BlockSums(12, 93) and args.connections.streams == 9
+    assert [i for i, mixer in enumerate(args.mixers) if mixer.attention] == [*range(3, 92, 4), 92]
+    flat = ModelArgs.from_dict({**config["text_config"], "model_type": "kimi_k3"})
+    assert dataclasses.replace(flat, model_type="kimi_linear") == args
+
+
 def test_defaults_of_beam_are_those_of_transformers():
     """Its layers with attention to all positions are every sixth and the last, its dense ones the first three."""
     names = ("head_dim", "sliding_window", "rope_parameters", "final_logit_softcapping", "n_group", "topk_group")
@@ -400,6 +437,29 @@ def test_defaults_of_hy_v4_are_those_of_transformers():
     assert ModelArgs.from_dict({**config, "swiglu_limit": 0.0}).experts.activation == SILU
 
 
+def test_defaults_of_llama_4_are_those_of_transformers():
+    """Every fourth layer sees all positions; without chunks all do, but the same layers rotate."""
+    names = ("attention_chunk_size", "no_rope_layers", "attn_temperature_tuning", "floor_scale", "attn_scale")
+    names += ("interleave_moe_layer_step", "use_qk_norm", "intermediate_size_mlp", "num_experts_per_tok")
+    config = config_of("llama-4-scout-109b-a17b")
+    args = ModelArgs.from_dict(config)
+    text = {n: v for n, v in config["text_config"].items() if n not in names}
+    assert ModelArgs.from_dict({**config, "text_config": text}) == args
+    whole = ModelArgs.from_dict({**config, "text_config": text | {"attention_chunk_size": None}})
+    assert [i for i, mixer in enumerate(args.mixers[:8]) if mixer.rotation is None] == [3, 7]
+    assert all((mixer.window == 8192) is mixer.chunked is (mixer.rotation is not None) for mixer in args.mixers)
+    assert all(mixer.window is None for mixer in whole.mixers)
+    assert ModelArgs.from_variant("llama-4-maverick-400b-a17b").moe_layers == tuple(range(1, 48, 2))
+
+
+def test_llama_3s_scaling_without_a_ramp():
+    """In Llama 4 Scout both limits are one turn (transformers: `_compute_llama3_parameters`)."""
+    rope = Rope(ModelArgs.from_variant("llama-4-scout-109b-a17b").mixers[0].rotation)
+    plain = 5e5 ** -(np.arange(0, 128, 2) / 128)
+    turns = 8192 * plain / (2 * np.pi)
+    assert np.allclose(np.frombuffer(rope.frequencies), np.where(turns > 1, plain, plain / 16), rtol=1e-12)
+
+
 def test_ling_2_is_refused_by_name():
     config = {n: v for n, v in goldens.config("bailing_hybrid").items() if "kda" not in n}
     with pytest.raises(ConfigError, match="'kda_safe_gate' is missing; of 'bailing_hybrid' only Ling 3"):
@@ -421,7 +481,10 @@ def test_the_text_part_decides_whose_family_it_is():
         ModelArgs.from_dict(config)
 
 
-@pytest.mark.parametrize(("outer", "text"), [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4"), ("step3p7", "step3p5")])
+@pytest.mark.parametrize(
+    ("outer", "text"),
+    [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4"), ("step3p7", "step3p5"), ("cohere2_vision", "cohere2_moe")],
+)
 def test_models_that_are_named_after_their_image_encoder(outer, text):
     """As docs/models.md lists them."""
     assert outer not in FAMILIES and family_name({"model_type": outer, "text_config": {"model_type": text}}) == text
@@ -443,7 +506,7 @@ def small(config):
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
     lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
-    for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios"):
+    for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios", "no_rope_layers"):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
     linear = body.get("linear_attn_config", {})

@@ -16,6 +16,7 @@ from moeflux_mlx.caches import entries, growing, ring
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import mapped
+from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.model.compiled import DecodeStep
@@ -53,7 +54,11 @@ def resident_model(monkeypatch, request):
     return make_resident(monkeypatch, request.param)
 
 
-@pytest.mark.parametrize("resident_model", [*FAMILIES, "mistral4", "beam", *SOME_CHOOSING], indirect=True)
+@pytest.mark.parametrize(
+    "resident_model",
+    [*FAMILIES, "mistral4", "beam", "kimi_k3", "llama4", "cohere2_moe", *SOME_CHOOSING],
+    indirect=True,
+)
 def test_compiled_step_equals_the_plain_one(resident_model):
     model = resident_model
     prompt, rest = list(range(5, 25)), [7, 3, 9, 30]
@@ -99,7 +104,8 @@ def attending(model):
         *("qwen3_5_moe", "deepseek_v3", "gpt_oss", "step3p5", "g9v3", "glm_moe_dsa"),
         *map(full, ("deepseek_v4", "qwen3_moe", "qwen3_next", "nemotron_h", "qwen4_exp", "glm5_next", "minimax_m3_vl")),
         *map(full, ("ernie4_5_moe", "afmoe", "flint", "kolibri1", "qwen2_moe", "olmoe", "mixtral")),
-        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4")),
+        *map(full, ("bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")),
+        *map(full, ("granitemoehybrid", "llama4", "cohere2_moe")),
     ],
 )
 def test_tokens_on_kernels_equal_those_on_plain_operations(monkeypatch, family):
@@ -162,6 +168,10 @@ def pretended_norm(x, weight, eps):
     return pretended(inputs, [x.shape], [x.dtype])[0]
 
 
+def pretended_layer_norm(x, weight, bias, eps):
+    return pretended([one for one in (x, weight, bias) if one is not None], [x.shape], [x.dtype])[0]
+
+
 def pretended_turn(x, dims, *, freqs, **_):
     return pretended([x, freqs], [x.shape], [x.dtype])[0]
 
@@ -181,7 +191,9 @@ MOST |= {"deepseek_v4": 27, ("deepseek_v4", 0): 18, ("deepseek_v4", 2): 20}
 MOST |= {"glm5_next": 12, ("glm5_next", 2): 21, ("glm5_next", 4): 21}
 MOST |= {"qwen4_exp": 19, ("qwen4_exp", 0): 11, ("qwen4_exp", 1): 14, ("qwen4_exp", 3): 14}
 MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2): 12, "minimax_m3_vl": 9}
-MOST |= {"hy_v4": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
+MOST |= {"kimi_k3": 17, "hy_v4": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
+MOST |= {"llama4": 11}  # the input of its experts is scaled
+MOST |= {"cohere2_moe": 12}  # both parts take a norm of their own launch, and its shared expert is as wide as two
 MOST |= {"nemotron_h": 10, "nemotron_h_latent": 12, "lfm2_moe": 7, ("lfm2_moe", 4): 8}
 MOST |= dict.fromkeys((*goldens.families(), "glm4_moe", "hy_v3", "kimi_k2", "solar_open", "g9v3", "mixtral"), 8)
 
@@ -192,12 +204,14 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
     """Counts the operations of a compiled step's graph that are not views. Compiling joins small operations."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = make_resident(monkeypatch, family, mx.bfloat16)
-    cache, streams = model.make_cache(), model.args.connections.streams if model.args.connections else 1
-    x, token = mx.zeros((1, 1, streams * model.args.hidden_size), mx.bfloat16), mx.array([[7]])
-    mx.eval(model(mx.array([list(range(5, 52))]), cache), x, token)  # the next token ends entries and blocks
+    cache, token = model.make_cache(), mx.array([[7]])
+    widths = [model.args.hidden_size * streams_before(model.args.connections, i) for i in range(len(cache))]
+    inputs = {width: mx.zeros((1, 1, width), mx.bfloat16) for width in widths}
+    mx.eval(model(mx.array([list(range(5, 52))]), cache), inputs, token)  # the next token ends entries and blocks
     monkeypatch.setattr(backend, "name", lambda: "metal")
     monkeypatch.setattr(launch, "built", lambda *kernel: pretended)
     monkeypatch.setattr(mx.fast, "rms_norm", pretended_norm)
+    monkeypatch.setattr(mx.fast, "layer_norm", pretended_layer_norm)
     monkeypatch.setattr(mx.fast, "rope", pretended_turn)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", pretended_attention)
     monkeypatch.setattr(attend, "refusal", lambda *_: None)  # for heads that are narrower than a real model's
@@ -211,7 +225,7 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
         own.reserve(1)
         mx.eval([array for array in own.state[:-1] if array is not None], chosen)
         step = DecodeStep(lambda x, caches, *more, module=module: [module(x, caches[0], *given(*more))])
-        mx.export_to_dot(str(tmp_path / "graph"), step(x, [[own]], chosen, token)[0])
+        mx.export_to_dot(str(tmp_path / "graph"), step(inputs[widths[layer]], [[own]], chosen, token)[0])
         names = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph").read_text())
         launched = [name for name in names if name not in VIEWS]
         assert 5 < len(launched) <= MOST.get((family, layer), MOST.get(family, 10)), launched

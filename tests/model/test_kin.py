@@ -11,10 +11,11 @@ from grids import drawn
 from tiny_models import tiny_directory, tiny_model, use_plain_operations, with_config
 
 from moeflux_mlx.engine.engine import load_model
-from moeflux_mlx.kinds import Activation, QueryGrowth
+from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
-from moeflux_mlx.model.residual import OneStream
+from moeflux_mlx.model import moe
+from moeflux_mlx.model.residual import OneStream, ParallelStream
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 from moeflux_mlx.ops.rope import Rope
@@ -65,6 +66,7 @@ def test_logits_match_hugging_face(monkeypatch, family, computing):
 SPARSE = goldens.text_config("minimax_m3_vl")["sparse_attention_config"]
 GEMMAS = goldens.text_config("gemma4")["rope_parameters"]
 LINEAR = goldens.text_config("glm5_next")["linear_attn_config"]
+KIMI = goldens.text_config("kimi_k3")["linear_attn_config"]
 IGNORED = [
     ("kimi_k2", {"routed_scaling_factor": 1.0}),
     ("kimi_k2", {"norm_topk_prob": False}),
@@ -169,11 +171,43 @@ IGNORED = [
     ("kolibri1", {"sliding_window": 10}),
     ("kolibri1", {"norm_topk_prob": True}),
     ("kolibri1", {"layer_types": ["sliding_attention"] * 5}),
+    ("llama4", {"attention_chunk_size": 11}),
+    ("llama4", {"attention_chunk_size": None}),
+    ("llama4", {"attn_temperature_tuning": 0}),
+    ("llama4", {"floor_scale": 6}),
+    ("llama4", {"attn_scale": 0.1}),
+    ("llama4", {"use_qk_norm": False}),
+    ("llama4", {"no_rope_layers": []}),
+    ("llama4", {"rope_scaling": None}),
+    ("llama4", {"rms_norm_eps": 1e-5}),
+    ("cohere2_moe", {"layer_norm_eps": None}),
+    ("cohere2_moe", {"rms_norm_eps": 0.01}),
+    ("cohere2_moe", {"logit_scale": None}),
+    ("cohere2_moe", {"norm_topk_prob": False}),
+    ("cohere2_moe", {"expert_selection_fn": "softmax"}),
+    ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}),
+    ("cohere2_moe", {"sliding_window": 8}),
+    ("cohere2_moe", {"layer_types": None, "sliding_window_pattern": 4}),
+    ("cohere2_moe_north", {"prefix_dense_sliding_window_pattern": 4}),
+    ("cohere2_moe_north", {"rms_norm_eps": None, "layer_norm_eps": 0.01}),
+    ("cohere2_moe_north", {"norm_topk_prob": True}),
+    ("granitemoehybrid", {"embedding_multiplier": None}),
+    ("granitemoehybrid", {"residual_multiplier": None}),
+    ("granitemoehybrid", {"attention_multiplier": None}),
+    ("granitemoehybrid", {"logits_scaling": None}),
+    ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    ("granitemoehybrid", {"rms_norm_eps": None}),
     ("beam", {"final_logit_softcapping": 30.0}),
     ("beam", {"rms_norm_eps": None}),
     ("beam", {"rope_parameters": None}),
     ("beam", {"sliding_window": 8}),
     ("beam", {"topk_group": 1}),
+    ("kimi_k3", {"activation_situ_beta": 1.0}),
+    ("kimi_k3", {"activation_situ_linear_beta": None}),
+    ("kimi_k3", {"attn_res_block_size": 3}),
+    ("kimi_k3", {"linear_attn_config": {**KIMI, "gate_lower_bound": None}}),
+    ("kimi_k3", {"linear_attn_config": {**KIMI, "gate_lower_bound": -4.5}}),
+    ("kimi_k3", {"rms_norm_eps": None}),
     ("hy_v4", {"hc_eps": 1e-6}),
     ("hy_v4", {"hc_magnitude": 2.0}),
     ("hy_v4", {"index_topk": 64}),
@@ -211,7 +245,7 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear", "beam", "hy_v4")
+BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -310,7 +344,7 @@ def test_sinks_that_are_left_out_or_have_the_other_sign(family, factor):
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid", "beam", "hy_v4"])
+@pytest.mark.parametrize("family", ["laguna", "step3p5", "afmoe", "bailing_hybrid", "beam", "hy_v4", "kimi_k3"])
 def test_gates_that_are_left_out(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     for attention in (layer.self_attn for layer in model.layers if layer.self_attn.mixer.attention):
@@ -390,7 +424,9 @@ def by_head(norm, width=32):
     return normed
 
 
-@pytest.mark.parametrize("family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("glm5_next", 1e-6)])
+@pytest.mark.parametrize(
+    "family, eps", [("glm4_moe_lite", None), ("kimi_linear", None), ("kimi_k3", None), ("glm5_next", 1e-6)]
+)
 def test_norms_of_latents_with_another_eps(family, eps):
     """DeepSeek's norms of latents have an eps of their own, GLM-5.3-Flash's use that of all others."""
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
@@ -435,6 +471,8 @@ def test_mistakes_in_a_router(mistake):
 
 ROPES = {
     "ernie4_5_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "cohere2_moe": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
+    "llama4": ("pairs by halves", lambda rotation: replace(rotation, interleaved=False)),
     "mixtral": ("neighbouring pairs", lambda rotation: replace(rotation, interleaved=True)),
 }
 
@@ -442,13 +480,13 @@ ROPES = {
 @pytest.mark.parametrize("family", ROPES)
 def test_pairs_of_a_rotation_that_are_not_the_familys(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
-    for attention in (layer.self_attn for layer in model.layers):
+    for attention in (layer.self_attn for layer in model.layers if layer.self_attn.rope):
         attention.rope = Rope(ROPES[family][1](attention.mixer.rotation))
         attention.arrange()
     assert error(model, family) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam"])
+@pytest.mark.parametrize("family", ["afmoe", "flint", "kolibri1", "beam", "cohere2_moe"])
 def test_a_rotation_in_layers_without_a_window(family):
     model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
     turned = next(layer.self_attn.rope for layer in model.layers if layer.self_attn.rope)
@@ -534,6 +572,97 @@ def test_mistakes_in_hy_v4(mistake):
     assert error(model, "hy_v4") > 10 * TOLERANCE
 
 
+# Parts of a Kimi K3 layer that an implementation may leave out or place wrongly.
+KIMI_K3 = {
+    "blocks that begin a layer late": lambda layer, number: setattr(layer.ffn_hc, "begins", number % 2 == 1),
+    "no new block": lambda layer, number: number and setattr(layer.ffn_hc, "begins", False),
+    "no norm before the weights of sums": lambda layer, number: _replace_weight(layer.attn_hc, norm=1.0),
+    "the other part's weights of sums": lambda layer, number: _set(layer.ffn_hc, "_weight", layer.attn_hc._weight),
+    "the last part alone": lambda layer, number: setattr(layer.attn_hc, "gather", lambda h: (h[..., -128:],)),
+    "silu": lambda layer, number: _activate(layer, Activation()),
+    "a latent that is not normed": lambda layer, number: "latent_norm" in layer.mlp and layer.mlp.pop("latent_norm"),
+    "the last rates of decay": lambda layer, number: (
+        "A_log" in layer.self_attn and _set(layer.self_attn, "A_log", layer.self_attn.A_log[::-1])
+    ),
+}
+
+
+def _replace_weight(hc, norm):
+    hc._weight = norm * hc.proj_weight[0]
+
+
+def _activate(layer, activation):
+    mlps = [layer.mlp.shared_expert] if "shared_expert" in layer.mlp else [layer.mlp]
+    for mlp in mlps:
+        mlp.activation = activation
+
+
+@pytest.mark.parametrize("mistake", KIMI_K3)
+def test_mistakes_in_kimi_k3(mistake):
+    model = load_model(tiny_directory("kimi_k3", "hub"), dtype=mx.float32)
+    for number, layer in enumerate(model.layers):
+        KIMI_K3[mistake](layer, number)
+    assert error(model, "kimi_k3") > 10 * TOLERANCE
+
+
+def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
+    model, right = load_model(tiny_directory("cohere2_moe", "hub"), dtype=mx.float32), ParallelStream.mixed
+
+    def one_after_another(stream, *given):
+        _, h = right(stream, *given)
+        return stream.norm(h), h
+
+    monkeypatch.setattr(ParallelStream, "mixed", one_after_another)
+    assert error(model, "cohere2_moe") > 10 * TOLERANCE
+
+
+# Parts of Llama 4 that an implementation may place wrongly.
+LLAMA4 = {
+    "windows instead of chunks": lambda layer, patch: _switch(layer, chunked=False),
+    "queries that grow in chunks too": lambda layer, patch: _switch(layer, query_scale=QueryScale(0.7, 5, first=1)),
+    "queries that grow one later": lambda layer, patch: (
+        layer.self_attn.mixer.query_scale and _switch(layer, query_scale=QueryScale(0.7, 5))
+    ),
+    "queries and keys in norms without rotation too": lambda layer, patch: _switch(layer, norm="unit"),
+    "outputs that are scaled": lambda layer, patch: patch.setattr(moe, "_scaled_input", lambda *given: given),
+    "a softmax": lambda layer, patch: hasattr(layer.mlp, "rule") and _set_rule(layer, score="softmax"),
+}
+
+
+def _set_rule(layer, **change):
+    layer.mlp.rule = replace(layer.mlp.rule, **change)
+
+
+@pytest.mark.parametrize("mistake", LLAMA4)
+def test_mistakes_in_llama4(monkeypatch, mistake):
+    model = load_model(tiny_directory("llama4", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        LLAMA4[mistake](layer, monkeypatch)
+    assert error(model, "llama4") > 10 * TOLERANCE
+
+
+# The norms of a stream that is kept divided by the factor of parts, and those that read no stream.
+NORMS_OF_GRANITE = {
+    "norms of the stream": lambda layer: [_change_eps(layer, name, 0.4**2) for name in BEFORE_PARTS],
+    "norms of Mamba": lambda layer: "mamba" in layer and _change_eps(layer.mamba, "norm", 0.4**-2),
+}
+BEFORE_PARTS = ("input_layernorm", "post_attention_layernorm")
+
+
+def _change_eps(owner, name, factor):
+    owner[name].eps *= factor
+    if hasattr(owner, "arrange"):
+        owner.arrange()
+
+
+@pytest.mark.parametrize("norms", NORMS_OF_GRANITE)
+def test_an_epsilon_that_forgets_how_the_stream_is_kept(norms):
+    model = load_model(tiny_directory("granitemoehybrid", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        NORMS_OF_GRANITE[norms](layer)
+    assert error(model, "granitemoehybrid") > 10 * TOLERANCE
+
+
 AGREED = (
     "kimi_k2",
     "moonlight",
@@ -549,6 +678,7 @@ AGREED = (
     "qwen2_moe",
     "afmoe",
     "bailing_hybrid",
+    "granitemoehybrid",
 )
 
 

@@ -109,7 +109,11 @@ def plain_model(family):
 
 
 @pytest.mark.parametrize(
-    "family, kind", drawn(dict.fromkeys([*FAMILIES, "mimo_v2_flash", "gemma4", "beam"]), ["native", "plain"])
+    "family, kind",
+    drawn(
+        dict.fromkeys([*FAMILIES, "mimo_v2_flash", "gemma4", "beam", "kimi_k3", "llama4", "cohere2_moe"]),
+        ["native", "plain"],
+    ),
 )
 def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     if kind == "plain" and backend.has_kernels():
@@ -172,7 +176,7 @@ def test_rows_that_choose_positions_have_the_same_bits(monkeypatch, family):
 @msl.needed
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_moe", "mistral4", "beam", *map(full, ["deepseek_v3", "gpt_oss", "nemotron_h"])]
+    "family", ["qwen3_5_moe", "mistral4", "beam", "llama4", *map(full, ["deepseek_v3", "gpt_oss", "nemotron_h"])]
 )
 def test_rows_of_several_sequences_share_a_launch(monkeypatch, family):
     """The sequences have different lengths. In one step some have several rows, which share a launch of their own."""

@@ -11,7 +11,7 @@ from metal import fast, msl
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.layout_file import from_json, to_json
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Residual, Rotation, Router, SharedExpert
+from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Rotation, Router, SharedExpert
 from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.mixers.grouped.module import Attention
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
@@ -37,6 +37,11 @@ CASES = {
     "window": replace(PLAIN, window=3),
     "window of one": replace(PLAIN, window=1, sinks=True),
     "a window that the text ends in": replace(PLAIN, window=7),
+    "a chunk": replace(PLAIN, window=5, chunked=True, sinks=True),
+    "a chunk that the text ends in": replace(PLAIN, window=7, chunked=True),
+    "a chunk of one": replace(PLAIN, window=1, chunked=True),
+    "norms without weights": replace(PLAIN, norm="unit"),
+    "norms without weights or rotation": replace(PLAIN, norm="unit", rotation=None),
     "sigmoid of each value": replace(PLAIN, gate="sigmoid", value_dim=16),
     "sigmoid of each head": replace(PLAIN, gate="sigmoid head"),
     "softplus of each head": replace(PLAIN, gate="softplus head"),
@@ -44,6 +49,7 @@ CASES = {
     "a bias of a head's gate": replace(PLAIN, gate="sigmoid head", gate_bias=True),
     "queries that grow": replace(PLAIN, rotation=None, query_scale=QueryGrowth(0.7, 3)),
     "queries that grow in steps": replace(PLAIN, query_scale=QueryScale(0.7, 3)),
+    "queries that grow in steps from the second on": replace(PLAIN, query_scale=QueryScale(0.7, 3, first=1)),
     "narrow values": replace(PLAIN, head_dim=96, value_dim=32, value_scale=0.5, scale=0.2),
     "values are keys": replace(PLAIN, value_is_key=True),
     "values in a norm": replace(PLAIN, value_norm=True),
@@ -88,7 +94,7 @@ def query_factors(positions, by):
     """Computes the factors in float64 (transformers: `compute_attention_scaling` of Beam, `Llama4TextAttention`)."""
     if isinstance(by, QueryGrowth):
         return (1 + (positions + 1) / by.length) ** by.exponent
-    return 1 + by.beta * np.log1p(positions // by.original_max_position_embeddings)
+    return 1 + by.beta * np.log1p((positions + by.first) // by.original_max_position_embeddings)
 
 
 def projected(layer, x):
@@ -108,6 +114,8 @@ def wanted(layer, part, norm, x):
         k = normed(k.reshape(L, -1), layer.k_norm).reshape(k.shape)
     if part.norm == "head":
         q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    if part.norm == "unit":
+        q, k = (one / np.sqrt((one**2).mean(-1, keepdims=True) + EPS) for one in (q, k))
     if part.rotation:
         q, k = turned(q, part.rotation), turned(k, part.rotation)
     if part.query_scale:
@@ -115,7 +123,10 @@ def wanted(layer, part, norm, x):
     k, v = (np.repeat(one, part.heads // part.kv_heads, axis=1) for one in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * (part.scale or D**-0.5)
     scores[:, ~np.tri(L, dtype=bool)] = -np.inf
-    if part.window:
+    if part.chunked:
+        chunks = np.arange(L) // part.window
+        scores[:, chunks[:, None] != chunks] = -np.inf
+    elif part.window:
         scores[:, np.tri(L, k=-part.window, dtype=bool)] = -np.inf
     weights = np.exp(scores)
     total = weights.sum(-1, keepdims=True) + (np.exp(wide(layer.sinks))[:, None, None] if part.sinks else 0)
@@ -171,6 +182,8 @@ DIFFERENT += [
     {"gate": "softplus head"},
     {"query_scale": QueryGrowth(0.7, 3)},
     {"query_scale": QueryScale(0.7, 3)},
+    {"norm": "unit"},
+    {"window": 4, "chunked": True},
     {"value_scale": 0.7},
     {"scale": 0.1},
 ]
@@ -261,9 +274,3 @@ def test_layers_may_differ_in_their_limits_alone():
     for other in (replace(experts, width=64), replace(experts, biases=True), shared[0]):
         with pytest.raises(ConfigError, match="layer 1 has other experts than layer 0"):
             _check(replace(args, layers=(args.layers[0], replace(args.layers[0], feed_forward=other))))
-
-
-def test_a_switch_that_is_not_computed_is_refused():
-    with pytest.raises(ConfigError, match=r"layer 0 has scale 0\.5, which is not implemented"):
-        args = tiny_args(PLAIN, residual=Residual(scale=0.5))
-        _check(replace(args, layers=args.layers[:1]))

@@ -32,6 +32,8 @@ CASES = {  # heads, kv heads, width, gates, rotation, switches
     "window, sinks, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "sinks": True, "value_dim": 32}),
     "narrow values of a wide head": (4, 1, 192, False, Rotation(64, 1e4), {"value_dim": 128, "norm": None}),
     "queries that grow": (4, 2, 64, False, Rotation(64, 1e6), {"query_scale": QueryGrowth(0.7, 3)}),
+    "chunk": (4, 2, 32, True, Rotation(32, 1e6), {"window": 50, "chunked": True}),
+    "8 bits, chunk": (4, 2, 64, False, Rotation(64, 1e6), {"window": 50, "chunked": True, "kv_bits": 8}),
     "8 bits": (4, 2, 64, False, Rotation(64, 1e6), {"kv_bits": 8}),
     "8 bits, two groups, gates": (3, 1, 128, True, Rotation(16, 1e4), {"kv_bits": 8}),
     "8 bits, window, narrow values": (4, 2, 96, False, Rotation(64, 1e4), {"window": 5, "value_dim": 32, "kv_bits": 8}),
@@ -81,7 +83,7 @@ class Layer:
     def run(self, parts, cache, seen=None):
         q_norm, k_norm = self.norms
         more = {"rope": self.rope, "scale": 0.3, "window": self.part.window, "sinks": self.sinks, "seen": seen}
-        more["query_scale"] = self.part.query_scale
+        more |= {"query_scale": self.part.query_scale, "chunked": self.part.chunked}
         return attend.attend(*parts, cache, q_norm=q_norm, k_norm=k_norm, **more)
 
     def turned(self, x, norm, position):
@@ -100,7 +102,9 @@ class Layer:
         """
         heads, kv_heads, width, gates = self.sizes
         q = self.turned(self.tokens[-1][0][:, :width], self.norms[0], self.positions[-1])
-        seen = list(zip(self.positions, self.tokens, strict=True))[-(self.part.window or len(self.tokens)) :]
+        visible = self.part.window or len(self.tokens)
+        visible = (len(self.tokens) - 1) % visible + 1 if self.part.chunked else visible
+        seen = list(zip(self.positions, self.tokens, strict=True))[-visible:]
         k = np.array([self.turned(token[1], self.norms[1], p) for p, token in seen])
         v = np.array([token[2] for _, token in seen])
         if self.part.kv_bits:
@@ -232,9 +236,10 @@ def test_wherever_pieces_and_arrays_end(host, lengths):
 ENDS = [[1], [4, 1], [5, 1], [13, 1], [31, *[1] * 40], [2, 1, 9, 1, 300, 1, 1]]
 
 
-@pytest.mark.parametrize("window, lengths", drawn([1, 5, 40, 128], ENDS))
-def test_wherever_a_window_and_its_ring_end(host, window, lengths):
-    layer = Layer(2, 1, 32, False, Rotation(32, 1e4), {"window": window, "sinks": True})
+@pytest.mark.parametrize("window, lengths, chunked", drawn([1, 5, 40, 128], ENDS, [False, True]))
+def test_wherever_a_window_or_a_chunk_and_its_ring_end(host, window, lengths, chunked):
+    switches = {"window": window, "chunked": chunked, "sinks": True}
+    layer = Layer(2, 1, 32, False, Rotation(32, 1e4), switches)
     assert layer.error(lengths) < LIMITS[mx.float32]
 
 
@@ -340,7 +345,7 @@ def test_a_late_token_is_turned_as_many_are(host):
     layer, late = Layer(*CASES["one group"]), 100_003
     q, k, v = parts = [layer.normal(1, 1, heads, 64) for heads in (4, 2, 2)]
     shapes, types = [part.shape[2:] for part in parts], (q.dtype,) * 3
-    step, _ = attend.plan_row(backend.name(), shapes, types, 32, (64, False), (None, False, False), SEEING_ALL)
+    step, _ = attend.plan_row(backend.name(), shapes, types, 32, (64, False), (None, False, False, False), SEEING_ALL)
     weights, numbers = [norm.weight for norm in layer.norms], (1e-2, 1.0, 0.3)
     kept, recent = mx.zeros((1, 2, 64, 64)), mx.zeros(2 * 2 * attend.RECENT * 64)
     positions = mx.array([late, late, 64, late], mx.int32)
@@ -361,7 +366,8 @@ FAULTS = {
     "values of the newest": ("attend_step", "values_later + (p - begun) * VD", "values_later + row * VD"),
     "its own position is left out": ("attend_step", "row == own ? last", "row == own ? NONE"),
     "later positions": ("attend_step", "row < earlier && top", "row < P && top"),
-    "a window too wide": ("attend_step", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
+    "a chunk that begins one later": ("seen.h", "offset - offset % WINDOW", "offset - offset % WINDOW + 1"),
+    "a window too wide": ("seen.h", "offset + 1 - WINDOW : 0", "offset - WINDOW : 0"),
     "a window too narrow": ("attend_step", "top + row >= low", "top + row > low"),
     "a ring out of order": ("attend_step", "(kept + (WINDOW ? p % capacity : p)) * KD", "(kept + p % WINDOW) * KD"),
     "values out of order": (
@@ -371,7 +377,7 @@ FAULTS = {
     ),
     "no sinks": ("attend_combine", "total += metal::fast::exp(sink - largest)", "total += 0"),
     "sinks of the other sign": ("attend_combine", "exp(sink -", "exp(-sink -"),
-    "the first pieces": ("attend_combine", "(WINDOW && offset >= WINDOW", "(!WINDOW && offset >= WINDOW"),
+    "the first pieces": ("attend_combine", "first_seen<WINDOW, CHUNKED>", "first_seen<0, CHUNKED>"),
     "values as wide as keys": (
         "attend_step",
         "KV * RECENT * KD + kv * RECENT * VD",
@@ -396,7 +402,9 @@ FAULTS = {
 SEEN_IN = {  # the case that shows the fault; the others are in "one group"
     "heads without gates": "gates",
     "no magnitude": "YaRN",
+    "the first pieces": "chunk",
     "a window too wide": "window",
+    "a chunk that begins one later": "chunk",
     "no sinks": "sinks",
     "sinks of the other sign": "sinks",
     "values as wide as keys": "window, sinks, narrow values",

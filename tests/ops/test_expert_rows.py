@@ -157,7 +157,7 @@ def test_every_shape(units, shape, counts, dtype):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_activation(host, form, interleaved):
-    activation = Activation(form, None if form in ("silu", "gelu", "relu") else 0.5)
+    activation = Activation(form, 0.5 if "clip" in form else None, 0.5 if form == "situ" else None)
     record = Record.make(64, 64, activation=activation, interleaved=interleaved, has_bias=interleaved)
     assert error(case(record, [9, 4], mx.bfloat16)) < LIMITS[mx.bfloat16]
 

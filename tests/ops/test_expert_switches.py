@@ -22,7 +22,8 @@ from moeflux_mlx.several import experts as several_experts
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 LIMIT = 0.6  # a limit that many products exceed
-ACTIVATIONS = [Activation(form, None if form in ("silu", "gelu", "relu") else LIMIT) for form in FORMS]
+ACTIVATIONS = [Activation(form, LIMIT if "clip" in form else None) for form in FORMS if form != "situ"]
+ACTIVATIONS += [Activation("situ", LIMIT, 0.8), Activation("situ", None, 2.0)]
 STORED = [(MXFP4, "BF16"), (Quant(4, 64), "F16"), (Quant(3, 32), "F32"), (Quant(4, 32), "BF16"), (Quant(8, 64), "F32")]
 KERNEL_LIMITS = {mx.float32: 1e-5, mx.bfloat16: 1e-2, mx.float16: 2e-3}
 SEEN = 2e-2  # share of the largest value by which the smallest fault changes the result at least
@@ -34,8 +35,11 @@ def sigmoid(x):
 
 def activated(g, u, activation, limit=None):
     """Computes the activation in float64, as gpt-oss (torch/model.py), Step-3.5 (modeling_step3p5.py) and DeepSeek-V4
-    (model.py) have it, and Nemotron-H without a gate (arXiv:2109.08668)."""
+    (model.py) have it, Kimi K3 (mlx-lm's kimi_k3.py), and Nemotron-H without a gate (arXiv:2109.08668)."""
     limit = activation.limit if limit is None else limit
+    if activation.form == "situ":
+        u = u if limit is None else limit * np.tanh(u / limit)
+        return activation.gate_limit * np.tanh(g / activation.gate_limit) * sigmoid(g) * u
     clipped = None if limit is None else (np.minimum(g, limit), np.clip(u, -limit, limit))
     if activation.form == "silu":
         return g * sigmoid(g) * u
@@ -192,6 +196,8 @@ KERNELS = [  # each activation is a variant of Metal's source
     (STORED[2], ACTIVATIONS[1], mx.float16, True, (192, 128)),
     (STORED[3], ACTIVATIONS[0], mx.float32, True, (128, 192)),
     (STORED[1], ACTIVATIONS[5], mx.float32, True, (192, 128)),
+    (STORED[0], ACTIVATIONS[6], mx.bfloat16, False, (64, 192)),
+    (STORED[0], ACTIVATIONS[7], mx.float32, True, (64, 192)),
 ]
 
 

@@ -20,6 +20,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
+from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.registry import USUAL, make_cache
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layer import DecoderLayer
@@ -119,7 +120,7 @@ def last_block(args, layer, positions, block):
         fill(one, positions)
         one.offset = positions - block
     made.set_dtype(mx.bfloat16)
-    x = mx.zeros((1, block, args.hidden_size * (args.connections.streams if args.connections else 1)), mx.bfloat16)
+    x = mx.zeros((1, block, args.hidden_size * streams_before(args.connections, layer)), mx.bfloat16)
     made.mlp.finish = lambda parts, report: parts[0]
     tokens = mx.zeros((1, block), mx.int32)
     span, mixer = Span(tokens, positions - block, block, inputs=Tokens(tokens)), args.mixers[layer]

@@ -194,6 +194,7 @@ CHOICES = {
     "a softmax with a bias": Router(40, 6, correction_bias=True),
     "groups of a softmax": Router(40, 6, groups=5, kept_groups=2),
     "logits with a bias": Router(40, 6, "sigmoid", True, normalise=False, biases_logits=True),
+    "large logits": Router(40, 6, "sigmoid", normalise=False, biases_logits=True),  # whose sigmoids are all 1
     "an eps of the sum": Router(40, 6, "sigmoid", True, eps=0.5),
 }
 
@@ -202,6 +203,7 @@ def check_choice(name, kind):
     """Compares a choice and its weights with their definition in float64."""
     rule, rng = CHOICES[name], np.random.default_rng(8)
     logits, bias = np.float32(rng.normal(0, 2, (3, 40))), np.float32(rng.normal(0, 0.3, 40))
+    logits += np.float32(40 if name == "large logits" else 0)
     exponentials = np.exp(logits.astype(np.float64))
     scores = exponentials / (exponentials.sum(-1, keepdims=True) if rule.score == "softmax" else 1 + exponentials)
     choice = (logits if rule.biases_logits else scores) + (bias if rule.correction_bias else 0)
@@ -230,7 +232,8 @@ def test_what_experts_are_chosen_by(host, name, kind):
     [
         ("a softmax with a bias", "!SCORE && !BIAS", "!SCORE"),
         ("groups of a softmax", "&& KEPT == GROUPS;", ";"),
-        ("logits with a bias", "BIAS == 2 ? v", "BIAS == 3 ? v"),
+        ("logits with a bias", "BIAS >= 2 ? v", "BIAS == 3 ? v"),
+        ("large logits", "BIAS >= 2 ? v", "BIAS == 2 ? v"),
         ("an eps of the sum", "kept + eps", "kept"),
     ],
 )

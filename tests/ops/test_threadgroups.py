@@ -3,6 +3,7 @@
 import math
 import random
 import re
+import sys
 from argparse import Namespace
 
 import goldens
@@ -70,7 +71,15 @@ def launches(monkeypatch):
         return pipelines.launches
 
     yield of
-    launch.built.cache_clear()
+    forget()
+
+
+def forget():
+    """Empties every cache of the package: arrays that are made once were not evaluated here."""
+    for module in [one for name, one in sys.modules.items() if name.startswith("moeflux_mlx.")]:
+        for value in list(vars(module).values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def shapes_of(name):

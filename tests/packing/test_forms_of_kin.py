@@ -21,6 +21,7 @@ from moeflux_mlx.quant import Quant
 TOLERANCE = 2e-4
 HEAD = "language_model.lm_head.weight"
 KIMI_K25 = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+MXFP4 = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -123,8 +124,56 @@ def test_what_mlx_vlm_joins_of_glm5_next(tmp_path):
     assert np.array_equal(logits(path, family), wanted) and np.array_equal(logits(packed(path), family), wanted)
 
 
+def test_kimi_k3_as_published(tmp_path):
+    """The text part has a prefix, and experts are 4-bit floats, whose bytes are those of MLX's mxfp4. Names of weights
+    of sums have a dot in the place of an underscore.
+    """
+    family, rng = "kimi_k3", np.random.default_rng(3)
+    theirs, ours, forms = {}, dict(goldens.mlx_tensors(family)), {"group_size": 64, "bits": 4}
+    ours = {name: tensor for name, tensor in ours.items() if ".switch_mlp." not in name}
+    stacks = {}
+    for name, (kind, array) in goldens.source(family).items():
+        name = name.replace("_res_norm.weight", "_res.norm_weight").replace("_res_proj.weight", "_res.proj_weight")
+        if ".experts." not in name:
+            theirs[f"language_model.{name}"] = kind, array
+            continue
+        (rows, columns), path = array.shape, name.removesuffix(".weight")
+        codes = rng.integers(0, 256, (rows, columns // 2), np.uint8)
+        scales = rng.integers(118, 122, (rows, columns // 32), np.uint8)
+        theirs[f"language_model.{path}.weight_packed"] = "U8", codes
+        theirs[f"language_model.{path}.weight_scale"] = "U8", scales
+        stem, _, rest = goldens._mlx_name(family, name).partition(".experts.")
+        stack = stacks.setdefault(f"{stem}.switch_mlp.{rest.split('.')[1]}", ([], []))
+        stack[0].append(codes.view(np.uint32)), stack[1].append(scales)
+    for path, (codes, scales) in stacks.items():
+        ours |= {f"{path}.weight": ("U32", np.stack(codes)), f"{path}.scales": ("U8", np.stack(scales))}
+        forms[path] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    text = {**goldens.config(family), "model_type": "kimi_linear", "quantization_config": MXFP4}
+    source = write(tmp_path / "kimi", {"model_type": "kimi_k3", "text_config": text}, theirs)
+    wanted = logits(write(tmp_path / "mlx", {**goldens.config(family), "quantization": forms}, ours), family)
+    assert np.array_equal(logits(packed(source, recipe="uniform"), family), wanted)
+
+
+def test_what_mlx_lm_joins_of_kimi_k3(tmp_path):
+    """The projections to queries, keys and values, and their convolutions."""
+    family, names = "kimi_k3", ("qkv_proj", "qkv_conv.conv")
+    tensors = dict(goldens.mlx_tensors(family))
+    for layer in range(goldens.text_config(family)["num_hidden_layers"]):
+        stem = f"model.layers.{layer}.self_attn."
+        for whole in names:
+            for part in ("weight", "scales", "biases"):
+                parts = [f"{stem}{whole.replace('qkv', one)}.{part}" for one in "qkv"]
+                if all(name in tensors for name in parts):
+                    kind, arrays = tensors[parts[0]][0], [tensors.pop(name)[1] for name in parts]
+                    tensors[f"{stem}{whole}.{part}"] = kind, np.concatenate(arrays)
+    assert len(tensors) == len(goldens.mlx_tensors(family)) - 3 * 2 * 4
+    path = write(tmp_path / "joined", goldens.variant_config(family, "mlx4"), tensors)
+    wanted = logits(tiny_directory(family), family)
+    assert np.array_equal(logits(path, family), wanted) and np.array_equal(logits(packed(path), family), wanted)
+
+
 OF_MLX_LM = ("kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
-OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid")
+OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid", "kimi_k3", "granitemoehybrid")
 
 
 @pytest.mark.parametrize("family", OF_MLX_LM)

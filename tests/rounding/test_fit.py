@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeflux_mlx.ops.forms import settings
+from moeflux_mlx.ops.forms import settings, unpacked_float32
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, Quant
 from moeflux_mlx.rounding import affine
 from moeflux_mlx.rounding.codes import packed
@@ -167,6 +167,22 @@ def test_important_columns_have_smaller_errors(quant):
     each = [rounded(values[i], quant, "fit", mx.array(importance[i])) for i in range(3)]
     assert equal(rounded(values, quant, "fit", mx.array(importance)), [mx.stack(p) for p in zip(*each, strict=True)])
     assert equal(rounded(values, quant, "fit", mx.zeros(128)), rounded(values, quant))  # none is important
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_global_scale_lets_the_error_follow_the_weights(method):
+    """Without one, E4M3 has no scales small enough for weights of 0.002."""
+    quant, drawn_ = Quant(4, 16, "nvfp4", has_global_scale=True), np.random.default_rng(9).standard_normal((3, 16, 64))
+    drawn_[2] = 0
+    relative = []
+    for size in (1e-36, 0.002, 1.0, 1e30):
+        values = mx.array((drawn_ * size).astype(np.float32))
+        words, scales, largest = rounded(values, quant, method, dtype=mx.float32)
+        assert largest.shape == (3, 1, 1) and largest[1, 0, 0] == mx.abs(values[1]).max()
+        off = np.array(unpacked_float32(quant, words, scales, largest) / size) - drawn_
+        assert not off[2].any()
+        relative.append(np.sqrt(np.square(off[:2]).mean()))
+    assert max(relative) < 0.11 and np.ptp(relative) < 0.001
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 3e4, 1e30])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeflux_mlx.quant import Quant
-from moeflux_mlx.rounding.gptq import gptq
+from moeflux_mlx.rounding.gptq import damped, gptq
 from moeflux_mlx.rounding.methods import rounded
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -65,7 +65,7 @@ def by_numpy(values, quant, h, damping):
 def test_it_rounds_as_the_paper_says(seed, quant, groups, damping, dead):
     columns = groups * quant.group_size
     values, h = weights(seed, 4, columns), hessian(seed, columns, columns, dead)
-    parts = gptq(values, quant, mx.array(h), damping)
+    parts = gptq(values, quant, mx.array(h), damping, turns=0)
     wanted = by_numpy(values, quant, h, damping)
     off = np.abs(unpacked(parts, quant) - wanted) > 1e-3
     assert off.any(-1).sum() <= 2  # one float32 near the middle of two codes changes the rest of its row
@@ -81,14 +81,50 @@ def test_products_with_correlated_inputs_change_less_than_by_fit(quant):
 @pytest.mark.parametrize("factor", [1.0, 37.0])
 def test_without_correlations_it_is_fit(factor):
     values, quant = weights(3, 8, 320), Quant(4, 64)
-    for part, wanted in zip(gptq(values, quant, mx.eye(320) * factor), rounded(values, quant), strict=True):
+    for part, wanted in zip(gptq(values, quant, mx.eye(320) * factor, turns=0), rounded(values, quant), strict=True):
         assert mx.array_equal(part, wanted)
 
 
 def test_without_any_input_it_is_fit():
     values, quant = weights(4, 8, 128), Quant(3, 64)
-    for part, wanted in zip(gptq(values, quant, mx.zeros((128, 128))), rounded(values, quant), strict=True):
+    for part, wanted in zip(gptq(values, quant, mx.zeros((128, 128)), turns=0), rounded(values, quant), strict=True):
         assert mx.array_equal(part, wanted)
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 99),
+    quant=st.sampled_from([Quant(2, 32), Quant(3, 64), Quant(8, 64)]),
+    rank=st.sampled_from([0, 1, 40, 300]),
+    dead=st.sets(st.integers(0, 31), max_size=3),
+    dtype=st.sampled_from([mx.bfloat16, mx.float32]),
+)
+def test_no_turn_makes_the_error_larger(seed, quant, rank, dead, dtype):
+    values = weights(seed, 4, 192)
+    h = hessian(seed, 192, rank, dead) if rank else np.eye(192, dtype=np.float32)  # which fit is best for already
+    by_turns = [gptq(values, quant, mx.array(h), 0.1, dtype, turns) for turns in (0, 1, 4)]
+    seen = np.array(damped(mx.array(h)[None], 0.1)[0])
+    each = [output_error(values, parts, quant, seen) for parts in by_turns]
+    each = [one.sum() for one in each]
+    assert each[1] <= each[0] * (1 + 1e-5) and each[2] <= each[1] * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_turns_end_where_no_code_or_scale_alone_can_be_better(bits):
+    values, quant, h = weights(6, 24, 128), Quant(bits, 64), hessian(7, 128, 200)
+    parts = gptq(values, quant, mx.array(h), 0.1, mx.float32, turns=30)
+    seen = np.array(damped(mx.array(h)[None], 0.1)[0]).astype(np.float64)
+    q, (scales, biases) = unpacked(parts, quant), (np.repeat(np.array(part), 64, -1) for part in parts[1:])
+    codes = np.rint((q - biases) / scales)
+    pull = (np.array(values.astype(mx.float32)) - q) @ seen
+    for step in (-1, 1):  # the error changes by step * scale * (step * scale * h_jj - 2 * pull)
+        change = step * scales * (step * scales * np.diag(seen) - 2 * pull)
+        assert change[(codes + step >= 0) & (codes + step < 2**bits)].min() > -1e-3
+    for direction in (codes, np.ones_like(codes)):  # derivatives by scale and bias
+        by_line = (pull * direction).reshape(24, 2, 64).sum(-1) / np.abs(pull * direction).reshape(24, 2, 64).sum(-1)
+        assert np.abs(by_line).max() < 1e-3
+    plain = output_error(values, gptq(values, quant, mx.array(h), 0.1, mx.float32, turns=0), quant, seen)
+    assert output_error(values, parts, quant, seen).sum() < 0.95 * plain.sum()
 
 
 def test_matrices_side_by_side_have_the_codes_that_they_have_alone():

@@ -26,8 +26,8 @@ HEADS, WIDTH = 2, 16
 TEXT = mx.random.normal((3, HEADS, 300, WIDTH), key=mx.random.key(0))  # a query, key and value for each position
 
 
-def window_cache(window=5):
-    return make_cache(GroupedQuery(HEADS, HEADS, WIDTH, None, window=window))
+def window_cache(window=5, chunked=False):
+    return make_cache(GroupedQuery(HEADS, HEADS, WIDTH, None, window=window, chunked=chunked))
 
 
 def feed(cache, count):
@@ -35,19 +35,20 @@ def feed(cache, count):
     start = cache.offset
     q, k, v = (part[None, :, start : start + count].transpose(0, 2, 1, 3) for part in TEXT)
     more = {"q_norm": None, "k_norm": None, "rope": None, "scale": 0.3, "window": cache.window}
+    more["chunked"] = cache.part.chunked
     return attend.attend(q, k, v, cache, **more).reshape(count, HEADS, WIDTH).swapaxes(0, 1)
 
 
-def wanted(position, window):
+def wanted(position, window, chunked=False):
     """Computes one position in float64."""
     q, k, v = (np.array(part, np.float64) for part in TEXT)
-    seen = slice(max(position - window + 1, 0), position + 1)
+    seen = slice(position - position % window if chunked else max(position - window + 1, 0), position + 1)
     weights = np.exp(0.3 * np.einsum("hd,hpd->hp", q[:, position], k[:, seen]))
     return np.einsum("hp,hpd->hd", weights / weights.sum(-1, keepdims=True), v[:, seen])
 
 
-def close(got, position, window):
-    return np.abs(np.array(got) - wanted(position, window)).max() < 1e-5
+def close(got, position, window, chunked=False):
+    return np.abs(np.array(got) - wanted(position, window, chunked)).max() < 1e-5
 
 
 @pytest.fixture(params=[False, True], ids=["plain operations", "as on a GPU"])
@@ -57,11 +58,12 @@ def on_gpu(request, monkeypatch):
         monkeypatch.setattr(backend, "has_kernels", lambda: True)
 
 
-def test_each_position_sees_its_window(on_gpu):
-    cache, at = window_cache(), 0
+@pytest.mark.parametrize("chunked", [False, True])
+def test_each_position_sees_its_window_or_its_chunk(on_gpu, chunked):
+    cache, at = window_cache(chunked=chunked), 0
     for count in (3, 1, 1, 9, 1, 1, 40, 1, 2, 1, 1):
         got, at = feed(cache, count), at + count
-        assert all(close(got[:, i], at - count + i, 5) for i in range(count))
+        assert all(close(got[:, i], at - count + i, 5, chunked) for i in range(count))
 
 
 def test_a_long_prompt_is_cut_into_parts_that_see_few_positions(monkeypatch):
@@ -177,20 +179,21 @@ def test_another_text_diverges_from_it():
         far.take_from(cache, 20, None)
 
 
-def test_its_traced_stand_in_gives_the_same(monkeypatch):
-    cache, other = window_cache(5), window_cache(5)
+@pytest.mark.parametrize("kind", [traced.FixedRing, traced.FixedChunks])
+def test_its_traced_stand_in_gives_the_same(monkeypatch, kind):
+    cache, other = (window_cache(5, kind is traced.FixedChunks) for _ in range(2))
     monkeypatch.setattr(backend, "has_kernels", lambda: True)
     for one in (cache, other):
         feed(one, 2)
     for _ in range(30):
-        stand_in = traced.FixedRing(*cache.step_arrays(), mx.array(cache.offset), mx.array(cache.position), None)
+        stand_in = kind(*cache.step_arrays(), mx.array(cache.offset), mx.array(cache.position), None)
         q, k, v = (part[None, :, cache.offset, None] for part in TEXT)
         keys, values = stand_in.update_and_fetch(k, v)
         mask = stand_in.mask(1)
         got = mx.fast.scaled_dot_product_attention(q, keys, values, scale=0.3, mask=mask)
         assert mx.array_equal(got[0], feed(other, 1))
         cache.take_step(stand_in.arrays)
-    assert cache.offset == other.offset == 32 and cache.traced(1) is traced.FixedRing
+    assert cache.offset == other.offset == 32 and cache.traced(1) is kind
 
 
 def test_the_plan_equals_the_memory_of_its_text():
@@ -215,4 +218,4 @@ def test_planted_fault_is_caught(monkeypatch, name):
     monkeypatch.setattr(backend, "has_kernels", lambda: True)
     FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError):
-        test_each_position_sees_its_window(None)
+        test_each_position_sees_its_window_or_its_chunk(None, False)

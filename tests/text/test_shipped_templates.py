@@ -9,11 +9,13 @@ from styles import TEMPLATES as FIXTURES
 
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32
 from moeflux_mlx.text.calls.reader import AnswerReader
+from moeflux_mlx.text.channels import SPANS
 from moeflux_mlx.text.chat_template import TEMPLATES, ChatTemplate, find_templates
-from moeflux_mlx.text.events import CallEnd
+from moeflux_mlx.text.events import CallEnd, Reasoning, Text
 
 theirs = pytest.importorskip("mlx_lm.chat_templates.deepseek_v32", reason="mlx-lm is for Python 3.11 and newer")
 TEMPLATE = ChatTemplate({"default": (TEMPLATES / "deepseek_v32.jinja").read_text("utf-8")})
+K3 = ChatTemplate({"default": (TEMPLATES / "kimi_k3.jinja").read_text("utf-8")})
 V4 = ChatTemplate({"default": (TEMPLATES / "deepseek_v4.jinja").read_text("utf-8")})
 V4_CASES = json.loads((FIXTURES / "deepseek_v4.json").read_text("utf-8"))
 TOOLS = [
@@ -72,6 +74,31 @@ def test_deepseek_v4_is_written_as_its_own_program_writes_it(case):
     assert V4.render(case["messages"], tools=tools, variables=case["variables"]) == case["prompt"]
 
 
+@given(
+    system=TEXT,
+    chat=st.lists(turns(), min_size=1, max_size=3),
+    tools=st.sampled_from([None, TOOLS]),
+    thinks=st.booleans(),
+    effort=st.sampled_from(["low", "high", "max", None]),
+)
+def test_kimi_k3_is_written_as_its_own_program_writes_it(system, chat, tools, thinks, effort):
+    k3 = pytest.importorskip("mlx_vlm.models.kimi_k3.encoding_k3", reason="mlx-vlm is for Python 3.11 and newer")
+    messages = [{"role": "system", "content": system}, *(message for turn in chat for message in turn)]
+    given = {"thinking": thinks, "thinking_effort": effort or "max"}
+    expected = "".join(one.text for one in k3.build_chat_segments(messages, tools, **given))
+    variables = {"enable_thinking": thinks} | ({"reasoning_effort": effort} if effort else {})
+    assert K3.render(messages, tools=tools, variables=variables) == expected
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_spans_of_kimi_k3_are_no_text(thinks):
+    """The prompt has opened the first span."""
+    answer = "<|open|>response<|sep|>" * thinks + "Oslo\n<|close|>response<|sep|><|close|>message<|sep|>"
+    reader = AnswerReader(None, inside_reasoning=thinks, channels=SPANS)
+    events = [*reader.feed("why<|close|>think<|sep|>" * thinks + answer), *reader.finish()]
+    assert events == [Reasoning("why")] * thinks + [Text("Oslo\n")]
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, V4])
 def test_tools_are_described_without_a_system_message_too(template):
     assert "## Tools" in template.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
@@ -82,6 +109,7 @@ def test_tools_are_described_without_a_system_message_too(template):
     [
         ({"model_type": "deepseek_v32"}, {}, True),
         ({"model_type": "deepseek_v4"}, {}, True),
+        ({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear"}}, {}, True),
         ({"model_type": "other"}, {"chat_template_type": "deepseek_v32"}, True),
         ({"model_type": "deepseek_v32"}, {"chat_template": "its own"}, False),
         ({"model_type": "other"}, {"chat_template_type": "../deepseek_v32"}, False),
@@ -92,7 +120,8 @@ def test_a_shipped_template_is_used_if_the_checkpoint_has_none(tmp_path, config,
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     templates = find_templates(tmp_path, tokenizer_config)
-    assert ("｜DSML｜" in templates.get("default", "")) == found
+    source = templates.get("default", "")
+    assert ("｜DSML｜" in source or "<|open|>call" in source) == found
 
 
 @pytest.mark.parametrize("dialect", [DEEPSEEK_V32, DEEPSEEK_V4], ids=lambda dialect: dialect.name)

@@ -64,12 +64,13 @@ class KimiDelta(MixerModule):
     def __init__(self, mixer: Delta, hidden_size: int, eps: float):
         super().__init__()
         assert mixer.channel_decay is not None
-        self.mixer, rank = mixer, mixer.channel_decay.rank
+        self.mixer, decay = mixer, mixer.channel_decay
         for name, width in (("q", mixer.key_width), ("k", mixer.key_width), ("v", mixer.value_width)):
             setattr(self, f"{name}_proj", Linear(hidden_size, width))
             setattr(self, f"{name}_conv1d", Convolution(width, mixer.taps))
         self.b_proj = Linear(hidden_size, mixer.value_heads)
-        for name, width in (("f", mixer.key_width), ("g", mixer.value_width)):
+        ranks = {"f": decay.rank, "g": None if decay.has_full_gate else decay.rank}
+        for (name, rank), width in zip(ranks.items(), (mixer.key_width, mixer.value_width), strict=True):
             if rank is None:
                 setattr(self, f"{name}_proj", Linear(hidden_size, width))
             else:
@@ -85,10 +86,10 @@ class KimiDelta(MixerModule):
         """Joins the layers that read x, those that read the low ranks, and the convolutions; called again once all have
         their tensors.
         """
-        decays, gates = ("f_a_proj", "g_a_proj") if "f_a_proj" in self else ("f_proj", "g_proj")
+        decays, gates = (f"{name}_a_proj" if f"{name}_a_proj" in self else f"{name}_proj" for name in "fg")
         self._inputs = Stack(self.q_proj, self.k_proj, self.v_proj, self.b_proj, self[decays], self[gates])
         self.o_proj.pack()
-        self._raised = Stack(self.f_b_proj, self.g_b_proj) if "f_b_proj" in self else None
+        self._raised = Stack(self.f_b_proj, self.g_b_proj) if "g_b_proj" in self else None
         self._taps = mx.concatenate([one.weight for one in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
         self._weights = packed(self.A_log, self.dt_bias, self._taps, self.o_norm.weight)
 
@@ -97,7 +98,7 @@ class KimiDelta(MixerModule):
         library = library_of(x)
         qkv = library.concatenate([q, k, v], axis=-1) if joined is None else joined[..., : self.mixer.channels]
         if self._raised is None:
-            return [qkv, gate, b, low]
+            return [qkv, gate, b, self.f_b_proj(low) if "f_b_proj" in self else low]
         raised, widths = self._raised.stacked, (self.mixer.key_width, self.mixer.value_width)
         if joined is None or raised is None or widths[0] != widths[1]:
             return [qkv, self.g_b_proj(gate), b, self.f_b_proj(low)]

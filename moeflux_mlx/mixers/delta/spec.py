@@ -17,10 +17,11 @@ class ChannelDecay:
     """A decay for each value of a key (Kimi Delta Attention, arXiv:2510.26692): exp(-exp(A_log) * softplus(a +
     dt_bias)), or with a `floor`, the least logarithm, from LEAST_FLOOR on, exp(floor * sigmoid(exp(A_log) * (a +
     dt_bias))) (transformers, `Glm5NextTextForgetGate`). The projections from the hidden state to decays and gates have
-    rank `rank`; None: each is one matrix."""
+    rank `rank`; None: each is one matrix, and so is that to gates alone if `has_full_gate`."""
 
     floor: float | None
     rank: int | None
+    has_full_gate: bool = False
 
 
 @dataclass(frozen=True)

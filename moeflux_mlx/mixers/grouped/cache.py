@@ -17,7 +17,7 @@ from ...caches.joined import JoinedCache
 from ...caches.keys import KeyCache
 from ...caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
 from ...caches.ring import Ring
-from ...caches.traced import FixedCache, FixedRing
+from ...caches.traced import FixedCache, FixedChunks, FixedRing
 from ...kinds import HeadBlocks, Indexer
 from ...ops import index
 from ...ops.kv_rows import decode, encode, row_bytes
@@ -67,11 +67,14 @@ class KVCache(Stepping[GroupedQuery]):
 
 
 class WindowCache(Ring[GroupedQuery], KVCache):
-    """Keys and values of a window."""
+    """Keys and values of a window, or of a chunk and the ones before it."""
+
+    stand_ins: ClassVar[tuple[Any, Any]] = FixedRing, FixedChunks  # of a window, of a chunk
 
     def __init__(self, part: GroupedQuery):
         assert part.window is not None
-        super().__init__(part, part.window)
+        super().__init__(part, part.window, part.chunked)
+        self.traced_whole = self.stand_ins[part.chunked]
 
 
 class HeadKeyCache(KeyCache[GroupedQuery]):
@@ -105,6 +108,10 @@ class _FixedRows(FixedCache):
 
 class _FixedRingRows(_FixedRows, FixedRing):
     """The traced stand-in of a window's cache."""
+
+
+class _FixedChunkRows(_FixedRows, FixedChunks):
+    """The traced stand-in of a chunk's cache."""
 
 
 class QuantizedKVCache(KVCache):
@@ -151,9 +158,10 @@ class QuantizedKVCache(KVCache):
 
 
 class QuantizedWindowCache(QuantizedKVCache, WindowCache):
-    """Keys and values of a window."""
+    """Keys and values of a window, or of a chunk and the ones before it."""
 
     traced_whole = _FixedRingRows
+    stand_ins = _FixedRingRows, _FixedChunkRows
 
 
 def _like(new: mx.array, rows: mx.array) -> mx.array:

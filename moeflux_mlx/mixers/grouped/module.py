@@ -15,7 +15,7 @@ from ...ops.backend import Array
 from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, takes_step
-from ...ops.norm import rms_norm
+from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
 from ...ops.rows import StepRows
 from .blocks_op import Terms, attend_blocks, block_keys
@@ -96,7 +96,7 @@ class Attention(MixerModule):
             self.gate_bias = mx.zeros((mixer.heads,))
         if mixer.sinks:
             self.sinks = mx.zeros((mixer.heads,))
-        if mixer.norm is not None:
+        if mixer.norm in ("head", "flat"):
             by_head = mixer.norm == "head"
             self.q_norm = RMSNorm(mixer.head_dim if by_head else queries, eps)
             self.k_norm = RMSNorm(mixer.head_dim if by_head else keys, eps)
@@ -123,9 +123,17 @@ class Attention(MixerModule):
         if self.mixer.gate_bias:
             self._gate_bias = mx.repeat(self.gate_bias, self.mixer.gates // self.mixer.heads)[:, None]
             mx.eval(self._gate_bias)
-        self._weights = None
-        if self.mixer.norm == "head" and self.rope is not None and not self.mixer.value_is_key:
-            self._weights = packed(self.q_norm.weight, self.k_norm.weight, self.rope.periods)
+        self._unit, self._weights = UnitNorm(mx.ones((self.mixer.head_dim,)), self.eps), None
+        weights = [norm.weight for norm in self._norms if norm is not None]
+        if weights and self.rope is not None and not self.mixer.value_is_key:
+            self._weights = packed(*weights, self.rope.periods)
+
+    @property
+    def _norms(self) -> tuple[Norm | None, Norm | None]:
+        """The norms of each head of queries and of keys."""
+        if self.mixer.norm == "unit":
+            return self._unit, self._unit
+        return (self.q_norm, self.k_norm) if self.mixer.norm == "head" else (None, None)
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         outputs: list[Array] = self._inputs.outputs(x, norm)
@@ -146,7 +154,7 @@ class Attention(MixerModule):
         mixer, heads, kv_heads = self.mixer, self.mixer.heads, self.mixer.kv_heads
         if mixer.norm == "flat":
             q, k = self.q_norm(q), self.k_norm(k)
-        norms = (self.q_norm, self.k_norm) if mixer.norm == "head" else (None, None)
+        norms = self._norms
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
         joined = joined if isinstance(joined, mx.array) and self._weights else None
@@ -166,6 +174,7 @@ class Attention(MixerModule):
             value_norm=self.eps if mixer.value_norm else None,
             pieces=self._weights,
             query_scale=mixer.query_scale,
+            chunked=mixer.chunked,
             joined=joined,
         )
 

@@ -1,6 +1,7 @@
 """Causal grouped-query attention (arXiv:2305.13245) over a cache of keys and values, with an optional output gate.
 
-A window limits the positions that a query sees (arXiv:2004.05150). A sink is a learned logit per head that is added to
+A window limits the positions that a query sees (arXiv:2004.05150), or a chunk does, in which it sees the positions
+before its own (transformers, `create_chunked_causal_mask`). A sink is a learned logit per head that is added to
 the sum of the softmax only (after arXiv:2309.17453).
 
 On a GPU a token takes two launches. They do not write to the cache: the newest keys and values are in a small array,
@@ -70,6 +71,7 @@ class Terms(NamedTuple):
     value_norm: float | None
     pieces: list[ArrayPiece] | None
     query_scale: QueryFactor | None = None
+    chunked: bool = False
 
     def values(self, v: Array) -> Array:
         """The stored form of keys and values."""
@@ -81,9 +83,9 @@ class Terms(NamedTuple):
         return self.q_norm.eps if self.q_norm else self.value_norm or 0.0
 
     @property
-    def limits(self) -> tuple[int | None, bool, bool]:
+    def limits(self) -> tuple[int | None, bool, bool, bool]:
         """The parameters on which a kernel's text depends."""
-        return self.window, self.sinks is not None, self.value_norm is not None
+        return self.window, self.sinks is not None, self.value_norm is not None, self.chunked
 
 
 def attend(
@@ -101,6 +103,7 @@ def attend(
     value_norm: float | None = None,
     pieces: list[ArrayPiece] | None = None,
     query_scale: QueryFactor | None = None,
+    chunked: bool = False,
     joined: mx.array | None = None,
     seen: SeenBlocks | None = None,
 ) -> Array:
@@ -118,6 +121,7 @@ def attend(
         value_norm: epsilon of a norm without weight of each head of v, equal to that of the other norms; None: no norm.
         pieces: those of q_norm's weight, k_norm's and rope.periods in one array, if kernels take them so.
         query_scale: scales queries by their rotary positions; None: they are not scaled.
+        chunked: whether a query sees, of its own chunk of `window` positions, those up to its own.
         joined: [B, L, ...], for each position q, k and v one after another, if there is such an array.
         seen: of one token that the kernels take, the positions that it attends to; None: all.
 
@@ -125,7 +129,7 @@ def attend(
         [B, L, heads * V]
     """
     B, L, _, D = k.shape
-    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces, query_scale)
+    terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces, query_scale, chunked)
     if isinstance(cache, StepRows):
         has_kernels = isinstance(q, mx.array) and takes_step(D, v.shape[-1])
         compute = partial(_on_kernels if has_kernels else _of_row, terms)
@@ -154,8 +158,22 @@ def _span_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
     mx.eval(cache.keys, cache.values, *appended[:2])  # one wait for all
     keys, values = view(appended[0]), view(appended[1])
     sinks = None if terms.sinks is None else view(terms.sinks)
+    if terms.chunked:
+        first = cache.offset - q.shape[1]
+        return stack([_chunks_native(view(one), keys[i], values[i], first, terms, sinks) for i, one in enumerate(q)])
     rows = ((view(one), keys[i], values[i], appended[2], terms.scale) for i, one in enumerate(q))
     return stack([native.attend(*row, window=terms.window, sinks=sinks) for row in rows])
+
+
+def _chunks_native(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, terms: Terms, sinks: np.ndarray | None
+) -> np.ndarray:
+    """[L, heads, V] of one text's queries [L, heads, D] from position `first` on, chunk by chunk."""
+    out = np.empty((*q.shape[:2], values.shape[-1]), np.float32)
+    for rows, seen, _ in in_parts(q.shape[1], len(q), keys.shape[1], "causal", terms.window, first):
+        k, v = (np.ascontiguousarray(one[:, seen]) for one in (keys, values))
+        native.attend(q[rows], k, v, k.shape[1], terms.scale, out[rows], sinks=sinks)
+    return out
 
 
 def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms) -> mx.array:
@@ -164,7 +182,8 @@ def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms)
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
     sinks = None if terms.sinks is None else terms.sinks.astype(q.dtype)
-    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), terms.window):
+    first = cache.offset - L if terms.chunked else None
+    for rows, places, mask in in_parts(q.shape[1], L, k.shape[2], cache.mask(L), terms.window, first):
         part = mx.fast.scaled_dot_product_attention(
             q[:, :, rows], k[:, :, places], v[:, :, places], scale=terms.scale, mask=mask, sinks=sinks
         )
@@ -215,7 +234,7 @@ def _step_native(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Steps, term
         held.recent,
         offset + 1,
         factor * terms.scale,
-        window=terms.window,
+        window=offset % terms.window + 1 if terms.chunked and terms.window else terms.window,
         sinks=None if sinks is None else view(sinks),
     )
     cache.advance(held.recent)
@@ -349,7 +368,7 @@ def plan_row(
     types: tuple[mx.Dtype, mx.Dtype | None, mx.Dtype],
     capacity: int,
     turn: tuple[int, bool],
-    limits: tuple[int | None, bool, bool],
+    limits: tuple[int | None, bool, bool, bool],
     seen: SeenSizes,
 ) -> tuple[Launch, Launch]:
     """The launch over pieces of positions and that of their sum, for one row. `shapes`: [heads, width] of q, k and v;
@@ -357,12 +376,12 @@ def plan_row(
     neighbours.
     """
     (heads, stride), (kv_heads, width), (_, value_width) = shapes
-    window, has_sinks, norms_values = limits
+    window, has_sinks, norms_values, chunked = limits
     shared = heads // kv_heads
     abreast = max(n for n in range(1, HEADS + 1) if shared % n == 0)
     positions = (128 if width <= 128 else 64) // types[0].size  # positions of a piece: keys of up to 16 KB
     sizes = {"X": types[0], "H": heads, "D": width, "V": value_width, "P": positions, "WINDOW": window or 0}
-    sizes |= {"PIECE": heads, **seen.template}
+    sizes |= {"CHUNKED": int(chunked), "PIECE": heads, **seen.template}
     template = sizes | {"K": types[2], "W": types[1] or types[0], "STRIDE": stride, "KV": kv_heads, "GH": abreast}
     template |= {"NORM": int(types[1] is not None), "DIMS": turn[0], "INTERLEAVED": int(turn[1]), "RECENT": RECENT}
     template |= {"VNORM": int(norms_values), "LISTS": seen.lists, "APPENDED": 0}

@@ -18,7 +18,7 @@ class GroupedQuery(Mixer):
     Attributes:
         rotation: of queries and keys; None: positions are not encoded.
         norm: RMS norm of queries and keys: of each "head" (weight [head_dim]), of all heads at once ("flat", weight
-            [heads * head_dim]), or none.
+            [heads * head_dim]), of each head without a weight ("unit"), or none.
         bias, output_bias: whether the projections to q, k and v, and the one from the heads, add a bias.
         gate: "joined": the query projection holds, for each head, the query and then a gate whose sigmoid multiplies
             the head's output. "sigmoid": the same with gates from a separate projection (`g_proj`), one per value.
@@ -27,6 +27,8 @@ class GroupedQuery(Mixer):
         gate_bias: whether each head has a bias, which is added to each of its gates from a separate projection.
         query_scale: of the queries by their positions; None: they are not scaled.
         window: how many of the newest positions a query sees, itself included; None: all.
+        chunked: whether a query sees those positions up to its own whose number divided by `window`, rounded down, is
+            the same.
         sinks: whether each head has a learned logit in the softmax's denominator.
         value_dim: width of a value head; None: head_dim.
         scale: of the scores; None: head_dim ** -0.5.
@@ -42,7 +44,7 @@ class GroupedQuery(Mixer):
     kv_heads: int
     head_dim: int
     rotation: Rotation | None
-    norm: Literal["head", "flat"] | None = "head"
+    norm: Literal["head", "flat", "unit"] | None = "head"
     bias: bool = False
     output_bias: bool = False
     gate: Literal["joined", "sigmoid", "sigmoid head", "softplus head"] | None = None
@@ -57,6 +59,7 @@ class GroupedQuery(Mixer):
     kv_bits: Literal[8] | None = None
     gate_bias: bool = False
     query_scale: QueryFactor | None = None
+    chunked: bool = False
 
     @property
     def attention(self) -> Attending:

@@ -11,14 +11,14 @@ import mlx.nn as nn
 from ...caches.entries import EntriesCache
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Indexer, KeyBlocks
-from ...layers import Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
+from ...layers import LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ...ops.matrix import part_of_heads, parts_of
-from ...ops.norm import Norm, layer_norm
+from ...ops.norm import Norm
 from ...ops.observe import observe
 from ...ops.positions import Steps
 from ...ops.rope import Rope, mscale
@@ -159,17 +159,6 @@ def softmax_scale(mixer: Latent) -> float:
     if yarn is not None and yarn.mscale_all_dim:
         scale *= mscale(yarn.factor, yarn.mscale_all_dim) ** 2
     return scale
-
-
-class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv:1607.06450)."""
-
-    def __init__(self, dims: int, eps: float):
-        super().__init__()
-        self.weight, self.bias, self.eps = mx.ones((dims,)), mx.zeros((dims,)), eps
-
-    def __call__(self, x: Array) -> Array:
-        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class Scoring(nn.Module):

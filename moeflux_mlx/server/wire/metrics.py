@@ -31,6 +31,8 @@ HELP = {
     "expert_hits_total": "Experts that were in memory when asked for.",
     "expert_misses_total": "Experts that were not in memory when asked for.",
     "expert_bytes_read_total": "Bytes of experts that were read.",
+    "experts_warmed_total": "Experts read into free memory because earlier sessions used them most.",
+    "experts_warmed_used_total": "Of those, experts that were used.",
     "expert_wait_seconds_total": "Time in which the model waited for experts.",
 }
 

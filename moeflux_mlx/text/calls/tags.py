@@ -13,7 +13,8 @@ class Tags:
         after: what may follow one of `ends`, or be one; "" for nothing.
         opens: what may open another call.
         lined: a value stands on lines of its own, so the line breaks round it are no part of it.
-        kinds: where the writer says which a value is, what opens a string and what opens JSON, in place of `value[0]`.
+        kinds: where the writer says which a value is, what opens a string and what opens JSON of each type, in place of
+            `value[0]`.
     """
 
     key: tuple[str, str]
@@ -22,4 +23,4 @@ class Tags:
     after: str = ""
     opens: tuple[str, ...] = ()
     lined: bool = False
-    kinds: tuple[str, str] | None = None
+    kinds: tuple[str, ...] | None = None

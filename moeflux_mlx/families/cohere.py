@@ -1,0 +1,90 @@
+"""Cohere's models with experts: attention and experts take the same norm of the stream, and only windows rotate."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..kinds import Experts, Residual, SharedExpert
+from ..mixers.grouped.spec import GroupedQuery
+from .fields import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    after_dense_layers,
+    experts,
+    grouped_query,
+    layer_count,
+    layer_kinds,
+    layers,
+    one_full_in,
+    out_of_range,
+    sizes,
+)
+
+# Of transformers' class, where the published file leaves a field out.
+USUAL = {"head_dim": 128, "rope_theta": 1e4, "sliding_window": 4096, "first_k_dense_replace": 0}
+SCORES = ("softmax", "sigmoid")
+AVERAGE, SUM = "average", "sum"
+
+
+def _cohere2_moe(read: Fields) -> dict[str, Any]:
+    usual = {**USUAL, "num_key_value_heads": read.count("num_attention_heads")}
+    read = Fields({**usual, **{name: value for name, value in read.config.items() if value is not None}})
+    for name, wanted in (
+        *(("hidden_act", "silu"), ("attention_bias", False), ("layer_norm_bias", False)),
+        *(("use_parallel_block", True), ("use_qk_norm", False)),
+    ):
+        read.must_equal(name, wanted)
+    eps = read.number("rms_norm_eps", None, least=1e-30, most=1.0)
+    residual = Residual(parallel=True, centred=eps is None)
+    sparse = after_dense_layers(read)
+    dense = len(sparse) < layer_count(read)
+    width = {"intermediate_size": read.count("prefix_dense_intermediate_size")} if dense else {}
+    return {
+        **sizes(read),
+        "rms_norm_eps": eps or read.number("layer_norm_eps", 1e-5, least=1e-30, most=1.0),
+        "is_tied": read.optional("tie_word_embeddings", bool, True),
+        "logit_scale": read.number("logit_scale", 0.0625, least=1e-6, most=1e6),
+        "layers": layers(Fields({**read.config, **width}), _mixers(read, sparse), _experts(read), sparse, residual),
+    }
+
+
+def _experts(read: Fields) -> Experts:
+    score, join = read.optional("expert_selection_fn", str, "softmax"), AVERAGE
+    if score not in SCORES:
+        raise out_of_range("expert_selection_fn", score, "'softmax' or 'sigmoid'")
+    count, shared = read.count("num_shared_experts", 0, least=0), None
+    if count:
+        join = read.optional("shared_expert_combination_strategy", str, AVERAGE)
+        if join not in (AVERAGE, SUM):
+            raise out_of_range("shared_expert_combination_strategy", join, "'average' or 'sum'")
+        shared = SharedExpert(count * read.count("intermediate_size"), averaged=join == AVERAGE)
+    return experts(
+        read,
+        shared,
+        "intermediate_size",
+        score=score,
+        biases_logits=score == "sigmoid",
+        normalise=score == "softmax" or read.optional("norm_topk_prob", bool, True),
+        scale=0.5 if shared is not None and shared.averaged else 1.0,
+        eps=0.0,
+    )
+
+
+def _mixers(read: Fields, sparse: Sequence[int]) -> list[GroupedQuery]:
+    """Layers with a window rotate queries and keys; so do the first, dense ones if all of them see all positions."""
+    count, dense = layer_count(read), layer_count(read) - len(sparse)
+    before, every = read.count("prefix_dense_sliding_window_pattern", 1), read.count("sliding_window_pattern", 4)
+    usual = [*one_full_in(before, dense), *one_full_in(every, count - dense)]
+    kinds = layer_kinds(read, "layer_types", (FULL, SLIDING)) or usual
+    turned = grouped_query(read, norm=None)
+    assert turned.rotation is not None
+    turned = replace(turned, rotation=replace(turned.rotation, interleaved=True))
+    windowed, still = replace(turned, window=read.count("sliding_window")), replace(turned, rotation=None)
+    parts = {SLIDING: (windowed, windowed), FULL: (still, turned if before == 1 else still)}
+    return [parts[kind][i not in sparse] for i, kind in enumerate(kinds)]
+
+
+RENAMES = ((".mlp.shared_experts.", ".mlp.shared_expert."),)
+FAMILIES = {"cohere2_moe": Family(_cohere2_moe, renames=RENAMES)}

@@ -1,0 +1,95 @@
+"""Granite 4 with experts: Mamba-2, now and then attention without positions, and factors of embeddings, scores, parts
+of layers and logits."""
+
+from typing import Any
+
+from ..kinds import Experts, LayerSpec, Mixer, Residual, SharedExpert
+from ..mixers.grouped.spec import GroupedQuery
+from ..mixers.mamba.spec import Mamba2
+from .fields import (
+    FULL,
+    LINEAR,
+    Family,
+    Fields,
+    FusedRows,
+    experts,
+    grouped_rows,
+    layer_count,
+    layer_kinds,
+    out_of_range,
+    rotation,
+    sizes,
+)
+from .nemotron import step_limits
+
+KINDS = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
+
+
+def _granitemoehybrid(read: Fields) -> dict[str, Any]:
+    for name, wanted in (
+        *(("hidden_act", "silu"), ("attention_bias", False)),
+        *(("mamba_proj_bias", False), ("mamba_conv_bias", True)),
+    ):
+        read.must_equal(name, wanted)
+    moe = experts(read, SharedExpert(read.count("shared_intermediate_size", 1024)), width="intermediate_size")
+    parts: dict[str, Mixer] = {LINEAR: _mamba(read), FULL: _attention(read)}
+    kinds = layer_kinds(read, "layer_types|layers_block_type", tuple(KINDS)) or [LINEAR] * layer_count(read)
+    residual = Residual(scale=_factor(read, "residual_multiplier"))
+    return {
+        **sizes(read),
+        "embedding_scale": _factor(read, "embedding_multiplier"),
+        "logit_scale": 1 / _factor(read, "logits_scaling"),
+        "is_tied": read.optional("tie_word_embeddings", bool, False),
+        "layers": tuple(LayerSpec(parts[KINDS[kind]], moe, residual) for kind in kinds),
+    }
+
+
+def _factor(read: Fields, name: str) -> float:
+    factor: float = read.number(name, 1.0, least=1e-6, most=1e6)
+    return factor
+
+
+def _mamba(read: Fields) -> Mamba2:
+    heads, width = read.count("mamba_n_heads", 128), read.config.get("mamba_d_head", "auto")
+    made = read.count("mamba_expand", 2) * read.count("hidden_size")
+    width = made // heads if width == "auto" else read.count("mamba_d_head")
+    if heads * width != made:
+        raise out_of_range("mamba_d_head", width, f"a width that gives {made} with {heads} heads")
+    return Mamba2(
+        heads=heads,
+        head_dim=width,
+        state_dim=read.count("mamba_d_state", 256),
+        groups=read.count("mamba_n_groups", 1),
+        taps=read.count("mamba_d_conv", 4, least=2),
+        **step_limits(read),
+    )
+
+
+def _attention(read: Fields) -> GroupedQuery:
+    heads = read.count("num_attention_heads")
+    width, positions = read.count("hidden_size") // heads, read.config.get("position_embedding_type")
+    if positions not in (None, "nope", "rope"):
+        raise out_of_range("position_embedding_type", positions, "'rope', 'nope' or null")
+    turned = rotation(read, width) if positions == "rope" else None
+    scale = _factor(read, "attention_multiplier")
+    return GroupedQuery(heads, read.count("num_key_value_heads", heads), width, turned, norm=None, scale=scale)
+
+
+def _joined_rows(spec: LayerSpec, layer: int, shards: int) -> FusedRows:
+    """Gate and up of the shared expert."""
+    part, stem = spec.feed_forward, f"model.layers.{layer}."
+    if shards > 1 or not isinstance(part, Experts) or part.shared is None:
+        return {}
+    rows = grouped_rows(1, [part.shared.width] * 2)
+    names = (f"{stem}mlp.shared_expert.{name}_proj" for name in ("gate", "up"))
+    return {f"{stem}mlp.shared_expert.gate_up_proj": tuple(zip(names, rows, strict=True))}
+
+
+RENAMES = (
+    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    *((".block_sparse_moe.router.layer.", ".mlp.gate."), (".block_sparse_moe.router.", ".mlp.gate.")),
+    *((".block_sparse_moe.", ".mlp."), (".shared_mlp.input_linear.", ".mlp.shared_expert.gate_up_proj.")),
+    (".shared_mlp.output_linear.", ".mlp.shared_expert.down_proj."),
+)
+FAMILIES = {"granitemoehybrid": Family(_granitemoehybrid, renames=RENAMES, fused_rows=_joined_rows)}

@@ -1,0 +1,88 @@
+"""A part's input from the sums of blocks of layers and the sum so far (Kimi K3's attention residuals; the order of
+operations is that of mlx-lm's `kimi_k3.py`), whose weights are computed in float32.
+
+For a single token a GPU computes a part's input in one launch, which also adds the output of the part before; after a
+layer's last part a launch only adds.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+
+from . import backend
+from .elementwise import float32, softmax
+from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
+from .norm import rms_norm
+from .streams import plan_scatter
+from .tiles import planned
+
+MIX = Kernel("block_sums_mix", "h out weight", "x next")
+THREADS, EACH = 256, 4  # of a threadgroup; and columns of a thread
+KEPT, ADDED, BEHIND = range(3)  # what becomes of `out` in the kernel
+
+
+def mixed(h: Any, weight: mx.array, eps: float) -> Any:
+    """The sum [B, L, D] of the rows of h [B, L, n * D], n sums of D values, weighed by a softmax of numbers: the sum of
+    each row's values, normed, times weight [D] float32. It is a part's input.
+    """
+    if h.shape[-1] == len(weight):
+        return h
+    if takes_token(h):
+        launch = plan_mix(backend.name(), h.shape[-1] // len(weight), len(weight), h.dtype, eps, KEPT)
+        return launch(h, h, weight)[0]
+    rows = float32(h).reshape(*h.shape[:2], -1, len(weight))
+    shares = softmax(rms_norm(rows, weight, eps).sum(axis=-1))
+    return (shares[..., None] * rows).sum(axis=2).astype(h.dtype)
+
+
+def mixed_behind(h: Any, out: Any, weight: mx.array, eps: float, begins: bool) -> tuple[Any, Any]:
+    """The sums behind a part with the output out [B, L, D], and `mixed` of them. The output is added to the last sum;
+    or, if it `begins` a block, becomes a sum of its own behind the others.
+    """
+    if not takes_token(h):
+        sums = backend.library_of(h).concatenate([h, out], axis=-1) if begins else added(h, out)
+        return sums, mixed(sums, weight, eps)
+    count = h.shape[-1] // len(weight) + begins
+    launch = plan_mix(backend.name(), count, len(weight), h.dtype, eps, BEHIND if begins else ADDED)
+    x, sums = launch(h, out, weight)
+    return sums, x
+
+
+def added(h: Any, out: Any) -> Any:
+    """The sums h [B, L, n * D], to the last of which out [B, L, D] is added."""
+    D = out.shape[-1]
+    count = h.shape[-1] // D
+    if takes_token(h):
+        return plan_scatter(backend.name(), h.shape[-1], h.dtype, count, False)(h, out, _only_last(count))[0]
+    if count == 1:
+        return h + out
+    return backend.library_of(h).concatenate([h[..., :-D], h[..., -D:] + out], axis=-1)
+
+
+@lru_cache(64)
+def _only_last(count: int) -> mx.array:
+    """The weights with which `plan_scatter` adds to the last stream alone."""
+    return mx.array([0.0] * (count - 1) + [1.0] + [0.0] * max(LEAST_ELEMENTS - count, 0))
+
+
+def takes_token(h: Any) -> bool:
+    """Whether the kernels take the sums h [B, L, n * D]."""
+    return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1])
+
+
+@planned("block_sums")
+def refusal(target: str, tokens: int) -> Reason | None:
+    """Why the kernels do not take this number of tokens."""
+    if target == "ops":
+        return NO_KERNELS
+    return None if tokens == 1 else SEVERAL
+
+
+@planned("block_sums")
+def plan_mix(target: str, count: int, width: int, dtype: mx.Dtype, eps: float, adds: int) -> Launch:
+    """The launch that weighs `count` sums and adds them up, with a part's output as one of the three constants says."""
+    template = {"X": dtype, "N": count, "D": width, "EPS": eps, "ADDS": adds, "T": THREADS, "EACH": EACH}
+    outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, width), dtype)]
+    outputs.append(((1, 1, count * width if adds != KEPT else LEAST_ELEMENTS), dtype))
+    return Launch(target, MIX, template, (ceildiv(width, EACH * THREADS), 1), THREADS, outputs)

@@ -1,0 +1,91 @@
+"""A part's input from the sums of blocks, by kernels and plain operations, against float64."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal import msl
+from moeflux_mlx.ops import backend, block_sums
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+LIMITS = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
+EPS = 0.5
+
+
+def case(count, D, dtype):
+    """Returns sums h [1, 1, count * D], out [1, 1, D] and weight [D]."""
+    rng = np.random.default_rng(count)
+    h, out = (mx.array(rng.normal(size=(1, 1, width)).astype(np.float32)).astype(dtype) for width in (count * D, D))
+    return h, out, mx.array((rng.normal(size=D) / D**0.5).astype(np.float32))
+
+
+def wide(a):
+    return np.array(a.astype(mx.float32)).astype(np.float64)
+
+
+def wanted(h, weight):
+    """Returns a part's input as mlx-lm's `_attn_res_combine` makes it."""
+    weight, h = wide(weight), wide(h).reshape(-1, len(weight))
+    logits = h @ weight / np.sqrt((h**2).mean(-1) + EPS)
+    shares = np.exp(logits) / np.exp(logits).sum()
+    return shares @ h
+
+
+def check(count, D, dtype):
+    h, out, weight = case(count, D, dtype)
+    behind = mx.concatenate([h, out], axis=-1)
+    added = mx.concatenate([h[..., :-D], h[..., -D:] + out], axis=-1)
+    assert np.array_equal(wide(block_sums.added(h, out)), wide(added))
+    assert_close(block_sums.mixed(h, weight, EPS), wanted(h, weight), dtype)
+    for begins, sums in ((False, added), (True, behind)):
+        got, x = block_sums.mixed_behind(h, out, weight, EPS, begins)
+        assert got.dtype == dtype and np.array_equal(wide(got), wide(sums))
+        assert_close(x, wanted(sums, weight), dtype)
+
+
+def assert_close(x, want, dtype):
+    assert x.dtype == dtype and x.shape == (1, 1, len(want))
+    assert np.abs(wide(x)[0, 0] - want).max() / np.abs(want).max() < LIMITS[dtype]
+
+
+@pytest.mark.usefixtures("plain_operations")
+@pytest.mark.parametrize("count", [1, 3])
+def test_plain_operations(count):
+    check(count, 40, mx.float32)
+
+
+@msl.needed
+@pytest.mark.parametrize("count, D, dtype", [(1, 40, mx.float32), (9, 1200, mx.float32), (4, 300, mx.bfloat16)])
+def test_a_token_on_kernels(count, D, dtype):
+    with msl.launching():
+        assert not block_sums.refusal(backend.name(), 1)
+        check(count, D, dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_rows_of_a_step_have_the_bits_that_they_have_alone(rows):
+    """Also on numpy arrays, as the CPU computes."""
+    h = np.random.default_rng(1).normal(size=(1, rows, 3 * 320)).astype(np.float32)
+    weight = mx.array(np.linspace(-1, 1, 320, dtype=np.float32))
+    together = block_sums.mixed(h, weight, EPS)
+    alone = [block_sums.mixed(h[:, i : i + 1], weight, EPS) for i in range(rows)]
+    assert np.array_equal(together, np.concatenate(alone, axis=1))
+
+
+@msl.needed
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("metal::fma(w, v, dot[k])", "metal::fma(w, v, dot[0])"),
+        ("/ float(D) + EPS", "/ float(D)"),
+        ("ADDS == 1 && k == N - 1", "ADDS == 1 && k == 0"),
+        ("dot[k] / total", "dot[k]"),
+        ("part[(N + k) * SG + s]", "part[(N + k) * SG]"),
+        ("most = metal::fmax(most, dot[k])", "most = metal::fmax(most, 300.0f)"),
+        ("x * EACH + i", "x + i"),
+    ],
+)
+def test_a_planted_fault_is_caught(monkeypatch, old, new):
+    msl.plant(monkeypatch, "block_sums_mix.metal", old, new)
+    with msl.launching(), pytest.raises((AssertionError, msl.Failure)):
+        check(3, 1200, mx.float32)
