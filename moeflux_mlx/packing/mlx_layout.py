@@ -112,9 +112,7 @@ def mlx_layout(
 def _check_forms(forms: Mapping[str, Quant | None]) -> None:
     for path, form in forms.items():
         if form is not None and not form.is_of_mlx:
-            raise ConfigError(
-                f"--layout mlx: {path} is stored in {form.mode}, which mlx-lm does not read"
-            )
+            raise ConfigError(f"--layout mlx: {path} is stored in {form.mode}, which mlx-lm does not read")
 
 
 class _Names:
