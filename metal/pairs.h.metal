@@ -4,7 +4,9 @@
 //
 // 64 columns of x become integers of 16 bits times one float, the factor; x is rounded by at most 2^-16 of the largest
 // of its 64 columns. A block of 64 columns has two uint4 of pairs for each 16 columns, in the order in which
-// codes_quads gives codes, one with the sums of the integers of each 16, as floats, and one with the factor.
+// codes_quads gives codes, and two of sums of these integers and the factor (codes_lay_sums).
+//
+// Groups of 16 with codes of 2 and 3 bits have so few columns that scales stay bytes too: the types codes_..._bytes.
 
 #define CODES_PLANES(columns) ((columns) / 64 * (4 * PLANES + 2))  // the number of uint4 for a row of x
 
@@ -38,6 +40,50 @@ constexpr int codes_column(int n, int which) {
                      : 8 * (n / 4) + 4 * which + n % 4;
 }
 
+typedef codes_shared<12, 16> codes_q2_k_bytes;
+typedef codes_shared<13, 12> codes_q3_k_bytes;
+
+// Four scales and minima as bytes instead of the first scale and bias, and d and -m instead of the second.
+template <int GROUP, int CHUNK, int COLS>
+inline void codes_groups(
+    const device codes_q2_k_bytes* scales, const device codes_super2* supers, uint row, uint chunk, thread float* scale,
+    thread float* bias) {
+  const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
+  const uint word = codes_q2_bytes((const device uint*)(scales + place.block), place.group / 4);
+  const half2 d = as_type<half2>(CODES_READ((const device uint*)(supers + place.block)));
+  scale[0] = as_type<float>(word & 0x0F0F0F0Fu);
+  bias[0] = as_type<float>((word >> 4) & 0x0F0F0F0Fu);
+  scale[1] = float(d.x);
+  bias[1] = -float(d.y);
+}
+
+template <int GROUP, int CHUNK, int COLS>
+inline void codes_groups(
+    const device codes_q3_k_bytes* scales, const device codes_super1* supers, uint row, uint chunk, thread float* scale,
+    thread float*) {
+  const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
+  scale[0] = as_type<float>(codes_q3_bytes((const device uint*)(scales + place.block), place.group / 4));
+  scale[1] = float(*(const device float16_t*)(supers + place.block));
+}
+
+// Stores the sums of the integers of four times 16 columns, and the factor: for codes of 2 bits 16 high + low of each
+// sum, pairs of high and bytes of low; for groups of 32 the sums of two, as floats; else the four sums.
+template <int BITS, typename P>
+inline void codes_lay_sums(const thread int* sum, float factor, P to) {
+  uint4 sums = {uint(sum[0]), uint(sum[1]), uint(sum[2]), uint(sum[3])};
+  uint4 rest = {as_type<uint>(factor), 0u, 0u, 0u};
+  if (BITS == 2) {
+    rest.y = CODES_BYTES(uint(sum[0] >> 4), uint(sum[1] >> 4), 0x5410u);
+    rest.z = CODES_BYTES(uint(sum[2] >> 4), uint(sum[3] >> 4), 0x5410u);
+    rest.w = (sums.x & 15u) | (sums.y & 15u) << 8 | (sums.z & 15u) << 16 | (sums.w & 15u) << 24;
+  } else if (BITS == 4 || BITS == 5) {
+    rest.y = as_type<uint>(float(sum[0] + sum[1]));
+    rest.z = as_type<uint>(float(sum[2] + sum[3]));
+  }
+  to[0] = sums;
+  to[1] = rest;
+}
+
 // Stores x[columns] in blocks in `room`. All THREADS threads call this, in whole simdgroups; `tid` is the number of
 // the thread.
 template <int BITS, int PLANES, int THREADS, typename X, typename P>
@@ -62,8 +108,8 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
       m[i] = as_type<uint>(metal::fma(v[i], scale, 12582912.0f));
       total += m[i];
     }
-    const float sum = float(int(total - 16u * 0x4B400000u)), second = simd_shuffle_xor(sum, ushort(1));
-    const float third = simd_shuffle_xor(sum, ushort(2)), fourth = simd_shuffle_xor(second, ushort(2));
+    const int own = int(total - 16u * 0x4B400000u), second = simd_shuffle_xor(own, ushort(1));
+    const int sum[4] = {own, second, simd_shuffle_xor(own, ushort(2)), simd_shuffle_xor(second, ushort(2))};
     if (from + tid < pieces) {
       P block = room + CODES_PLANES(64) * (piece / 4);
       MLX_MTL_PRAGMA_UNROLL
@@ -78,10 +124,7 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
         block[2 * k + part] = four;
       }
       if (k == 0) {
-        const uint4 sums = {as_type<uint>(sum), as_type<uint>(second), as_type<uint>(third), as_type<uint>(fourth)};
-        const uint4 factor = {as_type<uint>(peak * (1.0f / 32767.0f)), 0u, 0u, 0u};
-        block[4 * PLANES] = sums;
-        block[4 * PLANES + 1] = factor;
+        codes_lay_sums<BITS>(sum, peak * (1.0f / 32767.0f), block + 4 * PLANES);
       }
     }
   }
@@ -133,7 +176,25 @@ inline void codes_quads(const thread uint* words, thread uint* quad) {
   }
 }
 
-// acc[r] += one chunk of row r, which is a block or half a block, times the part of x that begins at `x`.
+// d * S - m * M of four groups of 16, whose sums of products are sum[4]: S and M are bytes.
+template <int BITS>
+inline float codes_of_bytes(const thread int* sum, const thread float* scale, const thread float* bias, uint4 rest) {
+  const uint bytes = as_type<uint>(scale[0]);
+  int total = 0;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int g = 0; g < 4; g++) {
+    total += int(CODES_BYTES(bytes, 0u, uint(0x4440 + g))) * sum[g];
+  }
+  if (BITS == 3) {
+    return scale[1] * float(total - 32 * (sum[0] + sum[1] + sum[2] + sum[3]));
+  }
+  const uint minima = as_type<uint>(bias[0]);
+  const int high = CODES_DOT2(rest.z, minima, 1, CODES_DOT2(rest.y, minima, 0, 0));
+  return metal::fma(bias[1], float(CODES_DOT4(minima, rest.w, 16 * high)), scale[1] * float(total));
+}
+
+// acc[r] += one chunk of row r, which is a block or half a block, times the part of x that begins at `x`. Codes of
+// groups of 16 have a zero instead of a bias, except those of 2 bits.
 template <int R, int BITS, int GROUP, int CHUNK, int PLANES, typename P>
 inline void codes_dot(
     const thread uint* code,
@@ -143,10 +204,18 @@ inline void codes_dot(
     thread float* acc) {
   constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1, WORDS = CHUNK * BITS / 32;
   constexpr int SIXTEENS = BITS % 2 ? 2 : 1, QUADS = 4 * SIXTEENS;  // of codes that are unpacked at once
-  int sum[R * GROUPS];
+  constexpr int ZERO = BITS == 3 ? 4 : 32;
+  int sum[R * GROUPS], start[4] = {0, 0, 0, 0};
+  if (BITS == 3 || BITS == 6) {
+    const uint4 sums = x.first[4 * PLANES];
+    start[0] = -ZERO * int(x.side ? sums.z : sums.x);
+    start[1] = -ZERO * int(x.side ? sums.w : sums.y);
+    start[2] = -ZERO * int(sums.z);
+    start[3] = -ZERO * int(sums.w);
+  }
   MLX_MTL_PRAGMA_UNROLL
   for (int i = 0; i < R * GROUPS; i++) {
-    sum[i] = 0;
+    sum[i] = start[i % GROUPS];
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int first = 0; first < CHUNK / 16; first += SIXTEENS) {
@@ -174,19 +243,17 @@ inline void codes_dot(
       }
     }
   }
-  const uint4 stored = x.first[4 * PLANES];
-  const float factor = as_type<float>(x.first[4 * PLANES + 1].x);
-  const float sums[4] = {
-      as_type<float>(x.side ? stored.z : stored.x), as_type<float>(x.side ? stored.w : stored.y),
-      as_type<float>(stored.z), as_type<float>(stored.w)};
+  const uint4 rest = x.first[4 * PLANES + 1];
+  const float factor = as_type<float>(rest.x), x_sum = as_type<float>(x.side ? rest.z : rest.y);
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
     float total = 0;
-    MLX_MTL_PRAGMA_UNROLL
-    for (int g = 0; g < GROUPS; g++) {
-      const float x_sum = CHUNK / GROUPS == 16 ? sums[g] : sums[2 * g] + sums[2 * g + 1];
-      total = metal::fma(scale[r * GROUPS + g], float(sum[r * GROUPS + g]), total);
-      total = metal::fma(bias[r * GROUPS + g], x_sum, total);
+    if (BITS < 4) {
+      total = codes_of_bytes<BITS>(sum + r * GROUPS, scale + r * GROUPS, bias + r * GROUPS, rest);
+    } else if (BITS == 6) {
+      total = metal::fma(scale[r * GROUPS + 1], float(sum[r * GROUPS + 1]), scale[r * GROUPS] * float(sum[r * GROUPS]));
+    } else {
+      total = metal::fma(scale[r], float(sum[r]), bias[r] * x_sum);
     }
     acc[r] = metal::fma(factor, total, acc[r]);
   }

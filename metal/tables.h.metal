@@ -283,7 +283,7 @@ inline void codes_load(
     thread uint* code,
     thread float* scale,
     thread float* bias) {
-  constexpr int GROUPS = CHUNK / GROUP;
+  constexpr int GROUPS = CHUNK / GROUP, UNITS = S::BLOCK / CHUNK;
   uint words[R * S::WORDS];
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
@@ -291,9 +291,8 @@ inline void codes_load(
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    const uint unit = row[r] * (COLS / CHUNK) + chunk;
     codes_from_table(
-        words + r * S::WORDS, scales + unit / (S::BLOCK / CHUNK), unit % (S::BLOCK / CHUNK), grid,
+        words + r * S::WORDS, scales + (row[r] * (COLS / S::BLOCK) + chunk / UNITS), chunk % UNITS, grid,
         code + r * (CHUNK / 4), scale + r * GROUPS);
     MLX_MTL_PRAGMA_UNROLL
     for (int g = 0; g < GROUPS; g++) {

@@ -80,6 +80,8 @@ class Form:
         quant = self.quant
         scale = scale_type(quant, self.scales)
         made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
+        if self.header == "pairs" and quant.bits < 4:
+            made["S"] = f"{scale}_bytes"
         bits = TABLE_BITS if quant.codes == TABLE else quant.bits
         made |= {"BITS": bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
         return made | {"PLANES": self.planes} if self.planes else made

@@ -61,7 +61,7 @@ def curves(figure: dict) -> list[str]:
 def bars(figure: dict) -> list[str]:
     """Draws groups of bars from zero, each with its figure."""
     series, groups = list(figure["bars"].values()), figure["groups"]
-    top = round_up(max(max(values) for values in series) * 1.08)
+    top = figure.get("top") or round_up(max(max(values) for values in series) * 1.08)
     parts = []
     for i in range(TICKS + 1):
         parts += rule(height_of(top * i / TICKS, top), f"{top * i / TICKS:g}")
