@@ -25,7 +25,7 @@ READ = (*NATIVE, *((mode.codes, mode.scale) for mode in GGUF_MODES.values()))
 # Codes, or GGUF's kinds of scales, and bits that a backend's kernels for experts multiply as integers: the latter by
 # pairs of bytes, which have integers of 16 bits beside them, so not for float32.
 INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
-    "cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4), ("q2_k", 2), ("q3_k", 3), ("q4_k", 4), ("q4_k", 5), ("q6_k", 6))
+    "cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4), ("q2_k", 2), ("q3_k", 3))
 }
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
@@ -75,7 +75,7 @@ class Form:
         quant = self.quant
         scale = scale_type(quant, self.scales)
         made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
-        if self.header == "pairs" and quant.bits < 4:
+        if self.header == "pairs":
             made["S"] = f"{scale}_bytes"
         made |= {"BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
         return made | {"PLANES": self.planes} if self.planes else made
