@@ -1,4 +1,19 @@
-// Codes become bytes, four to a word.
+// Codes become bytes, four to a word, and are multiplied by integers.
+
+#ifndef CODES_DOT4
+inline int codes_byte(uint word, int at) {
+  return int(((word >> at) & 0xFFu) ^ 0x80u) - 128;
+}
+
+// sum + the products of the signed bytes of `codes` and `x`.
+inline int codes_dot4(uint codes, uint x, int sum) {
+  for (int at = 0; at < 32; at += 8) {
+    sum += codes_byte(codes, at) * codes_byte(x, at);
+  }
+  return sum;
+}
+#define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
+#endif
 
 #ifndef CODES_BYTES
 // A word of four bytes. Four bits of `which` name each of them: 0 to 3 are bytes of `low`, 4 to 7 are bytes of `high`.

@@ -71,13 +71,24 @@ inline codes_within codes_find(uint row, uint chunk) {
   return {row * (COLS / 256) + chunk / EACH, chunk % EACH * CHUNK / GROUP};
 }
 
+// The scales of four groups of Q2_K, from group 4 `four` on, and in the high halves of bytes their minima.
+inline uint codes_q2_bytes(const device uint* words, uint four) {
+  return CODES_READ(words + four);
+}
+
+// The scales of four groups of Q3_K, plus 32.
+inline uint codes_q3_bytes(const device uint* words, uint four) {
+  const uint low = (CODES_READ(words + four % 2) >> (4 * (four / 2))) & 0x0F0F0F0Fu;
+  return low | ((CODES_READ(words + 2) >> (2 * four)) & 0x03030303u) << 4;
+}
+
 template <int GROUP, int CHUNK, int COLS>
 inline void codes_groups(
     const device codes_q2_k* scales, const device codes_super2* supers, uint row, uint chunk, thread float* scale,
     thread float* bias) {
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
-  const uint word = CODES_READ((const device uint*)(scales + place.block) + place.group / 4);
+  const uint word = codes_q2_bytes((const device uint*)(scales + place.block), place.group / 4);
   const half2 d = as_type<half2>(CODES_READ((const device uint*)(supers + place.block)));
   const uint low = word & 0x0F0F0F0Fu, high = (word >> 4) & 0x0F0F0F0Fu;
   MLX_MTL_PRAGMA_UNROLL
@@ -94,10 +105,7 @@ inline void codes_groups(
     thread float* bias) {
   constexpr uint GROUPS = CHUNK < GROUP ? 1 : CHUNK / GROUP;
   const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
-  const uint four = place.group / 4;
-  const device uint* words = (const device uint*)(scales + place.block);
-  const uint low = (CODES_READ(words + four % 2) >> (4 * (four / 2))) & 0x0F0F0F0Fu;
-  const uint word = low | ((CODES_READ(words + 2) >> (2 * four)) & 0x03030303u) << 4;
+  const uint word = codes_q3_bytes((const device uint*)(scales + place.block), place.group / 4);
   const float d = float(*(const device float16_t*)(supers + place.block));
   MLX_MTL_PRAGMA_UNROLL
   for (uint g = 0; g < GROUPS; g++) {

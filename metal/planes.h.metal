@@ -13,21 +13,6 @@
 
 #define CODES_PLANES(columns) ((columns) / 64 * (4 * PLANES + 1))  // the number of uint4 for a row of x
 
-#ifndef CODES_DOT4
-inline int codes_byte(uint word, int at) {
-  return int(((word >> at) & 0xFFu) ^ 0x80u) - 128;
-}
-
-// sum + the products of the signed bytes of `codes` and `x`.
-inline int codes_dot4(uint codes, uint x, int sum) {
-  for (int at = 0; at < 32; at += 8) {
-    sum += codes_byte(codes, at) * codes_byte(x, at);
-  }
-  return sum;
-}
-#define CODES_DOT4(codes, x, sum) codes_dot4(codes, x, sum)
-#endif
-
 // The integer of the largest x of a block. With it no sum of a block's products exceeds 31 bits.
 template <int PLANES>
 constexpr float codes_top() {

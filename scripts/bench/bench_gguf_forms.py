@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Checks the GPU's kernels on GGUF's forms, and compares the bytes per second of decode's experts with 4-bit affine.
 
-    python scripts/bench/bench_gguf_forms.py [--forms q4_k q2_k ...] [--experts 512] [--rounds 11] [--skip-check]
+    python scripts/bench/bench_gguf_forms.py [--forms q4_k q2_k ...] [--against floats] [--experts 512] [--rounds 11]
         [--tile expert_gate_up_planes ahead 2]
 
 The experts are those of a layer of 397B-A17B (hidden 4096, width 1024, 10 of 512 for each token) with random weights.
 A round times a form and 4 bits in groups of 64 one after the other: chains in which each launch waits for the one
 before it and uses other experts, while the GPU is kept busy until the host has encoded all. Printed are medians, and
-the quartiles of the rounds' ratios of bytes a second. "layer" is gate, up, down and the sum. The last line is JSON.
+the quartiles of the rounds' ratios of bytes a second. "layer" is gate, up, down and the sum. With `--against floats` a
+form is compared with itself where codes are not multiplied as integers. The last line is JSON.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -23,9 +26,9 @@ from bench_kernels import SHAPES, Launches, check_form
 from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
-from moeflux_mlx.ops import backend
+from moeflux_mlx.ops import backend, forms
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
-from moeflux_mlx.ops.tiles import TILES
+from moeflux_mlx.ops.tiles import TILES, Tiles, using
 from moeflux_mlx.quant import EXPERTS, GGUF_MODES, Quant
 
 LAUNCHES = 48
@@ -73,20 +76,42 @@ def chains(quant: Quant, experts: int) -> dict[str, Launches]:
     return made
 
 
-def compare(quant: Quant, usual: dict[str, Launches], experts: int, rounds: int) -> list[dict]:
-    """Prints and returns the rates of one form beside those of 4 bits."""
+class Floats(Tiles):
+    """The built-in tiles, without products of integers."""
+
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        with mock.patch.object(forms, "INTEGERS", {}):
+            return make(*given)
+
+
+FLOATS = Floats()
+
+
+def in_floats(one: Launches) -> Launches:
+    def build(x: mx.array) -> mx.array | list[mx.array]:
+        with using(FLOATS):
+            return one.build(x)
+
+    made = Launches(build, one.start, one.size)
+    mx.eval(made.build(made.start))
+    return made
+
+
+def compare(quant: Quant, four: dict[str, Launches], experts: int, rounds: int) -> list[dict]:
+    """Prints and returns the rates of one form beside those of 4 bits, or of its own in floats if there are none."""
     own, rows = chains(quant, experts), []
+    usual = four or {name: in_floats(one) for name, one in own.items()}
     for name, one in own.items():
         rates: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
             for chain, times in ((usual[name], rates[0]), (one, rates[1])):
                 times.append(LAUNCHES * chain.size / chain.seconds())
-        low, ratio, high = statistics.quantiles([b / a for a, b in zip(*rates, strict=True)])
+        low, ratio, high = np.quantile([b / a for a, b in zip(*rates, strict=True)], (0.25, 0.5, 0.75)).tolist()
         base, rate = map(statistics.median, rates)
-        row = {"op": name, "form": quant.mode, "us": 1e6 * one.size / rate, "TB/s": rate / 1e12, "4 bits": base / 1e12}
+        row = {"op": name, "form": quant.mode, "us": 1e6 * one.size / rate, "TB/s": rate / 1e12, "other": base / 1e12}
         rows.append(row | {"ratio": ratio, "quartiles": [low, high]})
         print(
-            f"{quant.mode:5s} {name:8s} {row['us']:7.2f} us {rate / 1e12:6.3f} TB/s, 4 bits {base / 1e12:6.3f} TB/s, "
+            f"{quant.mode:5s} {name:8s} {row['us']:7.2f} us {rate / 1e12:6.3f} TB/s, other {base / 1e12:6.3f} TB/s, "
             f"ratio {ratio:.3f} ({low:.3f} to {high:.3f})",
             flush=True,
         )
@@ -96,6 +121,7 @@ def compare(quant: Quant, usual: dict[str, Launches], experts: int, rounds: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forms", nargs="+", choices=GGUF_MODES, default=list(GGUF_MODES))
+    parser.add_argument("--against", choices=("4 bits", "floats"), default="4 bits", help="(%(default)s)")
     parser.add_argument("--experts", type=int, default=512, help="records in memory for each form (%(default)s)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--skip-check", action="store_true", help="time only")
@@ -110,9 +136,9 @@ def main() -> None:
     device = mx.device_info().get("device_name", "")
     print(f"mlx {mx.__version__}, {backend.name()}, {device}")
     checks = [] if args.skip_check else [check_form((of(mode),) * 3, mx.bfloat16, "BF16") for mode in args.forms]
-    usual, rows = chains(EXPERTS, args.experts), []
+    four, rows = chains(EXPERTS, args.experts) if args.against != "floats" else {}, list[dict]()
     for mode in args.forms:
-        rows += compare(of(mode), usual, args.experts, args.rounds)
+        rows += compare(of(mode), four, args.experts, args.rounds)
         mx.clear_cache()
     print(json.dumps({"mlx": mx.__version__, "device": device, "check": checks, "forms": rows}))
     if not all(check["ok"] for check in checks):

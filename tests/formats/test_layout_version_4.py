@@ -21,7 +21,7 @@ from moeflux_mlx.formats.record import (
     ExpertLayout,
     expert_path,
 )
-from moeflux_mlx.quant import DEFAULT, Quant, Quantization
+from moeflux_mlx.quant import DEFAULT, GGUF_MODES, Quant, Quantization
 
 SHARE = RankShare(Owners((1, 2, 1)), 1)
 
@@ -64,6 +64,27 @@ def test_what_is_written_is_read_again(data, matrices, biases, hidden, inner):
     stated = json.loads(json.dumps(to_json(layout, SHARE)))
     assert stated["format_version"] == (3 if usual else 4) and held_by(stated, "layout.json") == SHARE
     assert from_json(stated, args, "layout.json").records.keys() == layout.records.keys()
+
+
+GGUF = [Quant(mode.bits, mode.group_size, name) for name, mode in GGUF_MODES.items()]
+
+
+@settings(max_examples=examples(40))
+@given(data=st.data(), biases=st.booleans(), dtype=st.sampled_from(SCALE_DTYPES))
+def test_forms_of_gguf_are_read_again(data, biases, dtype):
+    """Their factors stay float16 beside scales and biases of any dtype."""
+    forms = st.sampled_from([*GGUF, Quant(4, 64), MXFP4])
+    by_layer = {layer: data.draw(st.tuples(forms, forms, forms)) for layer in range(LAYERS)}
+    args = having(by_layer, biases, hidden=256, inner=512)
+    layout = ExpertLayout.from_args(args, by_layer, dtype)
+    assert through(layout, args) == layout
+    fields = {field.part for record in layout.records.values() for field in record.fields}
+    plain = {*by_layer.values()} == {UNIFORM} and dtype == "BF16"
+    usual = not fields & {"supers", "bias"}
+    assert to_json(layout)["format_version"] == ((1 if plain else 2) if usual else 4)
+    for record in layout.records.values():
+        assert {field.dtype for field in record.fields if field.part == "supers"} <= {"F16"}
+        assert all(field.dtype == dtype for field in record.fields if field.part in ("biases", "bias"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from moeflux_mlx.spec import ModelArgs
 TOOLKIT = next((path for path in (Path(entry) / "nvidia/cu13" for entry in sys.path) if path.is_dir()), None)
 FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS)]
 FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")]
-FORMS += [Quant(mode.bits, mode.group_size, name) for name, mode in GGUF_MODES.items()]
+FORMS += [Quant(GGUF_MODES[name].bits, GGUF_MODES[name].group_size, name) for name in ("q3_k", "q4_k", "q6_k")]
 VARIANTS = ("cogito-v2-671b", "gpt-oss-20b", "minimax-m2-230b-a10b", "laguna-xs-2.1-33b", "step-3.5-flash-196b")
 VARIANTS += ("gemma-4-26b-a4b", "glm-5.3-flash-321b", "qwen3.8-flash-next-125b", "deepseek-v4-flash")
 VARIANTS += ("nemotron-3-super-120b-a12b", "deepseek-v3.2", "lfm2-8b-a1b")

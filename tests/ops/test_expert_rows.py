@@ -130,7 +130,10 @@ def error(given):
 
 FORMS_OF_CODES = [Quant(bits, 64) for bits in (1, 2, 3, 4, 5, 6, 8)]
 FORMS_OF_CODES += [Quant(4, 32), Quant(4, 128), Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4")]
-FORMS_OF_CODES += [Quant(mode.bits, mode.group_size, name) for name, mode in GGUF_MODES.items()]
+FORMS_OF_CODES += [
+    pytest.param(Quant(mode.bits, mode.group_size, name), marks=() if name in ("q3_k", "q4_k") else pytest.mark.full)
+    for name, mode in GGUF_MODES.items()
+]
 
 
 LIMITS = {mx.bfloat16: 8e-3, mx.float16: 2e-3, mx.float32: 2e-6}
