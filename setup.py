@@ -1,6 +1,7 @@
 """The optional native code, CPU kernels and Linux's reads; everything else is in pyproject.toml.
 
-Without a C compiler the build goes on and the package runs on the MLX twins, and reads with Python's calls.
+Without a C compiler the build goes on and the package runs on the MLX twins, reads with Python's calls, and rearranges
+GGUF's blocks with numpy.
 """
 
 import os
@@ -25,7 +26,7 @@ kernels = Extension(
     sources=[
         f"native/{name}.c" for name in ("rounded", "avx512", "avx2", "portable", "native", "paths")
     ],  # longest first
-    depends=[f"native/{name}.h" for name in ("paths", "kernels", "planes", "rounded", "team", "vnni")],
+    depends=[f"native/{name}.h" for name in ("paths", "nested", "grids", "tables", "kernels", "planes", "rounded", "team", "vnni")],
     extra_compile_args=FLAGS,
     extra_link_args=["-pthread"],
     optional=True,
@@ -36,6 +37,13 @@ fit = Extension(
     sources=["native/fit_avx512.c", "native/fit_avx2.c", "native/fit.c"],
     depends=["native/fit.h"],
     extra_compile_args=[*FLAGS, "-ffp-contract=off"],
+    optional=True,
+)
+blocks = Extension(
+    "moeflux_mlx.packing._blocks",
+    sources=["native/blocks.c"],
+    depends=["native/blocks.h"],
+    extra_compile_args=FLAGS,
     optional=True,
 )
 reads = Extension(
@@ -91,6 +99,6 @@ class SourcesWithCommit(sdist):
 
 
 setup(
-    ext_modules=[kernels, fit, *([reads] if sys.platform == "linux" else [])],
+    ext_modules=[kernels, fit, blocks, *([reads] if sys.platform == "linux" else [])],
     cmdclass={"build_ext": BuildSideBySide, "build_py": BuildWithCommit, "sdist": SourcesWithCommit},
 )

@@ -150,11 +150,12 @@ inline void codes_dot_unit(
 }
 
 // The same for codes of 8 bits.
-template <int R, int COLUMNS, typename P>
+template <int R, int COLUMNS, int STRIDE, typename P>
 inline void codes_dot_bytes(
     const thread uint* code,
     const thread float* scale,
     const thread float* bias,
+    int groups,
     P x,
     thread float* acc) {
   float dot[R], x_sum = 0;
@@ -171,7 +172,7 @@ inline void codes_dot_bytes(
     for (int r = 0; r < R; r++) {
       MLX_MTL_PRAGMA_UNROLL
       for (int j = 0; j < 8; j++) {
-        const uint word = code[r * (COLUMNS / 4) + 2 * i + j / 4];
+        const uint word = code[r * STRIDE + 2 * i + j / 4];
         const int at = 8 * (j % 4);
         const uint moved = at < 15 ? word << (15 - at) : word >> (at - 15);
         dot[r] = metal::fma(as_type<float>(CODES_OVER(moved, 0x007F8000u, 0x43800000u)), v[j], dot[r]);
@@ -180,7 +181,8 @@ inline void codes_dot_bytes(
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    acc[r] = metal::fma(scale[r], metal::fma(-256.0f, x_sum, dot[r]), metal::fma(bias[r], x_sum, acc[r]));
+    const float sum = metal::fma(-256.0f, x_sum, dot[r]);
+    acc[r] = metal::fma(scale[r * groups], sum, metal::fma(bias[r * groups], x_sum, acc[r]));
   }
 }
 
@@ -197,7 +199,8 @@ inline void codes_dot(
   MLX_MTL_PRAGMA_UNROLL
   for (int g = 0; g < GROUPS; g += STEP) {
     if (BITS == 8) {
-      codes_dot_bytes<R, COLUMNS>(code, scale, bias, x, acc);
+      codes_dot_bytes<R, COLUMNS, WORDS>(
+          code + g * (WORDS / GROUPS), scale + g, bias + g, GROUPS, x + g * COLUMNS, acc);
     } else {
       codes_dot_unit<R, BITS, COLUMNS, WORDS>(
           code + g * WORDS / GROUPS, scale + g, bias + g, GROUPS, x + g * COLUMNS, acc);

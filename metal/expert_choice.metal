@@ -34,6 +34,11 @@
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S, G>(record, UP_W, UP_S, UP_B);
   }
+#ifdef CODES_NEAR
+  threadgroup uint4 near[CODES_NEAR];
+  gate.biases = up.biases = codes_near<S::GRID, 32 * SG>(gate.biases, near, thread_index_in_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
 #ifdef CODES_PLANES
   threadgroup uint4 planes[CODES_PLANES(H)];
   const auto row = codes_lay<BITS, PLANES, 32 * SG>(x + token * H, H, thread_index_in_threadgroup, planes);

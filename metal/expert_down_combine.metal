@@ -27,6 +27,13 @@
 #ifdef CODES_PLANES
   threadgroup uint4 planes[SG * CODES_PLANES(SPAN)];
 #endif
+#ifdef CODES_NEAR
+  threadgroup uint4 near[CODES_NEAR];
+  const device uint32_t* any = codes_record(blob, uint(slots[token * ROW]), WORDS, ROW_BITS);
+  const device G* grid = swiglu_in_record<S, G>(any, DOWN_W, DOWN_S, DOWN_B).biases;
+  grid = codes_near<S::GRID, 32 * SG>(grid, near, tid);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
   CODES_UNROLL(1)
   for (uint turn = 0; turn < TURNS; turn++) {
     const uint k = turn * SG + simdgroup_index_in_threadgroup;
@@ -40,6 +47,9 @@
       record = codes_record(blob, uint(slots[token * ROW + k]), WORDS, ROW_BITS);
       down = swiglu_in_record<S, G>(record, DOWN_W, DOWN_S, DOWN_B);
       weight = weights[token * ROW + k];
+#ifdef CODES_NEAR
+      down.biases = grid;
+#endif
     } else if (GATED) {
       weight = 1.0f / (1.0f + metal::precise::exp(-float(gates[token * STRIDE + STRIDE - 1])));
     }

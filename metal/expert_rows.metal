@@ -13,9 +13,15 @@
   const uint expert = threadgroup_position_in_grid.y;
   const uint stop = uint(starts[expert + 1]);
   const device uint32_t* record = codes_record(blob, uint(slots[expert]), WORDS, ROW_BITS);
-  const swiglu_matrix<S, G> matrices[2] = {
+  swiglu_matrix<S, G> matrices[2] = {
       swiglu_in_record<S, G>(record, FIRST_W, FIRST_S, FIRST_B),
       swiglu_in_record<S, G>(record, LAST_W, LAST_S, LAST_B)};
+#ifdef CODES_NEAR
+  threadgroup uint4 near[CODES_NEAR];
+  const device G* grid = codes_near<S::GRID, 32 * SG>(matrices[0].biases, near, thread_index_in_threadgroup);
+  matrices[0].biases = matrices[1].biases = grid;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+#endif
   const uint row[2] = {metal::min(top + quad, uint(ROWS - 1)), metal::min(top + quad + 8, uint(ROWS - 1))};
 
   const uint from = uint(starts[expert]) + threadgroup_position_in_grid.z * (8 * TILES);

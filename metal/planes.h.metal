@@ -1,6 +1,7 @@
 // needs: codes.h.metal bytes.h.metal
 // Codes times integers, for GPUs with an instruction that multiplies four bytes by four bytes and adds the products.
-// The codes are integers of 2 or 3 bits, weight = scale * code + bias, or E2M1 codes, weight = scale * code / 2.
+// The codes are integers of 2 or 3 bits, weight = scale * code + bias, E2M1 codes, weight = scale * code / 2, or signed
+// bytes, weight = scale * code (BITS is 8).
 //
 // With few bits a byte has many codes, so converting them to floats takes longer than reading them. Here four codes
 // become the signed bytes of a word, and 64 columns of x become integers times one float, the factor. The integers are
@@ -70,7 +71,7 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
         uint m[4];
         MLX_MTL_PRAGMA_UNROLL
         for (int run = 0; run < 4; run++) {
-          m[run] = codes_integer<PLANES>(BITS == 4 ? v[4 * quad + run] : v[4 * run + quad], scale);
+          m[run] = codes_integer<PLANES>(BITS >= 4 ? v[4 * quad + run] : v[4 * run + quad], scale);
         }
         MLX_MTL_PRAGMA_UNROLL
         for (int p = 0; p < PLANES; p++) {
@@ -94,10 +95,28 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
   return {room, 0};
 }
 
+// The sums of the planes' products as a float. Only with bytes can the whole sum exceed 31 bits.
+template <int BITS, int PLANES>
+inline float codes_whole_sum(const thread int* sum) {
+  int whole = 0;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int p = BITS == 8 ? 1 : PLANES - 1; p >= 0; p--) {
+    whole = 256 * whole + sum[p];
+  }
+  return BITS == 8 && PLANES == 3 ? metal::fma(65536.0f, float(sum[PLANES - 1]), float(whole)) : float(whole);
+}
+
 // Unpacks codes to bytes, four to a word: 16 codes of 2 bits from one word, 32 of 3 bits from three, or 16 E2M1 codes
 // from two.
 template <int BITS>
 inline void codes_quads(const thread uint* words, thread uint* quad) {
+  if (BITS == 8) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < 4; i++) {
+      quad[i] = words[i];
+    }
+    return;
+  }
   if (BITS == 2) {
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < 4; i++) {
@@ -164,14 +183,10 @@ inline void codes_dot(
     const float x_sum = GROUPS == 1 ? low + high : g == 0 ? low : high;
     MLX_MTL_PRAGMA_UNROLL
     for (int r = 0; r < R; r++) {
-      int whole = 0;
-      MLX_MTL_PRAGMA_UNROLL
-      for (int p = PLANES - 1; p >= 0; p--) {
-        whole = 256 * whole + sum[r * PLANES + p];
-      }
+      const float whole = codes_whole_sum<BITS, PLANES>(sum + r * PLANES);
       const int at = r * GROUPS + g;
-      const float b = BITS == 4 ? 0.0f : bias[at];  // 0 * NaN is NaN, as it should be
-      acc[r] = metal::fma(scale[at] * factor, float(whole), metal::fma(b, x_sum, acc[r]));
+      const float b = BITS >= 4 ? 0.0f : bias[at];  // 0 * NaN is NaN, as it should be
+      acc[r] = metal::fma(scale[at] * factor, whole, metal::fma(b, x_sum, acc[r]));
     }
   }
 }

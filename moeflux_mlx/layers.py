@@ -20,7 +20,7 @@ from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear
 from .ops.norm import Norm, layer_norm, rms_norm
 from .ops.route import router_logits
-from .quant import Quant
+from .quant import GRID, Quant
 
 
 def packed(*arrays: mx.array) -> list[ArrayPiece] | None:
@@ -133,7 +133,9 @@ class Stack:
         first = self.layers[0]
         joined = Linear(first.shape[1], self.ends[-1], "bias" in first)
         joined.quant, joined._members = first.quant, self.layers
-        parts = (*joined.tensors(), *(["bias"] if "bias" in first else []))
+        parts = [part for part in (*joined.tensors(), *(["bias"] if "bias" in first else [])) if part != GRID]
+        if GRID in joined.tensors():
+            setattr(joined, GRID, first[GRID])
         for part in parts:
             setattr(joined, part, mx.concatenate([layer[part] for layer in self.layers]))
             mx.eval(joined[part])

@@ -4,7 +4,7 @@ Every known form can be computed; `ops/forms.py` says which forms the kernels re
 """
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from .errors import ConfigError, ModelFileError
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (1, 2, 3, 4, 5, 6, 8)
-INTEGER, E2M1, E4M3 = "integer", "e2m1", "e4m3"  # types of codes
+INTEGER, E2M1, E4M3, TABLE = "integer", "e2m1", "e4m3", "table"  # types of codes
 FLOAT, E8M0 = "float", "e8m0"  # types of scales, besides E4M3 and those of GGUF's forms
 SUPER = 256  # weights of a row that share what the scales of their groups are multiplied by
 NAN = {E8M0: 0xFF, E4M3: 0x7F}  # the bits that are all set in the NaN of an 8-bit scale
@@ -27,6 +27,7 @@ class Mode:
         nested: bytes that have the scales of SUPER weights; 0: each group has a scale of its own.
         header: float16 values that these bytes begin with.
         supers: float16 values of SUPER weights beside these bytes, or of a group if it is its scale.
+        grid: entries of the table that codes name, and values of an entry, if a matrix has its own.
     """
 
     group_size: int
@@ -38,6 +39,7 @@ class Mode:
     nested: int = 0
     header: int = 0
     supers: int = 0
+    grid: tuple[int, int] | None = None
 
 
 MLX_MODES = {
@@ -55,6 +57,15 @@ GGUF_MODES = {
     "q4_k": Mode(32, 4, INTEGER, "q4_k", nested=16, header=2),
     "q5_k": Mode(32, 5, INTEGER, "q4_k", nested=16, header=2),
     "q6_k": Mode(16, 6, INTEGER, "q6_k", zero=32, nested=16, supers=1),
+    "iq4_nl": Mode(32, 4, TABLE, "iq4_nl", supers=1),
+    "iq4_xs": Mode(32, 4, TABLE, "iq4_xs", nested=8, header=1),
+    "iq3_xxs": Mode(32, 3, TABLE, "iq3_xxs", nested=2, header=1, grid=(256, 4)),
+    "iq3_s": Mode(32, 3, TABLE, "iq3_s", nested=14, header=1, grid=(512, 4)),
+    "iq2_xxs": Mode(32, 2, TABLE, "iq2_xxs", nested=2, header=1, grid=(256, 8)),
+    "iq2_xs": Mode(16, 2, TABLE, "iq2_xs", nested=10, header=1, grid=(512, 8)),
+    "iq2_s": Mode(16, 2, TABLE, "iq2_s", nested=18, header=1, grid=(1024, 8)),
+    "iq1_s": Mode(32, 1, TABLE, "iq1_s", nested=18, header=1, grid=(2048, 8)),
+    "iq1_m": Mode(16, 1, TABLE, "iq1_m", nested=24, header=1, grid=(2048, 8)),
 }
 MODES = MLX_MODES | GGUF_MODES
 
@@ -69,12 +80,13 @@ class Quant:
     "mxfp8" a code is a float of 8 bits, E4M3. In mode "nvfp4" codes are E2M1 and scales E4M3, and a float32 for the
     whole matrix, the global scale, may multiply all of them, divided by GLOBAL_UNIT as in MLX.
 
-    The other modes are GGUF's types (`dequantize_row_*` of llama.cpp's ggml-quants.c), with codes in the order of MLX's
-    and the file's own bytes of scales. In "q4_0", "q5_0" and "q8_0" the part `supers` has a float16 d for each group,
-    and a weight is d * (code - zero). In the K types a group has integers S and, but for "q3_k" and "q6_k", M, in the
-    part `scales`, and 256 weights have d and m in `supers`, or for "q4_k" and "q5_k" in the first 4 of the 16 bytes of
-    `scales`. A weight is (d * (S - scale_zero)) * (code - zero) - m * M, in float32 and this order; scale_zero is 32
-    for "q3_k" and 0 for the others.
+    The other modes are GGUF's types (`dequantize_row_*` of llama.cpp's ggml-quants.c). Integer codes are in the order
+    of MLX's, and bytes of scales are the file's own. In "q4_0", "q5_0" and "q8_0" the part `supers` has a float16 d for
+    each group, and a weight is d * (code - zero). In the K types a group has integers S and, but for "q3_k" and "q6_k",
+    M, in the part `scales`, and 256 weights have d and m in `supers`, or for "q4_k" and "q5_k" in the first 4 of the 16
+    bytes of `scales`. A weight is (d * (S - scale_zero)) * (code - zero) - m * M, in float32 and this order; scale_zero
+    is 32 for "q3_k" and 0 for the others. The codes of "iq" modes name values in a table (`ops/table_values.py`), which
+    most of them have as the part `grid`; `bits` are those of a weight in the part `weight`, and others are in `scales`.
     """
 
     bits: int
@@ -88,7 +100,7 @@ class Quant:
 
     @cached_property
     def codes(self) -> str:
-        """The type of codes: INTEGER, or a small float, E2M1 or E4M3."""
+        """The type of codes: INTEGER, a small float, E2M1 or E4M3, or TABLE."""
         return MODES[self.mode].codes
 
     @cached_property
@@ -115,6 +127,11 @@ class Quant:
     def is_nested(self) -> bool:
         """Whether the scales of groups are integers, in bytes for SUPER weights."""
         return MODES[self.mode].nested > 0
+
+    @cached_property
+    def grid(self) -> tuple[int, int] | None:
+        """The shape of its table, if it is one of its parts."""
+        return MODES[self.mode].grid
 
     @cached_property
     def multiple(self) -> int:
@@ -147,11 +164,11 @@ class Quant:
             return PARTS
         if self.has_supers:
             return (PARTS[0], *(PARTS[1:2] if self.is_nested else ()), SUPERS)
-        return (*PARTS[:2], GLOBAL_SCALE) if self.has_global_scale else PARTS[:2]
+        return *PARTS[:2], *((GLOBAL_SCALE,) if self.has_global_scale else (GRID,) if self.grid else ())
 
     def of_part(self, part: str, columns: int, floating: str) -> tuple[int, str]:
         """The number of values in a part for a row of `columns` columns, and their dtype as files name it, with float
-        scales of dtype `floating`. A resident matrix repeats its global scale for each row.
+        scales of dtype `floating`. A resident matrix repeats its global scale for each row. A grid is not a row's.
         """
         mode = MODES[self.mode]
         if part == PARTS[0]:
@@ -162,9 +179,14 @@ class Quant:
             return columns // SUPER * mode.nested, "U8"
         return (1, "F32") if part == GLOBAL_SCALE else (self.groups(columns), self.of_groups(floating))
 
+    def shape_of(self, part: str, rows: Sequence[int], columns: int, floating: str) -> tuple[tuple[int, ...], str]:
+        """The shape of a part of a matrix [*rows, columns], and its dtype as in `of_part`."""
+        values, dtype = self.of_part(part, columns, floating)
+        return self.grid if part == GRID and self.grid else (*rows, values), dtype
+
     def fewest(self, columns: int) -> int:
         """The number of values of a row in the part that has the fewest."""
-        return min(self.of_part(part, columns, FLOAT)[0] for part in self.parts)
+        return min(self.of_part(part, columns, FLOAT)[0] for part in self.parts if part != GRID)
 
     def words(self, columns: int) -> int:
         """uint32 words of one row's codes."""
@@ -183,6 +205,7 @@ class Quant:
 OF_GROUPS = ("scales", "biases")
 PARTS = ("weight", *OF_GROUPS)  # names of a stored matrix's tensors
 SUPERS = "supers"  # float16 values of GGUF's types, whatever dtype other scales have
+GRID = "grid"  # the table that the codes of a matrix name, uint8
 GLOBAL_SCALE = "global_scale"  # the factor of all scales of a matrix, times GLOBAL_UNIT
 GLOBAL_UNIT = 448 * 6  # the largest E4M3 times the largest E2M1: MLX's global scale is the largest weight
 DEFAULT = Quant(4, 64)  # MLX's own

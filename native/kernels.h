@@ -376,6 +376,154 @@ INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Ki
     *(vf *)(out + n) = (vf){0};
 }
 
+/* ---- nested scales (nested.h) -------------------------------------------------------------------------
+ *
+ * nested_scales computes scales and biases of W groups, from group `at` of the first 256 weights on. `s` is where the
+ * bytes of scales of these weights are, and `d` where their supers are. With 8 groups in 256 weights and W = 16 there
+ * are those of the next 256 weights too; if the row ends before these (`is_last`), their scales are zero. If `apart`,
+ * the groups' order is 0, 2, 4, ..., 14, 1, 3, 5, ..., 15.
+ */
+#if W == 4
+INLINE void FN(nested_scales)(const uint8_t *s, const uint8_t *d, ptrdiff_t at, int is_last, const int bits,
+                              const int apart, vf *scale, vf *bias) {
+    const ScaleCodes codes = scale_codes(s, bits);
+    uint16_t supers[2] = {0};
+    vi scales, minima;
+    memcpy(supers, d, (size_t)(bits == 3 || bits == 6 ? 2 : 4));
+    for (int i = 0; i < W; i++) {
+        const ptrdiff_t j = apart ? 2 * (at % 8 + i) + at / 8 : at + i;
+        scales[i] = (int32_t)(codes.scales[j / 8] >> 8 * (j % 8) & 255) - scale_offset(bits);
+        minima[i] = (int32_t)(codes.minima[j / 8] >> 8 * (j % 8) & 255);
+    }
+    (void)is_last;
+    *scale = __builtin_convertvector(scales, vf) * FN(half)((vu){0} + supers[0]);
+    *bias = nested_has_minima(bits) ? __builtin_convertvector(minima, vf) * -FN(half)((vu){0} + supers[1])
+                                    : *scale * -(float)(1 << (bits - 1));
+}
+#else
+#if W == 16
+#define TO_FLOATS(v) ((vf)_mm512_cvtepi32_ps(v))
+#define UNSIGNED(v) _mm512_cvtepu8_epi32(v)
+#define SIGNED(v) _mm512_cvtepi8_epi32(v)
+#define LOAD(from) _mm_loadu_si128((const __m128i *)(from))
+#define FLOAT16(v) _mm512_castps512_ps128(_mm512_cvtph_ps(_mm256_castsi128_si256(v)))
+#define BROADCAST(v) ((vf)_mm512_broadcastss_ps(v))
+#else
+#define TO_FLOATS(v) ((vf)_mm256_cvtepi32_ps(v))
+#define UNSIGNED(v) _mm256_cvtepu8_epi32(v)
+#define SIGNED(v) _mm256_cvtepi8_epi32(v)
+#define LOAD(from) _mm_loadl_epi64((const __m128i *)(from))
+#define FLOAT16(v) _mm_cvtph_ps(v)
+#define BROADCAST(v) ((vf)_mm256_broadcastss_ps(v))
+#endif
+
+/* Returns 8 bytes of S and 8 bytes of M of a block of 4 or 5 bits. Its words are d and m; S of groups 0 to 3, and above
+ * them high bits of groups 4 to 7; M likewise; low bits of S and of M of groups 4 to 7. */
+INLINE __m128i FN(six_bits)(__m128i v) {
+    const __m128i first = _mm_shuffle_epi32(v, _MM_SHUFFLE(3, 2, 3, 1)), high = _mm_shuffle_epi32(v, _MM_SHUFFLE(2, 0, 1, 0));
+    const __m128i kept = _mm_setr_epi32(0x3F3F3F3F, 0x0F0F0F0F, 0x3F3F3F3F, 0x0F0F0F0F);
+    const __m128i low = _mm_and_si128(_mm_srlv_epi32(first, _mm_setr_epi32(0, 0, 0, 4)), kept);
+    return _mm_or_si128(low, _mm_and_si128(_mm_srli_epi16(high, 2), _mm_setr_epi32(0, 0x30303030, 0, 0x30303030)));
+}
+
+/* Returns 16 signed bytes of S of a block of 3 bits. */
+INLINE __m128i FN(six_bits_of_three)(const uint8_t *s, const int apart) {
+    int32_t last;
+    memcpy(&last, s + 8, 4);
+    const __m128i v = _mm_loadl_epi64((const __m128i *)s), more = _mm_set1_epi32(last);
+    const __m128i low = _mm_and_si128(_mm_unpacklo_epi64(v, _mm_srli_epi16(v, 4)), _mm_set1_epi8(15));
+    const __m128i high = _mm_and_si128(_mm_srlv_epi32(more, _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
+    const __m128i all = _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(high, 4)), _mm_set1_epi8(32));
+    return apart ? _mm_shuffle_epi8(all, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)) : all;
+}
+
+INLINE void FN(nested_scales)(const uint8_t *s, const uint8_t *d, ptrdiff_t at, int is_last, const int bits,
+                              const int apart, vf *scale, vf *bias) {
+    vf scales, minima = {0}, first, second = {0};
+    int32_t supers = 0;
+    memcpy(&supers, d, bits == 3 || bits == 6 ? 2 : 4);
+    const __m128 few = FLOAT16(_mm_cvtsi32_si128(supers));
+    first = BROADCAST(few);
+    if (nested_has_minima(bits)) second = BROADCAST(_mm_shuffle_ps(few, few, 1));
+    if (bits == 2) {
+        const vu both = (vu)UNSIGNED(LOAD(s + at));
+        scales = __builtin_convertvector((vi)(both & 15), vf), minima = __builtin_convertvector((vi)(both >> 4), vf);
+    } else if (bits == 3) {
+        const __m128i all = FN(six_bits_of_three)(s, apart);
+        scales = TO_FLOATS(SIGNED(at ? _mm_unpackhi_epi64(all, all) : all));
+    } else if (bits == 6) {
+        scales = TO_FLOATS(SIGNED(LOAD(s + at)));
+    } else {
+        const __m128i v = _mm_loadu_si128((const __m128i *)s), codes = FN(six_bits)(v);
+#if W == 16
+        const __m128i next = is_last ? _mm_setzero_si128() : _mm_loadu_si128((const __m128i *)(s + 16));
+        const __m128i others = FN(six_bits)(next);
+        const __m512 all = _mm512_castps128_ps512(FLOAT16(_mm_unpacklo_epi32(v, next)));
+        first = (vf)_mm512_permutexvar_ps(_mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0), all);
+        second = (vf)_mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1), all);
+        scales = TO_FLOATS(UNSIGNED(_mm_unpacklo_epi64(codes, others)));
+        minima = TO_FLOATS(UNSIGNED(_mm_unpackhi_epi64(codes, others)));
+#else
+        scales = TO_FLOATS(UNSIGNED(codes)), minima = TO_FLOATS(UNSIGNED(_mm_unpackhi_epi64(codes, codes)));
+#endif
+    }
+    (void)is_last;
+    *scale = scales * first;
+    *bias = nested_has_minima(bits) ? minima * -second : *scale * -(float)(1 << (bits - 1));
+}
+#undef TO_FLOATS
+#undef UNSIGNED
+#undef SIGNED
+#undef LOAD
+#undef FLOAT16
+#undef BROADCAST
+#endif
+
+enum { FN(TABLE) = 128, FN(SECOND) = FN(TABLE) / 2 + W }; /* groups whose scales are decoded at once */
+
+/* As tables, for a NESTED matrix. */
+INLINE void FN(nested_tables)(const Matrix *m, ptrdiff_t row, ptrdiff_t first, ptrdiff_t n, const int bits, float *scales,
+                              float *biases) {
+    const ptrdiff_t each = SUPER / nested_group(bits), size = nested_bytes(bits), count = nested_supers(bits);
+    const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes, *b = (const uint8_t *)m->b + row * m->b_bytes;
+    const int apart = bits == 3;
+    for (ptrdiff_t i = 0; i < n; i += W) {
+        const ptrdiff_t at = (first + i) / each, to = apart ? i / 16 * 8 + i % 8 + i % 16 / 8 * FN(SECOND) : i;
+        const uint8_t *from = s + at * size;
+        vf scale, bias;
+        FN(nested_scales)(from, count ? b + at * count * 2 : from, (first + i) % each, (at + 1) * SUPER >= m->in, bits,
+                          apart, &scale, &bias);
+#if W == 16
+        if (apart) {
+            memcpy(scales + to, &scale, 32), memcpy(scales + to + FN(SECOND), (float *)&scale + 8, 32);
+            memcpy(biases + to, &bias, 32), memcpy(biases + to + FN(SECOND), (float *)&bias + 8, 32);
+            continue;
+        }
+#endif
+        *(vf *)(scales + to) = scale, *(vf *)(biases + to) = bias;
+    }
+    *(vf *)(scales + n / (1 + apart)) = *(vf *)(biases + n / (1 + apart)) = (vf){0};
+    if (apart) *(vf *)(scales + n / 2 + FN(SECOND)) = *(vf *)(biases + n / 2 + FN(SECOND)) = (vf){0};
+}
+
+/* Converts the scales and biases of n groups of a row, from group `first` on, to floats, and writes a vector of zeros
+ * behind them. If a block has two groups, the blocks' second groups are apart, from SECOND on. */
+static __attribute__((noinline)) TARGET void FN(tables)(const Matrix *m, ptrdiff_t row, ptrdiff_t first, ptrdiff_t n,
+                                                        float *scales, float *biases) {
+    if (m->source == NESTED) {
+        switch (m->bits) {
+        case 2: FN(nested_tables)(m, row, first, n, 2, scales, biases); break;
+        case 3: FN(nested_tables)(m, row, first, n, 3, scales, biases); break;
+        case 6: FN(nested_tables)(m, row, first, n, 6, scales, biases); break;
+        default: FN(nested_tables)(m, row, first, n, 4, scales, biases);
+        }
+        return;
+    }
+    FN(decode)(m->s, row * m->groups + first, n, m->kind, scales);
+    if (m->source == MLX) FN(decode)(m->b, row * m->groups + first, n, m->kind, biases);
+    else for (ptrdiff_t i = 0; i < n + W; i++) biases[i] = scales[i] * -(float)(1 << (m->bits - 1));
+}
+
 /* Adds bias[first + i] to y[i] for each i < n. */
 static TARGET void FN(add)(const void *bias, ptrdiff_t first, ptrdiff_t n, Kind kind, float *y) {
     enum { TABLE = 128 };
@@ -482,7 +630,8 @@ E4M3_ROWS(2, 4)
  * words. A vector holds the same word of W blocks, one block per lane. As in pack(), a code is used at its place in
  * the word, and its activation is divided by the power of two that this place means. A code that crosses into the
  * next word, or ends at the highest bit, is shifted down instead. E2M1 codes first become bytes of twice their value
- * plus 16; the sum of the activations, times 16, is subtracted at the end.
+ * plus 16; the sum of the activations, times 16, is subtracted at the end. A block has the codes of one group, or of two
+ * if it is larger than a group (3 bits in groups of 16); then it has two parts, each with its own sum.
  */
 
 /* The number of bits below code j in its word; 0 for a code that is shifted down. */
@@ -495,17 +644,20 @@ static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) 
         FN(pack_e4m3)(m, x, out);
         return;
     }
+    if (m->codes == TABLE) {
+        memcpy(out, x, (size_t)m->in * sizeof *out);
+        return;
+    }
     const ptrdiff_t codes = m->codes == E2M1 ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
-    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + 1) * W) {
-        memset(out, 0, (size_t)((codes + 1) * W) * sizeof *out);
+    const ptrdiff_t parts = block_parts(m), some = codes / parts;
+    for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + parts) * W) {
+        memset(out, 0, (size_t)((codes + parts) * W) * sizeof *out);
         for (ptrdiff_t lane = 0; lane < W && b0 + lane < blocks; lane++) {
             const float *e = x + codes * (b0 + lane);
-            float sum = 0;
             for (ptrdiff_t j = 0; j < codes; j++) {
                 out[j * W + lane] = ldexpf(e[j], -(int)(m->codes == E2M1 ? MX_AT(j) : CODE_AT(m->bits, j)));
-                sum += e[j];
+                out[(codes + j / some) * W + lane] += e[j];
             }
-            out[codes * W + lane] = sum;
         }
     }
 }
@@ -533,33 +685,36 @@ INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_e2
 
 /* As row_block, for activations that pack_blocks has packed. */
 INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
-                           float *const *y, const int R, const int T, const int BITS, const int MX) {
-    enum { MOST = 5, TABLE = 128 }; /* the most words of a block; groups whose scales are decoded at once */
+                           float *const *y, const int R, const int T, const int BITS, const int FORM) {
+    enum { MOST = 5, TABLE = FN(TABLE) }; /* the most words of a block */
     static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int codes = MX ? 8 : BLOCK_CODES(BITS), each = MX ? 1 : BLOCK_WORDS(BITS), shift = __builtin_ctzl((unsigned long)(m->group / codes));
-    const ptrdiff_t blocks = m->in / codes, groups = m->in / m->group;
+    const int MX = FORM == IN_E2M1, parts = FORM == IN_PARTS ? 2 : 1, codes = MX ? 8 : BLOCK_CODES(BITS);
+    const int each = MX ? 1 : BLOCK_WORDS(BITS), some = codes / parts, fit = TABLE / parts;
+    const int shift = __builtin_ctzl((unsigned long)(m->group / some));
+    const ptrdiff_t blocks = m->in / codes;
     const vi from_lane = *(const vi *)lane >> shift;
-    float scales[4][TABLE + W], biases[4][TABLE + W];
+    float scales[4][TABLE + 2 * W], biases[4][TABLE + 2 * W]; /* of each block's first part, then of the second */
     uint32_t tail[MOST * W] = {0};
     ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * m->words * 4)), at = 0;
     const uint32_t *soon = address_ahead(m, ahead, r1), *w[4];
-    ptrdiff_t first[4];
+    ptrdiff_t rows[4];
     vf acc[8];
     UNROLL for (int i = 0; i < R; i++) {
-        ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
-        w[i] = m->w + row * m->words, first[i] = row * groups;
+        rows[i] = r + i < r1 ? r + i : r1 - 1;
+        w[i] = m->w + rows[i] * m->words;
         prefetch_tables(m, ahead + i, r1);
     }
     UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
-    for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + 1) * W) {
-        const ptrdiff_t group = b >> shift, local = group % TABLE;
+    for (ptrdiff_t b = 0; b < blocks; b += W, at += (codes + parts) * W) {
+        const ptrdiff_t group = b >> shift, local = group % fit;
         if (local == 0 && (b == 0 || (b - 1) >> shift != group))
             UNROLL for (int i = 0; i < R; i++) {
-                FN(decode)(m->s, first[i] + group, min(TABLE, groups - group), m->kind, scales[i]);
-                if (!MX) FN(decode)(m->b, first[i] + group, min(TABLE, groups - group), m->kind, biases[i]);
+                const ptrdiff_t first = group * parts, n = min(TABLE, m->groups - first);
+                if (MX) FN(decode)(m->s, rows[i] * m->groups + first, n, m->kind, scales[i]);
+                else FN(tables)(m, rows[i], first, n, scales[i], biases[i]);
             }
         vu word[4][MOST];
-        vf sum[8], scale[4], bias[4];
+        vf sum[8];
         UNROLL for (int i = 0; i < R; i++) {
             const uint32_t *from = w[i] + b * each;
             for (int n = 0; n < each * W; n += 16) __builtin_prefetch(soon + i * m->words + b * each + n);
@@ -570,34 +725,38 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
             } else if (each == 3) FN(deinterleave3)(from, word[i]);
             else if (each == 5) FN(deinterleave5)(from, word[i]);
             else word[i][0] = *(const vu *)from;
-            scale[i] = FN(block_values)(scales[i] + local, from_lane);
-            if (!MX) bias[i] = FN(block_values)(biases[i] + local, from_lane);
         }
-        UNROLL32 for (int j = 0; j < codes; j++) {
-            vf xv[4];
-            UNROLL for (int t = 0; t < T; t++) xv[t] = *(const vf *)(x[t] + at + j * W);
-            UNROLL for (int i = 0; i < R; i++) {
-                vf q = FN(code)(word[i], j, BITS, MX);
-                UNROLL for (int t = 0; t < T; t++) sum[i * T + t] = j ? sum[i * T + t] + q * xv[t] : q * xv[t];
+        UNROLL for (int part = 0; part < parts; part++) {
+            UNROLL32 for (int j = part * some; j < (part + 1) * some; j++) {
+                vf xv[4];
+                UNROLL for (int t = 0; t < T; t++) xv[t] = *(const vf *)(x[t] + at + j * W);
+                UNROLL for (int i = 0; i < R; i++) {
+                    vf q = FN(code)(word[i], j, BITS, MX);
+                    UNROLL for (int t = 0; t < T; t++)
+                        sum[i * T + t] = j % some ? sum[i * T + t] + q * xv[t] : q * xv[t];
+                }
             }
-        }
-        UNROLL for (int t = 0; t < T; t++) {
-            vf total = *(const vf *)(x[t] + at + codes * W);
             UNROLL for (int i = 0; i < R; i++) {
-                vf dot = sum[i * T + t];
-                if (MX) dot = (dot - 16.0f * total) * 0.5f;
-                acc[i * T + t] = acc[i * T + t] + dot * scale[i];
-                if (!MX) acc[i * T + t] = acc[i * T + t] + total * bias[i];
+                const ptrdiff_t from = local + part * FN(SECOND);
+                const vf scale = FN(block_values)(scales[i] + from, from_lane);
+                const vf bias = MX ? (vf){0} : FN(block_values)(biases[i] + from, from_lane);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const vf total = *(const vf *)(x[t] + at + (codes + part) * W);
+                    vf dot = sum[i * T + t];
+                    if (MX) dot = (dot - 16.0f * total) * 0.5f;
+                    acc[i * T + t] = acc[i * T + t] + dot * scale;
+                    if (!MX) acc[i * T + t] = acc[i * T + t] + total * bias;
+                }
             }
         }
     }
     FN(store)(acc, r0, r, r1, y, R, T);
 }
 
-#define BLOCKS(R, T, BITS, MX)                                                                                \
-    static __attribute__((noinline)) TARGET void FN(blocks_##T##_##BITS##_##MX)(                              \
+#define BLOCKS(R, T, BITS, FORM)                                                                               \
+    static __attribute__((noinline)) TARGET void FN(blocks_##T##_##BITS##_##FORM)(                            \
         const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
-        for (ptrdiff_t r = r0; r < r1; r += R) FN(block_rows)(m, r0, r, r1, x, y, R, T, BITS, MX);            \
+        for (ptrdiff_t r = r0; r < r1; r += R) FN(block_rows)(m, r0, r, r1, x, y, R, T, BITS, FORM);          \
     }
 #define EVERY(BITS, MX) BLOCKS(4, 1, BITS, MX) BLOCKS(2, 2, BITS, MX) BLOCKS(2, 4, BITS, MX)
 EVERY(1, 0)
@@ -608,8 +767,104 @@ EVERY(5, 0)
 EVERY(6, 0)
 EVERY(8, 0)
 EVERY(4, 1)
+EVERY(3, 2)
 #undef EVERY
 #undef BLOCKS
+
+/* ---- codes of tables --------------------------------------------------------------------------------------
+ *
+ * The codes of up to 256 columns become bytes q + 128, and their scales floats. A weight is scale * q.
+ */
+INLINE vf FN(half_splat)(const void *from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return FN(half)((vu){0} + bits);
+}
+
+#include "tables.h"
+
+/* Looks up 32 codes of 4 bits: the low halves of 16 bytes, then the high halves. */
+INLINE void FN(iq4)(const uint8_t *from, uint8_t *codes) {
+#if W >= 8
+    const __m128i v = _mm_loadu_si128((const __m128i *)from);
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(v), _mm_srli_epi16(v, 4), 1);
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(IQ4_SIGNED));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15))));
+#else
+    static const uint8_t table[16] = {IQ4_BYTES};
+#if defined(__aarch64__)
+    const uint8x16_t v = vld1q_u8(from), values = vld1q_u8(table);
+    vst1q_u8(codes, vqtbl1q_u8(values, vandq_u8(v, vdupq_n_u8(15))));
+    vst1q_u8(codes + 16, vqtbl1q_u8(values, vshrq_n_u8(v, 4)));
+#else
+    for (int i = 0; i < 16; i++) codes[i] = table[from[i] & 15], codes[16 + i] = table[from[i] >> 4];
+#endif
+#endif
+}
+
+/* Unpacks the columns of a row from c on: up to 256, if the row has so many. */
+static __attribute__((noinline)) TARGET void FN(table_block)(const Matrix *m, ptrdiff_t row, ptrdiff_t c, uint8_t *codes,
+                                                             float *scales) {
+    const uint8_t *w = (const uint8_t *)(m->w + row * m->words) + c / 8 * m->bits;
+    const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes, *grid = m->b;
+    const ptrdiff_t block = c / SUPER, n = min(SUPER, m->in - c);
+#define EXPAND(type) case type: FN(expand)(GRID_##type, w, s + block * table_of(type).scale_bytes, grid, codes, scales); return;
+    switch (m->source) {
+        EXPAND(IQ3_XXS) EXPAND(IQ3_S) EXPAND(IQ2_XXS) EXPAND(IQ2_XS) EXPAND(IQ2_S) EXPAND(IQ1_S) EXPAND(IQ1_M)
+    case IQ4_NL: FN(decode)(m->s, row * m->groups + c / 32, n / 32, F16, scales); break;
+    default: { /* IQ4_XS: d, 2 bytes with the high bits of the scales, 4 bytes with the low ones */
+        uint16_t high;
+        uint32_t low;
+        memcpy(&high, s + 8 * block + 2, 2), memcpy(&low, s + 8 * block + 4, 4);
+        const float d = FN(half_splat)(s + 8 * block)[0];
+        for (int j = 0; j < 8; j++) scales[j] = d * (float)((int)((low >> 4 * j & 15) | (high >> 2 * j & 3) << 4) - 32);
+    }
+    }
+#undef EXPAND
+    for (ptrdiff_t i = 0; i < n / 32; i++) FN(iq4)(w + 16 * i, codes + 32 * i);
+}
+
+INLINE vf FN(signed_bytes)(const uint8_t *from) {
+    typedef int8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
+    return __builtin_convertvector(__builtin_convertvector(*(const vb *)from ^ (int8_t)0x80, vi), vf);
+}
+
+/* As row_block, for one row of codes of a table. */
+INLINE void FN(table_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x, float *const *y,
+                          const int T) {
+    uint8_t codes[SUPER] __attribute__((aligned(64)));
+    float scales[SUPER / 16 + W];
+    const ptrdiff_t ahead = r + 1 + PREFETCH_BYTES / (m->words * 4);
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
+    vf acc[4];
+    prefetch_tables(m, ahead, r1);
+    UNROLL for (int t = 0; t < T; t++) acc[t] = (vf){0};
+    for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+        const ptrdiff_t n = min(SUPER, m->in - c), begin = c / 8 * m->bits;
+        for (ptrdiff_t b = 0; b < n / 8 * m->bits; b += 64) __builtin_prefetch(soon + begin + b);
+        FN(table_block)(m, r, c, codes, scales);
+        for (ptrdiff_t g = 0, at = 0; at < n; g++, at += m->group) {
+            vf sum[4];
+            UNROLL for (int t = 0; t < T; t++) sum[t] = (vf){0};
+            for (ptrdiff_t i = at; i < at + m->group; i += W) {
+                const vf q = FN(signed_bytes)(codes + i);
+                UNROLL for (int t = 0; t < T; t++) sum[t] += q * *(const vf *)(x[t] + c + i);
+            }
+            UNROLL for (int t = 0; t < T; t++) acc[t] += sum[t] * scales[g];
+        }
+    }
+    FN(store)(acc, r0, r, r1, y, 1, T);
+}
+
+#define TABLES(T)                                                                                             \
+    static __attribute__((noinline)) TARGET void FN(tables_##T)(                                              \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r++) FN(table_row)(m, r0, r, r1, x, y, T);                             \
+    }
+TABLES(1)
+TABLES(2)
+TABLES(4)
+#undef TABLES
 
 /* As rows, for n <= 4 rows of activations that pack_blocks has packed. Three rows are computed as two and one: the
  * bits are the same, and there is less code to compile. */
@@ -617,12 +872,17 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
                                       float *const *y) {
     typedef void Rows(const Matrix *, ptrdiff_t, ptrdiff_t, const float *const *, float *const *);
 #define THREE(BITS, MX) {FN(blocks_1_##BITS##_##MX), FN(blocks_2_##BITS##_##MX), FN(blocks_4_##BITS##_##MX)}
-    static Rows *const mx[3] = THREE(4, 1);
+    static Rows *const mx[3] = THREE(4, 1), *const in_parts[3] = THREE(3, 2);
     static Rows *const affine[9][3] = {[1] = THREE(1, 0), [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0),
                                        [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
 #undef THREE
     static Rows *const e4m3[3] = {FN(e4m3_1), FN(e4m3_2), FN(e4m3_4)};
-    Rows *const *kernels = m->codes == E4M3 ? e4m3 : m->codes == E2M1 ? mx : affine[m->bits];
+    static Rows *const tables[3] = {FN(tables_1), FN(tables_2), FN(tables_4)};
+    Rows *const *kernels = affine[m->bits];
+    if (m->codes == E4M3) kernels = e4m3;
+    else if (m->codes == TABLE) kernels = tables;
+    else if (m->codes == E2M1) kernels = mx;
+    else if (block_parts(m) == 2) kernels = in_parts;
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;
@@ -631,31 +891,55 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
     if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
 }
 
+/* Dequantises rows r0 to r1-1 of a matrix of codes of a table. */
+static TARGET void FN(unpack_tables)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    uint8_t codes[SUPER];
+    float scales[SUPER / 16 + W];
+    for (ptrdiff_t r = r0; r < r1; r++)
+        for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+            FN(table_block)(m, r, c, codes, scales);
+            for (ptrdiff_t i = 0; i < min(SUPER, m->in - c); i++)
+                *out++ = (float)(codes[i] - 128) * scales[i / m->group];
+        }
+}
+
 /* Dequantises rows r0 to r1-1 of a matrix to float32 in the order of its columns. Row r0 is written to `out`. */
 INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, const int BITS) {
+    enum { TABLE = FN(TABLE) };
     static const float e2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const uint8_t *from = (const uint8_t *)(m->w + r0 * m->words);
-    for (ptrdiff_t c = r0 * m->in; c < r1 * m->in; c += 8, from += BITS, out += 8) {
+    const ptrdiff_t each = TABLE * m->group, per = m->in;
+    float scales[TABLE + 2 * W], biases[TABLE + 2 * W] = {0};
+    const int parts = (int)block_parts(m);
+    for (ptrdiff_t at = 0; at < (r1 - r0) * per; at += 8, from += BITS, out += 8) {
+        const ptrdiff_t c = at % per, g = c % each / m->group;
+        if (c % each == 0) {
+            const ptrdiff_t first = c / m->group, n = min(TABLE, m->groups - first);
+            if (m->codes == INTEGER) FN(tables)(m, r0 + at / per, first, n, scales, biases);
+            else FN(decode)(m->s, (r0 + at / per) * m->groups + first, n, m->kind, scales);
+        }
         uint64_t bits = 0;
         memcpy(&bits, from, BITS);
-        const float s = FN(decoded)((vu){0} + FN(bits_of)(m->s, c / m->group, m->kind), m->kind)[0] * m->factor;
+        const ptrdiff_t place = g / parts + g % parts * FN(SECOND);
+        const float s = scales[place] * m->factor, b = biases[place];
         if (m->codes == E2M1) {
             for (int j = 0; j < 8; j++) out[j] = e2m1[bits >> (4 * j) & 15] * s;
-            continue;
-        }
-        if (m->codes == E4M3) {
+        } else if (m->codes == E4M3) {
             for (int j = 0; j < 8; j++) {
                 const uint32_t code = bits >> (8 * j) & 255;
                 out[j] = FN(half)((vu){0} + ((code & 0x80) << 8 | (code & 0x7F) << 7))[0] * 256.0f * s;
             }
-            continue;
+        } else {
+            for (int j = 0; j < 8; j++) out[j] = (float)(int32_t)(bits >> (BITS * j) & ((1u << BITS) - 1)) * s + b;
         }
-        const float b = FN(decoded)((vu){0} + FN(bits_of)(m->b, c / m->group, m->kind), m->kind)[0];
-        for (int j = 0; j < 8; j++) out[j] = (float)(int32_t)(bits >> (BITS * j) & ((1u << BITS) - 1)) * s + b;
     }
 }
 
 static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    if (m->codes == TABLE) {
+        FN(unpack_tables)(m, r0, r1, out);
+        return;
+    }
     switch (m->bits) {
         case 1: FN(unpack)(m, r0, r1, out, 1); break;
         case 2: FN(unpack)(m, r0, r1, out, 2); break;

@@ -41,8 +41,8 @@
  * size. This is only a hint for prefetching. */
 static void set_next(Matrix *m, const Matrix *then, ptrdiff_t row) {
     m->next = then->w + row * then->words;
-    m->next_s = (const char *)then->s + row * table_bytes(then);
-    m->next_b = then->b ? (const char *)then->b + row * table_bytes(then) : NULL;
+    m->next_s = (const char *)then->s + row * then->s_bytes;
+    m->next_b = (const char *)then->b + row * then->b_bytes;
 }
 
 static const Path *path; /* the instruction set that operations use */
@@ -150,38 +150,66 @@ static Kind kind_of(const Py_buffer *view) {
     return f[strlen(f) - 1] == 'e' ? F16 : BF16;
 }
 
+/* Returns whether kernels read these codes with scales of a type of GGUF. `kind` is the dtype of scales, or of what
+ * multiplies their codes. */
+static int is_of_gguf(Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Py_ssize_t source, Kind kind, int has_third) {
+    if (kind != F16) return 0;
+    const Table table = table_of(source);
+    if (table.bits)
+        return bits == table.bits && group == table.group && has_third == (table.entries > 0) &&
+               (source == IQ4_NL || in % SUPER == 0);
+    if (source == SYMMETRIC) return !has_third && group == 32 && (bits == 4 || bits == 5 || bits == 8);
+    return source == NESTED && bits >= 2 && bits <= 6 && group == nested_group((int)bits) && in % SUPER == 0 &&
+           has_third == (nested_supers((int)bits) > 0);
+}
+
 /* Describes a matrix of codes with rows of `in` values. Returns 0 with an exception if no kernel reads the form. */
-static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Kind kind, int has_biases) {
+static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Py_ssize_t source, Kind kind,
+                    int has_third) {
     if (kind >= E8M0) kind = group == 16 ? E4M3_SCALE : E8M0;
-    int is_float = kind >= E8M0 && !has_biases &&
+    int is_float = source == MLX && kind >= E8M0 && !has_third &&
                    ((bits == 4 && group == 16) || (group == 32 && (bits == 4 || bits == 8)));
-    int is_affine = kind < E8M0 && has_biases && bits > 0 && bits < 9 && bits != 7 &&
+    int is_affine = source == MLX && kind < E8M0 && has_third && bits > 0 && bits < 9 && bits != 7 &&
                     (group == 32 || group == 64 || group == 128);
-    if (!is_float && !is_affine) {
+    if (!is_float && !is_affine && !is_of_gguf(in, bits, group, source, kind, has_third)) {
         PyErr_Format(PyExc_ValueError, "%zd bits in groups of %zd %s: no kernel reads that form", bits, group,
-                     has_biases ? "with biases" : "without biases");
+                     has_third ? "with biases" : "without biases");
         return 0;
     }
     if (!multiple("row length", in, 64) || !multiple("row length", in, group)) return 0;
-    *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .groups = in / group,
-                  .bits = (int)bits, .kind = kind, .codes = is_affine ? INTEGER : bits == 4 ? E2M1 : E4M3,
-                  .factor = 1};
+    *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .groups = in / group, .bits = (int)bits,
+                  .kind = kind, .source = (Source)source, .factor = 1};
+    m->codes = source >= IQ4_NL ? TABLE : !is_float ? INTEGER : bits == 4 ? E2M1 : E4M3;
     m->is_plain = is_affine && bits == 4 && group == 64 && kind != F16;
+    m->s_bytes = source == NESTED  ? in / SUPER * nested_bytes(m->bits)
+                 : source > IQ4_NL ? in / SUPER * table_of(source).scale_bytes
+                                   : m->groups * unit_of(kind);
+    m->b_bytes = source == NESTED ? in / SUPER * nested_supers(m->bits) * 2 : is_affine ? m->s_bytes : 0;
     return 1;
 }
 
-/* Reads w, scales, biases (or None), bits and group of a matrix with rows of `in` values. */
+/* Reads w, scales, biases (or None), bits, group and source of a matrix with rows of `in` values. NESTED scales are
+ * bytes, and what multiplies them, if it is not among these bytes, stands in place of biases. So does a grid. */
 static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
     Py_buffer *w = take(args, object[0], "w", WORDS, 2, 0);
     Py_buffer *s = w ? take(args, object[1], "scales", SCALES, 2, 0) : NULL;
     Py_buffer *b = s && object[2] != Py_None ? take(args, object[2], "biases", SCALES, 2, 0) : NULL;
     if (!s || (!b && object[2] != Py_None)) return 0;
-    Py_ssize_t bits = PyLong_AsSsize_t(object[3]), group = PyErr_Occurred() ? 0 : PyLong_AsSsize_t(object[4]);
-    if (PyErr_Occurred() || !shape_of(m, in, bits, group, kind_of(s), b != NULL)) return 0;
+    Py_ssize_t form[3];
+    for (int i = 0; i < 3; i++)
+        if ((form[i] = PyLong_AsSsize_t(object[3 + i])) == -1 && PyErr_Occurred()) return 0;
+    const Table table = table_of(form[2]);
+    const int is_nested = form[2] == NESTED || form[2] > IQ4_NL;
+    const Kind kind = !is_nested ? kind_of(s) : b && !table.bits ? kind_of(b) : F16;
+    if (is_nested && s->itemsize != 1) return PyErr_SetString(PyExc_TypeError, "scales: expected uint8"), 0;
+    if (!shape_of(m, in, form[0], form[1], form[2], kind, b != NULL)) return 0;
     *rows = m->rows = w->shape[0];
-    if (!dim(w, "w", 1, m->words) || !dims2(s, "scales", *rows, in / group)) return 0;
-    if (b && !dims2(b, "biases", *rows, in / group)) return 0;
-    if (b && kind_of(b) != m->kind) {
+    if (!dim(w, "w", 1, m->words) || !dims2(s, "scales", *rows, m->s_bytes / s->itemsize)) return 0;
+    if (b && table.bits) {
+        if (b->itemsize != 1) return PyErr_SetString(PyExc_TypeError, "grid: expected uint8"), 0;
+        if (!dims2(b, "grid", table.entries, table.values)) return 0;
+    } else if (b && !dims2(b, "biases", *rows, m->b_bytes / b->itemsize)) return 0;
+    if (b && !table.bits && kind_of(b) != m->kind) {
         PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
         return 0;
     }
@@ -232,9 +260,9 @@ static int planes_of(const Path *p, const Matrix *m, int bits) {
 static ptrdiff_t packed_words(const Path *p, const Matrix *m, int planes) {
     if (planes) return m->in / 4 * planes + 2 * rounded_groups(m);
     if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
-    if (m->codes == E4M3) return m->in;
+    if (m->codes == E4M3 || m->codes == TABLE) return m->in;
     ptrdiff_t codes = m->codes == E2M1 || m->is_plain ? 8 : BLOCK_CODES(m->bits);
-    return ceil_div(m->in / codes, p->width) * (codes + 1) * p->width;
+    return ceil_div(m->in / codes, p->width) * (codes + block_parts(m)) * p->width;
 }
 
 typedef struct {
@@ -446,23 +474,23 @@ static int take_alone(PyObject *object, const Path *p, int *step) {
     return alone >= 0;
 }
 
-/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, activations, norm[I] or None,
- * eps, residual[T, O] or None, alone, out[T, O]). If w[O, I] is dense, scales and biases are None, and bits and
+/* linear(x[T, I], w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, source, activations, norm[I] or
+ * None, eps, residual[T, O] or None, alone, out[T, O]). If w[O, I] is dense, scales and biases are None, and bits and
  * group are 0. */
 static PyObject *op_linear(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    int bits = arity(n, 12) ? take_bits(a[6]) : 0;
-    if (!bits || !take_alone(a[10], path, &c.step)) return NULL;
-    c.eps = (float)PyFloat_AsDouble(a[8]);
+    int bits = arity(n, 13) ? take_bits(a[7]) : 0;
+    if (!bits || !take_alone(a[11], path, &c.step)) return NULL;
+    c.eps = (float)PyFloat_AsDouble(a[9]);
     if (PyErr_Occurred()) return NULL;
     Py_buffer *x = take(&args, a[0], "x", FLOATS, 2, 0), *norm = NULL, *residual = NULL;
     int ok = x && take_matrix(&args, a + 1, x->shape[1], &c.m, &c.rows);
-    if (ok && a[7] != Py_None) ok = (norm = take(&args, a[7], "norm", FLOATS, 1, 0)) && dim(norm, "norm", 0, c.m.in);
-    if (ok && a[9] != Py_None)
-        ok = (residual = take(&args, a[9], "residual", FLOATS, 2, 0)) &&
+    if (ok && a[8] != Py_None) ok = (norm = take(&args, a[8], "norm", FLOATS, 1, 0)) && dim(norm, "norm", 0, c.m.in);
+    if (ok && a[10] != Py_None)
+        ok = (residual = take(&args, a[10], "residual", FLOATS, 2, 0)) &&
              dims2(residual, "residual", x->shape[0], c.rows);
-    Py_buffer *out = ok ? take(&args, a[11], "out", FLOATS, 2, 1) : NULL;
+    Py_buffer *out = ok ? take(&args, a[12], "out", FLOATS, 2, 1) : NULL;
     if (!out || !dims2(out, "out", x->shape[0], c.rows) || !disjoint(&args)) return args_done(&args, 0);
     c.norm = norm ? norm->buf : NULL, c.residual = residual ? residual->buf : NULL;
     c.planes = planes_of(path, &c.m, bits);
@@ -481,12 +509,12 @@ static void dequantize_job(void *ctx, ptrdiff_t chunk, int member) {
     c->path->dequantize(&c->m, r0, min(r0 + c->chunk, c->rows), c->out + r0 * c->m.in);
 }
 
-/* dequantize(w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, out[O, I]) */
+/* dequantize(w[O, I*bits/32], scales[O, I/group], biases or None, bits, group, source, out[O, I]) */
 static PyObject *op_dequantize(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Args args = {.n = 0};
     Product c = {.path = path};
-    if (!arity(n, 6)) return NULL;
-    Py_buffer *out = take(&args, a[5], "out", FLOATS, 2, 1);
+    if (!arity(n, 7)) return NULL;
+    Py_buffer *out = take(&args, a[6], "out", FLOATS, 2, 1);
     if (!out || !take_codes(&args, a, out->shape[1], &c.m, &c.rows) || !dim(out, "out", 0, c.rows) || !disjoint(&args))
         return args_done(&args, 0);
     c.out = out->buf, c.chunk = chunk_rows(c.rows, c.m.words * 4, 1);
@@ -533,8 +561,8 @@ static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     const uint32_t *record = c->blob + slot * c->stride;
     const ptrdiff_t *at = c->place[which];
     Matrix m = c->form;
-    m.w = record + at[0], m.s = record + at[1], m.b = m.codes ? NULL : record + at[2];
-    if (m.codes && at[2] >= 0) m.factor = *(const float *)(record + at[2]) * GLOBAL_UNIT;
+    m.w = record + at[0], m.s = record + at[1], m.b = m.b_bytes || m.codes == TABLE ? record + at[2] : NULL;
+    if ((m.codes == E2M1 || m.codes == E4M3) && at[2] >= 0) m.factor = *(const float *)(record + at[2]) * GLOBAL_UNIT;
     return m;
 }
 
@@ -574,11 +602,11 @@ static void plan_free(Experts *c) { free(c->pair), free(c->group), free(c->x), f
 
 /* Reads where `count` matrices are in a record. `places` is a tuple. For each matrix it has the first words of
  * codes, of scales, and of biases or a global scale; if a matrix has neither, the third number repeats the second.
- * Then follow bits, group, and the Kind of scales. Then follow the first word of the bias that each product adds
+ * Then follow bits, group, the Source and the Kind of scales. Then follow the first word of the bias that each product adds
  * (-1: none), and the Kind of these biases. Everything must be inside a record. */
 static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in, Experts *c) {
-    Py_ssize_t number[12];
-    const int numbers = 4 * count + 4;
+    Py_ssize_t number[13];
+    const int numbers = 4 * count + 5;
     if (!PyTuple_Check(places) || PyTuple_GET_SIZE(places) != numbers) {
         PyErr_Format(PyExc_TypeError, "places: expected a tuple of %d integers", numbers);
         return 0;
@@ -587,19 +615,23 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
         number[i] = PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i));
         if (number[i] == -1 && PyErr_Occurred()) return 0;
     }
-    const Py_ssize_t *form = number + 3 * count, *bias = form + 3;
-    if (form[2] < BF16 || form[2] > E4M3_SCALE) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[2]), 0;
+    const Py_ssize_t *form = number + 3 * count, *bias = form + 4;
+    if (form[3] < BF16 || form[3] > E4M3_SCALE) return PyErr_Format(PyExc_ValueError, "scales of kind %zd", form[3]), 0;
     if (bias[count] < BF16 || bias[count] > F32)
         return PyErr_Format(PyExc_ValueError, "biases of kind %zd", bias[count]), 0;
     c->bias_kind = (Kind)bias[count];
-    if (!shape_of(&c->form, in, form[0], form[1], (Kind)form[2], form[2] < E8M0)) return 0;
+    const int has_third = form[2] == MLX ? form[3] < E8M0 : number[2] != number[1];
+    if (!shape_of(&c->form, in, form[0], form[1], form[2], (Kind)form[3], has_third)) return 0;
     c->form.rows = rows, c->planes = planes_of(c->path, &c->form, c->bits);
     /* The division comes first, because rows * in of a hostile call may overflow. */
     int fits = rows <= c->stride / c->form.words;
     for (int i = 0; i < 3 * count; i++) {
         ptrdiff_t words = 0, at = number[i];
-        if (fits) words = i % 3 ? ceil_div(rows * table_bytes(&c->form), 4) : rows * c->form.words;
-        if (i % 3 == 2 && c->form.codes) {
+        if (fits) words = i % 3 ? ceil_div(rows * (i % 3 == 1 ? c->form.s_bytes : c->form.b_bytes), 4) : rows * c->form.words;
+        if (i % 3 == 2 && c->form.codes == TABLE) {
+            const Table table = table_of(c->form.source);
+            words = ceil_div(table.entries * table.values, 4), fits = fits && at >= 0;
+        } else if (i % 3 == 2 && c->form.codes) {
             words = 1, at = number[i] == number[i - 1] || c->form.kind == E8M0 ? -1 : at;
             fits = fits && at >= -1;
         } else fits = fits && at >= 0;

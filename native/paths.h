@@ -42,12 +42,23 @@
 /* The smallest number of codes that fills whole words, and the number of these words. */
 #define BLOCK_CODES(bits) ((bits) % 2 ? 32 : (bits) == 6 ? 16 : 32 / (bits))
 #define BLOCK_WORDS(bits) ((bits) == 6 ? 3 : (bits) % 2 ? (bits) : 1)
+/* The blocks of a kernel: integers of one group, E2M1 codes, or integers of two groups. */
+#define IN_INTEGERS 0
+#define IN_E2M1 1
+#define IN_PARTS 2
+#define IQ4_SIGNED 1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15 /* the same as int8 */
+#define IQ4_BYTES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241 /* values of IQ4, plus 128 */
 #define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
 
 typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* the dtype of scales and biases */
 
-/* What a code is: an integer, or a float of 4 or 8 bits (OCP Microscaling 1.0). */
-typedef enum { INTEGER, E2M1, E4M3 } Codes;
+/* What a code is: an integer, a float of 4 or 8 bits (OCP Microscaling 1.0), or a place in a table. */
+typedef enum { INTEGER, E2M1, E4M3, TABLE } Codes;
+
+/* Where the scales and biases of groups come from: MLX's forms store them. SYMMETRIC forms store no bias; it is
+ * -2^(bits - 1) times the scale. NESTED: GGUF's K types (nested.h). The others are GGUF's types with tables, which have
+ * no biases. The numbers are those of moeflux_mlx/ops/native.py. */
+typedef enum { MLX, SYMMETRIC, NESTED, IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M } Source;
 
 /* How gate and up are combined. The numbers are those of ActivationForm in moeflux_mlx/kinds/feed_forward.py. */
 typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU, SITU } Activation;
@@ -62,10 +73,12 @@ static inline ptrdiff_t unit_of(Kind kind) { return kind == F32 ? 4 : kind >= E8
 
 typedef struct {
     const uint32_t *w;  /* codes [rows, words] with in * bits / 32 words per row, or floats [rows, in] */
-    const void *s, *b;  /* [rows, in / group]; NULL if there are none */
+    const void *s, *b;  /* scales and biases [rows, in / group], or scale codes and their factors; NULL: there are none */
+    ptrdiff_t s_bytes, b_bytes; /* of a row */
     ptrdiff_t in, rows, words, group, groups;
     int bits;           /* bits of a code; 32: the matrix is dense */
     Kind kind;
+    Source source;
     Codes codes;        /* all but integers have scales of 8 bits and no biases */
     float factor;       /* multiplies all scales */
     int is_plain;       /* 4-bit integers in groups of 64, which rows() and step_rows() read */
@@ -125,19 +138,15 @@ typedef struct {
     const Rounded *rounded; /* NULL: activations are never rounded */
 } Path;
 
-static inline ptrdiff_t table_bytes(const Matrix *m) { return m->groups * unit_of(m->kind); }
-
 /* Prefetches the scales and biases of a row; for a row past r1, those of the rows that come next. Without this the
  * kernel waits for memory every few rows. */
 static inline void prefetch_tables(const Matrix *m, ptrdiff_t row, ptrdiff_t r1) {
-    ptrdiff_t bytes = table_bytes(m);
-    int over = row >= r1 && m->next;
-    const char *s = over ? m->next_s + (row - r1) * bytes : (const char *)m->s + row * bytes;
-    const char *b = over ? m->next_b + (row - r1) * bytes : (const char *)m->b + row * bytes;
-    for (ptrdiff_t at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(s + at);
-        if (m->b) __builtin_prefetch(b + at);
-    }
+    const int over = row >= r1 && m->next;
+    const ptrdiff_t ahead = over ? row - r1 : row;
+    const char *s = (over ? m->next_s : (const char *)m->s) + ahead * m->s_bytes;
+    const char *b = (over ? m->next_b : (const char *)m->b) + ahead * m->b_bytes;
+    for (ptrdiff_t at = 0; at < m->s_bytes; at += 64) __builtin_prefetch(s + at);
+    for (ptrdiff_t at = 0; at < m->b_bytes; at += 64) __builtin_prefetch(b + at);
 }
 
 /* Returns the address of `row`; for a row past r1, the address where the work continues. It is used for prefetching. */
@@ -147,12 +156,18 @@ static inline const uint32_t *address_ahead(const Matrix *m, ptrdiff_t row, ptrd
 
 static inline ptrdiff_t ceil_div(ptrdiff_t n, ptrdiff_t chunk) { return (n + chunk - 1) / chunk; }
 
+/* Returns the number of groups in a block of codes, if there are several. */
+static inline ptrdiff_t block_parts(const Matrix *m) {
+    return m->codes == INTEGER && BLOCK_CODES(m->bits) > m->group ? BLOCK_CODES(m->bits) / m->group : 1;
+}
+
 /* Returns the number of groups of a row, rounded up to whole vectors of eight. */
 static inline ptrdiff_t rounded_groups(const Matrix *m) { return ceil_div(m->groups, 8) * 8; }
 
 /* Returns the index of a matrix's form in the tables of Rounded, or -1 if these have no kernel for it. */
 static inline int form_of(const Matrix *m) {
     int group = m->group == 32 ? 0 : m->group == 64 ? 1 : 2;
+    if (m->source != MLX) return -1;
     if (m->codes != INTEGER) return m->codes == E2M1 && m->kind == E8M0 ? 6 : -1;
     return m->bits == 4 ? group : m->bits == 8 ? 3 + group : -1;
 }
@@ -173,6 +188,22 @@ static inline ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #if defined(DOTPROD) && (defined(ANY_TARGET) || defined(__ARM_FEATURE_MATMUL_INT8))
 #define I8MM 1
 #endif
+
+#include "nested.h"
+#include "grids.h"
+
+/* Of a type with a table: bits of a code, columns of a group, bytes of scales of 256 columns, and the grid's size. IQ4_NL
+ * has a float16 for each group. */
+typedef struct {
+    int bits, group, scale_bytes, entries, values;
+} Table;
+
+static inline Table table_of(ptrdiff_t source) {
+    static const Table tables[] = {{4, 32, 16, 0, 0},  {4, 32, 8, 0, 0},    {3, 32, 2, 256, 4},
+                                   {3, 32, 14, 512, 4}, {2, 32, 2, 256, 8}, {2, 16, 10, 512, 8},
+                                   {2, 16, 18, 1024, 8}, {1, 32, 18, 2048, 8}, {1, 16, 24, 2048, 8}};
+    return source >= IQ4_NL && source <= IQ1_M ? tables[source - IQ4_NL] : (Table){0};
+}
 
 /* These symbols are visible to the other files of this extension, but not to Python or to other libraries. */
 #pragma GCC visibility push(hidden)

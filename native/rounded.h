@@ -244,8 +244,7 @@ typedef struct {
 } FN(Tables);
 
 INLINE FN(Tables) FN(tables_of)(const Matrix *m, ptrdiff_t row) {
-    ptrdiff_t at = row * table_bytes(m);
-    return (FN(Tables)){(const char *)m->s + at, m->codes ? NULL : (const char *)m->b + at,
+    return (FN(Tables)){(const char *)m->s + row * m->s_bytes, m->codes ? NULL : (const char *)m->b + row * m->b_bytes,
                         m->groups * (m->rows - row - 1) >= 7};
 }
 

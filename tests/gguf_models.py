@@ -19,6 +19,7 @@ TYPES = gguf.GGMLQuantizationType
 HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q6_K": (208,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "IQ4_XS": (0,), "IQ3_XXS": (0,)},
+    **{"IQ3_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ1_S": (0,), "IQ1_M": (48,)},
 }
 
 
@@ -35,8 +36,17 @@ def random_blocks(kind, shape, seed, deviation=1.0):
     for wanted in (None, deviation):
         scale = 1.0 if wanted is None else wanted / values_of(kind, rows).std()
         for place, values in zip(HALVES[kind], (halves * scale).T, strict=True):
-            blocks[:, place : place + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
+            write_half(blocks, kind, place, values.astype("<f2"))
     return rows
+
+
+def write_half(blocks, kind, place, values):
+    """Writes float16 values into blocks; IQ1_M has four bits of each in the highest bits of four halfwords."""
+    if kind != "IQ1_M":
+        blocks[:, place : place + 2] = values.view(np.uint8).reshape(-1, 2)
+        return
+    fours = values.view("<u2")[:, None] >> np.arange(0, 16, 4, dtype=np.uint16) & 15
+    blocks[:, place + 1 : place + 9 : 2] = blocks[:, place + 1 : place + 9 : 2] & 15 | fours << 4
 
 
 def values_of(kind, rows):

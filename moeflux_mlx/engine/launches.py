@@ -368,5 +368,5 @@ def fill_with_zeros(matrix: Weight, quant: Quant | None, dtype: mx.Dtype) -> Non
         return
     *rows, columns = matrix.shape
     for name in quant.parts:
-        values, kind = quant.of_part(name, columns, FLOAT)
-        setattr(matrix, name, mx.zeros((*rows, values), DTYPES.get(kind, dtype)))
+        shape, kind = quant.shape_of(name, rows, columns, FLOAT)
+        setattr(matrix, name, mx.zeros(shape, DTYPES.get(kind, dtype)))

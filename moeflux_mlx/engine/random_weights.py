@@ -15,7 +15,7 @@ from ..model.tensors import KEPT_FLOAT32, ROUTERS, TABLE, is_of_matrix, needed, 
 from ..model.weights import arrange
 from ..ops.forms import DTYPES, settings
 from ..ops.records import Records
-from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, MODES, SUPERS, Quant, Quantization
+from ..quant import FLOAT, GLOBAL_SCALE, GLOBAL_UNIT, GRID, MODES, SUPERS, Quant, Quantization
 from ..spec import ModelArgs
 
 Fill = Callable[[Weight, Quant | None, mx.Dtype], None]
@@ -58,6 +58,10 @@ class Shapes:
 
 
 SCALE_BYTE = 0x21  # of all bytes that have scales of groups in GGUF's forms
+TYPICAL_VALUES = {  # of weights in units of d, in forms with tables
+    **{"iq4_nl": 60, "iq4_xs": 900, "iq3_xxs": 96, "iq3_s": 96, "iq2_xxs": 48, "iq2_xs": 12, "iq2_s": 12},
+    **{"iq1_s": 5, "iq1_m": 5},
+}
 TYPICAL = {"q2_k": (1, 2), "q3_k": (-24, 1), "q4_k": (33, 33), "q6_k": (33, 1)}  # S and M in such bytes, about
 
 
@@ -104,7 +108,7 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
     groups = (*rows, quant.groups(columns))
     codes = _random_words((*rows, quant.words(columns)))
     if not quant.is_of_mlx:
-        return [codes, *_random_scales(quant, rows, columns)]
+        return [codes, *_random_scales(quant, rows, columns), *_random_grid(quant)]
     if quant.scale != FLOAT:
         scales = mx.quantize(mx.random.normal((1, columns)) * columns**-0.5, **settings(quant))[1]
         factor = [mx.full((*rows, 1), float(GLOBAL_UNIT))] if quant.has_global_scale else []
@@ -119,11 +123,19 @@ def _random_scales(quant: Quant, rows: Sequence[int], columns: int) -> list[mx.a
     steps, (S, M) = 2**quant.bits - 1, TYPICAL.get(quant.scale, (1, 1))
     unit = 3.4 / (steps * columns**0.5)
     floats, mode = np.array([unit / S, unit * steps / 2 / M], np.float16), MODES[quant.mode]
+    if quant.mode in TYPICAL_VALUES:
+        floats = np.array([columns**-0.5 / TYPICAL_VALUES[quant.mode]], np.float16)
     nested = np.full(mode.nested, SCALE_BYTE, np.uint8)
     nested[: 2 * mode.header] = floats[: mode.header].view(np.uint8)
     parts = [nested] * quant.is_nested + [floats[: mode.supers]] * quant.has_supers
     made = [np.tile(part, columns // quant.multiple) for part in parts]
     return [mx.broadcast_to(mx.array(part), (*rows, len(part))) for part in made]
+
+
+def _random_grid(quant: Quant) -> list[mx.array]:
+    """The grid, of two values, if the form has one."""
+    middle = 128 if quant.bits == 1 else 24
+    return [(middle - 8 + 16 * mx.random.randint(0, 2, quant.grid)).astype(mx.uint8)] if quant.grid else []
 
 
 def _random_words(shape: Sequence[int]) -> mx.array:
@@ -140,6 +152,8 @@ def random_records(record: Record, count: int) -> Records:
         arrays = dict(zip(quant.parts, random_parts(quant, shape, kind), strict=True))
         for field in projection.fields:
             array = arrays[field.part] if field.part in arrays else mx.zeros((count, *field.shape), DTYPES[field.dtype])
+            if field.part == GRID:
+                array = mx.broadcast_to(array, (count, *field.shape))
             if field.part == GLOBAL_SCALE:
                 array = array[:, :1]
             gap = mx.zeros((count, (field.offset - end) // 4), mx.uint32)

@@ -5,7 +5,7 @@ It looks at records in memory and knows nothing of files.
 
 import numpy as np
 
-from ..quant import MODES, NAN
+from ..quant import GRID, MODES, NAN
 from .record import Field, Record
 
 # Of a dtype, or of a kind of scale: the type of a value's bits, and those that are all set in NaN and infinity.
@@ -20,7 +20,7 @@ EXPONENTS = {
 def not_finite(record: Record, rows: np.ndarray) -> tuple[int, Field] | None:
     """The first row and field of `rows`, uint8 [n, at least the record's size], that hold NaN or infinity, if any."""
     for projection in record.projections:
-        for field in projection.fields[1:]:
+        for field in (one for one in projection.fields[1:] if one.part != GRID):
             is_nested = projection.quant.is_nested and field.dtype == "U8"
             small = "F16" if is_nested else projection.quant.scale
             kind, exponent = EXPONENTS[small if field.dtype == "U8" else field.dtype]

@@ -8,6 +8,7 @@ A record is an expert's matrices, gate, up and down or up and down alone. Each h
     supers        float16                        in GGUF's modes that `Quant` says; there `scales` are bytes
     bias          [rows], floating               where the experts add biases to their products
     global_scale  float32 [1]                    where the form has a factor for a whole matrix
+    grid          uint8 [entries, values]        where codes name values in a table
 
 All floating fields have one dtype, but for the factor and `supers`. Every field begins at the next multiple of
 LOAD_BYTES after the one before it, and zeros fill the gap. In MLX's forms only a global scale leaves a gap: other
@@ -25,7 +26,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..kinds import SILU, Activation
-from ..quant import EXPERTS, GLOBAL_SCALE, SUPERS, Quant, Quantization
+from ..quant import EXPERTS, GLOBAL_SCALE, GRID, SUPERS, Quant, Quantization
 from ..spec import ModelArgs
 
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where it and its fields may begin
@@ -256,13 +257,15 @@ def _parts(
     rows: int, columns: int, quant: Quant, floating: str, has_bias: bool
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, dtype and shape of each of a matrix's fields, in the order in which they lie."""
-    for part in (one for one in quant.parts if one != GLOBAL_SCALE):
+    for part in (one for one in quant.parts if one not in (GLOBAL_SCALE, GRID)):
         values, dtype = quant.of_part(part, columns, floating)
         yield part, dtype, (rows, values)
     if has_bias:
         yield BIAS, floating, (rows,)
     if quant.has_global_scale:
         yield GLOBAL_SCALE, "F32", (1,)
+    if quant.grid:
+        yield GRID, "U8", quant.grid
 
 
 @dataclass(frozen=True)

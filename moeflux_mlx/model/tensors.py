@@ -136,8 +136,8 @@ def variant_bytes(
             tensors[f"{path}.weight"] = mx.zeros((*rows, columns))
             continue
         for part in stored.parts:
-            values, kind = stored.of_part(part, columns, "BF16")
-            tensors[f"{path}.{part}"] = mx.zeros((*rows, values), DTYPES[kind])
+            shape, kind = stored.shape_of(part, rows, columns, "BF16")
+            tensors[f"{path}.{part}"] = mx.zeros(shape, DTYPES[kind])
     each = enumerate(args.layers if form_of is None else ())
     times = {f"model.layers.{i}": counts[layer] for i, layer in each}
     kept = partial(token_bytes, args) if of_token else resident_bytes

@@ -15,8 +15,8 @@ from ..errors import ModelFileError
 from ..layers import Weight
 from ..ops import backend
 from ..ops.backend import FLOATS
+from ..ops.forms import float_scales
 from ..ops.matrix import parts_of
-from ..ops.nested import group_scales
 from ..quant import FLOAT, Quant, Quantization, of_shapes
 from .tensors import TABLE, is_of_matrix, kept_dtype
 
@@ -111,7 +111,7 @@ def _fill_weight(
     module.weight = weight
     for name in module.tensors()[1:]:
         setattr(module, name, _beside(path, name, quant, module.shape, left, dtype))
-    if quant.is_nested and not all(map(_are_finite, group_scales(quant, *parts_of(module)[1:]))):
+    if quant.is_nested and not all(map(_are_finite, float_scales(quant, *parts_of(module)[1:]))):
         raise ModelFileError(f"tensor {second} holds NaN or infinite values; convert the checkpoint again")
     mx.eval([module[name] for name in module.tensors()])
 
@@ -121,8 +121,7 @@ def _beside(
 ) -> mx.array:
     """A part of a stored matrix that is not its codes, as it is kept."""
     name = f"{path}.{part}"
-    tensor, (values, kind) = _take(left, name), quant.of_part(part, matrix[-1], FLOAT)
-    shape = (*matrix[:-1], values)
+    tensor, (shape, kind) = _take(left, name), quant.shape_of(part, matrix[:-1], matrix[-1], FLOAT)
     if kind != "U8":
         _checked_float(name, tensor, shape)
     else:

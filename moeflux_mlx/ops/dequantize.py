@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import FIXED, SCALE_DTYPES, Field, Record
+from ..quant import TABLE
 from . import backend
 from .backend import FLOATS
 from .forms import DTYPES, code_number, form_of, unpacked_float32
@@ -62,15 +63,16 @@ def plan(
     matrices = (record.down,) if which else record.firsts
     first, last = matrices[0], matrices[-1]
     count, rows, columns = len(matrices), first.rows, first.columns
-    form = form_of(first)
+    form, is_table = form_of(first), first.quant.codes == TABLE
     tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
     template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1]}
     template |= {"ROW_BITS": arrays.row_bits, **form.record_template}
-    template |= {"KIND": code_number(first.quant), "R": tile.rows, "SG": tile.simdgroups}
+    template |= {"R": tile.rows, "SG": tile.simdgroups} | ({} if is_table else {"KIND": code_number(first.quant)})
     template |= places_of("FIRST", first) | places_of("LAST", last)
     threads = 32 * tile.simdgroups
-    groups = (ceildiv(count * rows * columns // 8, tile.rows * threads), slots[0])
-    kernel = Kernel("expert_dequantize", f"{arrays.names} slots", "out")
+    groups = (ceildiv(count * rows * columns // (form.chunk if is_table else 8), tile.rows * threads), slots[0])
+    name, header = ("expert_dequantize_chunks", form.header) if is_table else ("expert_dequantize", "")
+    kernel = Kernel(name, f"{arrays.names} slots", "out", header)
     return Launch(target, kernel, template, groups, threads, [((slots[0], count * rows, columns), dtype)])
 
 

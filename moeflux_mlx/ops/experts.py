@@ -16,6 +16,7 @@ import numpy as np
 
 from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
+from ..quant import TABLE
 from . import backend, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
@@ -80,7 +81,7 @@ class Shared:
     def _act(self, x: mx.array) -> mx.array | None:
         """The activation of gate x and up x, [T, I], in one launch; None if MLX multiplies."""
         up, down = self.gate_up, self.down.quant
-        if up is None or up.quant is None or down is None or not pays(x, up):
+        if up is None or up.quant is None or up.quant.codes == TABLE or down is None or not pays(x, up):
             return None
         stored = next((name for name, dtype in DTYPES.items() if dtype == up.second.dtype), "")
         quants, width = (up.quant, up.quant, down), up.shape[0] // 2
@@ -99,6 +100,7 @@ class Shared:
         return all(
             w.quant is not None
             and not w.quant.has_global_scale
+            and w.quant.codes != TABLE
             and Form(w.quant, w.second.dtype) == form_of(part)
             and w.shape == (times * part.rows, part.columns)
             for w, part, times in pairs
@@ -324,7 +326,7 @@ def _down_combine_kernel(
 @planned("experts")
 def native_refusal(record: Record) -> Reason | None:
     """Why the native kernels do not read such records."""
-    return None if is_read(record, natively=True) else unread_reason(record)
+    return None if is_read(record) else unread_reason(record)
 
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:
@@ -401,7 +403,7 @@ def _first_launch(
     if reason is not None:
         return reason
     form = form_of(record.gate).for_experts(target, dtype)
-    if form.room(hidden) > PLANES_BYTES:
+    if form.room(hidden) > PLANES_BYTES - form.near:
         form = form_of(record.gate)
     shape = f"{inner}x{hidden} {form}"
     tile = tile_of(target, _spot("expert_gate_up", form), shape)
@@ -423,14 +425,14 @@ def _first_launch(
 
 def _spot(kernel: str, form: Form) -> str:
     """The name of its tile."""
-    return f"{kernel}_{form.header}" if form.planes else kernel
+    return f"{kernel}_{'pairs' if form.by_pairs else 'planes'}" if form.planes else kernel
 
 
 def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
     """Columns that `each` simdgroups lay out at once, as many as fit in memory. The lane of a chunk, and so the bits,
     do not depend on it.
     """
-    step, room = lanes * form.chunk, PLANES_BYTES // each
+    step, room = lanes * form.chunk, (PLANES_BYTES - form.near) // each
     return columns if form.room(columns) <= room else max(1, room // form.room(step)) * step
 
 
@@ -471,7 +473,7 @@ def plan_down(
     template |= biases_of(DOWN=record.down)
     most = min(MOST_THREADS[target] // 32, MOST_SIMDGROUPS)
     if form.planes:
-        most = min(most, max(1, PLANES_BYTES // form.room(lanes * form.chunk)))
+        most = min(most, max(1, (PLANES_BYTES - form.near) // form.room(lanes * form.chunk)))
     template["SG"] = simdgroups = ceildiv(each, ceildiv(each, most))  # as few as take no more turns, so none is idle
     template["SPAN"] = _columns(form, simdgroups, inner, lanes)
     groups = (ceildiv(hidden * lanes, tile.rows * 32), tokens)

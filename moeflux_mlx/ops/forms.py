@@ -6,27 +6,30 @@ one chunk at a time, so neighbouring lanes read neighbouring chunks.
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import prod
 from typing import Any, cast
 
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, E8M0, FLOAT, GGUF_MODES, GLOBAL_UNIT, INTEGER, MODES, Quant
+from ..quant import E2M1, E4M3, FLOAT, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
 from .nested import HALF, group_scales, of_halves
+from .table_values import block_scales, table_values
 from .tiles import Tile
 
 MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
-# Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
-NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))  # what the native ones read of that
-READ = (*NATIVE, *((mode.codes, mode.scale) for mode in GGUF_MODES.values()))
-# Codes, or GGUF's kinds of scales, and bits that a backend's kernels for experts multiply as integers: the latter by
-# pairs of bytes, which have integers of 16 bits beside them, so not for float32.
+# Codes, or kinds of scales of GGUF's integers, and bits that a backend's kernels for experts multiply as integers: the
+# latter by pairs of bytes, which have integers of 16 bits beside them, so not for float32.
 INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
-    "cuda": ((INTEGER, 2), (INTEGER, 3), (E2M1, 4), ("q2_k", 2), ("q3_k", 3))
+    "cuda": (
+        *((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4))),
+        *(("q2_k", 2), ("q3_k", 3)),
+    )
 }
+TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
@@ -54,8 +57,10 @@ class Form:
     @cached_property
     def header(self) -> str:
         """The text that unpacks its codes: `metal/{header}.h.metal`."""
+        if self.quant.codes == TABLE:
+            return "table_planes" if self.planes else "tables"
         if self.planes:
-            return "planes" if self.quant.is_of_mlx else "pairs"
+            return "pairs" if self.by_pairs else "planes"
         if self.quant.codes != INTEGER:
             return self.quant.codes
         return "affine4" if self.quant.bits == 4 else "affine"
@@ -67,7 +72,7 @@ class Form:
     @cached_property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return CHUNKS[self.quant.bits]
+        return TABLE_CHUNK if self.quant.codes == TABLE else CHUNKS[self.quant.bits]
 
     @cached_property
     def template(self) -> dict[str, Any]:
@@ -77,7 +82,8 @@ class Form:
         made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
         if self.header == "pairs":
             made["S"] = f"{scale}_bytes"
-        made |= {"BITS": quant.bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
+        bits = TABLE_BITS if quant.codes == TABLE else quant.bits
+        made |= {"BITS": bits, "GROUP": quant.group_size, "CHUNK": self.chunk}
         return made | {"PLANES": self.planes} if self.planes else made
 
     @cached_property
@@ -88,15 +94,25 @@ class Form:
     def for_experts(self, target: str, dtype: mx.Dtype) -> "Form":
         """The form as read by a backend's kernels for experts, with x of this dtype."""
         integers = INTEGERS.get(target, ())
-        if self.quant.is_of_mlx:
-            is_integer = (self.quant.codes, self.quant.bits) in integers
-        else:
+        if self.by_pairs:
             is_integer = (self.quant.scale, self.quant.bits) in integers and PLANES[dtype] == 2
+        else:
+            is_integer = (self.quant.codes, self.quant.bits) in integers
         return replace(self, planes=PLANES[dtype]) if is_integer else self
+
+    @cached_property
+    def by_pairs(self) -> bool:
+        """Whether codes, if they are multiplied as integers, are so by metal/pairs.h.metal."""
+        return self.quant.codes == INTEGER and not self.quant.is_of_mlx
+
+    @cached_property
+    def near(self) -> int:
+        """Bytes of a threadgroup's memory for the grid, `CODES_NEAR` of the text on CUDA."""
+        return prod(self.quant.grid) if self.quant.grid else 0
 
     def room(self, columns: int) -> int:
         """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""
-        return columns // 64 * 16 * (4 * self.planes + (1 if self.quant.is_of_mlx else 2)) if self.planes else 0
+        return columns // 64 * 16 * (4 * self.planes + (2 if self.by_pairs else 1)) if self.planes else 0
 
     def chunks(self, columns: int) -> int:
         """Number of chunks of a row."""
@@ -108,10 +124,9 @@ class Form:
         return pieces if self.planes else 1 << (near.bit_length() - 1)
 
 
-def is_read(quant: Quant, columns: int, natively: bool = False) -> bool:
-    """Whether the GPU kernels, or the native ones, read matrices of this form with rows of `columns` columns."""
-    is_in_kernels = quant.is_known and (quant.codes, quant.scale) in (NATIVE if natively else READ)
-    return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.multiple == 0
+def is_read(quant: Quant, columns: int) -> bool:
+    """Whether the GPU kernels and the native ones read matrices of this form with rows of `columns` columns."""
+    return quant.is_known and columns % MULTIPLE == 0 and columns % quant.multiple == 0
 
 
 def scale_type(quant: Quant | None, floating: mx.Dtype) -> mx.Dtype | str:
@@ -123,6 +138,8 @@ def third_type(quant: Quant, scale: mx.Dtype | str) -> mx.Dtype | str:
     """The type of what is behind the scales, of the type `scale`, in the kernels' texts."""
     if quant.has_global_scale:
         return mx.float32
+    if quant.codes == TABLE:
+        return "codes_grid"
     return f"codes_super{MODES[quant.mode].supers}" if quant.is_nested and quant.has_supers else scale
 
 
@@ -180,6 +197,8 @@ def _dequantized(quant: Quant, codes: mx.array, scales: mx.array, biases: mx.arr
 
 def unpacked_float32(quant: Quant, codes: mx.array, scales: mx.array, third: mx.array | None = None) -> mx.array:
     """The weights in float32, for scales of any dtype."""
+    if quant.codes == TABLE:
+        return table_values(quant, codes, scales, third)
     scales, biases = _wide(quant, scales, third)
     weights = _dequantized(quant, codes, scales, biases).astype(mx.float32)
     return weights if third is None or not quant.has_global_scale else weights * factors(third)
@@ -190,11 +209,18 @@ def matmul_float32(
 ) -> mx.array:
     """x @ W.T in float32: MLX's CPU build sums bfloat16 in bfloat16, at an eighth of the speed."""
     x = x.astype(mx.float32)
-    if not quant.is_of_mlx and quant.group_size == HALF:
+    if quant.codes == TABLE or not quant.is_of_mlx and quant.group_size == HALF:
         return x @ unpacked_float32(quant, codes, scales, third).swapaxes(-1, -2)
     scales, biases = _wide(quant, scales, third)
     product = mx.quantized_matmul(x, codes, scales, biases, transpose=True, **settings(quant))
     return product if third is None or not quant.has_global_scale else product * factors(third).swapaxes(-1, -2)
+
+
+def float_scales(quant: Quant, *parts: mx.array) -> tuple[mx.array, ...]:
+    """The floats that a matrix's parts beside the codes stand for, which must be finite."""
+    if quant.is_of_mlx:
+        return parts
+    return (block_scales(quant, parts[0]),) if quant.codes == TABLE else group_scales(quant, *parts)
 
 
 def factors(global_scale: mx.array) -> mx.array:

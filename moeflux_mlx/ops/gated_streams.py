@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..kinds import GatedConnections
-from ..quant import Quant
+from ..quant import TABLE, Quant
 from . import backend
 from .backend import Array
 from .elementwise import sigmoid
@@ -52,7 +52,7 @@ def form_refusal(quant: Quant | None, columns: int) -> Reason | None:
     """Why the kernels do not take a matrix with this number of columns."""
     if columns % 8:
         return Reason(f"rows of {columns} columns are not a multiple of 8")
-    if quant is not None and (quant.has_global_scale or not is_read(quant, columns)):
+    if quant is not None and (quant.has_global_scale or quant.codes == TABLE or not is_read(quant, columns)):
         return Reason(f"the kernels do not read {quant} in rows of {columns} columns")
     return None
 

@@ -1,11 +1,12 @@
 """A stored matrix, dense or quantised: its arrays, views of some of its rows, and its values. It does not multiply."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..quant import Quant
+from ..quant import GRID, TABLE, Quant
 from .forms import StoredForm, code_number, scale_type, third_type, unpacked, unpacked_float32
 from .launch import ArrayPiece, Input
 
@@ -61,6 +62,12 @@ def parts_of(w: Weights) -> list[Any]:
     return [w.weight, w.second, w.third][: len(w.quant.parts)]
 
 
+def each_part(w: Weights, of_rows: Callable[[Any], Any]) -> list[Any]:
+    """`of_rows` of each array of the matrix; a grid, which is not a row's, stays."""
+    names = ("weight",) if w.quant is None else w.quant.parts
+    return [part if name == GRID else of_rows(part) for name, part in zip(names, parts_of(w), strict=True)]
+
+
 def inputs_of(w: Weights) -> list[Input]:
     """A kernel's inputs: none may be missing, so the second part stands for a third that the form lacks."""
     parts: list[Input] = [*(parts_of(w) if w.pieces is None else w.pieces)]
@@ -69,9 +76,9 @@ def inputs_of(w: Weights) -> list[Input]:
 
 def stored(w: Weights) -> tuple[list[Any], StoredForm]:
     """A matrix for metal/stored.h.metal: codes, scales and biases, or values instead of all three; and its form. With a
-    global scale, which that text does not read, it is dequantised.
+    global scale or codes of a table, which that text does not read, it is dequantised.
     """
-    if w.quant is not None and w.quant.has_global_scale:
+    if w.quant is not None and (w.quant.has_global_scale or w.quant.codes == TABLE):
         w = Part(None, dequantized(w, mx.float32))
     if w.quant is None:
         return [w.weight] * 3, (0, 1, 0, w.weight.dtype, w.weight.dtype)
@@ -90,9 +97,9 @@ def dequantized(w: Weights, dtype: mx.Dtype) -> mx.array:
 
 def part_of_heads(w: Weights, heads: int, rows: slice, some: slice = slice(None)) -> Part:
     """The `rows` of the matrices of `some` heads, [heads, rows, columns], as views."""
-    return Part(w.quant, *(part.reshape(heads, -1, part.shape[-1])[some, rows] for part in parts_of(w)))
+    return Part(w.quant, *each_part(w, lambda part: part.reshape(heads, -1, part.shape[-1])[some, rows]))
 
 
 def rows_of(w: Weights, rows: slice) -> Part:
     """Some rows of a matrix, as views."""
-    return Part(w.quant, *(part[rows] for part in parts_of(w)))
+    return Part(w.quant, *each_part(w, lambda part: part[rows]))

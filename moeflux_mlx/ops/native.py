@@ -14,7 +14,8 @@ as the physical cores this process may use, sleeps between bursts, and is starte
 
 Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
 unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits), float16 or float32,
-or scales alone are uint8 (E8M0, or E4M3 in groups of 16).
+or scales alone are uint8 (E8M0, or E4M3 in groups of 16). Nested scales of GGUF's forms are uint8 too, with `supers` in
+place of biases where the form has them; a symmetric form has its `supers` as scales.
 `out` receives the result if given; it must be writable and overlap no input.
 
 Does not know: models, files, MLX streams. If there was no compiler at installation, the extension is missing:
@@ -38,7 +39,7 @@ from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
-from ..quant import E4M3, E8M0, FLOAT, GLOBAL_UNIT, Quant
+from ..quant import E4M3, E8M0, GLOBAL_UNIT, TABLE, Quant
 from .cores import cores
 from .interrupt import pieces
 from .stand_ins import stand_ins
@@ -49,6 +50,7 @@ NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
 KINDS = ("BF16", "F16", "F32", E8M0, E4M3)  # types of a record's scales, in the order of the kernels' numbers
+TABLES = ("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
@@ -156,16 +158,16 @@ def linear(
     of 16. Up to T = 4 the weights are read from memory once, beyond that again from the cache.
     """
     out = _result(out, x.shape[0], w.shape[0])
-    bits, group = (quant.bits, quant.group_size) if quant else (0, 0)
+    form = (quant.bits, quant.group_size, _source(quant)) if quant else (0, 0, 0)
     weight, eps = norm or (None, 0.0)
     alone = x.shape[0] <= MAX_TOKENS
     biases, factor = _apart(quant, third)
-    added, form = residual if factor is None else None, (w, scales, biases, bits, group, _chosen.bits, weight, eps)
+    added, given = residual if factor is None else None, (w, scales, biases, *form, _chosen.bits, weight, eps)
     if alone:
-        extension().linear(x, *form, added, alone, out)
+        extension().linear(x, *given, added, alone, out)
     else:
         for rows in pieces(x.shape[0], x.shape[1] * w.shape[0]):
-            extension().linear(x[rows], *form, None if added is None else added[rows], alone, out[rows])
+            extension().linear(x[rows], *given, None if added is None else added[rows], alone, out[rows])
     if factor is not None:
         out *= factor.reshape(-1)
         out += 0 if residual is None else np.asarray(residual)
@@ -179,13 +181,22 @@ def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np
     return None, np.asarray(third) * np.float32(1 / GLOBAL_UNIT)
 
 
+def _source(quant: Quant) -> int:
+    """The kernels' number of where scales and biases come from: both are stored, or scales alone of a symmetric form,
+    or nested scales, or what a form with a table has.
+    """
+    if quant.is_of_mlx:
+        return 0
+    return TABLES.index(quant.mode) + 3 if quant.codes == TABLE else 2 if quant.is_nested else 1
+
+
 def dequantize(
     quant: Quant, w: Buffer, scales: Buffer, third: Buffer | None = None, out: np.ndarray | None = None
 ) -> np.ndarray:
     """w, scales and third as for `linear` -> float32 [O, I]."""
-    out = _result(out, w.shape[0], quant.group_size * scales.shape[1])
+    out = _result(out, w.shape[0], 32 * w.shape[1] // quant.bits)
     biases, factor = _apart(quant, third)
-    extension().dequantize(w, scales, biases, quant.bits, quant.group_size, out)
+    extension().dequantize(w, scales, biases, quant.bits, quant.group_size, _source(quant), out)
     if factor is not None:
         out *= factor
     return out
@@ -196,12 +207,13 @@ def _places(*projections: Projection) -> tuple[int, ...]:
     scales' place is repeated. Then the place of the products' biases (-1 for none) and their kind.
     """
     last = projections[-1]
+    source = _source(last.quant)
     fields = [field for one in projections for field in (*one.codes[:2], one.codes[-1])]
     places = [field.words.start for field in fields]
-    kind = last.fields[1].dtype if last.quant.scale == FLOAT else last.quant.scale
+    kind = last.quant.scale if last.quant.scale in KINDS else "F16" if source else last.fields[1].dtype
     biases = [-1 if one.bias is None else one.bias.words.start for one in projections]
     kinds = (KINDS.index(kind), *biases, 0 if last.bias is None else KINDS.index(last.bias.dtype))
-    return (*places, last.quant.bits, last.quant.group_size, *kinds)
+    return (*places, last.quant.bits, last.quant.group_size, source, *kinds)
 
 
 def _number(activation: Activation) -> tuple[int, float, float]:

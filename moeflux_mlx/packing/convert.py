@@ -15,13 +15,14 @@ from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..files import tagged, user_path
-from ..formats.checkpoint import COPIED, RECIPE, Checkpoint
+from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
-from .gguf_folder import described, open_source, tokenizer_folder
+from .gguf_folder import described, described_files, open_source, tokenizer_folder
+from .gguf_tables import license_text
 from .in_place import open_in_place
 from .layer_files import (
     HeldLayerFile,
@@ -357,6 +358,10 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
+    if described_files(checkpoint.folder) and any(
+        quant.grid for one in plan.layout.records.values() for quant in one.quants
+    ):
+        files[GRIDS_LICENSE] = license_text().encode()
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
     if plan.index is not None:

@@ -10,7 +10,7 @@ from ..errors import ModelFileError
 from ..families.registry import FAMILIES
 from ..formats.checkpoint import FLOATS, Tensor
 from ..formats.record import BIAS, PROJECTIONS, projections_of
-from ..quant import FLOAT, Quant
+from ..quant import FLOAT, GRID, Quant
 from ..spec import ModelArgs
 from .gguf_tensors import check_experts_type
 from .lookup import find_matrix, find_transposed
@@ -70,7 +70,8 @@ class Part:
             codes = rounding.codes(path, self.matrix, quant, rows, kept)
         else:
             stored = self.matrix.rows(self.start, self.stop).codes()
-            weight, *of_groups = (part[:: self.step] for part in stored)
+            named = zip(quant.parts, stored, strict=True)
+            weight, *of_groups = (part if name == GRID else part[:: self.step] for name, part in named)
             codes = weight, *(part.astype(kept) if quant.scale == FLOAT else part for part in of_groups)
         bias = () if self.bias is None else (finite(self.bias, self.bias.read()).astype(kept)[rows],)
         return dict(zip((*quant.parts, BIAS), (*codes, *bias), strict=False))

@@ -15,8 +15,9 @@ from ..errors import NotPackedError
 from ..formats.checkpoint import Tensor
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import ExpertLayout, Field, Projection
+from ..quant import GRID
 from .expert_parts import Part
-from .gguf_forms import repacked
+from .gguf_forms import grids, rearrange, repacked
 from .gguf_tensors import GgufMatrix, GgufTensor
 from .layer_files import LayerFile
 from .suggest import packing_command
@@ -51,8 +52,14 @@ class GgufExperts(InPlaceExperts):
         """Brings the record in `memory`, which has just been read, from blocks to our form."""
         record = np.frombuffer(memory, np.uint8)
         for projection, kind, row_bytes, spread, _ in self._ranges[layer]:
+            fields = [field for field in projection.codes if field.part != GRID]
+            for field, grid in zip(projection.codes[len(fields) :], grids(kind), strict=True):
+                record[field.offset : field.end] = grid.reshape(-1)
+            if all(field.dtype != "F32" for field in fields):
+                rearrange(kind, record, [field.offset for field in fields], spread.place, spread.length)
+                continue
             blocks = record[spread.place : spread.place + spread.length].reshape(-1, row_bytes)
-            for field, part in zip(projection.codes, repacked(kind, blocks), strict=True):
+            for field, part in zip(fields, repacked(kind, blocks), strict=True):
                 kept = part.astype(np.float32) if field.dtype == "F32" else part
                 record[field.offset : field.end] = kept.reshape(-1).view(np.uint8)
 

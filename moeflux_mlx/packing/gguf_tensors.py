@@ -14,8 +14,8 @@ from ..errors import ModelFileError
 from ..families.gguf import Change
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor, read_bytes
 from ..formats.gguf_file import Blocks
-from ..ops.nested import group_scales
-from .gguf_forms import FORMS, repacked
+from ..ops.forms import float_scales
+from .gguf_forms import FORMS, grids, repacked
 from .matrix import CHUNK_VALUES, Matrix, finite, shaped
 
 READ = ", ".join((*FORMS, *FLOATS))  # types that experts may have
@@ -149,9 +149,9 @@ class GgufMatrix(Matrix):
     def codes(self) -> tuple[mx.array, ...]:
         words, *others = self._weight.codes()
         quant = FORMS[self.type].quant
-        for part in others if quant.is_of_mlx else group_scales(quant, *others):
+        for part in float_scales(quant, *others):
             finite(self.weight, part, quant.scale)
-        return words, *others
+        return words, *others, *map(mx.array, grids(self.type))
 
 
 def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Matrix | None:

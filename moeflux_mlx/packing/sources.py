@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.checkpoint import ITEM_BYTES, Tensor
-from ..quant import Quant
+from ..quant import GRID, Quant
 from .matrix import Matrix, finite
 from .rounding import Alone, Rounding
 from .sanitize import add_one, channels_first
@@ -125,7 +125,7 @@ class MatrixSource:
     @property
     def written(self) -> tuple[Written, ...]:
         return tuple(
-            Written(f"{path}.{suffix}", dtype, shape if rows is None else (len(rows), *shape[1:]))
+            Written(f"{path}.{suffix}", dtype, shape if rows is None or suffix == GRID else (len(rows), *shape[1:]))
             for path, rows in self.pieces
             for suffix, dtype, shape in self._parts()
         )
@@ -135,20 +135,22 @@ class MatrixSource:
         if self.quant is None:
             return [("weight", self.dense, self.matrix.shape)]
         floating = "BF16" if self.made else self.matrix.dtypes[1]
-        each = ((part, *self.quant.of_part(part, cols, floating)) for part in self.quant.parts)
-        return [(part, dtype, (*lead, values)) for part, values, dtype in each]
+        each = ((part, *self.quant.shape_of(part, lead, cols, floating)) for part in self.quant.parts)
+        return [(part, dtype, shape) for part, shape, dtype in each]
 
     def arrays(self) -> Iterator[mx.array]:
-        parts = self._make()
+        parts = dict(zip((name for name, *_ in self._parts()), self._make(), strict=True))
         for _, rows in self.pieces:
-            for part in parts:
-                yield part if rows is None else part[mx.array(rows)]
+            for name, part in parts.items():
+                yield part if rows is None or name == GRID else part[mx.array(rows)]
 
     def _make(self) -> tuple[mx.array, ...]:
         if self.made:
             return self.rounding.codes(self.pieces[0][0], self.matrix, self.made)
         if not self.dense:
             weight, scales, *third = self.matrix.codes()
+            if self.matrix.quant is None or not self.matrix.quant.has_global_scale:
+                return weight, scales, *third
             return weight, scales, *(mx.broadcast_to(part, (*self.matrix.shape[:-1], part.shape[-1])) for part in third)
         values = self.matrix.values()
         kept = next(dtype for dtype, name in DTYPES.items() if name == self.dense)

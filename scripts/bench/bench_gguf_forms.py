@@ -2,6 +2,7 @@
 """Checks the GPU's kernels on GGUF's forms, and compares the bytes per second of decode's experts with 4-bit affine.
 
     python scripts/bench/bench_gguf_forms.py [--forms q4_k q2_k ...] [--against floats] [--experts 512] [--rounds 11]
+        [--skip-check] [--tile expert_gate_up_planes ahead 2]
 
 The experts are those of a layer of 397B-A17B (hidden 4096, width 1024, 10 of 512 for each token) with random weights.
 A round times a form and 4 bits in groups of 64 one after the other: chains in which each launch waits for the one
@@ -14,6 +15,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +28,7 @@ from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, forms
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
-from moeflux_mlx.ops.tiles import Tiles, using
+from moeflux_mlx.ops.tiles import TILES, Tiles, using
 from moeflux_mlx.quant import EXPERTS, GGUF_MODES, Quant
 
 LAUNCHES = 48
@@ -123,10 +125,14 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=512, help="records in memory for each form (%(default)s)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--skip-check", action="store_true", help="time only")
+    parser.add_argument("--tile", nargs=3, action="append", default=[], metavar=("KERNEL", "FIELD", "N"), help="try it")
     args = parser.parse_args()
     configure_mlx()
     if not backend.has_kernels():
         raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
+    for kernel, field, value in args.tile:
+        tiles = TILES[backend.name()]
+        tiles[kernel] = replace(tiles[kernel], **{field: int(value)})
     device = mx.device_info().get("device_name", "")
     print(f"mlx {mx.__version__}, {backend.name()}, {device}")
     checks = [] if args.skip_check else [check_form((of(mode),) * 3, mx.bfloat16, "BF16") for mode in args.forms]

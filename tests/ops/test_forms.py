@@ -16,7 +16,7 @@ from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.experts import Records
 from moeflux_mlx.ops.matrix import Part, dequantized, part_of_heads
 from moeflux_mlx.ops.tiles import using
-from moeflux_mlx.packing.gguf_forms import repacked
+from moeflux_mlx.packing.gguf_forms import grids, repacked
 from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, GGUF_MODES, Quant
 
 pytest.importorskip("gguf")
@@ -38,7 +38,6 @@ def of(mode):
 
 
 GGUF = [(of(mode), "") for mode in GGUF_MODES]
-NATIVE = GRID + SMALL_FLOATS
 GRID += [*SMALL_FLOATS, *GGUF]
 H, I, SLOTS = 256, 128, 4
 
@@ -72,7 +71,7 @@ class Stored:
             stored = gguf_models.random_blocks(
                 quant.mode.upper(), (rows, columns), int(rng.integers(1 << 30)), columns**-0.5
             )
-            self.parts = repacked(quant.mode.upper(), stored)
+            self.parts = *repacked(quant.mode.upper(), stored), *grids(quant.mode.upper())
             self.values = gguf_models.values_of(quant.mode.upper(), stored).astype(np.float64)
             self.largest = np.abs(self.values)
             return
@@ -424,13 +423,14 @@ def path(request, team):
     native.use_path(native.instruction_paths()[0])
 
 
-@pytest.mark.parametrize("case, path", drawn(NATIVE, PATHS), indirect=["path"])
+@pytest.mark.parametrize("case, path", drawn(GRID, PATHS), indirect=["path"])
 def test_native_kernels_read_every_form(path, case):
     quant, kind = case
     made = Experts((quant,) * 3, kind, tokens=5)
     assert made.error(np.array) < 2e-6
     rng = np.random.default_rng(3)
-    for rows, columns in ((7, 128), (21, 640)):
+    unit = max(128, quant.multiple)
+    for rows, columns in ((7, unit), (21, 5 * unit)):
         matrix = Stored(rng, rows, columns, quant, kind)
         values = native.dequantize(quant, *matrix.parts)
         assert (np.abs(values - matrix.values) <= 2.4e-7 * matrix.largest).all()
@@ -441,7 +441,7 @@ def test_native_kernels_read_every_form(path, case):
             assert (np.abs(got - x @ matrix.values.T) <= bound).all()
 
 
-@grid([case for case in FEW if case[0] != Quant(4, 64)])
+@grid([case for case in FEW + GGUF if case[0] != Quant(4, 64)])
 def test_native_bits_of_a_row_depend_on_that_row_alone(path, quant, kind):
     made = Experts((quant,) * 3, kind, tokens=5)
     native.set_threads(1)

@@ -762,7 +762,7 @@ def test_slots_out_of_range_are_refused(path, slot):
         {"record": lying(bias=3 * 576 - 63)},
         {"record": lying(bias=-2)},
         {"record": lying(bias=2**62)},
-        {"record": lying(activation=types.SimpleNamespace(form="silu", limit="seven"))},
+        {"record": lying(activation=types.SimpleNamespace(form="silu", limit="seven", gate_limit=None))},
         {"record": lying(up=())},
         {"record": lying(up=(576, 1088, 1.0))},
         {"record": lying(up=(576, 1088, 2**64))},

@@ -19,7 +19,7 @@ from moeflux_mlx.formats.gguf_file import open_gguf
 from moeflux_mlx.generate.__main__ import main as generate_main
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import gguf_tensors
-from moeflux_mlx.packing.gguf_forms import FORMS, repacked
+from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked
 from moeflux_mlx.packing.gguf_tensors import as_tensor
 
 gguf = pytest.importorskip("gguf")
@@ -72,7 +72,7 @@ def mixed(types, rest="Q4_1"):
 def test_repacked_blocks_have_every_value(kind):
     rows = gguf_models.random_blocks(kind, (3, 5, 3 * FORMS[kind].quant.multiple), 1)
     wanted = gguf_models.values_of(kind, rows)
-    made = unpacked_float32(FORMS[kind].quant, *map(mx.array, repacked(kind, rows)))
+    made = unpacked_float32(FORMS[kind].quant, *map(mx.array, (*repacked(kind, rows), *grids(kind))))
     assert np.array_equal(np.array(made), wanted) and len(np.unique(wanted)) > 40
 
 
@@ -261,14 +261,6 @@ def refusal(tmp_path, error, types=MIXED, keys=None, opens=load_model):
         opens(tmp_path / "m.gguf")
     assert "\n" not in str(raised.value)
     return str(raised.value)
-
-
-def test_experts_of_other_types_are_refused(tmp_path):
-    for opens in (load_model, lambda path: convert(path, tmp_path / "packed")):
-        said = refusal(tmp_path, ModelFileError, {"ffn_up_exps": "IQ4_NL"}, opens=opens)
-        assert (
-            "tensor blk.0.ffn_up_exps.weight has type IQ4_NL, in which experts are not read yet; read are Q4_0" in said
-        )
 
 
 def test_shards_elsewhere_are_refused(tmp_path):

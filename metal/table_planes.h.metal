@@ -1,0 +1,2 @@
+// needs: planes.h.metal tables.h.metal
+// Codes of tables.h.metal, which become bytes, times integers.

@@ -1,0 +1,122 @@
+"""GGUF's types with tables: separating keeps the bytes, and the values of random blocks are the `gguf` package's."""
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import oracle
+import pytest
+from minmax import convert
+
+from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.ops import table_values
+from moeflux_mlx.ops.forms import unpacked_float32
+from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked
+from moeflux_mlx.packing.gguf_tables import SEPARATE
+
+gguf = pytest.importorskip("gguf")
+import gguf_models  # noqa: E402  (needs gguf)
+
+pytestmark = pytest.mark.usefixtures("cpu_device")
+
+
+def values(kind, rows):
+    return np.array(unpacked_float32(FORMS[kind].quant, *map(mx.array, (*repacked(kind, rows), *grids(kind)))))
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_every_value_is_that_of_gguf(kind):
+    rows = gguf_models.random_blocks(kind, (3, 5, 768), 1)
+    made = values(kind, rows)
+    assert made.shape == (3, 5, 768) and np.array_equal(made, gguf_models.values_of(kind, rows))
+    assert len(np.unique(made)) > 100
+
+
+@pytest.mark.parametrize("kind", SEPARATE)
+def test_separating_keeps_every_byte(kind):
+    rows = gguf_models.random_blocks(kind, (2, 512), 2)
+    parts = repacked(kind, rows)
+    assert sum(part.nbytes for part in parts) == rows.nbytes
+    if kind != "IQ1_M":  # whose scales have other places in their bytes
+        made = np.concatenate([part.view(np.uint8).reshape(-1) for part in parts])
+        assert np.array_equal(np.sort(made), np.sort(rows, axis=None))
+
+
+FAULTS = {
+    "sign parity": ("IQ2_XXS", "_even", lambda signs: signs.astype(mx.uint8)),
+    "the order of fields in a byte": ("IQ4_XS", "_bits", lambda data, width: _backwards(data, width)),
+}
+
+
+def _backwards(data, width):
+    shifts = mx.arange(8 * data.dtype.size - width, -1, -width).astype(data.dtype)
+    return (data[..., None] >> shifts & ((1 << width) - 1)).reshape(*data.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(monkeypatch, name):
+    kind, function, instead = FAULTS[name]
+    monkeypatch.setattr(table_values, function, instead)
+    rows = gguf_models.random_blocks(kind, (2, 512), 3)
+    assert not np.array_equal(values(kind, rows), gguf_models.values_of(kind, rows))
+
+
+# ---- models
+
+
+TYPES = {
+    **{"blk.0.ffn_down_exps": "IQ4_XS", "blk.0.ffn": "IQ3_XXS", "blk.1.ffn_down_exps": "IQ3_S", "blk.1.ffn": "IQ2_S"},
+    **{"ffn_down_exps": "IQ4_NL", "ffn": "IQ2_XXS", "attn_output": "IQ4_XS", "attn": "IQ2_XS", "token_embd": "IQ3_S"},
+}
+
+
+@pytest.fixture
+def family(tmp_path, monkeypatch):
+    """A model whose matrices have rows of 256 columns."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = goldens.config("qwen3_moe") | {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8}
+    monkeypatch.setattr(goldens, "config", lambda family: dict(config))
+    goldens.hub_tensors.cache_clear()
+    yield "qwen3_moe"
+    goldens.hub_tensors.cache_clear()
+
+
+def type_of(name):
+    return next((kind for part, kind in TYPES.items() if part in name), "Q8_0")
+
+
+def logits(model, tokens):
+    made = np.array(model(mx.array(tokens)[None], model.make_cache())[0].astype(mx.float32))
+    model.experts.close()
+    return made
+
+
+def test_a_model_in_place_and_converted(tmp_path, family):
+    """Every way to open it has the same bits."""
+    path, packed = tmp_path / "m.gguf", tmp_path / "packed"
+    weights = gguf_models.write_gguf(path, family, type_of)
+    tokens, _ = goldens.golden(family)
+    wanted = oracle.forward(goldens.config(family), weights, tokens[:12])
+    convert(path, packed, verify=True)
+    assert "Permission is hereby granted" in (packed / "LICENSE-GGUF.txt").read_text()
+    ways = (path, {"expert_io": "resident"}), (path, {"expert_io": "pread", "expert_cache_bytes": 1}), (packed, {})
+    made = [logits(load_model(source, dtype=mx.float32, **options), tokens[:12]) for source, options in ways]
+    assert np.abs(made[0] - wanted).max() < 2e-4
+    assert all(np.array_equal(one, made[0]) for one in made)
+
+
+def test_forms_that_mlx_lm_does_not_read_are_refused(tmp_path, family):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, family, type_of)
+    with pytest.raises(ConfigError, match="--layout mlx: .* which mlx-lm does not read"):
+        convert(path, tmp_path / "out", layout="mlx")
+
+
+def test_experts_of_other_types_are_refused(tmp_path, family):
+    path = tmp_path / "m.gguf"
+    gguf_models.write_gguf(path, family, lambda name: "TQ1_0" if "ffn_up_exps" in name else type_of(name))
+    for opens in (load_model, lambda path: convert(path, tmp_path / "packed")):
+        with pytest.raises(
+            ModelFileError, match="blk.0.ffn_up_exps.weight has type TQ1_0, .* not read yet; read are Q4"
+        ):
+            opens(path)
