@@ -13,6 +13,8 @@ import numpy as np
 ARCHITECTURES = {
     **{"qwen3_moe": "qwen3moe", "qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe", "deepseek_v3": "deepseek2"},
     **{"glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "gpt_oss": "gpt-oss"},
+    **{"olmoe": "olmoe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "ernie4_5_moe": "ernie4_5-moe"},
+    **{"afmoe": "afmoe", "minimax_m2": "minimax-m2", "granitemoehybrid": "granitehybrid"},
 }
 TYPES = gguf.GGMLQuantizationType
 # Where a block of a type has its float16 fields, for blocks of random bytes.
@@ -67,7 +69,7 @@ def pieces(family, fused=False):
         for spelt, made, restore in changed(family, c, hub, array, fused):
             stem, _, end = spelt.replace("language_model.", "").rpartition(".")
             name = names.get_name(stem) or names.get_name(f"{stem}.{end}")
-            suffix = "" if end == "A_log" else f".{end}"
+            suffix = "" if end in ("A_log", "D") else f".{end}"
             yield f"{name}{suffix}", np.ascontiguousarray(made), lambda v, h=hub, r=restore: {h: r(v)}
     for stem, parts in stacks.items():
         name = f"{names.get_name(stem)}.weight"
@@ -83,6 +85,21 @@ def changed(family, c, hub, array, fused):
 
     if hub.endswith("e_score_correction_bias"):
         yield hub.replace("_bias", ".bias"), array, same
+    elif hub.endswith("mlp.expert_bias"):
+        yield f"{hub}.bias", array, same
+    elif family in ("mixtral", "granitemoehybrid") and hub.endswith(("q_proj.weight", "k_proj.weight")):
+        heads = c["num_attention_heads" if "q_proj" in hub else "num_key_value_heads"]
+        turned = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2)
+        back = turned.shape
+        yield hub, turned.reshape(array.shape), lambda made: made.reshape(back).swapaxes(1, 2).reshape(array.shape)
+    elif hub.endswith("input_linear.weight"):
+        stem = hub.replace("block_sparse_moe.input_linear", "mlp.experts.X").replace(
+            "shared_mlp.input_linear", "mlp.shared_expert.X"
+        )
+        for one, part in zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True):
+            yield stem.replace("X", f"{one}_proj"), part, lambda made, one=one: (one, made)
+    elif ".mamba." in hub and hub.endswith(("A_log", ".D", "dt_bias", "conv1d.weight", "mamba.norm.weight")):
+        yield from _mamba(c, hub, array)
     elif hub.endswith("kv_b_proj.weight"):
         heads, nope, value = c["num_attention_heads"], c["qk_nope_head_dim"], c["v_head_dim"]
         k, v = np.split(array.reshape(heads, nope + value, -1), [nope], axis=1)
@@ -112,6 +129,20 @@ def changed(family, c, hub, array, fused):
         yield hub, array + 1, lambda made: made - 1
     else:
         yield hub, array, same
+
+
+def _mamba(c, hub, array):
+    """As `changed`, of a state space model."""
+    if hub.endswith("dt_bias"):
+        yield hub.replace("dt_bias", "dt_proj.bias"), array, lambda made: made
+    elif hub.endswith("conv1d.weight"):
+        yield hub, array[:, 0], lambda made: made[:, None]
+    elif hub.endswith("norm.weight"):
+        yield hub, array.reshape(c["mamba_n_groups"], -1), lambda made: made.reshape(-1)
+    elif hub.endswith(".D"):
+        yield hub, array[:, None], lambda made: made[:, 0]
+    else:
+        yield hub, -np.exp(array)[:, None], lambda made: np.log(-made[:, 0])
 
 
 def _linear(family, c, hub, array):
@@ -167,7 +198,7 @@ def _joined(parts):
         both = np.concatenate([parts["k"], parts["v"]], axis=1)
         return both.reshape(-1, both.shape[-1])
     if "gate" in parts:
-        return np.concatenate([parts["gate"], parts["up"]], axis=1)
+        return np.concatenate([parts["gate"], parts["up"]], axis=-2)
     every = np.concatenate([*parts["qkv"], parts["z"]], axis=1)
     return every.reshape(-1, every.shape[-1])
 
@@ -229,9 +260,10 @@ def _write_sizes(writer, c):
     writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_rope_freq_base(float(rope["rope_theta"]))
-    writer.add_expert_count(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts"))
-    writer.add_expert_used_count(c["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(c.get("moe_intermediate_size") or c["intermediate_size"])
+    writer.add_expert_count(goldens._count(c))
+    writer.add_expert_used_count(c.get("num_experts_per_tok") or c["moe_k"])
+    if c["model_type"] not in ("olmoe", "mixtral", "granitemoehybrid"):
+        writer.add_expert_feed_forward_length(c.get("moe_intermediate_size") or c["intermediate_size"])
     if scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
@@ -256,9 +288,14 @@ def _write_attention(writer, c, rope, scaling):
         if "mscale_all_dim" in scaling:
             writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
         return
+    if "mamba_n_heads" in c:
+        return _write_hybrid(writer, c)
     writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_value_length(c["head_dim"])
+    if "head_dim" in c:
+        writer.add_key_length(c["head_dim"])
+        writer.add_value_length(c["head_dim"])
+    if "rotary_dim" in c:
+        writer.add_rope_dimension_count(c["rotary_dim"])
     share = rope.get("partial_rotary_factor")
     if share is not None:
         writer.add_rope_dimension_count(int(c["head_dim"] * share))
@@ -274,7 +311,33 @@ def _write_attention(writer, c, rope, scaling):
         writer.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
 
 
+def _write_hybrid(writer, c):
+    writer.add_head_count_kv([c["num_key_value_heads"] if kind == "attention" else 0 for kind in c["layer_types"]])
+    writer.add_attention_scale(c["attention_multiplier"])
+    writer.add_embedding_scale(c["embedding_multiplier"])
+    writer.add_residual_scale(c["residual_multiplier"])
+    writer.add_logit_scale(c["logits_scaling"])
+    writer.add_expert_shared_feed_forward_length(c["shared_intermediate_size"])
+    writer.add_ssm_conv_kernel(c["mamba_d_conv"])
+    writer.add_ssm_state_size(c["mamba_d_state"])
+    writer.add_ssm_group_count(c["mamba_n_groups"])
+    writer.add_ssm_inner_size(c["mamba_expand"] * c["hidden_size"])
+    writer.add_ssm_time_step_rank(c["mamba_n_heads"])
+    writer.add_rope_scaling_finetuned(False)
+
+
 def _write_experts(writer, c):
+    if "route_scale" in c:
+        writer.add_expert_shared_count(c["num_shared_experts"])
+        writer.add_leading_dense_block_count(c["num_dense_layers"])
+        writer.add_expert_weights_norm(c["route_norm"])
+        writer.add_expert_weights_scale(c["route_scale"])
+    if "moe_layer_interval" in c:
+        writer.add_interleave_moe_layer_step(c["moe_layer_interval"])
+        writer.add_leading_dense_block_count(c["moe_layer_start_index"])
+        writer.add_expert_shared_count(c["moe_num_shared_experts"])
+    if "sigmoid" in (c.get("scoring_func"), c.get("score_func")):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if "shared_expert_intermediate_size" in c:
         writer.add_expert_shared_feed_forward_length(c["shared_expert_intermediate_size"])
     if "n_shared_experts" in c:

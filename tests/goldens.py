@@ -31,6 +31,7 @@ import copy
 import functools
 import hashlib
 import json
+import re
 import tempfile
 import zlib
 from pathlib import Path
@@ -62,7 +63,7 @@ LOW_EMBEDDINGS = (
     "cohere2_moe_north",
 )  # they make the logits too, or are scaled
 INTEGERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")  # computed as in transformers
-ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight")
+ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight", ".router.layer.weight", ".classifier.weight")
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 # Parts of names that mlx-lm's conversions (for hy_v3 Rapid-MLX's) spell differently from the hub.
 MLX_NAMES = {
@@ -151,7 +152,9 @@ def top_k(family):
     """Returns how many experts a token uses."""
     c = text_config(family)
     return next(
-        c[name] for name in ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token") if name in c
+        c[name]
+        for name in ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token", "moe_topk")
+        if name in c
     )
 
 
@@ -256,8 +259,14 @@ def hub_tensors(family):
     return {name: _draw(f"{family}/{name}", family, *spec) for name, spec in tree.items()}
 
 
+def _plain(name):
+    """Returns a name without the number of one of LongCat's norms."""
+    return re.sub(r"norm\.\d\.weight$", "norm.weight", name)
+
+
 def _kind(family, name):
     """Returns how a tensor of `KIN` is drawn."""
+    name = _plain(name)
     centred = "centred_norm" if family in ZERO_CENTRED else "norm"
     kinds = {"linear_attn.norm.weight": "norm", "norm.weight": centred, "embed_tokens.weight": "embed"}
     kinds |= {"embeddings.weight": "embed", "norm_f.weight": "norm", ".D": "norm"}
@@ -308,7 +317,8 @@ def skipped_tensors(family):
 
 def _skipped_of_kin(family):
     """Returns a layer that drafts, and an image encoder if there is one."""
-    root, count = _root(family), text_config(family)["num_hidden_layers"]
+    c = text_config(family)
+    root, count = _root(family), c.get("num_hidden_layers") or 2 * c["num_layers"]
     drafts = {f"{root}layers.{count}.{name}.weight": (128, 256) for name in ("eh_proj", "mlp.experts.0.up_proj")}
     vision = {"model.visual.blocks.0.norm1.weight": (32,), "model.visual.merger.proj.weight": (128, 32)}
     return drafts | (vision if root != "model." else {})
@@ -358,6 +368,7 @@ def _block(tensors, stem, expert):
 
 def quantised_bits(family, name):
     """Returns 4 or 8 for a hub tensor that an MLX conversion quantises, and 0 for one that it does not."""
+    name = _plain(name)
     if name.endswith(("norm.weight", "norm_f.weight", *CONVOLUTIONS, "A_log", "dt_bias", "bias", ".D")):
         return 0
     if name.endswith(("norm_key.weight", "norm_query.weight", "norm_conv.weight", *INTEGERS)):

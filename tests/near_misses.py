@@ -118,6 +118,14 @@ EMPTY = {
         '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|><|open|>json type="object"<|sep|>{}'
         "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
     ],
+    "longcat": [
+        "<longcat_tool_call>NAME\n</longcat_tool_call>",
+        '<longcat_tool_call>\n{"name": "NAME", "arguments": {}}\n</longcat_tool_call>',
+    ],
+    "longcat_json": [
+        '<longcat_tool_call>\n{"name": "NAME"}\n</longcat_tool_call>',
+        '<longcat_tool_call>{"name": "NAME", "arguments": null}',
+    ],
     "mistral": [
         "[TOOL_CALLS]NAME[ARGS]",
         "[TOOL_CALLS]NAME[ARGS]{}",

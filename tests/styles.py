@@ -13,6 +13,7 @@ from moeflux_mlx.text.calls.hunyuan import HUNYUAN
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
+from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
@@ -51,6 +52,8 @@ STYLES = {
     "glm53_style": (GLM_LINE, [{}], THINK),
     "nemotron_style": (QWEN_XML, QWEN, THINK),
     "minimax3_style": (MINIMAX_M3, [{}, {"thinking_mode": "disabled"}], MINIMAXES),
+    "longcat_style": (LONGCAT, QWEN, Channels("<longcat_think>", "</longcat_think>")),
+    "longcat_json_style": (LONGCAT_JSON, [{}], None),
     "kimi_k3": (KIMI_K3, QWEN, SPANS),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }

@@ -220,9 +220,8 @@ class _Group:
         if first := [index for index in wanted if index < last]:  # rows of one matrix: they have the same inputs
             stacked = [mx.concatenate([expert.matrices[index] for index in first]) for expert in experts]
             codes = self._rounded(first[0], mx.stack(stacked), inputs, dtype)
-            made = dict(
-                zip(first, zip(*(mx.split(part, len(first), axis=1) for part in codes), strict=True), strict=True)
-            )
+            split = [mx.split(part, len(first), axis=1) for part in codes]
+            made = {index: tuple(part[i] for part in split) for i, index in enumerate(first)}
         if last in wanted:
             downs, means = [], []
             for i, (expert, own) in enumerate(zip(experts, rows, strict=True)):

@@ -22,7 +22,7 @@ from ..formats.record import Record
 from ..kinds import Connections, Dense, Mixer, NGrams, streams_before
 from ..layers import Linear, RMSNorm, Weight
 from ..mixers.registry import make_cache, module_of, stored_forms
-from ..model.layer import feed_forward_of
+from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend

@@ -21,7 +21,7 @@ from ..formats.record import Key
 from ..ops import backend
 from .memory import as_result, on_device, staging_memory
 from .places import AddressRange, Adopt, Buffers, Places
-from .ranking import BETWEEN, Ranking
+from .ranking import Ranking
 from .reads import Read, as_they_end
 
 NOWHERE = -1
@@ -54,6 +54,7 @@ class SlotPool:
         least: the fewest; for memory that is adopted.
         largest: bytes of the largest array that the device can adopt.
         adopt: how MLX adopts memory (`places.Adopt`); None: the CPU reads the records.
+        step: number of requests in a step, as for `Ranking`.
 
     Attributes:
         places: the memory.
@@ -73,6 +74,7 @@ class SlotPool:
         least: int = 1,
         largest: int | None = None,
         adopt: Adopt | None = None,
+        step: int = 0,
     ):
         self.nbytes = nbytes
         self.copied, self._rows = staging is not None, staging or 0
@@ -92,7 +94,7 @@ class SlotPool:
         if not self.copied:
             self.places.aim(self.slots, {})
         self._used: dict[Key, Slot] = {}
-        self.ranking = Ranking()
+        self.ranking = Ranking(step)
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()
@@ -134,21 +136,22 @@ class SlotPool:
     def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the one of the lowest rank that is not pinned.
 
-        A record that is intended, foretold or still arriving is chosen only if there is no other, and never for a
-        guess.
+        A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
+        or still arriving, but never for a guess.
         """
         row_wanted = self.copied and not self.places.free
         pinned = set().union(*list(self._leased.values()))
         if not row_wanted:
             wanted = pinned | self.intended | self.foretold
-            key = self.ranking.first(lambda key: key not in wanted and self._used[key].read is None)
+            key = self.ranking.first(lambda key: not (key in wanted or self._is_arriving(key)), spare_recent=True)
             if key is not None:
                 return key
         if for_guess:
             return None
-        return self.ranking.first(
-            lambda key: key not in pinned and (not row_wanted or self._used[key].read is not None)
-        )
+        return self.ranking.first(lambda key: key not in pinned and (not row_wanted or self._is_arriving(key)))
+
+    def _is_arriving(self, key: Key) -> bool:
+        return self._used[key].read is not None
 
     @property
     def is_full(self) -> bool:
@@ -211,9 +214,7 @@ class SlotPool:
         """Keeps these records until `unpin` is called with the same list; returns their slots."""
         if keys:  # `unpin` is called only for pools with keys
             self._leased[id(keys)] = keys
-        self.ranking.pass_time(BETWEEN)
-        for key in keys:
-            self.ranking.use(key)
+        self.ranking.request(keys)
         return [self._used.get(key) for key in keys]
 
     def unpin(self, keys: Sequence[Key], guard: mx.array | None = None) -> None:

@@ -137,5 +137,12 @@ def _pool_of(
     most = max(slots, most) if copied or adopt or GIVES_BACK else slots
     least = min(least, one.records)
     return SlotPool(
-        one.nbytes, slots, 2 * least if copied else None, most, least=least, largest=buffer_bytes, adopt=adopt
+        one.nbytes,
+        slots,
+        2 * least if copied else None,
+        most,
+        least=least,
+        largest=buffer_bytes,
+        adopt=adopt,
+        step=len(one.layers),
     )

@@ -1,11 +1,12 @@
-"""Which record of a pool is evicted next: the one that was used least of late.
+"""Which record of a pool is evicted next: the one that was used least of late, but not in the last step.
 
 Each use counts 1, and half as much after every `HALF_LIFE` steps. The counts of evicted records are kept too, so that a
-record that is read again has the rank of all its uses. This order is known as LRFU (Lee et al., 2001). A half-life of 0
-would be least-recently-used order, and an infinite one least-frequently-used order. On the routing of a trained model
-this one has 10 to 15 % fewer misses than the first and 15 to 35 % fewer than the second (docs/performance.md).
+record that is read again has the rank of all its uses. This order is known as LRFU (Lee et al., 2001); a half-life near
+0 is least-recently-used order, an infinite one least-frequently-used order. What the last step used is spared, because
+a token often uses what the token before used once. docs/performance.md compares these orders on the routing of a
+trained model and on a synthetic one: this one has the most hits on both, with pools of 10 to 90 % of the records.
 
-The counts are kept as base-2 logarithms of what they will have been worth when the clock began, so time changes none.
+Counts are kept as base-2 logarithms of what they would be worth when the clock began, so time changes none.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,16 +15,22 @@ from math import log2
 
 from ..formats.record import Key
 
-HALF_LIFE = 32.0  # steps; 16 and 64 have up to 1.4 % more misses (results.tsv, "eviction")
+HALF_LIFE = 32.0  # steps (results.tsv, "pool eviction")
 MEAN_LIFE = HALF_LIFE / 0.693147  # steps; a record that every step uses has this count in the end
 BETWEEN = 2.0**-10  # steps from one request to the next, so that of equal records the earlier one is evicted
 FIRST = -(2.0**52)  # the rank of a record without uses; demoted ones have lower integers, the last one the lowest
 
 
 class Ranking:
-    """Ranks the records that are in a pool. `reset` rebuilds what an interrupted call may have left incomplete."""
+    """Ranks the records that are in a pool. `reset` rebuilds what an interrupted call may have left incomplete.
 
-    def __init__(self) -> None:
+    Args:
+        requests: number of requests in a step. What the last so many have used is recent.
+    """
+
+    def __init__(self, requests: int = 0) -> None:
+        self._step, self._requests = requests, 0
+        self._used_at: dict[Key, int] = {}  # the number of the request that used a record last
         self._clock = 0.0  # in half-lives
         self._counts: dict[Key, float] = {}  # of all records
         self._ranks: dict[Key, float] = {}  # of those in the pool, when they were entered into the heap
@@ -32,6 +39,18 @@ class Ranking:
 
     def pass_time(self, steps: float) -> None:
         self._clock += steps / HALF_LIFE
+
+    def request(self, keys: Iterable[Key]) -> None:
+        """Counts a use of each of these records, which are requested together."""
+        self._requests += 1
+        self.pass_time(BETWEEN)
+        for key in keys:
+            self.use(key)
+            self._used_at[key] = self._requests
+
+    def _is_recent(self, key: Key) -> bool:
+        """Whether the last step has used a record that was not demoted since."""
+        return self._requests - self._used_at.get(key, -self._step) < self._step
 
     def use(self, key: Key, times: float = 1.0) -> None:
         """Counts a use, or several at once."""
@@ -50,6 +69,7 @@ class Ranking:
     def demote(self, key: Key) -> None:
         """Makes a record the first to be evicted, until its next use."""
         self._demoted += 1
+        self._used_at.pop(key, None)
         self._rank(key, FIRST - self._demoted)
 
     def _rank(self, key: Key, rank: float) -> None:
@@ -60,8 +80,16 @@ class Ranking:
         """The record is not in the pool any more."""
         self._ranks.pop(key, None)
 
-    def first(self, may_go: Callable[[Key], bool]) -> Key | None:
-        """The record of the lowest rank that `may_go`; None if there is none."""
+    def first(self, may_go: Callable[[Key], bool], spare_recent: bool = False) -> Key | None:
+        """The record of the lowest rank that `may_go`; None if there is none.
+
+        Args:
+            spare_recent: prefers records that the last step has not used.
+        """
+        if spare_recent:
+            key = self.first(lambda key: not self._is_recent(key) and may_go(key))
+            if key is not None:
+                return key
         passed: list[tuple[float, Key]] = []
         try:
             while self._heap:

@@ -14,6 +14,7 @@ from .fields import (
     rotating_in_windows,
     shared_expert,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 
 def _afmoe(read: Fields) -> dict[str, Any]:
@@ -38,3 +39,31 @@ RENAMES = (
     *((".mlp.router.gate.", ".mlp.gate."), (".mlp.expert_bias", ".mlp.e_score_correction_bias")),
 )
 FAMILIES = {"afmoe": Family(_afmoe, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """llama.cpp always multiplies embeddings, and every fourth layer sees all positions there, as in all published
+    models."""
+    read.must_equal("expert_gating_func", SIGMOID)
+    return {
+        "model_type": "afmoe",
+        **read.sizes(),
+        **read.attention(),
+        **read.experts(),
+        **read.tied(),
+        "intermediate_size": read.count("feed_forward_length"),
+        "num_dense_layers": read.count("leading_dense_block_count", 0),
+        "num_shared_experts": read.count("expert_shared_count", 0),
+        "route_norm": read.flag("expert_weights_norm", True),
+        "route_scale": read.number("expert_weights_scale", 1.0),
+        "sliding_window": read.count("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": True,
+    }
+
+
+NAMES = (
+    *(("attn_gate.", "self_attn.gate_proj."), ("post_attention_norm.", "post_attention_layernorm.")),
+    *(("ffn_norm.", "pre_mlp_layernorm."), ("post_ffw_norm.", "post_mlp_layernorm.")),
+)
+GGUF = {"afmoe": GgufFamily(_gguf, (*NAMES, *ATTENTION, *DENSE, *EXPERTS, *SHARED_EXPERT))}

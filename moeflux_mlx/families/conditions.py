@@ -21,5 +21,6 @@ def check_experts(experts: Experts, hidden_size: int) -> None:
         raise ConfigError(
             f"num_experts_per_tok {router.top_k} exceeds the experts of {router.kept_groups} of {router.groups} groups"
         )
+    check_width("n_routed_experts + zero_expert_num", router.of_choices.experts)
     if experts.shared:
         check_width("shared_expert_intermediate_size", experts.shared.width)

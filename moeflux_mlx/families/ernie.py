@@ -5,6 +5,7 @@ from typing import Any
 
 from ..kinds import SharedExpert
 from .fields import Family, Fields, experts, grouped_query, layer_count, layers, sizes
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
 def _ernie4_5_moe(read: Fields) -> dict[str, Any]:
@@ -37,3 +38,22 @@ RENAMES = (
     (".mlp.shared_experts.", ".mlp.shared_expert."),
 )
 FAMILIES = {"ernie4_5_moe": Family(_ernie4_5_moe, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    return {
+        "model_type": "ernie4_5_moe",
+        **read.sizes(),
+        **read.attention(),
+        **read.tied(),
+        "intermediate_size": read.count("feed_forward_length"),
+        "moe_num_experts": read.count("expert_count"),
+        "moe_k": read.count("expert_used_count"),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": read.count("expert_shared_count", 0),
+        "moe_layer_start_index": read.count("leading_dense_block_count", 0),
+        "moe_layer_interval": read.count("interleave_moe_layer_step", 1),
+    }
+
+
+GGUF = {"ernie4_5-moe": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -145,11 +145,15 @@ class Metadata:
 
     def experts(self) -> dict[str, Any]:
         """The fields of routed experts."""
-        return {
-            "num_experts": self.count("expert_count"),
-            "num_experts_per_tok": self.count("expert_used_count"),
-            "moe_intermediate_size": self.count("expert_feed_forward_length"),
-        }
+        return {**self.choice(), "moe_intermediate_size": self.count("expert_feed_forward_length")}
+
+    def choice(self) -> dict[str, Any]:
+        """The fields of a router."""
+        return {"num_experts": self.count("expert_count"), "num_experts_per_tok": self.count("expert_used_count")}
+
+    def tied(self) -> dict[str, Any]:
+        """Whether embeddings make the logits too: then there is no matrix of their own."""
+        return {"tie_word_embeddings": "output.weight" not in self.tensors}
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,13 @@ class Change:
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
     values: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+def neighbours_apart(heads: int, rows: int) -> Change:
+    """Of rows that llama.cpp orders so that the two of a rotated pair are neighbours, those of a head's first halves
+    and then those of the second ones (`LlamaModel.permute`)."""
+    stored = np.arange(rows).reshape(max(heads, 1), -1, 2)
+    return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
 Config = dict[str, Any]

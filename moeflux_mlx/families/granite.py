@@ -1,8 +1,12 @@
 """Granite 4 with experts: Mamba-2, now and then attention without positions, and factors of embeddings, scores, parts
 of layers and logits."""
 
+import math
 from typing import Any
 
+import numpy as np
+
+from ..errors import ConfigError
 from ..kinds import Experts, LayerSpec, Mixer, Residual, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from ..mixers.mamba.spec import Mamba2
@@ -20,6 +24,7 @@ from .fields import (
     rotation,
     sizes,
 )
+from .gguf import ATTENTION, EXPERTS, NORM, SHARED_EXPERT, Change, GgufFamily, Metadata, neighbours_apart
 from .nemotron import step_limits
 
 KINDS = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
@@ -93,3 +98,54 @@ RENAMES = (
     (".shared_mlp.output_linear.", ".mlp.shared_expert.down_proj."),
 )
 FAMILIES = {"granitemoehybrid": Family(_granitemoehybrid, renames=RENAMES, fused_rows=_joined_rows)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """A layer has as many key heads as attention has, or none."""
+    kv_heads = read.anywhere(f"{read.architecture}.attention.head_count_kv", list)
+    if len(kv_heads) < read.layers or not all(type(count) is int for count in kv_heads):
+        raise ConfigError(f"GGUF metadata {read.architecture}.attention.head_count_kv has no number for each layer")
+    heads, inner = max(read.count("ssm.time_step_rank"), 1), read.count("ssm.inner_size")
+    return {
+        "model_type": "granitemoehybrid",
+        **read.sizes(),
+        **read.choice(),
+        **read.tied(),
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads[: read.layers]],
+        "num_attention_heads": read.of_layers("attention.head_count", read.layers),
+        "num_key_value_heads": max(kv_heads),
+        "intermediate_size": read.count("feed_forward_length"),
+        "shared_intermediate_size": read.count("expert_shared_feed_forward_length"),
+        "embedding_multiplier": read.number("embedding_scale", 1.0),
+        "attention_multiplier": read.number("attention.scale"),
+        "residual_multiplier": read.number("residual_scale", 1.0),
+        "logits_scaling": read.number("logit_scale", 1.0),
+        "position_embedding_type": "rope" if read.flag("rope.scaling.finetuned", True) else None,
+        "rope_theta": read.number("rope.freq_base", 10000.0),
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // max(read.count("embedding_length"), 1),
+        "mamba_d_state": read.count("ssm.state_size"),
+        "mamba_n_groups": read.count("ssm.group_count"),
+        "mamba_d_conv": read.count("ssm.conv_kernel"),
+    }
+
+
+def _change(config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Change | None:
+    """llama.cpp orders rows of queries and keys for a rotation, also where nothing rotates; it stores -exp(A_log), and
+    has axes of length 1 elsewhere."""
+    heads = {"self_attn.q_proj.weight": "num_attention_heads", "self_attn.k_proj.weight": "num_key_value_heads"}
+    if name in heads:
+        return neighbours_apart(config[heads[name]], shape[0])
+    if name == "mamba.conv1d.weight":
+        return Change((*shape, 1))
+    if name in ("mamba.A_log", "mamba.D", "mamba.norm.weight"):
+        return Change((math.prod(shape),), values=(lambda values: np.log(-values)) if name.endswith("A_log") else None)
+    return None
+
+
+MAMBA = (
+    *(("ssm_in.", "mamba.in_proj."), ("ssm_conv1d.", "mamba.conv1d."), ("ssm_dt.bias", "mamba.dt_bias")),
+    *(("ssm_norm.", "mamba.norm."), ("ssm_out.", "mamba.out_proj."), ("ssm_a", "mamba.A_log"), ("ssm_d", "mamba.D")),
+)
+GGUF = {"granitehybrid": GgufFamily(_gguf, (*MAMBA, *ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _change)}

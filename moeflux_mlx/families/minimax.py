@@ -19,6 +19,7 @@ from .fields import (
     layers,
     scale,
 )
+from .gguf import ATTENTION, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 SPARSE = "minimax_m3_sparse"
 
@@ -119,3 +120,13 @@ FAMILIES = {
     "minimax_m2": Family(_minimax_m2, renames=RENAMES),
     "minimax_m3_vl": Family(_minimax_m3, ZERO_CENTRED, renames=M3_RENAMES, either_centred=True),
 }
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    read.must_equal("expert_gating_func", SIGMOID)
+    config = {"model_type": "minimax_m2", **read.sizes(), **read.attention(), **read.choice()}
+    width, turned = read.count("expert_feed_forward_length"), read.count("rope.dimension_count")
+    return {**config, "intermediate_size": width, "rotary_dim": turned}
+
+
+GGUF = {"minimax-m2": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT))}

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layers
+from .gguf import ATTENTION, EXPERTS, NORM, Change, GgufFamily, Metadata, neighbours_apart
 from .minimax import RENAMES
 
 
@@ -13,3 +14,17 @@ def _mixtral(read: Fields) -> dict[str, Any]:
 
 
 FAMILIES = {"mixtral": Family(_mixtral, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """Of an architecture that dense models have too, which lack the number of experts."""
+    config = {"model_type": "mixtral", **read.sizes(), **read.attention(), **read.choice()}
+    return {**config, "intermediate_size": read.count("feed_forward_length")}
+
+
+def _change(config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Change | None:
+    heads = {"self_attn.q_proj.weight": "num_attention_heads", "self_attn.k_proj.weight": "num_key_value_heads"}
+    return neighbours_apart(config[heads[name]], shape[0]) if name in heads else None
+
+
+GGUF = {"llama": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS), _change)}

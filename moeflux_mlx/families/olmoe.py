@@ -3,6 +3,7 @@
 from typing import Any
 
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layers
+from .gguf import ATTENTION, EXPERTS, NORM, GgufFamily, Metadata
 
 
 def _olmoe(read: Fields) -> dict[str, Any]:
@@ -13,3 +14,12 @@ def _olmoe(read: Fields) -> dict[str, Any]:
 
 
 FAMILIES = {"olmoe": Family(_olmoe)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """llama.cpp never normalises the routing weights of this architecture, as no published model does."""
+    config = {"model_type": "olmoe", **read.sizes(), **read.attention(), **read.choice(), "norm_topk_prob": False}
+    return {**config, "intermediate_size": read.count("feed_forward_length")}
+
+
+GGUF = {"olmoe": GgufFamily(_gguf, (*ATTENTION, *NORM, *EXPERTS))}

@@ -132,6 +132,14 @@ FAMILIES = {
 }
 
 
+def _gguf_qwen2(read: Metadata) -> dict[str, Any]:
+    """llama.cpp never normalises the routing weights of this architecture, as no published model does."""
+    config = {"model_type": "qwen2_moe", **read.sizes(), **read.attention(), **read.experts(), "norm_topk_prob": False}
+    width = read.count("expert_shared_feed_forward_length", None) or read.count("feed_forward_length")
+    bias = "blk.0.attn_q.bias" in read.tensors
+    return {**config, "shared_expert_intermediate_size": width, "qkv_bias": bias}
+
+
 def _gguf_moe(read: Metadata) -> dict[str, Any]:
     """llama.cpp always normalises the routing weights of this architecture, as all published models do."""
     return {"model_type": "qwen3_moe", "norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
@@ -205,4 +213,5 @@ GGUF = {
     "qwen3moe": GgufFamily(_gguf_moe, (*ATTENTION, *NORM, *EXPERTS)),
     "qwen3next": GgufFamily(lambda read: _gguf_hybrid(read, "qwen3_next"), HYBRID_NAMES, _plain_change),
     "qwen35moe": GgufFamily(_gguf_qwen3_5, HYBRID_NAMES, _tiled_change),
+    "qwen2moe": GgufFamily(_gguf_qwen2, (*ATTENTION, *NORM, *EXPERTS, *SHARED_EXPERT), _plain_change),
 }

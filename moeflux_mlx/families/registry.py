@@ -23,6 +23,7 @@ from . import (
     laguna,
     lfm2,
     llama4,
+    longcat,
     mimo,
     minimax,
     mistral,
@@ -68,6 +69,18 @@ FAMILIES: dict[str, Family] = {
     **granite.FAMILIES,
     **llama4.FAMILIES,
     **cohere.FAMILIES,
+    **longcat.FAMILIES,
 }
 
-GGUF: dict[str, GgufFamily] = {**qwen3.GGUF, **deepseek.GGUF, **glm.GGUF, **gpt_oss.GGUF}
+GGUF: dict[str, GgufFamily] = {
+    **qwen3.GGUF,
+    **deepseek.GGUF,
+    **glm.GGUF,
+    **gpt_oss.GGUF,
+    **olmoe.GGUF,
+    **mixtral.GGUF,
+    **ernie.GGUF,
+    **afmoe.GGUF,
+    **minimax.GGUF,
+    **granite.GGUF,
+}

@@ -17,6 +17,7 @@ from .streams import (
     GatedConnections,
     HyperConnections,
     IndependentConnections,
+    Shortcut,
     streams_before,
 )
 
@@ -48,6 +49,7 @@ __all__ = [
     "Router",
     "SILU",
     "SharedExpert",
+    "Shortcut",
     "Yarn",
     "product_operations",
     "streams_before",

@@ -1,6 +1,6 @@
 """The feed-forward part after the mixer in a layer: routed experts or a dense MLP."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 
@@ -16,7 +16,8 @@ class Router:
     tanh(logit / softcap). `table`: a table of this many token ids gives a token's experts; the logits give only the
     weights. `own_norm`: the logits come from the stream in the router's own norm, whose weight is multiplied by
     hidden_size ** -0.5. `expert_scales`: the weight of each expert is multiplied by its own learned number instead of
-    `scale`.
+    `scale`. `identities`: the logits behind those of the experts are of so many further ones, whose output is their
+    input.
     """
 
     experts: int
@@ -34,6 +35,12 @@ class Router:
     expert_scales: bool = False
     biases_logits: bool = False
     eps: float = 1e-20
+    identities: int = 0
+
+    @property
+    def of_choices(self) -> "Router":
+        """The same rule, whose experts are all that a token chooses among."""
+        return replace(self, experts=self.experts + self.identities, identities=0)
 
 
 ActivationForm = Literal["silu", "gelu", "clip then silu", "silu then clip", "clip then swish", "relu", "situ"]

@@ -79,6 +79,19 @@ class IndependentConnections:
 
 
 @dataclass(frozen=True)
+class Shortcut:
+    """One residual stream, and beside it the output of routed experts, which is added behind the next layer
+    (ScMoE, arXiv:2509.01322, section 2.2). The shared expert's output is added at once.
+    """
+
+    streams: ClassVar[int] = 2
+    copies: ClassVar[int] = 3  # of both, in each part of a layer
+    has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
+    mean: ClassVar[bool] = False
+    widths: ClassVar[tuple[int, ...]] = ()  # of the rows that its operations take, besides the streams
+
+
+@dataclass(frozen=True)
 class BlockSums:
     """Sums of the outputs of blocks of layers in place of streams (Kimi K3's attention residuals; mlx-lm's
     `kimi_k3.py`).
@@ -109,7 +122,7 @@ class BlockSums:
         return ()
 
 
-Connections = HyperConnections | GatedConnections | IndependentConnections | BlockSums
+Connections = HyperConnections | GatedConnections | IndependentConnections | Shortcut | BlockSums
 
 
 def streams_before(rule: Connections | None, layer: int) -> int:

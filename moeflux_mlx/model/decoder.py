@@ -379,8 +379,7 @@ class Model(nn.Module):
 
     def embedded(self, tokens: mx.array) -> Any:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
-        streams, h = streams_before(self.args.connections, 0), self._of_one_stream(tokens)
-        return h if streams == 1 else spread(h, streams)
+        return spread(self._of_one_stream(tokens), streams_before(self.args.connections, 0))
 
     def _of_one_stream(self, tokens: mx.array) -> Any:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)

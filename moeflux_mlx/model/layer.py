@@ -11,7 +11,6 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..kinds import Dense, Experts
 from ..layers import MixerModule, Output, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
@@ -20,8 +19,8 @@ from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
-from .dense import DenseMLP, NoMLP
-from .moe import BeforeExperts, MoE, moe_of
+from .feed_forward import feed_forward_of
+from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
 from .residual import NormedStream, OneStream, ParallelStream, Residual, SeveralStreams
 from .span import MIXER_SHARE, Span
@@ -39,19 +38,6 @@ class MixedRows(NamedTuple):
 
     arrays: list[Any]
     kept: int
-
-
-def feed_forward_of(args: ModelArgs, layer: int, experts: RoutedExpertsCall | None) -> MoE | DenseMLP | NoMLP:
-    """The module of a layer's feed-forward part."""
-    part, around = args.layers[layer].feed_forward, (args.layers[layer].residual, args.rms_norm_eps)
-    match part:
-        case Experts():
-            return moe_of(part, args.hidden_size, layer, experts, *around)
-        case Dense():
-            return DenseMLP(part, args.hidden_size, *around)
-        case None:
-            assert around[0].connections is None, "a layer of several streams has a feed-forward part"
-            return NoMLP()
 
 
 class DecoderLayer(nn.Module):

@@ -65,7 +65,7 @@ class MoE(nn.Module):
         eps: float = 1e-6,
     ):
         super().__init__()
-        self.layer, self.rule, self.experts = layer, part.router, experts
+        self.layer, self.rule, self.experts = layer, part.router.of_choices, experts
         self.reads_tokens = self.rule.table is not None  # whether it needs the tokens' ids
         self.gate = Linear(hidden_size, self.rule.experts, self.rule.logit_bias)
         if self.rule.table is not None:
@@ -380,23 +380,3 @@ class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
 
     def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
         return super()._joined(None, made, beside)
-
-
-def moe_of(
-    part: Experts, hidden_size: int, layer: int, experts: RoutedExpertsCall | None, residual: Residual, eps: float
-) -> MoE:
-    """The `MoE` of a layer, of the kind that `part` and `residual` need."""
-    kind = MoE
-    if part.latent is not None:
-        kind = LatentMoE
-    elif residual.output_norms or (part.shared is not None and part.shared.normed):
-        kind = NormedMoE
-    if part.scales_input:
-        assert kind is MoE, "no family has latents or norms of experts whose input is scaled"
-        kind = InputScalingMoE
-    if residual.connections is not None or residual.parallel:
-        assert kind in (MoE, LatentMoE), (
-            "no family has norms of experts, or scales their input, without a stream of its own"
-        )
-        kind = LatentMoEBetweenStreams if kind is LatentMoE else MoEBetweenStreams
-    return kind(part, hidden_size, layer, experts, residual, eps)

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections
+from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections, Shortcut
 from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import block_sums
-from ..ops.backend import Array
-from ..ops.elementwise import sigmoid
+from ..ops.backend import Array, library_of
+from ..ops.elementwise import sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
 from ..ops.streams import Mapping, Rule, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
 from ..ops.tiles import MAX_TOKENS
@@ -113,6 +113,35 @@ class GatedConnection(nn.Module):
         return injected(h, out, *mixing)
 
 
+class ShortcutConnection(nn.Module):
+    """Adds the output of each part to the stream, that of routed experts behind the next layer."""
+
+    def __init__(self, rule: Shortcut, hidden_size: int, eps: float, is_last: bool = False):
+        super().__init__()
+        self.width = hidden_size
+
+    def gather(self, h: Any) -> tuple[Any, ...]:
+        """The part's input, and what is to be added behind this layer."""
+        return tuple(split(h, self.width))
+
+    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+        """The stream behind the part before, whose output is `out`, and `gather` of it."""
+        stream = h[..., : self.width] + out
+        return stream, stream, *mixing
+
+    def last(self, h: Array) -> Any:
+        """The stream behind the last layer."""
+        return h[..., : self.width]
+
+    def scatter(self, h: Array, out: Any, *mixing: Any) -> Any:
+        """The stream h and what is added behind the next layer: `out` has both behind a layer with experts."""
+        library = library_of(h)
+        if out.shape[-1] == self.width:
+            return library.concatenate([h + out + mixing[0], library.zeros_like(h)], axis=-1)
+        shared, routed = split(out, self.width)
+        return library.concatenate([h + shared, routed], axis=-1)
+
+
 class BlockSum(nn.Module):
     """The weight between the sums of blocks and a part of a layer, or behind the last layer. `begins`: the mixer before
     the part begins a block.
@@ -158,6 +187,7 @@ MODULES: dict[type[Connections], Any] = {
     HyperConnections: Connection,
     GatedConnections: GatedConnection,
     IndependentConnections: Connection,
+    Shortcut: ShortcutConnection,
 }
 
 

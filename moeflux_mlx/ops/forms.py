@@ -25,8 +25,8 @@ CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 # latter by pairs of bytes, which have integers of 16 bits beside them, so not for float32.
 INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
     "cuda": (
-        *((INTEGER, 2), (INTEGER, 3), (E2M1, 4), ("q2_k", 2), ("q3_k", 3)),
-        *((TABLE, bits) for bits in (1, 2, 3, 4)),
+        *((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4))),
+        *(("q2_k", 2), ("q3_k", 3)),
     )
 }
 TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk

@@ -30,7 +30,7 @@ class CentredNorm(Protocol):
     def __call__(self, x: Array) -> Array: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConstantNorm:
     """One whose weight [D] is no parameter, but made of some."""
 

@@ -44,7 +44,7 @@ class Mapping(NamedTuple):
 
 def spread(x: Array, streams: int) -> Any:
     """[B, L, n * D]: every stream begins as x [B, L, D]."""
-    return backend.library_of(x).concatenate([x] * streams, axis=-1)
+    return x if streams == 1 else backend.library_of(x).concatenate([x] * streams, axis=-1)
 
 
 def gathered(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:

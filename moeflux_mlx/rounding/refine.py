@@ -79,8 +79,8 @@ def _best_codes(codes: mx.array, line: Line, pull: mx.array, h: mx.array, top: f
     made: list[mx.array] = []
     for column in range(codes.shape[-1]):
         old = codes[..., column]
-        wanted = line[0] * old + line[1] + pull[..., column] / h[:, column, column, None]
+        wanted = line[0] * old + line[1] + pull[..., 0] / h[:, column, column, None]
         made.append(codes_of(wanted, *line, top))
         change = (made[-1] - old) * line[0]
-        pull = pull - change[..., None] * h[:, None, column]
+        pull = pull[..., 1:] - change[..., None] * h[:, None, column, column + 1 :]
     return mx.stack(made, axis=-1)

@@ -209,5 +209,7 @@ def channels_of(markers: Set[str]) -> Channels:
     for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS):
         if channels.markers <= markers:
             return channels
-    tags = sorted(filter(re.compile(r"<think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__)
+    tags = sorted(
+        filter(re.compile(r"<(longcat_)?think(:[\w-]+)?>|\[THINK\]").fullmatch, markers), key=THINK.start.__ne__
+    )
     return Channels(tags[-1], f"{tags[-1][0]}/{tags[-1][1:]}") if tags else THINK

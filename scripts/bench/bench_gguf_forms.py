@@ -2,7 +2,7 @@
 """Checks the GPU's kernels on GGUF's forms, and compares the bytes per second of decode's experts with 4-bit affine.
 
     python scripts/bench/bench_gguf_forms.py [--forms q4_k q2_k ...] [--against floats] [--experts 512] [--rounds 11]
-        [--tile expert_gate_up_planes ahead 2]
+        [--skip-check] [--tile expert_gate_up_planes ahead 2]
 
 The experts are those of a layer of 397B-A17B (hidden 4096, width 1024, 10 of 512 for each token) with random weights.
 A round times a form and 4 bits in groups of 64 one after the other: chains in which each launch waits for the one

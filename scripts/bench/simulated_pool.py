@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moeflux_mlx.experts.lookahead import Lookahead
-from moeflux_mlx.experts.ranking import BETWEEN, Ranking
+from moeflux_mlx.experts.ranking import Ranking
 from moeflux_mlx.experts.routing import Routing
 
 
@@ -56,7 +56,7 @@ class SimulatedPool:
 
     def __init__(self, layers: int, experts: int, slots: int):
         self.layout = TracedLayout(layers, experts)
-        self.slots, self.records, self.ranking = slots, set(), Ranking()
+        self.slots, self.records, self.ranking = slots, set(), Ranking(layers)
         self.leased, self.foretold = set(), set()
         self.hits = self.whole = self.reads = 0
 
@@ -64,9 +64,7 @@ class SimulatedPool:
         keys = [(layer, expert) for expert in ids.tolist()]
         there = [key in self.records for key in keys]
         self.hits, self.whole = self.hits + sum(there), self.whole + all(there)
-        self.ranking.pass_time(BETWEEN)
-        for key in keys:
-            self.ranking.use(key)
+        self.ranking.request(keys)
         self.leased = set(keys)
         self.foretold = {key for key in self.foretold if key[0] != layer}
         for key in keys:
@@ -79,7 +77,7 @@ class SimulatedPool:
     def read(self, key: tuple[int, int], kept: set[tuple[int, int]]) -> bool:
         """Brings a record; returns whether it is there."""
         if key not in self.records and len(self.records) == self.slots:
-            victim = self.ranking.first(lambda one: one not in kept)
+            victim = self.ranking.first(lambda one: one not in kept, spare_recent=True)
             if victim is None:
                 return False
             self.records.remove(victim)

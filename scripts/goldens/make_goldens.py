@@ -227,6 +227,7 @@ def of_transformers(family, weights):
     """Returns (tokens -> logits [T, V], margin), computed by transformers."""
     folder = tempfile.mkdtemp()
     weights = in_halves(family, weights) if family == "hy_v4" else weights
+    weights = with_identities(weights) if family == "longcat_flash" else weights
     model, first = load_model(family, weights, folder), FIRST.get(family, 0)
     model = model.language_model if family == "llama4" else model  # the whole one of 5.24 asks for an image's outputs
 
@@ -405,6 +406,23 @@ def in_halves(family, weights):
     return made
 
 
+def of_longcat(shapes):
+    """Returns {name: shape} without the matrices that transformers has of experts that return their input."""
+    count = goldens.config("longcat_flash")["n_routed_experts"]
+    number = re.compile(r"\.experts\.(\d+)\.")
+    return {n: shape for n, shape in shapes.items() if not (found := number.search(n)) or int(found[1]) < count}
+
+
+def with_identities(weights):
+    """Returns the weights with the matrices that transformers has of experts that return their input, zeros."""
+    c, made = goldens.config("longcat_flash"), dict(weights)
+    for name, array in weights.items():
+        if ".experts.0." in name and "down_proj" not in name:
+            more = range(c["n_routed_experts"], c["n_routed_experts"] + c["zero_expert_num"])
+            made |= {name.replace(".experts.0.", f".experts.{e}."): np.zeros_like(array) for e in more}
+    return made
+
+
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
@@ -423,7 +441,8 @@ def store_kin(family):
             (store / "integers.json").write_text(json.dumps(integers, indent=1) + "\n")
     if family == "deepseek_v4":  # transformers writes a mixture of names
         shapes = {as_published(n): shape for n, shape in shapes.items()}
-    shapes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "hy_v4": of_hy_v4}.get(family, dict)(shapes)
+    changes = {"bailing_hybrid": of_ling, "kimi_linear": of_kimi_linear, "hy_v4": of_hy_v4, "longcat_flash": of_longcat}
+    shapes = changes.get(family, dict)(shapes)
     shapes = {n: list(shapes[n]) for n in sorted(shapes, key=in_order) if not n.startswith(OTHER_PARTS)}
     for shape in (
         shape

@@ -102,6 +102,14 @@ def test_gptq_changes_less_of_what_the_experts_give(tmp_path, checkpoint):
     assert wrong["gptq"] < wrong["minmax"]
 
 
+def test_experts_that_no_row_chose_are_rounded_for_the_rows_of_others(tmp_path, checkpoint):
+    path, text = checkpoint("qwen3_moe")
+    text.write_text("a")
+    convert_calibrated(path, tmp_path / "out", calibration(tmp_path, text), Recipe.from_json(RECIPE, "mine", "test"))
+    model = load_model(tmp_path / "out", dtype=mx.float32)
+    assert mx.isfinite(model(mx.array([[3, 4, 5]]))).all()
+
+
 def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
     recipe, given_text = Recipe.from_json(RECIPE, "mine", "test"), calibration(tmp_path, text)

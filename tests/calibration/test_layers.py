@@ -42,7 +42,8 @@ def texts_of(family):
 
 # Attention, recurrent mixers of three kinds, several streams of three kinds, sums of blocks, n-grams, a layer without
 # experts, experts between two projections, biases of experts, chosen positions and blocks, norms that depend on the
-# depth, a stream that is kept divided by a factor, and experts beside attention.
+# depth, a stream that is kept divided by a factor, experts beside attention, and some whose output is added behind the
+# next layer.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -57,6 +58,7 @@ FAMILIES = [
     "kimi_k3",
     "granitemoehybrid",
     "cohere2_moe",
+    "longcat_flash",
 ]
 
 

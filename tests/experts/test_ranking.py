@@ -107,3 +107,22 @@ def test_uses_add_up_and_end_a_demotion():
     assert ranking.first(lambda key: True) == (0, 2)
     ranking.use((0, 2))
     assert ranking.first(lambda key: True) == (0, 1)
+
+
+def test_what_the_last_step_used_is_spared():
+    """Steps have two requests. A record used once in the last two stays before one that was used often."""
+    ranking = Ranking(2)
+    for expert in range(3):
+        ranking.enter((0, expert))
+    for _ in range(5):
+        ranking.request([(0, 0), (0, 1)])
+    ranking.request([(0, 2)])
+    ranking.request([(0, 1)])
+    assert ranking.first(lambda key: True) == (0, 2)
+    assert ranking.first(lambda key: True, spare_recent=True) == (0, 0)
+    assert ranking.first(lambda key: key != (0, 0), spare_recent=True) == (0, 2)
+    ranking.request([(0, 1)])
+    assert ranking.first(lambda key: True, spare_recent=True) == (0, 2)
+    ranking.request([(0, 2)])
+    ranking.demote((0, 2))
+    assert ranking.first(lambda key: True, spare_recent=True) == (0, 2)

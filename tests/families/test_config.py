@@ -91,6 +91,7 @@ SIZES = {
     "llama-4-scout-109b-a17b": (70778880, 1132462080, 48, 50.62),
     "llama-4-maverick-400b-a17b": (70778880, 9059696640, 24, 202.5),
     "north-mini-code-30b-a3b": (2654208, 339738624, 48, 15.19),
+    "longcat-flash-562b-a27b": (21233664, 10871635968, 28, 283.5),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
@@ -274,6 +275,8 @@ def test_unknown_storage_names_its_module(entry):
             {"prefix_dense_intermediate_size": None},
             "'prefix_dense_intermediate_size' is missing",
         ),
+        ("longcat-flash-562b-a27b", {"zero_expert_type": "copy"}, "'zero_expert_type' is 'copy'; only 'identity'"),
+        ("longcat-flash-562b-a27b", {"mla_scale_q_lora": False}, "'mla_scale_q_lora' is False"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
         ("qwen3-30b-a3b", {"quantization": []}, "'quantization' is []"),
         ("qwen3-30b-a3b", {"quantization": True}, "'quantization' is True"),
@@ -505,6 +508,8 @@ def small(config):
     config = copy.deepcopy(config)
     body = config.get("text_config", config)
     body["num_hidden_layers"] = 4
+    if "num_layers" in body:  # of two each
+        body["num_layers"] = 2
     lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
     for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios", "no_rope_layers"):
         if isinstance(body.get(name), list):

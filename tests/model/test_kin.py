@@ -14,8 +14,9 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.kinds import Activation, QueryGrowth, QueryScale
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.mamba import op as mamba
-from moeflux_mlx.model import moe
+from moeflux_mlx.model import moe, shortcut
 from moeflux_mlx.model.residual import OneStream, ParallelStream
+from moeflux_mlx.model.streams import ShortcutConnection
 from moeflux_mlx.ops import backend
 from moeflux_mlx.ops.experts import MAX_SLOTS
 from moeflux_mlx.ops.rope import Rope
@@ -191,6 +192,9 @@ IGNORED = [
     ("cohere2_moe_north", {"prefix_dense_sliding_window_pattern": 4}),
     ("cohere2_moe_north", {"rms_norm_eps": None, "layer_norm_eps": 0.01}),
     ("cohere2_moe_north", {"norm_topk_prob": True}),
+    ("longcat_flash", {"routed_scaling_factor": None}),
+    ("longcat_flash", {"rope_theta": None}),
+    ("longcat_flash", {"rms_norm_eps": None}),
     ("granitemoehybrid", {"embedding_multiplier": None}),
     ("granitemoehybrid", {"residual_multiplier": None}),
     ("granitemoehybrid", {"attention_multiplier": None}),
@@ -245,7 +249,18 @@ def test_a_temperature_that_does_not_change_at_8192(tmp_path, field, value, chun
 
 
 BIASED = ("kimi_k2", "hy_v3", "minimax_m2", "glm4_moe", "solar_open", "g9v3", "exaone_moe", "nemotron_h")
-BIASED += ("lfm2_moe", "ernie4_5_moe", "afmoe", "kolibri1", "bailing_hybrid", "kimi_linear", "beam", "hy_v4", "kimi_k3")
+BIASED += (
+    "lfm2_moe",
+    "ernie4_5_moe",
+    "afmoe",
+    "kolibri1",
+    "bailing_hybrid",
+    "kimi_linear",
+    "beam",
+    "hy_v4",
+    "kimi_k3",
+    "longcat_flash",
+)
 
 
 @pytest.mark.parametrize("family", BIASED)
@@ -616,6 +631,48 @@ def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
     assert error(model, "cohere2_moe") > 10 * TOLERANCE
 
 
+def _added_at_once(connection, h, out, *mixing):
+    """Adds the routed experts' output behind their own layer."""
+    parts = np.split(out, range(connection.width, out.shape[-1], connection.width), axis=-1)
+    return np.concatenate([h + sum(parts), np.zeros_like(h)], axis=-1)
+
+
+def _without_own(ids, weights, experts, right=shortcut.without_identities):
+    *others, own = right(ids, weights, experts)
+    return *others, own * 0
+
+
+# Parts of LongCat that an implementation may leave out or place wrongly.
+LONGCAT = {
+    "a shortcut of no layer": lambda model, patch: patch.setattr(ShortcutConnection, "scatter", _added_at_once),
+    "experts that return nothing": lambda model, patch: patch.setattr(shortcut, "without_identities", _without_own),
+    "no gain of queries": lambda model, patch: [setattr(one.self_attn, "scale", 48**-0.5) for one in model.layers],
+    "no gain of latents": lambda model, patch: [
+        setattr(one.self_attn, "_latent_norm", one.self_attn.kv_a_layernorm) for one in model.layers
+    ],
+    "normalised weights": lambda model, patch: [_set_rule(one, normalise=True) for one in model.layers[::2]],
+    "sigmoids": lambda model, patch: [_set_rule(one, score="sigmoid") for one in model.layers[::2]],
+}
+
+
+@pytest.mark.parametrize("mistake", LONGCAT)
+def test_mistakes_in_longcat(monkeypatch, mistake):
+    model = load_model(tiny_directory("longcat_flash", "hub"), dtype=mx.float32)
+    LONGCAT[mistake](model, monkeypatch)
+    assert error(model, "longcat_flash") > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [np.array, mx.array])
+def test_an_expert_that_returns_its_input_is_replaced_by_another_of_the_token(kind):
+    ids, weights = kind([[7, 2, 9, 4], [8, 9, 7, 5], [1, 0, 3, 2]]), kind(np.float32([[4, 3, 2, 1]] * 3))
+    made = shortcut.without_identities(ids, weights, 5)
+    assert [np.array(part).tolist() for part in made] == [
+        [[2, 2, 2, 4], [0, 0, 0, 0], [1, 0, 3, 2]],
+        [[0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1]],
+        [[6], [10], [0]],
+    ]
+
+
 # Parts of Llama 4 that an implementation may place wrongly.
 LLAMA4 = {
     "windows instead of chunks": lambda layer, patch: _switch(layer, chunked=False),
@@ -679,6 +736,7 @@ AGREED = (
     "afmoe",
     "bailing_hybrid",
     "granitemoehybrid",
+    "longcat_flash",
 )
 
 

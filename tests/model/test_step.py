@@ -111,7 +111,9 @@ def plain_model(family):
 @pytest.mark.parametrize(
     "family, kind",
     drawn(
-        dict.fromkeys([*FAMILIES, "mimo_v2_flash", "gemma4", "beam", "kimi_k3", "llama4", "cohere2_moe"]),
+        dict.fromkeys(
+            [*FAMILIES, "mimo_v2_flash", "gemma4", "beam", "kimi_k3", "llama4", "cohere2_moe", "longcat_flash"]
+        ),
         ["native", "plain"],
     ),
 )

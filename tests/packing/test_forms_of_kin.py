@@ -173,7 +173,7 @@ def test_what_mlx_lm_joins_of_kimi_k3(tmp_path):
 
 
 OF_MLX_LM = ("kimi_k2", "mistral4", "minimax_m2", "glm4_moe_air", "solar_open", "qwen3_vl_moe")
-OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid", "kimi_k3", "granitemoehybrid")
+OF_MLX_LM += ("olmoe", "qwen2_moe", "afmoe", "bailing_hybrid", "kimi_k3", "granitemoehybrid", "longcat_flash")
 
 
 @pytest.mark.parametrize("family", OF_MLX_LM)

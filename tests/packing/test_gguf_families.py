@@ -29,7 +29,11 @@ TYPES = {
     **{"ffn_gate_exps": "Q4_0", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0", "attn_output": "Q6_K"},
     **{"token_embd": "Q8_0", "output.": "Q5_0", "attn_q.": "IQ4_NL", "attn_gate": "Q5_1", "ssm_out": "Q4_K"},
 }
-PUBLISHED = {"gpt_oss": {"swiglu_limit": 7.0}}  # of values for which GGUF has no key
+PUBLISHED = {  # of values for which GGUF has no key
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "afmoe": {"layer_types": None, "global_attn_every_n_layers": 4},
+    "mixtral": {"sliding_window": None},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +108,9 @@ def test_converted_floats_have_the_logits_of_hugging_face(tmp_path, family, gold
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "granitemoehybrid"]
+)
 def test_quantised_files_in_place_and_converted(tmp_path, family):
     """The same bits in every way to open it; those of the families that the oracle computes are right."""
     path = tmp_path / "m.gguf"
@@ -118,7 +124,7 @@ def test_quantised_files_in_place_and_converted(tmp_path, family):
             assert np.abs(made - wanted).max() < TOLERANCE, chunk
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
 def test_strange_metadata_are_refused_or_read(tmp_path, family):
     """Whatever a key of the architecture holds, or if it is missing: a description of a model, or one line."""
     gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")

@@ -18,7 +18,7 @@ from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ...ops.matrix import part_of_heads, parts_of
-from ...ops.norm import Norm
+from ...ops.norm import ConstantNorm, Norm
 from ...ops.observe import observe
 from ...ops.positions import Steps
 from ...ops.rope import Rope, mscale
@@ -75,6 +75,12 @@ class MLA(MixerModule):
         if "q_b_proj" in self:
             self.q_b_proj.pack()
         self.o_proj.pack()
+        self._latent_norm: Norm = self.kv_a_layernorm
+        if self.mixer.latent_gain != 1.0:
+            weight = self.kv_a_layernorm.weight
+            weight = (self.mixer.latent_gain * weight.astype(mx.float32)).astype(weight.dtype)
+            mx.eval(weight)
+            self._latent_norm = ConstantNorm(weight, self.kv_a_layernorm.eps)
 
     def _reading_x(self) -> list[Linear]:
         """The layers that are joined: of queries, of latents, and perhaps others."""
@@ -89,7 +95,7 @@ class MLA(MixerModule):
         self._show(kv)
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
         queries = Queries(self.heads, up, self.query_scale)
-        around: Any = {"norm": self.kv_a_layernorm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
+        around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
         return attend_latent(q, kv, cache, queries, self._key(), self._value(), **around)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
@@ -104,7 +110,7 @@ class MLA(MixerModule):
     def _show(self, kv: Array) -> None:
         """Shows an observer what the up-projection multiplies, which is folded into other products."""
         if not self.split_latent:
-            observe(self.kv_b_proj, kv[..., : self.latent], self.kv_a_layernorm)
+            observe(self.kv_b_proj, kv[..., : self.latent], self._latent_norm)
 
     def _key(self) -> HeadMatrices:
         """Each head's [nope, latent]."""
@@ -153,8 +159,8 @@ class LatentProjection(Weight):
 
 
 def softmax_scale(mixer: Latent) -> float:
-    """head_dim^-1/2, times YaRN's mscale_all_dim magnitude squared (DeepSeek-V2's model code)."""
-    scale = mixer.head_dim**-0.5
+    """head_dim^-1/2, times the queries' gain and YaRN's mscale_all_dim magnitude squared (DeepSeek-V2's model code)."""
+    scale = mixer.head_dim**-0.5 * mixer.query_gain
     yarn = mixer.rotation.yarn if mixer.rotation else None
     if yarn is not None and yarn.mscale_all_dim:
         scale *= mscale(yarn.factor, yarn.mscale_all_dim) ** 2
@@ -229,7 +235,7 @@ class IndexedMLA(MLA):
             made=made,
             indexer=self.rule,
             chosen=chosen,
-            norm=self.kv_a_layernorm,
+            norm=self._latent_norm,
             rope=self.rope,
             scale=self.scale,
             sinks=self.get("sinks"),
@@ -312,7 +318,7 @@ class PooledMLA(MLA):
             *(self._key(), self._value()),
             made=self.indexer(latent, self.q_a_layernorm, keys, floats, cache.beside),
             blocks=self.blocks,
-            norm=self.kv_a_layernorm,
+            norm=self._latent_norm,
             rope=self.rope,
             scale=self.scale,
         )

@@ -20,7 +20,8 @@ class Latent(Mixer):
     there is no rotated key. `indexer`, or that of `blocks`, chooses the positions or blocks that a token attends to;
     None: all. `norm_eps`: epsilon of the norms of both latents. `gate`: a projection (`g_proj`) makes a gate for each
     value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid multiplies the value or the head's result.
-    `sinks`: whether each head has a learned logit in the softmax's denominator.
+    `sinks`: whether each head has a learned logit in the softmax's denominator. `query_gain`, `latent_gain`: factors of
+    the queries, and of the normed latent of keys and values.
     """
 
     heads: int
@@ -35,6 +36,8 @@ class Latent(Mixer):
     norm_eps: float = 1e-6
     gate: Literal["sigmoid", "sigmoid head"] | None = None
     sinks: bool = False
+    query_gain: float = 1.0
+    latent_gain: float = 1.0
 
     @property
     def attention(self) -> Attending:

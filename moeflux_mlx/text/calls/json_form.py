@@ -13,8 +13,8 @@ ARGUMENTS = ("arguments", "parameters")
 SPARE = "}"  # models write one too many behind a call, which is skipped
 
 
-def qwen_json(call: Call) -> Steps[str]:
-    """Parses the text after `<tool_call>{`."""
+def qwen_json(call: Call, end: str = END) -> Steps[str]:
+    """Parses the text after `<tool_call>{`, up to the tag `end`."""
     seen = False
     char = yield from skip_space()
     while char != "}":
@@ -28,12 +28,12 @@ def qwen_json(call: Call) -> Steps[str]:
         seen |= key in ARGUMENTS
         char = (yield from skip_space()) if char.isspace() else char
         if char == "<" and seen:  # the closing brace forgotten, the arguments whole
-            return (yield from _close(call, char))
+            return (yield from _close(call, end, char))
         if char == ",":
             char = yield from skip_space()
         elif char != "}":
             raise Malformed(char)
-    return (yield from _close(call, (yield)))
+    return (yield from _close(call, end, (yield)))
 
 
 def _member(call: Call, key: str) -> Steps[str]:
@@ -106,7 +106,7 @@ def _string() -> Steps[str]:
         raise Malformed("") from None
 
 
-def _close(call: Call, char: str) -> Steps[str]:
+def _close(call: Call, end: str, char: str) -> Steps[str]:
     """The closing tag, if it comes; the call is whole without it."""
     call.check(char)
-    return (yield from optional(END, char, SPARE))
+    return (yield from optional(end, char, SPARE))

@@ -13,6 +13,9 @@ from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DSML, MINIMAX, V4_SECTION
 from .kimi import KIMI
 from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
 from .kimi_k3 import KIMI_K3
+from .longcat import CALL_BEGIN as LONGCAT_CALL
+from .longcat import KEY as LONGCAT_KEY
+from .longcat import LONGCAT, LONGCAT_JSON
 from .minimax_m3 import MINIMAX_M3
 from .minimax_rules import MARK
 from .mistral import MISTRAL
@@ -23,7 +26,7 @@ from .tool_call import EXAONE, FUNCTION, GLM, GLM_LINE, PAIRS, QWEN_JSON, QWEN_X
 DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
-    *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3),
+    *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, LONGCAT, LONGCAT_JSON),
 )
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
 _ONE_LINE = re.compile(rf"{TOOL_CALL}[^<\s]+{PAIRS.key[0]}")
@@ -41,6 +44,8 @@ def dialect_of(text: str) -> Dialect | None:
     for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL))):
         if tag in text:
             return dialect
+    if LONGCAT_CALL in text:
+        return LONGCAT if LONGCAT_KEY[0] in text else LONGCAT_JSON
     if CALL_BEGIN in text:
         return DEEPSEEK_V3 if f"{FENCE}json" in text else DEEPSEEK_V31
     suffixed = _HUNYUAN.search(text)

@@ -1,0 +1,59 @@
+"""Experts whose output is added behind the next layer, some of which return their input."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..experts.routing import RoutedExpertsCall
+from ..kinds import Experts, Residual
+from ..layers import RMSNorm
+from ..ops.backend import Array, library_of
+from .moe import BeforeExperts, MoE
+
+
+class ShortcutMoE(MoE):
+    """An `MoE` that adds its output to nothing: [..., 2 D], the shared expert's and then the routed experts'.
+
+    A chosen expert that returns its input is replaced by another that the token has chosen, with the weight 0, so that
+    no other is read; its own weight multiplies the input.
+    """
+
+    def __init__(
+        self,
+        part: Experts,
+        hidden_size: int,
+        layer: int,
+        experts: RoutedExpertsCall | None,
+        residual: Residual,
+        eps: float,
+    ):
+        assert part.shared is not None, "no family has a shortcut beside nothing"
+        super().__init__(part, hidden_size, layer, experts, residual, eps)
+        self._is_apart, self._count = True, part.router.experts
+
+    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+        before = super().choose(residual, norm, predict, tokens)
+        ids, weights, own = without_identities(before.ids, before.weights, self._count)
+        returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
+        return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
+
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
+        _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
+        ids, weights, own = without_identities(ids, weights, self._count)
+        return own.astype(x.dtype) * x, x, ids, weights, beside
+
+    def _choice(self, logits: Any) -> None:
+        """None: kernels that choose themselves know no expert that returns its input."""
+
+    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+        return library_of(made).concatenate([beside.reshape(made.shape), made], axis=-1)
+
+
+def without_identities(ids: Any, weights: Any, experts: int) -> Sequence[Any]:
+    """The ids and weights [..., K] without those from `experts` on, and the sum of the weights [..., 1] of these."""
+    library = library_of(ids)
+    returns = ids >= experts
+    first = library.argmax(returns == False, axis=-1)[..., None]  # noqa: E712 (arrays)
+    read = library.take_along_axis(ids, first, axis=-1)
+    read = library.where(read < experts, read, 0)
+    own = library.where(returns, weights, 0).sum(axis=-1, keepdims=True)
+    return library.where(returns, read, ids), library.where(returns, 0, weights), own
