@@ -633,8 +633,8 @@ def test_experts_behind_attention_instead_of_beside_it(monkeypatch):
 
 def _added_at_once(connection, h, out, *mixing):
     """Adds the routed experts' output behind their own layer."""
-    first, second = (out[..., i : i + connection.width] for i in range(0, out.shape[-1], connection.width))
-    return backend.library_of(h).concatenate([h + first + second, h * 0], axis=-1)
+    parts = [out[..., i : i + connection.width] for i in range(0, out.shape[-1], connection.width)]
+    return backend.library_of(h).concatenate([h + sum(parts), h * 0], axis=-1)
 
 
 def _without_own(ids, weights, experts, right=shortcut.without_identities):
