@@ -425,7 +425,7 @@ def _first_launch(
 
 def _spot(kernel: str, form: Form) -> str:
     """The name of its tile."""
-    return f"{kernel}_{'pairs' if form.by_pairs else 'planes'}" if form.planes else kernel
+    return f"{kernel}_planes" if form.planes else kernel
 
 
 def _columns(form: Form, each: int, columns: int, lanes: int) -> int:
