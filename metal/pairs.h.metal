@@ -1,17 +1,17 @@
 // needs: codes.h.metal bytes.h.metal
-// Codes of 2 and 3 bits in groups of 16 (Q2_K, Q3_K) times integers, as in planes.h.metal, but an instruction
-// multiplies two bytes by two integers of 16 bits and adds both products, so that it stays within a group.
+// Codes times integers, as in planes.h.metal, for groups of 16 columns and for codes of 2 to 6 bits: an instruction
+// multiplies two bytes by two integers of 16 bits and adds both products. weight = scale * code + bias.
 //
 // 64 columns of x become integers of 16 bits times one float, the factor; x is rounded by at most 2^-16 of the largest
 // of its 64 columns. A block of 64 columns has two uint4 of pairs for each 16 columns, in the order in which
-// codes_quads gives codes, one with the sums of these integers, and one with the factor and the sums in pieces: 16 high
-// + low, pairs of high and bytes of low. So the scales and minima of four groups, which are bytes, are multiplied as
-// integers too; codes_groups gives the bytes.
+// codes_quads gives codes, and two of sums of these integers and the factor (codes_lay_sums).
+//
+// Groups of 16 with codes of 2 and 3 bits have so few columns that scales stay bytes too: the types codes_..._bytes.
 
 #define CODES_PLANES(columns) ((columns) / 64 * (4 * PLANES + 2))  // the number of uint4 for a row of x
 
 #ifndef CODES_DOT2
-// sum + the products of both halves of `x` and two bytes of `codes`, from byte 2 `high` on. They are below 128.
+// sum + the products of both halves of `x` and two bytes of `codes`, from byte 2 `high` on.
 inline int codes_dot2(uint x, uint codes, uint high, int sum) {
   const uint two = codes >> (16 * high);
   return sum + int(short(x & 0xFFFFu)) * int(two & 0xFFu) + int(short(x >> 16)) * int((two >> 8) & 0xFFu);
@@ -19,28 +19,42 @@ inline int codes_dot2(uint x, uint codes, uint high, int sum) {
 #define CODES_DOT2(x, codes, high, sum) codes_dot2(x, codes, high, sum)
 #endif
 
-// A row of x in blocks.
+// A row of x in blocks, which begins with the first (side 0) or the second half of a block.
 template <int PLANES, typename P>
 struct codes_blocks {
   P first;
+  uint side;
 };
 
 template <int PLANES, typename P>
 inline codes_blocks<PLANES, P> operator+(codes_blocks<PLANES, P> row, uint columns) {
-  return {row.first + CODES_PLANES(columns)};
+  return {row.first + CODES_PLANES(columns), columns / 32 % 2};
+}
+
+// The column, of 16, whose x is number `which` of pair n. Codes of 3 and 5 bits are unpacked eight by eight, those of 2
+// and 6 bits four by four, and of those of 4 bits the even ones of a word first.
+template <int BITS>
+constexpr int codes_column(int n, int which) {
+  return BITS % 2    ? 8 * which + n
+         : BITS == 4 ? 8 * (n / 4) + n / 2 % 2 + 4 * (n % 2) + 2 * which
+                     : 8 * (n / 4) + 4 * which + n % 4;
 }
 
 typedef codes_shared<12, 16> codes_q2_k_bytes;
 typedef codes_shared<13, 12> codes_q3_k_bytes;
 
-// The bytes of four groups instead of the first scale, and d, or d and m, instead of the second.
+// Four scales and minima as bytes instead of the first scale and bias, and d and -m instead of the second.
 template <int GROUP, int CHUNK, int COLS>
 inline void codes_groups(
     const device codes_q2_k_bytes* scales, const device codes_super2* supers, uint row, uint chunk, thread float* scale,
-    thread float*) {
+    thread float* bias) {
   const codes_within place = codes_find<GROUP, CHUNK, COLS>(row, chunk);
-  scale[0] = as_type<float>(codes_q2_bytes((const device uint*)(scales + place.block), place.group / 4));
-  scale[1] = as_type<float>(CODES_READ((const device uint*)(supers + place.block)));
+  const uint word = codes_q2_bytes((const device uint*)(scales + place.block), place.group / 4);
+  const half2 d = as_type<half2>(CODES_READ((const device uint*)(supers + place.block)));
+  scale[0] = as_type<float>(word & 0x0F0F0F0Fu);
+  bias[0] = as_type<float>((word >> 4) & 0x0F0F0F0Fu);
+  scale[1] = float(d.x);
+  bias[1] = -float(d.y);
 }
 
 template <int GROUP, int CHUNK, int COLS>
@@ -52,11 +66,22 @@ inline void codes_groups(
   scale[1] = float(*(const device float16_t*)(supers + place.block));
 }
 
-// The column, of 16, whose x is number `which` of pair n: codes of 3 bits are unpacked eight by eight, those of 2 bits
-// four by four.
-template <int BITS>
-constexpr int codes_column(int n, int which) {
-  return BITS == 3 ? 8 * which + n : 8 * (n / 4) + 4 * which + n % 4;
+// Stores the sums of the integers of four times 16 columns, and the factor: for codes of 2 bits 16 high + low of each
+// sum, pairs of high and bytes of low; for groups of 32 the sums of two, as floats; else the four sums.
+template <int BITS, typename P>
+inline void codes_lay_sums(const thread int* sum, float factor, P to) {
+  uint4 sums = {uint(sum[0]), uint(sum[1]), uint(sum[2]), uint(sum[3])};
+  uint4 rest = {as_type<uint>(factor), 0u, 0u, 0u};
+  if (BITS == 2) {
+    rest.y = CODES_BYTES(uint(sum[0] >> 4), uint(sum[1] >> 4), 0x5410u);
+    rest.z = CODES_BYTES(uint(sum[2] >> 4), uint(sum[3] >> 4), 0x5410u);
+    rest.w = (sums.x & 15u) | (sums.y & 15u) << 8 | (sums.z & 15u) << 16 | (sums.w & 15u) << 24;
+  } else if (BITS == 4 || BITS == 5) {
+    rest.y = as_type<uint>(float(sum[0] + sum[1]));
+    rest.z = as_type<uint>(float(sum[2] + sum[3]));
+  }
+  to[0] = sums;
+  to[1] = rest;
 }
 
 // Stores x[columns] in blocks in `room`. All THREADS threads call this, in whole simdgroups; `tid` is the number of
@@ -84,7 +109,7 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
       total += m[i];
     }
     const int own = int(total - 16u * 0x4B400000u), second = simd_shuffle_xor(own, ushort(1));
-    const int third = simd_shuffle_xor(own, ushort(2)), fourth = simd_shuffle_xor(second, ushort(2));
+    const int sum[4] = {own, second, simd_shuffle_xor(own, ushort(2)), simd_shuffle_xor(second, ushort(2))};
     if (from + tid < pieces) {
       P block = room + CODES_PLANES(64) * (piece / 4);
       MLX_MTL_PRAGMA_UNROLL
@@ -99,37 +124,62 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
         block[2 * k + part] = four;
       }
       if (k == 0) {
-        const uint4 sums = {uint(own), uint(second), uint(third), uint(fourth)};
-        const uint4 rest = {
-            as_type<uint>(peak * (1.0f / 32767.0f)), CODES_BYTES(uint(own >> 4), uint(second >> 4), 0x5410u),
-            CODES_BYTES(uint(third >> 4), uint(fourth >> 4), 0x5410u),
-            (sums.x & 15u) | (sums.y & 15u) << 8 | (sums.z & 15u) << 16 | (sums.w & 15u) << 24};
-        block[4 * PLANES] = sums;
-        block[4 * PLANES + 1] = rest;
+        codes_lay_sums<BITS>(sum, peak * (1.0f / 32767.0f), block + 4 * PLANES);
       }
     }
   }
-  return {room};
+  return {room, 0};
 }
 
-// Unpacks codes to bytes, four to a word: 32 codes of 3 bits from three words, or 16 of 2 bits from one.
+// Bytes of four words, one of each: two of `low` and `second` with two of `third` and `high`.
+inline uint codes_four(uint low, uint second, uint which, uint third, uint high, uint others) {
+  return CODES_BYTES(CODES_BYTES(low, second, which), CODES_BYTES(third, high, others), 0x5410u);
+}
+
+// Unpacks codes to bytes, four to a word: 32 codes of 3 or 5 bits, else 16.
 template <int BITS>
 inline void codes_quads(const thread uint* words, thread uint* quad) {
-  if (BITS == 3) {
+  if (BITS == 2) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < 4; i++) {
+      quad[i] = (words[0] >> (2 * i)) & 0x03030303u;
+    }
+  } else if (BITS == 3) {
     codes_of_three_bits(words, quad);
-    return;
-  }
-  MLX_MTL_PRAGMA_UNROLL
-  for (int i = 0; i < 4; i++) {
-    quad[i] = (words[0] >> (2 * i)) & 0x03030303u;
+  } else if (BITS == 4) {
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < 4; i++) {
+      quad[i] = (words[i / 2] >> (4 * (i % 2))) & 0x0F0F0F0Fu;
+    }
+  } else if (BITS == 6) {
+    uint a, b, c;
+    codes_triples(words, &a, &b, &c);
+    quad[0] = a & 0x3F3F3F3Fu;
+    quad[1] = ((a >> 6) & 0x03030303u) | ((b << 2) & 0x3C3C3C3Cu);
+    quad[2] = ((b >> 4) & 0x0F0F0F0Fu) | ((c << 4) & 0x30303030u);
+    quad[3] = (c >> 2) & 0x3F3F3F3Fu;
+  } else {
+    // Eight codes of 5 bits are five bytes. a has the first bytes of four of these fives, e the last ones.
+    const uint a = codes_four(words[0], words[1], 0x50u, words[2], words[3], 0x72u);
+    const uint b = codes_four(words[0], words[1], 0x61u, words[2], words[4], 0x43u);
+    const uint c = codes_four(words[0], words[1], 0x72u, words[3], words[4], 0x50u);
+    const uint d = codes_four(words[0], words[2], 0x43u, words[3], words[4], 0x61u);
+    const uint e = codes_four(words[1], words[2], 0x50u, words[3], words[4], 0x72u);
+    quad[0] = a & 0x1F1F1F1Fu;
+    quad[1] = ((a >> 5) & 0x07070707u) | ((b << 3) & 0x18181818u);
+    quad[2] = (b >> 2) & 0x1F1F1F1Fu;
+    quad[3] = ((b >> 7) & 0x01010101u) | ((c << 1) & 0x1E1E1E1Eu);
+    quad[4] = ((c >> 4) & 0x0F0F0F0Fu) | ((d << 4) & 0x10101010u);
+    quad[5] = (d >> 1) & 0x1F1F1F1Fu;
+    quad[6] = ((d >> 6) & 0x03030303u) | ((e << 2) & 0x1C1C1C1Cu);
+    quad[7] = (e >> 3) & 0x1F1F1F1Fu;
   }
 }
 
-// What four groups of 16, whose sums of products are sum[4], are without the factor of x. The sums of Q3_K are of codes
-// less 4.
+// d * S - m * M of four groups of 16, whose sums of products are sum[4]: S and M are bytes.
 template <int BITS>
-inline float codes_of_bytes(const thread int* sum, const thread float* scale, uint4 rest) {
-  const uint both = as_type<uint>(scale[0]), bytes = BITS == 2 ? both & 0x0F0F0F0Fu : both;
+inline float codes_of_bytes(const thread int* sum, const thread float* scale, const thread float* bias, uint4 rest) {
+  const uint bytes = as_type<uint>(scale[0]);
   int total = 0;
   MLX_MTL_PRAGMA_UNROLL
   for (int g = 0; g < 4; g++) {
@@ -138,35 +188,37 @@ inline float codes_of_bytes(const thread int* sum, const thread float* scale, ui
   if (BITS == 3) {
     return scale[1] * float(total - 32 * (sum[0] + sum[1] + sum[2] + sum[3]));
   }
-  const uint minima = (both >> 4) & 0x0F0F0F0Fu;
-  const half2 d = as_type<half2>(scale[1]);
+  const uint minima = as_type<uint>(bias[0]);
   const int high = CODES_DOT2(rest.z, minima, 1, CODES_DOT2(rest.y, minima, 0, 0));
-  return metal::fma(-float(d.y), float(CODES_DOT4(minima, rest.w, 16 * high)), float(d.x) * float(total));
+  return metal::fma(bias[1], float(CODES_DOT4(minima, rest.w, 16 * high)), scale[1] * float(total));
 }
 
-// acc[r] += one chunk of row r, which is a block, times the block of x at `x`.
+// acc[r] += one chunk of row r, which is a block or half a block, times the part of x that begins at `x`. Codes of
+// groups of 16 have a zero instead of a bias, except those of 2 bits.
 template <int R, int BITS, int GROUP, int CHUNK, int PLANES, typename P>
 inline void codes_dot(
     const thread uint* code,
     const thread float* scale,
-    const thread float*,
+    const thread float* bias,
     codes_blocks<PLANES, P> x,
     thread float* acc) {
-  constexpr int WORDS = CHUNK * BITS / 32, SIXTEENS = BITS == 3 ? 2 : 1, QUADS = 4 * SIXTEENS;  // unpacked at once
-  int sum[4 * R], start[4] = {0, 0, 0, 0};
-  if (BITS == 3) {
+  constexpr int GROUPS = GROUP < CHUNK ? CHUNK / GROUP : 1, WORDS = CHUNK * BITS / 32;
+  constexpr int SIXTEENS = BITS % 2 ? 2 : 1, QUADS = 4 * SIXTEENS;  // of codes that are unpacked at once
+  constexpr int ZERO = BITS == 3 ? 4 : 32;
+  int sum[R * GROUPS], start[4] = {0, 0, 0, 0};
+  if (BITS == 3 || BITS == 6) {
     const uint4 sums = x.first[4 * PLANES];
-    start[0] = -4 * int(sums.x);
-    start[1] = -4 * int(sums.y);
-    start[2] = -4 * int(sums.z);
-    start[3] = -4 * int(sums.w);
+    start[0] = -ZERO * int(x.side ? sums.z : sums.x);
+    start[1] = -ZERO * int(x.side ? sums.w : sums.y);
+    start[2] = -ZERO * int(sums.z);
+    start[3] = -ZERO * int(sums.w);
   }
   MLX_MTL_PRAGMA_UNROLL
-  for (int i = 0; i < 4 * R; i++) {
-    sum[i] = start[i % 4];
+  for (int i = 0; i < R * GROUPS; i++) {
+    sum[i] = start[i % GROUPS];
   }
   MLX_MTL_PRAGMA_UNROLL
-  for (int first = 0; first < 4; first += SIXTEENS) {
+  for (int first = 0; first < CHUNK / 16; first += SIXTEENS) {
     uint quad[R * QUADS], pair[8 * SIXTEENS];
     MLX_MTL_PRAGMA_UNROLL
     for (int r = 0; r < R; r++) {
@@ -174,7 +226,7 @@ inline void codes_dot(
     }
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < 2 * SIXTEENS; i++) {
-      const uint4 four = x.first[2 * first + i];
+      const uint4 four = x.first[4 * x.side + 2 * first + i];
       pair[4 * i] = four.x;
       pair[4 * i + 1] = four.y;
       pair[4 * i + 2] = four.z;
@@ -183,17 +235,26 @@ inline void codes_dot(
     MLX_MTL_PRAGMA_UNROLL
     for (int r = 0; r < R; r++) {
       MLX_MTL_PRAGMA_UNROLL
-      for (int q = 0; q < QUADS; q++) {  // the high bytes of a quad are of the second group of 3 bits
-        const int low = 4 * r + first, high = low + SIXTEENS - 1;
-        sum[low] = CODES_DOT2(pair[q], quad[r * QUADS + q], 0, sum[low]);
-        sum[high] = CODES_DOT2(pair[QUADS + q], quad[r * QUADS + q], 1, sum[high]);
+      for (int q = 0; q < QUADS; q++) {
+        const int low = BITS == 4 ? 2 * q : q, high = BITS % 2 ? q + 8 : BITS == 4 ? 2 * q + 1 : q + 4;
+        const int at = r * GROUPS + 16 * first / GROUP, next = r * GROUPS + 16 * (first + SIXTEENS - 1) / GROUP;
+        sum[at] = CODES_DOT2(pair[low], quad[r * QUADS + q], 0, sum[at]);
+        sum[next] = CODES_DOT2(pair[high], quad[r * QUADS + q], 1, sum[next]);
       }
     }
   }
   const uint4 rest = x.first[4 * PLANES + 1];
+  const float factor = as_type<float>(rest.x), x_sum = as_type<float>(x.side ? rest.z : rest.y);
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    const float total = codes_of_bytes<BITS>(sum + 4 * r, scale + 4 * r, rest);
-    acc[r] = metal::fma(as_type<float>(rest.x), total, acc[r]);
+    float total = 0;
+    if (BITS < 4) {
+      total = codes_of_bytes<BITS>(sum + r * GROUPS, scale + r * GROUPS, bias + r * GROUPS, rest);
+    } else if (BITS == 6) {
+      total = metal::fma(scale[r * GROUPS + 1], float(sum[r * GROUPS + 1]), scale[r * GROUPS] * float(sum[r * GROUPS]));
+    } else {
+      total = metal::fma(scale[r], float(sum[r]), bias[r] * x_sum);
+    }
+    acc[r] = metal::fma(factor, total, acc[r]);
   }
 }

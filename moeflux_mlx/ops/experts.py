@@ -423,7 +423,7 @@ def _first_launch(
 
 def _spot(kernel: str, form: Form) -> str:
     """The name of its tile."""
-    kind = "grids" if form.near else "pairs" if form.by_pairs else "planes"
+    kind = "grids" if form.near and kernel == "expert_gate_up" else "planes"
     return f"{kernel}_{kind}" if form.planes else kernel
 
 

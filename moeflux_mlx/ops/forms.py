@@ -26,7 +26,7 @@ CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
 INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
     "cuda": (
         *((INTEGER, 2), (INTEGER, 3), (E2M1, 4), *((TABLE, bits) for bits in (1, 2, 3, 4))),
-        *(("q2_k", 2), ("q3_k", 3)),
+        *(("q2_k", 2), ("q3_k", 3), ("q4_k", 4), ("q4_k", 5), ("q6_k", 6)),
     )
 }
 TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
@@ -80,7 +80,7 @@ class Form:
         quant = self.quant
         scale = scale_type(quant, self.scales)
         made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
-        if self.header == "pairs":
+        if self.header == "pairs" and quant.bits < 4:
             made["S"] = f"{scale}_bytes"
         bits = TABLE_BITS if quant.codes == TABLE else quant.bits
         made |= {"BITS": bits, "GROUP": quant.group_size, "CHUNK": self.chunk}

@@ -11,8 +11,8 @@ median, lowest and highest ratio to a single sequence in the same round.
 
 Random weights route rows independently. With `--trace` (routing_trace.py synthesize --sequences) the rows of a step
 request the experts of the trace instead. Nothing is read ahead, and the timed steps follow equally many untimed ones,
-which fill the pool. The report then has the experts read per token, `read`, and how many of the trace a
-least-recently-used pool of that size misses, `missed`. `--drive-mbps` slows the drive down (streamed.py).
+which fill the pool. The report then has the experts read per token, `read`, and how many of the trace a pool of that
+size misses in the loader's order of eviction, `missed`. `--drive-mbps` slows the drive down (streamed.py).
 """
 
 import argparse

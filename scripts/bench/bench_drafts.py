@@ -15,10 +15,10 @@ with one JSON line: medians, and the median ratio to no drafts of the same round
 With `--trace` (routing_trace.py synthesize --drafts) prompt, proposals and head are those of a variant, but each token
 requests the experts that the trace has for its position, and so does the row of a right draft. Rows from a wrong draft
 on request other experts. Nothing is read ahead. The report then has for each depth the experts of a step over one
-row's, `union`; the experts read per token, `read`; how many of the steps' requests a least-recently-used pool of that
-size misses per token, `missed`; the ratio to no drafts if only these misses took time, `allowed` (of "auto": the
-highest of all depths); and how much of it the speed has reached, `reached`. The last two are missing if the pool holds
-every expert of the text, which then needs more tokens.
+row's, `union`; the experts read per token, `read`; how many of the steps' requests a pool of that size misses per token
+in the loader's order of eviction, `missed`; the ratio to no drafts if only these misses took time, `allowed` (of
+"auto": the highest of all depths); and how much of it the speed has reached, `reached`. The last two are missing if the
+pool holds every expert of the text, which then needs more tokens.
 """
 
 import argparse

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from simulated_pool import belady, lfu, lru, run_ours
+from simulated_pool import SimulatedPool, belady, lfu, lru, run_ours
 
 from moeflux_mlx.experts.lookahead import Predictor
 
@@ -408,11 +408,18 @@ def steps_of(trace: np.ndarray) -> list[np.ndarray]:
 
 
 def missed(asked: list[np.ndarray], slots: int) -> int:
-    """Returns how many requests a pool in least-recently-used order misses, counted after the pool has been full: those
-    of the second half, twice.
+    """Returns how many requests a pool with the loader's order of eviction misses, counted after the pool has been
+    full: those of the second half, twice.
     """
-    keys, half = np.concatenate(asked), sum(map(len, asked[: len(asked) // 2]))
-    return 2 * int((~lru(keys, slots)[half:]).sum())
+    pool, half = SimulatedPool(int(max(keys[0] >> 20 for keys in asked)) + 1, 1 << 20, slots), len(asked) // 2
+    for i, keys in enumerate(asked):
+        layer = int(keys[0] >> 20)
+        if layer == 0:
+            pool.ranking.pass_time(1)
+        if i == half:
+            hits = pool.hits
+        pool.request(layer, keys & 0xFFFFF)
+    return 2 * (sum(map(len, asked[half:])) - pool.hits + hits)
 
 
 def previous_recall(trace: np.ndarray) -> float:

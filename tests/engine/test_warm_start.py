@@ -4,6 +4,7 @@ import gc
 import importlib
 import json
 import os
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from safetensors_writer import write_model
 from tiny_models import tiny_directory
 
+from moeflux_mlx.cli.main import main
 from moeflux_mlx.engine import warm_start
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.kept_rows import read_rows
@@ -76,6 +78,25 @@ def test_a_model_that_is_dropped_is_kept_too():
     del model
     gc.collect()
     assert len(read_rows(usage_file())) == 1
+
+
+def test_tune_shows_and_forgets_it(capsys):
+    session()
+    tune = importlib.import_module("moeflux_mlx.tune")
+    assert tune.main(["--show"]) == 0
+    assert f"{PATH.resolve()}: experts used in 12 steps" in capsys.readouterr().out.splitlines()
+    assert tune.main(["--reset"]) == 0 and not usage_file().exists()
+
+
+def test_generate_says_what_was_read_and_used(capsys):
+    given = ["generate", "--model", str(PATH), "--expert-io", "pread", "-m", "6", "-p", "a", "--verbose"]
+    said = []
+    for more in ([], [], ["--warm-start", "off"]):
+        assert main([*given, *more]) == 0
+        gc.collect()  # as the end of a process
+        read, used = re.search(r"warm start: (\d+), (\d+) used", capsys.readouterr().err).groups()
+        said.append((int(read) > 0, int(used) <= int(read)))
+    assert said == [(False, True), (True, True), (False, True)]
 
 
 def test_experts_that_are_not_streamed_leave_no_trace():

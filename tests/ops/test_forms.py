@@ -253,7 +253,7 @@ def test_kernel_reads_every_width_with_tiles_of_cuda(host, quant, kind):
 
 INTEGERS = [(Quant(2, 64), "BF16"), (Quant(2, 32), "F16"), (Quant(3, 32), "F32"), (Quant(3, 128), "BF16")]
 INTEGERS += [(MXFP4, "U8"), (GLOBAL, "U8")]
-PAIRS = [(of("q2_k"), ""), (of("q3_k"), "")]
+PAIRS = [case for case in GGUF if case[0].is_nested and case[0].codes == quant_module.INTEGER]
 
 
 @pytest.fixture
@@ -340,12 +340,16 @@ def test_a_planted_fault_in_integers_is_caught(integers, monkeypatch, name):
 
 
 PAIR_FAULTS = {
-    "the higher two bytes": ("q3_k", "pair[QUADS + q]", "pair[q]"),
+    "the higher two bytes": ("q3_k", "BITS % 2 ? q + 8", "BITS % 2 ? q"),
     "the scale of another group": ("q2_k", "0x4440 + g", "0x4440"),
-    "a sum of minima": ("q2_k", "second >> 4", "second >> 5"),
+    "a sum of minima": ("q2_k", "sum[1] >> 4", "sum[1] >> 5"),
     "the zero of scales": ("q3_k", "total - 32 *", "total - 31 *"),
-    "the zero of codes": ("q3_k", "-4 * int(sums.z)", "-3 * int(sums.z)"),
-    "the zero of integers": ("q3_k", "16u * 0x4B400000u", "15u * 0x4B400000u"),
+    "the zero of codes": ("q6_k", "BITS == 3 ? 4 : 32", "BITS == 3 ? 4 : 31"),
+    "the sum of another half": ("q5_k", "x.side ? rest.z : rest.y", "rest.y"),
+    "bytes of five words": ("q5_k", "0x61u, words[2], words[4]", "0x61u, words[2], words[3]"),
+    "the other half of a block": ("q4_k", "4 * x.side", "2 * x.side"),
+    "bits of the third byte": ("q6_k", "(c << 4) & 0x30303030u", "0u"),
+    "the zero of integers": ("q4_k", "16u * 0x4B400000u", "15u * 0x4B400000u"),
 }
 
 
