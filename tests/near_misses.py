@@ -126,6 +126,11 @@ EMPTY = {
         '<longcat_tool_call>\n{"name": "NAME"}\n</longcat_tool_call>',
         '<longcat_tool_call>{"name": "NAME", "arguments": null}',
     ],
+    "cohere": [
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": {}}\n]<|END_ACTION|>',
+        '<|START_ACTION|>[{"tool_name": "NAME", "parameters": null}]',
+        '<|START_ACTION|>{"tool_name": "NAME"}<|END_ACTION|>',
+    ],
     "mistral": [
         "[TOOL_CALLS]NAME[ARGS]",
         "[TOOL_CALLS]NAME[ARGS]{}",

@@ -83,4 +83,6 @@ GGUF: dict[str, GgufFamily] = {
     **afmoe.GGUF,
     **minimax.GGUF,
     **granite.GGUF,
+    **lfm2.GGUF,
+    **gemma4.GGUF,
 }
