@@ -16,8 +16,8 @@ struct codes_grid {
   uint four;
 };
 
-// The scales of COLUMNS columns, in halfwords, of which the first is d; the codes of 32 columns are WORDS_EACH words, and
-// the grid has BYTES. KIND is only a name.
+// The scales of COLUMNS columns, in halfwords, of which the first is d. The codes of 32 columns are WORDS_EACH words,
+// and the grid has BYTES. KIND is only a name.
 template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
 struct codes_table {
   enum { BLOCK = COLUMNS, WORDS = WORDS_EACH, GRID = BYTES };
@@ -87,7 +87,8 @@ inline uint codes_signed(uint four, uint signs) {
 
 // Four times seven signs from the lowest bits on: four bytes, of which each has an even number of bits.
 inline uint codes_even(uint word) {
-  const uint sevens = (word & 0x7Fu) | ((word << 1) & 0x7F00u) | ((word << 2) & 0x7F0000u) | ((word << 3) & 0x7F000000u);
+  const uint low = (word & 0x7Fu) | ((word << 1) & 0x7F00u);
+  const uint sevens = low | ((word << 2) & 0x7F0000u) | ((word << 3) & 0x7F000000u);
   uint folded = sevens ^ (sevens >> 4);
   folded ^= folded >> 2;
   folded ^= folded >> 1;
