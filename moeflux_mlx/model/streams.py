@@ -8,11 +8,22 @@ import mlx.nn as nn
 
 from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections
 from ..layers import Linear, RMSNorm, Stack, packed
-from ..ops import block_sums
-from ..ops.backend import Array
-from ..ops.elementwise import sigmoid
+from ..ops import backend, block_sums
+from ..ops.backend import Array, library_of
+from ..ops.elementwise import sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
-from ..ops.streams import Mapping, Rule, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
+from ..ops.streams import (
+    Mapping,
+    Rule,
+    gathered,
+    gathered_behind,
+    last_sum,
+    mapped,
+    mean_of,
+    normed_streams,
+    scattered,
+    weighed,
+)
 from ..ops.tiles import MAX_TOKENS
 
 
@@ -53,6 +64,44 @@ class Connection(nn.Module):
     def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
         """The streams behind the part (`scattered`)."""
         return scattered(h, out, mixing[0], self.rule)
+
+
+class ShiftedConnection(Connection):
+    """The same of shifted connections: h [B, L, (n + 1) * D] has the next part's input behind the streams."""
+
+    rule: HyperConnections
+
+    def gather(self, h: Any) -> tuple[Any, ...]:
+        """The part's input; the weights of the next part's sum, and how the part's output is to be added."""
+        streams, x = self._parted(h)
+        return x, *mapped(streams, self.mapping, self.rule, self.eps)
+
+    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+        """The streams behind the part before, whose output is `out`, and as `gather` for the next one."""
+        weights, own = mixing
+        streams = scattered(self._parted(h)[0], out, own, self.rule)
+        return streams, weighed(streams, weights), *mapped(streams, self.mapping, self.rule, self.eps)
+
+    def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
+        """The streams behind the part, and behind them the next part's input."""
+        weights, own = mixing
+        streams = scattered(h, out, own, self.rule)
+        return library_of(h).concatenate([streams, weighed(streams, weights)], axis=-1)
+
+    def _parted(self, h: Any) -> list[Any]:
+        return split(h, self.fn.shape[-1])
+
+
+class LastOf(nn.Module):
+    """The module after the last layer if the next part's input lies behind the streams."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def last(self, h: Array) -> Any:
+        """The stream behind the last layer."""
+        return backend.contiguous(h[..., -self.hidden_size :])
 
 
 class StreamsMean(nn.Module):
@@ -165,6 +214,8 @@ def connection(rule: Connections, hidden_size: int, eps: float, layer: int | Non
     """The module between the streams and a part of a layer; None: behind the last layer."""
     if isinstance(rule, BlockSums):
         return BlockSum(hidden_size, eps, layer is not None and rule.begins(layer))
+    if isinstance(rule, HyperConnections) and rule.shifted:
+        return LastOf(hidden_size) if layer is None else ShiftedConnection(rule, hidden_size, eps)
     if layer is None and rule.mean:
         return StreamsMean(rule.streams)
     return MODULES[type(rule)](rule, hidden_size, eps, layer is None)

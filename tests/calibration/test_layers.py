@@ -55,6 +55,7 @@ FAMILIES = [
     "beam",
     "hy_v4",
     "kimi_k3",
+    "deepseek_v41",
 ]
 
 

@@ -366,6 +366,36 @@ def test_defaults_of_lfm2_are_those_of_transformers():
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
 
 
+def test_deepseek_v41_is_refused_by_the_name_of_what_is_missing():
+    """All published models have Engram layers; a file without the field has the publisher's default."""
+    config = goldens.config("deepseek_v41")
+    for engram in ([1, 14], None):
+        with pytest.raises(ConfigError, match=r"'engram_layer_ids' is \[1, 14\]; Engram layers"):
+            ModelArgs.from_dict({**config, "engram_layer_ids": engram})
+    mixers = ModelArgs.from_dict(config).mixers
+    assert [mixer.seen_ratio for mixer in mixers] == [0, 2, 2, 1, 1, 1, 1]
+    assert [mixer.ratio for mixer in mixers] == [0, 2, 0, 1, 0, 0, 0]
+    assert [mixer.indexer and mixer.indexer.reuses for mixer in mixers] == [None, False, True, False, True, False, True]
+    marks = [mixer.compressor and mixer.compressor.blocks and mixer.compressor.blocks.reuses for mixer in mixers]
+    assert marks == [None, None, None, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"gate_temp": 2.0}, "'gate_temp' is 2.0"),
+        ({"compress_ratios": [0, 2, 2, 1, 1, 1, 4]}, "'compress_ratios'"),
+        ({"kv_source_layer_ids": [3]}, "'kv_source_layer_ids'"),
+        ({"kv_source_layer_ids": [1]}, "'kv_source_layer_ids'"),
+        ({"index_source_layer_ids": [1, 5]}, "'kv_source_layer_ids'"),
+        ({"index_source_layer_ids": [1, "3"]}, "'index_source_layer_ids'"),
+    ],
+)
+def test_what_deepseek_v41_does_not_compute(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelArgs.from_dict({**goldens.config("deepseek_v41"), **change})
+
+
 def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
     """The publisher nests a text part with the `model_type` of Kimi Linear."""
     config = config_of("kimi-k3-2800b-a104b")

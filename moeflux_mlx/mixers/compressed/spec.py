@@ -11,16 +11,36 @@ from ...kinds.rotation import Rotation
 
 
 @dataclass(frozen=True)
+class BestBlocks:
+    """Blocks of `size` entries, of which the `top` with the best entries and the newest one are marked: the indexers of
+    later layers choose among them. `reuses`: the layer marks none, and chooses among those of the last that does.
+    """
+
+    top: int
+    size: int
+    reuses: bool = False
+
+
+@dataclass(frozen=True)
 class Compressor:
     """Makes one entry from each `ratio` positions: each value is the mean of the positions' values, weighted by a
     softmax of their gates (DeepSeek-V4's model code in transformers). `overlaps`: an entry also uses the `ratio`
     positions before its own, with a second series of values. `indexer` chooses the entries that a token attends to, by
     its own entries, made in the same way; None: all.
+
+    Attributes:
+        shares: entries serve later layers too (DeepSeek-V4.1; mlx-lm, `deepseek_v41.py`). Their gates have no biases by
+            place, an entry of one position has no gates, and the indexer's entries are projections of the others.
+        borrows: the layer makes no entries, and attends to those of the last that shares its own.
+        blocks: among whose entries the indexer chooses; None: among all.
     """
 
     ratio: int
     overlaps: bool = False
     indexer: Indexer | None = None
+    shares: bool = False
+    borrows: bool = False
+    blocks: BestBlocks | None = None
 
     @property
     def series(self) -> int:
@@ -29,10 +49,14 @@ class Compressor:
     @property
     def remembered(self) -> int:
         """Positions up to a token's own from which an entry may still be made."""
-        return self.series * self.ratio
+        return 0 if self.borrows else self.series * self.ratio
 
     def inputs(self, width: int) -> tuple[int, ...]:
         """Values per position: values and gates of entries of `width`, and of the indexer's."""
+        if self.borrows:
+            return ()
+        if self.shares:
+            return (width,) * min(self.ratio, 2)
         own = (self.series * width,) * 2
         return own if self.indexer is None else (*own, *((self.series * self.indexer.dim,) * 2))
 
@@ -48,7 +72,8 @@ class Compressed(Mixer):
 
     Queries come from a latent of `q_latent` values. The last `rotation.dims` values of a head are rotated, and those of
     attention's output are rotated back by the token's own position. `groups` of heads are each projected to
-    `group_latent` values, and these to the stream.
+    `group_latent` values, and these to the stream. `norms_queries`: each query is normed. `rounds`: keys are rounded to
+    8 bits, entries, index queries and index keys to 4, in blocks that share a scale (`ops/block_rounding.py`).
     """
 
     heads: int
@@ -59,6 +84,8 @@ class Compressed(Mixer):
     groups: int
     group_latent: int
     compressor: Compressor | None = None
+    norms_queries: bool = True
+    rounds: bool = False
 
     @property
     def attention(self) -> Attending:
@@ -98,19 +125,38 @@ class Compressed(Mixer):
 
     @property
     def ratio(self) -> int:
-        """Positions of an entry; 0: there are no entries."""
+        """Positions of an entry; 0: the layer makes no entries."""
+        return self.compressor.ratio if self.compressor and not self.compressor.borrows else 0
+
+    @property
+    def seen_ratio(self) -> int:
+        """Positions of an entry that the layer attends to, its own or another's; 0: it attends to none."""
         return self.compressor.ratio if self.compressor else 0
+
+    @property
+    def has_own_choice(self) -> bool:
+        return not (self.compressor and self.compressor.borrows)
+
+    @property
+    def handed_on(self) -> int:
+        own = self.compressor
+        return own.indexer.top if own and own.indexer and (own.shares or own.borrows) else 0
 
     @property
     def overlap(self) -> int:
         """Positions before an entry's own that it is also made from, unless it is the first."""
-        return self.compressor.remembered - self.compressor.ratio if self.compressor else 0
+        return self.compressor.remembered - self.compressor.ratio if self.compressor and self.ratio else 0
+
+    @property
+    def borrowed(self) -> int:
+        own = self.compressor
+        return own.entry(self.head_dim) if own and own.borrows else 0
 
     def seeing_all(self, first: int, count: int) -> int:
         """How many of the tokens from a place on attend to all entries that they see."""
         if self.indexer is None:
             return count
-        return min(max((self.indexer.top + 1) * self.ratio - 1 - first, 0), count)
+        return min(max((self.indexer.top + 1) * self.seen_ratio - 1 - first, 0), count)
 
     @property
     def row(self) -> int:
@@ -120,7 +166,7 @@ class Compressed(Mixer):
     @property
     def entry(self) -> int:
         """Values of an entry."""
-        return self.compressor.entry(self.head_dim) if self.compressor else 0
+        return self.compressor.entry(self.head_dim) if self.compressor and self.ratio else 0
 
     def rows_at_once(self, tokens: int, positions: int) -> int:
         """Number of tokens that are processed together."""
