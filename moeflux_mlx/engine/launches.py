@@ -310,7 +310,7 @@ def _behind(shapes: Shapes, rule: Connections) -> Run:
     """Joins the streams after the last layer."""
     made = connection(rule, shapes.args.hidden_size, shapes.args.rms_norm_eps, None)
     _fill(made, "model.hc_head.", shapes)
-    return lambda x, _: made.last(spread(x, rule.streams))
+    return lambda x, _: made.last(spread(x, streams_before(rule, shapes.args.num_hidden_layers)))
 
 
 def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:

@@ -27,7 +27,7 @@ RECIPE = "moeflux_recipe.json"  # how a conversion of ours has quantised floats
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "preprocessor_config.json", RECIPE,
+    "preprocessor_config.json", "engram_token_map.json", RECIPE,
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {

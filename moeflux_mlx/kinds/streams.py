@@ -12,8 +12,8 @@ class HyperConnections:
     arXiv:2512.24880). After the last layer the streams are summed with weights of the same kind, or averaged if `mean`.
 
     `shifted` (DeepSeek-V4.1; mlx-lm, `deepseek_v41.py`): the weights of a part's sum are made of the streams before the
-    part ahead of it, but applied to those behind. The first part's sum is the embedding, and the last sum, which goes
-    through all layers beside the streams, is what the norm after the last layer takes.
+    part ahead of it, but applied to those behind. The first part's sum is the embedding. The weights of a layer's first
+    sum stand behind the streams, and so do those of the sum after the last layer.
     """
 
     streams: int

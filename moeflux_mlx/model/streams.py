@@ -15,6 +15,8 @@ from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token
 from ..ops.streams import (
     Mapping,
     Rule,
+    carried,
+    found_in,
     gathered,
     gathered_behind,
     last_sum,
@@ -67,41 +69,52 @@ class Connection(nn.Module):
 
 
 class ShiftedConnection(Connection):
-    """The same of shifted connections: h [B, L, (n + 1) * D] has the next part's input behind the streams."""
+    """The same of shifted connections: h [B, L, (n + 1) * D] has the weights of the next part's sum behind the streams.
+    In the first layer, `is_first`, that sum is the first stream.
+    """
 
     rule: HyperConnections
 
+    def __init__(self, rule: HyperConnections, hidden_size: int, eps: float, is_first: bool):
+        super().__init__(rule, hidden_size, eps)
+        self.is_first, self.hidden_size = is_first, hidden_size
+
     def gather(self, h: Any) -> tuple[Any, ...]:
         """The part's input; the weights of the next part's sum, and how the part's output is to be added."""
-        streams, x = self._parted(h)
+        streams, values = split(h, self.fn.shape[-1])
+        if self.is_first:
+            x = backend.contiguous(h[..., : self.hidden_size])
+        else:
+            x = weighed(streams, found_in(values, self.rule.streams))
         return x, *mapped(streams, self.mapping, self.rule, self.eps)
 
     def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
         """The streams behind the part before, whose output is `out`, and as `gather` for the next one."""
         weights, own = mixing
-        streams = scattered(self._parted(h)[0], out, own, self.rule)
+        streams = scattered(split(h, self.fn.shape[-1])[0], out, own, self.rule)
         return streams, weighed(streams, weights), *mapped(streams, self.mapping, self.rule, self.eps)
 
     def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
-        """The streams behind the part, and behind them the next part's input."""
+        """The streams behind the part, and behind them the weights of the next part's sum."""
         weights, own = mixing
         streams = scattered(h, out, own, self.rule)
-        return library_of(h).concatenate([streams, weighed(streams, weights)], axis=-1)
-
-    def _parted(self, h: Any) -> list[Any]:
-        return split(h, self.fn.shape[-1])
+        return library_of(h).concatenate([streams, carried(weights, streams, self.hidden_size)], axis=-1)
 
 
-class LastOf(nn.Module):
-    """The module after the last layer if the next part's input lies behind the streams."""
+class LastSum(nn.Module):
+    """The module after the last layer of shifted connections, whose sum has weights already."""
 
-    def __init__(self, hidden_size: int):
+    def __init__(self, rule: HyperConnections, hidden_size: int):
         super().__init__()
-        self.hidden_size = hidden_size
+        self.rule, self.width = rule, rule.streams * hidden_size
 
     def last(self, h: Array) -> Any:
         """The stream behind the last layer."""
-        return backend.contiguous(h[..., -self.hidden_size :])
+        return _row_by_row(self._sum, h)
+
+    def _sum(self, h: Any) -> Any:
+        streams, values = split(h, self.width)
+        return weighed(streams, found_in(values, self.rule.streams))
 
 
 class StreamsMean(nn.Module):
@@ -215,7 +228,9 @@ def connection(rule: Connections, hidden_size: int, eps: float, layer: int | Non
     if isinstance(rule, BlockSums):
         return BlockSum(hidden_size, eps, layer is not None and rule.begins(layer))
     if isinstance(rule, HyperConnections) and rule.shifted:
-        return LastOf(hidden_size) if layer is None else ShiftedConnection(rule, hidden_size, eps)
+        if layer is None:
+            return LastSum(rule, hidden_size)
+        return ShiftedConnection(rule, hidden_size, eps, layer == 0)
     if layer is None and rule.mean:
         return StreamsMean(rule.streams)
     return MODULES[type(rule)](rule, hidden_size, eps, layer is None)

@@ -88,6 +88,24 @@ def weighed(h: Any, weights: Any) -> Any:
     return _weighed(float32(h), weights).astype(h.dtype)
 
 
+def carried(weights: Any, like: Any, width: int) -> Any:
+    """Weights [B, L, n] float32 as values [B, L, width] of the dtype of `like`, from which `found_in` gets them back
+    without a loss: each in three parts, the later ones of which have what the dtype leaves out.
+    """
+    library, parts, rest = backend.library_of(like), [], weights
+    for _ in range(3):
+        parts.append(rest.astype(like.dtype))
+        rest = rest - parts[-1].astype(library.float32)
+    room = library.zeros((*weights.shape[:2], width - 3 * weights.shape[-1]), like.dtype)
+    return library.concatenate([*parts, room], axis=-1)
+
+
+def found_in(values: Any, count: int) -> Any:
+    """The weights [B, L, count] float32 of which `carried` made the values."""
+    first, second, third = (float32(values[..., i * count : (i + 1) * count]) for i in range(3))
+    return first + second + third
+
+
 def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: Rule, eps: float) -> Any:
     """The streams behind a part (`scattered`), and what `gathered` makes of them for the next part."""
     if not _takes_token(h, rule):

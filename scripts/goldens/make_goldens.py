@@ -1,7 +1,8 @@
 """Makes the golden logits of tests/fixtures/models with Hugging Face transformers.
 
 Needs torch and transformers (not needed by the tests), and for what transformers does not have: for g9v3 the packages
-rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 and deepseek_v41 mlx-lm 0.32.2:
+rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2, for
+deepseek_v41 that with the n-grams of mlx-vlm 0.7.10:
 
     python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
@@ -294,9 +295,9 @@ def of_rounding_mlx_lm(family, weights):
     from mlx_lm.models import deepseek_v41
 
     mx.set_default_device(mx.cpu)
-    models = []
+    models, hashes = [], with_engram(family, weights, deepseek_v41)
     for seed in range(6):
-        model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict(goldens.config(family)))
+        model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict({**goldens.config(family), "engram_layer_ids": ()}))
         noise = np.random.default_rng(seed).normal(size=weights["embed.weight"].shape) * (6e-7 if seed else 0)
         noisy = {**weights, "embed.weight": weights["embed.weight"] * (1 + noise)}
         made = model.sanitize({name: mx.array(w.astype(np.float32)) for name, w in noisy.items()})
@@ -314,11 +315,41 @@ def of_rounding_mlx_lm(family, weights):
 
     def logits(tokens):
         margins.clear()
+        hashes(tokens)
         found, *others = (np.array(model(mx.array(tokens)[None])[0]) for model in models)
         change = max(np.abs(one - found).max() for one in others)
         return found, min(margins) if change < 5e-5 else -change
 
     return logits
+
+
+def with_engram(family, weights, module):
+    """Puts the n-grams of mlx-vlm into the layers of mlx-lm's `module`. Returns a function that takes the tokens before
+    a model does.
+    """
+    from types import SimpleNamespace
+
+    import mlx.core as mx
+    from mlx_vlm.models.deepseek_v41 import engram
+    from mlx_vlm.models.deepseek_v41.config import ModelConfig
+
+    config = ModelConfig.from_dict(goldens.config(family))
+    layout, rows, layers = engram.EngramLayout.from_config(config), {}, {}
+    state = engram.NgramHashState(config, layout, token_map=goldens.token_map(family))
+    for layer in layout.layer_ids:
+        layers[layer], stem = engram.Engram(config, layer, layout), f"layers.{layer}.engram."
+        own = {n.removeprefix(stem): mx.array(w.astype(np.float32)) for n, w in weights.items() if n.startswith(stem)}
+        layers[layer].load_weights(list(own.items()))
+    go_on = module.DecoderLayer.__call__
+
+    def call(self, streams, *given, **named):
+        if self.layer_idx in layers:
+            own = layers[self.layer_idx]
+            streams = own(streams, rows["of all layers"][:, :, own.layer_hash_index])
+        return go_on(self, streams, *given, **named)
+
+    module.DecoderLayer.__call__ = call
+    return lambda tokens: rows.update({"of all layers": state(mx.array(tokens)[None], 0, SimpleNamespace(engram=None))})
 
 
 def tensors_of_deepseek_v41(c):
@@ -344,6 +375,12 @@ def tensors_of_deepseek_v41(c):
         for stem in stems:
             mlp = mlp_of(stem, ("w1", "w2", "w3"), D, c["moe_intermediate_size"])
             of_layer |= {f"{name}.weight": shape for name, shape in mlp.items()}
+        if i in c["engram_layer_ids"]:
+            width = c["engram_head_dim"]
+            embedded = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"] * width
+            of_layer["engram.embed.weight"] = c["engram_num_embeddings"][c["engram_layer_ids"].index(i)], width
+            of_layer |= {"engram.wkv.weight": ((n + 1) * D, embedded), "engram.q_weight": (n, D)}
+            of_layer["engram.k_weight"] = (n, D)
         shapes |= {f"layers.{i}.{name}": shape for name, shape in of_layer.items()}
     return shapes
 

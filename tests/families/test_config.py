@@ -54,6 +54,7 @@ SIZES = {
     "glm-4.5v": (9732096, 1245708288, 45, 52.21),
     "glm-4.7": (13271040, 2123366400, 89, 176.00),
     "deepseek-v3.2": (24772608, 6341787648, 58, 342.56),
+    "deepseek-v4.1-flash-552b": (19906560, 7644119040, 40, 284.77),
     "deepseek-v4-flash": (14155776, 3623878656, 43, 145.12),
     "glm-5.3-flash-321b": (14155776, 4076863488, 42, 159.47),
     "glm-5-744b": (21233664, 5435817984, 75, 379.69),
@@ -366,12 +367,9 @@ def test_defaults_of_lfm2_are_those_of_transformers():
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
 
 
-def test_deepseek_v41_is_refused_by_the_name_of_what_is_missing():
-    """All published models have Engram layers; a file without the field has the publisher's default."""
+def test_layers_of_deepseek_v41():
+    """Few make entries, some choose among them, and one marks blocks for later ones."""
     config = goldens.config("deepseek_v41")
-    for engram in ([1, 14], None):
-        with pytest.raises(ConfigError, match=r"'engram_layer_ids' is \[1, 14\]; Engram layers"):
-            ModelArgs.from_dict({**config, "engram_layer_ids": engram})
     mixers = ModelArgs.from_dict(config).mixers
     assert [mixer.seen_ratio for mixer in mixers] == [0, 2, 2, 1, 1, 1, 1]
     assert [mixer.ratio for mixer in mixers] == [0, 2, 0, 1, 0, 0, 0]
@@ -380,10 +378,24 @@ def test_deepseek_v41_is_refused_by_the_name_of_what_is_missing():
     assert marks == [None, None, None, False, True, True, True]
 
 
+def test_tables_of_deepseek_v41():
+    """The number of rows that is published is the sum of the primes. Factors fit the numbers of 99,092 tokens."""
+    config = config_of("deepseek-v4.1-flash-552b")
+    ngrams = ModelArgs.from_dict(config).ngrams
+    assert [sum(part.sizes) for part in ngrams.values()] == config["engram_num_embeddings"] and list(ngrams) == [1, 14]
+    factors = [factor for part in ngrams.values() for factor in part.multipliers]
+    assert len(factors) == 8 and all(factor % 2 and factor * 99091 < 1 << 63 for factor in factors)
+    own = {name: value for name, value in config.items() if not name.startswith("engram_")}
+    assert ModelArgs.from_dict(own) == ModelArgs.from_dict(config)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"gate_temp": 2.0}, "'gate_temp' is 2.0"),
+        ({"engram_layer_ids": [1, 1]}, "'engram_layer_ids'"),
+        ({"engram_num_embeddings": [256]}, "'engram_num_embeddings'"),
+        ({"engram_num_embeddings": [256, 300]}, "'engram_num_embeddings'"),
         ({"compress_ratios": [0, 2, 2, 1, 1, 1, 4]}, "'compress_ratios'"),
         ({"kv_source_layer_ids": [3]}, "'kv_source_layer_ids'"),
         ({"kv_source_layer_ids": [1]}, "'kv_source_layer_ids'"),
@@ -535,7 +547,8 @@ def check_usable(config):
     """Checks that an accepted configuration has shapes and constants from which a model can be made."""
     args = ModelArgs.from_dict(config)
     factors = {factor for part in args.ngrams.values() for factor in part.multipliers}  # factors of a hash in 64 bits
-    assert all(0 < factor * args.vocab_size < 2**63 for factor in factors)
+    for part in args.ngrams.values():
+        assert all(0 < factor * (part.compressed or args.vocab_size) < 2**63 for factor in part.multipliers)
     for value in values_in(dataclasses.asdict(dataclasses.replace(args, quantization=None, eos_token_ids=()))):
         assert not isinstance(value, float) or math.isfinite(value), args
         assert type(value) is not int or 0 <= value < 2**31 or value in factors, args

@@ -187,6 +187,8 @@ IGNORED = [
     *(("deepseek_v41", {name: value}) for name, value in (("swiglu_limit", 10.0), ("rms_norm_eps", None))),
     *(("deepseek_v41", {name: value}) for name, value in (("candidate_topk_blocks", 64), ("candidate_block_size", 3))),
     ("deepseek_v41", {"candidate_source_layer_id": 5}),
+    ("deepseek_v41", {"engram_pad_token_id": 3}),
+    ("deepseek_v41", {"engram_vocab_size": 20}),
     ("deepseek_v41", {"rope_scaling": None}),
     ("hy_v4", {"hc_eps": 1e-6}),
     ("hy_v4", {"hc_magnitude": 2.0}),
@@ -572,6 +574,37 @@ DEEPSEEK_V41 = {
         and setattr(layer.self_attn.compressor, "_turned", _turned_late(layer.self_attn.compressor))
     ),
 }
+
+
+# The same of the rows that n-grams add.
+ENGRAM = {
+    "rows that are not rounded": lambda patch, part: replace(part, rounds=False),
+    "n-grams that end at the token for none": lambda patch, part: replace(part, ends_texts=True),
+    "no rows": lambda patch, part: None,
+}
+
+
+@pytest.mark.parametrize("mistake", ENGRAM)
+def test_mistakes_in_engram(monkeypatch, mistake):
+    """The golden's text has the token that stands for those before the first one."""
+    model = load_model(tiny_directory("deepseek_v41", "hub"), dtype=mx.float32)
+    assert error(model, "deepseek_v41") < TOLERANCE
+    for layer in (model.layers[i] for i in model.args.ngrams):
+        part = ENGRAM[mistake](monkeypatch, layer.ple.part)
+        if part is None:
+            layer.ple.value_proj.weight = layer.ple.value_proj.weight * 0
+            layer.ple.arrange()
+        else:
+            layer.ple.part = part
+    model._tables.parts = {i: model.layers[i].ple.part for i in model.args.ngrams}
+    assert error(model, "deepseek_v41") > 10 * TOLERANCE
+
+
+def test_tokens_that_are_hashed_themselves(monkeypatch):
+    model = load_model(tiny_directory("deepseek_v41", "hub"), dtype=mx.float32)
+    for reader in model._tables.readers.values():
+        reader.token_map = None
+    assert error(model, "deepseek_v41") > 10 * TOLERANCE
 
 
 def _switch_mixer(layer, **switches):

@@ -109,7 +109,10 @@ def plain_model(family):
 
 
 @pytest.mark.parametrize(
-    "family, kind", drawn(dict.fromkeys([*FAMILIES, "mimo_v2_flash", "gemma4", "beam", "kimi_k3"]), ["native", "plain"])
+    "family, kind",
+    drawn(
+        dict.fromkeys([*FAMILIES, "mimo_v2_flash", "gemma4", "beam", "kimi_k3", "deepseek_v41"]), ["native", "plain"]
+    ),
 )
 def test_every_row_has_the_bits_that_it_has_alone(family, kind):
     if kind == "plain" and backend.has_kernels():

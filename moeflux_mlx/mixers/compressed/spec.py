@@ -7,6 +7,7 @@ from ...kinds import index
 from ...kinds.index import Indexer
 from ...kinds.limits import check_head, check_index_head, check_width, check_window, not_multiple
 from ...kinds.mixer import Attending, Mixer, product_operations
+from ...kinds.ngrams import NGrams
 from ...kinds.rotation import Rotation
 
 
@@ -74,6 +75,7 @@ class Compressed(Mixer):
     attention's output are rotated back by the token's own position. `groups` of heads are each projected to
     `group_latent` values, and these to the stream. `norms_queries`: each query is normed. `rounds`: keys are rounded to
     8 bits, entries, index queries and index keys to 4, in blocks that share a scale (`ops/block_rounding.py`).
+    `ngrams`: the n-grams that are added before; None: none.
     """
 
     heads: int
@@ -86,6 +88,7 @@ class Compressed(Mixer):
     compressor: Compressor | None = None
     norms_queries: bool = True
     rounds: bool = False
+    ngrams: NGrams | None = None
 
     @property
     def attention(self) -> Attending:
@@ -96,6 +99,8 @@ class Compressed(Mixer):
         if self.heads % self.groups:
             raise not_multiple("num_attention_heads", self.heads, "o_groups", self.groups)
         check_window(self.window)
+        if self.ngrams is not None:
+            self.ngrams.check()
         check_width("num_attention_heads * head_dim", self.heads * self.head_dim)
         check_width("o_groups * o_lora_rank", self.groups * self.group_latent)
         if self.indexer:
@@ -116,7 +121,8 @@ class Compressed(Mixer):
         """The widths of the rows that its operations take."""
         index = () if self.indexer is None else (self.indexer.dim,)
         group = self.heads * self.head_dim // self.groups
-        return self.head_dim, self.q_latent, self.rotation.dims, group, self.groups * self.group_latent, *index
+        grams = (self.ngrams.embedded,) if self.ngrams else ()
+        return self.head_dim, self.q_latent, self.rotation.dims, group, self.groups * self.group_latent, *index, *grams
 
     @property
     def remembered(self) -> int:
@@ -181,7 +187,8 @@ class Compressed(Mixer):
         indexer = self.indexer
         of_indexer = indexer.temporaries(tokens, positions) + tokens * indexer.top if indexer else 0
         scores = 3 * index.INDEX_VALUES + of_indexer
-        return 2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores
+        of_grams = (8 * self.ngrams.channels + 2 * self.ngrams.embedded) * tokens if self.ngrams else 0
+        return max(2 * self.row * tokens + 4 * self.heads * self.head_dim * tokens + scores, of_grams)
 
     @property
     def columns(self) -> int:
