@@ -376,73 +376,147 @@ INLINE void FN(decode)(const void *table, ptrdiff_t first, ptrdiff_t n, const Ki
     *(vf *)(out + n) = (vf){0};
 }
 
-/* Converts a float16 to a vector of equal floats. */
-INLINE vf FN(half_splat)(const void *from) {
-    uint16_t bits;
-    memcpy(&bits, from, 2);
-#if W == 16
-    return (vf)_mm512_cvtph_ps(_mm256_set1_epi16((short)bits));
-#elif W == 8
-    return (vf)_mm256_cvtph_ps(_mm_set1_epi16((short)bits));
-#else
-    return FN(half)((vu){0} + bits);
-#endif
-}
-
-/* Converts W of 16 bytes, from byte `at` on, to floats. */
-INLINE vf FN(bytes_to_floats)(const uint64_t *bytes, ptrdiff_t at) {
-    typedef uint8_t vb __attribute__((vector_size(W)));
-#if W == 16
-    typedef uint64_t two __attribute__((vector_size(16)));
-    const vb v = (vb)(two){bytes[0], bytes[1]};
-    (void)at;
-#elif W == 8
-    const vb v = (vb)bytes[at / 8];
-#else
-    const vb v = (vb)(uint32_t)(bytes[at / 8] >> 8 * (at % 8));
-#endif
-    return __builtin_convertvector(__builtin_convertvector(v, vi), vf);
-}
-
-/* Computes the scales and biases of groups g to g + W - 1 of a row, for a NESTED matrix. g is a multiple of W. Those of
- * groups beyond the row are zero. */
-INLINE void FN(nested)(const Matrix *m, ptrdiff_t row, ptrdiff_t g, const int bits, vf *scale, vf *bias) {
-    const ptrdiff_t each = SUPER / nested_group(bits), at = g / each, size = nested_bytes(bits), count = nested_supers(bits);
-    const uint8_t *from = (const uint8_t *)m->s + row * m->s_bytes + at * size;
-    const uint8_t *d = count ? (const uint8_t *)m->b + row * m->b_bytes + at * count * 2 : from;
-    const int has_minima = bits == 2 || !count;
-    ScaleCodes codes = scale_codes(from, bits);
-    vf first = FN(half_splat)(d), second = {0};
-    if (has_minima) second = FN(half_splat)(d + 2);
-#if W == 16
-    if (each == 8) { /* two times 256 weights, or what is left of the row */
-        const int is_last = g + 8 >= m->groups;
-        const uint8_t *next = is_last ? from : from + size;
-        const ScaleCodes others = scale_codes(next, bits);
-        codes.scales[1] = is_last ? 0 : others.scales[0], codes.minima[1] = is_last ? 0 : others.minima[0];
-        first = (vf)_mm512_mask_blend_ps(0xFF00, (__m512)first, (__m512)FN(half_splat)(next));
-        second = (vf)_mm512_mask_blend_ps(0xFF00, (__m512)second, (__m512)FN(half_splat)(next + 2));
+/* ---- nested scales (nested.h) -------------------------------------------------------------------------
+ *
+ * nested_scales computes scales and biases of W groups, from group `at` of the first 256 weights on. `s` is where the
+ * bytes of scales of these weights are, and `d` where their supers are. With 8 groups in 256 weights and W = 16 there
+ * are those of the next 256 weights too; if the row ends before these (`is_last`), their scales are zero. If `apart`,
+ * the groups' order is 0, 2, 4, ..., 14, 1, 3, 5, ..., 15.
+ */
+#if W == 4
+INLINE void FN(nested_scales)(const uint8_t *s, const uint8_t *d, ptrdiff_t at, int is_last, const int bits,
+                              const int apart, vf *scale, vf *bias) {
+    const ScaleCodes codes = scale_codes(s, bits);
+    uint16_t supers[2] = {0};
+    vi scales, minima;
+    memcpy(supers, d, (size_t)(bits == 3 || bits == 6 ? 2 : 4));
+    for (int i = 0; i < W; i++) {
+        const ptrdiff_t j = apart ? 2 * (at % 8 + i) + at / 8 : at + i;
+        scales[i] = (int32_t)(codes.scales[j / 8] >> 8 * (j % 8) & 255) - scale_offset(bits);
+        minima[i] = (int32_t)(codes.minima[j / 8] >> 8 * (j % 8) & 255);
     }
+    (void)is_last;
+    *scale = __builtin_convertvector(scales, vf) * FN(half)((vu){0} + supers[0]);
+    *bias = nested_has_minima(bits) ? __builtin_convertvector(minima, vf) * -FN(half)((vu){0} + supers[1])
+                                    : *scale * -(float)(1 << (bits - 1));
+}
+#else
+#if W == 16
+#define TO_FLOATS(v) ((vf)_mm512_cvtepi32_ps(v))
+#define UNSIGNED(v) _mm512_cvtepu8_epi32(v)
+#define SIGNED(v) _mm512_cvtepi8_epi32(v)
+#define LOAD(from) _mm_loadu_si128((const __m128i *)(from))
+#define FLOAT16(v) _mm512_castps512_ps128(_mm512_cvtph_ps(_mm256_castsi128_si256(v)))
+#define BROADCAST(v) ((vf)_mm512_broadcastss_ps(v))
+#else
+#define TO_FLOATS(v) ((vf)_mm256_cvtepi32_ps(v))
+#define UNSIGNED(v) _mm256_cvtepu8_epi32(v)
+#define SIGNED(v) _mm256_cvtepi8_epi32(v)
+#define LOAD(from) _mm_loadl_epi64((const __m128i *)(from))
+#define FLOAT16(v) _mm_cvtph_ps(v)
+#define BROADCAST(v) ((vf)_mm256_broadcastss_ps(v))
 #endif
-    *scale = (FN(bytes_to_floats)(codes.scales, g % each) - (float)scale_offset(bits)) * first;
-    *bias = has_minima ? -(FN(bytes_to_floats)(codes.minima, g % each) * second) : *scale * -(float)(1 << (bits - 1));
+
+/* Returns 8 bytes of S and 8 bytes of M of a block of 4 or 5 bits. Its words are d and m; S of groups 0 to 3, and above
+ * them high bits of groups 4 to 7; M likewise; low bits of S and of M of groups 4 to 7. */
+INLINE __m128i FN(six_bits)(__m128i v) {
+    const __m128i first = _mm_shuffle_epi32(v, _MM_SHUFFLE(3, 2, 3, 1)), high = _mm_shuffle_epi32(v, _MM_SHUFFLE(2, 0, 1, 0));
+    const __m128i kept = _mm_setr_epi32(0x3F3F3F3F, 0x0F0F0F0F, 0x3F3F3F3F, 0x0F0F0F0F);
+    const __m128i low = _mm_and_si128(_mm_srlv_epi32(first, _mm_setr_epi32(0, 0, 0, 4)), kept);
+    return _mm_or_si128(low, _mm_and_si128(_mm_srli_epi16(high, 2), _mm_setr_epi32(0, 0x30303030, 0, 0x30303030)));
+}
+
+/* Returns 16 signed bytes of S of a block of 3 bits. */
+INLINE __m128i FN(six_bits_of_three)(const uint8_t *s, const int apart) {
+    int32_t last;
+    memcpy(&last, s + 8, 4);
+    const __m128i v = _mm_loadl_epi64((const __m128i *)s), more = _mm_set1_epi32(last);
+    const __m128i low = _mm_and_si128(_mm_unpacklo_epi64(v, _mm_srli_epi16(v, 4)), _mm_set1_epi8(15));
+    const __m128i high = _mm_and_si128(_mm_srlv_epi32(more, _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
+    const __m128i all = _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(high, 4)), _mm_set1_epi8(32));
+    return apart ? _mm_shuffle_epi8(all, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)) : all;
+}
+
+INLINE void FN(nested_scales)(const uint8_t *s, const uint8_t *d, ptrdiff_t at, int is_last, const int bits,
+                              const int apart, vf *scale, vf *bias) {
+    vf scales, minima = {0}, first, second = {0};
+    int32_t supers = 0;
+    memcpy(&supers, d, bits == 3 || bits == 6 ? 2 : 4);
+    const __m128 few = FLOAT16(_mm_cvtsi32_si128(supers));
+    first = BROADCAST(few);
+    if (nested_has_minima(bits)) second = BROADCAST(_mm_shuffle_ps(few, few, 1));
+    if (bits == 2) {
+        const vu both = (vu)UNSIGNED(LOAD(s + at));
+        scales = __builtin_convertvector((vi)(both & 15), vf), minima = __builtin_convertvector((vi)(both >> 4), vf);
+    } else if (bits == 3) {
+        const __m128i all = FN(six_bits_of_three)(s, apart);
+        scales = TO_FLOATS(SIGNED(at ? _mm_unpackhi_epi64(all, all) : all));
+    } else if (bits == 6) {
+        scales = TO_FLOATS(SIGNED(LOAD(s + at)));
+    } else {
+        const __m128i v = _mm_loadu_si128((const __m128i *)s), codes = FN(six_bits)(v);
+#if W == 16
+        const __m128i next = is_last ? _mm_setzero_si128() : _mm_loadu_si128((const __m128i *)(s + 16));
+        const __m128i others = FN(six_bits)(next);
+        const __m512 all = _mm512_castps128_ps512(FLOAT16(_mm_unpacklo_epi32(v, next)));
+        first = (vf)_mm512_permutexvar_ps(_mm512_set_epi32(2, 2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0), all);
+        second = (vf)_mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1), all);
+        scales = TO_FLOATS(UNSIGNED(_mm_unpacklo_epi64(codes, others)));
+        minima = TO_FLOATS(UNSIGNED(_mm_unpackhi_epi64(codes, others)));
+#else
+        scales = TO_FLOATS(UNSIGNED(codes)), minima = TO_FLOATS(UNSIGNED(_mm_unpackhi_epi64(codes, codes)));
+#endif
+    }
+    (void)is_last;
+    *scale = scales * first;
+    *bias = nested_has_minima(bits) ? minima * -second : *scale * -(float)(1 << (bits - 1));
+}
+#undef TO_FLOATS
+#undef UNSIGNED
+#undef SIGNED
+#undef LOAD
+#undef FLOAT16
+#undef BROADCAST
+#endif
+
+enum { FN(TABLE) = 128, FN(SECOND) = FN(TABLE) / 2 + W }; /* groups whose scales are decoded at once */
+
+/* As tables, for a NESTED matrix. */
+INLINE void FN(nested_tables)(const Matrix *m, ptrdiff_t row, ptrdiff_t first, ptrdiff_t n, const int bits, float *scales,
+                              float *biases) {
+    const ptrdiff_t each = SUPER / nested_group(bits), size = nested_bytes(bits), count = nested_supers(bits);
+    const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes, *b = (const uint8_t *)m->b + row * m->b_bytes;
+    const int apart = bits == 3;
+    for (ptrdiff_t i = 0; i < n; i += W) {
+        const ptrdiff_t at = (first + i) / each, to = apart ? i / 16 * 8 + i % 8 + i % 16 / 8 * FN(SECOND) : i;
+        const uint8_t *from = s + at * size;
+        vf scale, bias;
+        FN(nested_scales)(from, count ? b + at * count * 2 : from, (first + i) % each, (at + 1) * SUPER >= m->in, bits,
+                          apart, &scale, &bias);
+#if W == 16
+        if (apart) {
+            memcpy(scales + to, &scale, 32), memcpy(scales + to + FN(SECOND), (float *)&scale + 8, 32);
+            memcpy(biases + to, &bias, 32), memcpy(biases + to + FN(SECOND), (float *)&bias + 8, 32);
+            continue;
+        }
+#endif
+        *(vf *)(scales + to) = scale, *(vf *)(biases + to) = bias;
+    }
+    *(vf *)(scales + n / (1 + apart)) = *(vf *)(biases + n / (1 + apart)) = (vf){0};
+    if (apart) *(vf *)(scales + n / 2 + FN(SECOND)) = *(vf *)(biases + n / 2 + FN(SECOND)) = (vf){0};
 }
 
 /* Converts the scales and biases of n groups of a row, from group `first` on, to floats, and writes a vector of zeros
- * behind them. */
+ * behind them. If a block has two groups, the blocks' second groups are apart, from SECOND on. */
 static __attribute__((noinline)) TARGET void FN(tables)(const Matrix *m, ptrdiff_t row, ptrdiff_t first, ptrdiff_t n,
                                                         float *scales, float *biases) {
     if (m->source == NESTED) {
-        for (ptrdiff_t i = 0; i < n; i += W) {
-            vf *scale = (vf *)(scales + i), *bias = (vf *)(biases + i);
-            switch (m->bits) {
-            case 2: FN(nested)(m, row, first + i, 2, scale, bias); break;
-            case 3: FN(nested)(m, row, first + i, 3, scale, bias); break;
-            case 6: FN(nested)(m, row, first + i, 6, scale, bias); break;
-            default: FN(nested)(m, row, first + i, 4, scale, bias);
-            }
+        switch (m->bits) {
+        case 2: FN(nested_tables)(m, row, first, n, 2, scales, biases); break;
+        case 3: FN(nested_tables)(m, row, first, n, 3, scales, biases); break;
+        case 6: FN(nested_tables)(m, row, first, n, 6, scales, biases); break;
+        default: FN(nested_tables)(m, row, first, n, 4, scales, biases);
         }
-        *(vf *)(scales + n) = *(vf *)(biases + n) = (vf){0};
         return;
     }
     FN(decode)(m->s, row * m->groups + first, n, m->kind, scales);
@@ -570,6 +644,10 @@ static TARGET void FN(pack_blocks)(const Matrix *m, const float *x, float *out) 
         FN(pack_e4m3)(m, x, out);
         return;
     }
+    if (m->codes == TABLE) {
+        memcpy(out, x, (size_t)m->in * sizeof *out);
+        return;
+    }
     const ptrdiff_t codes = m->codes == E2M1 ? 8 : BLOCK_CODES(m->bits), blocks = m->in / codes;
     const ptrdiff_t parts = block_parts(m), some = codes / parts;
     for (ptrdiff_t b0 = 0; b0 < blocks; b0 += W, out += (codes + parts) * W) {
@@ -605,20 +683,10 @@ INLINE vf FN(code)(const vu *words, const int j, const int bits, const int is_e2
     return __builtin_convertvector((vi)found, vf);
 }
 
-/* Moves every second of n values, from the second on, behind the others, to where block_rows reads those of second parts.
- * Behind either half is a vector of zeros. */
-INLINE void FN(split_tables)(float *values, ptrdiff_t n) {
-    enum { HALF = 64 };
-    float second[HALF + W] = {0};
-    for (ptrdiff_t i = 0; i < n / 2; i++) second[i] = values[2 * i + 1], values[i] = values[2 * i];
-    *(vf *)(values + n / 2) = (vf){0};
-    memcpy(values + HALF + W, second, sizeof second);
-}
-
 /* As row_block, for activations that pack_blocks has packed. */
 INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
                            float *const *y, const int R, const int T, const int BITS, const int FORM) {
-    enum { MOST = 5, TABLE = 128 }; /* the most words of a block; groups whose scales are decoded at once */
+    enum { MOST = 5, TABLE = FN(TABLE) }; /* the most words of a block */
     static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int MX = FORM == IN_E2M1, parts = FORM == IN_PARTS ? 2 : 1, codes = MX ? 8 : BLOCK_CODES(BITS);
     const int each = MX ? 1 : BLOCK_WORDS(BITS), some = codes / parts, fit = TABLE / parts;
@@ -644,7 +712,6 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
                 const ptrdiff_t first = group * parts, n = min(TABLE, m->groups - first);
                 if (MX) FN(decode)(m->s, rows[i] * m->groups + first, n, m->kind, scales[i]);
                 else FN(tables)(m, rows[i], first, n, scales[i], biases[i]);
-                if (parts == 2) FN(split_tables)(scales[i], n), FN(split_tables)(biases[i], n);
             }
         vu word[4][MOST];
         vf sum[8];
@@ -670,7 +737,7 @@ INLINE void FN(block_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
                 }
             }
             UNROLL for (int i = 0; i < R; i++) {
-                const ptrdiff_t from = local + part * (TABLE / 2 + W);
+                const ptrdiff_t from = local + part * FN(SECOND);
                 const vf scale = FN(block_values)(scales[i] + from, from_lane);
                 const vf bias = MX ? (vf){0} : FN(block_values)(biases[i] + from, from_lane);
                 UNROLL for (int t = 0; t < T; t++) {
@@ -704,6 +771,101 @@ EVERY(3, 2)
 #undef EVERY
 #undef BLOCKS
 
+/* ---- codes of tables --------------------------------------------------------------------------------------
+ *
+ * The codes of up to 256 columns become bytes q + 128, and their scales floats. A weight is scale * q.
+ */
+INLINE vf FN(half_splat)(const void *from) {
+    uint16_t bits;
+    memcpy(&bits, from, 2);
+    return FN(half)((vu){0} + bits);
+}
+
+#include "tables.h"
+
+/* Looks up 32 codes of 4 bits: the low halves of 16 bytes, then the high halves. */
+INLINE void FN(iq4)(const uint8_t *from, uint8_t *codes) {
+#if W >= 8
+    const __m128i v = _mm_loadu_si128((const __m128i *)from);
+    const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(v), _mm_srli_epi16(v, 4), 1);
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(IQ4_SIGNED));
+    _mm256_storeu_si256((__m256i *)codes, _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15))));
+#else
+    static const uint8_t table[16] = {IQ4_BYTES};
+#if defined(__aarch64__)
+    const uint8x16_t v = vld1q_u8(from), values = vld1q_u8(table);
+    vst1q_u8(codes, vqtbl1q_u8(values, vandq_u8(v, vdupq_n_u8(15))));
+    vst1q_u8(codes + 16, vqtbl1q_u8(values, vshrq_n_u8(v, 4)));
+#else
+    for (int i = 0; i < 16; i++) codes[i] = table[from[i] & 15], codes[16 + i] = table[from[i] >> 4];
+#endif
+#endif
+}
+
+/* Unpacks the columns of a row from c on: up to 256, if the row has so many. */
+static __attribute__((noinline)) TARGET void FN(table_block)(const Matrix *m, ptrdiff_t row, ptrdiff_t c, uint8_t *codes,
+                                                             float *scales) {
+    const uint8_t *w = (const uint8_t *)(m->w + row * m->words) + c / 8 * m->bits;
+    const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes, *grid = m->b;
+    const ptrdiff_t block = c / SUPER, n = min(SUPER, m->in - c);
+#define EXPAND(type) case type: FN(expand)(GRID_##type, w, s + block * table_of(type).scale_bytes, grid, codes, scales); return;
+    switch (m->source) {
+        EXPAND(IQ3_XXS) EXPAND(IQ3_S) EXPAND(IQ2_XXS) EXPAND(IQ2_XS) EXPAND(IQ2_S) EXPAND(IQ1_S) EXPAND(IQ1_M)
+    case IQ4_NL: FN(decode)(m->s, row * m->groups + c / 32, n / 32, F16, scales); break;
+    default: { /* IQ4_XS: d, 2 bytes with the high bits of the scales, 4 bytes with the low ones */
+        uint16_t high;
+        uint32_t low;
+        memcpy(&high, s + 8 * block + 2, 2), memcpy(&low, s + 8 * block + 4, 4);
+        const float d = FN(half_splat)(s + 8 * block)[0];
+        for (int j = 0; j < 8; j++) scales[j] = d * (float)((int)((low >> 4 * j & 15) | (high >> 2 * j & 3) << 4) - 32);
+    }
+    }
+#undef EXPAND
+    for (ptrdiff_t i = 0; i < n / 32; i++) FN(iq4)(w + 16 * i, codes + 32 * i);
+}
+
+INLINE vf FN(signed_bytes)(const uint8_t *from) {
+    typedef int8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
+    return __builtin_convertvector(__builtin_convertvector(*(const vb *)from ^ (int8_t)0x80, vi), vf);
+}
+
+/* As row_block, for one row of codes of a table. */
+INLINE void FN(table_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x, float *const *y,
+                          const int T) {
+    uint8_t codes[SUPER] __attribute__((aligned(64)));
+    float scales[SUPER / 16 + W];
+    const ptrdiff_t ahead = r + 1 + PREFETCH_BYTES / (m->words * 4);
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
+    vf acc[4];
+    prefetch_tables(m, ahead, r1);
+    UNROLL for (int t = 0; t < T; t++) acc[t] = (vf){0};
+    for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+        const ptrdiff_t n = min(SUPER, m->in - c), begin = c / 8 * m->bits;
+        for (ptrdiff_t b = 0; b < n / 8 * m->bits; b += 64) __builtin_prefetch(soon + begin + b);
+        FN(table_block)(m, r, c, codes, scales);
+        for (ptrdiff_t g = 0, at = 0; at < n; g++, at += m->group) {
+            vf sum[4];
+            UNROLL for (int t = 0; t < T; t++) sum[t] = (vf){0};
+            for (ptrdiff_t i = at; i < at + m->group; i += W) {
+                const vf q = FN(signed_bytes)(codes + i);
+                UNROLL for (int t = 0; t < T; t++) sum[t] += q * *(const vf *)(x[t] + c + i);
+            }
+            UNROLL for (int t = 0; t < T; t++) acc[t] += sum[t] * scales[g];
+        }
+    }
+    FN(store)(acc, r0, r, r1, y, 1, T);
+}
+
+#define TABLES(T)                                                                                             \
+    static __attribute__((noinline)) TARGET void FN(tables_##T)(                                              \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r++) FN(table_row)(m, r0, r, r1, x, y, T);                             \
+    }
+TABLES(1)
+TABLES(2)
+TABLES(4)
+#undef TABLES
+
 /* As rows, for n <= 4 rows of activations that pack_blocks has packed. Three rows are computed as two and one: the
  * bits are the same, and there is less code to compile. */
 static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, ptrdiff_t n, const float *const *x,
@@ -715,10 +877,12 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
                                        [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
 #undef THREE
     static Rows *const e4m3[3] = {FN(e4m3_1), FN(e4m3_2), FN(e4m3_4)};
-    Rows *const *kernels = m->codes == E4M3   ? e4m3
-                           : m->codes == E2M1 ? mx
-                           : block_parts(m) == 2 ? in_parts
-                                                 : affine[m->bits];
+    static Rows *const tables[3] = {FN(tables_1), FN(tables_2), FN(tables_4)};
+    Rows *const *kernels = affine[m->bits];
+    if (m->codes == E4M3) kernels = e4m3;
+    else if (m->codes == TABLE) kernels = tables;
+    else if (m->codes == E2M1) kernels = mx;
+    else if (block_parts(m) == 2) kernels = in_parts;
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;
@@ -727,13 +891,26 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
     if (n != 2) kernels[0](m, r0, r1, x + n - 1, y + n - 1);
 }
 
+/* Dequantises rows r0 to r1-1 of a matrix of codes of a table. */
+static TARGET void FN(unpack_tables)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    uint8_t codes[SUPER];
+    float scales[SUPER / 16 + W];
+    for (ptrdiff_t r = r0; r < r1; r++)
+        for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+            FN(table_block)(m, r, c, codes, scales);
+            for (ptrdiff_t i = 0; i < min(SUPER, m->in - c); i++)
+                *out++ = (float)(codes[i] - 128) * scales[i / m->group];
+        }
+}
+
 /* Dequantises rows r0 to r1-1 of a matrix to float32 in the order of its columns. Row r0 is written to `out`. */
 INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, const int BITS) {
-    enum { TABLE = 128 };
+    enum { TABLE = FN(TABLE) };
     static const float e2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const uint8_t *from = (const uint8_t *)(m->w + r0 * m->words);
     const ptrdiff_t each = TABLE * m->group, per = m->in;
-    float scales[TABLE + W], biases[TABLE + W] = {0};
+    float scales[TABLE + 2 * W], biases[TABLE + 2 * W] = {0};
+    const int parts = (int)block_parts(m);
     for (ptrdiff_t at = 0; at < (r1 - r0) * per; at += 8, from += BITS, out += 8) {
         const ptrdiff_t c = at % per, g = c % each / m->group;
         if (c % each == 0) {
@@ -743,7 +920,8 @@ INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, 
         }
         uint64_t bits = 0;
         memcpy(&bits, from, BITS);
-        const float s = scales[g] * m->factor, b = biases[g];
+        const ptrdiff_t place = g / parts + g % parts * FN(SECOND);
+        const float s = scales[place] * m->factor, b = biases[place];
         if (m->codes == E2M1) {
             for (int j = 0; j < 8; j++) out[j] = e2m1[bits >> (4 * j) & 15] * s;
         } else if (m->codes == E4M3) {
@@ -758,6 +936,10 @@ INLINE void FN(unpack)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out, 
 }
 
 static TARGET void FN(dequantize)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
+    if (m->codes == TABLE) {
+        FN(unpack_tables)(m, r0, r1, out);
+        return;
+    }
     switch (m->bits) {
         case 1: FN(unpack)(m, r0, r1, out, 1); break;
         case 2: FN(unpack)(m, r0, r1, out, 2); break;

@@ -154,6 +154,10 @@ static Kind kind_of(const Py_buffer *view) {
  * multiplies their codes. */
 static int is_of_gguf(Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group, Py_ssize_t source, Kind kind, int has_third) {
     if (kind != F16) return 0;
+    const Table table = table_of(source);
+    if (table.bits)
+        return bits == table.bits && group == table.group && has_third == (table.entries > 0) &&
+               (source == IQ4_NL || in % SUPER == 0);
     if (source == SYMMETRIC) return !has_third && group == 32 && (bits == 4 || bits == 5 || bits == 8);
     return source == NESTED && bits >= 2 && bits <= 6 && group == nested_group((int)bits) && in % SUPER == 0 &&
            has_third == (nested_supers((int)bits) > 0);
@@ -174,16 +178,18 @@ static int shape_of(Matrix *m, Py_ssize_t in, Py_ssize_t bits, Py_ssize_t group,
     }
     if (!multiple("row length", in, 64) || !multiple("row length", in, group)) return 0;
     *m = (Matrix){.in = in, .words = in / 32 * bits, .group = group, .groups = in / group, .bits = (int)bits,
-                  .kind = kind, .source = (Source)source, .codes = !is_float ? INTEGER : bits == 4 ? E2M1 : E4M3,
-                  .factor = 1};
+                  .kind = kind, .source = (Source)source, .factor = 1};
+    m->codes = source >= IQ4_NL ? TABLE : !is_float ? INTEGER : bits == 4 ? E2M1 : E4M3;
     m->is_plain = is_affine && bits == 4 && group == 64 && kind != F16;
-    m->s_bytes = source == NESTED ? in / SUPER * nested_bytes(m->bits) : m->groups * unit_of(kind);
+    m->s_bytes = source == NESTED  ? in / SUPER * nested_bytes(m->bits)
+                 : source > IQ4_NL ? in / SUPER * table_of(source).scale_bytes
+                                   : m->groups * unit_of(kind);
     m->b_bytes = source == NESTED ? in / SUPER * nested_supers(m->bits) * 2 : is_affine ? m->s_bytes : 0;
     return 1;
 }
 
 /* Reads w, scales, biases (or None), bits, group and source of a matrix with rows of `in` values. NESTED scales are
- * bytes, and what multiplies them, if it is not among these bytes, stands in place of biases. */
+ * bytes, and what multiplies them, if it is not among these bytes, stands in place of biases. So does a grid. */
 static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix *m, Py_ssize_t *rows) {
     Py_buffer *w = take(args, object[0], "w", WORDS, 2, 0);
     Py_buffer *s = w ? take(args, object[1], "scales", SCALES, 2, 0) : NULL;
@@ -192,14 +198,18 @@ static int take_codes(Args *args, PyObject *const *object, Py_ssize_t in, Matrix
     Py_ssize_t form[3];
     for (int i = 0; i < 3; i++)
         if ((form[i] = PyLong_AsSsize_t(object[3 + i])) == -1 && PyErr_Occurred()) return 0;
-    const int is_nested = form[2] == NESTED && s->itemsize == 1;
-    const Kind kind = !is_nested ? kind_of(s) : b ? kind_of(b) : F16;
-    if (form[2] == NESTED && !is_nested) return PyErr_SetString(PyExc_TypeError, "scales: expected uint8"), 0;
+    const Table table = table_of(form[2]);
+    const int is_nested = form[2] == NESTED || form[2] > IQ4_NL;
+    const Kind kind = !is_nested ? kind_of(s) : b && !table.bits ? kind_of(b) : F16;
+    if (is_nested && s->itemsize != 1) return PyErr_SetString(PyExc_TypeError, "scales: expected uint8"), 0;
     if (!shape_of(m, in, form[0], form[1], form[2], kind, b != NULL)) return 0;
     *rows = m->rows = w->shape[0];
     if (!dim(w, "w", 1, m->words) || !dims2(s, "scales", *rows, m->s_bytes / s->itemsize)) return 0;
-    if (b && !dims2(b, "biases", *rows, m->b_bytes / b->itemsize)) return 0;
-    if (b && kind_of(b) != m->kind) {
+    if (b && table.bits) {
+        if (b->itemsize != 1) return PyErr_SetString(PyExc_TypeError, "grid: expected uint8"), 0;
+        if (!dims2(b, "grid", table.entries, table.values)) return 0;
+    } else if (b && !dims2(b, "biases", *rows, m->b_bytes / b->itemsize)) return 0;
+    if (b && !table.bits && kind_of(b) != m->kind) {
         PyErr_SetString(PyExc_TypeError, "scales and biases have different dtypes");
         return 0;
     }
@@ -250,7 +260,7 @@ static int planes_of(const Path *p, const Matrix *m, int bits) {
 static ptrdiff_t packed_words(const Path *p, const Matrix *m, int planes) {
     if (planes) return m->in / 4 * planes + 2 * rounded_groups(m);
     if (!m->is_plain && p->plane_floats && p->plane_floats(m)) return p->plane_floats(m);
-    if (m->codes == E4M3) return m->in;
+    if (m->codes == E4M3 || m->codes == TABLE) return m->in;
     ptrdiff_t codes = m->codes == E2M1 || m->is_plain ? 8 : BLOCK_CODES(m->bits);
     return ceil_div(m->in / codes, p->width) * (codes + block_parts(m)) * p->width;
 }
@@ -551,8 +561,8 @@ static Matrix projection(const Experts *c, ptrdiff_t slot, int which) {
     const uint32_t *record = c->blob + slot * c->stride;
     const ptrdiff_t *at = c->place[which];
     Matrix m = c->form;
-    m.w = record + at[0], m.s = record + at[1], m.b = m.b_bytes ? record + at[2] : NULL;
-    if (m.codes && at[2] >= 0) m.factor = *(const float *)(record + at[2]) * GLOBAL_UNIT;
+    m.w = record + at[0], m.s = record + at[1], m.b = m.b_bytes || m.codes == TABLE ? record + at[2] : NULL;
+    if ((m.codes == E2M1 || m.codes == E4M3) && at[2] >= 0) m.factor = *(const float *)(record + at[2]) * GLOBAL_UNIT;
     return m;
 }
 
@@ -618,7 +628,10 @@ static int take_places(PyObject *places, int count, ptrdiff_t rows, ptrdiff_t in
     for (int i = 0; i < 3 * count; i++) {
         ptrdiff_t words = 0, at = number[i];
         if (fits) words = i % 3 ? ceil_div(rows * (i % 3 == 1 ? c->form.s_bytes : c->form.b_bytes), 4) : rows * c->form.words;
-        if (i % 3 == 2 && c->form.codes) {
+        if (i % 3 == 2 && c->form.codes == TABLE) {
+            const Table table = table_of(c->form.source);
+            words = ceil_div(table.entries * table.values, 4), fits = fits && at >= 0;
+        } else if (i % 3 == 2 && c->form.codes) {
             words = 1, at = number[i] == number[i - 1] || c->form.kind == E8M0 ? -1 : at;
             fits = fits && at >= -1;
         } else fits = fits && at >= 0;

@@ -20,6 +20,8 @@ static inline int nested_bytes(int bits) { return bits == 3 ? 12 : 16; }
 /* The number of float16 values beside the bytes of scales. */
 static inline int nested_supers(int bits) { return bits == 2 ? 2 : bits == 3 || bits == 6; }
 
+static inline int nested_has_minima(int bits) { return bits == 2 || bits == 4 || bits == 5; }
+
 typedef struct {
     uint64_t scales[2], minima[2]; /* a byte for each group, the first one lowest: S + offset, and M */
 } ScaleCodes;

@@ -46,16 +46,19 @@
 #define IN_INTEGERS 0
 #define IN_E2M1 1
 #define IN_PARTS 2
+#define IQ4_SIGNED 1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15 /* the same as int8 */
+#define IQ4_BYTES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241 /* values of IQ4, plus 128 */
 #define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
 
 typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* the dtype of scales and biases */
 
-/* What a code is: an integer, or a float of 4 or 8 bits (OCP Microscaling 1.0). */
-typedef enum { INTEGER, E2M1, E4M3 } Codes;
+/* What a code is: an integer, a float of 4 or 8 bits (OCP Microscaling 1.0), or a place in a table. */
+typedef enum { INTEGER, E2M1, E4M3, TABLE } Codes;
 
 /* Where the scales and biases of groups come from: MLX's forms store them. SYMMETRIC forms store no bias; it is
- * -2^(bits - 1) times the scale. NESTED: GGUF's K types (nested.h). */
-typedef enum { MLX, SYMMETRIC, NESTED } Source;
+ * -2^(bits - 1) times the scale. NESTED: GGUF's K types (nested.h). The others are GGUF's types with tables, which have
+ * no biases. The numbers are those of moeflux_mlx/ops/native.py. */
+typedef enum { MLX, SYMMETRIC, NESTED, IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M } Source;
 
 /* How gate and up are combined. The numbers are those of ActivationForm in moeflux_mlx/kinds/feed_forward.py. */
 typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU, SITU } Activation;
@@ -187,6 +190,20 @@ static inline ptrdiff_t min(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 #endif
 
 #include "nested.h"
+#include "grids.h"
+
+/* Of a type with a table: bits of a code, columns of a group, bytes of scales of 256 columns, and the grid's size. IQ4_NL
+ * has a float16 for each group. */
+typedef struct {
+    int bits, group, scale_bytes, entries, values;
+} Table;
+
+static inline Table table_of(ptrdiff_t source) {
+    static const Table tables[] = {{4, 32, 16, 0, 0},  {4, 32, 8, 0, 0},    {3, 32, 2, 256, 4},
+                                   {3, 32, 14, 512, 4}, {2, 32, 2, 256, 8}, {2, 16, 10, 512, 8},
+                                   {2, 16, 18, 1024, 8}, {1, 32, 18, 2048, 8}, {1, 16, 24, 2048, 8}};
+    return source >= IQ4_NL && source <= IQ1_M ? tables[source - IQ4_NL] : (Table){0};
+}
 
 /* These symbols are visible to the other files of this extension, but not to Python or to other libraries. */
 #pragma GCC visibility push(hidden)

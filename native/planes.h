@@ -117,6 +117,7 @@ static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m
 
 /* Returns whether this instruction set multiplies a matrix of this form in integers. */
 static int FN(in_planes)(const Matrix *m) {
+    if (m->codes == TABLE) return 0;
     return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits > 2 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
 }
 
@@ -241,9 +242,8 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     for (ptrdiff_t g = 0; g < groups; g += W) {
         vf scale[8];
         UNROLL for (int i = 0; i < R; i++) {
-            vf scales, biases = {0};
-            if (!MX && m->source == NESTED) FN(nested)(m, rows[i], g, BITS, &scales, &biases);
-            else scales = FN(table)(m->s, rows[i] * groups + g, groups - g, m->kind);
+            const vf scales = FN(table)(m->s, rows[i] * groups + g, groups - g, m->kind);
+            vf biases = {0};
             if (!MX && m->source == MLX) biases = FN(table)(m->b, rows[i] * groups + g, groups - g, m->kind);
             if (!MX && m->source == SYMMETRIC) biases = scales * -(float)(1 << (BITS - 1));
             if (!MX) biases += (float)offset * scales;
@@ -271,6 +271,77 @@ INLINE void FN(plane_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t
     }
     FN(store)(acc, r0, r, r1, y, R, T);
 }
+
+/* As plane_rows, for a NESTED matrix. The loops over the steps of W groups have constant bounds here. */
+INLINE void FN(nested_rows)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x,
+                            float *const *y, const int R, const int T, const int BITS) {
+    enum { MOST = 4 };
+    static const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int n = BYTES(BITS), steps = nested_group(BITS) / (4 * n), each = n * W * BITS / 2, offset = CODE_OFFSET(BITS, 0);
+    const int per = SUPER / nested_group(BITS), size = nested_bytes(BITS), supers = 2 * nested_supers(BITS);
+    const int has_bias = nested_has_minima(BITS) || offset != 1 << (BITS - 1);
+    const ptrdiff_t groups = m->groups, row_bytes = m->words * 4, padded = FN(plane_groups)(m);
+    ptrdiff_t ahead = r + R * (1 + PREFETCH_BYTES / (R * row_bytes)), at = 0;
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
+    const uint8_t *w[MOST], *s[MOST], *d[MOST];
+    const float *factor[MOST];
+    vf acc[8];
+    UNROLL for (int i = 0; i < R; i++) {
+        const ptrdiff_t row = r + i < r1 ? r + i : r1 - 1;
+        w[i] = (const uint8_t *)(m->w + row * m->words), s[i] = (const uint8_t *)m->s + row * m->s_bytes;
+        d[i] = supers ? (const uint8_t *)m->b + row * m->b_bytes : s[i];
+        prefetch_tables(m, ahead + i, r1);
+    }
+    UNROLL for (int t = 0; t < T; t++) factor[t] = FN(plane_factors)(m, x[t]);
+    UNROLL for (int i = 0; i < R * T; i++) acc[i] = (vf){0};
+    for (ptrdiff_t g = 0; g < groups; g += W) {
+        const ptrdiff_t super = g / per;
+        vf scale[8];
+        UNROLL for (int i = 0; i < R; i++) {
+            const uint8_t *from = s[i] + super * size;
+            vf scales, biases;
+            FN(nested_scales)(from, supers ? d[i] + super * supers : from, g % per, g + 8 >= groups, BITS, 0, &scales, &biases);
+            if (offset) biases += (float)offset * scales;
+            UNROLL for (int t = 0; t < T; t++) {
+                scale[i * T + t] = scales * *(const vf *)(factor[t] + g);
+                if (has_bias) acc[i * T + t] += biases * *(const vf *)(factor[t] + padded + g);
+            }
+        }
+        UNROLL for (int step = 0; step < steps; step++, at += each) {
+            if (W * nested_group(BITS) > SUPER && at >= row_bytes) break;
+            UNROLL for (int i = 0; i < R; i++) {
+                FN(bytes) codes[4];
+                UNROLL for (int b = 0; b < each; b += 64) __builtin_prefetch(soon + i * row_bytes + at + b);
+                FN(unpack_codes)(w[i] + at, BITS, 0, codes);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const int8_t *plane = (const int8_t *)x[t] + at / each * STEP_BYTES(BITS);
+                    vu sum = FN(products)(codes, plane, n);
+                    if (offset) sum += *(const vu *)(plane + 3 * 4 * W * n);
+                    const vi from = (*(const vi *)lane + step * W) / steps;
+                    const vf by = steps > 1 ? FN(permute_floats)(scale[i * T + t], from) : scale[i * T + t];
+                    acc[i * T + t] += __builtin_convertvector((vi)sum, vf) * by;
+                }
+            }
+        }
+    }
+    FN(store)(acc, r0, r, r1, y, R, T);
+}
+
+#define NESTED_PLANES(R, T, BITS)                                                                             \
+    static __attribute__((noinline)) TARGET void FN(nested_##T##_##BITS)(                                     \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r += R) FN(nested_rows)(m, r0, r, r1, x, y, R, T, BITS);               \
+    }
+#define EVERY(BITS) NESTED_PLANES(4, 1, BITS) NESTED_PLANES(2, 2, BITS) NESTED_PLANES(2, 4, BITS)
+#define NESTED_THREE(BITS) {FN(nested_1_##BITS), FN(nested_2_##BITS), FN(nested_4_##BITS)}
+EVERY(2)
+EVERY(4)
+#if W == 16
+EVERY(3)
+EVERY(5)
+EVERY(6)
+#endif
+#undef EVERY
 
 #define PLANES(R, T, BITS, MX)                                                                                \
     static __attribute__((noinline)) TARGET void FN(planes_##T##_##BITS##_##MX)(                              \
@@ -300,14 +371,17 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
 #if W == 16
     static Rows *const affine[7][3] = {
         [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0), [5] = THREE(5, 0), [6] = THREE(6, 0)};
+    static Rows *const nested[7][3] = {[2] = NESTED_THREE(2), [3] = NESTED_THREE(3), [4] = NESTED_THREE(4),
+                                       [5] = NESTED_THREE(5), [6] = NESTED_THREE(6)};
 #else
     static Rows *const affine[5][3] = {[2] = THREE(2, 0), [4] = THREE(4, 0)};
+    static Rows *const nested[5][3] = {[2] = NESTED_THREE(2), [4] = NESTED_THREE(4)};
 #endif
     if (!FN(in_planes)(m)) {
         FN(rows_of_blocks)(m, r0, r1, n, x, y);
         return;
     }
-    Rows *const *kernels = m->codes == E2M1 ? mx : affine[m->bits];
+    Rows *const *kernels = m->codes == E2M1 ? mx : m->source == NESTED ? nested[m->bits] : affine[m->bits];
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;
@@ -322,6 +396,8 @@ void FN(use_planes)(Path *path) {
 #undef PLANES
 #undef EVERY
 #undef THREE
+#undef NESTED_PLANES
+#undef NESTED_THREE
 #undef STEP_BYTES
 #undef CODE_OFFSET
 #undef BYTES

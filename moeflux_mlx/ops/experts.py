@@ -326,7 +326,7 @@ def _down_combine_kernel(
 @planned("experts")
 def native_refusal(record: Record) -> Reason | None:
     """Why the native kernels do not read such records."""
-    return None if is_read(record, natively=True) else unread_reason(record)
+    return None if is_read(record) else unread_reason(record)
 
 
 def _check_slots(blob: Shape, slots: Shape, tokens: int, record: Record, least: int = 1) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, E8M0, FLOAT, GGUF_MODES, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
+from ..quant import E2M1, E4M3, FLOAT, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
 from .nested import HALF, group_scales, of_halves
 from .table_values import block_scales, table_values
@@ -21,9 +21,6 @@ from .tiles import Tile
 MULTIPLE = 64  # the kernels need a multiple of this number of columns, for any group
 # Columns of a chunk by bits: 16 bytes where a load can be as wide, else as many whole words as 32 or 64 columns fill.
 CHUNKS = {1: 64, 2: 64, 3: 64, 4: 32, 5: 32, 6: 32, 8: 16}
-# Codes and scales that the GPU kernels and the native ones read. Other forms are computed by MLX's own operations.
-NATIVE = ((INTEGER, FLOAT), (E2M1, E8M0), (E2M1, E4M3), (E4M3, E8M0))  # what the native ones read of that
-READ = (*NATIVE, *((mode.codes, mode.scale) for mode in GGUF_MODES.values()))
 # Codes, or kinds of scales of GGUF's integers, and bits that a backend's kernels for experts multiply as integers: the
 # latter by pairs of bytes, which have integers of 16 bits beside them, so not for float32.
 INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
@@ -127,10 +124,9 @@ class Form:
         return pieces if self.planes else 1 << (near.bit_length() - 1)
 
 
-def is_read(quant: Quant, columns: int, natively: bool = False) -> bool:
-    """Whether the GPU kernels, or the native ones, read matrices of this form with rows of `columns` columns."""
-    is_in_kernels = quant.is_known and (quant.codes, quant.scale) in (NATIVE if natively else READ)
-    return is_in_kernels and columns % MULTIPLE == 0 and columns % quant.multiple == 0
+def is_read(quant: Quant, columns: int) -> bool:
+    """Whether the GPU kernels and the native ones read matrices of this form with rows of `columns` columns."""
+    return quant.is_known and columns % MULTIPLE == 0 and columns % quant.multiple == 0
 
 
 def scale_type(quant: Quant | None, floating: mx.Dtype) -> mx.Dtype | str:

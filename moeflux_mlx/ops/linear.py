@@ -153,10 +153,14 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         dense = _dense(w)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
-    parts = [view(part).reshape(heads, -1, part.shape[-1])[:, rows] for part in parts_of(w)]
-    into: Any = {"out": np.empty((parts[0].shape[1], w.shape[-1]), np.float32)}
+    into: Any = {"out": np.empty((len(range(prod(w.shape[:-1]) // heads)[rows]), w.shape[-1]), np.float32)}
     for head in range(heads):
-        yield native.dequantize(w.quant, *(part[head] for part in parts), **into)
+        yield native.dequantize(w.quant, *_of_head(w, heads, head, rows), **into)
+
+
+def _of_head(w: Weights, heads: int, head: int, rows: slice) -> list[Any]:
+    """The parts of the `rows` of one head's matrix."""
+    return each_part(w, lambda part: view(part).reshape(heads, -1, part.shape[-1])[head, rows])
 
 
 def linear_by_head(x: np.ndarray, w: Weights, heads: int, rows: slice) -> np.ndarray | None:
@@ -164,10 +168,9 @@ def linear_by_head(x: np.ndarray, w: Weights, heads: int, rows: slice) -> np.nda
     the native kernels do not read the matrix as it is stored, or there are more tokens. Activations are not rounded."""
     if w.quant is None or w.quant.has_global_scale or not _is_native(w) or len(x) > MAX_TOKENS:
         return None
-    parts = [view(part).reshape(heads, -1, part.shape[-1])[:, rows] for part in parts_of(w)]
     x = np.ascontiguousarray(x.swapaxes(0, 1))
     with native.activations(native.EXACT):
-        made = [native.linear(x[head], w.quant, *(part[head] for part in parts)) for head in range(heads)]
+        made = [native.linear(x[head], w.quant, *_of_head(w, heads, head, rows)) for head in range(heads)]
     return np.stack(made, axis=1)
 
 
@@ -178,7 +181,7 @@ def _is_native(w: Weights) -> bool:
 @planned("linear")
 def native_refusal(quant: Quant | None, columns: int) -> Reason | None:
     """Why the native kernels do not read a matrix of this form."""
-    return None if quant is None or is_read(quant, columns, natively=True) else _unread(quant, columns)
+    return None if quant is None or is_read(quant, columns) else _unread(quant, columns)
 
 
 def _dense(w: Weights) -> np.ndarray:

@@ -14,7 +14,8 @@ as the physical cores this process may use, sleeps between bursts, and is starte
 
 Arguments are C-contiguous numpy arrays, MLX arrays (evaluated on access) or memoryviews; float32
 unless said otherwise. `scales` and `biases` are bfloat16 (MLX), uint16 (bfloat16 bits), float16 or float32,
-or scales alone are uint8 (E8M0, or E4M3 in groups of 16).
+or scales alone are uint8 (E8M0, or E4M3 in groups of 16). Nested scales of GGUF's forms are uint8 too, with `supers` in
+place of biases where the form has them; a symmetric form has its `supers` as scales.
 `out` receives the result if given; it must be writable and overlap no input.
 
 Does not know: models, files, MLX streams. If there was no compiler at installation, the extension is missing:
@@ -38,7 +39,7 @@ from ..errors import MoefluxError, MoefluxWarning
 from ..formats.record import Projection, Record
 from ..installation import reinstall_command
 from ..kinds import FORMS, SILU, Activation
-from ..quant import E4M3, E8M0, GLOBAL_UNIT, Quant
+from ..quant import E4M3, E8M0, GLOBAL_UNIT, TABLE, Quant
 from .cores import cores
 from .interrupt import pieces
 from .stand_ins import stand_ins
@@ -49,6 +50,7 @@ NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
 KINDS = ("BF16", "F16", "F32", E8M0, E4M3)  # types of a record's scales, in the order of the kernels' numbers
+TABLES = ("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
@@ -180,8 +182,12 @@ def _apart(quant: Quant | None, third: Buffer | None) -> tuple[Buffer | None, np
 
 
 def _source(quant: Quant) -> int:
-    """The kernels' number of where scales and biases come from: 0 if they are stored, 1 symmetric, 2 nested scales."""
-    return 0 if quant.is_of_mlx else 2 if quant.is_nested else 1
+    """The kernels' number of where scales and biases come from: both are stored, or scales alone of a symmetric form,
+    or nested scales, or what a form with a table has.
+    """
+    if quant.is_of_mlx:
+        return 0
+    return TABLES.index(quant.mode) + 3 if quant.codes == TABLE else 2 if quant.is_nested else 1
 
 
 def dequantize(

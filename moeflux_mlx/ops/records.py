@@ -133,12 +133,12 @@ def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, ar
 
 
 @cache
-def is_read(record: Record, natively: bool = False) -> bool:
-    """Whether the GPU kernels, or the native ones, read such records; the twins read all. One kernel reads both gate
+def is_read(record: Record) -> bool:
+    """Whether the GPU kernels and the native ones read such records; the twins read all. One kernel reads both gate
     and up.
     """
     alike = form_of(record.gate) == form_of(record.up)
-    return alike and all(forms.is_read(part.quant, part.columns, natively) for part in (record.gate, record.down))
+    return alike and all(forms.is_read(part.quant, part.columns) for part in (record.gate, record.down))
 
 
 def unread_reason(record: Record) -> Reason:

@@ -21,13 +21,14 @@ import numpy as np
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.cores import cores
-from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, Quant
+from moeflux_mlx.quant import AFFINE_BITS, EXPERTS, GGUF_MODES, Quant
 
 HIDDEN, WIDTH, TOP_K, VOCABULARY = 2048, 768, 8, 151936
 RECORD = Record.make(HIDDEN, WIDTH)
 LAYER = 4096, 1024, 10  # hidden size, expert width and experts per token of 397B-A17B
 FORMS = [*(Quant(bits, 64) for bits in AFFINE_BITS if bits != 4), Quant(4, 32), Quant(3, 128)]
 FORMS += [Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4", has_global_scale=True)]
+FORMS += [Quant(mode.bits, mode.group_size, name) for name, mode in GGUF_MODES.items()]
 
 
 def matrix(rng, rows, columns):
@@ -132,10 +133,11 @@ def measure_weights(words, cases, rounds):
 def layer_of(quant, rng, layers=2):
     """Returns {operation: (call, bytes)} for experts of this form; the calls use `layers` layers in turn."""
     hidden, width, count = LAYER
-    kind = "BF16" if quant.has_biases else "U8"
+    has_floats = quant.has_biases or not quant.is_of_mlx
+    kind = "BF16" if has_floats else "U8"
     record = Record.make(hidden, width, (quant,) * 3, Record.make(hidden, width, (quant,) * 3, None, kind).size, kind)
     blob = rng.integers(0, 2**32, (layers * count, record.size // 4), dtype=np.uint32)
-    blob &= np.uint32(0x3DFF3DFF if quant.has_biases else 0x7B7B7B7B)  # scales of a usual size
+    blob &= np.uint32(0x3DFF3DFF if has_floats else 0x7B7B7B7B)  # scales of a usual size
     slots = [np.arange(i * count, (i + 1) * count, dtype=np.int32)[None] for i in range(layers)]
     x, weights = rng.standard_normal((1, hidden), dtype=np.float32), np.full((1, count), 0.1, np.float32)
     act, out = np.empty((1, count, width), np.float32), np.empty_like(x)
