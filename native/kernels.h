@@ -773,7 +773,7 @@ EVERY(3, 2)
 
 /* ---- codes of tables --------------------------------------------------------------------------------------
  *
- * The codes of up to 256 columns become bytes q + 128, and their scales floats. A weight is scale * q.
+ * The codes of up to 256 columns become signed bytes q, and their scales floats. A weight is scale * q.
  */
 INLINE vf FN(half_splat)(const void *from) {
     uint16_t bits;
@@ -784,55 +784,85 @@ INLINE vf FN(half_splat)(const void *from) {
 #include "tables.h"
 
 /* Looks up 32 codes of 4 bits: the low halves of 16 bytes, then the high halves. */
-INLINE void FN(iq4)(const uint8_t *from, uint8_t *codes) {
+INLINE void FN(iq4)(const uint8_t *from, int8_t *codes) {
 #if W >= 8
     const __m128i v = _mm_loadu_si128((const __m128i *)from);
     const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(v), _mm_srli_epi16(v, 4), 1);
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(IQ4_SIGNED));
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(IQ4_BYTES));
     _mm256_storeu_si256((__m256i *)codes, _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15))));
 #else
-    static const uint8_t table[16] = {IQ4_BYTES};
+    static const int8_t table[16] = {IQ4_BYTES};
 #if defined(__aarch64__)
-    const uint8x16_t v = vld1q_u8(from), values = vld1q_u8(table);
-    vst1q_u8(codes, vqtbl1q_u8(values, vandq_u8(v, vdupq_n_u8(15))));
-    vst1q_u8(codes + 16, vqtbl1q_u8(values, vshrq_n_u8(v, 4)));
+    const int8x16_t values = vld1q_s8(table);
+    const uint8x16_t v = vld1q_u8(from);
+    vst1q_s8(codes, vqtbl1q_s8(values, vandq_u8(v, vdupq_n_u8(15))));
+    vst1q_s8(codes + 16, vqtbl1q_s8(values, vshrq_n_u8(v, 4)));
 #else
     for (int i = 0; i < 16; i++) codes[i] = table[from[i] & 15], codes[16 + i] = table[from[i] >> 4];
 #endif
 #endif
 }
 
+/* Computes the scales of min(W, 8) groups of a row of IQ4 from column c on, and something finite for groups that the row
+ * does not have. */
+INLINE vf FN(iq4_scales)(const Matrix *m, ptrdiff_t row, ptrdiff_t c) {
+    static const uint32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7, 7, 7, 7, 7, 7};
+    if (m->source == IQ4_NL) {
+        enum { EACH = W < 8 ? W : 8 };
+        typedef uint16_t vh __attribute__((vector_size(2 * EACH), aligned(2), may_alias));
+        uint16_t few[EACH] = {0};
+        const uint16_t *from = (const uint16_t *)((const char *)m->s + row * m->s_bytes) + c / 32;
+        if (m->in - c < 32 * EACH) from = memcpy(few, from, (size_t)(m->in - c) / 16);
+        const vh halves = *(const vh *)from;
+#if W == 16
+        return (vf)_mm512_cvtph_ps(_mm256_castsi128_si256((__m128i)halves));
+#else
+        return FN(half)(__builtin_convertvector(halves, vu));
+#endif
+    }
+    /* d, 2 bytes with the high bits of the scales, 4 bytes with the low ones */
+    const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes + c / SUPER * 8;
+    const vu j = *(const vu *)lane + (uint32_t)(c % SUPER / 32);
+    uint16_t high;
+    uint32_t low;
+    memcpy(&high, s + 2, 2), memcpy(&low, s + 4, 4);
+    const vu codes = (((vu){0} + low) >> 4 * j & 15) | (((vu){0} + high) >> 2 * j & 3) << 4;
+    return (__builtin_convertvector((vi)codes, vf) - 32.0f) * FN(half_splat)(s);
+}
+
 /* Unpacks the columns of a row from c on: up to 256, if the row has so many. */
-static __attribute__((noinline)) TARGET void FN(table_block)(const Matrix *m, ptrdiff_t row, ptrdiff_t c, uint8_t *codes,
+static __attribute__((noinline)) TARGET void FN(table_block)(const Matrix *m, ptrdiff_t row, ptrdiff_t c, int8_t *codes,
                                                              float *scales) {
     const uint8_t *w = (const uint8_t *)(m->w + row * m->words) + c / 8 * m->bits;
     const uint8_t *s = (const uint8_t *)m->s + row * m->s_bytes, *grid = m->b;
-    const ptrdiff_t block = c / SUPER, n = min(SUPER, m->in - c);
-#define EXPAND(type) case type: FN(expand)(GRID_##type, w, s + block * table_of(type).scale_bytes, grid, codes, scales); return;
+#define EXPAND(type)                                                                                         \
+    case type: FN(expand)(GRID_##type, w, s + c / SUPER * table_of(type).scale_bytes, grid, codes, scales); return;
     switch (m->source) {
         EXPAND(IQ3_XXS) EXPAND(IQ3_S) EXPAND(IQ2_XXS) EXPAND(IQ2_XS) EXPAND(IQ2_S) EXPAND(IQ1_S) EXPAND(IQ1_M)
-    case IQ4_NL: FN(decode)(m->s, row * m->groups + c / 32, n / 32, F16, scales); break;
-    default: { /* IQ4_XS: d, 2 bytes with the high bits of the scales, 4 bytes with the low ones */
-        uint16_t high;
-        uint32_t low;
-        memcpy(&high, s + 8 * block + 2, 2), memcpy(&low, s + 8 * block + 4, 4);
-        const float d = FN(half_splat)(s + 8 * block)[0];
-        for (int j = 0; j < 8; j++) scales[j] = d * (float)((int)((low >> 4 * j & 15) | (high >> 2 * j & 3) << 4) - 32);
-    }
+    default: break;
     }
 #undef EXPAND
+    const ptrdiff_t n = min(SUPER, m->in - c);
+    for (ptrdiff_t i = 0; i < n / 32; i += W) *(vf *)(scales + i) = FN(iq4_scales)(m, row, c + 32 * i);
     for (ptrdiff_t i = 0; i < n / 32; i++) FN(iq4)(w + 16 * i, codes + 32 * i);
 }
 
-INLINE vf FN(signed_bytes)(const uint8_t *from) {
+/* Converts W signed bytes to floats. */
+INLINE vf FN(signed_bytes)(const int8_t *from) {
+#if W == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif W == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
     typedef int8_t vb __attribute__((vector_size(W), aligned(1), may_alias));
-    return __builtin_convertvector(__builtin_convertvector(*(const vb *)from ^ (int8_t)0x80, vi), vf);
+    return __builtin_convertvector(__builtin_convertvector(*(const vb *)from, vi), vf);
+#endif
 }
 
 /* As row_block, for one row of codes of a table. */
 INLINE void FN(table_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x, float *const *y,
-                          const int T) {
-    uint8_t codes[SUPER] __attribute__((aligned(64)));
+                          const int T, const int GROUP) {
+    int8_t codes[SUPER];
     float scales[SUPER / 16 + W];
     const ptrdiff_t ahead = r + 1 + PREFETCH_BYTES / (m->words * 4);
     const char *soon = (const char *)address_ahead(m, ahead, r1);
@@ -843,10 +873,10 @@ INLINE void FN(table_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
         const ptrdiff_t n = min(SUPER, m->in - c), begin = c / 8 * m->bits;
         for (ptrdiff_t b = 0; b < n / 8 * m->bits; b += 64) __builtin_prefetch(soon + begin + b);
         FN(table_block)(m, r, c, codes, scales);
-        for (ptrdiff_t g = 0, at = 0; at < n; g++, at += m->group) {
+        for (ptrdiff_t g = 0, at = 0; at < n; g++, at += GROUP) {
             vf sum[4];
             UNROLL for (int t = 0; t < T; t++) sum[t] = (vf){0};
-            for (ptrdiff_t i = at; i < at + m->group; i += W) {
+            UNROLL for (ptrdiff_t i = at; i < at + GROUP; i += W) {
                 const vf q = FN(signed_bytes)(codes + i);
                 UNROLL for (int t = 0; t < T; t++) sum[t] += q * *(const vf *)(x[t] + c + i);
             }
@@ -856,14 +886,17 @@ INLINE void FN(table_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t 
     FN(store)(acc, r0, r, r1, y, 1, T);
 }
 
-#define TABLES(T)                                                                                             \
-    static __attribute__((noinline)) TARGET void FN(tables_##T)(                                              \
+#define TABLES(T, GROUP)                                                                                      \
+    static __attribute__((noinline)) TARGET void FN(tables_##T##_##GROUP)(                                    \
         const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
-        for (ptrdiff_t r = r0; r < r1; r++) FN(table_row)(m, r0, r, r1, x, y, T);                             \
+        for (ptrdiff_t r = r0; r < r1; r++) FN(table_row)(m, r0, r, r1, x, y, T, GROUP);                      \
     }
-TABLES(1)
-TABLES(2)
-TABLES(4)
+TABLES(1, 16)
+TABLES(2, 16)
+TABLES(4, 16)
+TABLES(1, 32)
+TABLES(2, 32)
+TABLES(4, 32)
 #undef TABLES
 
 /* As rows, for n <= 4 rows of activations that pack_blocks has packed. Three rows are computed as two and one: the
@@ -877,10 +910,11 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
                                        [5] = THREE(5, 0), [6] = THREE(6, 0), [8] = THREE(8, 0)};
 #undef THREE
     static Rows *const e4m3[3] = {FN(e4m3_1), FN(e4m3_2), FN(e4m3_4)};
-    static Rows *const tables[3] = {FN(tables_1), FN(tables_2), FN(tables_4)};
+    static Rows *const tables[2][3] = {{FN(tables_1_16), FN(tables_2_16), FN(tables_4_16)},
+                                       {FN(tables_1_32), FN(tables_2_32), FN(tables_4_32)}};
     Rows *const *kernels = affine[m->bits];
     if (m->codes == E4M3) kernels = e4m3;
-    else if (m->codes == TABLE) kernels = tables;
+    else if (m->codes == TABLE) kernels = tables[m->group == 32];
     else if (m->codes == E2M1) kernels = mx;
     else if (block_parts(m) == 2) kernels = in_parts;
     if (n == 4) {
@@ -893,13 +927,13 @@ static TARGET void FN(rows_of_blocks)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r
 
 /* Dequantises rows r0 to r1-1 of a matrix of codes of a table. */
 static TARGET void FN(unpack_tables)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, float *out) {
-    uint8_t codes[SUPER];
+    int8_t codes[SUPER];
     float scales[SUPER / 16 + W];
     for (ptrdiff_t r = r0; r < r1; r++)
         for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
             FN(table_block)(m, r, c, codes, scales);
             for (ptrdiff_t i = 0; i < min(SUPER, m->in - c); i++)
-                *out++ = (float)(codes[i] - 128) * scales[i / m->group];
+                *out++ = (float)codes[i] * scales[i / m->group];
         }
 }
 

@@ -46,8 +46,8 @@
 #define IN_INTEGERS 0
 #define IN_E2M1 1
 #define IN_PARTS 2
-#define IQ4_SIGNED 1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15 /* the same as int8 */
-#define IQ4_BYTES 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241 /* values of IQ4, plus 128 */
+#define IQ4_BYTES -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+#define IQ4_MORE 1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15 /* plus 128 */
 #define E2M1_BYTES 16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4
 
 typedef enum { BF16, F16, F32, E8M0, E4M3_SCALE } Kind; /* the dtype of scales and biases */

@@ -71,12 +71,15 @@ INLINE __m512i FN(add_plane)(__m512i sum, const __m512i *codes, const int8_t *x,
     return sum;
 }
 
-/* Returns the sums of the products of n vectors of codes and the integers in three planes, lane by lane. */
-INLINE vu FN(products)(const __m512i *codes, const int8_t *x, const int n) {
-    const __m512i zero = _mm512_setzero_si512();
-    __m512i high = _mm512_slli_epi32(FN(add_plane)(zero, codes, x + 128 * n, n), 8);
+/* Returns `start` plus the products of n vectors of codes and the integers in three planes, lane by lane. */
+INLINE vu FN(products_from)(__m512i start, const __m512i *codes, const int8_t *x, const int n) {
+    __m512i high = _mm512_slli_epi32(FN(add_plane)(_mm512_setzero_si512(), codes, x + 128 * n, n), 8);
     high = _mm512_slli_epi32(FN(add_plane)(high, codes, x + 64 * n, n), 8);
-    return (vu)_mm512_add_epi32(high, FN(add_plane)(zero, codes, x, n));
+    return (vu)_mm512_add_epi32(high, FN(add_plane)(start, codes, x, n));
+}
+
+INLINE vu FN(products)(const __m512i *codes, const int8_t *x, const int n) {
+    return FN(products_from)(_mm512_setzero_si512(), codes, x, n);
 }
 
 INLINE vf FN(permute_floats)(vf values, vi from) { return (vf)_mm512_permutexvar_ps((__m512i)from, (__m512)values); }
@@ -113,10 +116,128 @@ INLINE vf FN(permute_floats)(vf values, vi from) { return (vf)_mm256_permutevar8
 /* The offset that is subtracted from a code. */
 #define CODE_OFFSET(bits, is_e2m1) ((is_e2m1) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
 
+/* Converts the activations of a group to integers of at most `most`, and writes their sum. Returns the factor of the integers. */
+INLINE float FN(quantize_group)(const float *x, ptrdiff_t n, const float most, int32_t *out, float *sum) {
+    float lanes[W];
+    vf top = FN(splat)(LEAST_PEAK), total = {0};
+    for (ptrdiff_t i = 0; i < n; i += W) {
+        const vf v = *(const vf *)(x + i), size = (vf)((vi)v & 0x7FFFFFFF);
+        top = FN(select)((vi)(size > top), size, top);
+        total += v;
+    }
+    *(vf *)lanes = top, *sum = FN(hsum)(total);
+    float peak = lanes[0];
+    for (int i = 1; i < W; i++) peak = lanes[i] > peak ? lanes[i] : peak;
+    for (ptrdiff_t i = 0; i < n; i++) out[i] = (int32_t)rintf(x[i] * (most / peak));
+    return peak / most;
+}
+
+#if W == 16
+/* ---- IQ4 -----------------------------------------------------------------------------------------------
+ *
+ * Codes are bytes q + 128 when they have been looked up. A lane has the codes of 4 columns, and activations are integers
+ * of IQ4_PEAK at most, so that the sum of a lane fits 32 bits. The low halves of 64 bytes are one vector, the high halves
+ * the next one. A packed row has, for each vector of 64 columns, three planes and the start values, minus 128 times the
+ * sums of activations; then the factor of each group.
+ */
+#define IQ4_PEAK 4177800.0f /* half of PLANES_PEAK; 4 * 127 times it is below 2^31 */
+#define IQ4_UNIT 256        /* bytes of a packed vector */
+
+static int FN(is_iq4)(const Matrix *m) { return m->codes == TABLE && m->source <= IQ4_XS && m->in % 128 == 0; }
+
+static inline float *FN(iq4_factors)(const Matrix *m, const float *packed) {
+    return (float *)((char *)packed + m->in / 64 * IQ4_UNIT);
+}
+
+/* Returns the size of a packed row in floats. */
+static inline ptrdiff_t FN(iq4_floats)(const Matrix *m) {
+    return FN(iq4_factors)(m, NULL) - (float *)NULL + m->groups + W;
+}
+
+static TARGET void FN(pack_iq4)(const Matrix *m, const float *x, float *out) {
+    int32_t whole[128], start[W];
+    int8_t *to = (int8_t *)out;
+    float *factor = FN(iq4_factors)(m, out), unused;
+    memset(factor, 0, (size_t)(m->groups + W) * sizeof *factor);
+    for (ptrdiff_t c = 0; c < m->in; c += 128) {
+        for (ptrdiff_t i = 0; i < 128; i += 32, factor++)
+            *factor = FN(quantize_group)(x + c + i, 32, IQ4_PEAK, whole + i, &unused);
+        for (ptrdiff_t half = 0; half < 2; half++, to += IQ4_UNIT) {
+            memset(start, 0, sizeof start);
+            for (ptrdiff_t i = 0; i < 64; i++) {
+                int32_t v = whole[i / 16 * 32 + 16 * half + i % 16];
+                start[i / 4] -= 128 * v;
+                for (int p = 0; p < 3; p++) to[64 * p + i] = (int8_t)v, v = (v + 128) >> 8;
+            }
+            memcpy(to + 192, start, sizeof start);
+        }
+    }
+}
+
+/* Computes the scales of 8 groups of IQ4_XS from its 8 bytes, as iq4_scales in kernels.h. */
+INLINE vf FN(iq4_xs_scales)(const uint8_t *from) {
+    const __m128i all = _mm_loadl_epi64((const __m128i *)from);
+    const __m128i low = _mm_multishift_epi64_epi8(_mm_set1_epi64x(0x3C3834302C282420), all); /* from bits 32, 36, ... on */
+    const __m128i high = _mm_multishift_epi64_epi8(_mm_set1_epi64x(0x1E1C1A1816141210), all); /* from bits 16, 18, ... */
+    const __m128i codes = _mm_or_si128(_mm_and_si128(low, _mm_set1_epi8(15)),
+                                       _mm_slli_epi16(_mm_and_si128(high, _mm_set1_epi8(3)), 4));
+    const __m512i wide = _mm512_cvtepi8_epi32(_mm_sub_epi8(codes, _mm_set1_epi8(32)));
+    const __m512 d = _mm512_cvtph_ps(_mm256_castsi128_si256(all));
+    return (vf)_mm512_mul_ps(_mm512_cvtepi32_ps(wide), _mm512_broadcastss_ps(_mm512_castps512_ps128(d)));
+}
+
+/* Multiplies row r of m by T packed rows of activations. */
+INLINE void FN(iq4_row)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r, ptrdiff_t r1, const float *const *x, float *const *y,
+                        const int T) {
+    static const int32_t lane[16] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(IQ4_MORE)), low = _mm512_set1_epi8(15);
+    const uint8_t *w = (const uint8_t *)(m->w + r * m->words), *s = (const uint8_t *)m->s + r * m->s_bytes;
+    const ptrdiff_t ahead = r + 1 + PREFETCH_BYTES / (m->words * 4);
+    const char *soon = (const char *)address_ahead(m, ahead, r1);
+    vf acc[8], scale[4];
+    prefetch_tables(m, ahead, r1);
+    UNROLL for (int i = 0; i < 2 * T; i++) acc[i] = (vf){0};
+    for (ptrdiff_t c = 0; c < m->in; c += SUPER) {
+        const vf scales = m->source == IQ4_XS ? FN(iq4_xs_scales)(s + c / 32) : FN(iq4_scales)(m, r, c);
+        UNROLL for (int t = 0; t < T; t++) scale[t] = scales * *(const vf *)(FN(iq4_factors)(m, x[t]) + c / 32);
+        UNROLL for (int i = 0; i < 2; i++) {
+            if (c + 128 * i >= m->in) break;
+            const __m512i both = _mm512_loadu_si512(w + c / 2 + 64 * i);
+            const vi from = *(const vi *)lane + 4 * i;
+            __builtin_prefetch(soon + c / 2 + 64 * i);
+            UNROLL for (int half = 0; half < 2; half++) {
+                const __m512i each = _mm512_and_si512(half ? _mm512_srli_epi16(both, 4) : both, low);
+                const __m512i codes = _mm512_shuffle_epi8(table, each);
+                UNROLL for (int t = 0; t < T; t++) {
+                    const int8_t *plane = (const int8_t *)x[t] + (c / 64 + 2 * i + half) * IQ4_UNIT;
+                    const vu sum = FN(products_from)(_mm512_loadu_si512(plane + 192), &codes, plane, 1);
+                    acc[2 * t + half] += __builtin_convertvector((vi)sum, vf) * FN(permute_floats)(scale[t], from);
+                }
+            }
+        }
+    }
+    UNROLL for (int t = 0; t < T; t++) acc[t] = acc[2 * t] + acc[2 * t + 1];
+    FN(store)(acc, r0, r, r1, y, 1, T);
+}
+
+#define IQ4_ROWS(T)                                                                                           \
+    static __attribute__((noinline)) TARGET void FN(iq4_rows_##T)(                                            \
+        const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, const float *const *x, float *const *y) {                \
+        for (ptrdiff_t r = r0; r < r1; r++) FN(iq4_row)(m, r0, r, r1, x, y, T);                               \
+    }
+IQ4_ROWS(1)
+IQ4_ROWS(2)
+IQ4_ROWS(4)
+#undef IQ4_ROWS
+#endif
+
 static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m->bits); }
 
 /* Returns whether this instruction set multiplies a matrix of this form in integers. */
 static int FN(in_planes)(const Matrix *m) {
+#if W == 16
+    if (FN(is_iq4)(m)) return 1;
+#endif
     if (m->codes == TABLE) return 0;
     return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits > 2 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
 }
@@ -133,6 +254,9 @@ static inline ptrdiff_t FN(plane_groups)(const Matrix *m) { return ceil_div(m->i
 /* Returns the size of a packed row in floats; 0: it is packed in blocks. */
 static ptrdiff_t FN(plane_floats)(const Matrix *m) {
     if (!FN(in_planes)(m)) return 0;
+#if W == 16
+    if (FN(is_iq4)(m)) return FN(iq4_floats)(m);
+#endif
     return FN(plane_factors)(m, NULL) - (float *)NULL + 2 * FN(plane_groups)(m);
 }
 
@@ -158,22 +282,6 @@ INLINE void FN(split_planes)(const int32_t *x, int8_t *out, const int offset, co
     memcpy(out + 3 * size, start, sizeof start);
 }
 
-/* Converts the activations of a group to integers, and writes their sum. Returns the factor of the integers. */
-INLINE float FN(quantize_group)(const float *x, ptrdiff_t n, int32_t *out, float *sum) {
-    float lanes[W];
-    vf top = FN(splat)(LEAST_PEAK), total = {0};
-    for (ptrdiff_t i = 0; i < n; i += W) {
-        const vf v = *(const vf *)(x + i), size = (vf)((vi)v & 0x7FFFFFFF);
-        top = FN(select)((vi)(size > top), size, top);
-        total += v;
-    }
-    *(vf *)lanes = top, *sum = FN(hsum)(total);
-    float peak = lanes[0];
-    for (int i = 1; i < W; i++) peak = lanes[i] > peak ? lanes[i] : peak;
-    for (ptrdiff_t i = 0; i < n; i++) out[i] = (int32_t)rintf(x[i] * (PLANES_PEAK / peak));
-    return peak / PLANES_PEAK;
-}
-
 static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) {
     enum { MOST = 4 * 4 * W };
     const ptrdiff_t step = FN(plane_step)(m), unit = step > m->group ? step : m->group, padded = FN(plane_groups)(m);
@@ -184,7 +292,7 @@ static TARGET void FN(pack_planes)(const Matrix *m, const float *x, float *out) 
     memset(factor, 0, (size_t)(2 * padded) * sizeof *factor);
     for (ptrdiff_t c = 0; c < m->in; c += unit) {
         for (ptrdiff_t i = 0; i < unit; i += m->group, factor++)
-            *factor = FN(quantize_group)(x + c + i, m->group, whole + i, factor + padded);
+            *factor = FN(quantize_group)(x + c + i, m->group, PLANES_PEAK, whole + i, factor + padded);
         for (ptrdiff_t i = 0; i < unit; i += step, to += STEP_BYTES(m->bits)) {
             if (m->bits == 2) FN(split_planes)(whole + i, to, offset, 2);
             else if (m->bits == 4) FN(split_planes)(whole + i, to, offset, 4);
@@ -361,6 +469,12 @@ EVERY(6, 0)
 
 /* These two functions replace pack_blocks and rows_of_blocks, and call them for the other forms. */
 static TARGET void FN(pack_any)(const Matrix *m, const float *x, float *out) {
+#if W == 16
+    if (FN(is_iq4)(m)) {
+        FN(pack_iq4)(m, x, out);
+        return;
+    }
+#endif
     FN(in_planes)(m) ? FN(pack_planes)(m, x, out) : FN(pack_blocks)(m, x, out);
 }
 
@@ -371,6 +485,7 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
 #if W == 16
     static Rows *const affine[7][3] = {
         [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0), [5] = THREE(5, 0), [6] = THREE(6, 0)};
+    static Rows *const iq4[3] = {FN(iq4_rows_1), FN(iq4_rows_2), FN(iq4_rows_4)};
     static Rows *const nested[7][3] = {[2] = NESTED_THREE(2), [3] = NESTED_THREE(3), [4] = NESTED_THREE(4),
                                        [5] = NESTED_THREE(5), [6] = NESTED_THREE(6)};
 #else
@@ -382,6 +497,9 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
         return;
     }
     Rows *const *kernels = m->codes == E2M1 ? mx : m->source == NESTED ? nested[m->bits] : affine[m->bits];
+#if W == 16
+    if (m->codes == TABLE) kernels = iq4;
+#endif
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);
         return;

@@ -1,8 +1,8 @@
-/* Codes that name entries of a grid become bytes q + 128, in the order of their columns; a weight is scale * q. Included
+/* Codes that name entries of a grid become signed bytes q, in the order of their columns; a weight is scale * q. Included
  * by kernels.h. */
 
 /* Writes 32 codes, whose magnitudes are the bytes of `eight`. Bit i of `signs` is the sign of column i. */
-INLINE void FN(put_signed)(const uint64_t *eight, uint32_t signs, uint8_t *codes) {
+INLINE void FN(put_signed)(const uint64_t *eight, uint32_t signs, int8_t *codes) {
 #if W >= 8
     const __m256i q = _mm256_set_epi64x((int64_t)eight[3], (int64_t)eight[2], (int64_t)eight[1], (int64_t)eight[0]);
 #if W == 16
@@ -15,12 +15,12 @@ INLINE void FN(put_signed)(const uint64_t *eight, uint32_t signs, uint8_t *codes
     const __m256i minus = _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
     const __m256i both = _mm256_sub_epi8(_mm256_xor_si256(q, minus), minus);
 #endif
-    _mm256_storeu_si256((__m256i *)codes, _mm256_xor_si256(both, _mm256_set1_epi8((char)0x80)));
+    _mm256_storeu_si256((__m256i *)codes, both);
 #else
     for (int k = 0; k < 4; k++) {
         const uint64_t bits = (signs >> 8 * k & 0xFF) * 0x0101010101010101u & 0x8040201008040201u;
         const uint64_t ones = (((bits & 0x7F7F7F7F7F7F7F7Fu) + 0x7F7F7F7F7F7F7F7Fu) | bits) >> 7 & 0x0101010101010101u;
-        const uint64_t both = ((eight[k] ^ ones * 255) + ones) ^ 0x8080808080808080u;
+        const uint64_t both = (eight[k] ^ ones * 255) + ones;
         memcpy(codes + 8 * k, &both, 8);
     }
 #endif
@@ -28,7 +28,7 @@ INLINE void FN(put_signed)(const uint64_t *eight, uint32_t signs, uint8_t *codes
 
 /* Unpacks 32 columns, number `unit` of a block: w has the words of their codes, s the bytes of the block's scales. */
 INLINE void FN(expand_unit)(const Grid type, const uint8_t *w, const uint8_t *s, const int unit, const uint8_t *grid,
-                            const float d, uint8_t *codes, float *scales) {
+                            const float d, int8_t *codes, float *scales) {
     uint64_t eight[4];
     uint32_t words[3] = {0}, signs = 0;
     memcpy(words, w, type == GRID_IQ3_XXS || type == GRID_IQ3_S ? 12 : type == GRID_IQ1_S || type == GRID_IQ1_M ? 4 : 8);
@@ -69,7 +69,7 @@ INLINE void FN(expand_unit)(const Grid type, const uint8_t *w, const uint8_t *s,
         }
         UNROLL for (int k = 0; k < 4; k++) {
             const uint64_t values = eight_at(grid, w[k] | (high >> 4 * k & 7) << 8), is_less = high >> (4 * k + 3) & 1;
-            eight[k] = values + 0x0101010101010101u * (1 - 2 * is_less);
+            eight[k] = (values + 0x0101010101010101u * (1 - 2 * is_less)) ^ 0x8080808080808080u;
         }
         memcpy(codes, eight, 32);
         return;
@@ -79,9 +79,9 @@ INLINE void FN(expand_unit)(const Grid type, const uint8_t *w, const uint8_t *s,
 
 /* Unpacks 256 columns of a row.
  *
- * w: the words of their codes. s: their bytes of scales. codes: 256 bytes q + 128 in the order of columns. scales: float32
+ * w: the words of their codes. s: their bytes of scales. codes: 256 bytes q in the order of columns. scales: float32
  * of their groups, 8 of 32 columns or 16 of 16. */
-INLINE void FN(expand)(const Grid type, const uint8_t *w, const uint8_t *s, const uint8_t *grid, uint8_t *codes,
+INLINE void FN(expand)(const Grid type, const uint8_t *w, const uint8_t *s, const uint8_t *grid, int8_t *codes,
                        float *scales) {
     const int words = type == GRID_IQ3_XXS || type == GRID_IQ3_S ? 3 : type == GRID_IQ1_S || type == GRID_IQ1_M ? 1 : 2;
     const int halves = type == GRID_IQ2_XS || type == GRID_IQ2_S || type == GRID_IQ1_M;
