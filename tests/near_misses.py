@@ -95,6 +95,10 @@ EMPTY = {
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME" />\n</｜DSML｜tool_calls>',
     ],
+    "deepseek_v41": [
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME" />\n</｜DSML｜ calls>',
+    ],
     "kimi": [
         f"{KIMI_CALL}<|tool_call_argument_begin|><|tool_call_end|><|tool_calls_section_end|>",
         f"{KIMI_CALL}<|tool_call_argument_begin|>null<|tool_call_end|>",

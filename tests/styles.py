@@ -11,7 +11,7 @@ from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN
-from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
@@ -36,6 +36,7 @@ STYLES = {
     "cogito_style": (DEEPSEEK_V3, [{}], None),
     "deepseek_v32": (DEEPSEEK_V32, QWEN, THINK),
     "deepseek_v4": (DEEPSEEK_V4, QWEN, THINK),
+    "deepseek_v41": (DEEPSEEK_V41, QWEN, THINK),
     "text_only": (DEEPSEEK_V3, [{}], None),
     "glm_style": (GLM, QWEN, THINK),
     "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
@@ -85,7 +86,7 @@ def written(dialect):
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
             body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
         end = dialect.section[1]
-        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, MINIMAX_M3, KIMI_K3)
+        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41, MINIMAX_M3, KIMI_K3)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
 
     return write
