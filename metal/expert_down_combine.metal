@@ -29,8 +29,11 @@
 #endif
 #ifdef CODES_NEAR
   threadgroup uint4 near[CODES_NEAR];
-  const device uint32_t* any = codes_record(blob, uint(slots[token * ROW]), WORDS, ROW_BITS);
-  const device G* grid = swiglu_in_record<S, G>(any, DOWN_W, DOWN_S, DOWN_B).biases;
+  const device G* grid = (const device G*)biases;
+  if (K > 0) {
+    const device uint32_t* any = codes_record(blob, uint(slots[token * ROW]), WORDS, ROW_BITS);
+    grid = swiglu_in_record<S, G>(any, DOWN_W, DOWN_S, DOWN_B).biases;
+  }
   grid = codes_near<S::GRID, 32 * SG>(grid, near, tid);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif

@@ -1,4 +1,4 @@
-// needs: codes.h.metal swiglu.h.metal {units}.h.metal matrix_rows.h.metal
+// needs: codes.h.metal {form}.h.metal swiglu.h.metal {units}.h.metal matrix_rows.h.metal
 // Rows of x times the matrix of their expert, or the activation of two products, for experts with many rows.
 // x[., COLS] X; blob[S, WORDS] u32 are records; slots[N] are the records of N experts; starts[N + 1] are the places of
 // their first rows. The row of x in a place is source[place] if GATHERED is 1, else the place itself. out[P, ROWS] X:

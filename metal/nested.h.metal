@@ -42,6 +42,12 @@ inline const device codes_shared<KIND, BYTES>* codes_from_row(
   return part + row * (columns / 256);
 }
 
+// Words of the codes of 32 columns; `bits` is the number of bits of a code that has been loaded.
+template <typename S>
+inline uint codes_words_each(const device S*, uint bits) {
+  return bits;
+}
+
 // Byte `at` of a word, less `zero`.
 inline float codes_byte_less(uint word, uint at, float zero) {
   return as_type<float>(CODES_OVER(word >> (8 * at), 0xFFu, 0x4B000000u)) - (8388608.0f + zero);

@@ -70,7 +70,7 @@ template <typename S, typename G, int COLS, int BITS, int GROUP>
 inline swiglu_matrix<S, G> swiglu_from_row(
     uint row, const device uint32_t* codes, const device S* scales, const device G* biases) {
   return {
-      codes + row * (COLS / 32 * BITS), codes_from_row(scales, row, COLS, GROUP),
+      codes + row * (COLS / 32) * codes_words_each(scales, BITS), codes_from_row(scales, row, COLS, GROUP),
       codes_from_row(biases, row, COLS, GROUP)};
 }
 

@@ -1,4 +1,4 @@
-// needs: codes.h.metal affine.h.metal
+// needs: codes.h.metal affine.h.metal bytes.h.metal
 // Forms whose codes name entries of tables: weight = scale * q with q from -127 to 113 (moeflux_mlx/ops/table_values.py
 // has the parts of a matrix and where the fields are). The codes of 32 columns become 32 bytes q + 128 when they are
 // loaded; from there on they are codes of 8 bits with the bias -128 * scale, as affine.h.metal reads them: BITS is 8,
@@ -16,44 +16,38 @@ struct codes_grid {
   uint four;
 };
 
-// The scales of BLOCK columns, whose codes of 32 columns are WORDS words; the first halfword is d. A grid has GRID bytes.
-struct codes_iq4_nl {
-  enum { BLOCK = 32, WORDS = 4, GRID = 0 };
-  ushort part[1];
+// The scales of COLUMNS columns, in halfwords, of which the first is d. The codes of 32 columns are WORDS_EACH words,
+// and the grid has BYTES. KIND is only a name.
+template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
+struct codes_table {
+  enum { BLOCK = COLUMNS, WORDS = WORDS_EACH, GRID = BYTES };
+  ushort part[HALFWORDS];
 };
-struct codes_iq4_xs {
-  enum { BLOCK = 256, WORDS = 4, GRID = 0 };
-  ushort part[4];
-};
-struct codes_iq3_xxs {
-  enum { BLOCK = 256, WORDS = 3, GRID = 1024 };
-  ushort part[1];
-};
-struct codes_iq3_s {
-  enum { BLOCK = 256, WORDS = 3, GRID = 2048 };
-  ushort part[7];
-};
-struct codes_iq2_xxs {
-  enum { BLOCK = 256, WORDS = 2, GRID = 2048 };
-  ushort part[1];
-};
-struct codes_iq2_xs {
-  enum { BLOCK = 256, WORDS = 2, GRID = 4096 };
-  ushort part[5];
-};
-struct codes_iq2_s {
-  enum { BLOCK = 256, WORDS = 2, GRID = 8192 };
-  ushort part[9];
-};
+typedef codes_table<0, 32, 4, 1, 0> codes_iq4_nl;
+typedef codes_table<1, 256, 4, 4, 0> codes_iq4_xs;
+typedef codes_table<2, 256, 3, 1, 1024> codes_iq3_xxs;
+typedef codes_table<3, 256, 3, 7, 2048> codes_iq3_s;
+typedef codes_table<4, 256, 2, 1, 2048> codes_iq2_xxs;
+typedef codes_table<5, 256, 2, 5, 4096> codes_iq2_xs;
+typedef codes_table<6, 256, 2, 9, 8192> codes_iq2_s;
+typedef codes_table<7, 256, 1, 9, 16384> codes_iq1_s;
+typedef codes_table<8, 256, 1, 12, 16384> codes_iq1_m;
 
-struct codes_iq1_s {
-  enum { BLOCK = 256, WORDS = 1, GRID = 16384 };
-  ushort part[9];
-};
-struct codes_iq1_m {
-  enum { BLOCK = 256, WORDS = 1, GRID = 16384 };
-  ushort part[12];
-};
+// As codes_from_row and codes_words_each of nested.h.metal.
+template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
+inline const device codes_table<KIND, COLUMNS, WORDS_EACH, HALFWORDS, BYTES>* codes_from_row(
+    const device codes_table<KIND, COLUMNS, WORDS_EACH, HALFWORDS, BYTES>* part, uint row, uint columns, uint) {
+  return part + row * (columns / COLUMNS);
+}
+
+inline const device codes_grid* codes_from_row(const device codes_grid* grid, uint, uint, uint) {
+  return grid;
+}
+
+template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
+inline uint codes_words_each(const device codes_table<KIND, COLUMNS, WORDS_EACH, HALFWORDS, BYTES>*, uint) {
+  return WORDS_EACH;
+}
 
 #ifdef CODES_NEAR_GRIDS
 #define CODES_NEAR (S::GRID / 16 + 1)  // the number of uint4 for a grid
@@ -93,7 +87,8 @@ inline uint codes_signed(uint four, uint signs) {
 
 // Four times seven signs from the lowest bits on: four bytes, of which each has an even number of bits.
 inline uint codes_even(uint word) {
-  const uint sevens = (word & 0x7Fu) | ((word << 1) & 0x7F00u) | ((word << 2) & 0x7F0000u) | ((word << 3) & 0x7F000000u);
+  const uint low = (word & 0x7Fu) | ((word << 1) & 0x7F00u);
+  const uint sevens = low | ((word << 2) & 0x7F0000u) | ((word << 3) & 0x7F000000u);
   uint folded = sevens ^ (sevens >> 4);
   folded ^= folded >> 2;
   folded ^= folded >> 1;
@@ -121,7 +116,7 @@ inline void codes_of_eights(const device codes_grid* grid, const thread uint* in
 
 // 32 bytes of codes of 4 bits: byte i of four words has the code of column i in its low half, that of column i + 16 in
 // its high half.
-#ifdef CODES_BYTES
+#if defined(CODES_NEAR_GRIDS) || defined(CODES_PLANES)  // CUDA has an instruction for CODES_BYTES
 inline uint codes_iq4_values(uint four) {  // of the four lowest codes
   const uint size = four & 0x7777u;
   const uint minus = CODES_BYTES(0xBFAD9881u ^ CODES_ZERO, 0xF6EADDCFu ^ CODES_ZERO, size);

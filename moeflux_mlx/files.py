@@ -94,15 +94,20 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises ModelFileError when the file is missing or is not a JSON object."""
+    value = read_any_json(path)
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_any_json(path: Path) -> Any:
+    """Raises ModelFileError when the file is missing or is not JSON."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
     except FileNotFoundError:
         raise ModelFileError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
 
 
 def _untagged(value: dict[str, Any]) -> Any:

@@ -1,10 +1,11 @@
-/* GGUF's forms whose codes name entries of a grid: which there are, and the signs of eight weights. Included by paths.h;
+/* GGUF's forms whose codes name entries of a grid: which there are, and the signs of weights. Included by paths.h;
  * moeflux_mlx/ops/table_values.py has the fields of each form. */
 typedef enum { NO_GRID, GRID_IQ3_XXS, GRID_IQ3_S, GRID_IQ2_XXS, GRID_IQ2_XS, GRID_IQ2_S, GRID_IQ1_S, GRID_IQ1_M } Grid;
 
 /* Returns four times seven signs, from the lowest bits on, as four bytes, of which each has an even number of bits. */
 static inline uint32_t even_signs(uint32_t sevens) {
-    const uint32_t bytes = (sevens & 0x7F) | (sevens << 1 & 0x7F00) | (sevens << 2 & 0x7F0000) | (sevens << 3 & 0x7F000000);
+    const uint32_t low = (sevens & 0x7F) | (sevens << 1 & 0x7F00);
+    const uint32_t bytes = low | (sevens << 2 & 0x7F0000) | (sevens << 3 & 0x7F000000);
     uint32_t folded = bytes ^ bytes >> 4;
     folded ^= folded >> 2;
     folded ^= folded >> 1;

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     **{"glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "gpt_oss": "gpt-oss"},
     **{"olmoe": "olmoe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "ernie4_5_moe": "ernie4_5-moe"},
     **{"afmoe": "afmoe", "minimax_m2": "minimax-m2", "granitemoehybrid": "granitehybrid"},
+    **{"lfm2_moe": "lfm2moe", "gemma4": "gemma4"},
 }
 TYPES = gguf.GGMLQuantizationType
 # Where a block of a type has its float16 fields, for blocks of random bytes.
@@ -72,7 +73,7 @@ def pieces(family, fused=False):
             suffix = "" if end in ("A_log", "D") else f".{end}"
             yield f"{name}{suffix}", np.ascontiguousarray(made), lambda v, h=hub, r=restore: {h: r(v)}
     for stem, parts in stacks.items():
-        name = f"{names.get_name(stem)}.weight"
+        name = f"{names.get_name(stem) or names.get_name(stem.removeprefix('model.'))}.weight"
         yield name, np.stack(list(parts.values())), lambda values, parts=parts: dict(zip(parts, values, strict=True))
 
 
@@ -85,13 +86,21 @@ def changed(family, c, hub, array, fused):
 
     if hub.endswith("e_score_correction_bias"):
         yield hub.replace("_bias", ".bias"), array, same
-    elif hub.endswith("mlp.expert_bias"):
+    elif hub.endswith(".expert_bias"):
         yield f"{hub}.bias", array, same
     elif family in ("mixtral", "granitemoehybrid") and hub.endswith(("q_proj.weight", "k_proj.weight")):
         heads = c["num_attention_heads" if "q_proj" in hub else "num_key_value_heads"]
         turned = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2)
         back = turned.shape
         yield hub, turned.reshape(array.shape), lambda made: made.reshape(back).swapaxes(1, 2).reshape(array.shape)
+    elif hub.endswith(".router.scale"):
+        yield hub.replace("router.scale", "router.proj.scale"), array, same
+    elif hub.endswith(".router.per_expert_scale"):
+        yield hub.replace("router.per_expert_scale", "experts.down_proj.scale"), array, same
+    elif hub.endswith("layer_scalar") or ".experts." in hub and family == "gemma4":
+        yield f"{hub}.weight", array, same
+    elif hub.endswith("conv.conv.weight"):
+        yield hub, array[:, 0], lambda made: made[:, None]
     elif hub.endswith("input_linear.weight"):
         stem = hub.replace("block_sparse_moe.input_linear", "mlp.experts.X").replace(
             "shared_mlp.input_linear", "mlp.shared_expert.X"
@@ -253,15 +262,16 @@ def _stored(kind, array, seed):
 
 def _write_sizes(writer, c):
     rope, scaling = c.get("rope_parameters") or c, c.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_feed_forward_length(c.get("intermediate_size", 0))
     writer.add_head_count(c["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(c.get("rms_norm_eps") or c["norm_eps"])
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     writer.add_expert_count(goldens._count(c))
-    writer.add_expert_used_count(c.get("num_experts_per_tok") or c["moe_k"])
+    writer.add_expert_used_count(next(c[k] for k in ("num_experts_per_tok", "moe_k", "top_k_experts") if k in c))
     if c["model_type"] not in ("olmoe", "mixtral", "granitemoehybrid"):
         writer.add_expert_feed_forward_length(c.get("moe_intermediate_size") or c["intermediate_size"])
     if scaling:
@@ -290,6 +300,11 @@ def _write_attention(writer, c, rope, scaling):
         return
     if "mamba_n_heads" in c:
         return _write_hybrid(writer, c)
+    if "conv_L_cache" in c:
+        writer.add_head_count_kv([c["num_key_value_heads"] * (kind != "conv") for kind in c["layer_types"]])
+        return writer.add_shortconv_l_cache(c["conv_L_cache"])
+    if "global_head_dim" in c:
+        return _write_gemma4(writer, c)
     writer.add_head_count_kv(c["num_key_value_heads"])
     if "head_dim" in c:
         writer.add_key_length(c["head_dim"])
@@ -326,12 +341,31 @@ def _write_hybrid(writer, c):
     writer.add_rope_scaling_finetuned(False)
 
 
+def _write_gemma4(writer, c):
+    slides = [kind == "sliding_attention" for kind in c["layer_types"]]
+    heads = [c["num_key_value_heads" if one else "num_global_key_value_heads"] for one in slides]
+    writer.add_head_count_kv(heads)
+    writer.add_sliding_window(c["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(c["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"])
+    writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+    writer.add_rope_freq_base_swa(c["rope_parameters"]["sliding_attention"]["rope_theta"])
+    for end, width in (("", c["global_head_dim"]), ("_swa", c["head_dim"])):
+        for kind in ("key_length", "value_length"):
+            getattr(writer, f"add_{kind}{end}")(width)
+        getattr(writer, f"add_rope_dimension_count{end}")(width)
+
+
 def _write_experts(writer, c):
     if "route_scale" in c:
         writer.add_expert_shared_count(c["num_shared_experts"])
         writer.add_leading_dense_block_count(c["num_dense_layers"])
         writer.add_expert_weights_norm(c["route_norm"])
         writer.add_expert_weights_scale(c["route_scale"])
+    if "conv_L_cache" in c:
+        writer.add_leading_dense_block_count(c["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if "moe_layer_interval" in c:
         writer.add_interleave_moe_layer_step(c["moe_layer_interval"])
         writer.add_leading_dense_block_count(c["moe_layer_start_index"])

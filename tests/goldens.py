@@ -148,6 +148,11 @@ def text_config(family):
     return whole.get("text_config", whole)
 
 
+def token_map(family):
+    """Returns the numbers of tokens by which n-grams are hashed, or None."""
+    return _read_json(family, "engram_token_map.json") if (folder(family) / "engram_token_map.json").exists() else None
+
+
 def top_k(family):
     """Returns how many experts a token uses."""
     c = text_config(family)
@@ -207,6 +212,8 @@ def write_variant(path, family, variant):
     _write_json(path / "config.json", variant_config(family, variant))
     if family in FAMILIES:
         _write_json(path / "generation_config.json", _read_json(family, "generation_config.json"))
+    if token_map(family):
+        _write_json(path / "engram_token_map.json", token_map(family))
     tensors = variant_tensors(family, variant)
     if variant == "hub_sharded":
         _write_shards(path, tensors, 3)
@@ -282,6 +289,7 @@ def _kind(family, name):
         "attn_sink": "sinks",
         "sink_param": "sinks",
     }
+    kinds |= {".q_weight": "norm", ".k_weight": "norm"}
     kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
     if name.endswith(".gate.bias"):
         return "signed_bias"
@@ -377,7 +385,17 @@ def quantised_bits(family, name):
         ("sinks", "weights_proj.weight", "tid2eid", "_fn", "_base", "_scale", ".ape", "attn_sink", "sink_param")
     ):
         return 0
-    if name.endswith(("norm_1.weight", "norm_2.weight", ".router.scale", ".layer_scalar", "res_proj.weight")):
+    if name.endswith(
+        (
+            "norm_1.weight",
+            "norm_2.weight",
+            ".router.scale",
+            ".layer_scalar",
+            "res_proj.weight",
+            ".q_weight",
+            ".k_weight",
+        )
+    ):
         return 0
     if name.endswith(("compress_ape", "compress_gate", "softmax_offset")):
         return 0

@@ -95,6 +95,10 @@ EMPTY = {
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME" />\n</｜DSML｜tool_calls>',
     ],
+    "deepseek_v41": [
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+        '<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME" />\n</｜DSML｜ calls>',
+    ],
     "kimi": [
         f"{KIMI_CALL}<|tool_call_argument_begin|><|tool_call_end|><|tool_calls_section_end|>",
         f"{KIMI_CALL}<|tool_call_argument_begin|>null<|tool_call_end|>",
@@ -125,6 +129,11 @@ EMPTY = {
     "longcat_json": [
         '<longcat_tool_call>\n{"name": "NAME"}\n</longcat_tool_call>',
         '<longcat_tool_call>{"name": "NAME", "arguments": null}',
+    ],
+    "cohere": [
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": {}}\n]<|END_ACTION|>',
+        '<|START_ACTION|>[{"tool_name": "NAME", "parameters": null}]',
+        '<|START_ACTION|>{"tool_name": "NAME"}<|END_ACTION|>',
     ],
     "mistral": [
         "[TOOL_CALLS]NAME[ARGS]",

@@ -6,11 +6,12 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moeflux_mlx.text.calls import gemma_rules, minimax_rules
+from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import HUNYUAN
-from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, MINIMAX
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
@@ -18,8 +19,8 @@ from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import COHERE, HARMONY, SOLAR, SPANS, THINK, Channels
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
-from moeflux_mlx.text.channels import HARMONY, SOLAR, SPANS, THINK, Channels
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.chat_template import SHIPPED
 from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
@@ -35,6 +36,7 @@ STYLES = {
     "cogito_style": (DEEPSEEK_V3, [{}], None),
     "deepseek_v32": (DEEPSEEK_V32, QWEN, THINK),
     "deepseek_v4": (DEEPSEEK_V4, QWEN, THINK),
+    "deepseek_v41": (DEEPSEEK_V41, QWEN, THINK),
     "text_only": (DEEPSEEK_V3, [{}], None),
     "glm_style": (GLM, QWEN, THINK),
     "kimi_style": (KIMI, [{}, {"thinking": False}], THINK),
@@ -54,6 +56,7 @@ STYLES = {
     "minimax3_style": (MINIMAX_M3, [{}, {"thinking_mode": "disabled"}], MINIMAXES),
     "longcat_style": (LONGCAT, QWEN, Channels("<longcat_think>", "</longcat_think>")),
     "longcat_json_style": (LONGCAT_JSON, [{}], None),
+    "cohere_style": (COHERE_ACTION, [{}], COHERE),
     "kimi_k3": (KIMI_K3, QWEN, SPANS),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
 }
@@ -83,7 +86,7 @@ def written(dialect):
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
             body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
         end = dialect.section[1]
-        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, MINIMAX_M3, KIMI_K3)
+        is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41, MINIMAX_M3, KIMI_K3)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
 
     return write
@@ -101,6 +104,8 @@ def thought_of(channels, prompt, text):
 
 def said_of(channels, text):
     """Returns text for the user, as a model writes it before a call."""
+    if channels is COHERE:
+        return f"{channels.lead}{text}{channels.tail}"
     if channels is None or not channels.header:
         return text
     lead = "<|channel|>commentary<|message|>" if channels is HARMONY else channels.lead

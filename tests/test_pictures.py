@@ -16,7 +16,7 @@ def test_the_published_plots_are_drawn_from_the_kept_figures(tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["plots.py", str(tmp_path)])
     plots.main()
     drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert len(drawn) == 5 and drawn == {file.name: file.read_text() for file in PICTURES.glob("plot-*.svg")}
+    assert drawn and drawn == {file.name: file.read_text() for file in PICTURES.glob("plot-*.svg")}
 
 
 @pytest.mark.parametrize("value, top", [(0.9, 1), (7.02, 7.5), (278.6, 300), (100, 100)])

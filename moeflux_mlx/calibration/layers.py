@@ -291,9 +291,7 @@ def digest_of(texts: Sequence[np.ndarray]) -> str:
 
 
 class _Choices:
-    """The positions that the last layer with an indexer chose, of each text and block of it. Only texts of more tokens
-    than are chosen have any.
-    """
+    """What layers hand on to later ones, of each text and block of it (`Chosen`)."""
 
     def __init__(self, file: Path):
         self._tensors = read_tensors(file) if file.exists() else {}
@@ -301,13 +299,23 @@ class _Choices:
 
     def of(self, number: int, entered: Callable[[mx.array], Any]) -> dict[int, Chosen]:
         prefix = f"text.{number}."
-        own = {name.removeprefix(prefix): one for name, one in self._tensors.items() if name.startswith(prefix)}
-        return {int(start): Chosen(entered(positions.view(mx.int32))) for start, positions in own.items()}
+        chosen: dict[int, Chosen] = {}
+        for name, one in self._tensors.items():
+            if name.startswith(prefix):
+                start, _, part = name.removeprefix(prefix).partition(".")
+                array = one.view(mx.int32) if one.dtype == mx.uint32 else one
+                setattr(chosen.setdefault(int(start), Chosen()), part, entered(array))
+        return chosen
 
     def keep(self, number: int, span: Span) -> None:
         for start, one in span.chosen.items():
-            if one.positions is not None:
-                self._kept[f"text.{number}.{start}"] = backend.leave(one.positions).astype(mx.int32).view(mx.uint32)
+            for part in ("positions", "entries", "blocks"):
+                handed = getattr(one, part)
+                if handed is not None:
+                    array = backend.leave(handed)
+                    is_choice = mx.issubdtype(array.dtype, mx.integer)
+                    array = array.astype(mx.int32).view(mx.uint32) if is_choice else array
+                    self._kept[f"text.{number}.{start}.{part}"] = array
 
     def write(self, file: Path) -> None:
         if self._kept:

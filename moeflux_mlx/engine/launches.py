@@ -277,12 +277,14 @@ def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:
 
 
 def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
-    """The previous layer's choice for x [B, L, D], if the mixer uses it."""
-    B, top = x.shape[0], mixer.handed_on
+    """What earlier layers hand on for x [B, L, D], if the mixer uses it."""
+    B, top, library = x.shape[0], mixer.handed_on, backend.library_of(x)
     if not top:
         return []
     late = 1 if x.shape[1] == 1 else max(x.shape[1] - top, 0)  # a single token may stand behind a long text
-    return [Chosen(backend.library_of(x).zeros((B, late, top), np.int32 if isinstance(x, np.ndarray) else mx.int32))]
+    entries = (B, max(x.shape[1], top), mixer.borrowed)
+    positions = library.zeros((B, late, top), library.int32)
+    return [Chosen(positions, library.zeros(entries, x.dtype) if mixer.borrowed else None)]
 
 
 def _sums(args: ModelArgs, layer: int) -> tuple[int, int]:
@@ -309,7 +311,7 @@ def _behind(shapes: Shapes, rule: Connections) -> Run:
     """Joins the streams after the last layer."""
     made = connection(rule, shapes.args.hidden_size, shapes.args.rms_norm_eps, None)
     _fill(made, "model.hc_head.", shapes)
-    return lambda x, _: made.last(spread(x, rule.streams))
+    return lambda x, _: made.last(spread(x, streams_before(rule, shapes.args.num_hidden_layers)))
 
 
 def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:

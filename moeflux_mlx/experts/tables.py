@@ -41,6 +41,7 @@ class TableReader:
         kept_bytes: bytes of rows to keep in memory; the least recently used rows are dropped first.
 
     Attributes:
+        token_map: as of `files`.
         rows_read, bytes_read: what has been read from files so far.
 
     Raises:
@@ -48,6 +49,7 @@ class TableReader:
     """
 
     def __init__(self, files: TableFiles, kept_bytes: int = KEPT_BYTES):
+        self.token_map = files.token_map
         self.files, self._most = files, kept_bytes // files.form.row_bytes
         self._kept: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()

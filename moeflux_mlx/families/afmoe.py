@@ -50,7 +50,6 @@ def _gguf(read: Metadata) -> dict[str, Any]:
         **read.sizes(),
         **read.attention(),
         **read.experts(),
-        **read.tied(),
         "intermediate_size": read.count("feed_forward_length"),
         "num_dense_layers": read.count("leading_dense_block_count", 0),
         "num_shared_experts": read.count("expert_shared_count", 0),

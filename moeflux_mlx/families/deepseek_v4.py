@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..kinds import Activation, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
+from ..kinds import Activation, Experts, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
 from ..mixers.compressed.spec import Compressed, Compressor
 from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
 
@@ -51,7 +51,7 @@ def _attention(read: Fields, kind: str) -> Compressed:
         heads=read.count("num_attention_heads"),
         head_dim=width,
         q_latent=read.count("q_lora_rank"),
-        rotation=_rotation(read, width, kind != SLIDING),
+        rotation=rotation_of(read, width, kind != SLIDING),
         window=read.count("sliding_window"),
         groups=read.count("o_groups"),
         group_latent=read.count("o_lora_rank"),
@@ -59,7 +59,7 @@ def _attention(read: Fields, kind: str) -> Compressed:
     )
 
 
-def _rotation(read: Fields, width: int, is_compressed: bool) -> Rotation:
+def rotation_of(read: Fields, width: int, is_compressed: bool) -> Rotation:
     """Plain in layers without entries; in the others of another period, scaled by YaRN without its magnitude.
 
     transformers 5 writes `rope_parameters` for both, "main" and "compress"; the publisher has `rope_theta`,
@@ -101,13 +101,17 @@ def _mlp_types(read: Fields) -> list[str]:
     return kinds or [HASHED if i < hashed else ROUTED for i in range(count)]
 
 
-def _experts(read: Fields, is_hashed: bool) -> Any:
-    limit = read.number("swiglu_limit", 10.0, least=1e-6, most=1e6)
-    moe = grouped_experts(read, score="sqrtsoftplus", correction_bias=not is_hashed)
-    activation = Activation("clip then silu", limit)
-    router = replace(moe.router, table=read.count("vocab_size") if is_hashed else None)
+def _experts(read: Fields, is_hashed: bool) -> Experts:
+    moe = limited_experts(read, not is_hashed)
+    return replace(moe, router=replace(moe.router, table=read.count("vocab_size") if is_hashed else None))
+
+
+def limited_experts(read: Fields, correction_bias: bool = True) -> Experts:
+    """The experts of all layers, whose gates and ups are clipped."""
+    activation = Activation("clip then silu", read.number("swiglu_limit", 10.0, least=1e-6, most=1e6))
+    moe = grouped_experts(read, score="sqrtsoftplus", correction_bias=correction_bias)
     shared = moe.shared and replace(moe.shared, activation=activation)
-    return replace(moe, router=router, shared=shared, activation=activation)
+    return replace(moe, shared=shared, activation=activation)
 
 
 RENAMES = (

@@ -45,7 +45,6 @@ def _gguf(read: Metadata) -> dict[str, Any]:
         "model_type": "ernie4_5_moe",
         **read.sizes(),
         **read.attention(),
-        **read.tied(),
         "intermediate_size": read.count("feed_forward_length"),
         "moe_num_experts": read.count("expert_count"),
         "moe_k": read.count("expert_used_count"),

@@ -363,6 +363,7 @@ class Family:
         either_centred: MLX conversions may have left the norms of `zero_centred` as they were; their values tell.
         longer: vectors of which a checkpoint may store more values than the model has, the first of them, by the end of
             their names.
+        in_rows: vectors that a checkpoint may store as several rows, by the end of their names.
         interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
         head: of the family's draft heads; None: none is known.
     """
@@ -373,6 +374,7 @@ class Family:
     fused_rows: Callable[[LayerSpec, int, int], FusedRows] = lambda spec, layer, shards: {}
     grouped: tuple[str, ...] = ()
     longer: tuple[str, ...] = ()
+    in_rows: tuple[str, ...] = ()
     interleaved_experts: bool = False
     head: HeadNames | None = None
     either_centred: bool = False

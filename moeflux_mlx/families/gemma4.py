@@ -11,6 +11,7 @@ from ..errors import ConfigError
 from ..kinds import Activation, Experts, LayerSpec, Residual, Router, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, layer_count, layer_kinds, rotation, sizes
+from .gguf import ATTENTION, DENSE, EXPERTS, GgufFamily, Metadata
 
 GELU = Activation("gelu")
 # Where a config.json has none (transformers, `Gemma4TextConfig`).
@@ -101,9 +102,53 @@ RENAMES = (
     (".layer_scalar", ".mlp.output.layer_scalar"),
     *((f".mlp.{part}_proj.", f".mlp.shared_expert.{part}_proj.") for part in ("gate", "up", "down")),
     (".experts.switch_glu.", ".mlp.switch_mlp."),  # of mlx-lm
+    (".mlp.experts.", ".experts."),  # of GGUF files
     (".experts.", ".mlp.experts."),
     (".router.proj.", ".mlp.gate."),
     (".router.scale", ".mlp.gate_norm.weight"),
     (".router.per_expert_scale", ".mlp.expert_scales"),
 )
 FAMILIES = {"gemma4": Family(_gemma4, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """llama.cpp stores which frequencies of a wide head rotate; it is the first quarter in all published models."""
+    kinds = [SLIDING if slides else FULL for slides in read.each_layer("attention.sliding_window_pattern", bool)]
+    kv_heads, narrow = read.each_layer("attention.head_count_kv", int), read.count("attention.key_length_swa")
+    if len(set(zip(kinds, kv_heads, strict=True))) != len(set(kinds)):
+        raise ConfigError("GGUF metadata gemma4.attention.head_count_kv differs between layers of one kind")
+    read.must_equal("rope.dimension_count_swa", narrow)
+    of_kind, theta = dict(zip(kinds, kv_heads, strict=True)), read.number("rope.freq_base_swa", 1e4)
+    return {
+        "model_type": "gemma4",
+        **read.sizes(),
+        "enable_moe_block": True,
+        "num_experts": read.count("expert_count"),
+        "top_k_experts": read.count("expert_used_count"),
+        "moe_intermediate_size": read.count("expert_feed_forward_length"),
+        "intermediate_size": read.of_layers("feed_forward_length", read.layers),
+        "hidden_size_per_layer_input": read.count("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": read.count("attention.shared_kv_layers", 0),
+        "layer_types": kinds,
+        "num_attention_heads": read.of_layers("attention.head_count", read.layers),
+        "num_key_value_heads": of_kind.get(SLIDING, 1),
+        "num_global_key_value_heads": of_kind.get(FULL, 1),
+        "head_dim": narrow,
+        "global_head_dim": read.count("attention.key_length"),
+        "attention_k_eq_v": FULL in kinds and f"blk.{kinds.index(FULL)}.attn_v.weight" not in read.tensors,
+        "sliding_window": read.count("attention.sliding_window"),
+        "final_logit_softcapping": read.number("final_logit_softcapping", None),
+        "rope_parameters": {
+            FULL: {**ROPE[FULL], "rope_theta": read.number("rope.freq_base", 1e6)},
+            SLIDING: {**ROPE[SLIDING], "rope_theta": theta},
+        },
+    }
+
+
+NAMES = (
+    *(("post_attention_norm.", "post_attention_layernorm."), ("layer_output_scale.weight", "layer_scalar")),
+    *(("ffn_norm.", "pre_feedforward_layernorm."), ("pre_ffw_norm_2.", "pre_feedforward_layernorm_2.")),
+    *((f"post_ffw_norm{end}.", f"post_feedforward_layernorm{end}.") for end in ("", "_1", "_2")),
+    *(("ffn_gate_inp.scale", "router.scale"), ("ffn_down_exps.scale", "router.per_expert_scale")),
+)
+GGUF = {"gemma4": GgufFamily(_gguf, (*NAMES, *ATTENTION, *DENSE, *EXPERTS))}

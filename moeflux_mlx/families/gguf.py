@@ -67,6 +67,17 @@ class Metadata:
             return int(value[0])
         return int(self.count(key))
 
+    def each_layer(self, key: str, kind: type) -> list[Any]:
+        """The values of a key that has one for each layer.
+
+        Raises:
+            ConfigError: it has too few, or some of another type.
+        """
+        values = self.anywhere(f"{self.architecture}.{key}", list)
+        if not 0 < self.layers <= len(values) or any(type(value) is not kind for value in values[: self.layers]):
+            raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
+        return list(values[: self.layers])
+
     def must_equal(self, key: str, wanted: Any) -> None:
         """Raises ConfigError: the key has another value."""
         value = self._entries.get(f"{self.architecture}.{key}")
@@ -200,7 +211,10 @@ class GgufFamily:
 
 
 FUSED, DOWN = "ffn_gate_up_exps.weight", ("ffn_down_exps.weight", "mlp.experts.down_proj")
-OUTER = (("token_embd.", "model.embed_tokens."), ("output_norm.", "model.norm."), ("output.", "lm_head."))
+OUTER = (
+    *(("token_embd.", "model.embed_tokens."), ("output_norm.", "model.norm."), ("output.", "lm_head.")),
+    ("token_embd_norm.", "model.norm."),  # of LFM2, in spite of the name
+)
 ATTENTION = (
     *(("attn_norm.", "input_layernorm."), ("attn_output.", "self_attn.o_proj.")),
     *((f"attn_{one}_norm.", f"self_attn.{one}_norm.") for one in "qk"),

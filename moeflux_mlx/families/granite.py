@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
 from ..kinds import Experts, LayerSpec, Mixer, Residual, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from ..mixers.mamba.spec import Mamba2
@@ -102,16 +101,13 @@ FAMILIES = {"granitemoehybrid": Family(_granitemoehybrid, renames=RENAMES, fused
 
 def _gguf(read: Metadata) -> dict[str, Any]:
     """A layer has as many key heads as attention has, or none."""
-    kv_heads = read.anywhere(f"{read.architecture}.attention.head_count_kv", list)
-    if len(kv_heads) < read.layers or not all(type(count) is int for count in kv_heads):
-        raise ConfigError(f"GGUF metadata {read.architecture}.attention.head_count_kv has no number for each layer")
+    kv_heads = read.each_layer("attention.head_count_kv", int)
     heads, inner = max(read.count("ssm.time_step_rank"), 1), read.count("ssm.inner_size")
     return {
         "model_type": "granitemoehybrid",
         **read.sizes(),
         **read.choice(),
-        **read.tied(),
-        "layer_types": ["attention" if count else "mamba" for count in kv_heads[: read.layers]],
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
         "num_attention_heads": read.of_layers("attention.head_count", read.layers),
         "num_key_value_heads": max(kv_heads),
         "intermediate_size": read.count("feed_forward_length"),

@@ -6,10 +6,11 @@ from ..errors import ConfigError
 from ..kinds import Mixer
 from ..mixers.conv.spec import ShortConv
 from .fields import FULL, Family, Fields, experts, grouped_query, layer_count, layer_kinds, layers, sizes
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, Change, GgufFamily, Metadata
 
 CONV = "conv"  # the other kind of layers in `layer_types`
 # Where a config.json has none (transformers, `Lfm2MoeConfig`).
-THETA, EPS, TAPS, DENSE = 1e6, 1e-5, 3, 2
+THETA, EPS, TAPS, DENSE_LAYERS = 1e6, 1e-5, 3, 2
 
 
 def _lfm2_moe(read: Fields) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def _lfm2_moe(read: Fields) -> dict[str, Any]:
         scale=read.number("routed_scaling_factor", 1.0, least=1e-6, most=1e6),
         eps=1e-6,  # transformers, `Lfm2MoeSparseMoeBlock`
     )
-    sparse = range(read.count("num_dense_layers", DENSE, least=0, most=count), count)
+    sparse = range(read.count("num_dense_layers", DENSE_LAYERS, least=0, most=count), count)
     return {
         **sizes(read),
         "rms_norm_eps": read.number("norm_eps", EPS, least=1e-30, most=1.0),
@@ -48,3 +49,33 @@ RENAMES = (
     *((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
 )
 FAMILIES = {"lfm2_moe": Family(_lfm2_moe, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """A layer has as many key heads as attention has, or none. llama.cpp always normalises the routing weights of this
+    architecture and knows no factor of them, as in all published models."""
+    read.must_equal("expert_gating_func", SIGMOID)
+    kv_heads, dense = read.each_layer("attention.head_count_kv", int), read.count("leading_dense_block_count", 0)
+    return {
+        "model_type": "lfm2_moe",
+        **read.sizes(),
+        **read.experts(),
+        "norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": [FULL if count else CONV for count in kv_heads],
+        "num_attention_heads": read.of_layers("attention.head_count", read.layers),
+        "num_key_value_heads": max(kv_heads),
+        "rope_theta": read.number("rope.freq_base", THETA),
+        "intermediate_size": read.count("feed_forward_length"),
+        "num_dense_layers": dense,
+        "conv_L_cache": read.count("shortconv.l_cache"),
+        "use_expert_bias": f"blk.{dense}.exp_probs_b.bias" in read.tensors,
+    }
+
+
+def _change(config: dict[str, Any], name: str, shape: tuple[int, ...]) -> Change | None:
+    """llama.cpp has no axis of length 1 in weights of convolutions."""
+    return Change((*shape, 1)) if name == "conv.conv.weight" else None
+
+
+NAMES = tuple((f"shortconv.{part}.", f"conv.{part}.") for part in ("conv", "in_proj", "out_proj"))
+GGUF = {"lfm2moe": GgufFamily(_gguf, (*NAMES, *ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT), _change)}

@@ -72,7 +72,7 @@ def _ngrams(read: Fields, kinds: list[str], channels: int) -> dict[int, NGrams]:
 def _of_layer(read: Fields, order: int, longest: int, heads: int, width: int, channels: int) -> NGrams:
     """The n-grams of one layer, given its place among the layers with n-grams."""
     base = read.count("ngram_vocab_size_base", 20_000_000, least=2, most=LARGEST_TABLE)
-    sizes = _primes(base, heads * (order + 1))[heads * order :]
+    sizes = primes_from(base, heads * (order + 1))[heads * order :]
     unit = read.count("make_ngram_vocab_size_divisible_by", 128)
     return NGrams(
         sizes=sizes,
@@ -93,7 +93,7 @@ def _end(read: Fields) -> int:
 
 
 @lru_cache(64)
-def _primes(least: int, count: int) -> tuple[int, ...]:
+def primes_from(least: int, count: int) -> tuple[int, ...]:
     """The first `count` primes from `least` on."""
     found: list[int] = []
     number = least

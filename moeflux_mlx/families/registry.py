@@ -7,6 +7,7 @@ from . import (
     cohere,
     deepseek,
     deepseek_v4,
+    deepseek_v41,
     ernie,
     exaone,
     flint,
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     **qwen4.FAMILIES,
     **deepseek.FAMILIES,
     **deepseek_v4.FAMILIES,
+    **deepseek_v41.FAMILIES,
     **mistral.FAMILIES,
     **hunyuan.FAMILIES,
     **minimax.FAMILIES,
@@ -83,4 +85,6 @@ GGUF: dict[str, GgufFamily] = {
     **afmoe.GGUF,
     **minimax.GGUF,
     **granite.GGUF,
+    **lfm2.GGUF,
+    **gemma4.GGUF,
 }

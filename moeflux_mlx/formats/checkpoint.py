@@ -28,7 +28,7 @@ GRIDS_LICENSE = "LICENSE-GGUF.txt"  # of the tables that experts' matrices have 
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "preprocessor_config.json", RECIPE, GRIDS_LICENSE,
+    "preprocessor_config.json", "engram_token_map.json", RECIPE, GRIDS_LICENSE,
 )  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 ITEM_BYTES = {

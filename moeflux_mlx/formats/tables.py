@@ -7,7 +7,7 @@ that one read brings it, or its floats. In a checkpoint that is used as it lies 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -15,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ModelFileError
+from ..files import read_any_json
 from ..kinds import NGrams
 from ..quant import Quant
 from ..spec import ModelArgs
 from .checkpoint import ITEM_BYTES, Tensor, merge_tensors, read_header
 
+TOKEN_MAP = "engram_token_map.json"
 PATTERN = "tables*.safetensors"
 NAME = re.compile(r"model\.layers\.(\d+)\.ple\.table\.(\d+)")
 STEM = "model.layers.{}.ple.ple_embedding.ngram_embedding"  # the module's path in checkpoints
@@ -63,13 +65,14 @@ class TableFiles:
     """The rows of a layer's table: shards of it, each with its places, which give a row's bytes in order. The parts of
     a row have as many bytes in every shard.
 
-    `starts`: the first row of each shard.
+    `starts`: the first row of each shard. `token_map`: int64, the number of each token that is hashed; None: itself.
     """
 
     form: RowForm
     starts: Sequence[int]
     shards: Sequence[Sequence[Place]]
     rows: int
+    token_map: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def paths(self) -> list[Path]:
@@ -124,4 +127,21 @@ def _opened(path: Path, args: ModelArgs, layer: int, part: NGrams, tensors: Mapp
         )
     starts = [sum(tensor.shape[0] for tensor in shards[:i]) for i in range(len(shards))]
     places = [(Place(tensor.file, tensor.offset, tensor.shape[-1]),) for tensor in shards]
-    return TableFiles(forms[widths.pop()], starts, places, rows)
+    return TableFiles(forms[widths.pop()], starts, places, rows, read_token_map(path, args, part))
+
+
+def read_token_map(path: Path, args: ModelArgs, part: NGrams) -> np.ndarray | None:
+    """The numbers int64 [vocab_size] of tokens, from the file of a checkpoint; None: tokens are hashed themselves.
+
+    Raises:
+        ModelFileError: the file is missing, or has other numbers than the configuration says.
+    """
+    if not part.compressed:
+        return None
+    numbers = read_any_json(path / TOKEN_MAP)
+    is_list = isinstance(numbers, list) and all(type(number) is int for number in numbers)
+    if not is_list or len(numbers) < args.vocab_size or (min(numbers), max(numbers)) != (0, part.compressed - 1):
+        raise ModelFileError(
+            f"{path / TOKEN_MAP}: expected numbers from 0 to {part.compressed - 1} for {args.vocab_size} tokens"
+        )
+    return np.array(numbers, np.int64)

@@ -162,6 +162,11 @@ class Mixer:
         """How many positions a token chooses of which later layers reuse the choice; by default none."""
         return 0
 
+    @property
+    def borrowed(self) -> int:
+        """Values of each entry that it takes from an earlier layer; by default it takes none."""
+        return 0
+
     # ---- how it is called
 
     @property

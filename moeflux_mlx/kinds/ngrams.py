@@ -21,8 +21,13 @@ class NGrams:
         multipliers: odd factors of a token and of those before it, the newest first; as many as the longest n-gram has
             tokens.
         rows: number of rows of the table, including unused ones.
-        end: the token that ends a text; no n-gram goes back beyond one.
+        end: the token that ends a text; no n-gram goes back beyond one. It also stands for those before the first.
+        taps: 0: there is no convolution (DeepSeek-V4.1's Engram; mlx-vlm 0.7.10, `deepseek_v41/engram.py`).
         channels: channels of the convolution, those of all streams.
+        ends_texts: False: `end` only stands for the tokens before the first.
+        compressed: tokens are replaced by one of so many numbers before they are hashed, which tokens share that are
+            spelt alike; a file of the checkpoint says which. 0: they are not.
+        rounds: rows are rounded to 8 bits in blocks (`ops/block_rounding.py`).
     """
 
     sizes: tuple[int, ...]
@@ -32,6 +37,9 @@ class NGrams:
     end: int
     taps: int
     channels: int
+    ends_texts: bool = True
+    compressed: int = 0
+    rounds: bool = False
 
     def check(self) -> None:
         """Checks the conditions between its fields. Raises ConfigError with the names of the configuration's fields."""
@@ -46,7 +54,7 @@ class NGrams:
     @property
     def remembered(self) -> int:
         """Inputs of the convolution before the newest that it sees."""
-        return (self.taps - 1) * self.longest
+        return max(self.taps - 1, 0) * self.longest
 
     @property
     def embedded(self) -> int:

@@ -10,12 +10,17 @@ class HyperConnections:
     mixture of them. All weights are computed from the streams; those of the mixture are made doubly stochastic by
     `iterations` of Sinkhorn's method, with `eps` in each division (manifold-constrained hyper-connections,
     arXiv:2512.24880). After the last layer the streams are summed with weights of the same kind, or averaged if `mean`.
+
+    `shifted` (DeepSeek-V4.1; mlx-lm, `deepseek_v41.py`): the weights of a part's sum are made of the streams before the
+    part ahead of it, but applied to those behind. The first part's sum is the embedding. The weights of a layer's first
+    sum stand behind the streams, and so do those of the sum after the last layer.
     """
 
     streams: int
     iterations: int
     eps: float
     mean: bool = False
+    shifted: bool = False
     copies: ClassVar[int] = 2  # of the streams, in each part of a layer; measured on an H200
     has_own_norm: ClassVar[bool] = False  # in place of the norm before each part and after the last layer
     kinds: ClassVar[int] = 3  # of weights: those of the sum, those of the output, those of the mixture
@@ -129,4 +134,6 @@ def streams_before(rule: Connections | None, layer: int) -> int:
     """The streams or sums of which a layer's input consists; `rule` None: there is one stream."""
     if isinstance(rule, BlockSums):
         return 1 + -(-layer // rule.block)
+    if isinstance(rule, HyperConnections) and rule.shifted:
+        return rule.streams + 1
     return rule.streams if rule else 1

@@ -10,7 +10,7 @@ place (in the cache or in an array of the newest entries), and attention ignores
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, islice, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -118,14 +118,18 @@ class DecodeStep:
         return run
 
 
-def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[[bool, bool], DecodeStep]:
+def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
     """A step for each pair of values of the first two arguments of `run`. The steps keep their traces until `experts`
     close.
     """
-    steps = {case: DecodeStep(partial(run, *case)) for case in product((False, True), repeat=2)}
-    for step in steps.values():
-        experts.at_close(step.forget)
-    return lambda *case: steps[case]
+    steps: dict[tuple[Any, ...], DecodeStep] = {}
+
+    def forget() -> None:
+        for step in list(steps.values()):
+            step.forget()
+
+    experts.at_close(forget)
+    return lambda *case: steps.get(case) or steps.setdefault(case, DecodeStep(partial(run, *case)))
 
 
 class _Text(NamedTuple):

@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
         if spec.mixer.ngrams is not None:
             self.ple = NGramLayer(spec.mixer.ngrams, *sizes, layer)
         self._reads_tokens = self.mlp.reads_tokens or spec.mixer.ngrams is not None
-        self._step: Callable[[bool, bool], DecodeStep] | None = None
+        self._step: Callable[[bool, tuple[bool, ...]], DecodeStep] | None = None
 
     def compile(self, experts: ExpertLoader) -> None:
         """Compiles the part before the experts of a single token into one graph, which is kept until `experts`
@@ -88,25 +88,28 @@ class DecoderLayer(nn.Module):
         if not self.residual.takes_rows and isinstance(cache, StepRows):
             return self._of_rows(h, cache, chosen, tokens)
         if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
-            step = self._step(self.mlp.should_predict(1), chosen.positions is not None)
-            arrays = [] if chosen.positions is None else [chosen.positions]
+            arrays = [one for one in chosen.handed if one is not None]
+            step = self._step(self.mlp.should_predict(1), tuple(one is not None for one in chosen.handed))
             if tokens is not None and self._reads_tokens:
                 arrays += tokens.arrays(self._tables)
-            chosen.positions, kept, *parts = step(h, [[cache]], *arrays)
+            handed, kept, *parts = step(h, [[cache]], *arrays)
+            chosen.take(handed)
             return self.residual.added(self.mlp.run_experts(BeforeExperts(*parts)), *kept)
         x, *kept = self._mixed(h, cache, chosen, tokens)
         return self.residual.added(self.mlp.forward(x, self._second_norm, self._ids(x, tokens)), *kept)
 
     def _choose(
-        self, predict: bool, reuses: bool, h: mx.array, caches: Sequence[Traced], *arrays: mx.array
+        self, predict: bool, given: tuple[bool, ...], h: mx.array, caches: Sequence[Traced], *arrays: mx.array
     ) -> list[Any]:
-        """The function that is compiled. `reuses`: whether the first of `arrays` is the choice of the last layer with
-        an indexer; the others are those of the tokens, if it reads them.
+        """The function that is compiled. `given`: which parts of what earlier layers hand on (`Chosen.handed`) come
+        first among `arrays`; the others are those of the tokens, if it reads them.
         """
-        chosen, arrays = Chosen(arrays[0] if reuses else None), arrays[reuses:]
-        tokens = Tokens.of(self._tables, *arrays) if arrays else None
+        left, chosen = iter(arrays), Chosen()
+        chosen.take([next(left) if is_given else None for is_given in given])
+        of_tokens = list(left)
+        tokens = Tokens.of(self._tables, *of_tokens) if of_tokens else None
         x, *kept = self._mixed(h, caches[0], chosen, tokens)
-        return [chosen.positions, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
+        return [chosen.handed, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
 
     def _of_rows(self, h: Array, cache: StepRows, chosen: Chosen, tokens: Tokens | None) -> Any:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""

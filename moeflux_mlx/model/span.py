@@ -43,7 +43,7 @@ class Span:
     Attributes:
         reached: number of finished layers, and the output of the last of them, [B, N, hidden_size]; None at first.
         inputs: the layers' inputs besides hidden states; None until the span begins.
-        chosen: for the start of each block, the positions that its tokens attend to, for layers that reuse them.
+        chosen: for the start of each block, what layers hand on to later ones.
         kept: for each of `keep` the states of the layers that cannot be cut, by layer.
     """
 
@@ -76,7 +76,7 @@ class Span:
         """Bytes that a span holds between two layers."""
         pairs = [*self._before.values(), *(pair for states in self.kept.values() for pair in states.values())]
         states = sum(array.nbytes for pair in pairs for array in pair or () if array is not None)
-        chosen = sum(one.positions.nbytes for one in self.chosen.values() if one.positions is not None)
+        chosen = sum(array.nbytes for one in self.chosen.values() for array in one.handed if array is not None)
         chosen += sum(rows.nbytes for rows in self.inputs.tables.values()) if self.inputs else 0
         return states + chosen + (0 if self.hidden is None else self.hidden.nbytes)
 

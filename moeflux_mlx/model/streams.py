@@ -8,11 +8,24 @@ import mlx.nn as nn
 
 from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections, Shortcut
 from ..layers import Linear, RMSNorm, Stack, packed
-from ..ops import block_sums
+from ..ops import backend, block_sums
 from ..ops.backend import Array, library_of
 from ..ops.elementwise import sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
-from ..ops.streams import Mapping, Rule, gathered, gathered_behind, last_sum, mean_of, normed_streams, scattered
+from ..ops.streams import (
+    Mapping,
+    Rule,
+    carried,
+    found_in,
+    gathered,
+    gathered_behind,
+    last_sum,
+    mapped,
+    mean_of,
+    normed_streams,
+    scattered,
+    weighed,
+)
 from ..ops.tiles import MAX_TOKENS
 
 
@@ -53,6 +66,55 @@ class Connection(nn.Module):
     def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
         """The streams behind the part (`scattered`)."""
         return scattered(h, out, mixing[0], self.rule)
+
+
+class ShiftedConnection(Connection):
+    """The same of shifted connections: h [B, L, (n + 1) * D] has the weights of the next part's sum behind the streams.
+    In the first layer, `is_first`, that sum is the first stream.
+    """
+
+    rule: HyperConnections
+
+    def __init__(self, rule: HyperConnections, hidden_size: int, eps: float, is_first: bool):
+        super().__init__(rule, hidden_size, eps)
+        self.is_first, self.hidden_size = is_first, hidden_size
+
+    def gather(self, h: Any) -> tuple[Any, ...]:
+        """The part's input; the weights of the next part's sum, and how the part's output is to be added."""
+        streams, values = split(h, self.fn.shape[-1])
+        if self.is_first:
+            x = backend.contiguous(h[..., : self.hidden_size])
+        else:
+            x = weighed(streams, found_in(values, self.rule.streams))
+        return x, *mapped(streams, self.mapping, self.rule, self.eps)
+
+    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+        """The streams behind the part before, whose output is `out`, and as `gather` for the next one."""
+        weights, own = mixing
+        streams = scattered(split(h, self.fn.shape[-1])[0], out, own, self.rule)
+        return streams, weighed(streams, weights), *mapped(streams, self.mapping, self.rule, self.eps)
+
+    def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
+        """The streams behind the part, and behind them the weights of the next part's sum."""
+        weights, own = mixing
+        streams = scattered(h, out, own, self.rule)
+        return library_of(h).concatenate([streams, carried(weights, streams, self.hidden_size)], axis=-1)
+
+
+class LastSum(nn.Module):
+    """The module after the last layer of shifted connections, whose sum has weights already."""
+
+    def __init__(self, rule: HyperConnections, hidden_size: int):
+        super().__init__()
+        self.rule, self.width = rule, rule.streams * hidden_size
+
+    def last(self, h: Array) -> Any:
+        """The stream behind the last layer."""
+        return _row_by_row(self._sum, h)
+
+    def _sum(self, h: Any) -> Any:
+        streams, values = split(h, self.width)
+        return weighed(streams, found_in(values, self.rule.streams))
 
 
 class StreamsMean(nn.Module):
@@ -195,6 +257,10 @@ def connection(rule: Connections, hidden_size: int, eps: float, layer: int | Non
     """The module between the streams and a part of a layer; None: behind the last layer."""
     if isinstance(rule, BlockSums):
         return BlockSum(hidden_size, eps, layer is not None and rule.begins(layer))
+    if isinstance(rule, HyperConnections) and rule.shifted:
+        if layer is None:
+            return LastSum(rule, hidden_size)
+        return ShiftedConnection(rule, hidden_size, eps, layer == 0)
     if layer is None and rule.mean:
         return StreamsMean(rule.streams)
     return MODULES[type(rule)](rule, hidden_size, eps, layer is None)

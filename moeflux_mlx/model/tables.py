@@ -12,7 +12,9 @@ from .tokens import Rows
 
 
 class TableReader(Protocol):
-    """Reads the rows of a layer's table."""
+    """Reads the rows of a layer's table; `token_map`: the numbers of tokens that are hashed, None: themselves."""
+
+    token_map: np.ndarray | None
 
     def begin(self, numbers: np.ndarray) -> Rows:
         """Begins to read the rows int64 [B, L, heads]."""
@@ -33,21 +35,21 @@ class Tables:
     def begin(self, tokens: np.ndarray, caches: Sequence[Any] | Mapping[int, Any]) -> dict[int, Rows]:
         """Begins to read what tokens [B, L] want, after what `caches`, one per layer, have absorbed; by layer."""
         return {
-            layer: self.readers[layer].begin(_numbers(tokens, caches[layer], part))
+            layer: self.readers[layer].begin(_numbers(tokens, caches[layer], part, self.readers[layer].token_map))
             for layer, part in self.parts.items()
         }
 
 
-def _numbers(tokens: np.ndarray, cache: Any, part: NGrams) -> np.ndarray:
+def _numbers(tokens: np.ndarray, cache: Any, part: NGrams, token_map: np.ndarray | None) -> np.ndarray:
     """The rows int64 [B, L, heads] of tokens [B, L]."""
     if not isinstance(cache, StepRows):
-        return row_numbers(np.concatenate([_before(cache, len(tokens), part), tokens], axis=1), part)
+        return row_numbers(np.concatenate([_before(cache, len(tokens), part), tokens], axis=1), part, token_map)
     texts: dict[int, np.ndarray] = {}  # the last tokens of each sequence
     rows = []
     for one, token in zip(cache.caches, tokens[0], strict=True):
         text = np.append(texts.get(id(one), _before(one, 1, part)), [[token]], axis=1)
         texts[id(one)] = text[:, 1:]
-        rows.append(row_numbers(text, part))
+        rows.append(row_numbers(text, part, token_map))
     return np.concatenate(rows, axis=1)
 
 

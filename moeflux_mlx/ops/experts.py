@@ -16,7 +16,6 @@ import numpy as np
 
 from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
-from ..quant import TABLE
 from . import backend, native
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
@@ -81,7 +80,7 @@ class Shared:
     def _act(self, x: mx.array) -> mx.array | None:
         """The activation of gate x and up x, [T, I], in one launch; None if MLX multiplies."""
         up, down = self.gate_up, self.down.quant
-        if up is None or up.quant is None or up.quant.codes == TABLE or down is None or not pays(x, up):
+        if up is None or up.quant is None or down is None or not pays(x, up):
             return None
         stored = next((name for name, dtype in DTYPES.items() if dtype == up.second.dtype), "")
         quants, width = (up.quant, up.quant, down), up.shape[0] // 2
@@ -100,7 +99,6 @@ class Shared:
         return all(
             w.quant is not None
             and not w.quant.has_global_scale
-            and w.quant.codes != TABLE
             and Form(w.quant, w.second.dtype) == form_of(part)
             and w.shape == (times * part.rows, part.columns)
             for w, part, times in pairs
@@ -425,7 +423,8 @@ def _first_launch(
 
 def _spot(kernel: str, form: Form) -> str:
     """The name of its tile."""
-    return f"{kernel}_planes" if form.planes else kernel
+    kind = "grids" if form.near and kernel == "expert_gate_up" else "planes"
+    return f"{kernel}_{kind}" if form.planes else kernel
 
 
 def _columns(form: Form, each: int, columns: int, lanes: int) -> int:

@@ -138,6 +138,52 @@ def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
+def choose_in_blocks(
+    index: Index, seen: Any, indexer: Indexer, blocks: tuple[int, int] | None, among: Any
+) -> tuple[Any, Any]:
+    """`choose` among the entries of some blocks; and the blocks among which later layers choose.
+
+    Args:
+        blocks: how many blocks are marked, by the best score in each, besides the newest; and positions of each. None:
+            there are no blocks.
+        among: int32 [B, rows, n], the blocks that are marked already; None: every position may be chosen.
+
+    Returns:
+        Positions as `choose` gives them, and `among` or the blocks that are marked here, ascending; None for the latter
+        if there are no more blocks than are marked.
+    """
+    library = library_of(index.keys)
+    count, keys = index.queries.shape[1], float32(index.keys)
+    number, (top, size) = keys.shape[1], blocks or (0, 1)
+    room, positions, parts = -(-number // size), arange(number, library), []
+    marks = among is None and 0 < top < room
+    for some in slices(count, indexer.rows_at_once(number, 0)):
+        scores = _scores(float32(index.queries[:, some]), keys, index.weights[:, some], library)
+        least = library.array(-np.inf, library.float32)
+        scores = library.where(positions < seen[some, None], scores, least)
+        marked = None if among is None else among[:, some]
+        if marks:
+            marked = _best_blocks(scores, (seen[some] - 1) // size, top, size, library)
+        elif marked is not None:
+            in_block = (arange(room, library)[:, None] == marked[:, :, None]).any(axis=-1)
+            scores = library.where(library.repeat(in_block, size, axis=-1)[..., :number], scores, least)
+        parts.append((best(scores, indexer.top, library), marked))
+        if library is mx:
+            gpu_time.in_turn(count, [one for one, _ in parts])
+    chosen, marked = zip(*parts, strict=True)
+    return library.concatenate(chosen, axis=1), None if marked[0] is None else library.concatenate(marked, axis=1)
+
+
+def _best_blocks(scores: Any, newest: Any, top: int, size: int, library: Any) -> Any:
+    """The blocks int32 [B, rows, top] with the largest scores [B, rows, P], and of each row the `newest`, [rows]."""
+    B, rows, number = scores.shape
+    room = -(-number // size)
+    filled = library.full((B, rows, room * size - number), -np.inf, library.float32)
+    largest = library.concatenate([scores, filled], axis=-1).reshape(B, rows, room, size).max(axis=-1)
+    is_newest = arange(room, library) == newest[:, None]
+    return best(library.where(is_newest, library.array(np.inf, library.float32), largest), top, library)
+
+
 def slices(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 

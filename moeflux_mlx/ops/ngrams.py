@@ -23,20 +23,23 @@ STEP = Kernel("ngrams_step", "h key value key_norm query_norm conv_norm eps taps
 THREADS = 256  # of a threadgroup
 
 
-def row_numbers(tokens: np.ndarray, part: NGrams) -> np.ndarray:
+def row_numbers(tokens: np.ndarray, part: NGrams, token_map: np.ndarray | None = None) -> np.ndarray:
     """The rows int64 [B, L, heads] of the last L of tokens [B, longest - 1 + L].
 
     A token's hash is the exclusive or of products of it and of those before it with odd numbers; a head's row is the
-    hash modulo the head's rows. Tokens before the end of an earlier text are replaced by that end token.
+    hash modulo the head's rows. Tokens before the end of an earlier text are replaced by that end token, and then all
+    by the numbers that `token_map` int64 has for them, if there is one.
     """
-    tokens, before = tokens.astype(np.int64), part.longest - 1
+    tokens, before, last = tokens.astype(np.int64), part.longest - 1, part.end
+    if token_map is not None:
+        tokens, last = token_map[tokens], int(token_map[part.end])
     count = tokens.shape[1] - before
     mixed, inside, numbers = tokens[:, before:] * part.multipliers[0], np.True_, []
     heads, first = len(part.sizes) // before, np.cumsum((0, *part.sizes[:-1]))
     for back in range(1, part.longest):
         earlier = tokens[:, before - back : before - back + count]
-        inside = inside & (earlier != part.end)
-        mixed = mixed ^ np.where(inside, earlier, part.end) * part.multipliers[back]
+        inside = inside & (earlier != last) if part.ends_texts else inside
+        mixed = mixed ^ np.where(inside, earlier, last) * part.multipliers[back]
         own = slice((back - 1) * heads, back * heads)
         numbers.append(mixed[..., None] % np.array(part.sizes[own]) + first[own])
     return np.concatenate(numbers, axis=-1)
@@ -44,13 +47,13 @@ def row_numbers(tokens: np.ndarray, part: NGrams) -> np.ndarray:
 
 class NGramWeights(NamedTuple):
     """Norms [channels] of keys, streams and the convolution's inputs, their eps, and the convolution [channels, taps,
-    1]."""
+    1]; without a convolution None in its place and in that of its inputs' norm."""
 
     key: mx.array
     query: mx.array
-    conv_input: mx.array
+    conv_input: Any
     eps: float
-    conv: mx.array
+    conv: Any
 
 
 def with_ngrams(h: Array, key: Array, value: Array, before: Any, w: NGramWeights, part: NGrams) -> tuple[Any, Any]:
@@ -60,14 +63,18 @@ def with_ngrams(h: Array, key: Array, value: Array, before: Any, w: NGramWeights
         key, value: [B, L, n * D] and [B, L, D], projections of the rows.
         before: [B, remembered, n * D], the convolution's inputs before these tokens; None: zeros.
     """
-    if isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1]):
+    if part.taps and isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1]):
         return _on_kernel(h, key, value, before, w, part)
     library = library_of(h)
     (B, L, width), streams = h.shape, h.shape[-1] // value.shape[-1]
-    key, query = (normed_streams(x, n, w.eps, streams) for x, n in ((key, w.key), (h, w.query)))
+    in_wide = (float32(key), float32(h)) if not part.taps else (key, h)
+    key, query = (normed_streams(x, n, w.eps, streams) for x, n in zip(in_wide, (w.key, w.query), strict=True))
     products = float32(key * query).reshape(B, L, streams, -1).sum(axis=-1)
     gates = products / math.sqrt(value.shape[-1])
     gates = library.sqrt(library.maximum(abs(gates), 1e-6)) * library.sign(gates)
+    if not part.taps:
+        made = float32(h) + (sigmoid(gates)[..., None] * float32(value)[:, :, None]).reshape(B, L, width)
+        return made.astype(h.dtype), library.zeros((B, 0, width), h.dtype)
     gated = (sigmoid(gates).astype(h.dtype)[..., None] * value[:, :, None]).reshape(B, L, width)
     inputs = normed_streams(gated, w.conv_input, w.eps, streams)
     before = library.zeros((B, part.remembered, width), inputs.dtype) if before is None else before.astype(inputs.dtype)

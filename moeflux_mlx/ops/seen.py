@@ -2,6 +2,7 @@
 (metal/seen.h.metal).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -51,14 +52,28 @@ class SeenBlocks(NamedTuple):
 
 @dataclass
 class Chosen:
-    """The choice of the last layer with an indexer for a block of tokens, for layers that reuse it.
+    """What layers hand on to later layers, for a block of tokens: the choice of the last layer with an indexer, and the
+    entries of the last one that makes some for others.
 
     positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all positions that it
-        sees. rows: the same for each row of a step, by its number.
+        sees. entries: [B, T, .]; None: there are none. blocks: int32 [B, rows, .] of the same last tokens, the blocks
+        of entries among which later indexers choose; None: among all. rows: the same for each row of a step, by its
+        number.
     """
 
     positions: Any = None
+    entries: Any = None
+    blocks: Any = None
     rows: "dict[int, Chosen]" = field(default_factory=dict)
+
+    @property
+    def handed(self) -> list[Any]:
+        """All that is handed on; None in the place of what is not there."""
+        return [self.positions, self.entries, self.blocks]
+
+    def take(self, handed: Sequence[Any]) -> None:
+        """Replaces what is handed on."""
+        self.positions, self.entries, self.blocks = handed
 
     def of_row(self, row: int) -> "Chosen":
         return self.rows.setdefault(row, Chosen())

@@ -67,6 +67,45 @@ def gathered(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
     return x, library.concatenate([post, comb], axis=-1)
 
 
+def mapped(h: Any, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
+    """The weights [B, L, n] float32 of a sum of the streams h [B, L, n * D], and those of `gathered`, of shifted
+    connections.
+    """
+    n, library = rule.streams, backend.library_of(h)
+    if _takes_token(h, rule):
+        launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
+        _, mixing = _from_products(launches, h, launches.products(h, by.fn)[0], by)
+        return mixing[..., n + n * n :], mixing[..., : n + n * n]
+    made, base, scale = _made(h, by, eps)
+    post = rule.magnitude * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    comb = (made[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*made.shape[:-1], n, n)
+    comb = doubly_stochastic(comb, rule).reshape(*made.shape[:-1], n * n)
+    return sigmoid(made[..., :n] * scale[0] + base[:n]) + rule.eps, library.concatenate([post, comb], axis=-1)
+
+
+def weighed(h: Any, weights: Any) -> Any:
+    """The sum [B, L, D] of the streams h [B, L, n * D] with weights [B, L, n], in float32."""
+    return _weighed(float32(h), weights).astype(h.dtype)
+
+
+def carried(weights: Any, like: Any, width: int) -> Any:
+    """Weights [B, L, n] float32 as values [B, L, width] of the dtype of `like`, from which `found_in` gets them back
+    without a loss: each in three parts, the later ones of which have what the dtype leaves out.
+    """
+    library, parts, rest = backend.library_of(like), [], weights
+    for _ in range(3):
+        parts.append(rest.astype(like.dtype))
+        rest = rest - parts[-1].astype(library.float32)
+    room = library.zeros((*weights.shape[:2], width - 3 * weights.shape[-1]), like.dtype)
+    return library.concatenate([*parts, room], axis=-1)
+
+
+def found_in(values: Any, count: int) -> Any:
+    """The weights [B, L, count] float32 of which `carried` made the values."""
+    first, second, third = (float32(values[..., i * count : (i + 1) * count]) for i in range(3))
+    return first + second + third
+
+
 def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: Rule, eps: float) -> Any:
     """The streams behind a part (`scattered`), and what `gathered` makes of them for the next part."""
     if not _takes_token(h, rule):
@@ -117,8 +156,9 @@ def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: Rule, eps: float
     following = Launch(target, NEXT, template, (rows + 1, 1), THREADS, outputs)
     template = {"X": dtype, "N": n, "D": D, "O": rows, "T": THREADS, "MIXED": int(is_mixed), "EPS": rule.eps}
     template |= {"ROUNDS": getattr(rule, "iterations", 0), "NORM_EPS": eps, "MAGNITUDE": rule.magnitude}
-    template |= {"POST_EPS": 0.0 if is_mixed else rule.eps}
-    made = [((1, 1, D), dtype), ((1, 1, rows - n), mx.float32)]
+    is_shifted = isinstance(rule, HyperConnections) and rule.shifted
+    template |= {"POST_EPS": 0.0 if is_mixed else rule.eps, "SHIFTED": int(is_shifted)}
+    made = [((1, 1, D), dtype), ((1, 1, rows if is_shifted else rows - n), mx.float32)]
     return Gather(products, following, Launch(target, GATHER, template, (ceildiv(D, THREADS), 1), THREADS, made))
 
 
@@ -167,6 +207,10 @@ def scattered(h: Any, out: Any, mixing: Any, rule: Rule) -> Any:
         return plan_scatter(backend.name(), width, h.dtype, n, is_mixed)(h, out, mixing)[0]
     if isinstance(rule, IndependentConnections):
         return _added(h, out, mixing)
+    if rule.shifted:
+        comb = mixing[..., n:].reshape(B, L, n, n).swapaxes(-1, -2)
+        mixed = comb @ float32(h).reshape(B, L, n, -1) + mixing[..., :n, None] * float32(out)[:, :, None]
+        return mixed.reshape(B, L, width).astype(h.dtype)
     comb = mixing[..., n:].reshape(B, L, n, n).swapaxes(-1, -2).astype(h.dtype)
     mixed = comb @ h.reshape(B, L, n, -1) + mixing[..., :n, None].astype(h.dtype) * out[:, :, None]
     return mixed.reshape(B, L, width)

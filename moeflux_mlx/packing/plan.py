@@ -94,7 +94,7 @@ def make_plan(
         wanted = wanted if made else wanted.beside_codes()
     resident = plan_resident(args, tensors, form, wanted)
     used = used.union(tensor.name for source in resident.sources for tensor in source.tensors)
-    tables = find_tables(args, tensors, form, wanted)
+    tables = find_tables(checkpoint.folder, args, tensors, form, wanted)
     used = used.union(*(table.used for table in tables))
     _check_all_used(tensors, used)
     recipe = wanted.recipe if made or resident.quantized else None

@@ -121,7 +121,7 @@ def plan_resident(
     for path, pieces in (pieces_of | fused).items():
         shape = ours.matrices.get(path) or (
             sum(len(rows) for _, rows in pieces if rows is not None),
-            args.hidden_size,
+            ours.matrices[pieces[0][0]][-1],
         )
         matrix = find_matrix(tensors, path, shape, form, shards=shards if path in fused else 1)
         sources.append(_matrix_source(args, matrix, pieces, wanted, as_stored))
@@ -203,6 +203,8 @@ def _plain_source(
     tensor = tensors[stored]
     flat = tuple(n for n in tensor.shape if n > 1)
     longer = len(flat) == 1 and flat[0] > shape[0] and name.endswith(FAMILIES[args.model_type].longer)
+    if len(shape) == 1 and name.endswith(FAMILIES[args.model_type].in_rows):
+        flat = (math.prod(tensor.shape),)
     if flat == shape or longer:  # a vector with axes of length 1 around its own
         tensor = replace(tensor, shape=flat)
     if name.endswith(TABLE):

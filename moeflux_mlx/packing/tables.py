@@ -1,14 +1,16 @@
 """Finds and checks the tables of n-grams in a checkpoint; they are packed row by row or used in place."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
+from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..formats.tables import NARROW, STEM, WIDE, Place, RowForm, TableFiles
+from ..formats.tables import NARROW, STEM, WIDE, Place, RowForm, TableFiles, read_token_map
 from ..kinds import NGrams
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
@@ -67,11 +69,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Table:
-    """A layer's, of its shards in order; `hashes` are tensors that say what the configuration implies."""
+    """A layer's, of its shards in order; `hashes` are tensors that say what the configuration implies. `token_map` as
+    in `TableFiles`.
+    """
 
     layer: int
     shards: tuple[Shard, ...]
     hashes: tuple[Tensor, ...]
+    token_map: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def rounds(self) -> bool:
@@ -98,7 +103,7 @@ class Table:
         lengths = [shard.matrix.shape[0] for shard in self.shards]
         starts = [0, *accumulate(lengths)][:-1]
         places = [_places(shard.matrix, form) for shard in self.shards]
-        return TableFiles(form, starts, places, sum(lengths))
+        return TableFiles(form, starts, places, sum(lengths), self.token_map)
 
 
 def _places(matrix: Matrix, form: RowForm) -> tuple[Place, ...]:
@@ -110,9 +115,19 @@ class TableFile(TensorFile):
     """One that a model reads rows from."""
 
 
-def find_tables(args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> list[Table]:
-    """Raises ModelFileError: a shard is missing or misshapen, or the hashes are others than the configuration's."""
-    return [_find(layer, part, tensors, form, wanted) for layer, part in args.ngrams.items()]
+def find_tables(
+    folder: Path, args: ModelArgs, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted
+) -> list[Table]:
+    """The tables of the checkpoint in `folder`.
+
+    Raises:
+        ModelFileError: a shard or the map of tokens is missing or misshapen, or the hashes are others than the
+            configuration's.
+    """
+    return [
+        replace(_find(layer, part, tensors, form, wanted), token_map=read_token_map(folder, args, part))
+        for layer, part in args.ngrams.items()
+    ]
 
 
 def _find(layer: int, part: NGrams, tensors: Mapping[str, Tensor], form: SourceFormat, wanted: Wanted) -> Table:

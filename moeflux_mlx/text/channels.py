@@ -198,6 +198,30 @@ SPANS = Spans(
     line="",
     gap="",
 )
+
+
+@dataclass(frozen=True)
+class TwoSpans(Channels):
+    """Reasoning in a span, and text in another one, from `lead` to `tail`; calls are in neither."""
+
+    def switches(self, inside: bool) -> dict[str, bool]:
+        return {self.end: False, self.lead: False, self.tail: False} | ({} if inside else {self.start: True})
+
+    def begin_of(self, prompt: str, at: int) -> int:
+        return super().begin_of(prompt, len(prompt[:at].removesuffix(self.lead)))
+
+
+# <|START_THINKING|>TEXT<|END_THINKING|><|START_TEXT|>TEXT<|END_TEXT|>: llama.cpp's and mlx-vlm's parsers of Cohere.
+COHERE = TwoSpans(
+    start="<|START_THINKING|>",
+    end="<|END_THINKING|>",
+    lead="<|START_TEXT|>",
+    ends=frozenset({"<|END_OF_TURN_TOKEN|>"}),
+    markers=frozenset(f"<|{edge}_{part}|>" for edge in ("START", "END") for part in ("THINKING", "TEXT")),
+    line="",
+    gap="",
+    tail="<|END_TEXT|>",
+)
 THINK = Channels()
 
 
@@ -206,7 +230,7 @@ def channels_of(markers: Set[str]) -> Channels:
 
     A plain tag has the lowest priority.
     """
-    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS):
+    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS, COHERE):
         if channels.markers <= markers:
             return channels
     tags = sorted(

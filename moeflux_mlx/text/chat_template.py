@@ -23,7 +23,8 @@ Message = Mapping[str, Any]
 # Longer than any context window, and small enough for any machine.
 MAX_PROMPT_CHARS = 1 << 26
 TEMPLATES = Path(__file__).parent / "templates"
-SHIPPED = ("deepseek_v32", "deepseek_v4", "kimi_k3")  # models whose checkpoints have a program instead of a template
+# Models whose checkpoints have a program instead of a template.
+SHIPPED = ("deepseek_v32", "deepseek_v4", "deepseek_v41", "kimi_k3")
 # Names under which chats carry a message's reasoning; templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 

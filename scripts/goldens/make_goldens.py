@@ -1,7 +1,8 @@
 """Makes the golden logits of tests/fixtures/models with Hugging Face transformers.
 
 Needs torch and transformers (not needed by the tests), and for what transformers does not have: for g9v3 the packages
-rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2:
+rapid-mlx 0.16.10 and mlx-lm, for kimi_k3 mlx-lm 0.32.2, for
+deepseek_v41 that with the n-grams of mlx-vlm 0.7.10:
 
     python scripts/goldens/make_goldens.py [--only FAMILY ...] [--checkpoints DIR]
 
@@ -54,7 +55,7 @@ LENGTHS = dict.fromkeys(
     ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "glm5_next", "qwen4_exp", "minimax_m3_vl", "hy_v4"), 64
 )
 LENGTHS |= {"nemotron_h": 64, "nemotron_h_latent": 80, "lfm2_moe": 64, "bailing_hybrid": 64, "kimi_linear": 64}
-LENGTHS |= {"kimi_k3": 64, "granitemoehybrid": 64, "llama4": 64}
+LENGTHS |= {"kimi_k3": 64, "deepseek_v41": 40, "granitemoehybrid": 64, "llama4": 64}
 # What routers with a correction bias add it to, if not to sigmoids.
 SCORES = {"Kolibri1TopKRouter": lambda logits: logits, "Ernie4_5_MoeTopKRouter": lambda logits: logits.softmax(-1)}
 ENDS = {"qwen4_exp": (12, 13, 41)}  # places of the token that ends a text, where n-grams begin anew
@@ -288,6 +289,104 @@ def of_mlx_lm(family, weights):
     return logits
 
 
+def of_rounding_mlx_lm(family, weights):
+    """Returns the same of a model that rounds keys to a few bits, which a change of the last bits may push to the next
+    code. The margin is negative if the logits change with that.
+    """
+    import mlx.core as mx
+    from mlx_lm.models import deepseek_v41
+
+    mx.set_default_device(mx.cpu)
+    models, hashes = [], with_engram(family, weights, deepseek_v41)
+    for seed in range(6):
+        model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict({**goldens.config(family), "engram_layer_ids": ()}))
+        noise = np.random.default_rng(seed).normal(size=weights["embed.weight"].shape) * (6e-7 if seed else 0)
+        noisy = {**weights, "embed.weight": weights["embed.weight"] * (1 + noise)}
+        made = model.sanitize({name: mx.array(w.astype(np.float32)) for name, w in noisy.items()})
+        model.load_weights(list(made.items()))
+        models.append(model)
+    margins = []
+
+    def looking(self, x):
+        logits = x.astype(mx.float32) @ self.weight.T
+        biased = mx.sqrt(mx.logaddexp(logits, 0)) + self.e_score_correction_bias
+        margins.append(gap(np.array(biased, np.float64), self.top_k))
+        return choose(self, x)
+
+    choose, deepseek_v41.Router.__call__ = deepseek_v41.Router.__call__, looking
+
+    def logits(tokens):
+        margins.clear()
+        hashes(tokens)
+        found, *others = (np.array(model(mx.array(tokens)[None])[0]) for model in models)
+        change = max(np.abs(one - found).max() for one in others)
+        return found, min(margins) if change < 5e-5 else -change
+
+    return logits
+
+
+def with_engram(family, weights, module):
+    """Puts the n-grams of mlx-vlm into the layers of mlx-lm's `module`. Returns a function that takes the tokens before
+    a model does.
+    """
+    from types import SimpleNamespace
+
+    import mlx.core as mx
+    from mlx_vlm.models.deepseek_v41 import engram
+    from mlx_vlm.models.deepseek_v41.config import ModelConfig
+
+    config = ModelConfig.from_dict(goldens.config(family))
+    layout, rows, layers = engram.EngramLayout.from_config(config), {}, {}
+    state = engram.NgramHashState(config, layout, token_map=goldens.token_map(family))
+    for layer in layout.layer_ids:
+        layers[layer], stem = engram.Engram(config, layer, layout), f"layers.{layer}.engram."
+        own = {n.removeprefix(stem): mx.array(w.astype(np.float32)) for n, w in weights.items() if n.startswith(stem)}
+        layers[layer].load_weights(list(own.items()))
+    go_on = module.DecoderLayer.__call__
+
+    def call(self, streams, *given, **named):
+        if self.layer_idx in layers:
+            own = layers[self.layer_idx]
+            streams = own(streams, rows["of all layers"][:, :, own.layer_hash_index])
+        return go_on(self, streams, *given, **named)
+
+    module.DecoderLayer.__call__ = call
+    return lambda tokens: rows.update({"of all layers": state(mx.array(tokens)[None], 0, SimpleNamespace(engram=None))})
+
+
+def tensors_of_deepseek_v41(c):
+    """Returns {name: shape} as mlx-lm's `sanitize` reads the publisher's tensors."""
+    D, d, H, q, n = c["hidden_size"], c["head_dim"], c["num_attention_heads"], c["q_lora_rank"], c["hc_mult"]
+    groups, heads, dim = c["o_groups"] * c["o_lora_rank"], c["index_n_heads"], c["index_head_dim"]
+    shapes = {"embed.weight": (c["vocab_size"], D), "norm.weight": (D,), "head.weight": (c["vocab_size"], D)}
+    for i, ratio in enumerate(c["compress_ratios"][: c["num_hidden_layers"]]):
+        own = {"wq_a": (q, D), "q_norm": (q,), "wq_b": (H * d, q), "wkv": (d, D), "kv_norm": (d,)}
+        own |= {"wo_a": (groups, H * d // c["o_groups"]), "wo_b": (D, groups)}
+        if i in c["kv_source_layer_ids"]:
+            own |= {"compressor.wkv": (d, D), "compressor.norm": (d,), "indexer.wk": (dim, d), "indexer.k_norm": (dim,)}
+            own |= {"compressor.wgate": (d, D)} if ratio > 1 else {}
+        if i in c["index_source_layer_ids"]:
+            own |= {"indexer.wq_b": (heads * dim, q), "indexer.weights_proj": (heads, D)}
+        of_layer = {f"attn.{name}.weight": shape for name, shape in own.items()} | {"attn.attn_sink": (H,)}
+        of_layer |= {f"{norm}_norm.weight": (D,) for norm in ("attn", "ffn")}
+        for part in ("attn", "ffn"):
+            of_layer |= {f"hc_{part}_fn": (n * (n + 2), n * D), f"hc_{part}_base": (n * (n + 2),)}
+            of_layer[f"hc_{part}_scale"] = (3,)
+        of_layer |= {"ffn.gate.weight": (c["n_routed_experts"], D), "ffn.gate.bias": (c["n_routed_experts"],)}
+        stems = [f"ffn.experts.{e}." for e in range(c["n_routed_experts"])] + ["ffn.shared_experts."]
+        for stem in stems:
+            mlp = mlp_of(stem, ("w1", "w2", "w3"), D, c["moe_intermediate_size"])
+            of_layer |= {f"{name}.weight": shape for name, shape in mlp.items()}
+        if i in c["engram_layer_ids"]:
+            width = c["engram_head_dim"]
+            embedded = (c["engram_max_ngram_size"] - 1) * c["engram_n_heads"] * width
+            of_layer["engram.embed.weight"] = c["engram_num_embeddings"][c["engram_layer_ids"].index(i)], width
+            of_layer |= {"engram.wkv.weight": ((n + 1) * D, embedded), "engram.q_weight": (n, D)}
+            of_layer["engram.k_weight"] = (n, D)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in of_layer.items()}
+    return shapes
+
+
 def tensors_of_kimi_k3(c):
     """Returns {name: shape} as mlx-lm's `sanitize` reads the publisher's tensors, with longer rates of decay."""
     D, own, H = c["hidden_size"], c["linear_attn_config"], c["num_attention_heads"]
@@ -426,7 +525,7 @@ def with_identities(weights):
 def store_kin(family):
     """Stores tensors.json of a family, and the configuration as transformers saves it."""
     store = goldens.folder(family)
-    of_others = {"g9v3": tensors_of_g9v3, "kimi_k3": tensors_of_kimi_k3}
+    of_others = {"g9v3": tensors_of_g9v3, "kimi_k3": tensors_of_kimi_k3, "deepseek_v41": tensors_of_deepseek_v41}
     if family in of_others:
         shapes, text = of_others[family](goldens.config(family)), json.dumps(goldens.config(family))
     else:
@@ -458,7 +557,7 @@ def store_kin(family):
 def make_kin(family):
     """Stores the fixtures of one family of the kin."""
     store_kin(family)
-    others = {"g9v3": of_rapid_mlx, "kimi_k3": of_mlx_lm}
+    others = {"g9v3": of_rapid_mlx, "kimi_k3": of_mlx_lm, "deepseek_v41": of_rounding_mlx_lm}
     run_model = others.get(family, of_transformers)(family, goldens.dequantised(family))
     best = (-1.0, None)
     for seed in range(CANDIDATES_OF_KIN):

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the plots of docs/performance.md from figures.json, which holds published figures and their commands.
+"""Draws the plots of docs/performance.md and docs/quality.md from figures.json, which holds published figures and
+their commands.
 
 python scripts/pictures/plots.py [docs/pictures]
 """
@@ -51,10 +52,13 @@ def curves(figure: dict) -> list[str]:
     parts = [words(right(x), HEIGHT - BOTTOM + 16, f"{x:,}", "middle") for x in xs]
     for power in range(round(math.log10(high / low)) + 1):
         parts += rule(up(low * 10**power), f"{low * 10**power:g}")
-    for colour, line in zip(COLOURS, figure["lines"].values(), strict=False):
+    unit, below = figure.get("unit", ""), figure.get("below", {})  # a line's figures stand so far below it; null: none
+    for colour, (name, line) in zip(COLOURS, figure["lines"].items(), strict=False):
         placed = " ".join(f"{right(x):.1f},{up(y):.1f}" for x, y in line)
         parts.append(f'<polyline points="{placed}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts += [words(right(x), up(y) - 7, f"{y:.2g} s", "end" if x == xs[-1] else "middle") for x, y in line]
+        for x, y in line if below.get(name, 0) is not None else ():
+            anchor = "end" if x == xs[-1] else "middle"
+            parts.append(words(right(x), up(y) + below.get(name, -7), f"{y:.2g}{unit}", anchor))
     return parts
 
 

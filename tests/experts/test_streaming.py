@@ -38,7 +38,7 @@ from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K = 16, 4
 FAMILIES = (*goldens.families(), "gpt_oss")  # a family with windows, and with experts that add biases
-CHOOSING = ("deepseek_v4", "glm5_next", "glm_moe_dsa", "minimax_m3_vl", "qwen4_exp")
+CHOOSING = ("deepseek_v4", "deepseek_v41", "glm5_next", "glm_moe_dsa", "minimax_m3_vl", "qwen4_exp")
 
 
 def tokens_of(family):

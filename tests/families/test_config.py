@@ -54,6 +54,7 @@ SIZES = {
     "glm-4.5v": (9732096, 1245708288, 45, 52.21),
     "glm-4.7": (13271040, 2123366400, 89, 176.00),
     "deepseek-v3.2": (24772608, 6341787648, 58, 342.56),
+    "deepseek-v4.1-flash-552b": (19906560, 7644119040, 40, 284.77),
     "deepseek-v4-flash": (14155776, 3623878656, 43, 145.12),
     "glm-5.3-flash-321b": (14155776, 4076863488, 42, 159.47),
     "glm-5-744b": (21233664, 5435817984, 75, 379.69),
@@ -395,6 +396,47 @@ def test_defaults_of_lfm2_are_those_of_transformers():
         assert not ModelArgs.from_dict({**goldens.config("lfm2_moe"), name: False}).is_tied
 
 
+def test_layers_of_deepseek_v41():
+    """Few make entries, some choose among them, and one marks blocks for later ones."""
+    config = goldens.config("deepseek_v41")
+    mixers = ModelArgs.from_dict(config).mixers
+    assert [mixer.seen_ratio for mixer in mixers] == [0, 2, 2, 1, 1, 1, 1]
+    assert [mixer.ratio for mixer in mixers] == [0, 2, 0, 1, 0, 0, 0]
+    assert [mixer.indexer and mixer.indexer.reuses for mixer in mixers] == [None, False, True, False, True, False, True]
+    marks = [mixer.compressor and mixer.compressor.blocks and mixer.compressor.blocks.reuses for mixer in mixers]
+    assert marks == [None, None, None, False, True, True, True]
+
+
+def test_tables_of_deepseek_v41():
+    """The number of rows that is published is the sum of the primes. Factors fit the numbers of 99,092 tokens."""
+    config = config_of("deepseek-v4.1-flash-552b")
+    ngrams = ModelArgs.from_dict(config).ngrams
+    assert [sum(part.sizes) for part in ngrams.values()] == config["engram_num_embeddings"] and list(ngrams) == [1, 14]
+    factors = [factor for part in ngrams.values() for factor in part.multipliers]
+    assert len(factors) == 8 and all(factor % 2 and factor * 99091 < 1 << 63 for factor in factors)
+    own = {name: value for name, value in config.items() if not name.startswith("engram_")}
+    assert ModelArgs.from_dict(own) == ModelArgs.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"gate_temp": 2.0}, "'gate_temp' is 2.0"),
+        ({"engram_layer_ids": [1, 1]}, "'engram_layer_ids'"),
+        ({"engram_num_embeddings": [256]}, "'engram_num_embeddings'"),
+        ({"engram_num_embeddings": [256, 300]}, "'engram_num_embeddings'"),
+        ({"compress_ratios": [0, 2, 2, 1, 1, 1, 4]}, "'compress_ratios'"),
+        ({"kv_source_layer_ids": [3]}, "'kv_source_layer_ids'"),
+        ({"kv_source_layer_ids": [1]}, "'kv_source_layer_ids'"),
+        ({"index_source_layer_ids": [1, 5]}, "'kv_source_layer_ids'"),
+        ({"index_source_layer_ids": [1, "3"]}, "'index_source_layer_ids'"),
+    ],
+)
+def test_what_deepseek_v41_does_not_compute(change, words):
+    with pytest.raises(ConfigError, match=words):
+        ModelArgs.from_dict({**goldens.config("deepseek_v41"), **change})
+
+
 def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
     """The publisher nests a text part with the `model_type` of Kimi Linear."""
     config = config_of("kimi-k3-2800b-a104b")
@@ -562,7 +604,8 @@ def check_usable(config):
     """Checks that an accepted configuration has shapes and constants from which a model can be made."""
     args = ModelArgs.from_dict(config)
     factors = {factor for part in args.ngrams.values() for factor in part.multipliers}  # factors of a hash in 64 bits
-    assert all(0 < factor * args.vocab_size < 2**63 for factor in factors)
+    for part in args.ngrams.values():
+        assert all(0 < factor * (part.compressed or args.vocab_size) < 2**63 for factor in part.multipliers)
     for value in values_in(dataclasses.asdict(dataclasses.replace(args, quantization=None, eos_token_ids=()))):
         assert not isinstance(value, float) or math.isfinite(value), args
         assert type(value) is not int or 0 <= value < 2**31 or value in factors, args

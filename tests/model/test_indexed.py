@@ -13,7 +13,7 @@ from mistakes import TOLERANCE, broken, error
 from tiny_models import tiny_model
 
 from metal import msl
-from moeflux_mlx import kinds
+from moeflux_mlx import kinds, layers
 from moeflux_mlx.kinds import GatedConnections, HyperConnections, IndependentConnections, Indexer, Residual
 from moeflux_mlx.mixers.latent import module
 from moeflux_mlx.mixers.registry import make_cache
@@ -141,8 +141,8 @@ def test_keys_that_are_not_normed(monkeypatch, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_whose_norm_has_no_bias(monkeypatch, family):
-    right = module.layer_norm
-    assert broken(monkeypatch, module, "layer_norm", lambda x, w, b, eps: right(x, w, b * 0, eps), family=family)
+    right = layers.layer_norm
+    assert broken(monkeypatch, layers, "layer_norm", lambda x, w, b, eps: right(x, w, b * 0, eps), family=family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

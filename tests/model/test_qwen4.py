@@ -128,7 +128,7 @@ def test_inputs_of_the_convolution_that_lie_nearer(monkeypatch, apart):
 @pytest.mark.parametrize("lengths", [(64,), (16, 48)])
 def test_ngrams_that_go_back_beyond_the_end_of_a_text(monkeypatch, lengths):
     right = tables.row_numbers
-    wrong = lambda tokens, part: right(tokens, replace(part, end=1000))  # noqa: E731
+    wrong = lambda tokens, part, *rest: right(tokens, replace(part, end=1000), *rest)  # noqa: E731
     assert broken(monkeypatch, tables, "row_numbers", wrong, lengths)
 
 

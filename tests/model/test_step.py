@@ -112,7 +112,17 @@ def plain_model(family):
     "family, kind",
     drawn(
         dict.fromkeys(
-            [*FAMILIES, "mimo_v2_flash", "gemma4", "beam", "kimi_k3", "llama4", "cohere2_moe", "longcat_flash"]
+            [
+                *FAMILIES,
+                "mimo_v2_flash",
+                "gemma4",
+                "beam",
+                "kimi_k3",
+                "deepseek_v41",
+                "llama4",
+                "cohere2_moe",
+                "longcat_flash",
+            ]
         ),
         ["native", "plain"],
     ),

@@ -47,7 +47,8 @@ def wanted(h, out, by, rule):
 
 
 def rules(n):
-    return HyperConnections(n, 3, 1e-2), IndependentConnections(n, 1e-2, 1.5)
+    shifted = HyperConnections(n, 3, 1e-2, shifted=True)
+    return HyperConnections(n, 3, 1e-2), IndependentConnections(n, 1e-2, 1.5), shifted
 
 
 def check(rule, D, dtype):
@@ -55,6 +56,9 @@ def check(rule, D, dtype):
     h, out, by = case(rule, D, dtype)
     x, mixing = streams.gathered(h, by, rule, EPS)
     got = x, streams.scattered(h, out, mixing, rule)
+    if getattr(rule, "shifted", False):  # the weights of the sum come apart
+        weights, mixing = streams.mapped(h, by, rule, EPS)
+        got = streams.weighed(h, weights), streams.scattered(h, out, mixing, rule)
     for one, want in zip(got, wanted(h, out, by, rule), strict=True):
         assert np.abs(wide(one)[0, 0] - want).max() < LIMITS[dtype] * np.abs(want).max()
     behind = streams.gathered_behind(h, out, mixing, by, rule, EPS)

@@ -357,12 +357,13 @@ def test_kimi_as_published(tmp_path):
     assert np.array_equal(logits(found, family), logits(wanted, family))
 
 
-def test_deepseek_v4_as_published(tmp_path):
+@pytest.mark.parametrize("family, size", [("deepseek_v4", 128), ("deepseek_v41", 32)])
+def test_deepseek_v4_as_published(tmp_path, family, size):
     """Experts are 4-bit floats, other matrices float8 blocks, with scales that are powers of two.
 
     The bits are those of MLX's mxfp4 and mxfp8.
     """
-    family, rng, forms = "deepseek_v4", np.random.default_rng(5), {"group_size": 64, "bits": 4}
+    rng, forms = np.random.default_rng(5), {"group_size": 64, "bits": 4}
     theirs, replaced = dict(goldens.hub_tensors(family)), (".switch_mlp.", ".attn.w")
     ours = {n: tensor for n, tensor in goldens.mlx_tensors(family).items() if not any(one in n for one in replaced)}
     stacks = {}
@@ -378,9 +379,9 @@ def test_deepseek_v4_as_published(tmp_path):
             stack[0].append(codes.view(np.uint32)), stack[1].append(scales)
         else:
             codes = rng.integers(0, 96, (rows, columns), np.uint8) | rng.integers(0, 2, (rows, columns), np.uint8) << 7
-            scales = rng.integers(118, 121, (-(-rows // 128), -(-columns // 128)), np.uint8)
+            scales = rng.integers(118, 121, (-(-rows // size), -(-columns // size)), np.uint8)
             theirs |= {name: ("F8_E4M3", codes), scale: ("F8_E8M0", scales)}
-            spread = scales.repeat(128, 0)[:rows].repeat(4, 1)[:, : columns // 32]
+            spread = scales.repeat(size, 0)[:rows].repeat(size // 32, 1)[:, : columns // 32]
             path = mine.removesuffix(".weight")
             ours |= {mine: ("U32", codes.view(np.uint32)), f"{path}.scales": ("U8", np.ascontiguousarray(spread))}
             forms[path] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
@@ -388,9 +389,13 @@ def test_deepseek_v4_as_published(tmp_path):
         ours |= {f"{path}.weight": ("U32", np.stack(codes)), f"{path}.scales": ("U8", np.stack(scales))}
         forms[path] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
     config = goldens.config(family)
-    published = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    found = packed(write(tmp_path / "theirs", {**config, "quantization_config": published}, theirs), recipe="uniform")
+    published = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [size, size]}
+    source = write(tmp_path / "theirs", {**config, "quantization_config": published}, theirs)
     wanted = write(tmp_path / "mlx", {**config, "quantization": forms}, ours)
+    for folder in (source, wanted):
+        if goldens.token_map(family):
+            (folder / "engram_token_map.json").write_text(json.dumps(goldens.token_map(family)))
+    found = packed(source, recipe="uniform")
     assert np.array_equal(logits(found, family), logits(wanted, family))
     kept = json.loads((found / "config.json").read_text())["quantization"]
     assert kept["model.layers.1.self_attn.wo_a"]["mode"] == "mxfp8"

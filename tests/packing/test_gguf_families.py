@@ -33,6 +33,7 @@ PUBLISHED = {  # of values for which GGUF has no key
     "gpt_oss": {"swiglu_limit": 7.0},
     "afmoe": {"layer_types": None, "global_attn_every_n_layers": 4},
     "mixtral": {"sliding_window": None},
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
 }
 
 
@@ -47,7 +48,7 @@ def type_of(family):
     """Returns the function that gives a tensor its type; rows that are too short for it get another one."""
 
     def kind(name):
-        if "conv1d" in name:
+        if "conv1d" in name or "shortconv.conv" in name:
             return "F32"
         wanted = next((kind for part, kind in TYPES.items() if part in name), "Q8_0")
         return "Q5_1" if family not in goldens.families() and wanted == "Q6_K" else wanted
@@ -109,7 +110,18 @@ def test_converted_floats_have_the_logits_of_hugging_face(tmp_path, family, gold
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "granitemoehybrid"]
+    "family",
+    [
+        "qwen3_next",
+        "qwen3_5_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "gpt_oss",
+        "mixtral",
+        "granitemoehybrid",
+        "lfm2_moe",
+        "gemma4",
+    ],
 )
 def test_quantised_files_in_place_and_converted(tmp_path, family):
     """The same bits in every way to open it; those of the families that the oracle computes are right."""
@@ -124,7 +136,7 @@ def test_quantised_files_in_place_and_converted(tmp_path, family):
             assert np.abs(made - wanted).max() < TOLERANCE, chunk
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "gemma4"])
 def test_strange_metadata_are_refused_or_read(tmp_path, family):
     """Whatever a key of the architecture holds, or if it is missing: a description of a model, or one line."""
     gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")

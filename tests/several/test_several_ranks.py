@@ -68,6 +68,8 @@ def digest_alone(path, lengths, **options):
         ("qwen3_moe", [{"expert_io": "mmap"}, LEAST, {"prefetch": "previous"}]),
         pytest.param("qwen3_moe", [LEAST] * 2, marks=pytest.mark.full),  # reads are assigned, as in test_dealing.py
         ("gpt_oss", [LEAST, {"expert_io": "mmap"}]),  # a family with windows, and with experts that add biases
+        pytest.param("kimi_k3", [LEAST, {}], marks=pytest.mark.full),  # latent experts with a norm of their sum
+        pytest.param("deepseek_v41", [LEAST, {}], marks=pytest.mark.full),  # streams, n-grams and shared entries
     ],
 )
 def test_the_bits_of_one_process(tmp_path, family, options):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from styles import BETWEEN, written
 
+from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.deepseek import DEEPSEEK_V3
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
@@ -20,8 +21,8 @@ from moeflux_mlx.text.calls.reader import AnswerReader, merged
 from moeflux_mlx.text.calls.registry import DIALECTS, dialect_of
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
+from moeflux_mlx.text.channels import COHERE, HARMONY, SOLAR, THINK, Channels, channels_of
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
-from moeflux_mlx.text.channels import HARMONY, SOLAR, THINK, Channels, channels_of
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
@@ -477,8 +478,9 @@ def test_reasoning_has_the_tags_of_the_vocabulary():
     assert channels_of(frozenset({"<think>", "</think>"})) == channels_of(frozenset()) == THINK
     suffixed = channels_of(frozenset({"<think:opensource>", "</think:opensource>"}))
     assert suffixed == Channels("<think:opensource>", "</think:opensource>")
+    assert channels_of(frozenset({"<longcat_think>"})) == Channels("<longcat_think>", "</longcat_think>")
     assert channels_of(frozenset({"<think>", "[THINK]"})) == Channels("[THINK]", "[/THINK]")
-    for channels in (HARMONY, SOLAR, GEMMAS, MINIMAXES):
+    for channels in (HARMONY, SOLAR, GEMMAS, MINIMAXES, COHERE):
         assert channels_of(channels.tags) is channels
     thought = "<|channel>thought\nwhy\n<channel|>A"
     assert read(thought, None, channels=GEMMAS) == [Reasoning("why"), Text("A")]
@@ -545,17 +547,38 @@ SOLAR_ANSWERS = {
         Text("<|tool_call:begin|>1<|tool_call:name|>unheard_of<|tool_call:args|>{}")
     ],
 }
+COHERE_CALL = '{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo, {"}}'
+COHERE_ANSWERS = {
+    "<|START_TEXT|>Hi.<|END_TEXT|>": [Text("Hi.")],
+    "<|START_THINKING|>why<|END_THINKING|><|START_TEXT|>Hi, you<|END_TEXT|>": [Reasoning("why"), Text("Hi, you")],
+    "<|START_THINKING|>why<|START_TEXT|>Hi": [Reasoning("why"), Text("Hi")],
+    "<|START_THINKING|>why<|END_THINKING|><|STA": [Reasoning("why"), Text("<|STA")],
+    f"<|START_ACTION|>[\n    {COHERE_CALL}\n]<|END_ACTION|>": [("get_weather", {"city": "Oslo, {"})],
+    f"<|START_THINKING|>why<|END_THINKING|><|START_ACTION|>[{COHERE_CALL},\n {COHERE_CALL} , {COHERE_CALL}\n]": [
+        Reasoning("why"),
+        *[("get_weather", {"city": "Oslo, {"})] * 3,
+    ],
+    f"<|START_ACTION|>{COHERE_CALL}<|END_ACTION|> A, {COHERE_CALL}": [
+        Text(f" A, {COHERE_CALL}"),
+        ("get_weather", {"city": "Oslo, {"}),
+    ],
+    f'<|START_ACTION|>[{COHERE_CALL}, {{"tool_name": "unheard_of", "parameters": {{}}}}]': [
+        Text(', {"tool_name": "unheard_of", "parameters": {}}]'),
+        ("get_weather", {"city": "Oslo, {"}),
+    ],
+}
 MESSAGES = [(GPT_OSS, HARMONY, HARMONY_ANSWERS), (SOLAR_OPEN, SOLAR, SOLAR_ANSWERS)]
-EVERY_KIND = pytest.mark.parametrize("dialect, channels, answers", MESSAGES, ids=["harmony", "solar"])
+MESSAGES += [(COHERE_ACTION, COHERE, COHERE_ANSWERS)]
+EVERY_KIND = pytest.mark.parametrize("dialect, channels, answers", MESSAGES, ids=["harmony", "solar", "cohere"])
 
 
 @EVERY_KIND
 def test_answers_of_messages(dialect, channels, answers):
     for text, expected in answers.items():
-        events = read(text, dialect)
+        events = read(text, dialect, channels=channels)
         found = [event for event in events if isinstance(event, (Reasoning, Text))] + calls_of(events)
         assert found == expected
-        assert read(text, dialect, range(len(text))) == events
+        assert read(text, dialect, range(len(text)), channels=channels) == events
         if not calls_of(events):
             assert read(text, None, channels=channels) == events
 
@@ -567,8 +590,9 @@ def test_no_cut_changes_the_events_of_messages(dialect, channels, answers, data)
     tags = [*sorted(dialect.markers), *answers, "analysis", "to=functions.get_time", "assistant", "<|", *NASTY]
     text = "".join(data.draw(st.lists(st.sampled_from(tags), max_size=6)))
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=10))
-    whole = read(text, dialect)
-    assert read(text, dialect, cuts) == whole == read(text, dialect, range(len(text)))
+    whole = read(text, dialect, channels=channels)
+    for pieces in (cuts, range(len(text))):
+        assert read(text, dialect, pieces, channels=channels) == whole
 
 
 @EVERY_KIND
@@ -576,6 +600,6 @@ def test_a_prompt_can_begin_a_message_with_a_call(dialect, channels, answers):
     for inside in (False, True):
         prefix = dialect.prefix("get_weather", inside, channels)
         assert prefix.startswith(channels.end + channels.header) == inside and channels.lead not in prefix
-        events = read(prefix + '{"city": "Oslo"}' + dialect.close, dialect, inside_reasoning=inside)
+        events = read(prefix + '{"city": "Oslo"}' + dialect.close, dialect, inside_reasoning=inside, channels=channels)
         assert calls_of(events) == [("get_weather", {"city": "Oslo"})]
     assert dialect.prefix("get_weather").startswith(dialect.prefix())

@@ -7,17 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from styles import TEMPLATES as FIXTURES
 
-from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32
+from moeflux_mlx.errors import TokenizerError
+from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.channels import SPANS
 from moeflux_mlx.text.chat_template import TEMPLATES, ChatTemplate, find_templates
 from moeflux_mlx.text.events import CallEnd, Reasoning, Text
+from moeflux_mlx.text.switches import switches
 
 theirs = pytest.importorskip("mlx_lm.chat_templates.deepseek_v32", reason="mlx-lm is for Python 3.11 and newer")
 TEMPLATE = ChatTemplate({"default": (TEMPLATES / "deepseek_v32.jinja").read_text("utf-8")})
 K3 = ChatTemplate({"default": (TEMPLATES / "kimi_k3.jinja").read_text("utf-8")})
 V4 = ChatTemplate({"default": (TEMPLATES / "deepseek_v4.jinja").read_text("utf-8")})
 V4_CASES = json.loads((FIXTURES / "deepseek_v4.json").read_text("utf-8"))
+V41 = ChatTemplate({"default": (TEMPLATES / "deepseek_v41.jinja").read_text("utf-8")})
+V41_CASES = json.loads((FIXTURES / "deepseek_v41.json").read_text("utf-8"))
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "é <b>", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "g"}},
@@ -74,6 +78,31 @@ def test_deepseek_v4_is_written_as_its_own_program_writes_it(case):
     assert V4.render(case["messages"], tools=tools, variables=case["variables"]) == case["prompt"]
 
 
+@pytest.mark.parametrize("case", V41_CASES, ids=lambda case: case["name"])
+def test_deepseek_v41_is_written_as_its_own_program_writes_it(case):
+    """The prompts were made by what encoding/encoding.py of deepseek-ai/DeepSeek-V4.1-Flash does with text."""
+    tools = TOOLS if case["tools"] else None
+    assert V41.render(case["messages"], tools=tools, variables=case["variables"]) == case["prompt"]
+
+
+@pytest.mark.parametrize("effort, budget", [("minimal", 50), ("medium", 75), ("xhigh", 100), (None, 75)])
+def test_efforts_of_requests_are_those_of_deepseek_v41(effort, budget):
+    source = (TEMPLATES / "deepseek_v41.jinja").read_text("utf-8")
+    prompt = V41.render([{"role": "user", "content": "Hi"}], variables=switches(source, True, effort))
+    assert f"Reasoning Effort: {budget} (range" in prompt
+
+
+@pytest.mark.parametrize("effort", [0, 101, "much"])
+def test_deepseek_v41_refuses_other_efforts(effort):
+    with pytest.raises(TokenizerError, match="a number from 1 to 100"):
+        V41.render([{"role": "user", "content": "Hi"}], variables={"reasoning_effort": effort})
+
+
+def test_a_developer_is_the_system_of_deepseek_v41():
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    assert V41.render([{**chat[0], "role": "developer"}, chat[1]]) == V41.render(chat)
+
+
 @given(
     system=TEXT,
     chat=st.lists(turns(), min_size=1, max_size=3),
@@ -99,7 +128,7 @@ def test_spans_of_kimi_k3_are_no_text(thinks):
     assert events == [Reasoning("why")] * thinks + [Text("Oslo\n")]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, V4])
+@pytest.mark.parametrize("template", [TEMPLATE, V4, V41])
 def test_tools_are_described_without_a_system_message_too(template):
     assert "## Tools" in template.render([{"role": "user", "content": "Hi"}], tools=TOOLS)
 
@@ -109,6 +138,7 @@ def test_tools_are_described_without_a_system_message_too(template):
     [
         ({"model_type": "deepseek_v32"}, {}, True),
         ({"model_type": "deepseek_v4"}, {}, True),
+        ({"model_type": "deepseek_v41"}, {}, True),
         ({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear"}}, {}, True),
         ({"model_type": "other"}, {"chat_template_type": "deepseek_v32"}, True),
         ({"model_type": "deepseek_v32"}, {"chat_template": "its own"}, False),
@@ -124,14 +154,14 @@ def test_a_shipped_template_is_used_if_the_checkpoint_has_none(tmp_path, config,
     assert ("｜DSML｜" in source or "<|open|>call" in source) == found
 
 
-@pytest.mark.parametrize("dialect", [DEEPSEEK_V32, DEEPSEEK_V4], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", [DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41], ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize(
     "kind, text, value", [("true", "3", "3"), ("false", "3", 3), ("false", "null", None), ("true", "null", "null")]
 )
 def test_a_value_is_what_it_says_it_is(dialect, kind, text, value):
     """The type does not depend on whether a tool's schema names the parameter."""
-    parameter = f'<｜DSML｜parameter name="x" string="{kind}">{text}</｜DSML｜parameter>'
-    call = f'<｜DSML｜invoke name="f">\n{parameter}\n</｜DSML｜invoke>'
+    (key, key_end), (_, value_end) = dialect.tags.key, dialect.tags.value
+    call = f'{dialect.opening}f">\n{key}x{key_end}{kind}">{text}{value_end}\n{dialect.close}'
     reader = AnswerReader(dialect, TOOLS)
     ends = [event for event in [*reader.feed(call), *reader.finish()] if isinstance(event, CallEnd)]
     assert [json.loads(end.arguments) for end in ends] == [{"x": value}]

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 
 from moeflux_mlx.engine.constrained import Constraint
 from moeflux_mlx.errors import RequestError
+from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
@@ -20,7 +21,7 @@ from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.registry import CALL_MARKERS
 from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.channels import HARMONY, MINIMAX, SOLAR
+from moeflux_mlx.text.channels import COHERE, HARMONY, MINIMAX, SOLAR
 from moeflux_mlx.text.structured import Constrainer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -195,13 +196,17 @@ def test_a_schema_beside_tools_leaves_calls_possible(constrainer, dialect, write
     assert not follows(constrainer, grammar, "No.") and not follows(constrainer, grammar, write({"town": "A"}))
 
 
-@pytest.fixture(scope="module", params=[GPT_OSS, SOLAR_OPEN], ids=lambda dialect: dialect.name)
+WITH_LEADS = [(GPT_OSS, HARMONY), (SOLAR_OPEN, SOLAR), (COHERE_ACTION, COHERE)]
+
+
+@pytest.fixture(scope="module", params=WITH_LEADS, ids=lambda one: one[0].name)
 def messages(request, tmp_path_factory):
     """Returns a tokenizer with the markers of messages, and the dialect of their calls."""
-    dialect, channels = request.param, HARMONY if request.param is GPT_OSS else SOLAR
+    dialect, channels = request.param
     path = tmp_path_factory.mktemp("messages")
     tokenizer = train_bpe()
-    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in sorted(dialect.markers | channels.ends)])
+    tags = dialect.markers | channels.tags | channels.ends
+    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in sorted(tags)])
     tokenizer.save(str(path / "tokenizer.json"))
     write_json(path / "tokenizer_config.json", {"eos_token": max(channels.ends)})
     return Constrainer(load_tokenizer(path)), dialect, channels
@@ -222,8 +227,8 @@ def test_a_grammar_applies_to_messages_that_are_not_reasoning(messages):
     for grammar in (alone, both):
         assert follows(constrainer, grammar, good) and follows(constrainer, grammar, good.removeprefix(thought))
         assert not follows(constrainer, grammar, bad) and not follows(constrainer, grammar, thought)
-        prefix = channels.start
-        assert follows(constrainer, grammar, good.removeprefix(prefix), prefix=prefix, inside_reasoning=True)
+        rest, prefix = good.removeprefix(channels.start), channels.start if channels.header else ""
+        assert follows(constrainer, grammar, rest, prefix=prefix, inside_reasoning=True)
     assert follows(constrainer, strict, bad)
     for grammar in (both, strict):
         assert follows(constrainer, grammar, thought + write({"city": "A", "days": 3}))

@@ -1,5 +1,6 @@
 """Attention over a window and compressed entries: projections, and the parts that make and choose entries."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,14 +13,25 @@ from ...kinds import Rotation
 from ...layers import Linear, RMSNorm, Stack, normed_with_weights
 from ...ops import backend
 from ...ops.backend import Array, library_of
-from ...ops.elementwise import split
+from ...ops.elementwise import float32, softmax, split
 from ...ops.entry_pool import Pool, pool_refusal, pooled
 from ...ops.index import IndexTerms, Projections
 from ...ops.launch import in_turn
 from ...ops.linear import grouped_linear
 from ...ops.norm import rms_norm
 from ...ops.rope import Rope, turned
-from .op import Seen, attend_compressed, attend_token, choose_entries, refusal, token_inputs
+from ...ops.seen import Chosen
+from .op import (
+    Seen,
+    attend_compressed,
+    attend_token,
+    choose_among,
+    choose_entries,
+    refusal,
+    rounded_entry,
+    rounded_key,
+    token_inputs,
+)
 from .spec import Compressed, Compressor
 
 # The ends of names of parameters that stay float32, and names of tensors that tell another stored form.
@@ -47,6 +59,35 @@ class Pooling(nn.Module):
         return turned(entries[:, :, None], self.rope, first)[:, :, 0]
 
 
+class SharedPooling(nn.Module):
+    """Makes entries that later layers use too (`Compressor.shares`), and from each an index key behind it."""
+
+    def __init__(self, mixer: Compressed, hidden_size: int, eps: float):
+        super().__init__()
+        compressor = mixer.compressor
+        assert compressor is not None and compressor.indexer is not None
+        self.mixer, self.rope = mixer, Rope(mixer.rotation, compressor.ratio)
+        self.wkv = Linear(hidden_size, mixer.head_dim)
+        if compressor.ratio > 1:
+            self.wgate = Linear(hidden_size, mixer.head_dim)
+        self.norm = RMSNorm(mixer.head_dim, eps)
+
+    def __call__(self, parts: Sequence[Any], first: Any, index_key: Callable[[Any], Any]) -> Any:
+        """Entries from number `first` on, of values and perhaps gates [B, n, ratio, D] of their positions. `index_key`
+        makes keys, which are yet to be rotated, of entries that are not rotated either.
+        """
+        values, *gates = parts
+        made = values[:, :, 0]
+        if gates:
+            made = (float32(values) * softmax(float32(gates[0]).swapaxes(2, 3)).swapaxes(2, 3)).sum(axis=2)
+        made = self.norm(made.astype(values.dtype))
+        entry, key = (self._turned(one, first) for one in (made, index_key(made)))
+        return library_of(made).concatenate(rounded_entry(entry, key, self.mixer), axis=-1)
+
+    def _turned(self, x: Any, first: Any) -> Any:
+        return turned(x[:, :, None], self.rope, first)[:, :, 0]
+
+
 class EntryIndexer(nn.Module):
     """Scores entries with queries from the queries' latent and weights of heads; the keys are entries themselves."""
 
@@ -56,7 +97,10 @@ class EntryIndexer(nn.Module):
         self.heads, width = compressor.indexer.heads, compressor.indexer.dim
         self.wq_b = Linear(mixer.q_latent, self.heads * width)
         self.weights_proj = Linear(hidden_size, self.heads)
-        self.compressor: Any = Pooling(compressor, width, mixer.rotation, hidden_size, eps)
+        if compressor.shares:
+            self.wk, self.k_norm = Linear(mixer.head_dim, width), RMSNorm(width, eps)
+        elif not compressor.borrows:
+            self.compressor: Any = Pooling(compressor, width, mixer.rotation, hidden_size, eps)
         self.scale = (self.heads * width) ** -0.5
 
 
@@ -76,11 +120,16 @@ class CompressedAttention(nn.Module):
         self.wo_b = Linear(groups * mixer.group_latent, hidden_size)
         self.attn_sink = mx.zeros((mixer.heads,))
         self.rope, self.back = Rope(mixer.rotation), Rope(mixer.rotation, -1)
-        if mixer.compressor is not None:
-            self.compressor: Any = Pooling(mixer.compressor, mixer.head_dim, mixer.rotation, hidden_size, eps)
-            if mixer.compressor.indexer is not None:
-                self.indexer = EntryIndexer(mixer, mixer.compressor, hidden_size, eps)
+        self._make_entries(hidden_size)
         self.arrange()
+
+    def _make_entries(self, hidden_size: int) -> None:
+        """The modules that make entries and choose among them."""
+        mixer, compressor = self.mixer, self.mixer.compressor
+        if compressor is not None:
+            self.compressor: Any = Pooling(compressor, mixer.head_dim, mixer.rotation, hidden_size, self.eps)
+            if compressor.indexer is not None:
+                self.indexer = EntryIndexer(mixer, compressor, hidden_size, self.eps)
 
     def arrange(self) -> None:
         """Joins the layers that read x; called again once all have their tensors."""
@@ -148,6 +197,54 @@ class CompressedAttention(nn.Module):
         return Projections(own.wq_b(latent, self.q_norm), entries, weights, terms)
 
 
+class SharingAttention(CompressedAttention):
+    """Attention of DeepSeek-V4.1: layers hand their entries and what an indexer chose among them on to later ones."""
+
+    def _make_entries(self, hidden_size: int) -> None:
+        mixer, compressor = self.mixer, self.mixer.compressor
+        if compressor is not None and compressor.shares:
+            self.compressor = SharedPooling(mixer, hidden_size, self.eps)
+        if compressor is not None and compressor.indexer is not None and not compressor.indexer.reuses:
+            self.indexer = EntryIndexer(mixer, compressor, hidden_size, self.eps)
+
+    def arrange(self) -> None:
+        """Joins the layers that read x; called again once all have their tensors."""
+        pool = self.get("compressor", {})
+        self._inputs = Stack(self.wq_a, self.wkv, *(pool[name] for name in ("wkv", "wgate") if name in pool))
+
+    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache, *more: Any) -> Any:
+        """As `CompressedAttention.mixed`; `more`: what earlier layers hand on."""
+        (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
+        chosen: Chosen = (more and more[0]) or Chosen()
+        _, (latent, kv, *inputs) = self._inputs(x, norm)
+        q: Any = self.wq_b(latent, self.q_norm)
+        q = turned(q.reshape(B, L, self.mixer.heads, -1), self.rope, position)
+        key = turned(self.kv_norm(kv)[:, :, None], self.rope, position)[:, :, 0]
+        row = library_of(x).concatenate([rounded_key(key, self.mixer), *inputs], axis=-1)
+        seen = Seen(cache.offset, *cache.absorb(row, self._entries))
+        if self.mixer.ratio:
+            chosen.entries = seen.entries
+        elif self.mixer.seen_ratio:
+            seen = seen._replace(entries=chosen.entries)
+        if "indexer" in self:
+            chosen.positions = None
+            if whole < L and seen.entries is not None:
+                made = self._index(x, norm, latent, seen.entries)
+                chosen.positions, chosen.blocks = choose_among(made, seen, whole, position, self.mixer, chosen.blocks)
+        if self.mixer.seen_ratio and whole < L and seen.entries is not None:
+            seen = seen._replace(chosen=chosen.positions)
+        out: Any = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position)
+        return self.wo_b(grouped_linear(out.reshape(B, L, -1), self.wo_a, self.mixer.groups))
+
+    def _entries(self, rows: Any, first: Any, count: int) -> Any:
+        compressor = self.mixer.compressor
+        assert compressor is not None
+        rows = rows[..., self.mixer.head_dim :]
+        rows = rows.reshape(rows.shape[0], count, compressor.ratio, rows.shape[-1])
+        parts = split(rows, *range(self.mixer.head_dim, rows.shape[-1], self.mixer.head_dim))
+        return self.compressor(parts, first, lambda made: self.indexer.k_norm(self.indexer.wk(made)))
+
+
 def make_module(mixer: Compressed, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:
     """The module of a layer with this mixer, for hidden states of `hidden_size` values."""
-    return CompressedAttention(mixer, hidden_size, eps)
+    return (CompressedAttention if mixer.norms_queries else SharingAttention)(mixer, hidden_size, eps)

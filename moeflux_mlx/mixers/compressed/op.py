@@ -17,9 +17,10 @@ import numpy as np
 from ...kinds import KeyBlocks
 from ...ops import backend, gpu_time, index
 from ...ops.backend import Array, arange, library_of, view
+from ...ops.block_rounding import to_e2m1, to_e4m3
 from ...ops.elementwise import softmax
 from ...ops.gather_rows import gather_rows
-from ...ops.index import Index, Place, Projections, choose, choose_blocks_step
+from ...ops.index import Index, Place, Projections, choose, choose_blocks_step, choose_in_blocks
 from ...ops.launch import NO_KERNELS, SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from ...ops.norm import Norm
 from ...ops.rope import Rope
@@ -30,6 +31,7 @@ INPUTS = Kernel("compressed_inputs", "q raw weight eps periods magnitude positio
 ATTEND = Kernel("compressed_attend", "query ring entries chosen offset scale", "parts stats")
 COMBINE = Kernel("compressed_combine", "parts stats sinks offset periods magnitude position", "out")
 THREADS, PIECE, HEADS = 128, 128, 4  # of a threadgroup: threads, rows and heads
+KEY_BLOCK, ENTRY_BLOCK, INDEX_BLOCK = 32, 16, 32  # values that share a scale where they are rounded
 
 
 class Seen(NamedTuple):
@@ -71,9 +73,45 @@ def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx
     target = backend.name()
     if library is mx and not (refusal(target, B * count, mixer) or index.refusal(target, B * count == 1, rule)):
         return choose_blocks_step(made, Place(_number(seen.first), _number(position)), rule)
-    queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]
-    late = Index(queries, made.keys[..., -indexer.dim :], made.weights[:, whole:] * made.terms.scale)
-    return choose(late, (seen.first + 1 + whole + arange(count - whole, library)) // compressor.ratio, indexer)
+    late, ended = _late(made, seen, whole, position, mixer)
+    return choose(late, ended, indexer)
+
+
+def choose_among(
+    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: Any
+) -> tuple[Any, Any]:
+    """`choose_entries` among the entries of `blocks` int32 [B, rows, .], None: among all; and the blocks for later
+    layers, which are these unless the layer marks some itself.
+    """
+    compressor = mixer.compressor
+    assert compressor is not None and compressor.indexer is not None
+    late, ended = _late(made, seen, whole, position, mixer)
+    best = compressor.blocks
+    rule = (best.top, best.size) if best else None
+    return choose_in_blocks(late, ended, compressor.indexer, rule, blocks if best and best.reuses else None)
+
+
+def _late(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> tuple[Index, Any]:
+    """The queries and weights of the tokens after the first `whole`, the keys of all entries, and how many entries each
+    of the tokens sees."""
+    assert mixer.indexer is not None
+    queries = made.terms.queries(made.queries, mixer.indexer.heads, position)[:, whole:]
+    queries = to_e2m1(queries, INDEX_BLOCK) if mixer.rounds else queries
+    late = Index(queries, made.keys[..., -mixer.indexer.dim :], made.weights[:, whole:] * made.terms.scale)
+    tokens = arange(queries.shape[1], library_of(made.keys))
+    return late, (seen.first + 1 + whole + tokens) // mixer.seen_ratio
+
+
+def rounded_key(key: Any, mixer: Compressed) -> Any:
+    """A window's keys [B, L, D] as the layer uses them."""
+    return to_e4m3(key, KEY_BLOCK) if mixer.rounds else key
+
+
+def rounded_entry(entry: Any, index_key: Any, mixer: Compressed) -> tuple[Any, Any]:
+    """Entries and index keys as the layers use them."""
+    if not mixer.rounds:
+        return entry, index_key
+    return to_e2m1(entry, ENTRY_BLOCK, has_e4m3_scale=True), to_e2m1(index_key, INDEX_BLOCK)
 
 
 def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:
@@ -96,7 +134,7 @@ def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
     starts = *range(0, whole, size), *range(whole, count, size)
     for start, end in pairwise((*starts, count)):
         keys = slice(max(before + start - mixer.window + 1, 0), before + end)
-        entries = slice((seen.first + end) // mixer.ratio if mixer.ratio else 0)
+        entries = slice((seen.first + end) // mixer.seen_ratio if mixer.seen_ratio else 0)
         chosen = None if start < whole else seen.chosen[:, start - whole : end - whole]
         yield Part(slice(start, end), keys, entries, chosen)
 
@@ -118,7 +156,7 @@ def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> A
         scores.append(_products(q, entries) * width**-0.5)
     elif seen.entries is not None:
         entries = seen.entries[:, None, part.entries, :width]
-        ended = arange(entries.shape[2], library) < ((own + 1) // mixer.ratio)[:, None]
+        ended = arange(entries.shape[2], library) < ((own + 1) // mixer.seen_ratio)[:, None]
         scores.append(library.where(ended[:, None], _products(q, entries), least) * width**-0.5)
     scores.append(library.broadcast_to(sinks.astype(q.dtype)[:, None], (B, rows, heads, 1)))
     weights = softmax(library.concatenate(scores, axis=-1))
@@ -152,6 +190,8 @@ def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
         return NO_KERNELS
     if tokens != 1:
         return SEVERAL
+    if not mixer.norms_queries or mixer.rounds:
+        return Reason("queries are not normed, or keys are rounded in blocks")
     if mixer.head_dim % 8 or mixer.row % 8 or mixer.entry % 8:
         return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {mixer.entry} values are not multiples of 8")
     room = 4 * (_heads(mixer) * (max(8 * THREADS, mixer.head_dim) + PIECE) + PIECE)

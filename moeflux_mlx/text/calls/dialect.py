@@ -32,6 +32,7 @@ class Dialect:
             end the answer.
         bare: like `openings`, for tags that only count outside reasoning, because a model that drops the first tag
             writes them.
+        following: like `openings`, for what only opens a call right behind another one.
         markers: all tags that only the model may write, for calls.
         id: the form of a call's id in the prompt, {name} and {index} in place of the tool and the number of the call
             in the chat; None: any id.
@@ -50,6 +51,7 @@ class Dialect:
     between: str = ""
     tags: Tags | None = None
     bare: Mapping[str, Body] = field(default_factory=dict)
+    following: Mapping[str, Body] = field(default_factory=dict)
     id: str | None = None
     id_form: re.Pattern[str] | None = None
     id_rule: str = ""

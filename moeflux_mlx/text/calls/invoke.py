@@ -1,5 +1,5 @@
 """Calls with a tag for each parameter, several of them in a section: `<invoke name="NAME"> ... </invoke>` (MiniMax),
-and the same in the tags of DeepSeek-V3.2 and V4, where each value says whether it is a string."""
+and the same in the tags of DeepSeek-V3.2 to V4.1, where each value says whether it is a string."""
 
 from dataclasses import replace
 
@@ -59,22 +59,24 @@ MINIMAX = invoking(
 )
 DSML = "｜DSML｜"  # one token, which nothing else has
 V4_SECTION = f"<{DSML}tool_calls>", f"</{DSML}tool_calls>"
-DEEPSEEK_V32, DEEPSEEK_V4 = (
+V41_SECTION = f"<{DSML} calls>", f"</{DSML} calls>"
+DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41 = (
     invoking(
         name,
         section,
-        f'<{DSML}invoke name="',
+        f'<{tag}invoke name="',
         Tags(
-            (f'<{DSML}parameter name="', '" string="'),
-            ("", f"</{DSML}parameter>"),
-            (f"</{DSML}invoke>",),
+            (f'<{tag}parameter name="', '" string="'),
+            ("", f"</{tag}parameter>"),
+            (f"</{tag}invoke>",),
             kinds=('true">', 'false">'),
         ),
         frozenset({DSML}),
         before="\n\n",
     )
-    for name, section in (
-        ("deepseek_v32", (f"<{DSML}function_calls>", f"</{DSML}function_calls>")),
-        ("deepseek_v4", V4_SECTION),
+    for name, section, tag in (
+        ("deepseek_v32", (f"<{DSML}function_calls>", f"</{DSML}function_calls>"), DSML),
+        ("deepseek_v4", V4_SECTION, DSML),
+        ("deepseek_v41", V41_SECTION, f"{DSML} "),
     )
 )

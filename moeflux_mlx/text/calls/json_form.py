@@ -9,12 +9,21 @@ from .call import Call
 from .steps import Malformed, Steps, json_string, json_value, literal, optional, parsed, skip, skip_space
 
 END = "</tool_call>"
-ARGUMENTS = ("arguments", "parameters")
+NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 SPARE = "}"  # models write one too many behind a call, which is skipped
 
 
 def qwen_json(call: Call, end: str = END) -> Steps[str]:
     """Parses the text after `<tool_call>{`, up to the tag `end`."""
+    char = yield from members(call)
+    call.check(char)
+    return (yield from optional(end, char, SPARE))
+
+
+def members(call: Call) -> Steps[str]:
+    """Parses the name and the arguments of a call up to its closing brace, which may be missing before a tag; returns
+    the character behind them.
+    """
     seen = False
     char = yield from skip_space()
     while char != "}":
@@ -28,18 +37,18 @@ def qwen_json(call: Call, end: str = END) -> Steps[str]:
         seen |= key in ARGUMENTS
         char = (yield from skip_space()) if char.isspace() else char
         if char == "<" and seen:  # the closing brace forgotten, the arguments whole
-            return (yield from _close(call, end, char))
+            return char
         if char == ",":
             char = yield from skip_space()
         elif char != "}":
             raise Malformed(char)
-    return (yield from _close(call, end, (yield)))
+    return (yield)
 
 
 def _member(call: Call, key: str) -> Steps[str]:
     """The value of one key of the call, and the character after it."""
     first = yield from skip_space()
-    if key == "name":
+    if key in NAMES:
         if first != '"':
             raise Malformed(first)
         call.start((yield from _string()))
@@ -104,9 +113,3 @@ def _string() -> Steps[str]:
         return str(parsed("".join(pieces)))
     except ValueError:
         raise Malformed("") from None
-
-
-def _close(call: Call, end: str, char: str) -> Steps[str]:
-    """The closing tag, if it comes; the call is whole without it."""
-    call.check(char)
-    return (yield from optional(end, char, SPARE))

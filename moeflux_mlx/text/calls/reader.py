@@ -135,8 +135,15 @@ class AnswerReader:
         tags: dict[str, Body | bool] = {**self._channels.switches(self._inside)}
         if self._dialect is not None:
             tags |= {**self._dialect.openings, **({} if self._inside else self._dialect.bare)}
+            tags |= self._dialect.following if self._after_call else {}
         self._first = re.compile(f"[{re.escape(''.join({tag[0] for tag in tags}))}]")
         return tags
+
+    def _set_after_call(self, after_call: bool) -> None:
+        """Whether a call has just ended."""
+        self._after_call = after_call
+        if self._dialect is not None and self._dialect.following:
+            self._markers = self._awaited()
 
     def _before_tag(self, text: str, at: int) -> int:
         """How many characters come before one that may begin a tag."""
@@ -150,7 +157,8 @@ class AnswerReader:
         self._spaces += before.replace("\n", "") if self._leading else before
         if core:
             self._flush_spaces()
-            self._leading = self._after_call = False
+            self._leading = False
+            self._set_after_call(False)
             self._said.add(self._inside)
             self._events.append(Reasoning(core) if self._inside else Text(core))
         self._spaces += after
@@ -183,7 +191,8 @@ class AnswerReader:
 
     def _end_call(self, rest: str) -> str:
         self._call.end(rest)
-        self._body, self._spaces, self._after_call = None, "", True
+        self._body, self._spaces = None, ""
+        self._set_after_call(True)
         self.calls += 1
         self.done = not self._parallel
         return rest

@@ -3,13 +3,14 @@
 import re
 
 from ..channels import CHANNEL
+from .cohere import COHERE_ACTION
 from .deepseek import CALL_BEGIN, DEEPSEEK_V3, DEEPSEEK_V31, FENCE
 from .dialect import Dialect
 from .gemma import CALL_BEGIN as GEMMA_CALL
 from .gemma import GEMMA
 from .harmony import GPT_OSS
 from .hunyuan import HUNYUAN, hunyuan
-from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DSML, MINIMAX, V4_SECTION
+from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DSML, MINIMAX, V4_SECTION, V41_SECTION
 from .kimi import KIMI
 from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
 from .kimi_k3 import KIMI_K3
@@ -26,7 +27,7 @@ from .tool_call import EXAONE, FUNCTION, GLM, GLM_LINE, PAIRS, QWEN_JSON, QWEN_X
 DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
-    *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, LONGCAT, LONGCAT_JSON),
+    *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, DEEPSEEK_V41, LONGCAT, LONGCAT_JSON, COHERE_ACTION),
 )
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
 _ONE_LINE = re.compile(rf"{TOOL_CALL}[^<\s]+{PAIRS.key[0]}")
@@ -40,8 +41,8 @@ def dialect_of(text: str) -> Dialect | None:
         text: a chat template and, because some put their tags together, a chat with a call that it has rendered.
     """
     tags = [(CHANNEL, GPT_OSS), (SOLAR_CALL, SOLAR_OPEN), (GEMMA_CALL, GEMMA), (V4_SECTION[0], DEEPSEEK_V4)]
-    tags += [(DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3), (KIMI_K3_CALL, KIMI_K3)]
-    for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL))):
+    tags += [(V41_SECTION[0], DEEPSEEK_V41), (DSML, DEEPSEEK_V32), (MARK, MINIMAX_M3), (KIMI_K3_CALL, KIMI_K3)]
+    for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL, COHERE_ACTION))):
         if tag in text:
             return dialect
     if LONGCAT_CALL in text:
