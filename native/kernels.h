@@ -390,10 +390,15 @@ INLINE void FN(nested_scales)(const uint8_t *s, const uint8_t *d, ptrdiff_t at, 
     uint16_t supers[2] = {0};
     vi scales, minima;
     memcpy(supers, d, (size_t)(bits == 3 || bits == 6 ? 2 : 4));
-    for (int i = 0; i < W; i++) {
-        const ptrdiff_t j = apart ? 2 * (at % 8 + i) + at / 8 : at + i;
-        scales[i] = (int32_t)(codes.scales[j / 8] >> 8 * (j % 8) & 255) - scale_offset(bits);
-        minima[i] = (int32_t)(codes.minima[j / 8] >> 8 * (j % 8) & 255);
+    if (apart) {
+        const uint64_t eight = codes.scales[at % 8 / 4] >> 8 * (at / 8); /* every second byte of it */
+        UNROLL for (int i = 0; i < W; i++) scales[i] = (int32_t)(eight >> 16 * i & 255) - scale_offset(bits);
+        minima = (vi){0};
+    } else {
+        const uint32_t four = (uint32_t)(codes.scales[at / 8] >> 8 * (at % 8));
+        const uint32_t least = (uint32_t)(codes.minima[at / 8] >> 8 * (at % 8));
+        const vu places = {0, 8, 16, 24};
+        scales = (vi)(((vu){0} + four) >> places & 255) - scale_offset(bits), minima = (vi)(((vu){0} + least) >> places & 255);
     }
     (void)is_last;
     *scale = __builtin_convertvector(scales, vf) * FN(half)((vu){0} + supers[0]);
