@@ -26,7 +26,10 @@ kernels = Extension(
     sources=[
         f"native/{name}.c" for name in ("rounded", "avx512", "avx2", "portable", "native", "paths")
     ],  # longest first
-    depends=[f"native/{name}.h" for name in ("paths", "nested", "grids", "tables", "kernels", "planes", "rounded", "team", "vnni")],
+    depends=[
+        f"native/{name}.h"
+        for name in ("paths", "nested", "grids", "tables", "kernels", "planes", "rounded", "team", "vnni")
+    ],
     extra_compile_args=FLAGS,
     extra_link_args=["-pthread"],
     optional=True,
