@@ -74,6 +74,7 @@ def opened(
             shards_in=shards_in,
             context=options.window,
             tiles=options.tiles,
+            warm_start="off",
         )
     except NotPackedError:
         if model is None or not user_path(model).is_dir() or (user_path(model) / STATE).exists():

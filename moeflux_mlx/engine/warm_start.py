@@ -77,9 +77,9 @@ def begin_warm_start(mode: str, model: Path, source: ExpertLoader) -> None:
     key: Row = {"model": str(model.resolve()), "experts": source.layout.total_bytes}
     keeping = weakref.finalize(source, keep, key, source.usage, os.getpid())
     source.at_close(keeping)
-    kept = kept_of(key, source.usage.counts.shape)
-    if kept is not None:
-        source.warm(kept.rates)
+    with suppress(OSError):
+        if (kept := kept_of(key, source.usage.counts.shape)) is not None:
+            source.warm(kept.rates)
 
 
 def kept_of(key: Row, shape: tuple[int, ...]) -> Kept | None:
@@ -93,10 +93,10 @@ def keep(key: Row, usage: Usage, process: int) -> None:
     """Adds a session to the file; if that is impossible, the next session does without it."""
     if not usage.steps or os.getpid() != process:
         return
-    before = kept_of(key, usage.counts.shape) or Kept(np.zeros_like(usage.counts), 0.0)
-    rows = [row for row in read_rows(usage_file()) if row.get("model") != key["model"]]
-    rows.append({**key, **before.after(usage).row()})
-    while len(rows) > 1 and sum(len(str(row)) for row in rows) > MOST_BYTES:
-        del rows[0]
     with suppress(OSError):
+        before = kept_of(key, usage.counts.shape) or Kept(np.zeros_like(usage.counts), 0.0)
+        rows = [row for row in read_rows(usage_file()) if row.get("model") != key["model"]]
+        rows.append({**key, **before.after(usage).row()})
+        while len(rows) > 1 and sum(len(str(row)) for row in rows) > MOST_BYTES:
+            del rows[0]
         write_rows(usage_file(), rows)

@@ -266,7 +266,7 @@ class SlotPool:
             abandoned: guards that will never be evaluated.
         """
         self._leased.clear()
-        self.intended = self.foretold = set()
+        self.intended, self.foretold = set(), set()
         for key, slot in list(self._used.items()):
             if any(slot.guard is guard for guard in abandoned):
                 slot.guard = None

@@ -18,6 +18,7 @@ from ..formats.record import Key
 HALF_LIFE = 32.0  # steps (results.tsv, "pool eviction")
 MEAN_LIFE = HALF_LIFE / 0.693147  # steps; a record that every step uses has this count in the end
 BETWEEN = 2.0**-10  # steps from one request to the next, so that of equal records the earlier one is evicted
+MOST_STALE = 8  # entries of the heap for each record; those that are no longer true go when a victim is looked for
 FIRST = -(2.0**52)  # the rank of a record without uses; demoted ones have lower integers, the last one the lowest
 
 
@@ -74,7 +75,15 @@ class Ranking:
 
     def _rank(self, key: Key, rank: float) -> None:
         self._ranks[key] = rank
-        heappush(self._heap, (rank, key))
+        if len(self._heap) > MOST_STALE * (len(self._ranks) + 1):  # nothing was evicted for long
+            self._order()
+        else:
+            heappush(self._heap, (rank, key))
+
+    def _order(self) -> None:
+        heap = [(rank, key) for key, rank in self._ranks.items()]
+        heapify(heap)
+        self._heap = heap
 
     def leave(self, key: Key) -> None:
         """The record is not in the pool any more."""
@@ -86,11 +95,8 @@ class Ranking:
         Args:
             spare_recent: prefers records that the last step has not used.
         """
-        if spare_recent:
-            key = self.first(lambda key: not self._is_recent(key) and may_go(key))
-            if key is not None:
-                return key
         passed: list[tuple[float, Key]] = []
+        recent: Key | None = None
         try:
             while self._heap:
                 rank, key = self._heap[0]
@@ -100,18 +106,19 @@ class Ranking:
                 elif now > rank:  # used since
                     heappop(self._heap)
                     self._rank(key, now)
-                elif may_go(key):
-                    return key
-                else:
+                elif not may_go(key):
                     passed.append(heappop(self._heap))
-            return None
+                elif spare_recent and self._is_recent(key):
+                    recent = key if recent is None else recent
+                    passed.append(heappop(self._heap))
+                else:
+                    return key
+            return recent
         finally:
             for entry in passed:
                 heappush(self._heap, entry)
 
     def reset(self, keys: Iterable[Key]) -> None:
         """Ranks exactly the records `keys`, by their counts."""
-        ranks = {key: self._counts.get(key, FIRST) for key in keys}
-        heap = [(rank, key) for key, rank in ranks.items()]
-        heapify(heap)
-        self._ranks, self._heap = ranks, heap
+        self._ranks = {key: self._counts.get(key, FIRST) for key in keys}
+        self._order()

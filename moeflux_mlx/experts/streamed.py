@@ -167,21 +167,22 @@ class StreamedExperts(ExpertLoader):
     def _read_on(self) -> None:
         self.reader.limit_warming(WARM_READS)
         self._reads.collect()
-        self._warming.feed()
+        self.relieve()
         for pool in self.pools:
             pool.finish_copies()  # a lazy array belongs to the thread that made it
 
     def relieve(self, may_grow: bool = False) -> None:
-        """Returns memory that the machine is short of, during a call or between two; leased records stay."""
+        """Returns memory that the machine is short of, during a call or between two; leased records stay. What is left
+        is filled by `warm`.
+        """
+        if self._limit is not None:
+            before = self.pools.held_bytes
+            nbytes = self._limit(before)
+            if self.pools.is_due(nbytes, may_grow):
+                self._reads.resize(nbytes)
+                mx.clear_cache()
+                self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
         self._warming.feed()
-        if self._limit is None:
-            return
-        before = self.pools.held_bytes
-        nbytes = self._limit(before)
-        if self.pools.is_due(nbytes, may_grow):
-            self._reads.resize(nbytes)
-            mx.clear_cache()
-            self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
 
     def relieve_between_calls(self) -> bool:
         """Calls `relieve`, unless a call is in progress, which does it itself. Returns whether the loader is open."""

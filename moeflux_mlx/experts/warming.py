@@ -85,7 +85,7 @@ class Warming:
         self._begun = [key for key in self._begun if self._is_arriving(key)]
         while len(self._begun) < self._queued and not all(pool.is_full for pool in self._pools):
             if not self._next:
-                count = min(self._part, len(self._rest), sum(pool.slots - len(pool) for pool in self._pools))
+                count = min(self._part, len(self._rest), sum(max(pool.slots - len(pool), 0) for pool in self._pools))
                 self._next = deque(sorted(self._rest.popleft() for _ in range(count)))
             if not self._next:
                 return False

@@ -126,3 +126,16 @@ def test_what_the_last_step_used_is_spared():
     ranking.request([(0, 2)])
     ranking.demote((0, 2))
     assert ranking.first(lambda key: True, spare_recent=True) == (0, 2)
+
+
+def test_a_pool_that_evicts_nothing_keeps_few_entries():
+    ranking = Ranking()
+    for key in [(0, expert) for expert in range(16)]:
+        ranking.enter(key)
+    for turn in range(1000):
+        key = (0, turn % 16)
+        ranking.demote(key)
+        ranking.use(key)
+    assert len(ranking._heap) < 200
+    ranking.demote((0, 5))
+    assert ranking.first(lambda key: True) == (0, 5)
