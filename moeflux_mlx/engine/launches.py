@@ -299,7 +299,7 @@ def _between(shapes: Shapes, rule: Connections, layer: int) -> Run:
     _fill(made, f"model.layers.{layer}.attn_hc.", shapes)
 
     def run(x: Any, caches: Any) -> None:
-        h = spread(x, streams_before(rule, layer))
+        h = spread(x, streams_before(rule, layer)) + 0  # another array than the output x: a launch takes each once
         _, *mixing = made.gather(h)
         h, _, *mixing = made.gather_behind(h, x, *mixing)
         made.scatter(h, x, *mixing)

@@ -41,7 +41,7 @@ from moeflux_mlx.formats.checkpoint import ITEM_BYTES, Tensor, read_bytes, read_
 from moeflux_mlx.formats.layout_file import to_json
 from moeflux_mlx.formats.packed import FOLDER, PackedExperts
 from moeflux_mlx.formats.record import BIAS, ExpertLayout, Field, Record
-from moeflux_mlx.formats.tables import NAME, NARROW, STEM, RowForm
+from moeflux_mlx.formats.tables import NAME, NARROW, STEM, TOKEN_MAP, RowForm
 from moeflux_mlx.formats.tables import PATTERN as TABLES
 from moeflux_mlx.kinds import NGrams, Router
 from moeflux_mlx.model.tensors import TABLE, needed, stored_as, variant_bytes
@@ -134,7 +134,8 @@ def config_of(variant: str, layers: int | None = None, experts: int | None = Non
     config, args = read_json(directory("configs") / f"{variant}.json"), ModelArgs.from_variant(variant)
     body = config.get("text_config", config)
     if layers is not None:
-        check_count("layers", layers, variant, 1, args.num_hidden_layers)
+        pair = 1 if "num_hidden_layers" in body else 2  # LongCat counts layers of two mixers
+        check_count("layers", layers, variant, pair, args.num_hidden_layers, pair)
         keep_layers(body, max(args.moe_layers[0] + 1 - layers, 0), layers)
     if experts is not None:
         router = args.experts.router
@@ -142,6 +143,11 @@ def config_of(variant: str, layers: int | None = None, experts: int | None = Non
         body[next(name for name in EXPERT_COUNTS if name in body)] = experts
     if tiny:
         body.update((name, value) for name, value in TINY.items() if name in body)
+        if "engram_layer_ids" in body:
+            body |= {"engram_vocab_size": 1000, "engram_compressed_vocab_size": body["vocab_size"]}
+            body["engram_num_embeddings"] = [40_000] * len(body["engram_layer_ids"])
+        if "mamba_expand" in body:
+            body["mamba_n_heads"] = body["mamba_expand"] * body["hidden_size"] // body["mamba_d_head"]
     return config
 
 
@@ -158,6 +164,9 @@ def check_count(name: str, count: int, variant: str, least: int, most: int, unit
 
 def keep_layers(body: dict, start: int, count: int) -> None:
     """Leaves `count` layers from `start` on in the text part of a configuration."""
+    if "num_layers" in body:
+        body["num_layers"] = count // 2
+        return
     whole, end = body["num_hidden_layers"], start + count
     body["num_hidden_layers"] = count
     for part in (body, *(value for value in body.values() if isinstance(value, dict))):
@@ -172,6 +181,12 @@ def keep_layers(body: dict, start: int, count: int) -> None:
     linear = body.get("linear_attn_config", {})  # layers from one on
     for name in linear.keys() & {"kda_layers", "full_attn_layers"}:
         linear[name] = [layer - start for layer in linear[name] if start < layer <= end]
+    if body.get("interleave_moe_layer_step", 1) > 1:
+        every = body["interleave_moe_layer_step"]
+        body["moe_layers"] = [layer - start for layer in range(every - 1, end, every) if layer >= start]
+    if "engram_layer_ids" in body:
+        body["engram_layer_ids"] = [layer for layer in body["engram_layer_ids"] if layer < count]
+        body["engram_num_embeddings"] = body["engram_num_embeddings"][: len(body["engram_layer_ids"])]
     if "num_hash_layers" in body:
         body["num_hash_layers"] = min(body["num_hash_layers"], count - 1)
     if "ple_layer_ids" in body:  # from one on
@@ -189,6 +204,9 @@ def write_model(config: dict, out: Path, rng: np.random.Generator) -> None:
     args = ModelArgs.from_dict(config)
     (out / FOLDER).mkdir(parents=True, exist_ok=True)
     overrides = write_resident(args, out, rng) | write_tables(args, out, rng)
+    for part in args.ngrams.values():
+        if part.compressed:
+            (out / TOKEN_MAP).write_text(json.dumps([token % part.compressed for token in range(args.vocab_size)]))
     write_experts(ExpertLayout.from_args(args), out / FOLDER, rng)
     quantization = {**DEFAULT.entry(), **overrides}
     (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}, indent=2))

@@ -193,7 +193,7 @@ def test_what_is_not_stated_is_the_modes_default(entry, wanted):
     assert entries({"quantization": entry}) == {"": wanted}
 
 
-@pytest.mark.parametrize("entry", [{"bits": 7}, {"group_size": 48}, {"mode": "q4_k"}, {"bits": True}, {"mode": 4}])
+@pytest.mark.parametrize("entry", [{"bits": 7}, {"group_size": 48}, {"mode": "q4_k_m"}, {"bits": True}, {"mode": 4}])
 def test_unknown_storage_names_its_module(entry):
     for quantization, path in (({"lm_head": entry}, "lm_head"), (entry, "the model")):
         with pytest.raises(ConfigError, match=f"quantization of {path}: .* is not known"):

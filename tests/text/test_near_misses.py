@@ -46,9 +46,9 @@ def is_ended(dialect, value):
     the beginning of the next.
     """
     tags, joined = dialect.tags, "".join(value.split())
-    followers = ["".join(tag.split()) for tag in (tags.key[0], *tags.ends)]
+    closing, *followers = ("".join(tag.split()) for tag in (tags.value[1], tags.key[0], *tags.ends))
     next_call = re.search(rf"({'|'.join(map(re.escape, tags.ends))}).*get_weather", joined)
-    return next_call is not None or any(tags.value[1] + tag in joined for tag in followers)
+    return next_call is not None or any(closing + tag in joined for tag in followers)
 
 
 @pytest.mark.parametrize(
