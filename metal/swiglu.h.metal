@@ -41,8 +41,8 @@ inline float swiglu_joined(float g, float u, float limit, float gate_limit) {
 }
 
 // What is done with the products of gate and up: biases of type B are added if BIASED is 1, and the activation has a
-// limit, and perhaps one of its own for gate. If INTERLEAVED is 1, rows of gate and up alternate, beginning with gate; the first half of these rows is in
-// gate's place, the second half in up's.
+// limit, and perhaps one of its own for gate. If INTERLEAVED is 1, rows of gate and up alternate, beginning with gate;
+// the first half of these rows is in gate's place, the second half in up's.
 template <int ACTIVATION, int BIASED, int INTERLEAVED, typename B>
 struct swiglu_ending {
   const device B* gate;

@@ -283,7 +283,10 @@ def parse(path: str, entry: Mapping[str, Any]) -> Quant:
             return quant
     stated = f"{reprlib.repr(bits)} bits, group_size {reprlib.repr(group_size)}, mode {reprlib.repr(mode)}"
     scaled = "" if factor is False else f", global_scale {reprlib.repr(factor)}"
-    raise ConfigError(f"quantization of {path}: {stated}{scaled} is not known; supported: {SUPPORTED}")
+    raise ConfigError(
+        f"quantization of {path}: {stated}{scaled} is not known; supported: {SUPPORTED}, and GGUF's "
+        f"{', '.join(GGUF_MODES)}"
+    )
 
 
 def entries(config: Mapping[str, Any], name: str = "quantization") -> dict[str, Quant | None]:

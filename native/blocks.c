@@ -82,7 +82,8 @@ static const Form forms[TYPES] = {
 #include "blocks.h"
 #endif
 
-enum { FIRST = 32 }; /* blocks whose codes may reach blocks behind them: fewer than code bytes over the other bytes */
+/* Not fewer than code bytes over the other bytes: codes of later blocks reach no block behind them. */
+enum { FIRST = 64 };
 
 static int scale_bytes(const Form *form) {
     return form->scales[0].bytes + form->scales[1].bytes + form->scales[2].bytes;

@@ -188,11 +188,14 @@ class RemoteGguf(Remote):
         heads = kept_files() / "gguf" / "headers" / self.repository.commit
         for name in self.wanted:
             size, head = self.repository.files[name].size, heads / name
-            if not head.is_file():
-                fetched = header_bytes(Path(name), size, partial(self.repository.part, name))
-                head.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(head, [fetched])
-            os.truncate(head, size)  # longer without taking more of the disk
+            fetched = None if head.is_file() else header_bytes(Path(name), size, partial(self.repository.part, name))
+            try:
+                if fetched is not None:
+                    head.parent.mkdir(parents=True, exist_ok=True)
+                    replace_file(head, [fetched])
+                os.truncate(head, size)  # longer without taking more of the disk
+            except OSError as error:
+                raise ModelFileError(f"{head} cannot be written: {error.strerror or error}") from None
         folder = described(heads / self.wanted[0])
         assert folder is not None
         args = ModelArgs.from_file(folder)

@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 QUANT_CONFIG = "hf_quant_config.json"  # a file of NVIDIA's Model Optimizer
 # Files that a model needs besides its tensors and config.json.
 RECIPE = "moeflux_recipe.json"  # how a conversion of ours has quantised floats
-GRIDS_LICENSE = "LICENSE-GGUF.txt"  # of the tables that experts' matrices have in some of GGUF's forms
+GRIDS_LICENSE = "LICENSE-GGUF.txt"  # of the tables that matrices have in some of GGUF's forms
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",

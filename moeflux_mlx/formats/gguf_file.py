@@ -15,6 +15,7 @@ import importlib.util
 import math
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -106,13 +107,16 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def models_in(names: Iterable[str]) -> dict[str, list[str]]:
-    """The models among these names of files, by name without suffixes, each with its files in order."""
-    models: dict[str, list[str]] = {}
+    """The models among these names of files, by name without suffixes, each with its files in order. Of models that
+    differ only in the number of their files, those that are split have the name of their first file.
+    """
+    models: dict[tuple[str, str | None], list[str]] = {}
     for name in sorted(names):
         if name.endswith(SUFFIX) and ASIDE not in name.rpartition("/")[2].lower():
             match = SPLIT_NAME.fullmatch(name)
-            models.setdefault(match[1] if match else name.removesuffix(SUFFIX), []).append(name)
-    return models
+            models.setdefault((match[1], match[3]) if match else (name.removesuffix(SUFFIX), None), []).append(name)
+    alike = Counter(stem for stem, _ in models)
+    return {files[0].removesuffix(SUFFIX) if alike[stem] > 1 else stem: files for (stem, _), files in models.items()}
 
 
 def header_bytes(name: Path, size: int, fetch: Callable[[int, int], bytes]) -> bytes:

@@ -18,7 +18,7 @@ from ..files import tagged, user_path
 from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
-from ..quant import unquantized
+from ..quant import GRID, unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
 from .gguf_folder import described, described_files, open_source, tokenizer_folder
@@ -31,6 +31,7 @@ from .layer_files import (
 from .mlx_layout import INDEX as MLX_INDEX
 from .plan import ConversionPlan, make_plan, read_args
 from .recipe import RECIPES, Recipe
+from .resident import ResidentFile
 from .rounding import Rounding
 from .shards import Scattering
 from .source_format import SourceFormat
@@ -358,9 +359,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
-    if described_files(checkpoint.folder) and any(
-        quant.grid for one in plan.layout.records.values() for quant in one.quants
-    ):
+    if described_files(checkpoint.folder) and _has_grids(plan):
         files[GRIDS_LICENSE] = license_text().encode()
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()
@@ -368,6 +367,19 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
         return {MLX_INDEX: plan.index, **files}
     files[f"{FOLDER}/{LAYOUT}"] = layout_json(plan.layout, plan.share, plan.also)
     return files
+
+
+def _has_grids(plan: ConversionPlan) -> bool:
+    """Whether a form with a table of its own is one of those of experts, or of resident matrices."""
+    of_experts = (quant for one in plan.layout.records.values() for quant in one.quants)
+    written = (
+        one
+        for unit in plan.units
+        if isinstance(unit, ResidentFile)
+        for source in unit.sources
+        for one in source.written
+    )
+    return any(quant.grid for quant in of_experts) or any(one.name.endswith(f".{GRID}") for one in written)
 
 
 def _write_small_files(output: Output, checkpoint: Checkpoint, plan: ConversionPlan) -> None:

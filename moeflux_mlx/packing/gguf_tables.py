@@ -34,9 +34,8 @@ def license_text() -> str:
     """The licence of the package, which a copy of its tables goes with."""
     package = distribution("gguf")
     stated = package.read_text("licenses/LICENSE") or package.read_text("LICENSE") or package.metadata["License"]
-    return (
-        f"The tables in the fields `grid` are from the package gguf {package.version}, under this licence:\n\n{stated}"
-    )
+    source = f"the package gguf {package.version}, under this licence"
+    return f"The tables in the fields and tensors `grid` are from {source}:\n\n{stated}"
 
 
 def _by_units(*parts: np.ndarray) -> np.ndarray:

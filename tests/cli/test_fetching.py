@@ -180,6 +180,17 @@ def asked_for(hub):
     return {name for how, name, part in hub.requests if how == "GET" and name.endswith(".gguf") and not part}
 
 
+@pytest.mark.parametrize("call", ["mkdir", "truncate"])
+def test_headers_that_cannot_be_kept_are_one_line(ggufs, tmp_path, monkeypatch, capsys, call):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    if call == "mkdir":
+        (tmp_path / "kept").write_bytes(b"")
+    else:
+        monkeypatch.setattr("os.truncate", lambda *_: (_ for _ in ()).throw(OSError(27, "File too large")))
+    assert plan(["--model", "org/model:q8_0"]) != 0
+    assert "headers" in (said := capsys.readouterr().err) and "cannot be written: " in said
+
+
 def test_a_gguf_model_of_a_repository_is_planned_from_headers_and_comes_alone(ggufs, capfd):
     name = "org/model:q8_0"
     assert plan(["--model", name]) == 0

@@ -177,6 +177,14 @@ def test_a_directory_with_one_model(tmp_path):
         gguf_file.gguf_file(tmp_path)
 
 
+def test_models_that_differ_in_the_number_of_files():
+    two, three = ([f"a-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)] for count in (2, 3))
+    assert gguf_file.models_in(two) == {"a": two}
+    assert gguf_file.models_in([*two, "b.gguf"]) == {"a": two, "b": ["b.gguf"]}
+    known = {"a": ["a.gguf"], "a-00001-of-00002": two, "a-00001-of-00003": three}
+    assert gguf_file.models_in([*three, "a.gguf", *two]) == known
+
+
 def test_without_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelFileError, match="GGUF files need the package gguf, .*; run: pip install"):

@@ -105,6 +105,14 @@ def test_a_model_in_place_and_converted(tmp_path, family):
     assert all(np.array_equal(one, made[0]) for one in made)
 
 
+def test_the_licence_of_grids_outside_the_experts(tmp_path, family):
+    for kind, has_grid in (("IQ3_S", True), ("IQ4_XS", False)):
+        path, packed = tmp_path / f"{kind}.gguf", tmp_path / kind
+        gguf_models.write_gguf(path, family, lambda name, kind=kind: kind if "token_embd" in name else "Q8_0")
+        convert(path, packed)
+        assert (packed / "LICENSE-GGUF.txt").exists() == has_grid
+
+
 def test_forms_that_mlx_lm_does_not_read_are_refused(tmp_path, family):
     path = tmp_path / "m.gguf"
     gguf_models.write_gguf(path, family, type_of)
