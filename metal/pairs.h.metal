@@ -92,16 +92,17 @@ inline codes_blocks<PLANES, P> codes_lay(const device X* x, uint columns, uint t
   CODES_UNROLL(2)
   for (uint from = 0; from < pieces; from += THREADS) {
     const uint piece = metal::min(from + tid, pieces - 1), k = piece % 4;
-    float v[16], peak = 1e-31f;
+    float v[16];
+    uint top = as_type<uint>(1e-31f);  // as an integer NaN is the largest, so that the factor becomes NaN too
     codes_x8(x + 16 * piece, v);
     codes_x8(x + 16 * piece + 8, v + 8);
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < 16; i++) {
-      peak = metal::fmax(peak, metal::fabs(v[i]));
+      top = metal::max(top, as_type<uint>(v[i]) & 0x7FFFFFFFu);
     }
-    peak = metal::fmax(peak, simd_shuffle_xor(peak, ushort(1)));
-    peak = metal::fmax(peak, simd_shuffle_xor(peak, ushort(2)));
-    const float scale = 32767.0f / peak;
+    top = metal::max(top, simd_shuffle_xor(top, ushort(1)));
+    top = metal::max(top, simd_shuffle_xor(top, ushort(2)));
+    const float peak = as_type<float>(top), scale = 32767.0f / peak;
     uint m[16], total = 0;  // integers beside the bits of 3 * 2^22
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < 16; i++) {

@@ -116,17 +116,22 @@ INLINE vf FN(permute_floats)(vf values, vi from) { return (vf)_mm256_permutevar8
 /* The offset that is subtracted from a code. */
 #define CODE_OFFSET(bits, is_e2m1) ((is_e2m1) ? 16 : (bits) > 4 ? 1 << ((bits) - 1) : 0)
 
-/* Converts the activations of a group to integers of at most `most`, and writes their sum. Returns the factor of the integers. */
+/* Converts the activations of a group to integers of at most `most`, and writes their sum. Returns the factor of the
+ * integers. If an activation is NaN or infinite, the factor is NaN, and so is every product with it. */
 INLINE float FN(quantize_group)(const float *x, ptrdiff_t n, const float most, int32_t *out, float *sum) {
     float lanes[W];
-    vf top = FN(splat)(LEAST_PEAK), total = {0};
+    vf top = FN(splat)(LEAST_PEAK), total = {0}, not_finite = {0};
     for (ptrdiff_t i = 0; i < n; i += W) {
         const vf v = *(const vf *)(x + i), size = (vf)((vi)v & 0x7FFFFFFF);
         top = FN(select)((vi)(size > top), size, top);
-        total += v;
+        total += v, not_finite += v * 0.0f;
     }
     *(vf *)lanes = top, *sum = FN(hsum)(total);
-    float peak = lanes[0];
+    float peak = lanes[0], bad = FN(hsum)(not_finite);
+    if (bad != 0) { /* such values have no integer */
+        memset(out, 0, (size_t)n * sizeof *out);
+        return bad;
+    }
     for (int i = 1; i < W; i++) peak = lanes[i] > peak ? lanes[i] : peak;
     for (ptrdiff_t i = 0; i < n; i++) out[i] = (int32_t)rintf(x[i] * (most / peak));
     return peak / most;

@@ -272,6 +272,15 @@ def test_codes_times_integers(integers, quant, kind):
     assert made.error() < 2e-6
 
 
+@grid(INTEGERS + PAIRS)
+def test_integers_of_nan_are_nan(integers, quant, kind):
+    made = Experts((quant,) * 3, kind)
+    records, slots, x = Records(mx.array(made.blob), made.record), mx.array(made.slots), made.x.copy()
+    x[1, 100] = np.nan
+    act = np.array(experts.expert_gate_up(mx.array(x).astype(mx.bfloat16), slots, records).astype(mx.float32))
+    assert np.isfinite(act[0]).all() and np.isnan(act[1]).all()
+
+
 def narrow_errors(quant, kind, dtype):
     """Returns the errors of down and of gate and up with x of two bytes."""
     made = Experts((quant,) * 3, kind)
@@ -459,6 +468,19 @@ def test_native_bits_of_a_row_depend_on_that_row_alone(path, quant, kind):
     matrix, x = Stored(np.random.default_rng(2), 33, H, quant, kind), np.repeat(made.x[:1], 9, axis=0)
     rows = native.linear(x, quant, *matrix.parts)
     assert all(np.array_equal(native.linear(x[:n], quant, *matrix.parts), rows[:n]) for n in range(1, 9))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@grid(FEW + GGUF)
+def test_native_products_of_nan_are_nan(path, quant, kind, value):
+    """An infinite activation may give infinities too."""
+    matrix, x = Stored(np.random.default_rng(2), 9, 2 * H, quant, kind), np.ones((5, 2 * H), np.float32)
+    x[2, 100] = value
+    for tokens in (3, 5):
+        got = native.linear(x[:tokens], quant, *matrix.parts)
+        assert not np.isfinite(got[2]).any() and np.isfinite(got[[0, 1]]).all()
+        assert np.isnan(got[2]).all() or value == np.inf
+    assert not np.isfinite(native.linear(x[2:3], quant, *matrix.parts)).any()
 
 
 # ---- resident matrices, and what is not read
