@@ -103,7 +103,7 @@ def convert_calibrated(
     made, args = _begun(path, calibration, report)
     if calibration.target_bits is not None or calibration.target_gb is not None:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
-    rounding = made.rounded(args, _wanted(recipe, options), say)
+    rounding = made.rounded(args, _wanted(recipe, options), say, user_path(mlx_path))
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
@@ -119,7 +119,7 @@ def plan_calibrated(
         ConfigError, ModelFileError, RequestError, TokenizerError: as `convert_calibrated`.
     """
     made, args = _begun(user_path(hf_path), calibration)
-    return made.planned(args, _wanted(recipe, options))[2]
+    return made.planned(args, _wanted(recipe, options))[1]
 
 
 def _begun(
@@ -173,7 +173,7 @@ class _Conversion:
     ):
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
         self.weights = CheckpointWeights(path)
-        self.name = packing.checkpoint_digest(checkpoint)
+        self.name, self.folder = packing.checkpoint_digest(checkpoint), calibration.folder / "rounded"
 
     def within_budget(self, args: ModelArgs, base: Recipe) -> Recipe:
         """The recipe that spends the budget on the routed experts."""
@@ -208,25 +208,31 @@ class _Conversion:
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
         return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes
 
-    def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[Calibrated, ConversionPlan, Needs]:
-        """What will round, the plan of the conversion, and the needs of the run."""
+    def planned(self, args: ModelArgs, wanted: Wanted) -> tuple[ConversionPlan, Needs]:
+        """The plan of the conversion, and the needs of the run."""
         given = self.calibration
-        rounding = Calibrated(given.folder / "rounded", f"{given.method} for the text {digest_of(self.texts)[:16]}")
-        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=rounding))
+        plan = make_plan(self.checkpoint, args, replace(wanted, rounding=Calibrated(self.folder, given.method)))
         limit, tokens = None if given.memory_gb is None else int(given.memory_gb * 1e9), sum(map(len, self.texts))
-        return rounding, plan, needs_of(self.weights, plan, tokens, given.method, given.dtype, limit)
+        return plan, needs_of(self.weights, plan, tokens, given.method, given.dtype, limit)
 
-    def rounded(self, args: ModelArgs, wanted: Wanted, say: Callable[[str], object]) -> Calibrated:
-        """What rounds as a run over the texts has found; `say` is called with what the run needs."""
-        rounding, plan, needs = self.planned(args, wanted)
+    def rounded(self, args: ModelArgs, wanted: Wanted, say: Callable[[str], object], out: Path) -> Calibrated:
+        """What rounds as a run over the texts has found; `say` is called with what the run needs. `out`: the directory
+        to write, which holds a part of the model if the conversion was interrupted."""
+        plan, needs = self.planned(args, wanted)
         say(str(needs))
-        check_space(self.calibration.folder, needs.disk)
-        method = self.calibration.method
-        name = f"{self.name} {method} {wanted.recipe.to_json()}"
-        given = self.weights, plan, self.texts, rounding.folder, self.calibration.dtype, Rounder(method)
+        check_space(self.calibration.folder, max(0, needs.disk - _bytes_in(self.folder) - _bytes_in(out)))
+        rounder = Rounder(self.calibration.method)
+        settings = rounder.settings(needs.together)
+        name = f"{self.name} {settings} {wanted.recipe.to_json()}"
+        given = self.weights, plan, self.texts, self.folder, self.calibration.dtype, rounder
         run = RoundingRun(*given, together=needs.together, name=name)
         run.run(lambda share: self._report(share, "rounding"))
-        return rounding
+        return Calibrated(self.folder, f"{settings} for the text {digest_of(self.texts)[:16]}")
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files in a directory, if there is one."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _weights_of(layout: ExpertLayout) -> dict[str, int]:

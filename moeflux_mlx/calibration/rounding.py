@@ -26,7 +26,7 @@ from ..packing.recipe import layer_of
 from ..packing.rounding import ALL, Alone, Codes
 from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant
-from ..rounding.gptq import damped, gptq
+from ..rounding.gptq import TURNS, damped, gptq
 from ..rounding.methods import FIT, rounded
 from .files import read_tensors, write_tensors
 from .layers import LayerRun, Progress
@@ -88,6 +88,13 @@ class Rounder:
     def products(self) -> bool:
         """Whether it needs the sums of x x^T over inputs x, or only those of x^2."""
         return self.method == GPTQ
+
+    def settings(self, together: int) -> str:
+        """What codes depend on besides matrices and inputs, if so many matrices are rounded side by side: the sums of
+        batched products differ by that."""
+        if not self.products:
+            return self.method
+        return f"{self.method}, damping {self.damping:g}, {TURNS} turns, {together} side by side"
 
     def alone(self, values: mx.array, quant: Quant, inputs: Sums | None) -> Codes:
         """The codes of a matrix [rows, cols]; `inputs`: over what it multiplies, None: nothing is known."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..quant import INTEGER, Quant
-from .affine import Line, codes_of, fit_affine
+from .affine import Fitted, Line, codes_of, fit_affine
 from .codes import packed
 from .refine import refined
 from .weights import group_weights
 
 BLOCK = 128  # columns whose errors reach the columns behind them in one product; whole groups
+CHUNK_VALUES = 1 << 24  # of a matrix that are rounded at a time, in whole rows: 64 MiB as float32
 TURNS = 4  # of `refined`; more have less than 0.5 % less error
 
 
@@ -29,6 +30,7 @@ def gptq(
 
     The scale and bias of a group are fitted when its first column is reached, to the values as they are then, with H's
     diagonal as the importance of the columns. If H is a multiple of the identity, that is the result of `rounded`.
+    Rows do not depend on one another, so large matrices are rounded some rows at a time, with one factor.
 
     Args:
         values: [..., rows, cols] of a floating dtype, finite. Matrices are rounded side by side, which keeps a GPU
@@ -49,18 +51,17 @@ def gptq(
     *lead, rows, columns = values.shape
     if quant.codes != INTEGER or columns % quant.group_size or hessian.shape != (*lead, columns, columns):
         raise ValueError(f"GPTQ of {quant}: values are {values.shape}, the Hessian is {hessian.shape}")
-    w = values.reshape(-1, rows, columns).astype(mx.float32)
+    w = values.reshape(-1, rows, columns)
     h = hessian.reshape(-1, columns, columns).astype(mx.float32)
     h, importance = damped(h, damping), mx.diagonal(h, axis1=-2, axis2=-1)
-    made, left, u = _Rounded(quant, dtype), w, _factor(h)
-    for start in range(0, columns, BLOCK):
-        stop = min(start + BLOCK, columns)
-        errors = made.block(left[..., : stop - start], u[:, start:stop, start:stop], importance[:, start:stop])
-        left = left[..., stop - start :] - errors @ u[:, start:stop, stop:]
-    codes, lines = refined(w, h, made.groups(), made.lines, quant, dtype, turns)
-    words = packed(mx.concatenate(codes, axis=-1).astype(mx.uint8), quant.bits)
-    scales, biases = (mx.stack([line[part] for line in lines], axis=-1).astype(dtype) for part in (0, 1))
-    words, scales, biases = (part.reshape(*lead, rows, -1) for part in (words, scales, biases))
+    u, step, parts = _factor(h), max(1, CHUNK_VALUES // columns), []
+    for row in range(0, rows, step):
+        made = _Rounded(quant, dtype)
+        parts.append(made.rounded(w[:, row : row + step].astype(mx.float32), h, u, importance, turns))
+        mx.eval(parts[-1])
+    words, scales, biases = (
+        mx.concatenate(list(part), axis=1).reshape(*lead, rows, -1) for part in zip(*parts, strict=True)
+    )
     return words, scales, biases
 
 
@@ -86,12 +87,24 @@ def _factor(hessian: mx.array) -> mx.array:
 
 @dataclass
 class _Rounded:
-    """The columns that are rounded so far."""
+    """Rows of matrices, of which some columns are rounded so far."""
 
     quant: Quant
     dtype: mx.Dtype
     codes: list[mx.array] = field(default_factory=list)  # float32 [matrices, rows]
     lines: list[Line] = field(default_factory=list)  # of groups, each float32 [matrices, rows]
+
+    def rounded(self, w: mx.array, h: mx.array, u: mx.array, importance: mx.array, turns: int) -> Fitted:
+        """The words, scales and biases of w [matrices, rows, cols]; `u`: the factor of the Hessian `h`."""
+        left, columns = w, w.shape[-1]
+        for start in range(0, columns, BLOCK):
+            stop = min(start + BLOCK, columns)
+            errors = self.block(left[..., : stop - start], u[:, start:stop, start:stop], importance[:, start:stop])
+            left = left[..., stop - start :] - errors @ u[:, start:stop, stop:]
+        codes, lines = refined(w, h, self.groups(), self.lines, self.quant, self.dtype, turns)
+        words = packed(mx.concatenate(codes, axis=-1).astype(mx.uint8), self.quant.bits)
+        scales, biases = (mx.stack([line[part] for line in lines], axis=-1).astype(self.dtype) for part in (0, 1))
+        return words, scales, biases
 
     def block(self, w: mx.array, u: mx.array, importance: mx.array) -> mx.array:
         """Rounds the columns of a block.

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from tiny_models import write_tokenizer
 
 from moeflux_mlx import load_model
+from moeflux_mlx.calibration import convert as conversion
 from moeflux_mlx.calibration import rounding
 from moeflux_mlx.calibration.budget import spend
 from moeflux_mlx.calibration.convert import Calibration, convert_calibrated, plan_calibrated
 from moeflux_mlx.calibration.errors import Option
 from moeflux_mlx.calibration.layers import LayerRun
-from moeflux_mlx.calibration.weights import CheckpointWeights, open_layers
+from moeflux_mlx.calibration.weights import CheckpointWeights
 from moeflux_mlx.convert import main as convert_command
 from moeflux_mlx.errors import ConfigError
 from moeflux_mlx.formats.packed import open_packed
@@ -150,14 +151,28 @@ def test_a_budget_is_kept_and_its_recipe_can_be_used_again(tmp_path, checkpoint)
     assert open_packed(tmp_path / "again", args).layout == layout
 
 
+def test_the_disk_holds_codes_beside_the_model_and_what_is_there_counts(tmp_path, checkpoint, monkeypatch):
+    path, text = checkpoint("qwen3_moe")
+    needed, work = [], tmp_path / "work" / "rounded"
+    monkeypatch.setattr(conversion, "check_space", lambda folder, nbytes: needed.append(nbytes))
+    monkeypatch.setattr(conversion.shutil, "rmtree", lambda *given, **more: None)
+    made = calibration(tmp_path, text, "fit", tokens=4)
+    convert_calibrated(path, tmp_path / "out", made, Recipe.from_json(RECIPE, "mine", "test"))
+    codes = [one for file in work.glob("codes-*") for one in mx.load(str(file)).values()]
+    hidden = [one for file in work.glob("hidden-*") for one in mx.load(str(file)).values()]
+    packed = sum(file.stat().st_size for file in (tmp_path / "out").rglob("*.bin"))
+    assert needed[0] >= sum(one.nbytes for one in codes + hidden) + packed
+    convert_calibrated(path, tmp_path / "out", made, Recipe.from_json(RECIPE, "mine", "test"))
+    assert needed[1] <= needed[0] - sum(one.nbytes for one in codes + hidden)
+
+
 def test_a_limit_of_memory_decides_how_many_experts_are_rounded_together(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
     plain = plan_calibrated(path, calibration(tmp_path, text))
-    assert (plain.together, plain.factorisations, plain.columns) == (16, 2 * 16 * 3, 128)
-    largest = max(one.size for one in open_layers(path).expert(0, 0, mx.float32).matrices)
-    each = 4 * (9 * largest + 5 * 128**2)
-    less = calibration(tmp_path, text, memory_gb=(plain.memory - 11 * each + 1) / 1e9)
-    assert plan_calibrated(path, less).together == 5
+    dense = 5 * 3 + 1  # attention's four and the router of each layer, and the head
+    assert (plain.together, plain.factorisations, plain.columns) == (16, 2 * 16 * 3 + dense, 256)
+    limits = (calibration(tmp_path, text, memory_gb=share * plain.memory / 1e9) for share in np.arange(1, 0, -0.01))
+    less = next(one for one in limits if plan_calibrated(path, one).together == 5)
     sizes, gptq = [], rounding.gptq
     monkeypatch.setattr(rounding, "gptq", lambda values, *more: sizes.append(len(values)) or gptq(values, *more))
     recipe = Recipe.from_json({**EXPERTS, "router": "float", "default": "float"}, "mine", "test")
@@ -172,7 +187,7 @@ def test_the_command_says_what_it_would_take(tmp_path, checkpoint, capsys):
     command = ["--hf-path", str(path), "--mlx-path", str(tmp_path / "out"), "--calibrate", str(text), "--plan"]
     assert convert_command([*command, "--method", "gptq"]) == 0
     said = capsys.readouterr().err
-    assert re.search(r"for \d+ tokens: about 0.0 GB .* 96 factorisations of up to 128 columns; 16 experts", said)
+    assert re.search(r"for \d+ tokens: about 0.0 GB .* 112 factorisations of up to 256 columns; 16 experts", said)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.calibration").exists()
 
 
