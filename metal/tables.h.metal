@@ -32,6 +32,8 @@ typedef codes_table<5, 256, 2, 5, 4096> codes_iq2_xs;
 typedef codes_table<6, 256, 2, 9, 8192> codes_iq2_s;
 typedef codes_table<7, 256, 1, 9, 16384> codes_iq1_s;
 typedef codes_table<8, 256, 1, 12, 16384> codes_iq1_m;
+typedef codes_table<9, 256, 1, 11, 0> codes_tq1_0;
+typedef codes_table<10, 256, 2, 1, 0> codes_tq2_0;
 
 // As codes_from_row and codes_words_each of nested.h.metal.
 template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
@@ -265,6 +267,48 @@ inline void codes_from_table(
   const float quarter = codes_table_d(block) * 0.25f;
   scale[0] = quarter * codes_and_half(numbers & 7u);
   scale[1] = quarter * codes_and_half((numbers >> 3) & 7u);
+}
+
+// Four bytes of q + 1.
+inline uint codes_less_one(uint four) {
+  return (four + 0x7F7F7F7Fu) ^ (0x80808080u ^ CODES_ZERO);
+}
+
+inline void codes_from_table(
+    const thread uint* words, const device codes_tq2_0* block, uint, const device codes_grid*, thread uint* code,
+    thread float* scale) {
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < 8; i++) {
+    code[i] = codes_less_one((words[i / 4] >> (2 * (i % 4))) & 0x03030303u);
+  }
+  scale[0] = codes_table_d(block);
+}
+
+// Bytes are fractions of 256: three times one has the next digit above its byte.
+inline void codes_from_table(
+    const thread uint* words, const device codes_tq1_0* block, uint unit, const device codes_grid*, thread uint* code,
+    thread float* scale) {
+  const uint pair = block->part[1 + unit], last = codes_table_byte(block, 16 + unit / 2);
+  const uint shared = (last * (unit % 2 ? 9u : 1u)) & 0xFFu;  // without the digits of the 32 columns before
+  uint even = words[0] & 0x00FF00FFu, odd = (words[0] >> 8) & 0x00FF00FFu, two = (pair & 0xFFu) | (pair >> 8) << 16;
+  code[5] = code[6] = 0;
+  code[7] = ((shared * 3u) & 0x300u) | ((((shared * 3u) & 0xFFu) * 3u) >> 8) << 24;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int n = 0; n < 5; n++) {
+    even *= 3u;
+    odd *= 3u;
+    two *= 3u;
+    code[n] = codes_less_one(((even >> 8) & 0x00030003u) | (odd & 0x03000300u));
+    code[5 + n / 2] |= ((two >> 8) & 0x00030003u) << (8 * (n % 2));
+    even &= 0x00FF00FFu;
+    odd &= 0x00FF00FFu;
+    two &= 0x00FF00FFu;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 5; i < 8; i++) {
+    code[i] = codes_less_one(code[i]);
+  }
+  scale[0] = codes_table_d(block);
 }
 
 // As codes_load of codes.h.metal, which the type of the grid tells apart.

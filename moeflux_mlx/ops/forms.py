@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, FLOAT, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
+from ..quant import E2M1, E4M3, FLOAT, FLOAT16, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
 from .nested import HALF, group_scales, of_halves
 from .table_values import block_scales, table_values
@@ -131,7 +131,9 @@ def is_read(quant: Quant, columns: int) -> bool:
 
 def scale_type(quant: Quant | None, floating: mx.Dtype) -> mx.Dtype | str:
     """The type of a scale in the kernels' texts."""
-    return floating if quant is None or quant.scale == FLOAT else f"codes_{quant.scale}"
+    if quant is None or quant.scale == FLOAT:
+        return floating
+    return mx.float16 if quant.scale == FLOAT16 else f"codes_{quant.scale}"
 
 
 def third_type(quant: Quant, scale: mx.Dtype | str) -> mx.Dtype | str:

@@ -66,6 +66,8 @@ FAULTS = {
     "the index of a grid": ("iq2_xs", "(words[0] >> 16) & 511u", "(words[0] >> 16) & 255u"),
     "the second scale": ("iq2_xs", "scale[1] = d", "scale[1] = scale[0]"),
     "a shift by an eighth": ("iq1_s", "fields >> 15 ? 0x8888u", "fields >> 14 ? 0x8888u"),
+    "the digits of 32 columns before": ("tq1_0", "unit % 2 ? 9u : 1u", "1u"),
+    "codes of two bits": ("tq2_0", "0x03030303u", "0x01030303u"),
     "halves of codes": ("iq4_nl", "(at + 4)) & 15u", "at) & 15u"),
 }
 
