@@ -68,6 +68,9 @@ def _mixers(read: Fields) -> list[Compressed]:
             blocks=blocks,
         )
         mixers.append(replace(turned, compressor=own))
+    able = [layer for layer in choosers if ratios[layer] and layer >= max(sources, default=0)]
+    if best.top and 0 <= marks < len(ratios) and marks not in able:
+        raise out_of_range("candidate_source_layer_id", marks, f"one of {able}")
     return mixers
 
 
