@@ -84,7 +84,9 @@ def written(dialect):
             (key, key_end), (value, value_end) = dialect.tags.key, dialect.tags.value
             string, other = (dialect.tags.kinds or (value, value))[:2]
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
-            body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
+            body = "".join(
+                f"{key}{dialect.tags.escaped(k)}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items()
+            )
         end = dialect.section[1]
         is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41, MINIMAX_M3, KIMI_K3)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")

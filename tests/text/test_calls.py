@@ -15,6 +15,7 @@ from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import hunyuan
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
@@ -419,6 +420,21 @@ def marked(text):
 def test_other_spellings_of_newer_dialects(dialect, text, arguments):
     events = read(text, dialect)
     assert calls_of(events) == [("get_weather", arguments)] and text_of(events) == ""
+
+
+def test_names_of_kimi_k3_are_escaped():
+    """In its values nothing is; a key is found behind a value that is not closed too."""
+    properties = {'a"&': {"type": "string"}, "b&quot;": {"type": "string"}}
+    tools = [{"function": {"name": "R&D", "parameters": {"properties": properties}}}]
+    begin = '<|open|>tools<|sep|><|open|>call tool="R&amp;D" index="1"<|sep|>'
+    first, second = (
+        f'<|open|>argument key="{key}" type="string"<|sep|>{value}'
+        for key, value in (("a&quot;&amp;", "x&amp;"), ("b&amp;quot;", '"y&'))
+    )
+    assert KIMI_K3.prefix("R&D").endswith(begin)
+    for end in ("<|close|>argument<|sep|>", "\n"):
+        text = f"{begin}{first}{end}{second}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+        assert calls_of(read(text, KIMI_K3, tools=tools)) == [("R&D", {'a"&': "x&amp;", "b&quot;": '"y&'})]
 
 
 def test_several_calls_in_one_section():
