@@ -430,6 +430,7 @@ def test_tables_of_deepseek_v41():
         ({"kv_source_layer_ids": [1]}, "'kv_source_layer_ids'"),
         ({"index_source_layer_ids": [1, 5]}, "'kv_source_layer_ids'"),
         ({"index_source_layer_ids": [1, "3"]}, "'index_source_layer_ids'"),
+        ({"hidden_size": 8}, "'hidden_size' is 8; expected at least 12, for 4 streams"),
         ({"candidate_source_layer_id": 4}, "'candidate_source_layer_id' is 4"),
         ({"candidate_source_layer_id": 1}, "'candidate_source_layer_id' is 1"),
     ],
