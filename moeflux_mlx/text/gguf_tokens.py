@@ -72,8 +72,9 @@ def generation_file(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     Raises:
         TokenizerError: one of them is no token.
     """
-    tokens = _texts(metadata, "tokenizer.ggml.tokens")
-    ends = [one for name in ENDS if (one := _id(metadata, name, tokens)) is not None]
+    named = [name for name in ENDS if f"tokenizer.ggml.{name}_token_id" in metadata]
+    tokens = _texts(metadata, "tokenizer.ggml.tokens") if named else []
+    ends = [one for name in named if (one := _id(metadata, name, tokens)) is not None]
     return {"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {}
 
 
