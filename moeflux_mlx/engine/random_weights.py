@@ -133,9 +133,11 @@ def _random_scales(quant: Quant, rows: Sequence[int], columns: int) -> list[mx.a
 
 
 def _random_grid(quant: Quant) -> list[mx.array]:
-    """The grid, of two values, if the form has one."""
-    middle = 128 if quant.bits == 1 else 24
-    return [(middle - 8 + 16 * mx.random.randint(0, 2, quant.grid)).astype(mx.uint8)] if quant.grid else []
+    """The grid, of two of its values, if the form has one."""
+    if not quant.grid:
+        return []
+    least, most = {1: (120, 136), 2: (8, 43), 3: (12, 20)}[quant.bits]
+    return [(least + (most - least) * mx.random.randint(0, 2, quant.grid)).astype(mx.uint8)]
 
 
 def _random_words(shape: Sequence[int]) -> mx.array:

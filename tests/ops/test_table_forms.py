@@ -36,6 +36,16 @@ def test_codes_times_integers(host, monkeypatch, first, last):
         assert experts_of(first, last).error() < 2e-6
 
 
+@pytest.mark.parametrize("mode", [mode for mode in TABLES if GGUF_MODES[mode].grid])
+def test_prepared_grids(host, monkeypatch, mode):
+    """As on CUDA, where a threadgroup keeps a grid, with signs."""
+    monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
+    msl.plant(monkeypatch, "tables.h.metal", "#define CODES_ZERO 0u", "#define CODES_ZERO 0u\n#define CODES_NEAR_GRIDS")
+    msl.plant(monkeypatch, "tables.h.metal", "*)room", "*)size_t(room)")  # CUDA does not tell memories apart
+    with using(Chosen(OF_CUDA)):
+        assert experts_of(mode, mode).error() < 2e-6
+
+
 def test_codes_times_integers_of_narrow_x(host, monkeypatch):
     monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
     made = experts_of("iq1_m", "iq2_xs")
