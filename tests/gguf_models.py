@@ -23,6 +23,7 @@ HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q6_K": (208,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "IQ4_XS": (0,), "IQ3_XXS": (0,)},
     **{"IQ3_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ1_S": (0,), "IQ1_M": (48,)},
+    **{"TQ1_0": (52,), "TQ2_0": (64,)},
 }
 
 
@@ -34,6 +35,10 @@ def random_blocks(kind, shape, seed, deviation=1.0):
     blocks = rows.reshape(-1, nbytes)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(120, 128, len(blocks))
+        return rows
+    if kind == "NVFP4":
+        usual = 8 * (7 + round(np.log2(deviation / 3)))  # E4M3 of a third of it
+        blocks[:, :4] = np.clip(rng.integers(usual - 4, usual + 8, (len(blocks), 4)), 1, 0x7E)
         return rows
     halves = rng.uniform(0.5, 1.5, (len(blocks), len(HALVES[kind]))) * rng.choice([-1, 1], (len(blocks), 1))
     for wanted in (None, deviation):
