@@ -37,7 +37,7 @@ CUTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "qwen35": ((QWEN35,), True),
     **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False)),
     "deepseek-v3": (DEEPSEEK3, False),
-    "gpt-4o": ((O200K,), False),
+    **dict.fromkeys(("gpt-4o", "llama4"), ((O200K,), False)),
     "kimi-k2": ((KIMI_WORDS,), False),
 }
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -58,7 +58,7 @@ def ours_gpu(options: Namespace) -> Timed:
     from moeflux_mlx.engine.weights import open_weights
 
     configure_mlx()
-    choice = {"expert_io": "mmap"}
+    choice: dict = {}
     if options.share is not None:
         total = open_weights(options.model).experts.layout.total_bytes
         choice = {"expert_io": "pread", "expert_cache_bytes": int(options.share * total), "warm_start": "off"}

@@ -20,6 +20,7 @@ from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.families.longcat import USUAL
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
@@ -276,6 +277,8 @@ def test_unknown_storage_names_its_module(entry):
             {"prefix_dense_intermediate_size": None},
             "'prefix_dense_intermediate_size' is missing",
         ),
+        ("north-mini-code-30b-a3b", {"sliding_window": None}, "'sliding_window' is missing"),
+        ("longcat-flash-562b-a27b", {"routed_scaling_factor": None}, "'routed_scaling_factor' is missing"),
         ("longcat-flash-562b-a27b", {"zero_expert_type": "copy"}, "'zero_expert_type' is 'copy'; only 'identity'"),
         ("longcat-flash-562b-a27b", {"mla_scale_q_lora": False}, "'mla_scale_q_lora' is False"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
@@ -430,11 +433,36 @@ def test_tables_of_deepseek_v41():
         ({"kv_source_layer_ids": [1]}, "'kv_source_layer_ids'"),
         ({"index_source_layer_ids": [1, 5]}, "'kv_source_layer_ids'"),
         ({"index_source_layer_ids": [1, "3"]}, "'index_source_layer_ids'"),
+        ({"hidden_size": 8}, "'hidden_size' is 8; expected at least 12, for 4 streams"),
+        ({"candidate_source_layer_id": 4}, "'candidate_source_layer_id' is 4"),
+        ({"candidate_source_layer_id": 1}, "'candidate_source_layer_id' is 1"),
     ],
 )
 def test_what_deepseek_v41_does_not_compute(change, words):
     with pytest.raises(ConfigError, match=words):
         ModelArgs.from_dict({**goldens.config("deepseek_v41"), **change})
+
+
+def test_what_nulls_of_cohere_and_longcat_mean():
+    """No window where no layer has one, and no experts that return their input."""
+    config = config_of("north-mini-code-30b-a3b")
+    full = {**config, "sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    assert not any(mixer.window for mixer in ModelArgs.from_dict(full).mixers)
+    config = config_of("longcat-flash-562b-a27b")
+    assert [
+        ModelArgs.from_dict({**config, **own}).experts.router.identities for own in ({}, {"zero_expert_num": None})
+    ] == [256, 0]
+    assert ModelArgs.from_dict({n: v for n, v in config.items() if n not in USUAL}) == ModelArgs.from_dict(config)
+
+
+def test_windows_of_cohere_do_not_follow_the_layers_that_are_dense():
+    """As transformers' class counts the first ones: by `first_k_dense_replace` alone."""
+    config = {**config_of("north-mini-code-30b-a3b"), "layer_types": None, "prefix_dense_sliding_window_pattern": 3}
+    count = config["num_hidden_layers"]
+    kinds = {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * (count - 2)}
+    for first, full in ((0, [3, 7, 11]), (3, [2, 6, 10])):
+        mixers = ModelArgs.from_dict({**config, **kinds, "first_k_dense_replace": first}).mixers
+        assert [i for i, mixer in enumerate(mixers[:12]) if not mixer.window] == full
 
 
 def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
