@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
 from .cli.chart import line_chart
@@ -23,6 +22,7 @@ from .cli.options import (
     add_memory,
     add_shards_in,
     add_tiles,
+    dtype_of,
     settings_of,
 )
 from .cli.run import Parser, execute
@@ -72,18 +72,18 @@ def opened(
     options: argparse.Namespace, model: str | None, kv_bits: str, shards_in: Sequence[str] = ()
 ) -> Engine | LayerReader:
     """The model as the options want it read. A checkpoint that no engine can use in place is read layer by layer."""
-    dtype = getattr(mx, options.dtype) if options.dtype else None
     folders = [user_path(folder) for folder in shards_in]
     if options.layer_by_layer:
-        return _by_layers(options, _directory(model, folders), folders, dtype)
+        return _by_layers(options, _directory(model, folders), folders)
     try:
         given = settings_of(options, model)
-        own = replace(given, kv_bits=kv_bits, shards_in=shards_in, context=options.window, warm_start="off")
-        engine = open_with(own)
+        engine = open_with(
+            replace(given, kv_bits=kv_bits, shards_in=shards_in, context=options.window, warm_start="off")
+        )
     except NotPackedError:
         if model is None or not user_path(model).is_dir() or (user_path(model) / STATE).exists():
             raise
-        return _by_layers(options, user_path(model), folders, dtype)
+        return _by_layers(options, user_path(model), folders)
     engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     if model == options.model:
         note_idle_options(options, engine.experts.mode)
@@ -97,14 +97,12 @@ def _directory(model: str | None, shards_in: Sequence[Path]) -> Path:
     return resolve(model, shards_in=shards_in)
 
 
-def _by_layers(
-    options: argparse.Namespace, path: Path, shards_in: Sequence[Path], dtype: mx.Dtype | None
-) -> LayerReader:
+def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path]) -> LayerReader:
     claim_process()
     idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
     for name in idle:
         note(f"note: --{name.replace('_', '-')} has no effect where {path} is read layer by layer")
-    return LayerReader(path, shards_in, dtype)
+    return LayerReader(path, shards_in, dtype_of(options))
 
 
 def summary(measured: Measured) -> dict[str, Any]:

@@ -43,6 +43,11 @@ NOT_GIVEN = {
 }
 
 
+def dtype_of(options: argparse.Namespace) -> mx.Dtype | None:
+    """The dtype that the options name; None: they leave it to the device."""
+    return getattr(mx, options.dtype) if options.dtype else None
+
+
 def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSettings:
     """The settings of `model` that the options of a command name; others keep their defaults.
 
@@ -52,7 +57,7 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision"}
     return LoadSettings(
         model,
-        dtype=getattr(mx, options.dtype) if options.dtype else None,
+        dtype=dtype_of(options),
         vision=not getattr(options, "no_vision", False),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         memory_bytes=gigabytes("--memory-gb", options.memory_gb),
