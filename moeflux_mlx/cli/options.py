@@ -18,6 +18,7 @@ from ..engine.load_settings import LoadSettings
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
+from ..files import JsonDict
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
@@ -360,7 +361,7 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def parse_template_config(text: str) -> dict[str, Any]:
+def parse_template_config(text: str) -> JsonDict:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
