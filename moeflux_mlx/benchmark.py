@@ -14,7 +14,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "benchmark",
         "Measure prompt and decode rates with random tokens of a few lengths. Also show the machine, the hits and "
-        "bytes of streamed experts, and the used and planned memory.",
+        "bytes of streamed experts, and the used and planned memory. Nothing is read that earlier sessions used, and "
+        "nothing is noted for later ones.",
     )
     add = made.add_argument_group("measurement").add_argument
     add(

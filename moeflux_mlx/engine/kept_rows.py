@@ -1,7 +1,10 @@
 """Files of measured values beside the tiles: {"version": 1, "found": [ROW, ...]}, with one JSON object a row."""
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,18 @@ def read_rows(file: Path) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replaces the file atomically."""
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Keeps other processes out that change the file too. Raises OSError: the system refuses."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Replaces the file atomically; the caller has it `locked`."""
     replace_file(file, [json.dumps({"version": VERSION, "found": rows}, indent=1).encode()])

@@ -140,15 +140,27 @@ class SlotPool:
         or still arriving, but never for a guess.
         """
         row_wanted = self.copied and not self.places.free
-        pinned = set().union(*list(self._leased.values()))
-        if not row_wanted:
-            wanted = pinned | self.intended | self.foretold
-            key = self.ranking.first(lambda key: not (key in wanted or self._is_arriving(key)), spare_recent=True)
-            if key is not None:
-                return key
+        if not row_wanted and (unwanted := self._unwanted(1)):
+            return unwanted[0]
         if for_guess:
             return None
+        pinned = set().union(*list(self._leased.values()))
         return self.ranking.first(lambda key: key not in pinned and (not row_wanted or self._is_arriving(key)))
+
+    def surplus(self, more: int) -> list[Key]:
+        """Records to evict before `more` records are read, as `victim` chooses them for a guess, at once: as many as
+        lack a slot, but no more than may be read now.
+        """
+        if self.copied and len(self.places.free) < more:
+            self.finish_copies()
+            more = min(more, len(self.places.free))
+        short = len(self._used) + more - self.slots
+        return self._unwanted(short) if short > 0 else []
+
+    def _unwanted(self, count: int) -> list[Key]:
+        """Up to `count` records to evict, lowest rank first, that are neither pinned, wanted soon nor arriving."""
+        wanted = self.intended.union(self.foretold, *list(self._leased.values()))
+        return self.ranking.lowest(count, lambda key: not (key in wanted or self._is_arriving(key)), spare_recent=True)
 
     def _is_arriving(self, key: Key) -> bool:
         return self._used[key].read is not None

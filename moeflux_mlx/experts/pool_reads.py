@@ -57,6 +57,7 @@ class PoolReads:
             else:
                 ready[i] = slot.read is None
                 self._count(slot)
+        self._make_room(pool, len(missing))
         for key in missing:
             self.stats.misses += 1
             slot = self._claim(pool)
@@ -74,10 +75,17 @@ class PoolReads:
         self.collect()
         begun: list[Key] = []
         self.pools.foretell(keys)
+        absent: list[Key] = []
         for key in keys:
+            known = self.pools.of[key[0]].get(key)
+            if known is None:
+                absent.append(key)
+            elif known.warming and known.read is not None:
+                self.reader.promote(known.read, GUESSED)
+        for pool in self.pools:
+            self._make_room(pool, sum(self.pools.of[layer] is pool for layer, _ in absent))
+        for key in absent:
             pool = self.pools.of[key[0]]
-            if key in pool:
-                continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:
                 break
@@ -151,6 +159,11 @@ class PoolReads:
         for pool in self.pools:
             pool.reconcile(abandoned)
         self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
+
+    def _make_room(self, pool: SlotPool, records: int) -> None:
+        """Evicts at once what goes for so many records, if they need memory of records that nobody wants."""
+        for key in pool.surplus(records) if records else ():
+            self._evict(pool, key)
 
     def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -146,6 +147,22 @@ def test_another_model_in_the_directory_begins_anew():
     assert kept_of({**KEY, "experts": 999}, (2, 6)) is None and kept_of(KEY, (2, 7)) is None
     keep({**KEY, "experts": 999}, used(9, 2), os.getpid())
     assert kept_of(KEY, (2, 6)) is None and len(read_rows(usage_file())) == 1
+
+
+def test_sessions_that_end_together_lose_nothing(monkeypatch):
+    """The second one waits while the first is between reading and writing the file."""
+    write, second = warm_start.write_rows, threading.Thread(target=keep, args=(KEY, used(9, 2), os.getpid()))
+
+    def slow(*given):
+        monkeypatch.setattr(warm_start, "write_rows", write)
+        second.start()
+        second.join(0.1)
+        write(*given)
+
+    monkeypatch.setattr(warm_start, "write_rows", slow)
+    keep(KEY, used(9, 1), os.getpid())
+    second.join()
+    assert kept_of(KEY, (2, 6)).steps == pytest.approx(18, rel=0.01)
 
 
 def test_the_file_is_bounded(monkeypatch):

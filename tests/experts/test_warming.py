@@ -104,6 +104,36 @@ def test_what_is_requested_goes_first(packed):  # noqa: F811
     loader.close()
 
 
+def test_a_guess_goes_before_what_else_fills_memory(packed):  # noqa: F811
+    gate, order = Gate(), []
+    reader = ExpertReader(packed, preadv=gate, workers=1)
+    serve, reader._serve = (
+        reader._serve,
+        lambda read, *given: order.append((read.layer, read.expert)) or serve(read, *given),
+    )
+    loader = StreamedExperts(packed, cache_bytes=9 * packed.layout.expert_stride, reader=reader)
+    lease = loader.request(0, np.array([4]))
+    wait_until(lambda: gate.begun == 1)
+    loader.warm(RATES)
+    wait_until(lambda: (1, 4) in loader.in_flight)
+    assert loader.hint([(1, 4)]) == [], "it is queued already"
+    gate.open.set()
+    lease.wait(), lease.release()
+    wait_until(lambda: not loader.warm_between_calls() and not loader.in_flight)
+    assert order[:2] == [(0, 4), (1, 4)]
+    loader.close()
+
+
+def test_a_share_counts_before_another_thread_asks(packed):  # noqa: F811
+    reader = ExpertReader(packed, workers=0)
+    queue = reader._drives[0]
+    for purpose in (REQUESTED, WARMING):
+        queue.put(Read(0, 0, memoryview(b""), {}), 1, purpose)
+    assert reader._next(0)[1] == REQUESTED and queue.active == [1, 0, 0]
+    assert reader._next(0) is None
+    reader.close()
+
+
 def test_a_drive_does_nothing_else_while_it_fills_memory():
     queue, reads = DriveQueue(), [Read(0, expert, memoryview(b""), {}) for expert in range(5)]
     for read_, purpose in zip(reads, (WARMING, WARMING, WARMING, GUESSED, REQUESTED), strict=True):
