@@ -34,17 +34,18 @@ def read_rows(file: Path) -> list[Row]:
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """Keeps other processes out that change the file too. Raises OSError: the system refuses."""
+def alone(file: Path) -> Iterator[None]:
+    """Waits until nobody else changes a file of the directory this way, and keeps others out."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(file.parent, os.O_RDONLY)
+    lock = os.open(file.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(folder)
+        os.close(lock)
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replaces the file atomically; the caller has it `locked`."""
+    """Replaces the file atomically."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, [json.dumps({"version": VERSION, "found": rows}, indent=1).encode()])

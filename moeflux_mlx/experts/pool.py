@@ -155,7 +155,10 @@ class SlotPool:
             self.finish_copies()
             more = min(more, len(self.places.free))
         short = len(self._used) + more - self.slots
-        return self._unwanted(short) if short > 0 else []
+        if short <= 0:
+            return []
+        self.has_been_full = True
+        return self._unwanted(short)
 
     def _unwanted(self, count: int) -> list[Key]:
         """Up to `count` records to evict, lowest rank first, that are neither pinned, wanted soon nor arriving."""

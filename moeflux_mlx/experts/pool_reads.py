@@ -76,7 +76,7 @@ class PoolReads:
         begun: list[Key] = []
         self.pools.foretell(keys)
         absent: list[Key] = []
-        for key in keys:
+        for key in dict.fromkeys(keys):
             known = self.pools.of[key[0]].get(key)
             if known is None:
                 absent.append(key)
@@ -218,7 +218,7 @@ class PoolReads:
         else:
             self.stats.misses += 1
             self.stats.late += 1
-            self.reader.promote(slot.read)
+            self.reader.promote(slot.read, REQUESTED)
         self.stats.warm_hits += slot.warming
         slot.speculative = slot.warming = False
 

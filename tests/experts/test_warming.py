@@ -85,6 +85,18 @@ def test_it_evicts_nothing(packed):  # noqa: F811
     loader.close()
 
 
+def test_a_hint_hastens_what_is_queued(packed):  # noqa: F811
+    """A record that waits until nobody wants the drive goes with the guesses once it is one."""
+    loader, moved = warmed(packed, 5), []
+    slot = loader.pools.of[1].get((1, 4))
+    slot.warming, slot.read = True, "queued"
+    loader.reader.promote = lambda *given: moved.append(given)
+    loader.hint([(1, 4), (1, 3)])
+    assert moved == [("queued", GUESSED)]
+    slot.read = None
+    loader.close()
+
+
 def test_what_is_requested_goes_first(packed):  # noqa: F811
     gate = Gate()
     loader = StreamedExperts(
@@ -101,26 +113,6 @@ def test_what_is_requested_goes_first(packed):  # noqa: F811
         one.release()
     wait_until(lambda: not loader.warm_between_calls() and not loader.in_flight)
     assert loader.stats.warmed - loader.stats.late == 6 and loader.stats.warm_hits == loader.stats.late
-    loader.close()
-
-
-def test_a_guess_goes_before_what_else_fills_memory(packed):  # noqa: F811
-    gate, order = Gate(), []
-    reader = ExpertReader(packed, preadv=gate, workers=1)
-    serve, reader._serve = (
-        reader._serve,
-        lambda read, *given: order.append((read.layer, read.expert)) or serve(read, *given),
-    )
-    loader = StreamedExperts(packed, cache_bytes=9 * packed.layout.expert_stride, reader=reader)
-    lease = loader.request(0, np.array([4]))
-    wait_until(lambda: gate.begun == 1)
-    loader.warm(RATES)
-    wait_until(lambda: (1, 4) in loader.in_flight)
-    assert loader.hint([(1, 4)]) == [], "it is queued already"
-    gate.open.set()
-    lease.wait(), lease.release()
-    wait_until(lambda: not loader.warm_between_calls() and not loader.in_flight)
-    assert order[:2] == [(0, 4), (1, 4)]
     loader.close()
 
 

@@ -122,6 +122,7 @@ def plain_model(family):
                 "llama4",
                 "cohere2_moe",
                 "longcat_flash",
+                "mistral_large4",
             ]
         ),
         ["native", "plain"],
