@@ -137,7 +137,7 @@ class FixedKeys:
         values: mx.array,
         recent: mx.array,
         positions: mx.array,
-        *_: Any,
+        *_: object,
     ):
         self._held = Held(keys, values, recent, positions)
 
@@ -156,7 +156,7 @@ class FixedKeys:
     def advance(self, recent: mx.array) -> None:
         self._held = self._held._replace(recent=recent)
 
-    def go_on(self, positions: mx.array, *_: Any) -> None:
+    def go_on(self, positions: mx.array, *_: object) -> None:
         """The place of the next token among what is held."""
         self._held = self._held._replace(positions=positions)
 
@@ -178,14 +178,14 @@ class FixedState:
     num_later: ClassVar[int] = 0
     num_outputs: ClassVar[int] = 2
 
-    def __init__(self, conv: mx.array, recurrent: mx.array, *_: Any):
+    def __init__(self, conv: mx.array, recurrent: mx.array, *_: object):
         self.absorb(conv, recurrent, 0)
 
     def absorb(self, conv: mx.array, recurrent: mx.array, tokens: int) -> None:
         """Takes both arrays as they are after more tokens."""
         self.conv, self.recurrent = conv, recurrent
 
-    def go_on(self, *_: Any) -> None:
+    def go_on(self, *_: object) -> None:
         """No position matters."""
 
     @property
@@ -231,7 +231,7 @@ class FixedEntries:
         self._kind, self._ends, self.arrays = kind, iter(kind.ends), list(arrays)
         self.go_on(offset, position)
 
-    def go_on(self, offset: mx.array, position: mx.array, *_: Any) -> None:
+    def go_on(self, offset: mx.array, position: mx.array, *_: object) -> None:
         """The place and rotary position of the next token."""
         self.offset, self.position = offset, position
 

@@ -22,6 +22,7 @@ from ..files import JsonDict
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
+Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
 PENALTY = "weaken the logits of recent tokens by this factor"
@@ -117,12 +118,12 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     add_draft(add)
 
 
-def add_variant(add: Callable[..., Any], use: str = "") -> None:
+def add_variant(add: Adder, use: str = "") -> None:
     names = "moeflux models lists the names"
     add("--variant", metavar="NAME", help=f"{use}a known model, such as qwen3-30b-a3b; {names}; no files are needed")
 
 
-def add_vision(add: Callable[..., Any]) -> None:
+def add_vision(add: Adder) -> None:
     add("--no-vision", action="store_true", help="do not load the image encoder, and plan no memory for it")
     add(
         "--image-tokens",
@@ -133,7 +134,7 @@ def add_vision(add: Callable[..., Any]) -> None:
     )
 
 
-def add_expert_io(add: Callable[..., Any]) -> None:
+def add_expert_io(add: Adder) -> None:
     add(
         "--expert-io",
         choices=MODES,
@@ -142,7 +143,7 @@ def add_expert_io(add: Callable[..., Any]) -> None:
     )
 
 
-def add_keep_warm(add: Callable[..., Any]) -> None:
+def add_keep_warm(add: Adder) -> None:
     add(
         "--keep-warm",
         choices=KEEP_WARM,
@@ -152,7 +153,7 @@ def add_keep_warm(add: Callable[..., Any]) -> None:
     )
 
 
-def add_shards_in(add: Callable[..., Any]) -> None:
+def add_shards_in(add: Adder) -> None:
     add(
         "--shards-in",
         nargs="+",
@@ -162,7 +163,7 @@ def add_shards_in(add: Callable[..., Any]) -> None:
     )
 
 
-def add_tokenizer(add: Callable[..., Any]) -> None:
+def add_tokenizer(add: Adder) -> None:
     add(
         "--tokenizer",
         metavar="DIR_OR_REPO",
@@ -171,7 +172,7 @@ def add_tokenizer(add: Callable[..., Any]) -> None:
     )
 
 
-def add_memory(add: Callable[..., Any]) -> None:
+def add_memory(add: Adder) -> None:
     add(
         "--expert-cache-gb",
         type=float,
@@ -187,7 +188,7 @@ def add_memory(add: Callable[..., Any]) -> None:
     )
 
 
-def add_tiles(add: Callable[..., Any]) -> None:
+def add_tiles(add: Adder) -> None:
     add(
         "--tiles",
         default="auto",
@@ -197,7 +198,7 @@ def add_tiles(add: Callable[..., Any]) -> None:
     )
 
 
-def add_draft(add: Callable[..., Any]) -> None:
+def add_draft(add: Adder) -> None:
     add(
         "--draft",
         default="off",
@@ -207,11 +208,11 @@ def add_draft(add: Callable[..., Any]) -> None:
     )
 
 
-def add_dtype(add: Callable[..., Any]) -> None:
+def add_dtype(add: Adder) -> None:
     add("--dtype", choices=DTYPES, help="dtype of activations; default: bfloat16 on a GPU, float32 on a CPU")
 
 
-def add_activations(add: Callable[..., Any]) -> None:
+def add_activations(add: Adder) -> None:
     add(
         "--cpu-activations",
         choices=("auto", *map(str, ACTIVATIONS)),
@@ -221,7 +222,7 @@ def add_activations(add: Callable[..., Any]) -> None:
     )
 
 
-def add_kv_bits(add: Callable[..., Any]) -> None:
+def add_kv_bits(add: Adder) -> None:
     add(
         "--kv-bits",
         choices=KV_BITS,
@@ -231,7 +232,7 @@ def add_kv_bits(add: Callable[..., Any]) -> None:
     )
 
 
-def add_prompt_sizes(add: Callable[..., Any]) -> None:
+def add_prompt_sizes(add: Adder) -> None:
     add(
         "--span",
         type=int,
@@ -277,7 +278,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, metavar="N", help="seed of the random numbers, for repeatable sampling")
 
 
-def add_xtc(add: Callable[..., Any]) -> None:
+def add_xtc(add: Adder) -> None:
     add(
         "--xtc-probability",
         type=float,
@@ -293,7 +294,7 @@ def add_xtc(add: Callable[..., Any]) -> None:
     )
 
 
-def add_context_size(add: Callable[..., Any]) -> None:
+def add_context_size(add: Adder) -> None:
     add(
         "--repetition-context-size",
         type=int,

@@ -1,10 +1,12 @@
 """Proposes next tokens for a text, so that one step can check several. Nothing here computes or chooses a token."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
+
+from ..ops.backend import AnyArray
 
 SHORTEST, LONGEST = 2, 32  # how many last tokens of a text are searched for; a single one predicts too little
 
@@ -12,7 +14,7 @@ SHORTEST, LONGEST = 2, 32  # how many last tokens of a text are searched for; a 
 class Drafts(Protocol):
     """Proposes tokens for one text."""
 
-    def add(self, token: int, hidden: Any = None) -> None:
+    def add(self, token: int, hidden: AnyArray = None) -> None:
         """Appends `token` to the text. `hidden` [1, 1, hidden_size] is a head's input from the position before it."""
         ...
 
@@ -36,7 +38,7 @@ class Lookup:
         self._ids = np.array(text, np.uint32)
         self._count = len(self._ids)
 
-    def add(self, token: int, hidden: Any = None) -> None:
+    def add(self, token: int, hidden: AnyArray = None) -> None:
         """Appends `token` to the text."""
         if self._count == len(self._ids):
             self._ids = np.resize(self._ids, max(2 * self._count, 1024))

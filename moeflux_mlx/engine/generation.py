@@ -14,6 +14,7 @@ from ..caches.layer_cache import LayerCache
 from ..errors import RequestError
 from ..experts.stats import LoaderStats
 from ..model.decoder import Model
+from ..model.images import ImageSource
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper
 from .decoding import Decoding
@@ -185,7 +186,7 @@ def stream_generate(
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
     *,
-    image: Any = None,
+    image: ImageSource | Sequence[ImageSource] | None = None,
     **options: "Unpack[GenerationOptions]",
 ) -> Responses:
     """Generates text piece by piece until an end-of-text token or `max_tokens`.
@@ -290,7 +291,7 @@ def generate(
     verbose: bool = False,
     *,
     max_tokens: int = 256,
-    image: Any = None,
+    image: ImageSource | Sequence[ImageSource] | None = None,
     **options: "Unpack[GenerationOptions]",
 ) -> str:
     """Generates text until an end-of-text token or `max_tokens`, and returns it.

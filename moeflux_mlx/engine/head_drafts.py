@@ -6,7 +6,7 @@ rows start anew after that part, and fewer drafts are accepted.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
@@ -14,7 +14,7 @@ from ..caches.layer_cache import LayerCache
 from ..model.decoder import Model
 from ..model.head import DraftHead
 from ..model.span import Span
-from ..ops.backend import leave
+from ..ops.backend import AnyArray, leave
 from ..state.snapshot import head_rows, load_head_rows
 from ..text.boundaries import shared_length
 
@@ -39,10 +39,10 @@ class HeadDrafts:
         self.cache: LayerCache = self._head.make_cache()
         self._tokens: list[int] = []  # the known tokens of the text
         self._start = self._rows = 0  # position of the first row; number of rows made from the model's hidden states
-        self._waiting: list[Any] = []  # hidden states of the next positions, each [1, n, hidden_size]
+        self._waiting: list[AnyArray] = []  # hidden states of the next positions, each [1, n, hidden_size]
         self._shown = 0  # number of positions up to the last one whose hidden state is known
-        self._out: Any = None  # the head's output for the last row
-        self._next_out: Any = None  # the head's output for the last drafted token but one
+        self._out: AnyArray = None  # the head's output for the last row
+        self._next_out: AnyArray = None  # the head's output for the last drafted token but one
         self._drafted: list[mx.array] = []  # drafted tokens [1, 1]; all but the last have a row at the end of the cache
 
     @property
@@ -93,7 +93,7 @@ class HeadDrafts:
             self._show(self._model.draft_states(span, start, end), span.start + start)
             self._absorb()
 
-    def add(self, token: int, hidden: Any = None) -> None:
+    def add(self, token: int, hidden: AnyArray = None) -> None:
         """Appends `token` to the text; `hidden` as in `Drafts`, None if the head has it already."""
         self._tokens.append(token)
         self._drafted = []
@@ -126,7 +126,7 @@ class HeadDrafts:
         mx.async_eval(self._drafted)
         return mx.concatenate([token.reshape(-1) for token in self._drafted[:count]])
 
-    def _show(self, hidden: Any, position: int) -> None:
+    def _show(self, hidden: AnyArray, position: int) -> None:
         """Takes hidden states [1, n, hidden_size] of the positions from `position` on."""
         if position < self._shown:
             self._cut(position)
@@ -173,9 +173,9 @@ class HeadDrafts:
         self.cache.shift(position)
 
 
-def _divided(parts: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+def _divided(parts: Sequence[AnyArray], count: int) -> tuple[list[AnyArray], list[AnyArray]]:
     """Splits parts [1, n, hidden_size] into the first `count` rows and the rest."""
-    first, rest = list[Any](), list[Any]()
+    first, rest = list[AnyArray](), list[AnyArray]()
     for part in parts:
         here = min(count, part.shape[1])
         count -= here

@@ -26,6 +26,7 @@ from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend
+from ..ops.backend import AnyArray
 from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
@@ -135,7 +136,7 @@ class Noted(Tiles):
     ) -> Callable[..., list[mx.array]]:
         name = f"{kernel.name}[{kernel.form}]" if kernel.form else kernel.name
 
-        def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+        def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: object) -> list[mx.array]:
             self.runs[name] += 1
             text = kernel.text(target, constants, threads, places)
             few = [array.size < LEAST_ELEMENTS for array in inputs] if target == "metal" else ()
@@ -167,18 +168,22 @@ class SomeExperts:
         in_buffers = backend.name() == "metal" and not is_resident
         self.array = Records((array,) * BUFFERS if in_buffers else array, record)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
+    def __call__(
+        self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
+    ) -> AnyArray:
         here = isinstance(x, np.ndarray)
         records = Records(self.memory, self.array.record) if here else self.array
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
-        weights: Any = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
+        weights: AnyArray = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
         if len(x) > MAX_TOKENS:
             return self._in_prompt(slots, records, x, weights, residual, shared)
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
         return expert_ffn(x, slots if here else mx.array(slots), records, weights, residual, shared)
 
-    def _in_prompt(self, slots: np.ndarray, records: Records, x: Any, weights: Any, residual: Any, shared: Any) -> Any:
+    def _in_prompt(
+        self, slots: np.ndarray, records: Records, x: AnyArray, weights: AnyArray, residual: AnyArray, shared: AnyArray
+    ) -> Any:
         on_units = not refusal(backend.dtype_of(x), records.record)
         if on_units and self.is_resident:
             sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
@@ -198,7 +203,7 @@ class SomeExperts:
 # ---- the parts of a model
 
 
-def _activations(shapes: Shapes, tokens: int) -> Any:
+def _activations(shapes: Shapes, tokens: int) -> AnyArray:
     size = 1, tokens, shapes.args.hidden_size
     if backend.computes_natively(shapes.dtype, shapes.args.widths):
         return np.zeros(size, np.float32)
@@ -252,7 +257,7 @@ def _rows(count: int, mixer: Any) -> StepRows:
     return StepRows([make_cache(mixer)] * count, lambda row: None)
 
 
-def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: Any, caches: Any) -> Any:
+def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: AnyArray, caches: Any) -> Any:
     """Calls a mixer on x [B, L, D]. With several streams it takes the rows of a step one by one and adds no
     residual.
     """
@@ -276,7 +281,7 @@ def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:
     return lambda x, caches: mix(x, filled)
 
 
-def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
+def _chosen(mixer: Mixer, x: AnyArray) -> list[Chosen]:
     """What earlier layers hand on for x [B, L, D], if the mixer uses it."""
     B, top, library = x.shape[0], mixer.handed_on, backend.library_of(x)
     if not top:
@@ -301,7 +306,7 @@ def _between(shapes: Shapes, rule: Connections, layer: int) -> Run:
     made = connection(rule, args.hidden_size, args.rms_norm_eps, layer)
     _fill(made, f"model.layers.{layer}.attn_hc.", shapes)
 
-    def run(x: Any, caches: Any) -> None:
+    def run(x: AnyArray, caches: Any) -> None:
         h = spread(x, streams_before(rule, layer)) + 0  # another array than the output x: a launch takes each once
         _, *mixing = made.gather(h)
         h, _, *mixing = made.gather_behind(h, x, *mixing)
@@ -325,7 +330,7 @@ def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
     return lambda x, _: made(spread(x, streams), None, cast(Any, make_cache(args.mixers[layer])).beside)
 
 
-def _forward(module: Any, norm: RMSNorm | None, x: Any, _: Any) -> Any:
+def _forward(module: Any, norm: RMSNorm | None, x: AnyArray, _: Any) -> AnyArray:
     """Calls a feed-forward part on x [B, L, D]; if a table chooses the experts, all tokens are 0."""
     if not module.reads_tokens:
         return module.forward(x, norm)
@@ -348,7 +353,7 @@ def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str
         yield "experts", SomeExperts(record, part.router.experts, top_k, is_resident=False)
 
 
-def _kinds(parts: Sequence[Any]) -> Iterator[tuple[Any, list[int]]]:
+def _kinds(parts: Sequence[AnyArray]) -> Iterator[tuple[Any, list[int]]]:
     """Each kind with the layers that have it."""
     for kind in dict.fromkeys(parts):
         yield kind, [i for i, part in enumerate(parts) if part == kind]

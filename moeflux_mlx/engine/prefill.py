@@ -4,7 +4,6 @@ It knows only tokens and caches. The session decides what is reused and which st
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +15,7 @@ from ..model.span import Span
 from ..ops.limits import within_limits
 from .head_drafts import HeadDrafts
 
-Progress = Callable[[int, int], Any]
+Progress = Callable[[int, int], object]
 
 
 def span_lengths(tokens: int, span: int) -> list[int]:

@@ -2,17 +2,18 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
 from ..model.decoder import Model
-from ..model.images import NO_IMAGES, Image, Images
+from ..model.images import NO_IMAGES, Image, Images, ImageSource
 from ..model.tokens import token_ids
 from ..vision.reader import ReadImage
 
+OneOrMore = ImageSource | Image | Sequence[ImageSource | Image]
 FIRST_KEY = 1 << 31  # larger than any token id
 
 
@@ -34,7 +35,7 @@ class Prompt(list[int]):
         self.tokens, self.images = tokens, images
 
 
-def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Model) -> Prompt:
+def prompt_with_images(tokens: Sequence[int] | mx.array, images: OneOrMore, model: Model) -> Prompt:
     """Makes a prompt in which the images (one or a list) replace the model's image tokens, in order.
 
     Raises:
@@ -45,7 +46,7 @@ def prompt_with_images(tokens: Sequence[int] | mx.array, images: Any, model: Mod
     return with_images(np.array(tokens).tolist(), read, model.vision.token)
 
 
-def read_images(images: Any, model: Model) -> list[Image]:
+def read_images(images: OneOrMore, model: Model) -> list[Image]:
     """Reads images (one or a list) for a model.
 
     Raises:
@@ -53,7 +54,7 @@ def read_images(images: Any, model: Model) -> list[Image]:
     """
     if model.vision is None:
         raise RequestError(f"this {model.model_type} model was loaded without an image encoder; use load()")
-    sources = images if isinstance(images, (list, tuple)) else [images]
+    sources = images if isinstance(images, (list, tuple)) else [cast(ImageSource, images)]
     return [one if isinstance(one, ReadImage) else model.vision.image(one) for one in sources]
 
 

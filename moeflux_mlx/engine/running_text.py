@@ -7,7 +7,6 @@ rest; `step` absorbs further tokens; `rewind` goes back.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -102,7 +101,7 @@ class RunningText:
         prompt: Sequence[int],
         *,
         boundaries: Sequence[int] = (),
-        prompt_progress_callback: Callable[[int, int], Any] | None = None,
+        prompt_progress_callback: Callable[[int, int], object] | None = None,
     ) -> mx.array:
         """Brings the caches to `prompt` and returns the logits [1, vocab_size] after its last token.
 
@@ -205,7 +204,7 @@ class RunningText:
         shared = shared_length(self.tokens, prompt[:-1])
         return shared if shared == len(self.tokens) else self.points.nearest(shared)
 
-    def _sync(self, prompt: Prompt, boundaries: Sequence[int], report: Callable[[int, int], Any]) -> mx.array:
+    def _sync(self, prompt: Prompt, boundaries: Sequence[int], report: Callable[[int, int], object]) -> mx.array:
         """As `sync`, but after an exception the layers' caches may differ in length."""
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
         if self.points.can_trim:  # the other states can be cut from the last one

@@ -49,7 +49,7 @@ class Session(RunningText):
         prompt: Sequence[int],
         *,
         boundaries: Sequence[int] = (),
-        prompt_progress_callback: Callable[[int, int], Any] | None = None,
+        prompt_progress_callback: Callable[[int, int], object] | None = None,
         max_tokens: int = 256,
         **choice: Any,
     ) -> "Answer":
@@ -147,7 +147,7 @@ class Answer:
         session: Session,
         prompt: Prompt,
         boundaries: Sequence[int],
-        report: Callable[[int, int], Any] | None,
+        report: Callable[[int, int], object] | None,
         max_tokens: int,
         choice: dict[str, Any],
     ):

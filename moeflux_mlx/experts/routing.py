@@ -13,7 +13,7 @@ from ..ops.route import Choice
 from ..ops.tiles import LEASED_TOKENS
 from .source import ExpertLoader
 
-Report = Callable[[float], Any]  # called with the share of the work done; an exception from it stops the work
+Report = Callable[[float], object]  # called with the share of the work done; an exception from it stops the work
 
 
 def ignore_report(share: float) -> None:

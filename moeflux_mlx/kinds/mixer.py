@@ -1,7 +1,7 @@
 """What every way of mixing tokens answers about itself."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from .ngrams import NGrams
 from .rotation import Rotation
@@ -95,7 +95,7 @@ class Mixer:
         return None
 
     @property
-    def flat_fields(self) -> dict[str, Any]:
+    def flat_fields(self) -> dict[str, object]:
         """The fields by which the first release described it, for digests in saved prompts. They never change; a mixer
         that came later has none.
         """

@@ -4,9 +4,11 @@ A text is a sequence of places: one for each token, and one for each row that an
 knows no pixels.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -47,12 +49,21 @@ class Image(Protocol):
     def forget(self) -> None: ...
 
 
+class Picture(Protocol):
+    """A picture of Pillow's."""
+
+    def save(self, file: io.BytesIO, form: str, /) -> None: ...
+
+
+ImageSource: TypeAlias = str | Path | bytes | Picture  # a path, a URL, an image file's bytes, or a picture
+
+
 class ImageReader(Protocol):
     """Reads images for a model; `token` stands for each in a prompt."""
 
     token: int
 
-    def image(self, source: Any) -> Image:
+    def image(self, source: ImageSource) -> Image:
         """Raises RequestError: it cannot be read."""
         ...
 

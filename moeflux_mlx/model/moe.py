@@ -1,7 +1,7 @@
 """The Mixture-of-Experts block: router, shared expert, and the one call to the routed experts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -52,7 +52,7 @@ class BeforeExperts(NamedTuple):
     ids: AnyArray
     weights: AnyArray
     host_copy: Sequence[mx.array]
-    predicted: tuple[Any, Any, Sequence[mx.array]] | None
+    predicted: tuple[AnyArray, AnyArray, Sequence[mx.array]] | None
     beside: AnyArray
 
 

@@ -7,7 +7,6 @@ mixer handles one block of tokens after the other, and states that cannot be cut
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
@@ -53,7 +52,7 @@ class Span:
     block: int
     keep: Sequence[int] = ()
     images: Images = NO_IMAGES
-    reached: tuple[int, Any] = (0, None)
+    reached: tuple[int, AnyArray] = (0, None)
     inputs: Tokens | None = None
     chosen: dict[int, Chosen] = field(default_factory=lambda: defaultdict(Chosen))
     kept: dict[int, dict[int, Arrays]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ the rows. Everything else has one form for MLX's and numpy's arrays, and a kerne
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -105,7 +105,9 @@ def refusal(target: str, tokens: int) -> Reason | None:
     return None if tokens == 1 else SEVERAL
 
 
-def _on_kernel(h: mx.array, key: AnyArray, value: Any, before: AnyArray, w: NGramWeights, part: NGrams) -> AnyArray:
+def _on_kernel(
+    h: mx.array, key: AnyArray, value: AnyArray, before: AnyArray, w: NGramWeights, part: NGrams
+) -> AnyArray:
     """`with_ngrams` of one token."""
     shape = 1, part.remembered, h.shape[-1]
     before = mx.zeros(shape, h.dtype) if before is None else before.astype(h.dtype)

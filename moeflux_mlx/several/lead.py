@@ -108,7 +108,7 @@ class LeadSession(Session):
         lead.send(Order.NEW, self.number, *sizes, self.store is not None)
         weakref.finalize(self, lead.forget, self.number).atexit = False
 
-    def sync(self, *_: Any, **__: Any) -> NoReturn:
+    def sync(self, *_: object, **__: object) -> NoReturn:
         """Raises RequestError: the other ranks take part in whole answers."""
         raise RequestError("several ranks compute whole answers only; use respond")
 
@@ -119,7 +119,7 @@ class LeadSession(Session):
         prompt: Sequence[int],
         *,
         boundaries: Sequence[int] = (),
-        prompt_progress_callback: Callable[[int, int], Any] | None = None,
+        prompt_progress_callback: Callable[[int, int], object] | None = None,
         max_tokens: int = 256,
         **choice: Any,
     ) -> "LeadAnswer":
@@ -140,7 +140,7 @@ class LeadSession(Session):
 
         return chosen
 
-    def _deferred(self, callback: Callable[[int, int], Any] | None) -> Callable[[int, int], None]:
+    def _deferred(self, callback: Callable[[int, int], object] | None) -> Callable[[int, int], None]:
         """Wraps the callback; its exception is raised at the next exchange, where the others learn of it."""
         exchange = self.lead.exchange
 

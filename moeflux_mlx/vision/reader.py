@@ -2,11 +2,10 @@
 
 import hashlib
 import threading
-from typing import Any
 
 import numpy as np
 
-from ..model.images import ImageEncoder, ImageRows
+from ..model.images import ImageEncoder, ImageRows, ImageSource
 from .pixels import IMAGE_ROWS, Processor, read_levels
 from .sources import bytes_of
 
@@ -29,7 +28,7 @@ class Reader:
     def __init__(self, processor: Processor, token: int, by_axes: bool, rows: int = IMAGE_ROWS):
         self.processor, self.token, self.by_axes, self.most = processor, token, by_axes, rows
 
-    def image(self, source: Any) -> "ReadImage":
+    def image(self, source: ImageSource) -> "ReadImage":
         """An image to be encoded.
 
         Args:

@@ -6,16 +6,16 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from ..errors import RequestError
 from ..files import user_path
+from ..model.images import ImageSource
 
 BASE64 = re.compile("; *base64 *$", re.IGNORECASE)  # the end of a data: URL's head if what follows is in base64
 
 
-def bytes_of(source: Any) -> bytes:
+def bytes_of(source: ImageSource) -> bytes:
     """The bytes of an image file; see `Reader.image`."""
     if isinstance(source, bytes):
         return source

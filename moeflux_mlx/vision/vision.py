@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..files import JsonObject, read_json
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
-from ..model.images import ImageRows
+from ..model.images import ImageRows, ImageSource
 from ..ops.limits import within_limits
 from ..packing.aside import NAME
 from ..spec import ModelArgs, family_name
@@ -149,7 +149,7 @@ class NoVision:
     def reader(self) -> "NoVision":
         return self
 
-    def image(self, source: Any) -> ReadImage:
+    def image(self, source: ImageSource) -> ReadImage:
         raise RequestError(self.reason)
 
     def encode(self, levels: np.ndarray) -> ImageRows:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ...kinds.limits import check_width, not_multiple
 from ...kinds.mixer import Mflx, Mixer
@@ -50,7 +50,7 @@ class Delta(Mixer):
         return Mflx(conv=math.prod(self.conv_shape), state=math.prod(self.state_shape))
 
     @property
-    def flat_fields(self) -> dict[str, Any]:
+    def flat_fields(self) -> dict[str, object]:
         return {
             "linear_num_key_heads": self.key_heads,
             "linear_num_value_heads": self.value_heads,

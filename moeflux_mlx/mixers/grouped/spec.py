@@ -1,7 +1,7 @@
 """Attention with grouped heads, as plain data."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ...errors import ConfigError
 from ...kinds.index import HeadBlocks, KeyBlocks
@@ -78,7 +78,7 @@ class GroupedQuery(Mixer):
         return Mflx() if is_plain else None
 
     @property
-    def flat_fields(self) -> dict[str, Any]:
+    def flat_fields(self) -> dict[str, object]:
         turning = self.rotation.flat_fields if self.rotation else {}
         share = self.rotation.dims / self.head_dim if self.rotation else 0.0
         return {**turning, "partial_rotary_factor": share, "attn_output_gate": self.gate == "joined"}

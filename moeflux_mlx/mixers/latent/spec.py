@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ...errors import ConfigError
 from ...kinds.index import Indexer, KeyBlocks
@@ -65,7 +65,7 @@ class Latent(Mixer):
         return Mflx(latent=self.latent, rotated=self.rotated)
 
     @property
-    def flat_fields(self) -> dict[str, Any]:
+    def flat_fields(self) -> dict[str, object]:
         return {
             **(self.rotation.flat_fields if self.rotation else {}),
             "q_lora_rank": self.q_latent,
