@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from ..ops.arrays import AnyArray
 from ..ops.backend import arange
 from ..ops.positions import Held
 from .layer_cache import MOST_DRAFTS
@@ -266,7 +267,7 @@ class JoinedKind:
     """Makes a `FixedJoined` of what makes the stand-ins of both caches."""
 
     own: Any
-    beside: Any
+    beside: AnyArray
 
     @property
     def num_inputs(self) -> int:
@@ -289,7 +290,7 @@ class JoinedKind:
 class FixedJoined:
     """The stand-ins of a mixer's cache and of the one beside it."""
 
-    def __init__(self, own: Any, beside: Any):
+    def __init__(self, own: Any, beside: AnyArray):
         self.own, self.beside = own, beside
 
     @property
