@@ -1,7 +1,7 @@
 // needs: kv_rows.h.metal kv_head.h.metal rotate.h.metal
-// Adds the keys and values of COUNT consecutive tokens of a sequence to `recent`, as attend_step.metal adds one: next is
-// `recent` with all of them. Names and sizes are those of that text; positions are the first token's. AT_K and AT_V are
-// the numbers of values from a token's k or v to that of the next token.
+// Adds the keys and values of COUNT consecutive tokens of a sequence to `recent`, as attend_step.metal adds one: next
+// is `recent` with all of them. Names and sizes are those of that text; positions are the first token's. AT_K and AT_V
+// are the numbers of values from a token's k or v to that of the next token.
 //
 // grid: (THREADS * KV, COUNT, 1), threadgroup (THREADS, 1, 1). A threadgroup has a key head of a token. Its first
 // simdgroup prepares the key and the value. All copy a share of the head's earlier entries.

@@ -4,9 +4,9 @@
 // V]; if WINDOW is set, they are at place p % capacity. Those of later positions are at place p - begun of recent:
 // keys[KV, RECENT, D], then values[KV, RECENT, V]. The token has position offset; its own key and value are k[KV, D]
 // and v[KV, V]. Rows have dtype K, which is X or bytes. With bytes (kv_rows.h.metal) every row, including the token's
-// own, is read as it is stored. positions = offset, begun, capacity, and the token's rotary position. WINDOW and CHUNKED
-// say which positions the token sees (seen.h.metal). V <= D. If TOP is set, the token sees the
-// positions of chosen blocks (seen.h.metal), chosen[LISTS, TOP]: each key head has its own list, or all share one.
+// own, is read as it is stored. positions = offset, begun, capacity, and the token's rotary position. WINDOW and
+// CHUNKED say which positions the token sees (seen.h.metal). V <= D. If TOP is set, the token sees the positions of
+// chosen blocks (seen.h.metal), chosen[LISTS, TOP]: each key head has its own list, or all share one.
 //
 // If NORM is 1, q[H, STRIDE] (the first D values of each head) and k are divided by their root mean square (+ eps[0])
 // and multiplied by q_weight or k_weight[D] W. Their first DIMS values (possibly 0) are rotated by angles positions[3]

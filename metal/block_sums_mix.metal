@@ -1,11 +1,11 @@
 // needs: lane.h.metal
-// x[D] X = the sum over k of p[k] * v[k], and next[N, D] X = v, for one token's N sums v[N, D] (ops/block_sums.py): p is
-// the softmax over k of weight . v[k] / sqrt(mean(v[k]^2) + EPS). weight[D] is float. If ADDS is 0, v is h[N, D] X, and
-// next is not written; if it is 1, out[D] X is added to the last of them, and the sum is rounded; if it is 2, h[N - 1, D]
-// has all but the last, which is out.
+// x[D] X = the sum over k of p[k] * v[k], and next[N, D] X = v, for one token's N sums v[N, D] (ops/block_sums.py): p
+// is the softmax over k of weight . v[k] / sqrt(mean(v[k]^2) + EPS). weight[D] is float. If ADDS is 0, v is h[N, D] X,
+// and next is not written; if it is 1, out[D] X is added to the last of them, and the sum is rounded; if it is 2,
+// h[N - 1, D] has all but the last, which is out.
 //
-// grid: (D / EACH, 1, 1) rounded up to whole threadgroups of T. Every threadgroup computes all weights, which costs less
-// than a launch, and has T * EACH columns of the results.
+// grid: (D / EACH, 1, 1) rounded up to whole threadgroups of T. Every threadgroup computes all weights, which costs
+// less than a launch, and has T * EACH columns of the results.
   constexpr uint SG = T / 32;
   threadgroup float part[2 * N * SG];
   const uint lane = thread_index_in_simdgroup, simdgroup = simdgroup_index_in_threadgroup;

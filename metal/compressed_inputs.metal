@@ -1,8 +1,9 @@
 // needs: lane.h.metal rotate.h.metal
-// The queries of one token for compressed attention, and the row that its cache stores (mixers/compressed/op.py). query[H, D]
-// X: each head of q[H, D] X is divided by its root mean square (+ eps[0]), and its last R values are rotated by the
-// token's rotary position[0] (rotate.h.metal). row[ROW] X: raw[ROW] X begins with the token's key of D values, which is
-// normed in the same way, multiplied by weight[D] and then rotated; the rest is copied. periods[R / 2] float.
+// The queries of one token for compressed attention, and the row that its cache stores (mixers/compressed/op.py).
+// query[H, D] X: each head of q[H, D] X is divided by its root mean square (+ eps[0]), and its last R values are
+// rotated by the token's rotary position[0] (rotate.h.metal). row[ROW] X: raw[ROW] X begins with the token's key of D
+// values, which is normed in the same way, multiplied by weight[D] and then rotated; the rest is copied. periods[R / 2]
+// float.
 //
 // grid: (32 * SG * (H + 1), 1, 1), threadgroup (32 * SG, 1, 1): one threadgroup per head, and one for the row.
   constexpr uint THREADS = 32 * SG;

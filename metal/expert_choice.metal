@@ -36,7 +36,7 @@
   }
 #ifdef CODES_NEAR
   threadgroup uint4 near[CODES_NEAR];
-  gate.biases = up.biases = codes_near<S::GRID, 32 * SG>(gate.biases, near, thread_index_in_threadgroup);
+  gate.biases = up.biases = codes_near<S, 32 * SG>(gate.biases, near, thread_index_in_threadgroup);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
 #ifdef CODES_PLANES

@@ -34,7 +34,7 @@
     const device uint32_t* any = codes_record(blob, uint(slots[token * ROW]), WORDS, ROW_BITS);
     grid = swiglu_in_record<S, G>(any, DOWN_W, DOWN_S, DOWN_B).biases;
   }
-  grid = codes_near<S::GRID, 32 * SG>(grid, near, tid);
+  grid = codes_near<S, 32 * SG>(grid, near, tid);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif
   CODES_UNROLL(1)

@@ -18,7 +18,7 @@
       swiglu_in_record<S, G>(record, LAST_W, LAST_S, LAST_B)};
 #ifdef CODES_NEAR
   threadgroup uint4 near[CODES_NEAR];
-  const device G* grid = codes_near<S::GRID, 32 * SG>(matrices[0].biases, near, thread_index_in_threadgroup);
+  const device G* grid = codes_near<S, 32 * SG>(matrices[0].biases, near, thread_index_in_threadgroup);
   matrices[0].biases = matrices[1].biases = grid;
   threadgroup_barrier(mem_flags::mem_threadgroup);
 #endif

@@ -1,6 +1,6 @@
 // needs: lane.h.metal conv.h.metal softplus.h.metal
-// Mamba-2 for one token, between its input projection and the norm of its result (mixers/mamba/op.py). For each of NV heads,
-// with its state S[DV, DK] and x, B and C from silu(convolution + bias):
+// Mamba-2 for one token, between its input projection and the norm of its result (mixers/mamba/op.py). For each of NV
+// heads, with its state S[DV, DK] and x, B and C from silu(convolution + bias):
 //     dt = softplus(dt + dt_bias), from LEAST to MOST;  S = exp(-exp(A_log) * dt) * S + outer(dt * x, B)
 //     y = S C + skip * x;  out = y * silu(z)
 // projected X has z[NV, DV], then the C = NV DV + 2 NK DK inputs of the convolution (x[NV, DV], B[NK, DK], C[NK, DK]),

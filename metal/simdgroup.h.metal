@@ -2,9 +2,9 @@
 // Products of small matrices with Metal's simdgroup_matrix, with the names of matrix.h.metal.
 //
 // A simdgroup_matrix<float, 8, 8> has two values in each lane. Apple does not say which; MLX's kernels rely on
-// neighbours in one row (mlx/backend/metal/kernels/steel/gemm/mma.h), and so does this text. The left matrix has weights
-// of 8 rows; the right one has 8 rows of x as its columns, so a lane has one place in the sum for two rows of x. Weights
-// and x are multiplied as floats, so weights are not rounded to x's type, which may be float too.
+// neighbours in one row (mlx/backend/metal/kernels/steel/gemm/mma.h), and so does this text. The left matrix has
+// weights of 8 rows; the right one has 8 rows of x as its columns, so a lane has one place in the sum for two rows of
+// x. Weights and x are multiplied as floats, so weights are not rounded to x's type, which may be float too.
 
 #define MATRIX_X 2
 

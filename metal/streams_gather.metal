@@ -1,8 +1,8 @@
 // The input of a layer's part from N streams h[N, D] X of one token, and the weights with which its output is added
 // (hyper-connections, ops/streams.py). made[O + 1] float is the result of streams_products.metal, where O is 2 N + N N;
 // base[O] and scale[3] are float. x[D] X = the sum of pre[i] * h[i]. mixing[N + N N] float has post, then comb[j, k] of
-// stream j for stream k. If MIXED is 0, there is no comb: O is 2 N, and mixing has only post. If SHIFTED is 1, mixing[O]
-// has pre behind them.
+// stream j for stream k. If MIXED is 0, there is no comb: O is 2 N, and mixing has only post. If SHIFTED is 1,
+// mixing[O] has pre behind them.
 //     v = made / sqrt(mean(h^2) + NORM_EPS);  pre = sigmoid(v[0..N] * scale[0] + base) + EPS
 //     post = MAGNITUDE sigmoid(v[N..2N] * scale[1] + base) + POST_EPS
 //     comb = softmax of each row of (v[2N..] * scale[2] + base), + EPS

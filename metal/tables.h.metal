@@ -1,5 +1,5 @@
 // needs: codes.h.metal affine.h.metal bytes.h.metal
-// Forms whose codes name entries of tables: weight = scale * q with q from -127 to 113 (moeflux_mlx/ops/table_values.py
+// Forms whose codes name entries of tables, or are digits: weight = scale * q with q from -127 to 113 (moeflux_mlx/ops/table_values.py
 // has the parts of a matrix and where the fields are). The codes of 32 columns become 32 bytes q + 128 when they are
 // loaded; from there on they are codes of 8 bits with the bias -128 * scale, as affine.h.metal reads them: BITS is 8,
 // CHUNK is 32, and GROUP columns share a scale. For planes.h.metal they become bytes q. The types of scales tell the
@@ -7,6 +7,9 @@
 
 #ifdef CODES_PLANES
 #define CODES_ZERO 0u
+#ifdef CODES_NEAR_GRIDS
+#define CODES_PREPARED  // grids are those of codes_near
+#endif
 #else
 #define CODES_ZERO 0x80808080u  // 128 in each byte
 #endif
@@ -21,6 +24,8 @@ struct codes_grid {
 template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
 struct codes_table {
   enum { BLOCK = COLUMNS, WORDS = WORDS_EACH, GRID = BYTES };
+  enum { SIGNED = BYTES > 0 && WORDS_EACH > 1, EIGHTS = BYTES > 0 && WORDS_EACH == 2 };
+  enum { EVEN = KIND == 2 || KIND == 4 || KIND == 5 };  // seven of eight signs are stored
   ushort part[HALFWORDS];
 };
 typedef codes_table<0, 32, 4, 1, 0> codes_iq4_nl;
@@ -32,6 +37,8 @@ typedef codes_table<5, 256, 2, 5, 4096> codes_iq2_xs;
 typedef codes_table<6, 256, 2, 9, 8192> codes_iq2_s;
 typedef codes_table<7, 256, 1, 9, 16384> codes_iq1_s;
 typedef codes_table<8, 256, 1, 12, 16384> codes_iq1_m;
+typedef codes_table<9, 256, 1, 11, 0> codes_tq1_0;
+typedef codes_table<10, 256, 2, 1, 0> codes_tq2_0;
 
 // As codes_from_row and codes_words_each of nested.h.metal.
 template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
@@ -49,19 +56,6 @@ inline uint codes_words_each(const device codes_table<KIND, COLUMNS, WORDS_EACH,
   return WORDS_EACH;
 }
 
-#ifdef CODES_NEAR_GRIDS
-#define CODES_NEAR (S::GRID / 16 + 1)  // the number of uint4 for a grid
-
-// Copies a grid to `room`. All THREADS threads call this; `tid` is the number of the thread.
-template <int BYTES, int THREADS, typename P>
-inline const device codes_grid* codes_near(const device codes_grid* grid, P room, uint tid) {
-  for (uint i = tid; i < BYTES / 16; i += THREADS) {
-    room[i] = ((const device uint4*)grid)[i];
-  }
-  return BYTES ? (const device codes_grid*)room : grid;
-}
-#endif
-
 // Byte i of the halfwords after d.
 template <typename S>
 inline uint codes_table_byte(const device S* block, uint i) {
@@ -78,10 +72,13 @@ inline float codes_and_half(uint n) {
   return as_type<float>(n | 0x4B000000u) - 8388607.5f;
 }
 
-// Four codes, where the magnitudes of q are the bytes of `four`, and bits 0 to 3 of `signs` are their signs.
-// Multiplied by 2^0 + 2^7 + 2^14 + 2^21, four bits have copies of which the lowest bits of the bytes are these bits.
-inline uint codes_signed(uint four, uint signs) {
-  const uint minus = ((signs & 15u) * 0x00204081u) & 0x01010101u;
+// The lowest bits of four bytes from four bits: multiplied by 2^0 + 2^7 + 2^14 + 2^21, these have copies there.
+inline uint codes_minus(uint four) {
+  return ((four & 15u) * 0x00204081u) & 0x01010101u;
+}
+
+// Four codes, whose magnitudes are bytes; `minus` is 1 in the bytes of those that are negative.
+inline uint codes_negated(uint four, uint minus) {
   return ((four ^ (minus * 255u)) + minus) ^ CODES_ZERO;
 }
 
@@ -95,23 +92,115 @@ inline uint codes_even(uint word) {
   return sevens | (folded & 0x01010101u) << 7;
 }
 
-// 32 bytes of eight entries of four magnitudes: index[i] for columns 4 i and on; byte k of `signs` has the signs of
-// eight columns.
+#ifdef CODES_NEAR_GRIDS
+#ifdef CODES_PREPARED
+// Words of a grid: of eight magnitudes 8, 25 and 43 one with a number from 0 to 2 for each in 4 bits.
+template <typename S>
+constexpr uint codes_grid_words() {
+  return S::EIGHTS ? S::GRID / 8 : S::GRID / 4;
+}
+
+// Behind them, for each byte of signs: bit 2 of the 4 bits of each magnitude if there are eight, else two words with
+// bit 0 of the byte of each.
+template <typename S>
+constexpr uint codes_sign_words() {
+  return S::SIGNED ? (S::EVEN ? 128 : 256) * (S::EIGHTS ? 1 : 2) : 0;
+}
+#define CODES_NEAR ((codes_grid_words<S>() + codes_sign_words<S>()) / 4 + 1)  // the number of uint4
+
+inline uint codes_numbers(uint four) {
+  const uint each = (four >> 4) & 0x0F0F0F0Fu, pairs = (each | each >> 4) & 0x00FF00FFu;
+  return (pairs | pairs >> 8) & 0xFFFFu;
+}
+
+// Bit k of eight as bit 4 k + 2.
+inline uint codes_apart(uint bits) {
+  const uint halves = (bits | bits << 12) & 0x000F000Fu, pairs = (halves | halves << 6) & 0x03030303u;
+  return ((pairs | pairs << 3) & 0x11111111u) << 2;
+}
+#else
+#define CODES_NEAR (S::GRID / 16 + 1)
+#endif
+
+// Copies a grid to `room`, with signs if they are prepared. All THREADS threads call this; `tid` is the number of the
+// thread.
+template <typename S, int THREADS, typename P>
+inline const device codes_grid* codes_near(const device codes_grid* grid, P room, uint tid) {
+#ifdef CODES_PREPARED
+  constexpr uint WORDS = codes_grid_words<S>(), SIGNS = S::SIGNED ? S::EVEN ? 128 : 256 : 0;
+  constexpr uint COPIED = S::EIGHTS ? 0 : S::GRID / 16;
+  device uint* words = (device uint*)room;
+  if (S::EIGHTS) {
+    for (uint i = tid; i < WORDS; i += THREADS) {
+      const uint2 eight = ((const device uint2*)grid)[i];
+      words[i] = codes_numbers(eight.x) | codes_numbers(eight.y) << 16;
+    }
+  }
+  for (uint i = tid; i < SIGNS; i += THREADS) {
+    const uint bits = S::EVEN ? codes_even(i) & 0xFFu : i;
+    if (S::EIGHTS) {
+      words[WORDS + i] = codes_apart(bits);
+    } else {
+      words[WORDS + 2 * i] = codes_minus(bits);
+      words[WORDS + 2 * i + 1] = codes_minus(bits >> 4);
+    }
+  }
+#else
+  constexpr uint COPIED = S::GRID / 16;
+#endif
+  for (uint i = tid; i < COPIED; i += THREADS) {
+    room[i] = ((const device uint4*)grid)[i];
+  }
+  return S::GRID ? (const device codes_grid*)room : grid;
+}
+#endif
+
+// The signs of eight columns, number k of 32: of a word with seven or eight bits for each.
+template <typename S>
+inline uint codes_eight_signs(uint word, int k) {
+  return S::EVEN ? (word >> (7 * k)) & 127u : (word >> (8 * k)) & 0xFFu;
+}
+
+// 32 bytes of eight entries of four magnitudes: index[i] for columns 4 i and on.
+template <typename S>
 inline void codes_of_fours(const device codes_grid* grid, const thread uint* index, uint signs, thread uint* code) {
+#ifdef CODES_PREPARED
+  const device uint2* minus = (const device uint2*)(grid + codes_grid_words<S>());
+  MLX_MTL_PRAGMA_UNROLL
+  for (int k = 0; k < 4; k++) {
+    const uint2 ones = minus[codes_eight_signs<S>(signs, k)];
+    code[2 * k] = codes_negated(grid[index[2 * k]].four, ones.x);
+    code[2 * k + 1] = codes_negated(grid[index[2 * k + 1]].four, ones.y);
+  }
+#else
+  signs = S::EVEN ? codes_even(signs) : signs;
   MLX_MTL_PRAGMA_UNROLL
   for (int i = 0; i < 8; i++) {
-    code[i] = codes_signed(grid[index[i]].four, signs >> (4 * i));
+    code[i] = codes_negated(grid[index[i]].four, codes_minus(signs >> (4 * i)));
   }
+#endif
 }
 
 // The same of four entries of eight magnitudes.
+template <typename S>
 inline void codes_of_eights(const device codes_grid* grid, const thread uint* index, uint signs, thread uint* code) {
+#ifdef CODES_PREPARED
+  const device uint* minus = (const device uint*)(grid + codes_grid_words<S>());
+  MLX_MTL_PRAGMA_UNROLL
+  for (int k = 0; k < 4; k++) {
+    const uint which = grid[index[k]].four | minus[codes_eight_signs<S>(signs, k)];
+    code[2 * k] = CODES_BYTES(0x002B1908u, 0x00D5E7F8u, which);
+    code[2 * k + 1] = CODES_BYTES(0x002B1908u, 0x00D5E7F8u, which >> 16);
+  }
+#else
+  signs = S::EVEN ? codes_even(signs) : signs;
   MLX_MTL_PRAGMA_UNROLL
   for (int k = 0; k < 4; k++) {
     const uint2 eight = ((const device uint2*)grid)[index[k]];
-    code[2 * k] = codes_signed(eight.x, signs >> (8 * k));
-    code[2 * k + 1] = codes_signed(eight.y, signs >> (8 * k + 4));
+    code[2 * k] = codes_negated(eight.x, codes_minus(signs >> (8 * k)));
+    code[2 * k + 1] = codes_negated(eight.y, codes_minus(signs >> (8 * k + 4)));
   }
+#endif
 }
 
 // 32 bytes of codes of 4 bits: byte i of four words has the code of column i in its low half, that of column i + 16 in
@@ -175,7 +264,7 @@ inline void codes_from_table(
   for (int i = 0; i < 8; i++) {
     index[i] = (words[i / 4] >> (8 * (i % 4))) & 0xFFu;
   }
-  codes_of_fours(grid, index, codes_even(words[2]), code);
+  codes_of_fours<codes_iq3_xxs>(grid, index, words[2], code);
   scale[0] = codes_table_d(block) * codes_and_half(words[2] >> 28) * 0.5f;
 }
 
@@ -188,7 +277,7 @@ inline void codes_from_table(
   for (int i = 0; i < 8; i++) {
     index[i] = ((words[i / 4] >> (8 * (i % 4))) & 0xFFu) | ((high >> i) & 1u) << 8;
   }
-  codes_of_fours(grid, index, words[2], code);
+  codes_of_fours<codes_iq3_s>(grid, index, words[2], code);
   const uint number = (codes_table_byte(block, 8 + unit / 2) >> (4 * (unit % 2))) & 15u;
   scale[0] = codes_table_d(block) * codes_and_half(number) * 2.0f;
 }
@@ -201,7 +290,7 @@ inline void codes_from_table(
   for (int k = 0; k < 4; k++) {
     index[k] = (words[0] >> (8 * k)) & 0xFFu;
   }
-  codes_of_eights(grid, index, codes_even(words[1]), code);
+  codes_of_eights<codes_iq2_xxs>(grid, index, words[1], code);
   scale[0] = codes_table_d(block) * codes_and_half(words[1] >> 28) * 0.25f;
 }
 
@@ -217,7 +306,7 @@ inline void codes_from_table(
   const uint sevens = ((words[0] >> 9) & 0x7Fu) | ((words[0] >> 25) << 7);
   const uint others = ((words[1] >> 9) & 0x7Fu) | ((words[1] >> 25) << 7);
   const uint index[4] = {words[0] & 511u, (words[0] >> 16) & 511u, words[1] & 511u, (words[1] >> 16) & 511u};
-  codes_of_eights(grid, index, codes_even(sevens | others << 14), code);
+  codes_of_eights<codes_iq2_xs>(grid, index, sevens | others << 14, code);
   codes_two_scales(codes_table_d(block), codes_table_byte(block, unit), scale);
 }
 
@@ -230,7 +319,7 @@ inline void codes_from_table(
   for (int k = 0; k < 4; k++) {
     index[k] = ((words[0] >> (8 * k)) & 0xFFu) | ((pair >> (2 * k)) & 3u) << 8;
   }
-  codes_of_eights(grid, index, words[1], code);
+  codes_of_eights<codes_iq2_s>(grid, index, words[1], code);
   codes_two_scales(codes_table_d(block), pair >> 8, scale);
 }
 
@@ -267,6 +356,48 @@ inline void codes_from_table(
   scale[1] = quarter * codes_and_half((numbers >> 3) & 7u);
 }
 
+// Four bytes of q + 1.
+inline uint codes_less_one(uint four) {
+  return (four + 0x7F7F7F7Fu) ^ (0x80808080u ^ CODES_ZERO);
+}
+
+inline void codes_from_table(
+    const thread uint* words, const device codes_tq2_0* block, uint, const device codes_grid*, thread uint* code,
+    thread float* scale) {
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 0; i < 8; i++) {
+    code[i] = codes_less_one((words[i / 4] >> (2 * (i % 4))) & 0x03030303u);
+  }
+  scale[0] = codes_table_d(block);
+}
+
+// Bytes are fractions of 256: three times one has the next digit above its byte.
+inline void codes_from_table(
+    const thread uint* words, const device codes_tq1_0* block, uint unit, const device codes_grid*, thread uint* code,
+    thread float* scale) {
+  const uint pair = block->part[1 + unit], last = codes_table_byte(block, 16 + unit / 2);
+  const uint shared = (last * (unit % 2 ? 9u : 1u)) & 0xFFu;  // without the digits of the 32 columns before
+  uint even = words[0] & 0x00FF00FFu, odd = (words[0] >> 8) & 0x00FF00FFu, two = (pair & 0xFFu) | (pair >> 8) << 16;
+  code[5] = code[6] = 0;
+  code[7] = ((shared * 3u) & 0x300u) | ((((shared * 3u) & 0xFFu) * 3u) >> 8) << 24;
+  MLX_MTL_PRAGMA_UNROLL
+  for (int n = 0; n < 5; n++) {
+    even *= 3u;
+    odd *= 3u;
+    two *= 3u;
+    code[n] = codes_less_one(((even >> 8) & 0x00030003u) | (odd & 0x03000300u));
+    code[5 + n / 2] |= ((two >> 8) & 0x00030003u) << (8 * (n % 2));
+    even &= 0x00FF00FFu;
+    odd &= 0x00FF00FFu;
+    two &= 0x00FF00FFu;
+  }
+  MLX_MTL_PRAGMA_UNROLL
+  for (int i = 5; i < 8; i++) {
+    code[i] = codes_less_one(code[i]);
+  }
+  scale[0] = codes_table_d(block);
+}
+
 // As codes_load of codes.h.metal, which the type of the grid tells apart.
 template <int R, int BITS, int GROUP, int CHUNK, int COLS, typename S>
 inline void codes_load(
@@ -278,17 +409,21 @@ inline void codes_load(
     thread uint* code,
     thread float* scale,
     thread float* bias) {
-  constexpr int GROUPS = CHUNK / GROUP, UNITS = S::BLOCK / CHUNK;
-  uint words[R * S::WORDS];
+  constexpr int GROUPS = CHUNK / GROUP, UNITS = CHUNK / 32, EACH = S::BLOCK / 32, WORDS = UNITS * S::WORDS;
+  uint words[R * WORDS];
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    codes_words<S::WORDS>(w + (row[r] * (COLS / CHUNK) + chunk) * S::WORDS, words + r * S::WORDS);
+    codes_words<WORDS>(w + (row[r] * (COLS / CHUNK) + chunk) * WORDS, words + r * WORDS);
   }
   MLX_MTL_PRAGMA_UNROLL
   for (int r = 0; r < R; r++) {
-    codes_from_table(
-        words + r * S::WORDS, scales + (row[r] * (COLS / S::BLOCK) + chunk / UNITS), chunk % UNITS, grid,
-        code + r * (CHUNK / 4), scale + r * GROUPS);
+    MLX_MTL_PRAGMA_UNROLL
+    for (int i = 0; i < UNITS; i++) {
+      const uint unit = chunk * UNITS + i;
+      codes_from_table(
+          words + r * WORDS + i * S::WORDS, scales + (row[r] * (COLS / S::BLOCK) + unit / EACH), unit % EACH, grid,
+          code + r * (CHUNK / 4) + 8 * i, scale + r * GROUPS + i * (GROUPS / UNITS));
+    }
     MLX_MTL_PRAGMA_UNROLL
     for (int g = 0; g < GROUPS; g++) {
       bias[r * GROUPS + g] = -128.0f * scale[r * GROUPS + g];

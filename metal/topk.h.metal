@@ -55,9 +55,10 @@ inline void topk_groups(thread float* value, uint lane) {
 // Choice number `wanted`, which may differ from lane to lane. Returns the expert, and sets `weight` to its weight.
 //
 // A score is topk_score, or, if SCORE is 0, the softmax over all experts. Experts are chosen by their scores, to which
-// bias[E] is added if BIAS is 1, or by their logits, to which it is added if BIAS is 2 and not if it is 3; their weights
-// are the scores without the bias. If NORM is 1, the weights of the K experts are divided by their sum, to which eps is added unless SCORE is 0.
-// All weights are multiplied by scale[0], or, if SCALED is 1, each by its expert's value of scale[E].
+// bias[E] is added if BIAS is 1, or by their logits, to which it is added if BIAS is 2 and not if it is 3; their
+// weights are the scores without the bias. If NORM is 1, the weights of the K experts are divided by their sum, to
+// which eps is added unless SCORE is 0. All weights are multiplied by scale[0], or, if SCALED is 1, each by its
+// expert's value of scale[E].
 template <int E, int K, int SCORE, int BIAS, int GROUPS, int KEPT, int NORM, int SCALED, typename P, typename Q,
           typename R>
 inline uint topk_choice(P logits, Q bias, R scale, float eps, uint lane, uint wanted, thread float& weight) {

@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="also print the results as a last line of JSON")
     add_model_options(made)
     add_rank_options(made)
+    made.set_defaults(warm_start="off")  # random tokens say nothing about what later sessions use
     return made
 
 

@@ -8,6 +8,7 @@ from .cli.conversion import add_calibration, run
 from .cli.options import add_tokenizer
 from .cli.run import Parser, execute
 from .packing.convert import LAYOUTS, PACKED, convert
+from .packing.ggml import TYPES
 from .packing.recipe import RECIPES
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES
 from .rounding.methods import FIT, METHODS
@@ -39,6 +40,13 @@ def parser() -> argparse.ArgumentParser:
         help=f"weights per group ({DEFAULT.group_size}; fixed in other modes)",
     )
     add("--q-mode", choices=list(MLX_MODES), default=DEFAULT.mode, help="quantisation mode (%(default)s)")
+    add(
+        "--q-type",
+        type=str.upper,
+        choices=TYPES,
+        metavar="TYPE",
+        help=f"type of GGUF for routed experts, made by libgguf; the rest: --recipe balanced ({', '.join(TYPES)})",
+    )
     add("--expert-bits", type=int, choices=AFFINE_BITS, help="bits of routed experts; default: as --q-bits")
     add("--down-bits", type=int, choices=AFFINE_BITS, help="bits of their down projections; default: as --expert-bits")
     add(

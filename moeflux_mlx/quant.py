@@ -13,7 +13,7 @@ from .errors import ConfigError, ModelFileError
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (1, 2, 3, 4, 5, 6, 8)
 INTEGER, E2M1, E4M3, TABLE = "integer", "e2m1", "e4m3", "table"  # types of codes
-FLOAT, E8M0 = "float", "e8m0"  # types of scales, besides E4M3 and those of GGUF's forms
+FLOAT, FLOAT16, E8M0 = "float", "float16", "e8m0"  # types of scales, besides E4M3 and those of GGUF's forms
 SUPER = 256  # weights of a row that share what the scales of their groups are multiplied by
 NAN = {E8M0: 0xFF, E4M3: 0x7F}  # the bits that are all set in the NaN of an 8-bit scale
 
@@ -50,7 +50,9 @@ MLX_MODES = {
 }
 GGUF_MODES = {
     "q4_0": Mode(32, 4, INTEGER, "q4_0", zero=8, supers=1),
+    "q4_1": Mode(32, 4, INTEGER, FLOAT16, has_biases=True, supers=1),
     "q5_0": Mode(32, 5, INTEGER, "q5_0", zero=16, supers=1),
+    "q5_1": Mode(32, 5, INTEGER, FLOAT16, has_biases=True, supers=1),
     "q8_0": Mode(32, 8, INTEGER, "q8_0", zero=128, supers=1),
     "q2_k": Mode(16, 2, INTEGER, "q2_k", nested=16, supers=2),
     "q3_k": Mode(16, 3, INTEGER, "q3_k", zero=4, nested=12, supers=1),
@@ -66,6 +68,8 @@ GGUF_MODES = {
     "iq2_s": Mode(16, 2, TABLE, "iq2_s", nested=18, header=1, grid=(1024, 8)),
     "iq1_s": Mode(32, 1, TABLE, "iq1_s", nested=18, header=1, grid=(2048, 8)),
     "iq1_m": Mode(16, 1, TABLE, "iq1_m", nested=24, header=1, grid=(2048, 8)),
+    "tq1_0": Mode(32, 1, TABLE, "tq1_0", nested=22, header=1),
+    "tq2_0": Mode(32, 2, TABLE, "tq2_0", nested=2, header=1),
 }
 MODES = MLX_MODES | GGUF_MODES
 
@@ -82,11 +86,13 @@ class Quant:
 
     The other modes are GGUF's types (`dequantize_row_*` of llama.cpp's ggml-quants.c). Integer codes are in the order
     of MLX's, and bytes of scales are the file's own. In "q4_0", "q5_0" and "q8_0" the part `supers` has a float16 d for
-    each group, and a weight is d * (code - zero). In the K types a group has integers S and, but for "q3_k" and "q6_k",
-    M, in the part `scales`, and 256 weights have d and m in `supers`, or for "q4_k" and "q5_k" in the first 4 of the 16
-    bytes of `scales`. A weight is (d * (S - scale_zero)) * (code - zero) - m * M, in float32 and this order; scale_zero
-    is 32 for "q3_k" and 0 for the others. The codes of "iq" modes name values in a table (`ops/table_values.py`), which
-    most of them have as the part `grid`; `bits` are those of a weight in the part `weight`, and others are in `scales`.
+    each group, and a weight is d * (code - zero). "q4_1" and "q5_1" also have a float16 m of each group in `minima`,
+    and a weight is d * code + m. In the K types a group has integers S and, but for "q3_k" and "q6_k", M, in the part
+    `scales`, and 256 weights have d and m in `supers`, or for "q4_k" and "q5_k" in the first 4 of the 16 bytes of
+    `scales`. A weight is (d * (S - scale_zero)) * (code - zero) - m * M, in float32 and this order; scale_zero
+    is 32 for "q3_k" and 0 for the others. The codes of "iq" and "tq" modes name values in a table
+    (`ops/table_values.py`), which most of them have as the part `grid`; `bits` are those of a weight in the part
+    `weight`, and others are in `scales`.
     """
 
     bits: int
@@ -161,7 +167,7 @@ class Quant:
     def parts(self) -> tuple[str, ...]:
         """Names of the tensors that hold a matrix."""
         if self.has_biases:
-            return PARTS
+            return (PARTS[0], SUPERS, MINIMA) if self.has_supers else PARTS
         if self.has_supers:
             return (PARTS[0], *(PARTS[1:2] if self.is_nested else ()), SUPERS)
         return *PARTS[:2], *((GLOBAL_SCALE,) if self.has_global_scale else (GRID,) if self.grid else ())
@@ -173,7 +179,7 @@ class Quant:
         mode = MODES[self.mode]
         if part == PARTS[0]:
             return self.words(columns), "U32"
-        if part == SUPERS:
+        if part in (SUPERS, MINIMA):
             return columns // self.multiple * mode.supers, "F16"
         if self.is_nested:
             return columns // SUPER * mode.nested, "U8"
@@ -204,7 +210,7 @@ class Quant:
 
 OF_GROUPS = ("scales", "biases")
 PARTS = ("weight", *OF_GROUPS)  # names of a stored matrix's tensors
-SUPERS = "supers"  # float16 values of GGUF's types, whatever dtype other scales have
+SUPERS, MINIMA = "supers", "minima"  # float16 values of GGUF's types, whatever dtype other scales have
 GRID = "grid"  # the table that the codes of a matrix name, uint8
 GLOBAL_SCALE = "global_scale"  # the factor of all scales of a matrix, times GLOBAL_UNIT
 GLOBAL_UNIT = 448 * 6  # the largest E4M3 times the largest E2M1: MLX's global scale is the largest weight

@@ -26,8 +26,9 @@ typedef uint8_t v32 __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint64_t q4 __attribute__((vector_size(32), aligned(1), may_alias));
 
 #define EVERY_TYPE(_)                                                                                    \
-    _(Q4_0) _(Q4_1) _(Q5_0) _(Q5_1) _(Q8_0) _(MXFP4) _(Q2_K) _(Q3_K) _(Q4_K) _(Q5_K) _(Q6_K)              \
-    _(IQ4_NL) _(IQ4_XS) _(IQ3_XXS) _(IQ3_S) _(IQ2_XXS) _(IQ2_XS) _(IQ2_S) _(IQ1_S)
+    _(Q4_0) _(Q4_1) _(Q5_0) _(Q5_1) _(Q8_0) _(MXFP4) _(NVFP4) _(Q2_K) _(Q3_K) _(Q4_K) _(Q5_K) _(Q6_K)              \
+    _(IQ4_NL) _(IQ4_XS) _(IQ3_XXS) _(IQ3_S) _(IQ2_XXS) _(IQ2_XS) _(IQ2_S) _(IQ1_S) \
+    _(IQ1_M) _(TQ1_0) _(TQ2_0)
 #define ITEM(NAME) NAME,
 typedef enum { EVERY_TYPE(ITEM) TYPES } Type;
 #undef ITEM
@@ -51,6 +52,7 @@ static const Form forms[TYPES] = {
     [Q5_1] = {"Q5_1", 32, 24, 5, {{0, 2}}, {2, 2}},
     [Q8_0] = {"Q8_0", 32, 34, 8, .supers = {0, 2}},
     [MXFP4] = {"MXFP4", 32, 17, 4, {{0, 1}}},
+    [NVFP4] = {"NVFP4", 64, 36, 4, {{0, 4}}},
     [Q2_K] = {"Q2_K", 256, 84, 2, {{0, 16}}, {80, 4}},
     [Q3_K] = {"Q3_K", 256, 110, 3, {{96, 12}}, {108, 2}},
     [Q4_K] = {"Q4_K", 256, 144, 4, {{0, 16}}},
@@ -64,6 +66,9 @@ static const Form forms[TYPES] = {
     [IQ2_XS] = {"IQ2_XS", 256, 74, 2, {{0, 2}, {66, 8}}, .raw = {{2, 8}}},
     [IQ2_S] = {"IQ2_S", 256, 82, 2, {{0, 2}, {66, 16}}, .raw = {{2, 4}, {34, 4}}},
     [IQ1_S] = {"IQ1_S", 256, 50, 1, {{0, 2}, {34, 16}}, .raw = {{2, 4}}},
+    [IQ1_M] = {"IQ1_M", 256, 56, 1, {{48, 8}, {32, 16}}, .raw = {{0, 4}}},
+    [TQ1_0] = {"TQ1_0", 256, 54, 1, {{52, 2}, {0, 16}, {48, 4}}},
+    [TQ2_0] = {"TQ2_0", 256, 66, 2, {{64, 2}}},
 };
 
 #define CAT_(a, b) a##_##b

@@ -17,6 +17,13 @@ INLINE v32 FN(halves)(const uint8_t *from) {
     return (v32)(q4){two[0], two[1], two[0] >> 4, two[1] >> 4} & 15;
 }
 
+/* Returns the low halves of 8 bytes, then their high halves, and the same of the next 8 bytes. */
+INLINE v32 FN(halves_of_eight)(const uint8_t *from) {
+    uint64_t two[2];
+    memcpy(two, from, 16);
+    return (v32)(q4){two[0], two[0] >> 4, two[1], two[1] >> 4} & 15;
+}
+
 /* Returns 16 in each byte whose bit of the word is set. */
 INLINE v32 FN(fifth)(const uint8_t *from) {
     const uint64_t ones = 0x0101010101010101u;
@@ -33,10 +40,12 @@ INLINE v32 FN(codes)(const Type type, const uint8_t *block, const int part) {
     case Q4_0: return FN(halves)(block + 2);
     case Q4_1: return FN(halves)(block + 4);
     case MXFP4: return FN(halves)(block + 1);
+    case NVFP4: return FN(halves_of_eight)(block + 4 + 16 * part);
     case Q5_0: return FN(halves)(block + 6) | FN(fifth)(block + 2);
     case Q5_1: return FN(halves)(block + 8) | FN(fifth)(block + 4);
     case Q8_0: return FN(load)(block + 2) ^ 0x80;
     case Q2_K: return FN(field)(FN(load)(block + 16 + 32 * half), 2 * quarter, 3);
+    case TQ2_0: return FN(field)(FN(load)(block + 32 * half), 2 * quarter, 3);
     case Q3_K:
         v = FN(field)(FN(load)(block + 32 + 32 * half), 2 * quarter, 3);
         return v | FN(field)(FN(load)(block), part, 1) << 2;
@@ -104,6 +113,52 @@ INLINE void FN(write)(v32 codes, const int bits, uint8_t *to) {
 }
 #endif
 
+/* Writes 32 codes of 2 bits: byte i of word w has in bits 2 m the code 16 w + 4 m + i. */
+INLINE void FN(write_apart)(v32 codes, uint8_t *to) {
+    uint32_t u[8];
+    memcpy(u, &codes, 32);
+    for (int w = 0; w < 8; w += 4, to += 4) {
+        const uint32_t word = u[w] | u[w + 1] << 2 | u[w + 2] << 4 | u[w + 3] << 6;
+        memcpy(to, &word, 4);
+    }
+}
+
+/* Returns digit n to the base 3 of a fraction of 256. */
+INLINE uint8_t FN(digit)(uint8_t fraction, const int n) {
+    static const uint8_t powers[5] = {1, 3, 9, 27, 81};
+    return (uint8_t)((uint8_t)(fraction * powers[n]) * 3 >> 8);
+}
+
+INLINE uint8_t FN(fraction)(int a, int b, int c, int d, int e) {
+    return (uint8_t)((((((a * 3 + b) * 3 + c) * 3 + d) * 3 + e) * 256 + 242) / 243);
+}
+
+/* Writes the codes of a block of TQ1_0 in the order of moeflux_mlx/ops/table_values.py; `scales` is behind d. */
+INLINE void FN(write_digits)(const uint8_t *block, uint8_t *to, uint8_t *scales) {
+    uint8_t codes[256], *u = codes;
+    for (int n = 0; n < 5; n++) {
+        for (int i = 0; i < 32; i++) codes[32 * n + i] = FN(digit)(block[i], n);
+        for (int i = 0; i < 16; i++) codes[160 + 16 * n + i] = FN(digit)(block[32 + i], n);
+    }
+    for (int n = 0; n < 4; n++)
+        for (int i = 0; i < 4; i++) codes[240 + 4 * n + i] = FN(digit)(block[48 + i], n);
+    for (int unit = 0; unit < 8; unit++, u += 32, to += 4) {
+        for (int i = 0; i < 4; i++) to[i] = FN(fraction)(u[i], u[4 + i], u[8 + i], u[12 + i], u[16 + i]);
+        scales[2 * unit] = FN(fraction)(u[20], u[21], u[24], u[25], u[28]);
+        scales[2 * unit + 1] = FN(fraction)(u[22], u[23], u[26], u[27], u[30]);
+        if (unit % 2) scales[16 + unit / 2] = FN(fraction)(u[-3], u[-1], u[29], u[31], 0);
+    }
+}
+
+/* Writes the 8 bytes that the scales of IQ1_M begin with: d, which four halfwords have in their highest bits, and then
+ * their other bits. */
+INLINE void FN(write_iq1_m)(const uint8_t *four, uint8_t *to) {
+    uint64_t all, made = 0;
+    memcpy(&all, four, 8);
+    for (int i = 0; i < 4; i++) made |= (all >> (16 * i + 12) & 15) << 4 * i | (all >> 16 * i & 0xFFF) << (16 + 12 * i);
+    memcpy(to, &made, 8);
+}
+
 /* Writes the codes of `count` blocks, or the bytes in place of codes, to `to`, and their other fields to `scales` and
  * `supers`. */
 INLINE void FN(take_type_apart)(const Type type, const uint8_t *block, ptrdiff_t count, uint8_t *to, uint8_t *scales,
@@ -111,15 +166,25 @@ INLINE void FN(take_type_apart)(const Type type, const uint8_t *block, ptrdiff_t
     const Form *form = &forms[type];
     const Field *some = form->scales, *raw = form->raw;
     for (ptrdiff_t i = 0; i < count; i++, block += form->bytes) {
-        memcpy(scales, block + some[0].at, some[0].bytes), scales += some[0].bytes;
+        memcpy(scales, block + some[0].at, some[0].bytes);
+        if (type == IQ1_M) FN(write_iq1_m)(block + 48, scales);
+        scales += some[0].bytes;
         if (type == IQ2_S) /* the high bits of indices, and the scales, of the same 32 weights go together */
             for (int j = 0; j < 8; j++) scales[2 * j] = block[66 + j], scales[2 * j + 1] = block[74 + j];
         else
             memcpy(scales, block + some[1].at, some[1].bytes);
         memcpy(scales + some[1].bytes, block + some[2].at, some[2].bytes), scales += some[1].bytes + some[2].bytes;
         memcpy(supers, block + form->supers.at, form->supers.bytes), supers += form->supers.bytes;
+        if (type == TQ1_0) {
+            FN(write_digits)(block, to, scales - 20), to += 32;
+            continue;
+        }
 #pragma GCC unroll 8
         for (int part = 0; part < form->weights / 32; part++, to += 4 * form->bits) {
+            if (type == TQ2_0) {
+                FN(write_apart)(FN(codes)(type, block, part), to);
+                continue;
+            }
             if (!raw[0].bytes) {
                 FN(write)(FN(codes)(type, block, part), form->bits, to);
                 continue;

@@ -1,6 +1,10 @@
-/* GGUF's forms whose codes name entries of a grid: which there are, and the signs of weights. Included by paths.h;
- * moeflux_mlx/ops/table_values.py has the fields of each form. */
-typedef enum { NO_GRID, GRID_IQ3_XXS, GRID_IQ3_S, GRID_IQ2_XXS, GRID_IQ2_XS, GRID_IQ2_S, GRID_IQ1_S, GRID_IQ1_M } Grid;
+/* GGUF's forms whose codes name entries of a grid, or are digits: which there are, and the signs of weights. Included by
+ * paths.h; moeflux_mlx/ops/table_values.py has the fields of each form. */
+typedef enum { NO_GRID, GRID_IQ3_XXS, GRID_IQ3_S, GRID_IQ2_XXS, GRID_IQ2_XS, GRID_IQ2_S, GRID_IQ1_S, GRID_IQ1_M,
+               GRID_TQ1_0, GRID_TQ2_0 } Grid;
+
+/* Whether 32 weights have one word of codes. */
+static inline int is_of_one_word(Grid type) { return type == GRID_IQ1_S || type == GRID_IQ1_M || type == GRID_TQ1_0; }
 
 /* Returns four times seven signs, from the lowest bits on, as four bytes, of which each has an even number of bits. */
 static inline uint32_t even_signs(uint32_t sevens) {

@@ -844,6 +844,7 @@ static __attribute__((noinline)) TARGET void FN(table_block)(const Matrix *m, pt
     case type: FN(expand)(GRID_##type, w, s + c / SUPER * table_of(type).scale_bytes, grid, codes, scales); return;
     switch (m->source) {
         EXPAND(IQ3_XXS) EXPAND(IQ3_S) EXPAND(IQ2_XXS) EXPAND(IQ2_XS) EXPAND(IQ2_S) EXPAND(IQ1_S) EXPAND(IQ1_M)
+        EXPAND(TQ1_0) EXPAND(TQ2_0)
     default: break;
     }
 #undef EXPAND

@@ -58,7 +58,8 @@ typedef enum { INTEGER, E2M1, E4M3, TABLE } Codes;
 /* Where the scales and biases of groups come from: MLX's forms store them. SYMMETRIC forms store no bias; it is
  * -2^(bits - 1) times the scale. NESTED: GGUF's K types (nested.h). The others are GGUF's types with tables, which have
  * no biases. The numbers are those of moeflux_mlx/ops/native.py. */
-typedef enum { MLX, SYMMETRIC, NESTED, IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M } Source;
+typedef enum { MLX, SYMMETRIC, NESTED, IQ4_NL, IQ4_XS, IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M, TQ1_0,
+               TQ2_0 } Source;
 
 /* How gate and up are combined. The numbers are those of ActivationForm in moeflux_mlx/kinds/feed_forward.py. */
 typedef enum { SILU, GELU, CLIP_THEN_SILU, SILU_THEN_CLIP, CLIP_THEN_SWISH, RELU, SITU } Activation;
@@ -201,8 +202,9 @@ typedef struct {
 static inline Table table_of(ptrdiff_t source) {
     static const Table tables[] = {{4, 32, 16, 0, 0},  {4, 32, 8, 0, 0},    {3, 32, 2, 256, 4},
                                    {3, 32, 14, 512, 4}, {2, 32, 2, 256, 8}, {2, 16, 10, 512, 8},
-                                   {2, 16, 18, 1024, 8}, {1, 32, 18, 2048, 8}, {1, 16, 24, 2048, 8}};
-    return source >= IQ4_NL && source <= IQ1_M ? tables[source - IQ4_NL] : (Table){0};
+                                   {2, 16, 18, 1024, 8}, {1, 32, 18, 2048, 8}, {1, 16, 24, 2048, 8}, {1, 32, 22, 0, 0},
+                                   {2, 32, 2, 0, 0}};
+    return source >= IQ4_NL && source <= TQ2_0 ? tables[source - IQ4_NL] : (Table){0};
 }
 
 /* These symbols are visible to the other files of this extension, but not to Python or to other libraries. */

@@ -1,4 +1,4 @@
-/* Codes that name entries of a grid become signed bytes q, in the order of their columns; a weight is scale * q.
+/* Codes that name entries of a grid, or are digits, become signed bytes q, in the order of their columns; a weight is scale * q.
  * Included by kernels.h. */
 
 /* Writes 32 codes, whose magnitudes are the bytes of `eight`. Bit i of `signs` is the sign of column i. */
@@ -26,13 +26,35 @@ INLINE void FN(put_signed)(const uint64_t *eight, uint32_t signs, int8_t *codes)
 #endif
 }
 
+/* Writes 32 codes less 1: four bytes each word, in the order of columns. */
+INLINE void FN(put_less_one)(const uint32_t *bytes, int8_t *codes) {
+    for (int i = 0; i < 8; i++) {
+        const uint32_t less = (bytes[i] + 0x7F7F7F7Fu) ^ 0x80808080u;
+        memcpy(codes + 4 * i, &less, 4);
+    }
+}
+
+/* Writes 32 codes of TQ1_0, of which `word` has the first 20, `pair` the next ones and `shared` the last two. */
+INLINE void FN(put_digits)(uint32_t word, uint32_t pair, uint32_t shared, int8_t *codes) {
+    uint32_t even = word & 0x00FF00FFu, odd = word >> 8 & 0x00FF00FFu, two = (pair & 0xFF) | (pair & 0xFF00) << 8;
+    uint32_t bytes[8] = {0};
+    for (int n = 0; n < 5; n++) {
+        even *= 3, odd *= 3, two *= 3;
+        bytes[n] = (even >> 8 & 0x00030003u) | (odd & 0x03000300u);
+        bytes[5 + n / 2] |= (two >> 8 & 0x00030003u) << 8 * (n % 2);
+        even &= 0x00FF00FFu, odd &= 0x00FF00FFu, two &= 0x00FF00FFu;
+    }
+    bytes[7] |= (shared * 3 & 0x300) | ((shared * 3 & 0xFF) * 3 >> 8) << 24;
+    FN(put_less_one)(bytes, codes);
+}
+
 /* Unpacks 32 columns, number `unit` of a block: w has the words of their codes, s the bytes of the block's scales. */
 INLINE void FN(expand_unit)(const Grid type, const uint8_t *w, const uint8_t *s, const int unit, const uint8_t *grid,
                             const float d, int8_t *codes, float *scales) {
     uint64_t eight[4];
     uint32_t words[3] = {0}, signs = 0;
-    const int is_iq3 = type == GRID_IQ3_XXS || type == GRID_IQ3_S, is_iq1 = type == GRID_IQ1_S || type == GRID_IQ1_M;
-    memcpy(words, w, is_iq3 ? 12 : is_iq1 ? 4 : 8);
+    const int is_iq3 = type == GRID_IQ3_XXS || type == GRID_IQ3_S, is_one = is_of_one_word(type);
+    memcpy(words, w, is_iq3 ? 12 : is_one ? 4 : 8);
     if (is_iq3) {
         const uint32_t high = type == GRID_IQ3_S ? s[2 + unit] : 0;
         UNROLL for (int k = 0; k < 4; k++) {
@@ -56,6 +78,17 @@ INLINE void FN(expand_unit)(const Grid type, const uint8_t *w, const uint8_t *s,
         }
         signs = type == GRID_IQ2_S ? words[1] : even_signs(signs);
         scales[0] = d * (0.5f + (float)(numbers & 15)) * 0.25f, scales[1] = d * (0.5f + (float)(numbers >> 4)) * 0.25f;
+    } else if (type == GRID_TQ1_0) {
+        scales[0] = d;
+        const uint32_t shared = s[18 + unit / 2] * (unit % 2 ? 9u : 1u) & 0xFF; /* without the digits that are used */
+        FN(put_digits)(words[0], s[2 + 2 * unit] | (uint32_t)s[3 + 2 * unit] << 8, shared, codes);
+        return;
+    } else if (type == GRID_TQ2_0) {
+        uint32_t bytes[8];
+        UNROLL for (int i = 0; i < 8; i++) bytes[i] = words[i / 4] >> 2 * (i % 4) & 0x03030303u;
+        scales[0] = d;
+        FN(put_less_one)(bytes, codes);
+        return;
     } else { /* entries are 128 + 8 g; an eighth more or less is one more or less */
         uint32_t fields, high;
         if (type == GRID_IQ1_S) {
@@ -86,7 +119,7 @@ INLINE void FN(expand_unit)(const Grid type, const uint8_t *w, const uint8_t *s,
  * of their groups, 8 of 32 columns or 16 of 16. */
 INLINE void FN(expand)(const Grid type, const uint8_t *w, const uint8_t *s, const uint8_t *grid, int8_t *codes,
                        float *scales) {
-    const int words = type == GRID_IQ3_XXS || type == GRID_IQ3_S ? 3 : type == GRID_IQ1_S || type == GRID_IQ1_M ? 1 : 2;
+    const int words = type == GRID_IQ3_XXS || type == GRID_IQ3_S ? 3 : is_of_one_word(type) ? 1 : 2;
     const int halves = type == GRID_IQ2_XS || type == GRID_IQ2_S || type == GRID_IQ1_M;
     const float d = FN(half_splat)(s)[0];
     for (int unit = 0; unit < 8; unit++, w += 4 * words, codes += 32, scales += 1 + halves)

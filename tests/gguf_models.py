@@ -15,7 +15,7 @@ ARCHITECTURES = {
     **{"glm4_moe_lite": "deepseek2", "glm4_moe": "glm4moe", "glm4_moe_air": "glm4moe", "gpt_oss": "gpt-oss"},
     **{"olmoe": "olmoe", "qwen2_moe": "qwen2moe", "mixtral": "llama", "ernie4_5_moe": "ernie4_5-moe"},
     **{"afmoe": "afmoe", "minimax_m2": "minimax-m2", "granitemoehybrid": "granitehybrid"},
-    **{"lfm2_moe": "lfm2moe", "gemma4": "gemma4"},
+    **{"lfm2_moe": "lfm2moe", "gemma4": "gemma4", "llama4": "llama4", "hy_v3": "hy_v3"},
 }
 TYPES = gguf.GGMLQuantizationType
 # Where a block of a type has its float16 fields, for blocks of random bytes.
@@ -23,6 +23,7 @@ HALVES = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "Q6_K": (208,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "IQ4_XS": (0,), "IQ3_XXS": (0,)},
     **{"IQ3_S": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ1_S": (0,), "IQ1_M": (48,)},
+    **{"TQ1_0": (52,), "TQ2_0": (64,)},
 }
 
 
@@ -34,6 +35,10 @@ def random_blocks(kind, shape, seed, deviation=1.0):
     blocks = rows.reshape(-1, nbytes)
     if kind == "MXFP4":
         blocks[:, 0] = rng.integers(120, 128, len(blocks))
+        return rows
+    if kind == "NVFP4":
+        usual = 8 * (7 + round(np.log2(deviation / 3)))  # E4M3 of a third of it
+        blocks[:, :4] = np.clip(rng.integers(usual - 4, usual + 8, (len(blocks), 4)), 1, 0x7E)
         return rows
     halves = rng.uniform(0.5, 1.5, (len(blocks), len(HALVES[kind]))) * rng.choice([-1, 1], (len(blocks), 1))
     for wanted in (None, deviation):
@@ -70,6 +75,7 @@ def pieces(family, fused=False):
         for spelt, made, restore in changed(family, c, hub, array, fused):
             stem, _, end = spelt.replace("language_model.", "").rpartition(".")
             name = names.get_name(stem) or names.get_name(f"{stem}.{end}")
+            name = name.replace("post_attention", "ffn") if family == "hy_v3" else name
             suffix = "" if end in ("A_log", "D") else f".{end}"
             yield f"{name}{suffix}", np.ascontiguousarray(made), lambda v, h=hub, r=restore: {h: r(v)}
     for stem, parts in stacks.items():
@@ -114,6 +120,11 @@ def changed(family, c, hub, array, fused):
         k, v = np.split(array.reshape(heads, nope + value, -1), [nope], axis=1)
         yield hub.replace("kv_b", "k_b"), k.swapaxes(1, 2), lambda made: ("k", made.swapaxes(1, 2))
         yield hub.replace("kv_b", "v_b"), v, lambda made: ("v", made)
+    elif ".experts." in hub and family == "llama4":
+        stem, name = hub.rsplit(".", 1)
+        kinds = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+        for one, part in zip(kinds, np.split(array.swapaxes(1, 2), len(kinds), axis=1), strict=True):
+            yield f"{stem}.{one}.weight", part, same
     elif "experts.gate_up_proj" in hub and family == "gpt_oss":
         end = "bias" if hub.endswith("_bias") else "weight"
         array = array if end == "bias" else array.swapaxes(1, 2)
@@ -213,7 +224,8 @@ def _joined(parts):
 
 
 def _architecture(family):
-    return next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[family])
+    known = {"hy_v3": "glm4moe"}.get(family, ARCHITECTURES[family])  # gguf 0.19 has not the former
+    return next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
 
 
 def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **options):
@@ -241,13 +253,33 @@ def write_gguf(path, family, type_of, keys=None, extra=None, fused=False, **opti
                 parts.setdefault(hub, {})[values[0]] = values[1]
             else:
                 weights[hub] = values
-    for name, array in (extra or {}).items():
+    for name, array in {**slowed_by(goldens.text_config(family)), **(extra or {})}.items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return weights | {hub: _joined(every) for hub, every in parts.items()}
+
+
+def slowed_by(c):
+    """What llama.cpp makes of Llama 3's scaling: what each pair's frequency is divided by."""
+    scaling = c.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return {}
+    context, factor, low, high = (
+        scaling[key] for key in ("original_max_position_embeddings", "factor", "low_freq_factor", "high_freq_factor")
+    )
+    lengths, divisors = 2 * np.pi * c["rope_theta"] ** (np.arange(0, c["head_dim"], 2) / c["head_dim"]), []
+    for length in lengths:
+        if length < context / high:
+            divisors.append(1)
+        elif length > context / low:
+            divisors.append(factor)
+        else:
+            smooth = (context / length - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return {"rope_freqs.weight": np.float32(divisors)}
 
 
 def _stored(kind, array, seed):
@@ -266,7 +298,7 @@ def _write_sizes(writer, c):
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c.get("intermediate_size", 0))
+    writer.add_feed_forward_length(c.get("intermediate_size_mlp") or c.get("intermediate_size", 0))
     writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c.get("rms_norm_eps") or c["norm_eps"])
     writer.add_rope_freq_base(float(rope["rope_theta"]))
@@ -274,7 +306,7 @@ def _write_sizes(writer, c):
     writer.add_expert_used_count(next(c[k] for k in ("num_experts_per_tok", "moe_k", "top_k_experts") if k in c))
     if c["model_type"] not in ("olmoe", "mixtral", "granitemoehybrid"):
         writer.add_expert_feed_forward_length(c.get("moe_intermediate_size") or c["intermediate_size"])
-    if scaling:
+    if "beta_fast" in scaling:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
@@ -363,6 +395,13 @@ def _write_experts(writer, c):
         writer.add_leading_dense_block_count(c["num_dense_layers"])
         writer.add_expert_weights_norm(c["route_norm"])
         writer.add_expert_weights_scale(c["route_scale"])
+    if "router_scaling_factor" in c:
+        writer.add_expert_shared_feed_forward_length(c["moe_intermediate_size"] * c["num_shared_experts"])
+        writer.add_expert_weights_norm(c["route_norm"])
+        writer.add_expert_weights_scale(c["router_scaling_factor"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "interleave_moe_layer_step" in c:
+        writer.add_interleave_moe_layer_step(c["interleave_moe_layer_step"])
     if "conv_L_cache" in c:
         writer.add_leading_dense_block_count(c["num_dense_layers"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

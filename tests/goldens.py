@@ -74,6 +74,16 @@ MLX_NAMES = {
         (".w3.", ".up_proj."),
     ),
     "hy_v3": ((".mlp.expert_bias", ".mlp.router.expert_bias"),),
+    "mistral_large4": (  # mlx-lm has no such family; as transformers calls its parameters
+        *(("^tok_embeddings.", "model.embed_tokens."), ("^norm.", "model.norm."), ("^output.", "lm_head.")),
+        *(("^layers.", "model.layers."), ("^lerope.", "model.rotary_emb."), (".feed_forward.", ".mlp.")),
+        *((".attention.", ".self_attn."), (".switch_mlp.", ".mlp.switch_mlp."), (".gate.", ".mlp.gate.")),
+        *((".shared_experts.", ".mlp.shared_experts."), (".attention_norm.", ".input_layernorm.")),
+        *((".ffn_norm.", ".post_attention_layernorm."), (".kv_a_norm.", ".kv_a_layernorm."), (".wq.", ".q_proj.")),
+        *((".wkv_a_with_mqa.", ".kv_a_proj_with_mqa."), (".wkv_b.", ".kv_b_proj."), (".wo.", ".o_proj.")),
+        *((".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj.")),
+        *((".ssmax_scaling.s", ".softmax_scaling.scale"), (".ssmax_scaling.b", ".softmax_scaling.bias")),
+    ),
     "kolibri1": ((".moe.router.", ".mlp."),),
     "laguna": ((".mlp.experts.e_score", ".mlp.gate.e_score"), (".mlp.gate.weight", ".mlp.gate.proj.weight")),
     "step3p5": (
@@ -291,6 +301,7 @@ def _kind(family, name):
     }
     kinds |= {".q_weight": "norm", ".k_weight": "norm"}
     kinds |= {"compress_ape": "bias", "softmax_offset": "sinks"}
+    kinds |= {"lerope.alpha": "bias", "ssmax_scaling.s": "bias", "ssmax_scaling.b": "norm"}
     if name.endswith(".gate.bias"):
         return "signed_bias"
     kinds |= dict.fromkeys(ROUTERS, "router")
@@ -399,7 +410,9 @@ def quantised_bits(family, name):
         )
     ):
         return 0
-    if name.endswith(("compress_ape", "compress_gate", "softmax_offset")):
+    if name.endswith(
+        ("compress_ape", "compress_gate", "softmax_offset", "ssmax_scaling.s", "ssmax_scaling.b", "alpha")
+    ):
         return 0
     if name.endswith((*ROUTERS, "shared_expert_gate.weight")):
         return (

@@ -130,6 +130,12 @@ EMPTY = {
         '<longcat_tool_call>\n{"name": "NAME"}\n</longcat_tool_call>',
         '<longcat_tool_call>{"name": "NAME", "arguments": null}',
     ],
+    "llama4": [
+        '{"name": "NAME", "parameters": {}}',
+        '{"name": "NAME"}',
+        '{"name":"NAME", "parameters": null}',
+        '{"name": "NAME", "arguments": {}}<|python_end|>',
+    ],
     "cohere": [
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "NAME", "parameters": {}}\n]<|END_ACTION|>',
         '<|START_ACTION|>[{"tool_name": "NAME", "parameters": null}]',

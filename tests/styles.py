@@ -14,6 +14,7 @@ from moeflux_mlx.text.calls.hunyuan import HUNYUAN
 from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
 from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
+from moeflux_mlx.text.calls.llama4 import LLAMA4
 from moeflux_mlx.text.calls.longcat import LONGCAT, LONGCAT_JSON
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.mistral import MISTRAL
@@ -21,6 +22,7 @@ from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, GLM_LINE, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import COHERE, HARMONY, SOLAR, SPANS, THINK, Channels
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
+from moeflux_mlx.text.channels import LLAMA4 as LLAMAS
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.chat_template import SHIPPED
 from moeflux_mlx.text.chat_template import TEMPLATES as SHIPPED_TEMPLATES
@@ -56,6 +58,7 @@ STYLES = {
     "minimax3_style": (MINIMAX_M3, [{}, {"thinking_mode": "disabled"}], MINIMAXES),
     "longcat_style": (LONGCAT, QWEN, Channels("<longcat_think>", "</longcat_think>")),
     "longcat_json_style": (LONGCAT_JSON, [{}], None),
+    "llama4_style": (LLAMA4, [{}], LLAMAS),
     "cohere_style": (COHERE_ACTION, [{}], COHERE),
     "kimi_k3": (KIMI_K3, QWEN, SPANS),
     "solar_style": (SOLAR_OPEN, [{}, {"reasoning_effort": "low"}], SOLAR),
@@ -84,7 +87,9 @@ def written(dialect):
             (key, key_end), (value, value_end) = dialect.tags.key, dialect.tags.value
             string, other = (dialect.tags.kinds or (value, value))[:2]
             texts = {k: string + v if isinstance(v, str) else other + json.dumps(v) for k, v in arguments.items()}
-            body = "".join(f"{key}{k}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items())
+            body = "".join(
+                f"{key}{dialect.tags.escaped(k)}{key_end}{line}{text}{line}{value_end}\n" for k, text in texts.items()
+            )
         end = dialect.section[1]
         is_written = end in dialect.markers or dialect in (DEEPSEEK_V32, DEEPSEEK_V4, DEEPSEEK_V41, MINIMAX_M3, KIMI_K3)
         return begin + body + dialect.close + (end if is_written and end not in dialect.close else "")
@@ -94,6 +99,8 @@ def written(dialect):
 
 def thought_of(channels, prompt, text):
     """Returns reasoning as a model writes it after a prompt."""
+    if channels is LLAMAS:  # they do not reason
+        return ""
     if channels.header:
         return f"{channels.start}{text}{channels.end}{channels.header}"
     if channels is SPANS:

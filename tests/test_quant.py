@@ -90,7 +90,7 @@ def test_known_forms():
     forms = [Quant(bits, group) for bits in AFFINE_BITS for group in AFFINE_GROUPS]
     forms += [Quant(mode.bits, mode.group_size, name) for name, mode in MODES.items()]
     forms.append(Quant(4, 16, "nvfp4", has_global_scale=True))
-    assert all(form.is_known for form in forms) and len(forms) == 21 + 5 + 8 + 9
+    assert all(form.is_known for form in forms) and len(forms) == 21 + 5 + 10 + 11
     for other in (
         Quant(7, 64),
         Quant(4, 16),

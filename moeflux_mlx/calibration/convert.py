@@ -15,6 +15,7 @@ from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
 from ..packing.convert import ConversionReport
+from ..packing.ggml import check
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
@@ -103,7 +104,10 @@ def convert_calibrated(
     made, args = _begun(path, calibration, report)
     if calibration.target_bits is not None or calibration.target_gb is not None:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
-    rounding = made.rounded(args, _wanted(recipe, options), say, user_path(mlx_path))
+    wanted = _wanted(recipe, options)
+    for form in wanted.recipe.forms:
+        check(form, is_calibrated=True)
+    rounding = made.rounded(args, wanted, say, user_path(mlx_path))
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)
     return done
@@ -134,7 +138,7 @@ def _begun(
     return _Conversion(path, checkpoint, texts, calibration, report), read_args(checkpoint)
 
 
-_FORMS = ("q_bits", "q_group_size", "q_mode", "expert_bits", "down_bits", "requantize")
+_FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize")
 
 
 def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Any]) -> Wanted:

@@ -32,7 +32,7 @@ from ..model.weights import fill
 from ..ops import backend, native
 from ..ops.limits import within_limits
 from ..ops.observe import observing
-from ..ops.seen import Chosen
+from ..ops.seen import HANDED, Chosen
 from ..packing.sources import DTYPES, Written
 from .experts import OneByOne
 from .files import read_tensors, write_json, write_rows, write_tensors
@@ -309,8 +309,7 @@ class _Choices:
 
     def keep(self, number: int, span: Span) -> None:
         for start, one in span.chosen.items():
-            for part in ("positions", "entries", "blocks"):
-                handed = getattr(one, part)
+            for part, handed in zip(HANDED, one.handed, strict=True):
                 if handed is not None:
                     array = backend.leave(handed)
                     is_choice = mx.issubdtype(array.dtype, mx.integer)

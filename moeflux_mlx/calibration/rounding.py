@@ -19,15 +19,16 @@ import numpy as np
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
 from ..packing.expert_parts import SCALES
+from ..packing.ggml import Codes, rounded, tables
 from ..packing.layer_files import LayerFile
 from ..packing.matrix import Matrix
 from ..packing.plan import ConversionPlan
 from ..packing.recipe import layer_of
-from ..packing.rounding import ALL, Alone, Codes
+from ..packing.rounding import ALL, Alone
 from ..packing.sources import MatrixSource
 from ..quant import INTEGER, Quant
 from ..rounding.gptq import TURNS, damped, gptq
-from ..rounding.methods import FIT, rounded
+from ..rounding.methods import FIT
 from .files import read_tensors, write_tensors
 from .layers import LayerRun, Progress
 from .seen import Rows, SeenLayer, Sums, moments, rows_of, sums, weighted
@@ -110,7 +111,7 @@ class Rounder:
         """
         if not self.products:
             return rounded(values, quant, FIT, moments, dtype)
-        if quant.codes == INTEGER:
+        if quant.codes == INTEGER and quant.is_of_mlx:
             return gptq(values, quant, moments, self.damping, dtype)
         return rounded(values, quant, FIT, mx.diagonal(moments, axis1=-2, axis2=-1), dtype)
 
@@ -235,7 +236,7 @@ class _Group:
                 matrices = list(expert.matrices)
                 for index, codes in made.items():
                     quant = self.unit.geometry.projections[index].quant
-                    matrices[index] = unpacked_float32(quant, *(part[i] for part in codes))
+                    matrices[index] = unpacked_float32(quant, *(part[i] for part in codes), *tables(quant))
                 down, mean = self._of_down(expert, FloatExpert(tuple(matrices), expert.biases), own)
                 downs.append(down)
                 means.append(mean)

@@ -154,10 +154,10 @@ def _told() -> Callable[[float, str], None]:
 
 def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:
     """Notes on forms that were asked for and that nothing got."""
-    named = ("q_bits", "q_group_size", "expert_bits", "down_bits", "recipe")
+    named = ("q_bits", "q_group_size", "q_type", "expert_bits", "down_bits", "recipe")
     given = [f"--{name.replace('_', '-')}" for name in named if getattr(options, name) is not None]
     given += ["--q-mode"] if options.q_mode != DEFAULT.mode else []
-    of_experts = [name for name in given if name in ("--expert-bits", "--down-bits", "--recipe")]
+    of_experts = [name for name in given if name in ("--q-type", "--expert-bits", "--down-bits", "--recipe")]
     vain = [] if report.made_experts else of_experts if report.quantized else given
     if not vain:
         return []

@@ -1,7 +1,10 @@
 """Files of measured values beside the tiles: {"version": 1, "found": [ROW, ...]}, with one JSON object a row."""
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,18 @@ def read_rows(file: Path) -> list[Row]:
     if held.get("version") != VERSION or not isinstance(rows, list):
         return []
     return [row for row in rows if isinstance(row, dict)]
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """Waits until nobody else changes a file of the directory this way, and keeps others out."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:

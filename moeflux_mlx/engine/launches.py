@@ -284,7 +284,10 @@ def _chosen(mixer: Mixer, x: Any) -> list[Chosen]:
     late = 1 if x.shape[1] == 1 else max(x.shape[1] - top, 0)  # a single token may stand behind a long text
     entries = (B, max(x.shape[1], top), mixer.borrowed)
     positions = library.zeros((B, late, top), library.int32)
-    return [Chosen(positions, library.zeros(entries, x.dtype) if mixer.borrowed else None)]
+    if not mixer.borrowed:
+        return [Chosen(positions)]
+    latents = library.zeros((*x.shape[:2], mixer.borrowed), x.dtype)
+    return [Chosen(positions, library.zeros(entries, x.dtype), None, latents, latents)]
 
 
 def _sums(args: ModelArgs, layer: int) -> tuple[int, int]:

@@ -71,11 +71,11 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     """Bytes of the largest set of temporaries that a span needs, or the image that is encoded before it.
 
     The span always needs its hidden states before and after a layer's mixer, in all streams, and normed; the shared
-    expert's output; the states to rewind to; the positions that an indexer chose; the rows of n-grams; and where a GPU
-    multiplies by dequantised matrices those of two layers, because it gets the next layer before this one is done. In
-    addition it needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a
-    quantised one, or all experts' outputs and the waves in flight. This holds for any number of operations that MLX
-    gathers in a command buffer: on a GPU, blocks, parts of them and waves are waited for.
+    expert's output; the states to rewind to; what layers hand on; the rows of n-grams; and where a GPU multiplies by
+    dequantised matrices those of two layers, because it gets the next layer before this one is done. In addition it
+    needs either one block in a mixer, with a copy of a growing cache and the dequantised part of a quantised one, or
+    all experts' outputs and the waves in flight. This holds for any number of operations that MLX gathers in a command
+    buffer: on a GPU, blocks, parts of them and waves are waited for.
     """
     span = min(sizes.span, context)
     ways = (1 + demand.drafts) * untrimmable_bytes(args.mixer_counts, demand.itemsize)
@@ -86,7 +86,8 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     )
     streams = (2 * count + 3 + zeros) * span * args.hidden_size * demand.itemsize + ways
     chosen = INDEX_BYTES * max(mixer.handed_on for mixer in args.mixer_counts)
-    streams += span * (chosen + sum(part.row_bytes for part in args.ngrams.values()))
+    lent = 2 * demand.itemsize * max(mixer.lent for mixer in args.mixer_counts)  # with rotated keys, and without
+    streams += span * (chosen + lent + sum(part.row_bytes for part in args.ngrams.values()))
     streams += 2 * demand.dense
     block = _mixer_bytes(args, min(sizes.block, span), demand, context) + _mixing_bytes(args, sizes.block, span, demand)
     caches = [make_cache(mixer) for mixer in args.mixer_counts]

@@ -60,7 +60,7 @@ class Shapes:
 SCALE_BYTE = 0x21  # of all bytes that have scales of groups in GGUF's forms
 TYPICAL_VALUES = {  # of weights in units of d, in forms with tables
     **{"iq4_nl": 60, "iq4_xs": 900, "iq3_xxs": 96, "iq3_s": 96, "iq2_xxs": 48, "iq2_xs": 12, "iq2_s": 12},
-    **{"iq1_s": 5, "iq1_m": 5},
+    **{"iq1_s": 5, "iq1_m": 5, "tq1_0": 1, "tq2_0": 1},
 }
 TYPICAL = {"q2_k": (1, 2), "q3_k": (-24, 1), "q4_k": (33, 33), "q6_k": (33, 1)}  # S and M in such bytes, about
 
@@ -107,14 +107,14 @@ def random_parts(quant: Quant, shape: Sequence[int], dtype: mx.Dtype) -> list[mx
     *rows, columns = shape
     groups = (*rows, quant.groups(columns))
     codes = _random_words((*rows, quant.words(columns)))
-    if not quant.is_of_mlx:
+    if not quant.is_of_mlx and not quant.has_biases:
         return [codes, *_random_scales(quant, rows, columns), *_random_grid(quant)]
-    if quant.scale != FLOAT:
+    if not quant.has_biases:
         scales = mx.quantize(mx.random.normal((1, columns)) * columns**-0.5, **settings(quant))[1]
         factor = [mx.full((*rows, 1), float(GLOBAL_UNIT))] if quant.has_global_scale else []
         return [codes, mx.full(groups, scales[0, 0]), *factor]
     steps = 2**quant.bits - 1
-    scale = 3.4 / (steps * columns**0.5)
+    scale, dtype = 3.4 / (steps * columns**0.5), dtype if quant.scale == FLOAT else mx.float16
     return [codes, mx.full(groups, scale, dtype), mx.full(groups, -scale * steps / 2, dtype)]
 
 
@@ -133,9 +133,11 @@ def _random_scales(quant: Quant, rows: Sequence[int], columns: int) -> list[mx.a
 
 
 def _random_grid(quant: Quant) -> list[mx.array]:
-    """The grid, of two values, if the form has one."""
-    middle = 128 if quant.bits == 1 else 24
-    return [(middle - 8 + 16 * mx.random.randint(0, 2, quant.grid)).astype(mx.uint8)] if quant.grid else []
+    """The grid, of two of its values, if the form has one."""
+    if not quant.grid:
+        return []
+    least, most = {1: (120, 136), 2: (8, 43), 3: (12, 20)}[quant.bits]
+    return [(least + (most - least) * mx.random.randint(0, 2, quant.grid)).astype(mx.uint8)]
 
 
 def _random_words(shape: Sequence[int]) -> mx.array:

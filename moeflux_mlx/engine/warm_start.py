@@ -21,7 +21,7 @@ import numpy as np
 from ..experts.source import ExpertLoader
 from ..experts.streamed import StreamedExperts
 from ..experts.warming import Usage
-from .kept_rows import Row, file_of, read_rows, write_rows
+from .kept_rows import Row, alone, file_of, read_rows, write_rows
 
 MODES = ("auto", "off")
 VARIABLE = "MOEFLUX_WARM_START"
@@ -93,7 +93,7 @@ def keep(key: Row, usage: Usage, process: int) -> None:
     """Adds a session to the file; if that is impossible, the next session does without it."""
     if not usage.steps or os.getpid() != process:
         return
-    with suppress(OSError):
+    with suppress(OSError), alone(usage_file()):
         before = kept_of(key, usage.counts.shape) or Kept(np.zeros_like(usage.counts), 0.0)
         rows = [row for row in read_rows(usage_file()) if row.get("model") != key["model"]]
         rows.append({**key, **before.after(usage).row()})

@@ -10,7 +10,7 @@ which reads are in progress, and each change to it is one operation. The other a
 rebuilds them from the table.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -133,16 +133,20 @@ class SlotPool:
         self._arriving.add(key)
         self.ranking.enter(key)
 
-    def victim(self, for_guess: bool) -> Key | None:
+    def spared(self) -> tuple[Set[Key], Set[Key]]:
+        """The pinned records, and with them those that are intended or foretold."""
+        pinned: set[Key] = set().union(*list(self._leased.values()))
+        return pinned, pinned | self.intended | self.foretold
+
+    def victim(self, for_guess: bool, spared: tuple[Set[Key], Set[Key]] | None = None) -> Key | None:
         """The record to evict before `take` can succeed: the one of the lowest rank that is not pinned.
 
         A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
-        or still arriving, but never for a guess.
+        or still arriving, but never for a guess. `spared`: as the method gives it, if nothing was pinned since.
         """
         row_wanted = self.copied and not self.places.free
-        pinned = set().union(*list(self._leased.values()))
+        pinned, wanted = self.spared() if spared is None else spared
         if not row_wanted:
-            wanted = pinned | self.intended | self.foretold
             key = self.ranking.first(lambda key: not (key in wanted or self._is_arriving(key)), spare_recent=True)
             if key is not None:
                 return key

@@ -7,7 +7,7 @@ records.
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import mlx.core as mx
 
@@ -57,9 +57,10 @@ class PoolReads:
             else:
                 ready[i] = slot.read is None
                 self._count(slot)
+        spared = pool.spared() if missing else None
         for key in missing:
             self.stats.misses += 1
-            slot = self._claim(pool)
+            slot = self._claim(pool, spared=spared)
             assert slot is not None  # because it is no longer a guess
             self._submit(pool, key, slot, REQUESTED)
         return bool(missing) and not pool.has_been_full
@@ -77,6 +78,8 @@ class PoolReads:
         for key in keys:
             pool = self.pools.of[key[0]]
             if key in pool:
+                if pool[key].warming and (read := pool[key].read) is not None:
+                    self.reader.promote(read, GUESSED)
                 continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:
@@ -152,10 +155,12 @@ class PoolReads:
             pool.reconcile(abandoned)
         self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
 
-    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
+    def _claim(
+        self, pool: SlotPool, for_guess: bool = False, spared: tuple[Set[Key], Set[Key]] | None = None
+    ) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
         while (slot := pool.take()) is None:
-            key = pool.victim(for_guess)
+            key = pool.victim(for_guess, spared)
             if key is not None:
                 self._evict(pool, key)
             elif for_guess:
@@ -205,7 +210,7 @@ class PoolReads:
         else:
             self.stats.misses += 1
             self.stats.late += 1
-            self.reader.promote(slot.read)
+            self.reader.promote(slot.read, REQUESTED)
         self.stats.warm_hits += slot.warming
         slot.speculative = slot.warming = False
 

@@ -158,10 +158,10 @@ class ExpertReader:
         for queue in self._drives:
             queue.warm_reads = reads
 
-    def promote(self, read: Read) -> None:
-        """Moves a queued speculative read, or its remaining shares, to the reads that a caller waits for."""
+    def promote(self, read: Read, purpose: int) -> None:
+        """Moves a queued read, or its remaining shares, to those of a purpose that goes before its own."""
         for drive, count in read.waiting.items():
-            self._drives[drive].promote(read, count)
+            self._drives[drive].promote(read, count, purpose)
 
     def close(self) -> None:
         """Cancels queued reads, waits for running ones, and closes the files. May be called more than once."""

@@ -29,8 +29,8 @@ AVERAGE, SUM = "average", "sum"
 
 
 def _cohere2_moe(read: Fields) -> dict[str, Any]:
-    usual = {**USUAL, "num_key_value_heads": read.count("num_attention_heads")}
-    read = Fields({**usual, **{name: value for name, value in read.config.items() if value is not None}})
+    kv_heads = read.count("num_key_value_heads", None) or read.count("num_attention_heads")
+    read = Fields({**USUAL, **read.config, "num_key_value_heads": kv_heads})
     for name, wanted in (
         *(("hidden_act", "silu"), ("attention_bias", False), ("layer_norm_bias", False)),
         *(("use_parallel_block", True), ("use_qk_norm", False)),
@@ -74,15 +74,18 @@ def _experts(read: Fields) -> Experts:
 
 def _mixers(read: Fields, sparse: Sequence[int]) -> list[GroupedQuery]:
     """Layers with a window rotate queries and keys; so do the first, dense ones if all of them see all positions."""
-    count, dense = layer_count(read), layer_count(read) - len(sparse)
+    count = layer_count(read)
+    dense = read.count("first_k_dense_replace", 0, least=0, most=count)
     before, every = read.count("prefix_dense_sliding_window_pattern", 1), read.count("sliding_window_pattern", 4)
     usual = [*one_full_in(before, dense), *one_full_in(every, count - dense)]
     kinds = layer_kinds(read, "layer_types", (FULL, SLIDING)) or usual
     turned = grouped_query(read, norm=None)
     assert turned.rotation is not None
     turned = replace(turned, rotation=replace(turned.rotation, interleaved=True))
-    windowed, still = replace(turned, window=read.count("sliding_window")), replace(turned, rotation=None)
-    parts = {SLIDING: (windowed, windowed), FULL: (still, turned if before == 1 else still)}
+    still = replace(turned, rotation=None)
+    parts = {FULL: (still, turned if before == 1 else still)}
+    if SLIDING in kinds:
+        parts[SLIDING] = (replace(turned, window=read.count("sliding_window")),) * 2
     return [parts[kind][i not in sparse] for i, kind in enumerate(kinds)]
 
 

@@ -37,8 +37,11 @@ def _deepseek_v41(read: Fields) -> dict[str, Any]:
         eps=read.number("hc_eps", 1e-6, least=1e-30, most=1.0),
         shifted=True,
     )
+    hidden, least = read.count("hidden_size"), 3 * streams.streams  # the weights of a sum are carried in a row
+    if hidden < least:
+        raise out_of_range("hidden_size", hidden, f"at least {least}, for {streams.streams} streams")
     moe, residual = limited_experts(read), Residual(connections=streams)
-    ngrams = _ngrams(read, residual.streams * read.count("hidden_size"))
+    ngrams = _ngrams(read, streams.streams * hidden)
     mixers = (replace(mixer, ngrams=ngrams.get(layer)) for layer, mixer in enumerate(_mixers(read)))
     layers = tuple(LayerSpec(mixer, moe, residual) for mixer in mixers)
     return {**common(read, eps=1e-20), "layers": layers}
@@ -68,6 +71,9 @@ def _mixers(read: Fields) -> list[Compressed]:
             blocks=blocks,
         )
         mixers.append(replace(turned, compressor=own))
+    able = [layer for layer in choosers if ratios[layer] and layer >= max(sources, default=0)]
+    if best.top and 0 <= marks < len(ratios) and marks not in able:
+        raise out_of_range("candidate_source_layer_id", marks, f"one of {able}")
     return mixers
 
 

@@ -364,6 +364,7 @@ class Family:
         longer: vectors of which a checkpoint may store more values than the model has, the first of them, by the end of
             their names.
         in_rows: vectors that a checkpoint may store as several rows, by the end of their names.
+        copies: layers -> {name: the names of parameters that have this tensor}, where one tensor is for several.
         interleaved_experts: rows of gate and up alternate where a checkpoint stores them as one, gate's first.
         head: of the family's draft heads; None: none is known.
     """
@@ -379,6 +380,7 @@ class Family:
     head: HeadNames | None = None
     either_centred: bool = False
     numbered: Callable[[Sequence[LayerSpec]], Sequence[tuple[str, str]]] = lambda layers: ()
+    copies: Callable[[Sequence[LayerSpec]], Mapping[str, Sequence[str]]] = lambda layers: {}
 
     def renames_of(self, layers: Sequence[LayerSpec]) -> Sequence[tuple[str, str]]:
         """All renames for a model of these layers."""

@@ -5,8 +5,9 @@ family's own reader then checks, and how its tensors are called. Names and keys 
 (`gguf/constants.py`); changes are those of llama.cpp's conversion.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,11 @@ class Metadata:
     Attributes:
         architecture: llama.cpp's name of the family, which begins the keys.
         tensors: names of all tensors.
+        slowed: what the frequency of each rotated pair is divided by (`rope_freqs.weight`); none: nothing.
     """
 
-    def __init__(self, entries: Mapping[str, Any], tensors: Container[str] = ()):
-        self._entries, self.tensors = entries, tensors
+    def __init__(self, entries: Mapping[str, Any], tensors: Container[str] = (), slowed: Sequence[float] = ()):
+        self._entries, self.tensors, self.slowed = entries, tensors, slowed
         self.architecture = self.anywhere("general.architecture", str)
 
     def anywhere(self, key: str, kind: type, default: Any = MISSING) -> Any:
@@ -112,6 +114,10 @@ class Metadata:
             "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
             **{name: beta for name, beta in betas if beta is not None},
         }
+
+    def leading_dense(self) -> int:
+        """How many of the first layers have an MLP."""
+        return next(layer for layer in itertools.count() if f"blk.{layer}.ffn_gate.weight" not in self.tensors)
 
     def sizes(self) -> dict[str, Any]:
         """The fields of config.json that all families have."""

@@ -14,6 +14,7 @@ from .fields import (
     scale,
     shared_expert,
 )
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 
 def _hy_v3(read: Fields) -> dict[str, Any]:
@@ -33,3 +34,22 @@ RENAMES = (
     (".mlp.shared_mlp.", ".mlp.shared_expert."),
 )
 FAMILIES = {"hy_v3": Family(_hy_v3, renames=RENAMES)}
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    read.must_equal("expert_gating_func", SIGMOID)
+    width = read.count("expert_feed_forward_length")
+    return {
+        "model_type": "hy_v3",
+        **read.sizes(),
+        **read.attention(),
+        **read.experts(),
+        "intermediate_size": read.count("feed_forward_length"),
+        "first_k_dense_replace": read.leading_dense(),
+        "num_shared_experts": read.count("expert_shared_feed_forward_length", width) // max(width, 1),
+        "router_scaling_factor": read.number("expert_weights_scale", 1.0),
+        "route_norm": read.flag("expert_weights_norm", False),
+    }
+
+
+GGUF = {"hy_v3": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

@@ -6,7 +6,21 @@ from typing import Any
 
 from ..kinds import QueryScale, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
-from .fields import FULL, Family, Fields, common, experts, layer_count, layer_kinds, layers, out_of_range, rotation
+from .fields import (
+    FULL,
+    MOST_LAYERS,
+    Family,
+    Fields,
+    common,
+    experts,
+    layer_count,
+    layer_kinds,
+    layers,
+    out_of_range,
+    rotation,
+)
+from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
+from .gguf_rope import llama3_scaling
 
 CHUNKED = "chunked_attention"
 
@@ -78,3 +92,28 @@ def _moe_layers(read: Fields) -> Sequence[int]:
 
 RENAMES = ((".feed_forward.router.", ".mlp.gate."), (".feed_forward.", ".mlp."))
 FAMILIES = {"llama4": Family(_llama4, renames=RENAMES)}
+
+
+WITHOUT_NORMS = 128  # Maverick's experts, by which llama.cpp knows that it norms no queries and keys
+
+
+def _gguf(read: Metadata) -> dict[str, Any]:
+    """Sizes of chunks and temperatures have no keys: llama.cpp takes the published ones. A window of 0 says that all
+    layers rotate and see everything. Unlike Llama's, queries and keys are stored in the publisher's order."""
+    read.must_equal("attention.sliding_window_pattern", 4)
+    attention, plain = read.attention(), read.count("attention.sliding_window", None) == 0
+    return {
+        "model_type": "llama4",
+        **read.sizes(),
+        **attention,
+        **read.choice(),
+        "rope_scaling": llama3_scaling(read.slowed, attention["rope_theta"]),
+        "intermediate_size": read.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": read.count("feed_forward_length"),
+        "interleave_moe_layer_step": read.count("interleave_moe_layer_step"),
+        "use_qk_norm": read.count("expert_count") != WITHOUT_NORMS,
+        **({"no_rope_layer_interval": MOST_LAYERS + 1, "attention_chunk_size": None} if plain else {}),
+    }
+
+
+GGUF = {"llama4": GgufFamily(_gguf, (*ATTENTION, *NORM, *DENSE, *EXPERTS, *SHARED_EXPERT))}

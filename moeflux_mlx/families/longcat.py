@@ -19,8 +19,8 @@ USUAL = {
 
 
 def _longcat_flash(read: Fields) -> dict[str, Any]:
-    given = {name: value for name, value in read.config.items() if value is not None}
-    read = Fields({**USUAL, **given, "num_experts_per_tok": given.get("moe_topk", USUAL["moe_topk"])})
+    read = Fields({**USUAL, **read.config})
+    read = Fields({**read.config, "num_experts_per_tok": read.count("moe_topk")})
     for name, wanted in (
         *(("attention_method", "MLA"), ("zero_expert_type", "identity"), ("norm_topk_prob", False)),
         *(("router_bias", False), ("mla_scale_q_lora", True), ("mla_scale_kv_lora", True)),
@@ -40,7 +40,7 @@ def _longcat_flash(read: Fields) -> dict[str, Any]:
         correction_bias=True,
         normalise=False,
         scale=scale(read, "routed_scaling_factor"),
-        identities=read.count("zero_expert_num", least=0),
+        identities=read.count("zero_expert_num", 0, least=0),
     )
     residual = Residual(connections=Shortcut())
     pair = LayerSpec(attention, moe, residual), LayerSpec(attention, Dense(width), residual)

@@ -87,4 +87,6 @@ GGUF: dict[str, GgufFamily] = {
     **granite.GGUF,
     **lfm2.GGUF,
     **gemma4.GGUF,
+    **llama4.GGUF,
+    **hunyuan.GGUF,
 }

@@ -15,10 +15,10 @@ of the other experts they hold only zeros and samples. Offsets and lengths are t
 
 Version 4 has the keys of version 2, with `held` if version 3 would have it. A record can have any fields: `fields`
 lists them in the order of the file, by name, dtype, shape, offset and size. The additional fields that we know are
-`supers` and `grid`, as `Quant` says, `bias` [rows] and `global_scale` [1], a float32, of a matrix (which then has
-`global_scale`: true next to its `mode`); a record may have no gate. Fields begin at multiples of 16 bytes and do not
-overlap; gaps are zero. A geometry may name `experts`, those of its `layers` that have it; without this key all have it.
-In each layer every expert has one geometry, and its record begins where the previous record ends: at the sum of the
+`supers`, `minima` and `grid`, as `Quant` says, `bias` [rows] and `global_scale` [1], a float32, of a matrix (which then
+has `global_scale`: true next to its `mode`); a record may have no gate. Fields begin at multiples of 16 bytes and do
+not overlap; gaps are zero. A geometry may name `experts`, those of its `layers` that have it; without this key all have
+it. In each layer every expert has one geometry, and its record begins where the previous record ends: at the sum of the
 `record_stride`s of the experts with smaller numbers. A geometry may name `directories`, which hold the records of its
 layers in turn: of n directories, number i has the experts i, i + n, i + 2n, ... without gaps, in a file with the
 layer's usual name. The first is ".", the directory of layout.json; the others are paths. Version 4 is written only if

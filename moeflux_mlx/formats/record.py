@@ -5,13 +5,13 @@ A record is an expert's matrices, gate, up and down or up and down alone. Each h
     weight        uint32 [rows, words]           codes, as `Quant` says
     scales        [rows, groups]                 one for a group of inputs: floating, or 8 bits
     biases        [rows, groups], floating       in mode affine
-    supers        float16                        in GGUF's modes that `Quant` says; there `scales` are bytes
+    supers, minima  float16                      in GGUF's modes that `Quant` says; there `scales` are bytes
     bias          [rows], floating               where the experts add biases to their products
     global_scale  float32 [1]                    where the form has a factor for a whole matrix
     grid          uint8 [entries, values]        where codes name values in a table
 
-All floating fields have one dtype, but for the factor and `supers`. Every field begins at the next multiple of
-LOAD_BYTES after the one before it, and zeros fill the gap. In MLX's forms only a global scale leaves a gap: other
+All floating fields have one dtype, but for the factor, `supers` and `minima`. Every field begins at the next multiple
+of LOAD_BYTES after the one before it, and zeros fill the gap. In MLX's forms only a global scale leaves a gap: other
 fields are whole multiples, since widths are multiples of 64. So records of gate, up and down without the last two
 fields have no gaps, as flash-moe and moeflux write them.
 
@@ -26,7 +26,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..kinds import SILU, Activation
-from ..quant import EXPERTS, GLOBAL_SCALE, GRID, SUPERS, Quant, Quantization
+from ..quant import EXPERTS, GLOBAL_SCALE, GRID, MINIMA, SUPERS, Quant, Quantization
 from ..spec import ModelArgs
 
 LOAD_BYTES = 16  # kernels read a record in pieces of this size, so that is where it and its fields may begin
@@ -34,7 +34,7 @@ STRIDE_ALIGNMENT = 16384  # Apple Silicon's page: what adoption without copy and
 BLOCK_BYTES = 4096  # a disk block for direct I/O; a record in memory is rounded up to it
 SCALE_DTYPES = ("BF16", "F16", "F32")  # dtypes of floating scales and biases
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-FIXED = (GLOBAL_SCALE, SUPERS)  # floating fields whose dtype is that of their form
+FIXED = (GLOBAL_SCALE, SUPERS, MINIMA)  # floating fields whose dtype is that of their form
 BIAS = "bias"  # the field that a matrix's product adds; `quant` names the others
 ITEM_BYTES = {"U32": 4, "BF16": 2, "F16": 2, "F32": 4, "U8": 1}  # bytes of a value
 

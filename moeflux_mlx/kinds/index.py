@@ -16,7 +16,8 @@ class Indexer:
         with the largest scores, which come from `heads` queries of `dim` values and one key per position. Ties go to
         the earlier position. `interleaved`: how the first values of queries and keys are rotated. `reuses`: the layer
         has no such queries and keys, and reuses the choice of the last layer that has them. `rotates_last`: the last
-        values are rotated, not the first ones. `norm_eps`: epsilon of the keys' norm.
+        values are rotated, not the first ones. `norm_eps`: epsilon of the keys' norm. `from_input`: queries are made
+        of the layer's input behind a norm of their own, not of the latent of attention's queries.
     """
 
     heads: int
@@ -26,6 +27,7 @@ class Indexer:
     reuses: bool = False
     rotates_last: bool = False
     norm_eps: float = 1e-6
+    from_input: bool = False
 
     def seeing_all(self, first: int, count: int) -> int:
         """How many of the tokens from a place on attend to all positions that they see."""

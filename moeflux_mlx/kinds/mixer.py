@@ -167,6 +167,11 @@ class Mixer:
         """Values of each entry that it takes from an earlier layer; by default it takes none."""
         return 0
 
+    @property
+    def lent(self) -> int:
+        """Values of each token that it hands on to later layers; by default none."""
+        return 0
+
     # ---- how it is called
 
     @property

@@ -35,7 +35,8 @@ class Rotation:
     `pairs`: how many pairs are rotated, those with the highest frequencies of a full head (Gemma 4's "proportional"
     rotation, `_compute_proportional_rope_parameters` of transformers); None: all. `axes`: for each pair of values, the
     position that rotates it: 0, that in the text, 1, an image's row, or 2, its column; for a token of text all three
-    are equal (Qwen2-VL, arXiv:2409.12191, section 2.1). None: the first.
+    are equal (Qwen2-VL, arXiv:2409.12191, section 2.1). None: the first. `learned`: the frequency of each pair is
+    multiplied by exp of a number that the model has learned.
     """
 
     dims: int
@@ -45,6 +46,7 @@ class Rotation:
     llama3: Llama3 | None = None
     axes: tuple[int, ...] | None = None
     pairs: int | None = None
+    learned: bool = False
 
     @property
     def flat_fields(self) -> dict[str, Any]:

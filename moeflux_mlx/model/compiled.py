@@ -119,8 +119,8 @@ class DecodeStep:
 
 
 def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
-    """A step for each pair of values of the first two arguments of `run`. The steps keep their traces until `experts`
-    close.
+    """A function that gives the step of each case: `run` with the values of its first arguments, as many as the
+    function gets. The steps keep their traces until `experts` close.
     """
     steps: dict[tuple[Any, ...], DecodeStep] = {}
 

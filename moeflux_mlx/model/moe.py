@@ -74,7 +74,6 @@ class MoE(nn.Module):
             self.e_score_correction_bias = mx.zeros((self.rule.experts,))
         if part.shared is not None:
             self.shared_expert = MLP(hidden_size, part.shared.width, part.shared.activation, part.shared.matrices)
-            self._averages = part.shared.averaged
             if part.shared.gated:
                 self.shared_expert_gate = Linear(hidden_size, 1)
         if self.rule.own_norm:

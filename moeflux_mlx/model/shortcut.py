@@ -14,7 +14,8 @@ class ShortcutMoE(MoE):
     """An `MoE` that adds its output to nothing: [..., 2 D], the shared expert's and then the routed experts'.
 
     A chosen expert that returns its input is replaced by another that the token has chosen, with the weight 0, so that
-    no other is read; its own weight multiplies the input.
+    no other is read; its own weight multiplies the input. A token that has chosen no other expert reads the first one
+    of the layer, with the weight 0.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from ..layers import Convolution, Weight
 from ..mixers.registry import KEPT_FLOAT32 as OF_MIXERS
 from ..mixers.registry import USUAL
 from ..ops.forms import DTYPES
-from ..quant import DEFAULT, GLOBAL_SCALE, OF_GROUPS, SUPERS, Quant
+from ..quant import DEFAULT, GLOBAL_SCALE, MINIMA, OF_GROUPS, SUPERS, Quant
 from ..spec import ModelArgs
 from .decoder import Model
 from .head import DraftHead
@@ -92,7 +92,7 @@ def kept_dtype(name: str, tensor: mx.array, dtype: mx.Dtype) -> mx.Dtype:
     parameters float32.
     """
     path, _, leaf = name.rpartition(".")
-    if leaf == SUPERS or tensor.dtype in (mx.uint32, mx.uint8):
+    if leaf in (SUPERS, MINIMA) or tensor.dtype in (mx.uint32, mx.uint8):
         return tensor.dtype
     kept = mx.float32 if leaf in KEPT_FLOAT32 or path.endswith((*ROUTERS, *INDEX_WEIGHTS)) else dtype
     # The CPU reads less when scales and biases stay bfloat16, and computes in float32 all the same.

@@ -19,6 +19,7 @@ from .tiles import planned
 
 MIX = Kernel("block_sums_mix", "h out weight", "x next")
 THREADS, EACH = 256, 4  # of a threadgroup; and columns of a thread
+MOST_SUMS = 32  # a thread has two registers for each
 KEPT, ADDED, BEHIND = range(3)  # what becomes of `out` in the kernel
 
 
@@ -28,8 +29,9 @@ def mixed(h: Any, weight: mx.array, eps: float) -> Any:
     """
     if h.shape[-1] == len(weight):
         return h
-    if takes_token(h):
-        launch = plan_mix(backend.name(), h.shape[-1] // len(weight), len(weight), h.dtype, eps, KEPT)
+    count = h.shape[-1] // len(weight)
+    if takes_token(h, count):
+        launch = plan_mix(backend.name(), count, len(weight), h.dtype, eps, KEPT)
         return launch(h, h, weight)[0]
     rows = float32(h).reshape(*h.shape[:2], -1, len(weight))
     shares = softmax(rms_norm(rows, weight, eps).sum(axis=-1))
@@ -40,10 +42,10 @@ def mixed_behind(h: Any, out: Any, weight: mx.array, eps: float, begins: bool) -
     """The sums behind a part with the output out [B, L, D], and `mixed` of them. The output is added to the last sum;
     or, if it `begins` a block, becomes a sum of its own behind the others.
     """
-    if not takes_token(h):
+    count = h.shape[-1] // len(weight) + begins
+    if not takes_token(h, count):
         sums = backend.library_of(h).concatenate([h, out], axis=-1) if begins else added(h, out)
         return sums, mixed(sums, weight, eps)
-    count = h.shape[-1] // len(weight) + begins
     launch = plan_mix(backend.name(), count, len(weight), h.dtype, eps, BEHIND if begins else ADDED)
     x, sums = launch(h, out, weight)
     return sums, x
@@ -53,7 +55,7 @@ def added(h: Any, out: Any) -> Any:
     """The sums h [B, L, n * D], to the last of which out [B, L, D] is added."""
     D = out.shape[-1]
     count = h.shape[-1] // D
-    if takes_token(h):
+    if takes_token(h, count):
         return plan_scatter(backend.name(), h.shape[-1], h.dtype, count, False)(h, out, _only_last(count))[0]
     if count == 1:
         return h + out
@@ -66,17 +68,19 @@ def _only_last(count: int) -> mx.array:
     return mx.array([0.0] * (count - 1) + [1.0] + [0.0] * max(LEAST_ELEMENTS - count, 0))
 
 
-def takes_token(h: Any) -> bool:
-    """Whether the kernels take the sums h [B, L, n * D]."""
-    return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1])
+def takes_token(h: Any, count: int) -> bool:
+    """Whether the kernels take the sums h [B, L, n * D], where `count` are to be weighed."""
+    return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], count)
 
 
 @planned("block_sums")
-def refusal(target: str, tokens: int) -> Reason | None:
-    """Why the kernels do not take this number of tokens."""
+def refusal(target: str, tokens: int, count: int) -> Reason | None:
+    """Why the kernels do not take this number of tokens or of sums."""
     if target == "ops":
         return NO_KERNELS
-    return None if tokens == 1 else SEVERAL
+    if tokens != 1:
+        return SEVERAL
+    return None if count <= MOST_SUMS else Reason(f"there are {count} sums, more than {MOST_SUMS}")
 
 
 @planned("block_sums")

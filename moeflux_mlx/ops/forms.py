@@ -12,7 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..formats.record import Projection
-from ..quant import E2M1, E4M3, FLOAT, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
+from ..quant import E2M1, E4M3, FLOAT, FLOAT16, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
 from .nested import HALF, group_scales, of_halves
 from .table_values import block_scales, table_values
@@ -30,6 +30,7 @@ INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
     )
 }
 TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
+SIGN_BYTES = 2048  # of a threadgroup's memory beside a grid, at most
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
@@ -72,7 +73,9 @@ class Form:
     @cached_property
     def chunk(self) -> int:
         """Columns of a chunk."""
-        return TABLE_CHUNK if self.quant.codes == TABLE else CHUNKS[self.quant.bits]
+        if self.quant.codes == TABLE:
+            return 2 * TABLE_CHUNK if self.planes else TABLE_CHUNK
+        return CHUNKS[self.quant.bits]
 
     @cached_property
     def template(self) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class Form:
     @cached_property
     def near(self) -> int:
         """Bytes of a threadgroup's memory for the grid, `CODES_NEAR` of the text on CUDA."""
-        return prod(self.quant.grid) if self.quant.grid else 0
+        return prod(self.quant.grid) + SIGN_BYTES if self.quant.grid else 0
 
     def room(self, columns: int) -> int:
         """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""
@@ -131,7 +134,9 @@ def is_read(quant: Quant, columns: int) -> bool:
 
 def scale_type(quant: Quant | None, floating: mx.Dtype) -> mx.Dtype | str:
     """The type of a scale in the kernels' texts."""
-    return floating if quant is None or quant.scale == FLOAT else f"codes_{quant.scale}"
+    if quant is None or quant.scale == FLOAT:
+        return floating
+    return mx.float16 if quant.scale == FLOAT16 else f"codes_{quant.scale}"
 
 
 def third_type(quant: Quant, scale: mx.Dtype | str) -> mx.Dtype | str:

@@ -144,8 +144,8 @@ def choose_in_blocks(
     """`choose` among the entries of some blocks; and the blocks among which later layers choose.
 
     Args:
-        blocks: how many blocks are marked, by the best score in each, besides the newest; and positions of each. None:
-            there are no blocks.
+        blocks: how many blocks are marked here, by the best score in each, besides the newest; and positions of each.
+            None: there are no blocks.
         among: int32 [B, rows, n], the blocks that are marked already; None: every position may be chosen.
 
     Returns:
@@ -156,7 +156,7 @@ def choose_in_blocks(
     count, keys = index.queries.shape[1], float32(index.keys)
     number, (top, size) = keys.shape[1], blocks or (0, 1)
     room, positions, parts = -(-number // size), arange(number, library), []
-    marks = among is None and 0 < top < room
+    marks = 0 < top < room
     for some in slices(count, indexer.rows_at_once(number, 0)):
         scores = _scores(float32(index.queries[:, some]), keys, index.weights[:, some], library)
         least = library.array(-np.inf, library.float32)

@@ -50,7 +50,7 @@ NOTHING = np.zeros(0, np.float32)  # in place of an array that there is none of
 EXACT = 24  # bits of activations that nothing is lost of beside float32's own rounding
 ACTIVATIONS = (8, 16, EXACT)
 KINDS = ("BF16", "F16", "F32", E8M0, E4M3)  # types of a record's scales, in the order of the kernels' numbers
-TABLES = ("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
+TABLES = ("iq4_nl", "iq4_xs", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0")
 
 MISSING = (
     "the native CPU kernels are not built, so decoding on the CPU is 30 times slower or more; "
@@ -185,7 +185,7 @@ def _source(quant: Quant) -> int:
     """The kernels' number of where scales and biases come from: both are stored, or scales alone of a symmetric form,
     or nested scales, or what a form with a table has.
     """
-    if quant.is_of_mlx:
+    if quant.is_of_mlx or quant.has_biases:
         return 0
     return TABLES.index(quant.mode) + 3 if quant.codes == TABLE else 2 if quant.is_nested else 1
 

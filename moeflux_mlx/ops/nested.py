@@ -31,7 +31,7 @@ def group_scales(quant: Quant, scales: mx.array, third: mx.array | None = None) 
     """
     if not quant.is_nested:
         wide = scales.astype(mx.float32)
-        return wide, wide * -quant.zero
+        return wide, wide * -quant.zero if third is None else third.astype(mx.float32)
     lead, blocks = scales.shape[:-1], scales.reshape(*scales.shape[:-1], -1, MODES[quant.mode].nested)
     supers = None if third is None else third.reshape(*blocks.shape[:-1], -1).astype(mx.float32)
     factors, minima = NESTED[quant.scale](blocks, supers)

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..kinds import QueryFactor, QueryGrowth
-from .backend import Array, library_of
+from .backend import Array, library_of, view
 from .launch import Input
 
 
@@ -26,6 +26,20 @@ def scaled_queries(q: Array, offset: int | mx.array, by: QueryFactor | None) -> 
     library = library_of(q)
     factors = query_factors(library.arange(q.shape[1]) + offset, by, library)
     return (q * factors[:, None, None]).astype(q.dtype)
+
+
+def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.array) -> Any:
+    """q [B, L, heads * D] of positions from `offset`, times scale * log(position + 1) + bias of each head, in float32
+    (transformers, `MistralLarge4TextSoftmaxScaling`).
+    """
+    (B, L, _), library = q.shape, library_of(q)
+    own, more = (scale, bias) if library is mx else (view(scale), view(bias))
+    # Shaped so that MLX joins all of it in one launch for a single token.
+    first = offset if isinstance(offset, mx.array) else library.array(offset)
+    places = first.reshape(1, 1, 1) if L == 1 else library.arange(L)[:, None, None] + first
+    factors = library.log1p(places.astype(library.float32)) * own[:, None].astype(library.float32)
+    factors = factors + more[:, None].astype(library.float32)
+    return (q.reshape(B, L, len(scale), -1) * factors).astype(q.dtype).reshape(q.shape)
 
 
 def score_scale(positions: Sequence[mx.array], scale: float, by: QueryFactor | None) -> Input:

@@ -38,10 +38,18 @@ class Rope:
         frequencies = stride * frequencies
         if rotation.pairs is not None:
             frequencies[rotation.pairs :] = 0.0
+        self._as_configured = frequencies
+        self.axes = rotation.axes or (0,) * (self.dims // 2)
+        self._set(frequencies)
+
+    def _set(self, frequencies: np.ndarray) -> None:
         self.frequencies = frequencies.tobytes()
         with np.errstate(divide="ignore"):  # a pair that does not turn has an infinite period
             self.periods = mx.array(1.0 / frequencies, mx.float32)
-        self.axes = rotation.axes or (0,) * (self.dims // 2)
+
+    def learn(self, alpha: mx.array) -> None:
+        """Multiplies the frequencies of the configuration by exp(alpha), alpha [dims / 2]."""
+        self._set(self._as_configured * np.exp(np.array(alpha.astype(mx.float32), np.float64)))
 
     def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
         """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]. The layout is that of attention:

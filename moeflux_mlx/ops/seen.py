@@ -50,30 +50,37 @@ class SeenBlocks(NamedTuple):
         return SeenSizes(top, self.ratio, self.has_own, self.chosen.size // top)
 
 
+HANDED = ("positions", "entries", "blocks", "latents", "unrotated")  # the parts of `Chosen`
+
+
 @dataclass
 class Chosen:
-    """What layers hand on to later layers, for a block of tokens: the choice of the last layer with an indexer, and the
-    entries of the last one that makes some for others.
+    """What layers hand on to later layers, for a block of tokens: the choice of the last layer with an indexer, the
+    entries of the last one that makes some for others, and likewise latents.
 
     positions: int32 [B, rows, top], ascending, of the block's last tokens; None: each attends to all positions that it
         sees. entries: [B, T, .]; None: there are none. blocks: int32 [B, rows, .] of the same last tokens, the blocks
-        of entries among which later indexers choose; None: among all. rows: the same for each row of a step, by its
-        number.
+        of entries among which later indexers choose; None: among all. latents: [B, L, N + R] of the block's tokens,
+        neither normed nor rotated; unrotated: [B, L, N], of the last layer without rotated keys. rows: the same for
+        each row of a step, by its number.
     """
 
     positions: Any = None
     entries: Any = None
     blocks: Any = None
+    latents: Any = None
+    unrotated: Any = None
     rows: "dict[int, Chosen]" = field(default_factory=dict)
 
     @property
     def handed(self) -> list[Any]:
         """All that is handed on; None in the place of what is not there."""
-        return [self.positions, self.entries, self.blocks]
+        return [getattr(self, part) for part in HANDED]
 
     def take(self, handed: Sequence[Any]) -> None:
         """Replaces what is handed on."""
-        self.positions, self.entries, self.blocks = handed
+        for part, one in zip(HANDED, handed, strict=True):
+            setattr(self, part, one)
 
     def of_row(self, row: int) -> "Chosen":
         return self.rows.setdefault(row, Chosen())

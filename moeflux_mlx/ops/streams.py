@@ -55,32 +55,33 @@ def gathered(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
     if _takes_token(h, rule):
         launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
         return _from_products(launches, h, launches.products(h, by.fn)[0], by)
-    made, base, scale = _made(h, by, eps)
-    n = rule.streams
-    post = rule.magnitude * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
-    x = _sum(h, made[..., :n] * scale[0] + base[:n], rule)
-    if isinstance(rule, IndependentConnections):
-        return x, post + rule.eps
-    comb = (made[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*made.shape[:-1], n, n)
-    library = backend.library_of(h)
-    comb = doubly_stochastic(comb, rule).reshape(*made.shape[:-1], n * n)
-    return x, library.concatenate([post, comb], axis=-1)
+    weights, mixing = _mapped(h, by, rule, eps)
+    return _sum(h, weights, rule), mixing
 
 
 def mapped(h: Any, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
     """The weights [B, L, n] float32 of a sum of the streams h [B, L, n * D], and those of `gathered`, of shifted
     connections.
     """
-    n, library = rule.streams, backend.library_of(h)
-    if _takes_token(h, rule):
-        launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
-        _, mixing = _from_products(launches, h, launches.products(h, by.fn)[0], by)
-        return mixing[..., n + n * n :], mixing[..., : n + n * n]
+    if not _takes_token(h, rule):
+        return _mapped(h, by, rule, eps)
+    count = rule.streams * (rule.streams + 1)
+    launches = plan_gather(backend.name(), h.shape[-1], h.dtype, rule, eps)
+    _, mixing = _from_products(launches, h, launches.products(h, by.fn)[0], by)
+    return mixing[..., count:], mixing[..., :count]
+
+
+def _mapped(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
+    """The weights [B, L, n] float32 of the sum, and those of `gathered`, by plain operations."""
     made, base, scale = _made(h, by, eps)
+    n = rule.streams
+    weights = sigmoid(made[..., :n] * scale[0] + base[:n]) + rule.eps
     post = rule.magnitude * sigmoid(made[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    if isinstance(rule, IndependentConnections):
+        return weights, post + rule.eps
     comb = (made[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*made.shape[:-1], n, n)
     comb = doubly_stochastic(comb, rule).reshape(*made.shape[:-1], n * n)
-    return sigmoid(made[..., :n] * scale[0] + base[:n]) + rule.eps, library.concatenate([post, comb], axis=-1)
+    return weights, backend.library_of(h).concatenate([post, comb], axis=-1)
 
 
 def weighed(h: Any, weights: Any) -> Any:
@@ -179,7 +180,7 @@ def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Any:
 def last_sum(h: Array, by: Mapping, rule: Rule, eps: float) -> Any:
     """The one stream [B, L, D] behind the last layer."""
     made, base, scale = _made(h, by, eps)
-    return _sum(h, made * scale[0] + base, rule)
+    return _sum(h, sigmoid(made * scale[0] + base) + rule.eps, rule)
 
 
 def mean_of(h: Array, streams: int) -> Any:
@@ -233,11 +234,9 @@ def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
     return made.reshape(*h.shape[:2], -1), base, scale
 
 
-def _sum(h: Any, logits: Any, rule: Rule) -> Any:
+def _sum(h: Any, weights: Any, rule: Rule) -> Any:
     """Hyper-connections round the weights like the streams; independent ones sum in float32."""
-    if isinstance(rule, IndependentConnections):
-        return _weighed(float32(h), sigmoid(logits) + rule.eps).astype(h.dtype)
-    return _weighed(h, (sigmoid(logits) + rule.eps).astype(h.dtype))
+    return weighed(h, weights) if isinstance(rule, IndependentConnections) else _weighed(h, weights.astype(h.dtype))
 
 
 def _weighed(h: Any, weights: Any) -> Any:

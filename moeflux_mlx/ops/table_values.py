@@ -1,7 +1,8 @@
 """The values of GGUF's types whose codes name entries of tables, by MLX's operations: the twins of their kernels.
 
-A code of IQ4_NL and IQ4_XS names one of 16 values. In the other types it names an entry of a grid, 4 or 8 magnitudes,
-and each weight has a sign. A stored matrix has these parts (`Quant`):
+A code of IQ4_NL and IQ4_XS names one of 16 values. In the other iq types it names an entry of a grid, 4 or 8
+magnitudes, and each weight has a sign. A code of the tq types is the value plus 1. A stored matrix has these parts
+(`Quant`):
 
 | type | block | weight, uint32 words of 32 weights | scales, bytes of a block | grid, uint8 |
 |---|---|---|---|---|
@@ -14,11 +15,18 @@ and each weight has a sign. A stored matrix has these parts (`Quant`):
 | iq2_s | 256 | 2: 4 low bytes of indices; 4 bytes of signs | 18: d, 8 times high bits and 2 scales | 1024 x 8 |
 | iq1_s | 256 | 1: 4 low bytes of indices | 18: d, 8 halfwords with high bits, a scale and a shift | 2048 x 8 |
 | iq1_m | 256 | 1: the same | 24: d, a stream of 16 scales, 16 bytes of high bits and shifts | 2048 x 8 |
+| tq1_0 | 256 | 1: the codes of columns 0 to 19 | 22: d, 8 times 2 bytes, 4 bytes with the other codes | |
+| tq2_0 | 256 | 2: byte i of word w has in bits 2 m the code of weight 16 w + 4 m + i | 2: d | |
 
 d is a float16. A scale has 4 bits, in iq4_xs 6, in iq1 3. Where 8 weights have only 7 signs, the number of minus signs
 is even. The values of iq1 are g + 1/8 or g - 1/8 with g of -1, 0 or 1, which its grid has as 128 + 8 g.
-All bytes are those of GGUF's blocks, but for the order of the scales of iq1_m; the formulas are those of
-`dequantize_row_*` in llama.cpp's ggml-quants.c.
+All bytes are those of GGUF's blocks, but for the order of the scales of iq1_m and of the codes of tq; the formulas are
+those of `dequantize_row_*` in llama.cpp's ggml-quants.c.
+
+A byte of tq1_0 is a fraction of 256 whose digits to the base 3 are up to five codes. Digit n of byte i of a word is the
+code of weight 4 n + i. The digits of the two bytes a and b of 32 weights are those of weights 20 and 21 (a), 22 and 23
+(b), 24 and 25 (a), 26 and 27 (b), 28 (a), 30 (b). Each of the 4 bytes has the codes of weights 29 and 31 of 32 weights,
+then those of the next 32.
 """
 
 from collections.abc import Callable
@@ -171,7 +179,29 @@ def _iq1_m(stored: Stored) -> tuple[mx.array, mx.array]:
     return stored.d * scales, _shifted(stored, nibbles & 7, nibbles >> 3)
 
 
+def _digits(data: mx.array, count: int) -> mx.array:
+    """The first digits to the base 3 of bytes, as fractions of 256, [..., count]."""
+    turned = data[..., None] * mx.array([3**i for i in range(count)], mx.uint8)  # the integer part is lost
+    return (turned.astype(mx.uint16) * 3 >> 8).astype(mx.float32)
+
+
+def _tq1_0(stored: Stored) -> tuple[mx.array, mx.array]:
+    n = len(stored.d)
+    first = _digits(stored.bytes(0, 4), 5).swapaxes(-1, -2).reshape(n, 8, 20)
+    pairs = _digits(stored.scales[:, :16].reshape(n, 8, 2), 5)
+    next = pairs[..., :4].reshape(n, 8, 2, 2, 2).swapaxes(2, 3).reshape(n, 8, 8)
+    shared = _digits(stored.scales[:, 16:], 4).reshape(n, 8, 2)
+    last = mx.stack([pairs[..., 4], shared], axis=-1).reshape(n, 8, 4)
+    return stored.d, mx.concatenate([first, next, last], axis=-1).reshape(n, -1) - 1
+
+
+def _tq2_0(stored: Stored) -> tuple[mx.array, mx.array]:
+    codes = stored.bytes(0, 8).reshape(-1, 8, 2, 1, 4) >> mx.arange(0, 8, 2, dtype=mx.uint8)[:, None] & 3
+    return stored.d, codes.reshape(len(stored.d), -1).astype(mx.float32) - 1
+
+
 VALUES: dict[str, Callable[[Stored], tuple[mx.array, mx.array]]] = {
     **{"iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "iq3_xxs": _iq3_xxs, "iq3_s": _iq3_s},
     **{"iq2_xxs": _iq2_xxs, "iq2_xs": _iq2_xs, "iq2_s": _iq2_s, "iq1_s": _iq1_s, "iq1_m": _iq1_m},
+    **{"tq1_0": _tq1_0, "tq2_0": _tq2_0},
 }

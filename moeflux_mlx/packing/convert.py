@@ -21,7 +21,7 @@ from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
 from ..quant import GRID, unquantized
 from ..rounding.methods import FIT, MINMAX
 from ..spec import ModelArgs
-from .gguf_folder import described, described_files, open_source, tokenizer_folder
+from .gguf_folder import described, open_source, tokenizer_folder
 from .gguf_tables import license_text
 from .in_place import open_in_place
 from .layer_files import (
@@ -80,6 +80,7 @@ def convert(
     q_bits: int | None = None,
     q_group_size: int | None = None,
     q_mode: str = "affine",
+    q_type: str | None = None,
     expert_bits: int | None = None,
     down_bits: int | None = None,
     recipe: str | Path | Recipe | None = None,
@@ -107,6 +108,8 @@ def convert(
             or 4.
         q_group_size: 32, 64 or 128; None: the mode's only size, or 64.
         q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
+        q_type: a type of GGUF, such as "Q3_K", for routed experts that come as floats (extra `libgguf`); the rest is as
+            `recipe` says, or else "balanced".
         expert_bits: bits of routed experts, if different from `q_bits`.
         down_bits: bits of their down projections, if different from `expert_bits`.
         recipe: the forms of parts that come as floats: "uniform", "balanced", "small", or a JSON file
@@ -133,7 +136,8 @@ def convert(
         ConfigError: a value is not implemented. ModelFileError: the checkpoint or the output directory
         is unusable, damaged or too large for the disk.
     """
-    wanted = Wanted.of(q_bits, q_group_size, q_mode, expert_bits, down_bits, requantize, recipe, rounding)
+    wanted = Wanted.of(q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding)
+    wanted.check()
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]
@@ -359,7 +363,7 @@ def _small_files(checkpoint: Checkpoint, plan: ConversionPlan) -> dict[str, byte
     copied = {name: (checkpoint.folder / name) for name in COPIED}
     files = {name: file.read_bytes() for name, file in copied.items() if file.is_file()}
     files |= {} if plan.recipe is None else {RECIPE: plan.recipe.file()}
-    if described_files(checkpoint.folder) and _has_grids(plan):
+    if _has_grids(plan):
         files[GRIDS_LICENSE] = license_text().encode()
     config = {**unquantized(checkpoint.config), "quantization": plan.quantization}
     files["config.json"] = (json.dumps(tagged(config), indent=2, ensure_ascii=False) + "\n").encode()

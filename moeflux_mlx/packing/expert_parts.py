@@ -12,6 +12,7 @@ from ..formats.checkpoint import FLOATS, Tensor
 from ..formats.record import BIAS, PROJECTIONS, projections_of
 from ..quant import FLOAT, GRID, Quant
 from ..spec import ModelArgs
+from .ggml import tables
 from .gguf_tensors import check_experts_type
 from .lookup import find_matrix, find_transposed
 from .matrix import Matrix, finite, shaped, typed
@@ -67,7 +68,7 @@ class Part:
         """
         kept, rows = SCALES[dtype], slice(self.start, self.stop, self.step)
         if self.matrix.quant != quant:
-            codes = rounding.codes(path, self.matrix, quant, rows, kept)
+            codes = *rounding.codes(path, self.matrix, quant, rows, kept), *tables(quant)
         else:
             stored = self.matrix.rows(self.start, self.stop).codes()
             named = zip(quant.parts, stored, strict=True)

@@ -9,29 +9,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
 
 from ..errors import NotPackedError
 from ..formats.checkpoint import Tensor
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import ExpertLayout, Field, Projection
-from ..quant import GRID
+from ..quant import GLOBAL_SCALE, GRID
 from .expert_parts import Part
-from .gguf_forms import grids, rearrange, repacked
-from .gguf_tensors import GgufMatrix, GgufTensor
+from .gguf_forms import grids, rearrange
+from .gguf_tensors import GgufMatrix
 from .layer_files import LayerFile
 from .suggest import packing_command
 
 
 class Ranges(NamedTuple):
-    """The blocks of one matrix of every expert of a layer: their type, bytes of a row, and where they are; and where
-    the biases of products are, which are stored as they are kept."""
+    """The blocks of one matrix of every expert of a layer: their type, and where they are; where the biases of products
+    are, which are stored as they are kept; and the global scale of each expert, if the form has one."""
 
     projection: Projection
     type: str
-    row_bytes: int
     spread: Spread
     bias: Spread | None = None
+    factors: np.ndarray | None = None
 
 
 class GgufExperts(InPlaceExperts):
@@ -51,17 +52,15 @@ class GgufExperts(InPlaceExperts):
     def arrange(self, layer: int, expert: int, memory: memoryview) -> None:
         """Brings the record in `memory`, which has just been read, from blocks to our form."""
         record = np.frombuffer(memory, np.uint8)
-        for projection, kind, row_bytes, spread, _ in self._ranges[layer]:
-            fields = [field for field in projection.codes if field.part != GRID]
-            for field, grid in zip(projection.codes[len(fields) :], grids(kind), strict=True):
-                record[field.offset : field.end] = grid.reshape(-1)
-            if all(field.dtype != "F32" for field in fields):
-                rearrange(kind, record, [field.offset for field in fields], spread.place, spread.length)
-                continue
-            blocks = record[spread.place : spread.place + spread.length].reshape(-1, row_bytes)
-            for field, part in zip(fields, repacked(kind, blocks), strict=True):
-                kept = part.astype(np.float32) if field.dtype == "F32" else part
-                record[field.offset : field.end] = kept.reshape(-1).view(np.uint8)
+        for projection, kind, spread, _, factors in self._ranges[layer]:
+            fields = {field.part: field for field in projection.codes}
+            others = [(GRID, one) for one in grids(kind)]
+            if factors is not None:
+                others.append((GLOBAL_SCALE, factors[expert]))
+            for part, values in others:
+                field = fields.pop(part)
+                record[field.offset : field.end] = values.reshape(-1).view(np.uint8)
+            rearrange(kind, record, [field.offset for field in fields.values()], spread.place, spread.length)
 
     def arrange_all(self, layer: int, first: int, rows: np.ndarray) -> None:
         """The same for the records [experts, words] from expert `first` on."""
@@ -89,9 +88,15 @@ def _ranges(projection: Projection, parts: Sequence[Part]) -> Ranges:
             f"run: {packing_command(matrix.weight.file)}"
         )
     blocks = [part.matrix.rows(part.start, part.stop).weight for part in parts]
-    rows = next(one.blocks.row_bytes for one in blocks if isinstance(one, GgufTensor))
-    spread = _spread(blocks, projection.rows * rows, projection.fields[0])
-    return Ranges(projection, matrix.type, rows, spread, _spread(biases, bias.size, bias) if bias else None)
+    spread = _spread(blocks, projection.rows * matrix.row_bytes, projection.fields[0])
+    factors = [one for part in parts for one in part.matrix.factor()] if matrix.quant.has_global_scale else None
+    return Ranges(
+        projection,
+        matrix.type,
+        spread,
+        _spread(biases, bias.size, bias) if bias else None,
+        None if factors is None else np.array(mx.concatenate(factors)),
+    )
 
 
 def _spread(tensors: Sequence[Tensor], length: int, field: Field) -> Spread:

@@ -24,12 +24,12 @@ from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
 from ..text.gguf_tokens import generation_file, template_of, tokenizer_files
 from ..text.tokenizer import VOCABULARY_FILES
-from .gguf_tensors import as_tensor
+from .gguf_tensors import as_tensor, raw_rows
 
 KEY = "gguf"  # in config.json
 HUB = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)/?")
 TEMPLATE = "chat_template.jinja"
-UNUSED = ("rope_freqs.weight",)  # frequencies that follow from the configuration
+SLOWED = "rope_freqs.weight"  # what frequencies are divided by, which follows from the configuration
 
 
 def described(path: Path, tokenizer: Path | None = None) -> Path | None:
@@ -117,7 +117,9 @@ def open_source(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
 
 
 def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
-    read = Metadata(whole.metadata, whole.tensors)
+    blocks = whole.tensors.get(SLOWED)
+    slowed = [] if blocks is None or blocks.type != "F32" else raw_rows(blocks).view("<f4").reshape(-1).tolist()
+    read = Metadata(whole.metadata, whole.tensors, slowed)
     if read.architecture not in GGUF:
         raise ConfigError(
             f"{whole.files[0]}: GGUF files of the architecture {read.architecture[:60]!a} are not read; read are "
@@ -140,7 +142,7 @@ def _tensors(whole: GgufFile) -> Iterator[Tensor]:
     (read, family), config = _family(whole), _config(whole)
     for blocks in whole.tensors.values():
         layer, name = renamed_tensor(blocks.name, family, whole.tensors)
-        if blocks.name in UNUSED or layer is not None and layer >= read.layers:
+        if blocks.name == SLOWED or layer is not None and layer >= read.layers:
             continue
         inner = name.removeprefix(f"model.layers.{layer}.")
         yield as_tensor(blocks, name, family.change(config, inner, blocks.shape))

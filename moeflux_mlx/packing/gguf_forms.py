@@ -7,13 +7,16 @@ compare every value with it. A block of the simple types is 32 weights of a row:
 | type | a block's bytes | weight i | our form |
 |---|---|---|---|
 | Q4_0 | d float16, 16 bytes of codes | d * (q - 8) | q4_0 |
-| Q4_1 | d, m float16, 16 bytes | d * q + m | affine 4 bits, bias m |
+| Q4_1 | d, m float16, 16 bytes | d * q + m | q4_1 |
 | Q5_0 | d, a word with the fifth bits, 16 bytes | d * (q - 16) | q5_0 |
-| Q5_1 | d, m, a word with the fifth bits, 16 bytes | d * q + m | affine 5 bits, bias m |
+| Q5_1 | d, m, a word with the fifth bits, 16 bytes | d * q + m | q5_1 |
 | Q8_0 | d, 32 int8 | d * q | q8_0, of codes q + 128 |
 | MXFP4 | an exponent e, 16 bytes | 2 ** (e - 127) * E2M1(q) | mxfp4 |
 
 Byte i of 16 bytes of codes has code i in its low half and code i + 16 in its high half; ours follow one another.
+
+A block of NVFP4 is 64 weights: four scales of E4M3, and for each 16 weights 8 bytes, whose low halves come first, too.
+A tensor `.scale` beside the matrix has what multiplies all of them, for each expert; `.input_scale` is not used.
 
 A block of the K types is 256 weights. `Quant` says how weights are computed, and `ops/nested.py` what the bytes of
 scales are. i counts the weights of a block:
@@ -39,13 +42,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..formats.record import ITEM_BYTES
-from ..quant import GGUF_MODES, GRID, Quant
+from ..quant import GGUF_MODES, GRID, SUPER, Quant
 from .gguf_tables import SEPARATE, grid_of
 
 Arrays = tuple[np.ndarray, ...]
 BLOCK = 32
 TYPES = {"U32": "<u4", "F16": "<f2", "U8": "u1"}  # of a part's values
-ONLY_NUMPY = ("IQ1_M",)
 
 
 def _load() -> ModuleType | None:
@@ -61,20 +63,19 @@ _native = _load()
 class Form(NamedTuple):
     """Args:
     quant: our form.
-    nbytes: of a stored block.
-    scales: the dtype of scales and biases that have none of their form's, as files name it.
+    weights, nbytes: of a stored block.
     unpack: the blocks [n, bytes] of rows -> codes as bytes [n, words * 4], and the other parts [n] or [n, values].
     """
 
     quant: Quant
+    weights: int
     nbytes: int
-    scales: str
     unpack: Callable[[np.ndarray], Arrays]
 
 
 def _nibbles(stored: np.ndarray) -> np.ndarray:
-    """Halves of 16 bytes [n, 16] -> the same codes in their order, two in each of 16 bytes."""
-    pairs = np.ascontiguousarray(stored).view("<u2")  # [n, 8]: codes i, i + 16, i + 1, i + 17
+    """Halves of k bytes [n, k] -> the same codes in their order, two in each of k bytes."""
+    pairs = np.ascontiguousarray(stored).view("<u2")  # [n, k / 2]: codes i, i + k, i + 1, i + k + 1
     low = (pairs & 0x000F) | (pairs >> 4 & 0x00F0)
     high = (pairs >> 4 & 0x000F) | (pairs >> 8 & 0x00F0)
     return np.concatenate([low, high], axis=1).astype(np.uint8)
@@ -121,6 +122,10 @@ def _q8_0(blocks: np.ndarray) -> Arrays:
 
 def _mxfp4(blocks: np.ndarray) -> Arrays:
     return _nibbles(blocks[:, 1:]), np.ascontiguousarray(blocks[:, 0])
+
+
+def _nvfp4(blocks: np.ndarray) -> Arrays:
+    return _nibbles(blocks[:, 4:].reshape(-1, 8)).reshape(-1, 32), blocks[:, :4].copy()
 
 
 def _two_bits(data: np.ndarray) -> np.ndarray:
@@ -173,26 +178,29 @@ def _of(mode: str) -> Quant:
 
 
 FORMS = {
-    "Q4_0": Form(_of("q4_0"), 18, "F16", _q4_0),
-    "Q4_1": Form(Quant(4, BLOCK), 20, "F16", _q4_1),
-    "Q5_0": Form(_of("q5_0"), 22, "F16", _q5_0),
-    "Q5_1": Form(Quant(5, BLOCK), 24, "F16", _q5_1),
-    "Q8_0": Form(_of("q8_0"), 34, "F16", _q8_0),
-    "Q2_K": Form(_of("q2_k"), 84, "F16", _q2_k),
-    "Q3_K": Form(_of("q3_k"), 110, "F16", _q3_k),
-    "Q4_K": Form(_of("q4_k"), 144, "F16", _q4_k),
-    "Q5_K": Form(_of("q5_k"), 176, "F16", _q5_k),
-    "Q6_K": Form(_of("q6_k"), 210, "F16", _q6_k),
-    "MXFP4": Form(Quant(4, BLOCK, "mxfp4"), 17, "U8", _mxfp4),
-    "IQ4_NL": Form(_of("iq4_nl"), 18, "F16", SEPARATE["IQ4_NL"]),
-    "IQ4_XS": Form(_of("iq4_xs"), 136, "F16", SEPARATE["IQ4_XS"]),
-    "IQ3_XXS": Form(_of("iq3_xxs"), 98, "F16", SEPARATE["IQ3_XXS"]),
-    "IQ3_S": Form(_of("iq3_s"), 110, "F16", SEPARATE["IQ3_S"]),
-    "IQ2_XXS": Form(_of("iq2_xxs"), 66, "F16", SEPARATE["IQ2_XXS"]),
-    "IQ2_XS": Form(_of("iq2_xs"), 74, "F16", SEPARATE["IQ2_XS"]),
-    "IQ2_S": Form(_of("iq2_s"), 82, "F16", SEPARATE["IQ2_S"]),
-    "IQ1_S": Form(_of("iq1_s"), 50, "F16", SEPARATE["IQ1_S"]),
-    "IQ1_M": Form(_of("iq1_m"), 56, "F16", SEPARATE["IQ1_M"]),
+    "Q4_0": Form(_of("q4_0"), BLOCK, 18, _q4_0),
+    "Q4_1": Form(_of("q4_1"), BLOCK, 20, _q4_1),
+    "Q5_0": Form(_of("q5_0"), BLOCK, 22, _q5_0),
+    "Q5_1": Form(_of("q5_1"), BLOCK, 24, _q5_1),
+    "Q8_0": Form(_of("q8_0"), BLOCK, 34, _q8_0),
+    "Q2_K": Form(_of("q2_k"), SUPER, 84, _q2_k),
+    "Q3_K": Form(_of("q3_k"), SUPER, 110, _q3_k),
+    "Q4_K": Form(_of("q4_k"), SUPER, 144, _q4_k),
+    "Q5_K": Form(_of("q5_k"), SUPER, 176, _q5_k),
+    "Q6_K": Form(_of("q6_k"), SUPER, 210, _q6_k),
+    "MXFP4": Form(Quant(4, BLOCK, "mxfp4"), BLOCK, 17, _mxfp4),
+    "NVFP4": Form(Quant(4, 16, "nvfp4"), 64, 36, _nvfp4),
+    "IQ4_NL": Form(_of("iq4_nl"), BLOCK, 18, SEPARATE["IQ4_NL"]),
+    "IQ4_XS": Form(_of("iq4_xs"), SUPER, 136, SEPARATE["IQ4_XS"]),
+    "IQ3_XXS": Form(_of("iq3_xxs"), SUPER, 98, SEPARATE["IQ3_XXS"]),
+    "IQ3_S": Form(_of("iq3_s"), SUPER, 110, SEPARATE["IQ3_S"]),
+    "IQ2_XXS": Form(_of("iq2_xxs"), SUPER, 66, SEPARATE["IQ2_XXS"]),
+    "IQ2_XS": Form(_of("iq2_xs"), SUPER, 74, SEPARATE["IQ2_XS"]),
+    "IQ2_S": Form(_of("iq2_s"), SUPER, 82, SEPARATE["IQ2_S"]),
+    "IQ1_S": Form(_of("iq1_s"), SUPER, 50, SEPARATE["IQ1_S"]),
+    "IQ1_M": Form(_of("iq1_m"), SUPER, 56, SEPARATE["IQ1_M"]),
+    "TQ1_0": Form(_of("tq1_0"), SUPER, 54, SEPARATE["TQ1_0"]),
+    "TQ2_0": Form(_of("tq2_0"), SUPER, 66, SEPARATE["TQ2_0"]),
 }
 
 
@@ -206,8 +214,8 @@ def repacked(kind: str, stored: np.ndarray) -> Arrays:
         Words of codes, uint32 [..., words], and the other parts of the form but a grid, in memory of their own.
     """
     form, lead = FORMS[kind], stored.shape[:-1]
-    columns, rows = stored.shape[-1] // form.nbytes * form.quant.multiple, math.prod(lead)
-    shapes = [form.quant.of_part(part, columns, form.scales) for part in form.quant.parts if part != GRID]
+    columns, rows = stored.shape[-1] // form.nbytes * form.weights, math.prod(lead)
+    shapes = [form.quant.of_part(part, columns, "") for part in form.quant.parts if part != GRID]
     ends = list(accumulate(rows * count * ITEM_BYTES[dtype] for count, dtype in shapes))
     starts, memory = [0, *ends[:-1]], stored.reshape(-1).copy()
     rearrange(kind, memory, starts)
@@ -218,8 +226,7 @@ def repacked(kind: str, stored: np.ndarray) -> Arrays:
 def rearrange(kind: str, memory: np.ndarray, places: Sequence[int], start: int = 0, nbytes: int | None = None) -> None:
     """Brings blocks of one of `FORMS` to the parts of our form, in the same memory.
 
-    `native/blocks.c` is the native form; without a compiler, and for IQ1_M, numpy does it, at a fiftieth of the speed
-    or less.
+    `native/blocks.c` is the native form; without a compiler numpy does it, at a fiftieth of the speed or less.
 
     Args:
         memory: uint8 [bytes].
@@ -228,7 +235,7 @@ def rearrange(kind: str, memory: np.ndarray, places: Sequence[int], start: int =
     """
     form = FORMS[kind]
     count = ((len(memory) - start) if nbytes is None else nbytes) // form.nbytes
-    if _native is not None and kind not in ONLY_NUMPY:
+    if _native is not None:
         _native.rearrange(kind, memory, False, start, count, *places[1:])
         return
     blocks = memory[start : start + count * form.nbytes].reshape(count, form.nbytes)

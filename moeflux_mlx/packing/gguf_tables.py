@@ -8,6 +8,9 @@ Fields of a block, from llama.cpp's ggml-common.h: d, but for IQ1_M, and then
 - IQ2_XXS: 8 times 4 indices and a word. IQ2_XS: 32 halfwords, 8 bytes of scales. IQ2_S: 32 indices, 32 bytes of
   signs, 8 of high bits, 8 of scales.
 - IQ1_S: 32 indices, 8 halfwords. IQ1_M: 32 indices, 16 bytes of high bits and shifts, 4 halfwords.
+
+A block of TQ1_0 and TQ2_0 has d last. Before it TQ1_0 has 32 and 16 bytes of five codes and 4 bytes of four codes, the
+first code of all bytes of a kind before the second of all of them; TQ2_0 has 64 bytes of four codes, 32 at a time.
 """
 
 from collections.abc import Callable
@@ -85,7 +88,35 @@ def _iq1_m(b: np.ndarray) -> Parts:
     return b[:, :32].copy(), np.concatenate([first, b[:, 32:48]], axis=1)
 
 
+def _tq2_0(b: np.ndarray) -> Parts:
+    codes = b[:, :64].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    words = codes.reshape(-1, 8, 2, 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return words.sum(axis=3, dtype=np.uint8).reshape(-1, 64), b[:, 64:].copy()
+
+
+def _digits(data: np.ndarray, count: int) -> np.ndarray:
+    """[n, k] -> the first digits of all bytes, then the second ones, and so on, [n, count * k]."""
+    turned = data[:, None] * 3 ** np.arange(count, dtype=np.uint8)[:, None]  # the integer part is lost
+    return (turned.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(data), -1)
+
+
+def _as_byte(digits: np.ndarray) -> np.ndarray:
+    """Digits to the base 3 [..., up to 5] -> the byte that is the least fraction of 256 with them."""
+    values = (digits * 3 ** np.arange(4, -1, -1)[: digits.shape[-1]]).sum(axis=-1)
+    return ((values * 256 + 242) // 243).astype(np.uint8)
+
+
+def _tq1_0(b: np.ndarray) -> Parts:
+    parts = _digits(b[:, :32], 5), _digits(b[:, 32:48], 5), _digits(b[:, 48:52], 4)
+    codes = np.concatenate(parts, axis=1).reshape(-1, 8, 32)
+    words = _as_byte(codes[..., :20].reshape(-1, 8, 5, 4).swapaxes(2, 3)).reshape(-1, 32)
+    pairs = [_as_byte(codes[..., columns]) for columns in ([20, 21, 24, 25, 28], [22, 23, 26, 27, 30])]
+    shared = _as_byte(codes[..., [29, 31]].reshape(-1, 4, 4))
+    return words, np.concatenate([b[:, 52:], np.stack(pairs, axis=-1).reshape(-1, 16), shared], axis=1)
+
+
 SEPARATE: dict[str, Callable[[np.ndarray], Parts]] = {
     **{"IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s},
     **{"IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s, "IQ1_S": _iq1_s, "IQ1_M": _iq1_m},
+    **{"TQ1_0": _tq1_0, "TQ2_0": _tq2_0},
 }

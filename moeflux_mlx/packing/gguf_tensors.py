@@ -15,8 +15,10 @@ from ..families.gguf import Change
 from ..formats.checkpoint import FLOATS, ITEM_BYTES, Tensor, read_bytes
 from ..formats.gguf_file import Blocks
 from ..ops.forms import float_scales
+from ..quant import E4M3
 from .gguf_forms import FORMS, grids, repacked
-from .matrix import CHUNK_VALUES, Matrix, finite, shaped
+from .matrix import CHUNK_VALUES, Matrix, finite, shaped, typed
+from .small_floats import ScaledMatrix
 
 READ = ", ".join((*FORMS, *FLOATS))  # types that experts may have
 
@@ -128,8 +130,8 @@ def has_blocks(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class GgufMatrix(Matrix):
-    """Blocks of a type of `FORMS`, as the parts of our form."""
+class GgufMatrix(ScaledMatrix):
+    """Blocks of a type of `FORMS`, as the parts of our form, and for NVFP4 what multiplies its scales."""
 
     @property
     def _weight(self) -> GgufTensor:
@@ -142,16 +144,22 @@ class GgufMatrix(Matrix):
         return self._weight.blocks.type
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the blocks of a row."""
+        return self._weight.blocks.row_bytes
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
-        form = FORMS[self.type]
-        return "U32", *(form.quant.of_part(part, 0, form.scales)[1] for part in form.quant.parts[1:])
+        assert self.quant is not None
+        return tuple(self.quant.of_part(part, 0, "")[1] for part in self.quant.parts)
 
     def codes(self) -> tuple[mx.array, ...]:
         words, *others = self._weight.codes()
         quant = FORMS[self.type].quant
         for part in float_scales(quant, *others):
             finite(self.weight, part, quant.scale)
-        return words, *others, *map(mx.array, grids(self.type))
+        factor = () if self.global_scale is None else self.factor()
+        return words, *others, *factor, *map(mx.array, grids(self.type))
 
 
 def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Matrix | None:
@@ -164,7 +172,12 @@ def find_blocks(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]
     if not isinstance(weight, GgufTensor) or not weight.keeps_form:
         return None
     shaped(weight, shape)
-    return GgufMatrix(shape, weight, quant=FORMS[weight.blocks.type].quant)
+    quant = FORMS[weight.blocks.type].quant
+    factor = tensors.get(f"{name.removesuffix('.weight')}.scale") if quant.scale == E4M3 else None
+    if factor is None:
+        return GgufMatrix(shape, weight, quant=quant)
+    shaped(typed(factor, ("F32",)), shape[:-2] or (1,))
+    return GgufMatrix(shape, weight, quant=replace(quant, has_global_scale=True), global_scale=factor)
 
 
 def check_experts_type(matrix: Matrix) -> Matrix:

@@ -14,7 +14,7 @@ from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
 from ..ops.forms import unpacked_float32
 from ..quant import E4M3, FLOAT, NAN, Quant
-from ..rounding.methods import rounded
+from .ggml import rounded
 
 CHUNK_VALUES = 1 << 24  # values quantised at a time: 64 MiB as float32
 
@@ -112,7 +112,8 @@ class Matrix:
     def quantized(
         self, quant: Quant, rounding: str, start: int = 0, stop: int | None = None, dtype: mx.Dtype = mx.bfloat16
     ) -> tuple[mx.array, ...]:
-        """The matrix `rounded` by the method `rounding`: weight, scales and, in mode affine, biases, those in `dtype`.
+        """The matrix `rounded` by the method `rounding`: all parts of the form but a grid, floating ones
+        in `dtype`.
 
         Rows are rounded independently, so doing a few at a time changes nothing.
         """

@@ -9,10 +9,11 @@
       "layers": {"0-2": {"gate_up": 4}, "-1": {"down": 6}}
     }
 
-A form is a number of bits (mode affine, groups of 64), the name of another mode ("mxfp4"), an object as in the
-`quantization` of config.json, or "float": as the checkpoint has it. `PARTS` names the parts. A part that is not named
-takes `default`, which also stands for every matrix that belongs to no part; only a router takes 8 bits. `layers` says
-what differs in some layers: a number from 0 on, from -1 on counted from the end, or a range. A later entry wins.
+A form is a number of bits (mode affine, groups of 64), the name of another mode ("mxfp4") or of a type of GGUF
+("q3_k"), an object as in the `quantization` of config.json, or "float": as the checkpoint has it. `PARTS` names the
+parts. A part that is not named takes `default`, which also stands for every matrix that belongs to no part; only a
+router takes 8 bits. `layers` says what differs in some layers: a number from 0 on, from -1 on counted from the end, or
+a range. A later entry wins.
 """
 
 import json
@@ -28,7 +29,7 @@ from ..files import read_json, user_path
 from ..formats.checkpoint import RECIPE
 from ..formats.record import Quants
 from ..model.tensors import EMBEDDING, ROUTER, ROUTERS
-from ..quant import DEFAULT, GGUF_MODES, MLX_MODES, Quant, parse
+from ..quant import DEFAULT, MLX_MODES, MODES, Quant, parse
 from ..spec import ModelArgs
 
 DEFAULT_PART, ROUTER_PART, EXPERT_PARTS, TABLES = "default", "router", ("gate_up", "down"), "tables"
@@ -123,6 +124,11 @@ class Recipe:
         """The bytes of a file with this recipe."""
         return (json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n").encode()
 
+    @property
+    def forms(self) -> set[Quant]:
+        """Every form that it names."""
+        return {form for own in (self.parts, *(own for _, own in self.layers)) for form in own.values() if form}
+
     def with_forms(self, forms: Forms) -> "Recipe":
         """The recipe with other forms of these parts, in all layers."""
         if not forms:
@@ -210,14 +216,13 @@ def _form(part: str, value: Any, where: str) -> Form:
         return None
     if type(value) is int:
         value = {"bits": value}
-    elif isinstance(value, str) and value in MLX_MODES:
-        value = {"mode": value}
-    is_form = isinstance(value, Mapping) and {*value} <= {*DEFAULT.entry()}
-    if not is_form or value.get("mode") in (*GGUF_MODES,):
+    elif isinstance(value, str) and value.lower() in MODES:
+        value = {"mode": value.lower()}
+    if not (isinstance(value, Mapping) and {*value} <= {*DEFAULT.entry()}):
         floats = "" if part in EXPERT_PARTS else f', "{FLOAT}"'
         raise ConfigError(
             f"{where}: {part} is {reprlib.repr(value)}; give a number of bits, one of {', '.join(MLX_MODES)}{floats}, "
-            'or an object such as {"bits": 4, "group_size": 32}'
+            'a type of GGUF such as "q3_k", or an object such as {"bits": 4, "group_size": 32}'
         )
     return parse(f"{part} in {where}", value)
 

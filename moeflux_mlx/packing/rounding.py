@@ -7,9 +7,9 @@ import mlx.core as mx
 
 from ..quant import Quant
 from ..rounding.methods import FIT
+from .ggml import Codes
 from .matrix import Matrix
 
-Codes = tuple[mx.array, ...]  # weight, scales and, as the form has them, biases
 ALL = slice(0, None, 1)
 
 
@@ -22,8 +22,8 @@ class Rounding(Protocol):
         ...
 
     def codes(self, path: str, matrix: Matrix, quant: Quant, rows: slice = ALL, dtype: mx.Dtype = mx.bfloat16) -> Codes:
-        """The codes of some rows of a matrix, with floating scales and biases of `dtype`; `path`: the module path of
-        what they are stored for.
+        """The codes of some rows of a matrix, all parts of the form but a grid, with floating scales and biases of
+        `dtype`; `path`: the module path of what they are stored for.
 
         Raises:
             ModelFileError: a file cannot be read, or a value is not finite.

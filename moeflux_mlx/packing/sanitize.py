@@ -36,6 +36,10 @@ def canonical_tensors(tensors: Iterable[Tensor], args: ModelArgs) -> dict[str, T
         if name in canonical:
             raise ModelFileError(f"tensors {canonical[name].name} and {tensor.name} are both {name}")
         canonical[name] = _flat(tensor) if name.rpartition(".")[0].endswith(grouped) else tensor
+    for name, places in family.copies(args.layers).items():
+        if name in canonical:
+            tensor = canonical.pop(name)
+            canonical |= dict.fromkeys(places, tensor)
     return canonical
 
 

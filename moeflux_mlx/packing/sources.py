@@ -13,6 +13,7 @@ import numpy as np
 
 from ..formats.checkpoint import ITEM_BYTES, Tensor
 from ..quant import GRID, Quant
+from .ggml import tables
 from .matrix import Matrix, finite
 from .rounding import Alone, Rounding
 from .sanitize import add_one, channels_first
@@ -146,7 +147,7 @@ class MatrixSource:
 
     def _make(self) -> tuple[mx.array, ...]:
         if self.made:
-            return self.rounding.codes(self.pieces[0][0], self.matrix, self.made)
+            return *self.rounding.codes(self.pieces[0][0], self.matrix, self.made), *tables(self.made)
         if not self.dense:
             weight, scales, *third = self.matrix.codes()
             if self.matrix.quant is None or not self.matrix.quant.has_global_scale:

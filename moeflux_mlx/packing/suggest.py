@@ -13,6 +13,7 @@ from ..formats.record import ExpertLayout, Quants, stated_quants
 from ..quant import EXPERTS, MLX_MODES, unquantized
 from ..rounding.methods import METHODS, MINMAX
 from ..spec import ModelArgs
+from .ggml import TYPES
 from .source_format import SourceFormat
 
 
@@ -72,6 +73,7 @@ def unfinished_error(path: Path) -> NotPackedError:
     for name in ("q_bits", "q_group_size", "expert_bits", "down_bits"):
         words += [f"--{name.replace('_', '-')}", str(options[name])] if type(options.get(name)) is int else []
     words += ["--q-mode", options["q_mode"]] if options.get("q_mode") in MLX_MODES else []
+    words += ["--q-type", options["q_type"]] if options.get("q_type") in TYPES else []
     words += ["--rounding", MINMAX] if origin.get("rounding", MINMAX) == MINMAX else []
     recipe = _line(origin.get("recipe"))
     words += ["--recipe", recipe] if recipe else []

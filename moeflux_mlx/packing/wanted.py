@@ -1,5 +1,6 @@
 """How a conversion treats what it finds: the forms of floats, and which codes it keeps."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 from ..errors import ConfigError
 from ..quant import DEFAULT, MLX_MODES, SUPPORTED, Mode, Quant
 from ..rounding.methods import FIT, METHODS
+from .ggml import TYPES, check
+from .gguf_forms import FORMS
 from .recipe import EXPERT_PARTS, PARTS, ROUTER_PART, TABLES, UNIFORM_RECIPE, Recipe
 from .rounding import Alone, Rounding
 
@@ -40,6 +43,7 @@ class Wanted:
         q_bits: int | None = None,
         q_group_size: int | None = None,
         q_mode: str = DEFAULT.mode,
+        q_type: str | None = None,
         expert_bits: int | None = None,
         down_bits: int | None = None,
         requantize: bool = False,
@@ -54,23 +58,27 @@ class Wanted:
         """
         if isinstance(rounding, str) and rounding not in METHODS:
             raise ConfigError(f"rounding {rounding!r} is not known; supported: {', '.join(METHODS)}")
-        chosen = UNIFORM_RECIPE if recipe is None else Recipe.of(recipe)
+        chosen = Recipe.of(recipe or (UNIFORM_RECIPE if q_type is None else "balanced"))
         forms = {"q_bits": q_bits, "q_group_size": q_group_size, "expert_bits": expert_bits, "down_bits": down_bits}
         options: dict[str, Any] = {name: value for name, value in forms.items() if value is not None}
         if q_mode != DEFAULT.mode:
             options["q_mode"] = q_mode
+        if q_type is not None:
+            options["q_type"] = q_type
         if recipe is not None:
             options["recipe"] = chosen.to_json()
-        is_usual = recipe is None and not {"q_bits", "q_group_size", "q_mode"} & options.keys()
+        is_usual = recipe is None and not {"q_bits", "q_group_size", "q_mode", "q_type"} & options.keys()
         if q_bits is not None or q_group_size is not None or q_mode != DEFAULT.mode:
             usual: Mode | Quant = MLX_MODES.get(q_mode, DEFAULT)
             bits = usual.bits if q_bits is None else q_bits
             quant = _checked(Quant(bits, usual.group_size if q_group_size is None else q_group_size, q_mode))
             chosen = chosen.with_forms(dict.fromkeys((part for part in PARTS if part != ROUTER_PART), quant))
+        if q_type is not None:
+            chosen = chosen.with_forms(dict.fromkeys(EXPERT_PARTS, _of_type(q_type)))
         chosen = _with_expert_bits(chosen, expert_bits, down_bits)
         if options.keys() - {"recipe"}:
             chosen = replace(chosen, name="from options")
-        named = expert_bits is not None or down_bits is not None or recipe is not None
+        named = not (expert_bits is None and down_bits is None and q_type is None and recipe is None)
         options["requantize"] = requantize
         return cls(
             chosen,
@@ -80,6 +88,11 @@ class Wanted:
             options,
             rounding=Alone(rounding) if isinstance(rounding, str) else rounding,
         )
+
+    def check(self) -> None:
+        """Raises ConfigError: a form of GGUF's cannot be made here."""
+        for form in self.recipe.forms:
+            check(form, is_calibrated=not isinstance(self.rounding, Alone))
 
     def keeps(self, stored: Quant, form: Quant) -> bool:
         """Whether an expert's codes in the form `stored` are copied, though `form` is wanted of floats."""
@@ -95,6 +108,13 @@ class Wanted:
         rest = dict.fromkeys((part for part in PARTS if part not in kept), BESIDE_CODES)
         experts = {part: self.recipe.form(part) for part in (*EXPERT_PARTS, TABLES)}
         return replace(self, recipe=replace(self.recipe.with_forms({**experts, **rest}), name="beside codes"))
+
+
+def _of_type(name: str) -> Quant:
+    """The form of a type of GGUF."""
+    if name.upper() not in TYPES:
+        raise ConfigError(f"q_type {reprlib.repr(name)} is not made; supported: {', '.join(TYPES)}")
+    return FORMS[name.upper()].quant
 
 
 def _with_expert_bits(recipe: Recipe, expert_bits: int | None, down_bits: int | None) -> Recipe:

@@ -35,7 +35,8 @@ STARTS, TURNS, LAST = 8, 3, 4
 BLOCK = 8  # columns that are summed before sums are
 LEAST_RANGE, LEAST_SCALE = 1e-7, 1e-30  # of mx.quantize; the inverse of a smaller scale may be infinite
 KINDS = (mx.float32, mx.bfloat16, mx.float16)  # dtypes of scales, in the order of the kernel's numbers
-CHUNK_VALUES = 1 << 18  # of one thread's piece of work, or of one run of the twin
+CHUNK_VALUES = 1 << 18  # of one thread's piece of work, or of one run of the twin, at the most
+LEAST_PIECE = 1 << 16  # of one thread's piece of work, so that an expert of a few million values keeps 16 cores busy
 
 Fitted = tuple[mx.array, mx.array, mx.array]
 Line = tuple[mx.array, mx.array]
@@ -81,7 +82,7 @@ def _fit_native(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.D
     words = np.empty((rows, quant.words(columns)), np.uint32)
     scales, biases = np.empty((2, rows, quant.groups(columns)), np.float32)
     form = quant.bits, quant.group_size, is_half, KINDS.index(dtype), TURNS, LAST, least
-    step = max(1, CHUNK_VALUES // columns)
+    step = max(1, min(CHUNK_VALUES, max(LEAST_PIECE, x.size // (2 * cores()))) // columns)
 
     def fit(start: int) -> None:
         part = slice(start, start + step)

@@ -222,6 +222,24 @@ COHERE = TwoSpans(
     gap="",
     tail="<|END_TEXT|>",
 )
+
+
+@dataclass(frozen=True)
+class Enclosed(Channels):
+    """Text before a call, or a call, may stand between the tags `around`, which are no text."""
+
+    around: tuple[str, str] = ("", "")
+
+    def switches(self, inside: bool) -> dict[str, bool]:
+        return super().switches(inside) | dict.fromkeys(self.around, False)
+
+    def begin_of(self, prompt: str, at: int) -> int:
+        return super().begin_of(prompt, len(prompt[:at].removesuffix(self.around[0])))
+
+
+PYTHON = ("<|python_start|>", "<|python_end|>")
+# <|python_start|>TEXT<|python_end|>CALLS: the chat template of Llama 4.
+LLAMA4 = Enclosed(ends=frozenset({"<|eot|>", "<|eom|>"}), markers=frozenset(PYTHON), around=PYTHON)
 THINK = Channels()
 
 
@@ -230,7 +248,7 @@ def channels_of(markers: Set[str]) -> Channels:
 
     A plain tag has the lowest priority.
     """
-    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS, COHERE):
+    for channels in (HARMONY, SOLAR, GEMMA, MINIMAX, SPANS, COHERE, LLAMA4):
         if channels.markers <= markers:
             return channels
     tags = sorted(

@@ -37,7 +37,7 @@ CUTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "qwen35": ((QWEN35,), True),
     **dict.fromkeys(("glm4", "chatglm-bpe"), ((LLAMA3,), False)),
     "deepseek-v3": (DEEPSEEK3, False),
-    "gpt-4o": ((O200K,), False),
+    **dict.fromkeys(("gpt-4o", "llama4"), ((O200K,), False)),
     "kimi-k2": ((KIMI_WORDS,), False),
 }
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -72,8 +72,9 @@ def generation_file(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     Raises:
         TokenizerError: one of them is no token.
     """
-    tokens = _texts(metadata, "tokenizer.ggml.tokens")
-    ends = [one for name in ENDS if (one := _id(metadata, name, tokens)) is not None]
+    named = [name for name in ENDS if f"tokenizer.ggml.{name}_token_id" in metadata]
+    tokens = _texts(metadata, "tokenizer.ggml.tokens") if named else []
+    ends = [one for name in named if (one := _id(metadata, name, tokens)) is not None]
     return {"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {}
 
 

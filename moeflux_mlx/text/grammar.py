@@ -141,7 +141,7 @@ def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> 
     begin = (dialect.begin + dialect.named).split(dialect.opening, 1)[1]
     if dialect.id_rule:
         begin = begin.removeprefix("ID")
-    begin = begin.replace("NAME", name)
+    begin = begin.replace("NAME", dialect.spelt(name))
     if dialect.arguments is not None:
         own = dialect.arguments[1](schema) if strict else "arguments"
         return f"{quoted(begin)} {own} {quoted(dialect.close)}"
@@ -208,7 +208,7 @@ class _TaggedParameters:
             yield f"({quoted(opening)} key {self._value(None, one.get('additionalProperties', True))})*"
         else:
             for name, own, is_required in members(one, self._root):
-                rule = f"{quoted(f'{opening}{name}{closing}')} {self._value(name, own)}"
+                rule = f"{quoted(opening + self._tags.escaped(name) + closing)} {self._value(name, own)}"
                 yield rule if is_required else f"({rule})?"
 
     def _value(self, name: str | None, own: Any) -> str:

@@ -77,6 +77,7 @@ class StandIn:
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
         )
         self._begin, self._end = dialect.section
+        self._called = dialect.spelt(answer.calls[0][0])
         self._id = (dialect.id or "{name}").format(name=self._name, index=0)
         self._arguments = arguments
 
@@ -110,7 +111,7 @@ class StandIn:
         if shown is None:
             return None
         # Some templates name the tool again with its result.
-        return prompt[:start] + shown + prompt[end:].replace(self._name, self._answer.calls[0][0])
+        return prompt[:start] + shown + prompt[end:].replace(self._name, self._called)
 
 
 def _loaded(arguments: Any) -> Any:

@@ -5,7 +5,7 @@
     python scripts/bench/make_random_model.py --variant qwen3-30b-a3b --layers 8 MODEL
     scripts/bench/bench_llama_cpp.py MODEL FILE.gguf
 
-The first run writes FILE.gguf: the same shapes with random weights of its own, every matrix in Q4_0, which is
+The first run writes FILE.gguf: the same shapes with random weights of its own, every matrix in Q4_0 or Q4_K, which is
 4.5 bits a weight, like the packed model's. A round times prefill and then decode of random tokens, without repacked
 weights (computed straight from the mapped file) and with them (a second copy, in memory). Reported are medians over
 the rounds; one round before them, which may find pages unread, is only in the JSON of the last line. No sampling but
@@ -24,6 +24,7 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import statistics
 import sys
 import time
@@ -35,9 +36,11 @@ import gguf
 import llama_cpp
 import numpy as np
 
-Q4_0 = gguf.GGMLQuantizationType.Q4_0
-BLOCK = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])  # 32 weights, each scale * (code - 8)
+Q4_0 = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])  # 32 weights, each scale * (code - 8)
+Q4_K = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("scales", "u1", 12), ("codes", "u1", 128)])  # 256 weights
+BLOCKS = {"q4_0": (gguf.GGMLQuantizationType.Q4_0, Q4_0, 32), "q4_k": (gguf.GGMLQuantizationType.Q4_K, Q4_K, 256)}
 CODE_SPREAD = 4.61  # standard deviation of 0 .. 15
+NESTED_SPREAD = 254  # of scale * code - 7.5 * minimum, with random scales and minima of 6 bits
 clock = time.perf_counter
 ERROR = 4  # llama.cpp's number of that level of log messages
 
@@ -56,7 +59,10 @@ def main() -> None:
     if config["model_type"] != "qwen3_moe":
         raise SystemExit(f"error: {options.model} is a {config['model_type']} model; only qwen3_moe is known here")
     if not options.gguf.exists():
-        write_gguf(config, options.gguf)
+        write_gguf(config, options.gguf, options.type)
+        copy_tokenizer(options.model, options.gguf)
+    if options.write_only:
+        return
     if options.cold:
         forget(options.gguf)
     llama_cpp.llama_log_set(log, None)
@@ -72,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     made.add_argument("model", type=Path, help="of the qwen3_moe family, made by make_random_model.py")
     made.add_argument("gguf", type=Path, help="the same shapes for llama.cpp; written if it does not exist")
+    made.add_argument("--type", choices=BLOCKS, default="q4_0", help="of every matrix of a new file (%(default)s)")
     made.add_argument("--rounds", type=int, default=5, help="after a first that does not count")
     made.add_argument("--prompt", type=int, default=128, help="tokens of the prefill")
     made.add_argument("--tokens", type=int, default=24, help="tokens that a round decodes")
@@ -80,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--decode-only", action="store_true", help="no prefill")
     made.add_argument("--no-repack", action="store_true", help="only from the mapped file, without a second copy")
     made.add_argument("--cpu-time", action="store_true", help="count the process's CPU time, not the clock's")
+    made.add_argument("--write-only", action="store_true", help="write FILE.gguf and stop")
     made.add_argument("--cold", action="store_true", help="drop the file's pages first, so that a limit counts them")
     return made
 
@@ -104,27 +112,34 @@ def tensors(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "output", (vocab, hidden)
 
 
-def size(shape: tuple[int, ...]) -> int:
-    """Returns the bytes of a tensor in the file."""
+def size(shape: tuple[int, ...], type: str = "q4_0") -> int:
+    """Returns the bytes of a tensor in the file. Matrices of both types have 4.5 bits a weight."""
+    _, block, weights = BLOCKS[type]
     count = int(np.prod(shape))
-    return 4 * count if len(shape) == 1 else count // 32 * BLOCK.itemsize
+    return 4 * count if len(shape) == 1 else count // weights * block.itemsize
 
 
-def write_gguf(config: dict, path: Path) -> None:
+def write_gguf(config: dict, path: Path, type: str) -> None:
     """Writes one tensor after the other, under another name until the file is complete."""
     unfinished, rng = path.with_suffix(".part"), np.random.default_rng(0)
     writer = gguf.GGUFWriter(unfinished, "qwen3moe")
     add_header(writer, config)
     for name, shape in tensors(config):
-        dtype, kind = (np.float32, None) if len(shape) == 1 else (np.float16, Q4_0)
+        dtype, kind = (np.float32, None) if len(shape) == 1 else (np.float16, BLOCKS[type][0])
         writer.add_tensor_info(f"{name}.weight", shape, np.dtype(dtype), size(shape), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for _, shape in tensors(config):
-        writer.write_tensor_data(np.ones(shape, np.float32) if len(shape) == 1 else quantised(rng, shape))
+        writer.write_tensor_data(np.ones(shape, np.float32) if len(shape) == 1 else quantised(rng, shape, type))
     writer.close()
     unfinished.rename(path)
+
+
+def copy_tokenizer(model: Path, path: Path) -> None:
+    """Puts the model's tokenizer beside the file, which has none, so that we can read it."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, path.with_name(name))
 
 
 def add_header(writer: gguf.GGUFWriter, config: dict) -> None:
@@ -143,16 +158,18 @@ def add_header(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
 
 
-def quantised(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns Q4_0 blocks of a random matrix of standard deviation 1/sqrt(inputs)."""
-    blocks = rng.integers(0, 2**16, size(shape) // 2, np.uint16).view(BLOCK)
-    step = rng.uniform(0.8, 1.2, blocks.shape) * shape[-1] ** -0.5 / CODE_SPREAD
+def quantised(rng: np.random.Generator, shape: tuple[int, ...], type: str) -> np.ndarray:
+    """Returns the blocks of a random matrix of standard deviation 1/sqrt(inputs)."""
+    blocks = rng.integers(0, 2**16, size(shape) // 2, np.uint16).view(BLOCKS[type][1])
+    spread = CODE_SPREAD if type == "q4_0" else NESTED_SPREAD
+    step = rng.uniform(0.8, 1.2, blocks.shape) * shape[-1] ** -0.5 / spread
     # The codes have a mean other than zero. If all had the same sign, it would add up, layer by layer, and make all
     # tokens alike.
     blocks["scale"] = np.where(rng.random(blocks.shape) < 0.5, step, -step)
+    if type == "q4_k":
+        blocks["minimum"] = 7.5 * blocks["scale"]
     return blocks
 
 
@@ -167,16 +184,20 @@ def forget(path: Path) -> None:
 
 
 class Runner:
-    """One loaded model with a context."""
+    """One loaded model with a context; `model` and `run` are fields of llama.cpp's parameters of each."""
 
-    def __init__(self, options: argparse.Namespace, repack: bool):
+    def __init__(self, options: argparse.Namespace, repack: bool, model: dict | None = None, run: dict | None = None):
         params = llama_cpp.llama_model_default_params()
         params.load_mode, params.use_extra_bufts = llama_cpp.LLAMA_LOAD_MODE_MMAP, repack
+        for name, value in (model or {}).items():
+            setattr(params, name, value)
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(options.gguf), params)
         if not self.model:
             raise SystemExit(f"error: llama.cpp cannot load {options.gguf}; remove it and it will be written anew")
         context = llama_cpp.llama_context_default_params()
         context.n_ctx, context.n_threads, context.n_threads_batch = options.context, options.threads, options.threads
+        for name, value in (run or {}).items():
+            setattr(context, name, value)
         self.context = llama_cpp.llama_init_from_model(self.model, context)
         self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
 

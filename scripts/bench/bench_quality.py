@@ -7,6 +7,8 @@
 Converts the checkpoint in each way of `CASES` (or those named), reads the first tokens of the text with it in windows
 of 1,024, and compares its logits with those of the checkpoint's floats, all in float32. With `--experts-only` all other
 matrices stay floats. Prints a line for each case, then a table, and a line of JSON.
+
+`GGML` are cases of GGUF's types, which need rows of 256 and the package libgguf: bench_quality.py --cases "ggml Q2_K".
 """
 
 import argparse
@@ -37,6 +39,11 @@ ROUNDINGS = ("minmax", "fit")
 CASES = [f"{rounding} {bits}" for bits in BITS for rounding in ROUNDINGS]
 CASES += [f"{method} {bits}, calibrated" for bits in BITS for method in ("fit", "gptq")]
 CASES += [f"gptq {bits:g}, budget" for bits in BUDGETS]
+GGML = [
+    f"ggml {kind}{how}"
+    for kind in ("Q2_K", "IQ2_S", "IQ3_XXS", "Q3_K", "IQ4_XS", "Q4_K")
+    for how in ("", ", calibrated")
+]
 WHOLE = ["minmax 4 balanced", "fit 4 balanced", "gptq 4 balanced, calibrated"]
 
 
@@ -81,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--calibrate-tokens", type=int, default=16384, help="(%(default)s)")
     made.add_argument("--tokens", type=int, default=20480, help="(%(default)s)")
     made.add_argument("--experts-only", action="store_true", help="leave all other matrices floats")
-    made.add_argument("--cases", nargs="+", metavar="NAME", help="of " + ", ".join(CASES + WHOLE))
+    made.add_argument("--cases", nargs="+", metavar="NAME", help="of " + ", ".join(CASES + WHOLE + GGML))
     made.add_argument("--work", type=Path, help="a directory for the converted models, one after the other")
     return made
 
@@ -90,10 +97,10 @@ def made(case: str, options: argparse.Namespace, path: Path) -> None:
     """Converts the checkpoint as a case says: method, bits, perhaps a recipe, and what it is calibrated for."""
     words, _, how = case.partition(", ")
     method, number, *named = words.split()
-    bits = float(number)
-    rest = EXPERTS if options.experts_only else {"default": 8} if named or how == "budget" else {"default": int(bits)}
+    form, method = (number.lower(), "fit") if method == "ggml" else (int(float(number)), method)
+    rest = EXPERTS if options.experts_only else {"default": 8} if named or how == "budget" else {"default": form}
     recipe = Recipe.from_json(
-        {**rest, **({} if how == "budget" else dict.fromkeys(("gate_up", "down"), int(bits)))}
+        {**rest, **({} if how == "budget" else dict.fromkeys(("gate_up", "down"), form))}
         | ({"gate_up": 4, "down": 4} if how == "budget" else {}),
         case.replace(",", ""),
         "this script",
@@ -107,7 +114,7 @@ def made(case: str, options: argparse.Namespace, path: Path) -> None:
         "default" if options.calibrate is None else [options.calibrate],
         method,
         options.calibrate_tokens,
-        target_bits=bits if how == "budget" else None,
+        target_bits=float(number) if how == "budget" else None,
         dtype=mx.float32,
     )
     convert_calibrated(options.model, path, calibration, recipe)

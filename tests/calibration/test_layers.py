@@ -42,8 +42,8 @@ def texts_of(family):
 
 # Attention, recurrent mixers of three kinds, several streams of three kinds, sums of blocks, n-grams, a layer without
 # experts, experts between two projections, biases of experts, chosen positions and blocks, norms that depend on the
-# depth, a stream that is kept divided by a factor, experts beside attention, and some whose output is added behind the
-# next layer.
+# depth, a stream that is kept divided by a factor, experts beside attention, some whose output is added behind the next
+# layer, and latents that layers share.
 FAMILIES = [
     "qwen3_5_moe",
     "nemotron_h_latent",
@@ -60,6 +60,7 @@ FAMILIES = [
     "cohere2_moe",
     "longcat_flash",
     "deepseek_v41",
+    "mistral_large4",
 ]
 
 

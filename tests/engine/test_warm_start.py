@@ -5,6 +5,8 @@ import importlib
 import json
 import os
 import re
+import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -70,6 +72,24 @@ def test_it_can_be_switched_off(how, monkeypatch):
         monkeypatch.setenv(warm_start.VARIABLE, "off")
     _, stats = session(**({"warm_start": "off"} if how == "option" else {}))
     assert stats.warmed == 0 and usage_file().read_bytes() == kept
+
+
+def test_sessions_that_end_together_are_all_kept(monkeypatch):
+    """Each waits for the one that changes the file."""
+    read = warm_start.read_rows
+    monkeypatch.setattr(warm_start, "read_rows", lambda file: (read(file), time.sleep(0.02))[0])
+    sessions = [threading.Thread(target=keep, args=(KEY, used(10, i), os.getpid())) for i in range(4)]
+    for one in sessions:
+        one.start()
+    for one in sessions:
+        one.join()
+    kept = kept_of(KEY, (2, 6))
+    assert np.count_nonzero(kept.rates) == 4 and kept.steps == pytest.approx(40, rel=0.02)
+
+
+def test_a_benchmark_notes_nothing():
+    assert main(["benchmark", "--model", str(PATH), "-m", "2", "--rounds", "1", "--prompt-tokens", "4"]) == 0
+    assert not usage_file().exists()
 
 
 def test_a_model_that_is_dropped_is_kept_too():

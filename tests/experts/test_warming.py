@@ -85,6 +85,18 @@ def test_it_evicts_nothing(packed):  # noqa: F811
     loader.close()
 
 
+def test_a_hint_hastens_what_is_queued(packed):  # noqa: F811
+    """A record that waits until nobody wants the drive goes with the guesses once it is one."""
+    loader, moved = warmed(packed, 5), []
+    slot = loader.pools.of[1].get((1, 4))
+    slot.warming, slot.read = True, "queued"
+    loader.reader.promote = lambda *given: moved.append(given)
+    loader.hint([(1, 4), (1, 3)])
+    assert moved == [("queued", GUESSED)]
+    slot.read = None
+    loader.close()
+
+
 def test_what_is_requested_goes_first(packed):  # noqa: F811
     gate = Gate()
     loader = StreamedExperts(

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import zlib
 
 import goldens
@@ -20,6 +21,7 @@ from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.errors import ConfigError, ModelFileError, RequestError
+from moeflux_mlx.families.longcat import USUAL
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.files import directory, read_json
 from moeflux_mlx.formats.record import STRIDE_ALIGNMENT, ExpertLayout
@@ -95,6 +97,7 @@ SIZES = {
     "longcat-flash-562b-a27b": (21233664, 10871635968, 28, 283.5),
     "beam-501b-a23b": (22118400, 5662310400, 49, 258.40),
     "hy4-preview-770b-a49b": (21233664, 5435817984, 77, 389.81),
+    "mistral-large-4-1t-a52b": (63700992, 8153726976, 71, 539.16),
     "kolibri-1-75b": (2211840, 849346560, 50, 39.55),
 }
 
@@ -276,6 +279,8 @@ def test_unknown_storage_names_its_module(entry):
             {"prefix_dense_intermediate_size": None},
             "'prefix_dense_intermediate_size' is missing",
         ),
+        ("north-mini-code-30b-a3b", {"sliding_window": None}, "'sliding_window' is missing"),
+        ("longcat-flash-562b-a27b", {"routed_scaling_factor": None}, "'routed_scaling_factor' is missing"),
         ("longcat-flash-562b-a27b", {"zero_expert_type": "copy"}, "'zero_expert_type' is 'copy'; only 'identity'"),
         ("longcat-flash-562b-a27b", {"mla_scale_q_lora": False}, "'mla_scale_q_lora' is False"),
         ("qwen3-30b-a3b", {"quantization": 3}, "'quantization' is 3"),
@@ -430,11 +435,69 @@ def test_tables_of_deepseek_v41():
         ({"kv_source_layer_ids": [1]}, "'kv_source_layer_ids'"),
         ({"index_source_layer_ids": [1, 5]}, "'kv_source_layer_ids'"),
         ({"index_source_layer_ids": [1, "3"]}, "'index_source_layer_ids'"),
+        ({"hidden_size": 8}, "'hidden_size' is 8; expected at least 12, for 4 streams"),
+        ({"candidate_source_layer_id": 4}, "'candidate_source_layer_id' is 4"),
+        ({"candidate_source_layer_id": 1}, "'candidate_source_layer_id' is 1"),
     ],
 )
 def test_what_deepseek_v41_does_not_compute(change, words):
     with pytest.raises(ConfigError, match=words):
         ModelArgs.from_dict({**goldens.config("deepseek_v41"), **change})
+
+
+def test_layers_of_mistral_large_4():
+    """Rotated ones and others share latents of their own kind, and the learned frequencies go to the rotated ones."""
+    config = goldens.config("mistral_large4")
+    args = ModelArgs.from_dict(config)
+    assert [mixer.shares for mixer in args.mixers] == [False, True, True, False, False, False]
+    assert [mixer.borrows for mixer in args.mixers] == [False, False, False, True, True, False]
+    assert [mixer.indexer.reuses for mixer in args.mixers] == [False, True, False, False, True, False]
+    assert {(mixer.rotated, mixer.nope) for mixer in args.mixers} == {(16, 48), (0, 64)}
+    copies = FAMILIES["mistral_large4"].copies(args.layers)
+    assert [name.split(".")[2] for name in copies["model.rotary_emb.alpha"]] == ["0", "1", "3", "5"]
+    norms = {layer: f"model.layers.{layer}.self_attn.kv_a_layernorm.weight" for layer in range(6)}
+    assert copies[norms[1]] == [norms[1], norms[3]] and copies[norms[2]] == [norms[2], norms[4]]
+    usual = ModelArgs.from_variant("mistral-large-4-1t-a52b")
+    assert [i for i, mixer in enumerate(usual.mixers) if not mixer.rotation] == list(range(3, 72, 4))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"kv_source_layers": [0, 1, 2, 1, 2, 0]}, "expected 5 or 1 for layer 5"),
+        ({"kv_source_layers": [0, 1, 2, 2, 2, 5]}, "'kv_source_layers'"),
+        ({"kv_source_layers": [0, 0, 2, 1, 2, 5]}, "'kv_source_layers'"),
+        ({"kv_source_layers": [1, 1, 2, 3, 4, 5]}, "'kv_source_layers'"),
+        ({"q_lora_rank": 64}, "'q_lora_rank' is 64"),
+        ({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}, "'mscale_all_dim' is 1.0"),
+    ],
+)
+def test_what_mistral_large_4_does_not_compute(change, words):
+    config = goldens.config("mistral_large4")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        ModelArgs.from_dict({**config, "text_config": {**config["text_config"], **change}})
+
+
+def test_what_nulls_of_cohere_and_longcat_mean():
+    """No window where no layer has one, and no experts that return their input."""
+    config = config_of("north-mini-code-30b-a3b")
+    full = {**config, "sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    assert not any(mixer.window for mixer in ModelArgs.from_dict(full).mixers)
+    config = config_of("longcat-flash-562b-a27b")
+    assert [
+        ModelArgs.from_dict({**config, **own}).experts.router.identities for own in ({}, {"zero_expert_num": None})
+    ] == [256, 0]
+    assert ModelArgs.from_dict({n: v for n, v in config.items() if n not in USUAL}) == ModelArgs.from_dict(config)
+
+
+def test_windows_of_cohere_do_not_follow_the_layers_that_are_dense():
+    """As transformers' class counts the first ones: by `first_k_dense_replace` alone."""
+    config = {**config_of("north-mini-code-30b-a3b"), "layer_types": None, "prefix_dense_sliding_window_pattern": 3}
+    count = config["num_hidden_layers"]
+    kinds = {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * (count - 2)}
+    for first, full in ((0, [3, 7, 11]), (3, [2, 6, 10])):
+        mixers = ModelArgs.from_dict({**config, **kinds, "first_k_dense_replace": first}).mixers
+        assert [i for i, mixer in enumerate(mixers[:12]) if not mixer.window] == full
 
 
 def test_kimi_k3_as_published_and_as_mlx_lm_may_have_it():
@@ -553,7 +616,15 @@ def small(config):
     if "num_layers" in body:  # of two each
         body["num_layers"] = 2
     lists = ("layer_types", "attn_type_list", "hybrid_layer_pattern", "moe_layer_freq", "num_attention_heads_per_layer")
-    for name in (*lists, "mlp_layer_types", "is_moe_layer", "indexer_types", "compress_ratios", "no_rope_layers"):
+    for name in (
+        *lists,
+        "mlp_layer_types",
+        "is_moe_layer",
+        "indexer_types",
+        "compress_ratios",
+        "no_rope_layers",
+        "kv_source_layers",
+    ):
         if isinstance(body.get(name), list):
             body[name] = (body[name] * 4)[:4]
     linear = body.get("linear_attn_config", {})

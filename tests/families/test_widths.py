@@ -17,8 +17,7 @@ from moeflux_mlx.ops import native
 from moeflux_mlx.spec import ModelArgs
 
 LANES = 16
-# Layers that reuse the choice of another layer cannot be listed alone; deepseek_v32 has the same parts.
-FAMILIES = sorted({*goldens.FAMILIES, *goldens.KIN} - {"glm_moe_dsa", "hy_v4"})
+FAMILIES = sorted({*goldens.FAMILIES, *goldens.KIN})
 # What each kernel requires to be whole vectors, by its arguments (native/native.c).
 ROWS = {
     "linear": lambda x, *_: [x.shape[-1]],

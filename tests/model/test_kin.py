@@ -193,8 +193,8 @@ IGNORED = [
     ("cohere2_moe_north", {"prefix_dense_sliding_window_pattern": 4}),
     ("cohere2_moe_north", {"rms_norm_eps": None, "layer_norm_eps": 0.01}),
     ("cohere2_moe_north", {"norm_topk_prob": True}),
-    ("longcat_flash", {"routed_scaling_factor": None}),
-    ("longcat_flash", {"rope_theta": None}),
+    ("longcat_flash", {"routed_scaling_factor": 6.0}),
+    ("longcat_flash", {"rope_theta": 1e7}),
     ("longcat_flash", {"rms_norm_eps": None}),
     ("granitemoehybrid", {"embedding_multiplier": None}),
     ("granitemoehybrid", {"residual_multiplier": None}),
@@ -202,6 +202,9 @@ IGNORED = [
     ("granitemoehybrid", {"logits_scaling": None}),
     ("granitemoehybrid", {"position_embedding_type": "rope"}),
     ("granitemoehybrid", {"rms_norm_eps": None}),
+    *(("mistral_large4", {name: value}) for name, value in (("index_topk", 64), ("rms_norm_eps", None))),
+    *(("mistral_large4", {name: value}) for name, value in (("rope_parameters", None), ("routed_scaling_factor", 1.0))),
+    ("mistral_large4", {"final_logit_softcapping": None}),
     ("beam", {"final_logit_softcapping": 30.0}),
     ("beam", {"rms_norm_eps": None}),
     ("beam", {"rope_parameters": None}),
@@ -746,6 +749,46 @@ def test_an_expert_that_returns_its_input_is_replaced_by_another_of_the_token(ki
         [[0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1]],
         [[6], [10], [0]],
     ]
+
+
+def _grown(where):
+    """Returns a change of a layer that leaves the growth of some queries out."""
+
+    def change(layer):
+        parts = {"attention": layer.self_attn, "index": layer.self_attn.get("indexer", {})}
+        if "softmax_scaling" in parts[where]:
+            parts[where].softmax_scaling = lambda q, position: q
+
+    return change
+
+
+def _late_growth(layer):
+    own = layer.self_attn.softmax_scaling
+    layer.self_attn.softmax_scaling = lambda q, position: own(q, position + 1)
+
+
+# Parts of Mistral Large 4 that an implementation may leave out or place wrongly.
+MISTRAL_LARGE4 = {
+    "queries that do not grow": _grown("attention"),
+    "index queries that do not grow": _grown("index"),
+    "queries that grow one later": _late_growth,
+    "frequencies that are not learned": lambda layer: [rope.learn(mx.zeros(8)) for rope in layer.self_attn._ropes()],
+    "norms of latents with another eps": lambda layer: setattr(layer.self_attn.kv_a_layernorm, "eps", 1e-6),
+    "a norm of its own in layers that borrow latents": lambda layer: (
+        layer.self_attn.mixer.borrows and _set(layer.self_attn.kv_a_layernorm, "weight", mx.ones(64))
+    ),
+    "index queries of an input without a norm": lambda layer: (
+        "indexer" in layer.self_attn and setattr(layer.self_attn.indexer, "q_input_norm", lambda x: x)
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTRAL_LARGE4)
+def test_mistakes_in_mistral_large4(mistake):
+    model = load_model(tiny_directory("mistral_large4", "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        MISTRAL_LARGE4[mistake](layer)
+    assert error(model, "mistral_large4") > 10 * TOLERANCE
 
 
 # Parts of Llama 4 that an implementation may place wrongly.

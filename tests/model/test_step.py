@@ -124,6 +124,7 @@ def plain_model(family):
                 "llama4",
                 "cohere2_moe",
                 "longcat_flash",
+                "mistral_large4",
             ]
         ),
         ["native", "plain"],

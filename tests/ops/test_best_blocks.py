@@ -40,7 +40,7 @@ def test_blocks_are_marked_and_used(make):
     assert np.array(chosen)[0].tolist() == [entries for _, entries in wanted]
     later = Index(index.queries[:, :, ::-1], index.keys, index.weights)
     scores = (arrays[2][0][..., None] * np.maximum(arrays[0][0][:, ::-1] @ arrays[1][0].T, 0)).sum(1)
-    chosen, kept = choose_in_blocks(later, make(np.array(SEEN)), indexer, (TOP, SIZE), marked)
+    chosen, kept = choose_in_blocks(later, make(np.array(SEEN)), indexer, (0, SIZE), marked)
     rows = zip(scores, SEEN, np.array(marked)[0], strict=True)
     assert np.array(chosen)[0].tolist() == [by_hand(row, seen, blocks)[1] for row, seen, blocks in rows]
     assert np.array_equal(np.array(kept), np.array(marked))

@@ -58,8 +58,16 @@ def test_plain_operations(count):
 @pytest.mark.parametrize("count, D, dtype", [(1, 40, mx.float32), (9, 1200, mx.float32), (4, 300, mx.bfloat16)])
 def test_a_token_on_kernels(count, D, dtype):
     with msl.launching():
-        assert not block_sums.refusal(backend.name(), 1)
+        assert not block_sums.refusal(backend.name(), 1, count)
         check(count, D, dtype)
+
+
+@msl.needed
+def test_more_sums_than_a_thread_has_registers_for():
+    with msl.launching():
+        assert not block_sums.refusal(backend.name(), 1, 32)
+        assert "33 sums, more than 32" in str(block_sums.refusal(backend.name(), 1, 33))
+        check(32, 40, mx.float32)  # 33 where a block begins
 
 
 @pytest.mark.parametrize("rows", [3, 20])

@@ -36,6 +36,16 @@ def test_codes_times_integers(host, monkeypatch, first, last):
         assert experts_of(first, last).error() < 2e-6
 
 
+@pytest.mark.parametrize("mode", [mode for mode in TABLES if GGUF_MODES[mode].grid])
+def test_prepared_grids(host, monkeypatch, mode):
+    """As on CUDA, where a threadgroup keeps a grid, with signs."""
+    monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
+    msl.plant(monkeypatch, "tables.h.metal", "#define CODES_ZERO 0u", "#define CODES_ZERO 0u\n#define CODES_NEAR_GRIDS")
+    msl.plant(monkeypatch, "tables.h.metal", "*)room", "*)size_t(room)")  # CUDA does not tell memories apart
+    with using(Chosen(OF_CUDA)):
+        assert experts_of(mode, mode).error() < 2e-6
+
+
 def test_codes_times_integers_of_narrow_x(host, monkeypatch):
     monkeypatch.setitem(forms.INTEGERS, "metal", forms.INTEGERS["cuda"])
     made = experts_of("iq1_m", "iq2_xs")
@@ -66,6 +76,8 @@ FAULTS = {
     "the index of a grid": ("iq2_xs", "(words[0] >> 16) & 511u", "(words[0] >> 16) & 255u"),
     "the second scale": ("iq2_xs", "scale[1] = d", "scale[1] = scale[0]"),
     "a shift by an eighth": ("iq1_s", "fields >> 15 ? 0x8888u", "fields >> 14 ? 0x8888u"),
+    "the digits of 32 columns before": ("tq1_0", "unit % 2 ? 9u : 1u", "1u"),
+    "codes of two bits": ("tq2_0", "0x03030303u", "0x01030303u"),
     "halves of codes": ("iq4_nl", "(at + 4)) & 15u", "at) & 15u"),
 }
 

@@ -70,7 +70,7 @@ def mixed(types, rest="Q4_1"):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_repacked_blocks_have_every_value(kind):
-    rows = gguf_models.random_blocks(kind, (3, 5, 3 * FORMS[kind].quant.multiple), 1)
+    rows = gguf_models.random_blocks(kind, (3, 5, 3 * FORMS[kind].weights), 1)
     wanted = gguf_models.values_of(kind, rows)
     made = unpacked_float32(FORMS[kind].quant, *map(mx.array, (*repacked(kind, rows), *grids(kind))))
     assert np.array_equal(np.array(made), wanted) and len(np.unique(wanted)) > 40

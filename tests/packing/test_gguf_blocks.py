@@ -22,7 +22,7 @@ def by_numpy(kind, blocks):
 
 @needs_native
 @pytest.mark.parametrize("is_portable", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in FORMS if kind not in gguf_forms.ONLY_NUMPY])
+@pytest.mark.parametrize("kind", FORMS)
 def test_bytes_are_those_of_numpy(kind, is_portable):
     """In place, in the middle of other bytes, which stay as they are; the last part is moved away from the others."""
     for count in COUNTS:
@@ -50,7 +50,7 @@ def test_without_the_extension_the_bytes_are_the_same(kind, monkeypatch):
     again = repacked(kind, rows)
     assert [part.dtype for part in made] == [part.dtype for part in again]
     assert [part.tobytes() for part in made] == [part.tobytes() for part in again]  # NaN too
-    assert made[0].shape == (2, 3, 4 * FORMS[kind].quant.words(FORMS[kind].quant.multiple))
+    assert made[0].shape == (2, 3, FORMS[kind].quant.words(4 * FORMS[kind].weights))
 
 
 @needs_native

@@ -16,8 +16,11 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.gguf import Metadata, renamed_tensor
+from moeflux_mlx.families.gguf_rope import llama3_scaling
 from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.formats.gguf_file import open_gguf
+from moeflux_mlx.kinds import Llama3
+from moeflux_mlx.ops.rope import llama3_inv_freq
 from moeflux_mlx.spec import ModelArgs
 
 pytest.importorskip("gguf")
@@ -34,6 +37,7 @@ PUBLISHED = {  # of values for which GGUF has no key
     "afmoe": {"layer_types": None, "global_attn_every_n_layers": 4},
     "mixtral": {"sliding_window": None},
     "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "llama4": {"no_rope_layers": [], "attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192},
 }
 
 
@@ -71,7 +75,9 @@ def hub_checkpoint(path, family):
     """Returns the publisher's checkpoint, with published values of what the tiny one has otherwise."""
     goldens.write_variant(path, family, "hub")
     file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED.get(family, {})))
+    config = json.loads(file.read_text())
+    config.get("text_config", config).update(PUBLISHED.get(family, {}))
+    file.write_text(json.dumps(config))
     return path
 
 
@@ -121,6 +127,8 @@ def test_converted_floats_have_the_logits_of_hugging_face(tmp_path, family, gold
         "granitemoehybrid",
         "lfm2_moe",
         "gemma4",
+        "llama4",
+        "hy_v3",
     ],
 )
 def test_quantised_files_in_place_and_converted(tmp_path, family):
@@ -136,7 +144,10 @@ def test_quantised_files_in_place_and_converted(tmp_path, family):
             assert np.abs(made - wanted).max() < TOLERANCE, chunk
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "gemma4"])
+STRANGE = ("qwen3_5_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "lfm2_moe", "gemma4", "llama4", "hy_v3")
+
+
+@pytest.mark.parametrize("family", STRANGE)
 def test_strange_metadata_are_refused_or_read(tmp_path, family):
     """Whatever a key of the architecture holds, or if it is missing: a description of a model, or one line."""
     gguf_models.write_gguf(tmp_path / "m.gguf", family, lambda name: "F32")
@@ -157,6 +168,39 @@ def test_strange_metadata_are_refused_or_read(tmp_path, family):
             assert "\n" not in str(error)
             refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize("factor, high, context", [(16.0, 1.0, 8192), (8.0, 4.0, 8192), (32.0, 4.0, 4096)])
+def test_a_scaling_of_llama_3_is_found_in_its_result(factor, high, context):
+    """With no ramp, as Scout has it, many contexts have one result."""
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": high}
+    scaling["original_max_position_embeddings"] = context
+    ((_, slowed),) = gguf_models.slowed_by({"rope_scaling": scaling, "rope_theta": 5e5, "head_dim": 128}).items()
+    found = llama3_scaling(slowed, 5e5)
+    assert high == 1 or found == scaling
+    frequencies = 5e5 ** -(np.arange(64) / 64)
+    del found["rope_type"]
+    assert np.allclose(llama3_inv_freq(frequencies, Llama3(**found)), frequencies / slowed, rtol=1e-5)
+
+
+def test_other_divisors_of_frequencies_are_refused():
+    assert llama3_scaling([], 1e4) is None and llama3_scaling([1.0] * 8, 1e4) is None
+    rng = np.random.default_rng(0)
+    strange = [[0.0] * 8, [math.nan] * 8, [8.0] * 4 + [1.0] * 4, [1, 2, 3, 8.0], [-1.0, 4.0, 8.0], [1, 4, 8, math.inf]]
+    for slowed in [*strange, list(1 + rng.random(8)), [1, 1, 3, 8.0], [1, 1, 2, 6, 6.5, 8, 8, 8.0]]:
+        with pytest.raises(ConfigError, match="rope_freqs.weight"):
+            llama3_scaling(slowed, 1e4)
+
+
+def test_what_llama_cpp_knows_of_llama_4(tmp_path):
+    """By the number of experts, whether queries are normed; by a window of 0, that all layers rotate."""
+    gguf_models.write_gguf(tmp_path / "m.gguf", "llama4", lambda name: "F32")
+    whole = open_gguf(tmp_path / "m.gguf")
+    change = {"llama4.expert_count": 128, "llama4.attention.sliding_window": 0}
+    for keys, norm, turned in (({}, "unit", 4), (change, None, 5)):
+        args = ModelArgs.from_dict(GGUF["llama4"].config(Metadata({**whole.metadata, **keys}, whole.tensors)))
+        assert [mixer.rotation is not None for mixer in args.mixers].count(True) == turned
+        assert args.mixers[0].norm == norm and args.mixers[0].chunked == (turned == 4)
 
 
 def test_tensors_of_one_name_are_refused(tmp_path):

@@ -63,7 +63,7 @@ def test_a_file_says_all_of_a_recipe(tmp_path, content):
         ({"default": "4"}, "default is '4'; give a number of bits, one of affine, mxfp4"),
         ({"default": 7}, "quantization of default in .*: 7 bits.* is not known; supported: affine"),
         ({"default": {"bits": 4, "groups": 32}}, "default is {'bits': 4, 'groups': 32}; give"),
-        ({"default": 4, "down": "float"}, "down is 'float'; give a number of bits, one of .*, nvfp4, mxfp8, or an"),
+        ({"default": 4, "down": "float"}, "down is 'float'; give a number of bits, one of .*, mxfp8, a type of GGUF"),
         ({"default": "float"}, "routed experts cannot be float; give gate_up and down a form"),
         ({"default": 4, "name": 3}, "name is 3; give a line of text"),
         ({"default": 4, "layers": [1]}, "layers is .*; give an object such as"),

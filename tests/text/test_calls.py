@@ -15,6 +15,8 @@ from moeflux_mlx.text.calls.harmony import GPT_OSS
 from moeflux_mlx.text.calls.hunyuan import hunyuan
 from moeflux_mlx.text.calls.invoke import MINIMAX
 from moeflux_mlx.text.calls.kimi import KIMI
+from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
+from moeflux_mlx.text.calls.llama4 import LLAMA4
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
@@ -23,6 +25,7 @@ from moeflux_mlx.text.calls.solar import SOLAR_OPEN
 from moeflux_mlx.text.calls.tool_call import EXAONE, GLM, QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.channels import COHERE, HARMONY, SOLAR, THINK, Channels, channels_of
 from moeflux_mlx.text.channels import GEMMA as GEMMAS
+from moeflux_mlx.text.channels import LLAMA4 as LLAMAS
 from moeflux_mlx.text.channels import MINIMAX as MINIMAXES
 from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 
@@ -347,10 +350,12 @@ def test_it_is_known_whether_a_call_is_open():
 
 def test_dialects_are_recognised_by_what_their_templates_write():
     for dialect, write in FORMS:
-        assert dialect_of(write({"city": "Oslo"})) is dialect
+        head = "<|header_start|>" if dialect is LLAMA4 else ""  # its calls have nothing else of their own
+        assert dialect_of(head + write({"city": "Oslo"})) is dialect
     assert dialect_of("<tool_calls:v2>\n<tool_call:v2>f<tool_sep:v2>") is hunyuan(":v2")
     assert dialect_of("<tool_calls>\n<tool_call>f<tool_sep>") is hunyuan("")
     assert dialect_of("<tool_calls>\n<tool_call>") is QWEN_JSON
+    assert dialect_of("<|header_start|>[f(city='Oslo')]") is None, "a template of calls as in Python"
     assert dialect_of("{{ messages }}") is None and dialect_of("") is None
     assert len({dialect.name for dialect in DIALECTS}) == len(DIALECTS)
 
@@ -419,6 +424,21 @@ def marked(text):
 def test_other_spellings_of_newer_dialects(dialect, text, arguments):
     events = read(text, dialect)
     assert calls_of(events) == [("get_weather", arguments)] and text_of(events) == ""
+
+
+def test_names_of_kimi_k3_are_escaped():
+    """In its values nothing is; a key is found behind a value that is not closed too."""
+    properties = {'a"&': {"type": "string"}, "b&quot;": {"type": "string"}}
+    tools = [{"function": {"name": "R&D", "parameters": {"properties": properties}}}]
+    begin = '<|open|>tools<|sep|><|open|>call tool="R&amp;D" index="1"<|sep|>'
+    first, second = (
+        f'<|open|>argument key="{key}" type="string"<|sep|>{value}'
+        for key, value in (("a&quot;&amp;", "x&amp;"), ("b&amp;quot;", '"y&'))
+    )
+    assert KIMI_K3.prefix("R&D").endswith(begin)
+    for end in ("<|close|>argument<|sep|>", "\n"):
+        text = f"{begin}{first}{end}{second}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+        assert calls_of(read(text, KIMI_K3, tools=tools)) == [("R&D", {'a"&': "x&amp;", "b&quot;": '"y&'})]
 
 
 def test_several_calls_in_one_section():
@@ -567,12 +587,24 @@ COHERE_ANSWERS = {
         ("get_weather", {"city": "Oslo, {"}),
     ],
 }
+LLAMA4_CALL = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
+LLAMA4_ANSWERS = {
+    "Hi.": [Text("Hi.")],
+    '<|python_start|>I look.<|python_end|>{"name": "un': [Text('I look.{"name": "un')],
+    f"<|python_start|>I look.<|python_end|>{LLAMA4_CALL}": [Text("I look."), ("get_weather", {"city": "Oslo"})],
+    f"<|python_start|>{LLAMA4_CALL}\n{LLAMA4_CALL}<|python_end|>": [("get_weather", {"city": "Oslo"})] * 2,
+    f"I look.\n\n{LLAMA4_CALL}}}": [Text("I look."), ("get_weather", {"city": "Oslo"})],
+    '{"name": "Oslo", "parameters": []}': [Text('{"name": "Oslo", "parameters": []}')],
+}
 MESSAGES = [(GPT_OSS, HARMONY, HARMONY_ANSWERS), (SOLAR_OPEN, SOLAR, SOLAR_ANSWERS)]
 MESSAGES += [(COHERE_ACTION, COHERE, COHERE_ANSWERS)]
-EVERY_KIND = pytest.mark.parametrize("dialect, channels, answers", MESSAGES, ids=["harmony", "solar", "cohere"])
+KINDS = "dialect, channels, answers"
+EVERY_KIND = pytest.mark.parametrize(KINDS, MESSAGES, ids=["harmony", "solar", "cohere"])
+OF_LLAMA4 = pytest.param(LLAMA4, LLAMAS, LLAMA4_ANSWERS, id="llama4")
+EVERY_ANSWER = pytest.mark.parametrize(KINDS, [*MESSAGES, OF_LLAMA4], ids=["harmony", "solar", "cohere", None])
 
 
-@EVERY_KIND
+@EVERY_ANSWER
 def test_answers_of_messages(dialect, channels, answers):
     for text, expected in answers.items():
         events = read(text, dialect, channels=channels)
@@ -583,7 +615,7 @@ def test_answers_of_messages(dialect, channels, answers):
             assert read(text, None, channels=channels) == events
 
 
-@EVERY_KIND
+@EVERY_ANSWER
 @settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_no_cut_changes_the_events_of_messages(dialect, channels, answers, data):

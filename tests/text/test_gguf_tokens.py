@@ -83,6 +83,7 @@ def test_other_files():
     ends = [tokens.index("<|end|>"), tokens.index("</tool_call>")]
     assert json.loads(generation_file(metadata())["generation_config.json"]) == {"eos_token_id": ends}
     assert generation_file(metadata(eos_token_id=None, eot_token_id=None)) == {}
+    assert generation_file({"tokenizer.ggml.model": "no_vocab"}) == {}, "a file whose tokenizer lies beside it"
     assert template_of({"tokenizer.chat_template": "{{ x }}"}) == b"{{ x }}" and template_of({}) is None
 
 

@@ -35,10 +35,10 @@ def tokenizers(tmp_path_factory):
     return {name: style_tokenizer(tmp_path_factory.mktemp(name), name) for name in STYLES}
 
 
-def answered(history, store, prompt, raw, ids):
+def answered(history, store, prompt, raw, ids, tools=TOOLS):
     """Returns the message that a client would send back for the model's answer, which is stored."""
     channels = history.channels
-    reader = AnswerReader(history.dialect, TOOLS, channels.opens(prompt), channels=channels)
+    reader = AnswerReader(history.dialect, tools, channels.opens(prompt), channels=channels)
     events = reader.feed(raw) + reader.finish()
     ends = [event for event in events if isinstance(event, CallEnd)]
     text = "".join(event.text for event in events if isinstance(event, Text))
@@ -129,6 +129,19 @@ def test_ids_that_a_model_chose_are_kept(tokenizers):
 
 def written_as(own):
     return written(SOLAR_OPEN)({"city": "Oslo"}).replace("0" * 10, own).removesuffix("<|calls|>")
+
+
+def test_names_that_a_template_escapes_are_repeated(tokenizers):
+    """With the model's own text and without."""
+    store, begin = AnswerStore(), '<|open|>tools<|sep|><|open|>call tool="R&amp;D" index="1"<|sep|>'
+    history, tools = History(tokenizers["kimi_k3"], store), [{"function": {"name": "R&D"}}]
+    key = '<|open|>argument key="a&quot;b&amp;quot;" type="string"<|sep|>1<|close|>argument<|sep|>'
+    raw = f"<|close|>response<|sep|>{begin} {key}<|close|>call<|sep|><|close|>tools<|sep|>"
+    prompt = history.text([USER], tools=tools, variables={"enable_thinking": False})
+    message = answered(history, store, prompt, raw, ("x",), tools)
+    for own, written_key in ((message, f" {key}"), ({**message, "content": "Hm"}, key)):
+        later = history.text([USER, own, TOOL], tools=tools, variables={"enable_thinking": False})
+        assert f"{begin}{written_key}" in later and 'role="tool" tool="R&amp;D"' in later
 
 
 def test_two_calls_at_once_are_one_answer(tokenizers):

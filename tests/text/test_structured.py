@@ -16,6 +16,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.text.calls.cohere import COHERE_ACTION
 from moeflux_mlx.text.calls.gemma import GEMMA
 from moeflux_mlx.text.calls.harmony import GPT_OSS
+from moeflux_mlx.text.calls.kimi_k3 import KIMI_K3
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.registry import CALL_MARKERS
@@ -323,6 +324,15 @@ def test_schemas_of_calls_that_are_not_json(constrainer, dialect):
     tool["parameters"]["properties"]["a"]["minimum"] = 2
     with pytest.raises(RequestError, match="parameter 'a' has 'minimum'"):
         constrainer.grammar(tools=[{"function": tool}], dialect=dialect)
+
+
+def test_names_of_kimi_k3_are_escaped(constrainer):
+    tool = {"name": "R&D", "strict": True, "parameters": {"properties": {'a"&': {"type": "string"}}}}
+    grammar = constrainer.grammar(tools=[{"function": tool}], dialect=KIMI_K3)
+    right = written(KIMI_K3)({'a"&': "x"}, "R&D")
+    assert 'tool="R&amp;D"' in right and 'key="a&quot;&amp;"' in right and follows(constrainer, grammar, right)
+    assert not follows(constrainer, grammar, right.replace("&quot;", '"'))
+    assert not follows(constrainer, grammar, right.replace("&amp;D", "&D"))
 
 
 @NESTED

@@ -87,8 +87,10 @@ def choose_among(
     assert compressor is not None and compressor.indexer is not None
     late, ended = _late(made, seen, whole, position, mixer)
     best = compressor.blocks
-    rule = (best.top, best.size) if best else None
-    return choose_in_blocks(late, ended, compressor.indexer, rule, blocks if best and best.reuses else None)
+    if best is None:
+        return choose_in_blocks(late, ended, compressor.indexer, None, None)
+    rule, among = ((0, best.size), blocks) if best.reuses else ((best.top, best.size), None)
+    return choose_in_blocks(late, ended, compressor.indexer, rule, among)
 
 
 def _late(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> tuple[Index, Any]:

@@ -86,7 +86,7 @@ def attend_indexed(
             index_queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]
             late = Index(index_queries, index_keys, made.weights[:, whole:] * made.terms.scale)
             chosen.positions = choose(late, offset + 1 + whole + arange(L - whole, library_of(q)), indexer)
-    held = Held(latents, keys, mask, offset, whole, chosen.positions)
+    held = Held(latents, keys, mask, offset, whole, chosen.positions if whole < L else None)
     at_once, matrices = indexer.rows_at_once(0, kv.shape[-1]), Matrices(key, value, scale, sinks)
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, matrices)
 

@@ -21,6 +21,7 @@ from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import ConstantNorm, Norm
 from ...ops.observe import observe
 from ...ops.positions import Steps
+from ...ops.query_scale import grown_queries
 from ...ops.rope import Rope, mscale
 from ...ops.rows import StepRows
 from ...ops.seen import Chosen
@@ -52,7 +53,8 @@ class MLA(MixerModule):
             self.q_a_proj = Linear(hidden_size, mixer.q_latent)
             self.q_a_layernorm = RMSNorm(mixer.q_latent, mixer.norm_eps)
             self.q_b_proj = Linear(mixer.q_latent, queries)
-        self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotated)
+        if not mixer.borrows:
+            self.kv_a_proj_with_mqa = Linear(hidden_size, self.latent + mixer.rotated)
         self.kv_a_layernorm = RMSNorm(self.latent, mixer.norm_eps)
         if split_latent:
             self.embed_q = Weight(self.heads, self.latent, self.nope)
@@ -65,6 +67,10 @@ class MLA(MixerModule):
         if mixer.sinks:
             self.sinks = mx.zeros((self.heads,))
         self.rope = Rope(mixer.rotation) if mixer.rotation else None
+        if mixer.rotation and mixer.rotation.learned:
+            self.rotary_alpha = mx.zeros((mixer.rotated // 2,))
+        if mixer.grows:
+            self.softmax_scaling = Growth(self.heads)
         self.scale = softmax_scale(mixer)
 
         self.arrange()
@@ -81,11 +87,19 @@ class MLA(MixerModule):
             weight = (self.mixer.latent_gain * weight.astype(mx.float32)).astype(weight.dtype)
             mx.eval(weight)
             self._latent_norm = ConstantNorm(weight, self.kv_a_layernorm.eps)
+        if "rotary_alpha" in self:
+            for rope in self._ropes():
+                rope.learn(self.rotary_alpha)
+
+    def _ropes(self) -> list[Rope]:
+        """Those that a learned rotation changes."""
+        return [self.rope] if self.rope else []
 
     def _reading_x(self) -> list[Linear]:
         """The layers that are joined: of queries, of latents, and perhaps others."""
         gates = [self.g_proj] if "g_proj" in self else []
-        return [self.q_proj if "q_proj" in self else self.q_a_proj, self.kv_a_proj_with_mqa, *gates]
+        latents = [] if self.mixer.borrows else [self.kv_a_proj_with_mqa]
+        return [self.q_proj if "q_proj" in self else self.q_a_proj, *latents, *gates]
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
@@ -93,10 +107,12 @@ class MLA(MixerModule):
     def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
-        up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
-        queries = Queries(self.heads, up, self.query_scale)
         around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
-        return attend_latent(q, kv, cache, queries, self._key(), self._value(), **around)
+        return attend_latent(q, kv, cache, self._queries(), self._key(), self._value(), **around)
+
+    def _queries(self) -> Queries:
+        up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
+        return Queries(self.heads, up, self.query_scale)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         if self.mixer.gate is not None:
@@ -167,26 +183,45 @@ def softmax_scale(mixer: Latent) -> float:
     return scale
 
 
+class Growth(nn.Module):
+    """The factors of queries that grow with the position (`grown_queries`)."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.scale, self.bias = mx.zeros((heads,)), mx.ones((heads,))
+
+    def __call__(self, q: Array, position: int | mx.array) -> Any:
+        """q [B, L, heads * D] of tokens from a position on, scaled."""
+        return grown_queries(q, position, self.scale, self.bias)
+
+
 class Scoring(nn.Module):
-    """Scores positions with queries from the queries' latent, and with keys and weights of heads from the input, which
-    `wk` and `weights_proj` make together with other layers' outputs.
+    """Scores positions with queries from the queries' latent or from the input, and with keys and weights of heads from
+    the input, which `wk` and `weights_proj` make together with other layers' outputs.
     """
 
     def __init__(self, indexer: Indexer, mixer: Latent, hidden_size: int):
         super().__init__()
-        assert mixer.q_latent is not None and mixer.rotation is not None
-        self.heads = indexer.heads
-        self.wq_b = Linear(mixer.q_latent, indexer.heads * indexer.dim)
+        if indexer.from_input:
+            self.q_input_norm = LayerNorm(hidden_size, indexer.norm_eps)
+        if mixer.grows:
+            self.softmax_scaling = Growth(indexer.heads)
+        self.heads, width = indexer.heads, hidden_size if indexer.from_input else mixer.q_latent
+        assert width is not None
+        self.wq_b = Linear(width, indexer.heads * indexer.dim)
         self.wk = Linear(hidden_size, indexer.dim)
         self.k_norm, self.rotates_last = LayerNorm(indexer.dim, indexer.norm_eps), indexer.rotates_last
         self.weights_proj = Linear(hidden_size, indexer.heads)
         self.scale = (indexer.heads * indexer.dim) ** -0.5
-        self.rope = Rope(indexer.rotation(mixer.rotation))
+        self.rope = Rope(indexer.rotation(mixer.rotation)) if mixer.rotation else None
 
-    def __call__(self, latent: Array | None, norm: Norm, keys: Array, weights: Array) -> Projections:
-        """For `attend_indexed`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
-        and of the outputs of `wk` and `weights_proj`."""
-        queries = None if latent is None else self.wq_b(latent, norm)
+    def of_input(self, x: Array) -> Any:
+        """The queries of normed rows x, not scaled by their positions."""
+        return self.wq_b(self.q_input_norm(x))
+
+    def __call__(self, queries: Array | None, keys: Array, weights: Array) -> Projections:
+        """For `attend_indexed`: of queries (None: no token needs them), and of the outputs of `wk` and
+        `weights_proj`."""
         terms = IndexTerms(self.k_norm, self.rope, self.scale, rotates_last=self.rotates_last)
         return Projections(queries, keys, weights, terms)
 
@@ -205,14 +240,19 @@ class IndexedMLA(MLA):
     def _reading_x(self) -> list[Linear]:
         return [*super()._reading_x(), *([self.indexer.wk] if "indexer" in self else [])]
 
+    def _ropes(self) -> list[Rope]:
+        own = [self.indexer.rope] if "indexer" in self and self.indexer.rope else []
+        return [*super()._ropes(), *own]
+
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         if self.rule.reuses:
             return super().begin(x, norm)
         made: Any = normed_with_weights(x, norm, self.indexer.weights_proj)
-        return [made[1], *self._inputs.outputs(made[0])]
+        own: list[Any] = [self.indexer.of_input(made[0])] if self.rule.from_input else []
+        return [made[1], *own, *self._inputs.outputs(made[0])]
 
     def _outputs(self, parts: Sequence[Array]) -> list[Array]:
-        return super()._outputs(parts if self.rule.reuses else parts[1:])
+        return super()._outputs(parts if self.rule.reuses else parts[1 + self.rule.from_input :])
 
     def mix(self, parts: Sequence[Array], cache: Any, *more: Chosen | None) -> Array:
         """As `MLA.mix`; `more`: what the last layer with an indexer chose for these tokens."""
@@ -222,16 +262,14 @@ class IndexedMLA(MLA):
         return self._mix(parts, cache, chosen)
 
     def _mix(self, parts: Sequence[Array], cache: Any, chosen: Chosen) -> Array:
-        made: Projections | None = None
-        q, kv, *more = cast(list[Any], self._outputs(parts))
-        if not self.rule.reuses:
-            length, keys = q.shape[1], more[-1]
-            latent = None if cache.own.whole(length) == length else q
-            made = self.indexer(latent, self.q_a_layernorm, keys, parts[0])
+        q, *others = cast(list[Any], self._outputs(parts))
+        own = cache if self.rule.reuses else cache.own
+        kv = self._latents(others, chosen)
+        made = None if self.rule.reuses else self._scored(q, others[-1], parts, own)
         self._show(kv)
         return attend_indexed(
-            *(q, kv, cache, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
-            *(self._key(), self._value()),
+            *(q if not self.mixer.grows else self.softmax_scaling(q, own.position), kv, cache),
+            *(self._queries(), self._key(), self._value()),
             made=made,
             indexer=self.rule,
             chosen=chosen,
@@ -240,6 +278,23 @@ class IndexedMLA(MLA):
             scale=self.scale,
             sinks=self.get("sinks"),
         )
+
+    def _latents(self, others: Sequence[Any], chosen: Chosen) -> Any:
+        """Latents and keys [B, L, N + R], of the layer's own matrix or handed on by an earlier layer."""
+        slot = "latents" if self.rope else "unrotated"
+        if self.mixer.borrows:
+            return getattr(chosen, slot)
+        if self.mixer.shares:
+            setattr(chosen, slot, others[0])
+        return others[0]
+
+    def _scored(self, q: Array, keys: Array, parts: Sequence[Array], own: Any) -> Projections:
+        """What the indexer makes of the tokens; queries only if one of them does not attend to all."""
+        queries: Any = None
+        if own.whole(q.shape[1]) < q.shape[1]:
+            queries = parts[1] if self.rule.from_input else self.indexer.wq_b(q, self.q_a_layernorm)
+            queries = self.indexer.softmax_scaling(queries, own.position) if self.mixer.grows else queries
+        return self.indexer(queries, keys, parts[0])
 
 
 class PoolScoring(nn.Module):
@@ -314,8 +369,7 @@ class PooledMLA(MLA):
         latent = None if cache.own.whole(q.shape[1]) == q.shape[1] else q
         self._show(kv)
         return attend_pools(
-            *(q, kv, cache.own, Queries(self.heads, Up(self.q_b_proj, self.q_a_layernorm), self.query_scale)),
-            *(self._key(), self._value()),
+            *(q, kv, cache.own, self._queries(), self._key(), self._value()),
             made=self.indexer(latent, self.q_a_layernorm, keys, floats, cache.beside),
             blocks=self.blocks,
             norm=self._latent_norm,
@@ -330,4 +384,5 @@ def make_module(mixer: Latent, hidden_size: int, eps: float, forms: frozenset[st
     """
     kind = PooledMLA if mixer.blocks else MLA if mixer.indexer is None else IndexedMLA
     assert kind is not PooledMLA or not (mixer.gate or mixer.sinks), "no family has gates or sinks and blocks"
+    assert kind is IndexedMLA or not (mixer.grows or mixer.shares or mixer.borrows), "no family has these without"
     return kind(mixer, hidden_size, "embed_q" in forms)

@@ -21,7 +21,10 @@ class Latent(Mixer):
     None: all. `norm_eps`: epsilon of the norms of both latents. `gate`: a projection (`g_proj`) makes a gate for each
     value ("sigmoid") or for each head ("sigmoid head"), whose sigmoid multiplies the value or the head's result.
     `sinks`: whether each head has a learned logit in the softmax's denominator. `query_gain`, `latent_gain`: factors of
-    the queries, and of the normed latent of keys and values.
+    the queries, and of the normed latent of keys and values. `grows`: the queries of each head, and those of the
+    indexer, are multiplied by a learned scale times log(position + 1), plus a learned bias. `shares`: later layers use
+    its latents and rotated keys too; `borrows`: it has none, and keeps a copy of those of the last layer that shares
+    them and is rotated like itself, or not.
     """
 
     heads: int
@@ -38,6 +41,9 @@ class Latent(Mixer):
     sinks: bool = False
     query_gain: float = 1.0
     latent_gain: float = 1.0
+    grows: bool = False
+    shares: bool = False
+    borrows: bool = False
 
     @property
     def attention(self) -> Attending:
@@ -80,7 +86,7 @@ class Latent(Mixer):
             raise ConfigError(f"index_kpool is {self.blocks.ratio}; expected positions from 1 to {WIDEST_WINDOW}")
 
     def _check_indexer(self, indexer: Indexer) -> None:
-        if self.q_latent is None:
+        if self.q_latent is None and not indexer.from_input:
             raise ConfigError("q_lora_rank is missing, of which the indexer makes its queries")
         check_index_head(indexer.dim, self.rotated)
         check_width("index_n_heads * index_head_dim", indexer.heads * indexer.dim)
@@ -145,7 +151,10 @@ class Latent(Mixer):
         """Columns of the projections from the hidden state and back to it, without those of the blocks' indexer."""
         queries = self.heads * self.head_dim if self.q_latent is None else self.q_latent
         index = self.indexer.dim + self.indexer.heads if self.indexer else 0
-        return queries + index + self.gates + self.latent + self.rotated + self.heads * self.value
+        if self.indexer and self.indexer.from_input:
+            index += self.indexer.heads * self.indexer.dim
+        latents = 0 if self.borrows else self.latent + self.rotated
+        return queries + index + self.gates + latents + self.heads * self.value
 
     def own_operations(self, tokens: int) -> float:
         """Those of the queries from their latent."""
@@ -160,6 +169,14 @@ class Latent(Mixer):
     def handed_on(self) -> int:
         """The positions that an indexer chooses, also one that reuses a choice; a choice of blocks is not reused."""
         return self.indexer.top if self.indexer else 0
+
+    @property
+    def borrowed(self) -> int:
+        return self.latent + self.rotated if self.borrows else 0
+
+    @property
+    def lent(self) -> int:
+        return self.latent + self.rotated if self.shares else 0
 
     @property
     def title(self) -> str:

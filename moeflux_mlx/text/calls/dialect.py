@@ -66,4 +66,8 @@ class Dialect:
         if tool is None:
             return closing + self.begin
         call_id = (self.id or "").format(name=tool, index=0)
-        return closing + self.begin + self.named.replace("ID", call_id).replace("NAME", tool)
+        return closing + self.begin + self.named.replace("ID", call_id).replace("NAME", self.spelt(tool))
+
+    def spelt(self, tool: str) -> str:
+        """A tool's name as it is written."""
+        return tool if self.tags is None else self.tags.escaped(tool)

@@ -20,21 +20,22 @@ def qwen_json(call: Call, end: str = END) -> Steps[str]:
     return (yield from optional(end, char, SPARE))
 
 
-def members(call: Call) -> Steps[str]:
+def members(call: Call, key: str = "") -> Steps[str]:
     """Parses the name and the arguments of a call up to its closing brace, which may be missing before a tag; returns
-    the character behind them.
+    the character behind them. `key`: the first key, if it has been read.
     """
     seen = False
-    char = yield from skip_space()
+    char = '"' if key else (yield from skip_space())
     while char != "}":
         if char != '"':
             raise Malformed(char)
-        key = yield from _string()
+        key = key or (yield from _string())
         yield from literal([":"], (yield from skip_space()))
         if seen and key in ARGUMENTS:
             raise Malformed("")
         char = yield from _member(call, key)
         seen |= key in ARGUMENTS
+        key = ""
         char = (yield from skip_space()) if char.isspace() else char
         if char == "<" and seen:  # the closing brace forgotten, the arguments whole
             return char

@@ -5,7 +5,7 @@
     <|close|>call<|sep|><|close|>tools<|sep|>
 
 without the spaces between them. A call may have its arguments as one object, in a span `json`. INDEX counts the calls
-of an answer.
+of an answer. In NAME and KEY, & and " are written &amp; and &quot;.
 """
 
 from ..channels import END_OF_MESSAGE, OPEN_SPAN, RESPONSE, SEP, SPANS, span
@@ -26,6 +26,7 @@ TAGS = Tags(
     after=TOOLS[1],
     opens=(RESPONSE[1] + TOOLS[0], TOOLS[0], CALL_BEGIN),
     kinds=tuple(f'{kind}"{SEP}' for kind in TYPES),
+    escapes=(("&", "&amp;"), ('"', "&quot;")),
 )
 
 
@@ -33,7 +34,7 @@ def invoke(call: Call) -> Steps[str]:
     """Parses the text after `<|open|>call tool="`."""
     name, _ = yield from until_one(['"'])
     yield from until(SEP)
-    call.start(name)
+    call.start(TAGS.unescaped(name))
     tag = yield from literal([TAGS.key[0], CALL[1], JSON_BEGIN], (yield from skip_space()))
     if tag != JSON_BEGIN:
         return (yield from parameters(call, TAGS, tag))

@@ -14,6 +14,7 @@ from .invoke import DEEPSEEK_V4, DEEPSEEK_V32, DEEPSEEK_V41, DSML, MINIMAX, V4_S
 from .kimi import KIMI
 from .kimi_k3 import CALL_BEGIN as KIMI_K3_CALL
 from .kimi_k3 import KIMI_K3
+from .llama4 import LLAMA4
 from .longcat import CALL_BEGIN as LONGCAT_CALL
 from .longcat import KEY as LONGCAT_KEY
 from .longcat import LONGCAT, LONGCAT_JSON
@@ -28,7 +29,9 @@ DEEPSEEKS = (DEEPSEEK_V3, DEEPSEEK_V31)
 DIALECTS = (
     *(QWEN_JSON, EXAONE, QWEN_XML, GLM, *DEEPSEEKS, DEEPSEEK_V32, DEEPSEEK_V4, KIMI, MINIMAX, HUNYUAN, MISTRAL),
     *(GPT_OSS, SOLAR_OPEN, GEMMA, GLM_LINE, MINIMAX_M3, KIMI_K3, DEEPSEEK_V41, LONGCAT, LONGCAT_JSON, COHERE_ACTION),
+    LLAMA4,
 )
+HEADER_START, PARAMETERS = "<|header_start|>", '"parameters": '  # of Llama 4, whose templates may have other calls
 CALL_MARKERS = frozenset[str]().union(*(dialect.markers for dialect in DIALECTS))
 _ONE_LINE = re.compile(rf"{TOOL_CALL}[^<\s]+{PAIRS.key[0]}")
 _HUNYUAN = re.compile(r"<(?:tool_sep|tool_calls(?=:))(:[\w-]+)?>")
@@ -45,6 +48,8 @@ def dialect_of(text: str) -> Dialect | None:
     for tag, dialect in (*tags, *((one.section[0], one) for one in (KIMI, MINIMAX, MISTRAL, COHERE_ACTION))):
         if tag in text:
             return dialect
+    if HEADER_START in text:
+        return LLAMA4 if PARAMETERS in text else None
     if LONGCAT_CALL in text:
         return LONGCAT if LONGCAT_KEY[0] in text else LONGCAT_JSON
     if CALL_BEGIN in text:

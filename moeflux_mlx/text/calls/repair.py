@@ -43,13 +43,14 @@ class Repair:
     """
 
     def __init__(self, tags: Tags, keys: Collection[str], names: Collection[str], is_lined: bool):
-        self._closing = tags.value[1]
+        self._closing, self._unescaped = tags.value[1], tags.unescaped
         line, anywhere = r"(?:^|\n)[ \t]*", r"(?:\n[ \t]*)?"
         broken = ("\n?" if tags.lined else "") + rf"{_misspelt(tags.value[1])}\s*"
         ends = "|".join(map(_misspelt, tags.ends))
         after = rf"(?:\s*{re.escape(tags.after)})?" if tags.after else ""
         self._end = rf"(?:{broken}|{line if tags.lined else anywhere})(?:{ends}){after}"
-        begun = rf"(?:(?:{_any(tags.opens)})\s*)+(?:{_any(names)})\b[^\n]*?\s*(?:{_any((tags.key[0], *tags.ends))})"
+        called = rf"(?:(?:{_any(tags.opens)})\s*)+(?:{_any(map(tags.escaped, names))})\b"
+        begun = rf"{called}[^\n]*?\s*(?:{_any((tags.key[0], *tags.ends))})"
         self._end_before_call = rf"{self._end}(?=\s*{begun})"
         self._opening = rf"(?:{broken}|{line if is_lined else anywhere}){_opening(tags, keys)}"
 
@@ -87,7 +88,7 @@ class Repair:
         openings = [one for one in re.finditer(self._opening, with_closing) if one.end() <= length]
         parts = [span]
         for opening, after in zip_longest(openings, openings[1:]):
-            key, stop = opening["key"], after.start() if after else length
+            key, stop = self._unescaped(opening["key"]), after.start() if after else length
             # A lone closing tag behind it means that a whole parameter is part of the value.
             if key in given or self._closing in with_closing[opening.end() : stop]:
                 continue
@@ -109,7 +110,8 @@ def _misspelt(tag: str) -> str:
 
 def _opening(tags: Tags, keys: Collection[str]) -> str:
     """The regular expression of a tag that opens one of `keys`, up to the value."""
-    named = rf"{re.escape(tags.key[0])}\s*(?P<key>{_any(sorted(keys, key=len, reverse=True))})\s*"
+    written = sorted(map(tags.escaped, keys), key=len, reverse=True)
+    named = rf"{re.escape(tags.key[0])}\s*(?P<key>{_any(written)})\s*"
     closing, most_of_it = re.escape(tags.key[1]), re.escape(tags.key[1][:-1])
     if tags.kinds is not None:
         return rf"{named}{closing}(?P<kind>{_any(tags.kinds)})"

@@ -97,7 +97,7 @@ class _Parameters:
         closing, opening = self._tags.key[1], self._tags.value[0]
         broken = closing[:-1] + "\n"
         text, end = yield from until_one([closing, broken, *filter(None, [opening])])
-        key = text.strip()
+        key = self._tags.unescaped(text.strip())
         if end != closing and key not in self._shape.keys:
             raise Malformed("")
         if opening and end != opening:

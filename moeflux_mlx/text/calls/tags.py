@@ -15,6 +15,7 @@ class Tags:
         lined: a value stands on lines of its own, so the line breaks round it are no part of it.
         kinds: where the writer says which a value is, what opens a string and what opens JSON of each type, in place of
             `value[0]`.
+        escapes: characters of keys and tools' names, and what is written for each.
     """
 
     key: tuple[str, str]
@@ -24,3 +25,16 @@ class Tags:
     opens: tuple[str, ...] = ()
     lined: bool = False
     kinds: tuple[str, ...] | None = None
+    escapes: tuple[tuple[str, str], ...] = ()
+
+    def escaped(self, name: str) -> str:
+        """A key or a tool's name as it is written."""
+        for plain, written in self.escapes:
+            name = name.replace(plain, written)
+        return name
+
+    def unescaped(self, name: str) -> str:
+        """The key or tool's name that is written so."""
+        for plain, written in reversed(self.escapes):
+            name = name.replace(written, plain)
+        return name
