@@ -201,8 +201,8 @@ MOST |= {"deepseek_v4": 27, ("deepseek_v4", 0): 18, ("deepseek_v4", 2): 20}
 MOST |= {"glm5_next": 12, ("glm5_next", 2): 21, ("glm5_next", 4): 21}
 MOST |= {"qwen4_exp": 19, ("qwen4_exp", 0): 11, ("qwen4_exp", 1): 14, ("qwen4_exp", 3): 14}
 MOST |= {"gemma4": 12, "deepseek_v32": 12, "glm_moe_dsa": 8, ("glm_moe_dsa", 2): 12, "minimax_m3_vl": 9}
-# Attention whose keys are rounded has no kernels.
-MOST |= {"deepseek_v41": 150}
+# Its layers 1 and 3 make entries and choose among them by MLX's operations.
+MOST |= {"deepseek_v41": 35, ("deepseek_v41", 1): 88, ("deepseek_v41", 3): 83}
 MOST |= {"kimi_k3": 16, "hy_v4": 20, ("beam", 1): 11, ("beam", 3): 11}  # the factor of queries
 MOST |= {"mistral_large4": 18}  # queries grow, and an indexer makes its own of the input behind a norm
 MOST |= {"llama4": 11}  # the input of its experts is scaled
