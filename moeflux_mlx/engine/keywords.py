@@ -4,11 +4,10 @@ wrong one in its own name, with the nearest right one, or with what replaces it 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
-from ..files import JsonMapping, JsonObject, JsonValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +22,7 @@ class Replaced(NamedTuple):
     """
 
     remedy: str
-    default: JsonValue = None
+    default: Any = None
 
 
 Replacements = dict[str, Replaced]
@@ -101,8 +100,8 @@ def _checked(
     signature: inspect.Signature,
     replaced: Replacements,
     args: tuple[Any, ...],
-    keywords: JsonMapping,
-) -> JsonObject:
+    keywords: Mapping[str, Any],
+) -> dict[str, Any]:
     """The keywords of a call, without those of mlx-lm that ask for nothing, such as `max_kv_size=None`.
 
     Raises:
@@ -123,5 +122,5 @@ def _checked(
     return known
 
 
-def _is_equal(value: JsonValue, default: JsonValue) -> bool:
+def _is_equal(value: Any, default: Any) -> bool:
     return type(value) is type(default) and value == default  # an array would be compared by element

@@ -6,13 +6,12 @@ depend on what is multiplied together with it.
 """
 
 from collections import deque
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.expert_rows import refusal
 from ..ops.grouped import GroupedRows
@@ -78,7 +77,7 @@ def multiplied(
     record = source.layout.records[layer]
     rows = GroupedRows(x, ids, counts, waves, record, tokens, among, not refusal(backend.dtype_of(x), record))
     path = _Path(source, layer, waves, counts, len(x), reads_ahead, owned)
-    under_way: deque[AnyArray] = deque()
+    under_way: deque[Any] = deque()
     done = 0
     try:
         for i, wave in enumerate(waves):
@@ -114,7 +113,7 @@ def expect(source: ExpertLoader, layer: int, tokens: int, owned: Owned = all_of)
         source.hint(_whole(source.layout, layer, owned)[: source.slots_of(layer) // AHEAD])
 
 
-def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> AnyArray:
+def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> Any:
     """Multiplies one wave while the next records are read; the returned array is computed when the wave is."""
     records = source.whole(layer)
     if records is not None:

@@ -1,7 +1,8 @@
 """Laguna of poolside: windows, a softplus gate per head, and different numbers of heads by layer."""
 
+from typing import Any
+
 from ..errors import ConfigError
-from ..files import JsonObject
 from ..kinds import SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -21,7 +22,7 @@ from .fields import (
 )
 
 
-def _laguna(read: Fields) -> JsonObject:
+def _laguna(read: Fields) -> dict[str, Any]:
     for name, wanted in (
         ("attention_bias", False),
         ("qkv_bias", False),

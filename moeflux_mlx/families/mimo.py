@@ -1,6 +1,7 @@
 """MiMo-V2-Flash and V2.6: all layers but a few have a window, with sinks and another number of key heads."""
 
-from ..files import JsonObject
+from typing import Any
+
 from ..kinds import LayerSpec
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -21,7 +22,7 @@ from .fields import (
 )
 
 
-def _mimo_v2_flash(read: Fields) -> JsonObject:
+def _mimo_v2_flash(read: Fields) -> dict[str, Any]:
     for name, wanted in (
         ("topk_method", "noaux_tc"),
         ("scoring_func", "sigmoid"),

@@ -19,7 +19,6 @@ import mlx.core as mx
 from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced, up_to
 from ..experts.source import ExpertLoader
-from ..ops.arrays import AnyArray
 from ..ops.rows import StepRows
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
@@ -138,7 +137,7 @@ class _Text(NamedTuple):
     cache: Sequence[Any]
     first: int
     kind: Kind
-    arrays: list[AnyArray]
+    arrays: list[Any]
 
     @classmethod
     def of(cls, cache: Sequence[Any], first: int, count: int) -> "_Text":

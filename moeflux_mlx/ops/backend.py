@@ -16,7 +16,6 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from . import native
-from .arrays import AnyArray
 from .launch import Reason
 from .stand_ins import stand_ins
 
@@ -70,7 +69,7 @@ def native_refusal(dtype: mx.Dtype, widths: Iterable[int]) -> Reason | None:
     return Reason(f"rows of {odd[0]} values are not a multiple of {LANES}") if odd else None
 
 
-def enter(tokens: mx.array, dtype: mx.Dtype) -> AnyArray:
+def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
     """`tokens` as numpy if a model with activations in `dtype` runs here natively.
 
     Warns once if only the missing extension is in the way.
@@ -110,7 +109,7 @@ def finish(x: Array) -> None:
         mx.eval(x)
 
 
-def after(x: AnyArray) -> mx.array | None:
+def after(x: Any) -> mx.array | None:
     """A small array that is computed after `x` and does not keep it alive; None if `x` is computed already."""
     if not isinstance(x, mx.array):
         return None
@@ -154,24 +153,24 @@ def contiguous(x: Array) -> Array:
     return mx.contiguous(x) if isinstance(x, mx.array) else np.ascontiguousarray(x)
 
 
-def view(x: AnyArray) -> np.ndarray:
+def view(x: Any) -> np.ndarray:
     """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
     if isinstance(x, mx.array) and x.dtype == mx.bfloat16:
         x = x.view(mx.uint16)
     return np.ascontiguousarray(np.asarray(x))
 
 
-def library_of(x: AnyArray) -> Any:
+def library_of(x: Any) -> Any:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
     return mx if isinstance(x, mx.array) else np
 
 
-def dtype_of(x: AnyArray) -> mx.Dtype:
+def dtype_of(x: Any) -> mx.Dtype:
     """The dtype of MLX's or numpy's activations."""
     return x.dtype if isinstance(x, mx.array) else mx.float32
 
 
-def zeros_like(x: AnyArray) -> AnyArray:
+def zeros_like(x: Any) -> Any:
     """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
     if not isinstance(x, mx.array):
         return np.zeros_like(x)
@@ -193,7 +192,7 @@ def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
     return zeros
 
 
-def arange(count: int, library: Any) -> AnyArray:
+def arange(count: int, library: Any) -> Any:
     """int32 0 .. count - 1 in an array of numpy or MLX; MLX's is made once, because a compiled step would make it again
     in every layer for every token."""
     return np.arange(count, dtype=np.int32) if library is np else _arange(count, str(mx.default_device()))

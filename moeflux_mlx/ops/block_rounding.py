@@ -28,7 +28,7 @@ def to_e4m3(x: Array, block: int, first: int | None = None) -> Any:
     return _rounded(x, Rule(block, 1e-4, E4M3_MOST, 3, -6), first)
 
 
-def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> AnyArray:
+def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> Any:
     """x with each block of its last axis rounded to E2M1 (OCP microscaling floats) times a power of two as in
     `to_e4m3`; or times a sixth of the block's largest value, which is rounded to E4M3 itself.
     """
@@ -91,12 +91,12 @@ def _nearest(x: Any, bits: int, lowest: int) -> Any:
     return (mx.round(scaled) if library is mx else library.rint(scaled)) * step
 
 
-def _power_above(x: AnyArray) -> AnyArray:
+def _power_above(x: Any) -> Any:
     """The least power of two that is not below positive x."""
     bits = _bits(x)
     exponent = (bits >> MANTISSA) + ((bits & (1 << MANTISSA) - 1) != 0)
     return (exponent << MANTISSA).view(library_of(x).float32)
 
 
-def _bits(x: AnyArray) -> AnyArray:
+def _bits(x: Any) -> Any:
     return x.view(library_of(x).int32)

@@ -21,7 +21,6 @@ import numpy as np
 
 from ..errors import RequestError
 from ..files import directory
-from .arrays import AnyArray
 from .stand_ins import stand_ins
 
 SHARED_BYTES = 32768  # bytes of a threadgroup's memory on every GPU
@@ -176,7 +175,7 @@ class Kernel:
 
     def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
         """MLX's object for it, compiled at first use."""
-        make: AnyArray = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
+        make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
         return make(**asdict(self.text(target, constants, threads, places)))
 
     def text(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> "KernelText":

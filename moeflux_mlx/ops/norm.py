@@ -2,20 +2,19 @@
 (arXiv:1607.06450)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from . import native
-from .arrays import AnyArray
 from .backend import Array, view
 
 
 class Norm(Protocol):
     """An RMS norm over the last axis (`rms_norm`)."""
 
-    weight: AnyArray
+    weight: Any
     eps: float
 
     def __call__(self, x: Array) -> Array: ...

@@ -5,10 +5,11 @@ place and planning a download use this too, so nothing in this module writes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
-from ..files import JsonMapping, JsonObject, read_json
+from ..files import read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
@@ -37,7 +38,7 @@ class ConversionPlan:
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
-    quantization: JsonMapping
+    quantization: Mapping[str, Any]
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
@@ -136,7 +137,7 @@ def _experts_files(
     return layers
 
 
-def _with_experts(quantization: JsonObject, layout: ExpertLayout, is_varied: bool) -> JsonObject:
+def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, is_varied: bool) -> dict[str, Any]:
     """The quantisation for config.json; it includes the experts unless layout.json has version 1, which implies their
     form.
     """

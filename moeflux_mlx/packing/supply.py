@@ -9,10 +9,10 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import ModelFileError, RequestError
-from ..files import JsonObject, read_json, sync_folder, user_path
+from ..files import read_json, sync_folder, user_path
 from ..formats.checkpoint import (
     COPIED,
     INDEX,
@@ -31,7 +31,7 @@ from .journal import Listing, Shard
 INCOMING = ".shards"  # in the output
 CHECKPOINT = ["*.safetensors", INDEX, "config.json", QUANT_CONFIG, *COPIED]
 
-Config = JsonObject
+Config = dict[str, Any]
 
 
 class Supply(Protocol):

@@ -2,15 +2,14 @@
 It renders variants of the chat and compares them, so it works with any template. Nothing here knows a model.
 """
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
-from ..files import JsonMapping
 from .tokenizer import TokenizerWrapper
 
-Messages = Sequence[JsonMapping]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Rendering:
@@ -25,7 +24,7 @@ class Rendering:
     def __init__(
         self,
         tokenizer: TokenizerWrapper,
-        variables: JsonMapping,
+        variables: Mapping[str, Any],
         encode: Callable[[str], list[int]] | None = None,
     ):
         self.tokenizer, self.variables = tokenizer, variables

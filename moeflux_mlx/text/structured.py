@@ -5,13 +5,12 @@ allowed except the end of an incomplete answer. llguidance is loaded at its firs
 """
 
 import json
-from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import RequestError
-from ..files import JsonMapping
 from ..installation import install_command
 from .calls.dialect import Dialect
 from .calls.registry import CALL_MARKERS
@@ -48,7 +47,7 @@ class Constrainer:
     def grammar(
         self,
         schema: Schema | bool | None = None,
-        tools: Sequence[JsonMapping] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
         dialect: Dialect | None = None,
         required: bool = False,
     ) -> Grammar | None:

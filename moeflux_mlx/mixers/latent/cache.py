@@ -13,7 +13,6 @@ from ...caches.keys import KeyCache
 from ...caches.layer_cache import Arrays, LayerCache, Shape, State
 from ...kinds import Indexer
 from ...ops import index
-from ...ops.arrays import AnyArray
 from ...ops.positions import RECENT, Rows
 from . import op as latent
 from .spec import Latent
@@ -46,7 +45,7 @@ class LatentCache(Stepping[Latent]):
     def recent_shape(self) -> Shape:
         return RECENT, self.part.latent + self.part.rotated
 
-    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
+    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
         entries, width = recent[None, None, :length], self.part.latent
         return entries[..., :width], entries[..., width:]
 

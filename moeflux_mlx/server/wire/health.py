@@ -1,10 +1,11 @@
 """/health: whether the model is loaded."""
 
-from ...files import JsonObject
+from typing import Any
+
 from .replies import openai_error
 
 
-def health(ready: bool) -> tuple[int, JsonObject]:
+def health(ready: bool) -> tuple[int, dict[str, Any]]:
     """HTTP status and body."""
     if ready:
         return 200, {"status": "ok"}

@@ -1,9 +1,8 @@
 """/v1/models: one object with the keys of both OpenAI and Anthropic."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-
-from ...files import JsonMapping, JsonObject
+from typing import Any
 
 LOADED = {"value": "loaded"}
 
@@ -12,9 +11,9 @@ def model(
     name: str,
     created: float,
     context: int | None,
-    status: JsonMapping = LOADED,
-    features: JsonMapping | None = None,
-) -> JsonObject:
+    status: Mapping[str, Any] = LOADED,
+    features: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """One model.
 
     Args:
@@ -40,7 +39,7 @@ def model(
     }
 
 
-def listing(models: Sequence[JsonObject]) -> JsonObject:
+def listing(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ids = [model["id"] for model in models]
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     return {"object": "list", "data": list(models), "has_more": False, **ends}
