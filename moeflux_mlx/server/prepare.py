@@ -32,8 +32,7 @@ from ..vision.sources import image_bytes
 from ..vision.vision import NoVision
 from .guard import MAX_BODY
 from .image_pool import PixelBudget
-from .request import Request, Sampling
-from .wire.images import ImageParts
+from .request import ImageParts, Request, Sampling
 from .wire.replies import context_exceeded
 
 # If a text has more than this many characters per token of the context, it may be too long. It is then counted in

@@ -3,13 +3,14 @@
 The wire forms translate from and to these; nothing below them knows HTTP or JSON.
 """
 
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..experts.stats import Asked
 from ..files import JsonObject
 from ..text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
-from .wire.images import ImageParts
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,24 @@ class Sampling:
     repetition_context_size: int | None = None
     presence_context_size: int | None = None
     frequency_context_size: int | None = None
+
+
+@dataclass
+class ImageParts:
+    """Images of one request, each a URL or base64 text, by the number in its mark."""
+
+    sources: list[str] = field(default_factory=list)
+    letters: str = field(default_factory=lambda: f"image{secrets.token_hex(12)}n", compare=False)
+
+    def mark(self, source: str) -> str:
+        """The mark of an image in texts."""
+        self.sources.append(source)
+        return f"{self.letters}{len(self.sources) - 1}."
+
+    def replaced(self, text: str, shown: str) -> tuple[str, list[str]]:
+        """The text with `shown` for each mark, and the images in its order."""
+        pattern = re.compile(rf"{self.letters}(\d+)\.")
+        return pattern.sub(lambda match: shown, text), [self.sources[int(n)] for n in pattern.findall(text)]
 
 
 @dataclass(frozen=True)

@@ -4,37 +4,17 @@ All APIs put images into lists of parts, with types that have no other meaning. 
 contains random letters of the request, so that no text can contain it by chance.
 """
 
-import re
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
+from ..request import ImageParts
 from .fields import wrong
 
 MOST = 32  # the most images of a request
 FIELDS = ("content", "output")  # keys of a message or an item that may have parts
 KINDS = ("image_url", "input_image", "image")
 TEXTS = ("text", "input_text")
-
-
-@dataclass
-class ImageParts:
-    """Images of one request, each a URL or base64 text, by the number in its mark."""
-
-    sources: list[str] = field(default_factory=list)
-    letters: str = field(default_factory=lambda: f"image{secrets.token_hex(12)}n", compare=False)
-
-    def mark(self, source: str) -> str:
-        """The mark of an image in texts."""
-        self.sources.append(source)
-        return f"{self.letters}{len(self.sources) - 1}."
-
-    def replaced(self, text: str, shown: str) -> tuple[str, list[str]]:
-        """The text with `shown` for each mark, and the images in its order."""
-        pattern = re.compile(rf"{self.letters}(\d+)\.")
-        return pattern.sub(lambda match: shown, text), [self.sources[int(n)] for n in pattern.findall(text)]
 
 
 def without_images(body: JsonObject, key: str) -> tuple[JsonDict, ImageParts]:
