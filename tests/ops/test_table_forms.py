@@ -8,7 +8,7 @@ from test_forms import LIMIT, Experts, of, product_error, shared_error
 from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
-from moeflux_mlx.ops import experts, forms, linear
+from moeflux_mlx.ops import experts, forms, linear, native
 from moeflux_mlx.ops.dequantize import dequantized_records
 from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.tiles import using
@@ -66,6 +66,13 @@ def test_dequantised_values_are_exact(host, mode):
     for i, slot in enumerate((2, 0)):
         gate, up, last = (matrix.values for matrix in made.matrices[slot])
         assert np.array_equal(np.array(gate_up[i]), np.concatenate([gate, up])) and np.array_equal(down[i], last)
+
+
+@pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
+@pytest.mark.parametrize("mode", TABLES)
+def test_native_products(mode):
+    """On the fastest path, which looks many codes up at once."""
+    assert experts_of(mode, mode).error(np.array) < 2e-6
 
 
 FAULTS = {
