@@ -1,7 +1,6 @@
 """The traced stand-ins of caches in a compiled step: arrays of fixed shape, and positions that are arrays.
 
-What depends on the token's place in another way is known when a step is traced: a cache's `traced` says it, and a step
-is traced for each.
+Where control flow depends on the position, each case has a graph of its own: a cache's `traced` says which case it is.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,13 +4,14 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..engine.engine import Engine, open_engine
+from ..engine.engine import Engine, open_with
 from ..engine.locate import resolve
 from ..errors import NotPackedError, RequestError
 from ..files import read_text, user_path
@@ -19,8 +20,8 @@ from ..process import claim_process
 from ..tools.evaluate import Measured, evaluate, perplexity
 from ..tools.readers import LayerReader
 from .chart import line_chart
-from .opening import NOT_GIVEN, note_idle_options
-from .options import gigabytes
+from .opening import note_idle_options
+from .options import NOT_GIVEN, settings_of
 from .terminal import Progress, note
 
 # Options that only an engine uses.
@@ -63,19 +64,9 @@ def opened(
     if options.layer_by_layer:
         return _by_layers(options, _directory(model, folders), folders, dtype)
     try:
-        engine = open_engine(
-            model,
-            dtype=dtype,
-            cpu_activations=options.cpu_activations,
-            kv_bits=kv_bits,
-            expert_io=options.expert_io,
-            expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-            memory_bytes=gigabytes("--memory-gb", options.memory_gb),
-            shards_in=shards_in,
-            context=options.window,
-            tiles=options.tiles,
-            warm_start="off",
-        )
+        given = settings_of(options, model)
+        own = replace(given, kv_bits=kv_bits, shards_in=shards_in, context=options.window, warm_start="off")
+        engine = open_with(own)
     except NotPackedError:
         if model is None or not user_path(model).is_dir() or (user_path(model) / STATE).exists():
             raise

@@ -3,6 +3,8 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +14,7 @@ from ..engine.generation import check_max_tokens
 from ..engine.heads import DRAFTS
 from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
+from ..engine.load_settings import LoadSettings
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
@@ -23,25 +26,38 @@ PROMPT_CACHE_GB = 10.0
 PENALTY = "weaken the logits of recent tokens by this factor"
 SAMPLER = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 REPETITION = ("repetition_penalty", "repetition_context_size")
+NOT_OPTIONS = ("vision", "least_context")  # settings of other names, or that the server alone has
+# Defaults of options; None for all others.
 NOT_GIVEN = {
+    **{
+        one.name: one.default for one in fields(LoadSettings) if one.default is not None and one.name not in NOT_OPTIONS
+    },
     "top_p": 0.0,
     "top_k": 0,
     "min_p": 0.0,
     "chat_template_config": "{}",
-    "prefetch": "auto",
-    "keep_warm": "auto",
-    "warm_start": "auto",
-    "tiles": "auto",
-    "draft": "off",
-    "cpu_activations": "auto",
-    "kv_bits": "auto",
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
     "no_vision": False,
-    "image_tokens": IMAGE_ROWS,
-    "shards_in": (),
-}  # defaults of options; None for all others
+}
+
+
+def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSettings:
+    """The settings of `model` that the options of a command name; others keep their defaults.
+
+    Raises:
+        RequestError: a value is not possible.
+    """
+    names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision"}
+    return LoadSettings(
+        model,
+        dtype=getattr(mx, options.dtype) if options.dtype else None,
+        vision=not getattr(options, "no_vision", False),
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
+        **{name: value for name, value in vars(options).items() if name in names},
+    )
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:

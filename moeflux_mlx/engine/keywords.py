@@ -11,6 +11,7 @@ from ..errors import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class Replaced(NamedTuple):
@@ -77,6 +78,28 @@ def public(
         theirs = {name: one for target in passed_to for name, one in inspect.signature(target).parameters.items()}
         more = [one.replace(kind=one.KEYWORD_ONLY) for name, one in theirs.items() if name not in signature.parameters]
         return with_signature(function, signature.replace(parameters=[*own, *more]), replaced or {})
+
+    return decorate
+
+
+def with_parameters_of(make: Callable[P, S], replaced: Replacements) -> "Callable[[Callable[[S], R]], Callable[P, R]]":
+    """Decorates a function of one value, which then takes the parameters of `make`, the value's class:
+
+        @with_parameters_of(Size, {})       # class Size has width and height
+        def area(size): ...                 # area(width, height)
+
+    Args:
+        make: a class.
+        replaced: arguments that are refused with their own remedies.
+    """
+
+    def decorate(use: Callable[[S], R]) -> Callable[P, R]:
+        @functools.wraps(use)
+        def make_and_use(*args: P.args, **kwargs: P.kwargs) -> R:
+            return use(make(*args, **kwargs))
+
+        signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
+        return with_signature(make_and_use, signature, replaced)
 
     return decorate
 

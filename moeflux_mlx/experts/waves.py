@@ -66,8 +66,8 @@ def multiplied(
         ids: [T, K], the experts of each token of x; with `tokens` [P, 1], `ids[p]` belongs to row `tokens[p]` of x.
         top_k: number of experts per token, which determines the waves.
         owned: selects the experts that the source serves.
-        every: the experts [T, K] of all processes; `ids` are those of this one. Waves and products are cut as in a
-            single process.
+        every: the routing [T, K] of all ranks; `ids` is this rank's part. It alone decides the waves, so all ranks cut
+            alike.
     """
     counts = np.bincount(ids.reshape(-1), minlength=source.layout.num_experts)
     total = counts if every is None else np.bincount(every.reshape(-1), minlength=len(counts))

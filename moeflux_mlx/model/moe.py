@@ -22,6 +22,16 @@ from ..ops.tiles import MAX_TOKENS
 PLAIN = Residual()
 
 
+class Prepared(NamedTuple):
+    """The result of `MoE.prepare`, for `MoE.finish`: arrays of many tokens; `shared`: the shared expert's output."""
+
+    residual: Any
+    x: Any
+    ids: Any
+    weights: Any
+    shared: Any = None
+
+
 class BeforeExperts(NamedTuple):
     """The result of `MoE.choose`, for `MoE.run_experts`.
 
@@ -123,11 +133,12 @@ class MoE(nn.Module):
 
     def run_experts(self, before: BeforeExperts) -> Any:
         """The residual [B, L, D] plus the output of the chosen experts."""
-        residual, x, logits, gates, ids, weights, host_copy, predicted, beside = before
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), self._choice(logits), host_copy)
-        shared = None if self._is_apart else self._shared(gates)
-        return self._joined(residual, self.experts(routing, x, self._added_to(residual, x), shared), beside)
+        predicted, choice = self._as_routing(before.predicted), self._choice(before.logits)
+        routing = Routing(self.layer, before.ids, before.weights, predicted, choice, before.host_copy)
+        shared = None if self._is_apart else self._shared(before.gates)
+        added_to = self._added_to(before.residual, before.x)
+        return self._joined(before.residual, self.experts(routing, before.x, added_to, shared), before.beside)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
         """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
@@ -145,8 +156,8 @@ class MoE(nn.Module):
         B, L, _ = residual.shape
         x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits, tokens)
-        parts = residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates)
-        return tuple(part.reshape(B, L, -1) for part in parts if part is not None)
+        prepared = Prepared(residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates))
+        return tuple(part.reshape(B, L, -1) for part in prepared if part is not None)
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
@@ -154,15 +165,13 @@ class MoE(nn.Module):
         `report` is called with the share that is done.
         """
         B, L, _ = parts[0].shape
-        rows = [part.reshape(B * L, -1) for part in parts]
-        residual, x, ids, weights = rows[:4]
+        rows = Prepared(*(part.reshape(B * L, -1) for part in parts))
         assert self.experts is not None
-        output = rows[4] if len(rows) > 4 else None
-        shared, beside = (None, output) if self._is_apart else (output, None)
-        predicted = self._predict_next(residual) if self.should_predict(B * L) else None
-        routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
-        made = self.experts(routing, x, self._added_to(residual, x), shared, report)
-        return self._joined(residual, made, beside).reshape(B, L, -1)
+        shared, beside = (None, rows.shared) if self._is_apart else (rows.shared, None)
+        predicted = self._predict_next(rows.residual) if self.should_predict(B * L) else None
+        routing = Routing(self.layer, rows.ids, rows.weights, self._as_routing(predicted))
+        made = self.experts(routing, rows.x, self._added_to(rows.residual, rows.x), shared, report)
+        return self._joined(rows.residual, made, beside).reshape(B, L, -1)
 
     def _choice(self, logits: Any) -> Choice | None:
         """What kernels need to choose themselves; None: they take ids and weights."""

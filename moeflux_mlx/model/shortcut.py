@@ -7,7 +7,7 @@ from ..experts.routing import RoutedExpertsCall
 from ..kinds import Experts, Residual
 from ..layers import RMSNorm
 from ..ops.backend import Array, library_of
-from .moe import BeforeExperts, MoE
+from .moe import BeforeExperts, MoE, Prepared
 
 
 class ShortcutMoE(MoE):
@@ -38,9 +38,9 @@ class ShortcutMoE(MoE):
         return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
-        _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
-        ids, weights, own = without_identities(ids, weights, self._count)
-        return own.astype(x.dtype) * x, x, ids, weights, beside
+        parts = Prepared(*super().prepare(residual, norm, tokens))
+        ids, weights, own = without_identities(parts.ids, parts.weights, self._count)
+        return parts._replace(residual=own.astype(parts.x.dtype) * parts.x, ids=ids, weights=weights)
 
     def _choice(self, logits: Any) -> None:
         """None: kernels that choose themselves know no expert that returns its input."""

@@ -85,9 +85,8 @@ class Running:
 
     @property
     def due(self) -> int:
-        """The prompt with the lowest number goes first. The number is the count of prompt tokens computed before the
-        request came, plus its own tokens. So a short prompt overtakes a long one, but no prompt waits for more tokens
-        of later prompts than it has itself.
+        """The virtual finish time: prompt tokens computed at arrival plus own tokens. The lowest goes first. So a short
+        prompt overtakes a long one, but no prompt waits for more tokens of later prompts than it has itself.
         """
         return self._came + self.left + (self.progress[0] - self._cached)
 
