@@ -25,7 +25,7 @@ from .options import NOT_GIVEN, settings_of
 from .terminal import Progress, note
 
 # Options that only an engine uses.
-OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "tiles")
+OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "host_gb", "memory_gb", "tiles")
 BINS = 64  # points of a chart
 
 

@@ -75,8 +75,14 @@ def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
 def host_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
     """As `staging_memory`, without a moment in the device's memory, which may be smaller: made on MLX's CPU stream, it
     is managed memory from the start. It counts as MLX's (`allow_memory`).
+
+    Raises:
+        ExpertIOError: the system refuses it.
     """
-    return _on_host(mx.zeros((rows, words), mx.uint32, stream=mx.cpu))
+    try:
+        return _on_host(mx.zeros((rows, words), mx.uint32, stream=mx.cpu))
+    except (RuntimeError, MemoryError) as error:
+        raise ExpertIOError(f"the system refuses {rows * words * 4 / 1e9:.2f} GB of host memory ({error})") from None
 
 
 def allow_memory(nbytes: int) -> None:

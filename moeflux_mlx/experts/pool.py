@@ -134,7 +134,8 @@ class SlotPool:
         A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
         or still arriving, but never for a guess.
         """
-        row_wanted = self.copied and not self.places.free and (wanted is None or not self.on_host(wanted))
+        row_wanted = self.staging is not None and not self.staging.available
+        row_wanted &= wanted is None or not self.on_host(wanted)
         if not row_wanted and (unwanted := self._unwanted(1)):
             return unwanted[0]
         if for_guess:
@@ -146,9 +147,8 @@ class SlotPool:
         """Records to evict before `more` records are read, as `victim` chooses them for a guess, at once: as many as
         lack a slot, but no more than may be read now.
         """
-        if self.staging is not None and self.places.room < more:
-            self.staging.free_rows(more)
-            more = min(more, self.places.room)
+        if self.staging is not None:
+            more = min(more, self.staging.available)
         short = len(self._used) + more - self.slots
         if short <= 0:
             return []

@@ -78,13 +78,18 @@ class Staging:
         """Whether at least half as many rows are free as may be read at once."""
         return 2 * self.places.room >= self.rows
 
+    @property
+    def available(self) -> int:
+        """The number of records that can be read without a wait for other reads."""
+        return self.places.room + len(self.copying) + len(self.host)
+
     def take(self) -> int | None:
         """A row to read into, or None if others read into all of them."""
-        if not self.places.room:
-            self.free_rows(1)
         place = self.places.take()
-        if place is None and len(self.host):
-            self.host.give_up()  # the system refused memory
+        if place is None:
+            self.free_rows(-(-self.rows // 2))
+            if not self.places.room and len(self.host):
+                self.host.give_up()  # the system refused memory
             place = self.places.take()
         return place
 

@@ -55,9 +55,8 @@ class StreamedExperts(ExpertLoader):
         check, arrange: called with records that have been read, as for `ExpertReader`.
         copied: whether records are copied into device memory as they arrive; by default on CUDA without `adopt`.
         adopt: how MLX adopts the pool's memory (`places.Adopt`); by default as Metal does, on Metal.
-        host_bytes: the most bytes of records that stay in host memory after they were copied; ignored where they are
-            not copied.
-        host_limit: as `limit`, for these.
+        host_bytes: the most bytes of records that stay in host memory after they were copied, if they are.
+        host_limit: as `limit`, for these; at most `host_bytes`.
         reader: replaces the default reader (direct I/O), in tests.
 
     Attributes:
@@ -104,14 +103,13 @@ class StreamedExperts(ExpertLoader):
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt, host_bytes)
-        self._most_on_host, self._host_limit = host_bytes, host_limit
         if any(pool.staging is not None and pool.staging.host.records for pool in self.pools):
             allow_memory(host_bytes)
             self.at_close(partial(allow_memory, -host_bytes))
         self._reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
         self._warming = Warming(self._reads, self.layout, self.usage.counts)
-        self._allowance, self._limit = allowance, limit
+        self._allowance, self._limit, self._host_limit = allowance, limit, host_limit
         if limit is not None or host_limit is not None:
             self._start("pool-watch", StreamedExperts.relieve_between_calls, WATCH_SECONDS)
 
@@ -142,6 +140,10 @@ class StreamedExperts(ExpertLoader):
     @property
     def pool_bytes(self) -> int:  # type: ignore[override]
         return self.pools.nbytes
+
+    @property
+    def host_bytes(self) -> int:  # type: ignore[override]
+        return self.pools.host_bytes
 
     def resize(self, nbytes: int) -> int:
         """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most the
@@ -195,7 +197,7 @@ class StreamedExperts(ExpertLoader):
                 mx.clear_cache()
                 self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
         if self._host_limit is not None and (before := self.pools.host_bytes):
-            self._reads.resize_host(min(self._host_limit(before), self._most_on_host))
+            self._reads.resize_host(self._host_limit(before))
             if self.pools.host_bytes < before:
                 mx.clear_cache()
                 self._reads.stats.given_back += before - self.pools.host_bytes
