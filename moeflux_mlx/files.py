@@ -7,11 +7,17 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import ModelFileError, RequestError
+
+# A value of JSON: None, a truth value, a number, a text, or a list or an object of such values. Who reads one looks at
+# its type first.
+JsonValue: TypeAlias = Any
+JsonObject: TypeAlias = Mapping[str, JsonValue]  # which is only read
+JsonDict: TypeAlias = dict[str, JsonValue]  # which is built
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -92,7 +98,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = 
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonDict:
     """Raises ModelFileError when the file is missing or is not a JSON object."""
     value = read_any_json(path)
     if not isinstance(value, dict):
@@ -100,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_any_json(path: Path) -> Any:
+def read_any_json(path: Path) -> JsonValue:
     """Raises ModelFileError when the file is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)

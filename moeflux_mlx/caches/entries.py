@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..ops.backend import library_of, view
+from ..ops.backend import AnyArray, library_of, view
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
@@ -62,8 +62,8 @@ class EntriesCache(Ring[Any]):
         return ring, entries if entries.size else None, length
 
     def absorb(
-        self, rows: Any, make: Callable[[Any, Any, int], Any], kernels: OnKernels = PLAIN
-    ) -> tuple[Any, Any, Any]:
+        self, rows: AnyArray, make: Callable[[Any, Any, int], Any], kernels: OnKernels = PLAIN
+    ) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Appends rows [B, L, row] of positions, and the entries that end with them.
 
         Args:
@@ -90,7 +90,7 @@ class EntriesCache(Ring[Any]):
             before = self.part.overlap if start else 0
             entries = make(newest[:, start * ratio - before - begin : stop * ratio - begin], start, stop - start)
             self.put_entries((mx.array(entries) if here else entries)[:, None], start)
-        made: Any = view(self.values) if here and stop else self.values
+        made: AnyArray = view(self.values) if here and stop else self.values
         places = library_of(rows).arange(begin, first + count)
         return newest, places, made[:, 0, :stop] if stop else None
 

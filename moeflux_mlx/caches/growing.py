@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
-from ..ops.backend import view
+from ..ops.backend import AnyArray, view
 from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
 from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
@@ -235,7 +235,7 @@ class Stepping(Growing[Part]):
     def recent_shape(self) -> Shape:
         raise NotImplementedError
 
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
         """The first positions of each array, [1, heads, length, .]."""
         raise NotImplementedError
 
@@ -261,7 +261,7 @@ class Stepping(Growing[Part]):
         first = self.offset - self._begun
         return _positions(self._begun, self.keys.shape[2], self.position - self.offset)[first : first + n]
 
-    def advance(self, recent: Any) -> None:
+    def advance(self, recent: AnyArray) -> None:
         """`recent` with one token more takes its place."""
         self._recent = recent
         self.offset += 1

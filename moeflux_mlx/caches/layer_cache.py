@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from ..ops.backend import AnyArray
+
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
 Shape = tuple[int, ...]
@@ -129,7 +131,7 @@ class LayerCache(Generic[Part]):
         """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
         raise NotImplementedError
 
-    def step_arrays(self, n: int = 1) -> list[Any]:
+    def step_arrays(self, n: int = 1) -> list[AnyArray]:
         """The arrays of the traced stand-in for the next n tokens."""
         raise NotImplementedError
 

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from ..engine.engine import Engine, open_with
 from ..engine.machine import default_dtype
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .options import NOT_GIVEN, settings_of
+from .options import NOT_GIVEN, dtype_of, settings_of
 from .terminal import Progress, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
@@ -68,7 +66,7 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         for name, value in vars(options).items()
         if value is not None and value != NOT_GIVEN.get(name)
     }
-    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    dtype = dtype_of(options) or default_dtype()
     is_local = options.model is None or Path(options.model).exists()
     if hasattr(options, "sessions"):  # a server, whose requests may have what makes these useful
         given -= {*DRAWING, "--xtc-threshold", "--repetition-context-size"}

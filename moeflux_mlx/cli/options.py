@@ -18,6 +18,7 @@ from ..engine.load_settings import LoadSettings
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
+from ..files import JsonDict
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
@@ -43,6 +44,11 @@ NOT_GIVEN = {
 }
 
 
+def dtype_of(options: argparse.Namespace) -> mx.Dtype | None:
+    """The dtype that the options name; None: they leave it to the device."""
+    return getattr(mx, options.dtype) if options.dtype else None
+
+
 def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSettings:
     """The settings of `model` that the options of a command name; others keep their defaults.
 
@@ -52,7 +58,7 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision"}
     return LoadSettings(
         model,
-        dtype=getattr(mx, options.dtype) if options.dtype else None,
+        dtype=dtype_of(options),
         vision=not getattr(options, "no_vision", False),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         host_bytes=gigabytes("--host-gb", options.host_gb),
@@ -363,7 +369,7 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def parse_template_config(text: str) -> dict[str, Any]:
+def parse_template_config(text: str) -> JsonDict:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -40,7 +40,7 @@ from ..quant import Quant
 from ..spec import ModelArgs
 from ..vision.vision import NoVision, VisionFiles
 from . import chips
-from .options import gigabytes, settings_of
+from .options import dtype_of, gigabytes, settings_of
 from .rank_planning import machines_of, rank_lines
 from .terminal import note
 
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.chips is not None:
         return chips.run(options)
-    own = getattr(mx, options.dtype) if options.dtype else None
+    own = dtype_of(options)
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)

@@ -265,8 +265,8 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
             the GPU, so that they are not read again; None: none.
         memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
             a reserve for other programs. Mapped files count only in the decision whether to map.
-        prefetch: "auto" (read ahead the predicted choice of the next layer's router), "previous" (read ahead what the
-            layer used for the previous token) or "off". It matters only with pread and never changes a result.
+        prefetch: "auto" (read ahead the predicted choice of the next layer's router) or "off". It matters only with
+            pread and never changes a result.
         keep_warm: whether tiny launches keep a GPU's clock up while a token waits for experts that are read: "on" (on
             any GPU), "off", or "auto": on a Mac that does not run on battery, if the first 256 tokens, measured by
             turns with and without, or an earlier start's, were faster. It changes no result, and is off on several

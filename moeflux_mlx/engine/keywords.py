@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
+from ..files import JsonDict
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,7 +125,7 @@ def _checked(
     replaced: Replacements,
     args: tuple[Any, ...],
     keywords: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> JsonDict:
     """The keywords of a call, without those of mlx-lm that ask for nothing, such as `max_kv_size=None`.
 
     Raises:

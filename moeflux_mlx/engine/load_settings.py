@@ -20,7 +20,7 @@ from .demand import Demand
 from .keep_warm import MODES as KEEP_WARM
 from .warm_start import MODES as WARM_START
 
-PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
+PREFETCH = {"auto": "lookahead", "off": "off"}
 COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes", "host_bytes")
 
 

@@ -48,7 +48,7 @@ class RoutedExperts:
 
     Args:
         source: where the experts are.
-        prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
+        prefetch: "lookahead" or "off", as `Lookahead` has it.
         waiting: called with the layer and the number of rows; a context manager in which a step on a GPU waits for
             experts.
     """

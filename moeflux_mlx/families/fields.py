@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
+from ..files import JsonDict, JsonObject
 from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Residual, Rotation, Router, SharedExpert, Yarn
 from ..kinds.limits import LARGEST, WIDEST_HEAD
 from ..mixers.grouped.spec import GroupedQuery
@@ -33,7 +34,7 @@ def out_of_range(name: str, value: Any, wanted: str) -> ConfigError:
 class Fields:
     """Typed access to a config; every failure names the field."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: JsonObject):
         self.config = config
 
     def _get(self, names: str, kind: type, default: Any) -> tuple[str, Any]:
@@ -93,7 +94,7 @@ def as_of_kimi(read: Fields) -> Fields:
     return Fields({**{name: read.config.get(theirs) for name, theirs in OF_KIMI.items()}, **read.config})
 
 
-def common(read: Fields, eps: float = 1e-6) -> dict[str, Any]:
+def common(read: Fields, eps: float = 1e-6) -> JsonDict:
     """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements.
 
     `eps`: that of norms if the field is missing.
@@ -107,7 +108,7 @@ def common(read: Fields, eps: float = 1e-6) -> dict[str, Any]:
     return sizes(read, eps)
 
 
-def sizes(read: Fields, eps: float = 1e-6) -> dict[str, Any]:
+def sizes(read: Fields, eps: float = 1e-6) -> JsonDict:
     """The fields of `ModelArgs` that are numbers, by their usual names; `eps` as in `common`."""
     return {
         "vocab_size": read.count("vocab_size"),
@@ -369,7 +370,7 @@ class Family:
         head: of the family's draft heads; None: none is known.
     """
 
-    read: Callable[[Fields], dict[str, Any]]
+    read: Callable[[Fields], JsonDict]
     zero_centred: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     fused_rows: Callable[[LayerSpec, int, int], FusedRows] = lambda spec, layer, shards: {}

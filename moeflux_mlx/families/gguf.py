@@ -7,13 +7,14 @@ family's own reader then checks, and how its tensors are called. Names and keys 
 
 import itertools
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
+from ..files import JsonDict, JsonObject
 
 MISSING = object()
 ROPE_TYPES = ("none", "yarn")
@@ -29,7 +30,7 @@ class Metadata:
         slowed: what the frequency of each rotated pair is divided by (`rope_freqs.weight`); none: nothing.
     """
 
-    def __init__(self, entries: Mapping[str, Any], tensors: Container[str] = (), slowed: Sequence[float] = ()):
+    def __init__(self, entries: JsonObject, tensors: Container[str] = (), slowed: Sequence[float] = ()):
         self._entries, self.tensors, self.slowed = entries, tensors, slowed
         self.architecture = self.anywhere("general.architecture", str)
 
@@ -94,7 +95,7 @@ class Metadata:
         layers = self.count("block_count") - self.count("nextn_predict_layers", 0)
         return int(layers)
 
-    def rope_scaling(self) -> dict[str, Any] | None:
+    def rope_scaling(self) -> JsonDict | None:
         """`rope_scaling` of config.json.
 
         Raises:
@@ -119,7 +120,7 @@ class Metadata:
         """How many of the first layers have an MLP."""
         return next(layer for layer in itertools.count() if f"blk.{layer}.ffn_gate.weight" not in self.tensors)
 
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> JsonDict:
         """The fields of config.json that all families have."""
         return {
             "num_hidden_layers": self.layers,
@@ -129,7 +130,7 @@ class Metadata:
             "vocab_size": self.count("vocab_size", None) or len(self.anywhere("tokenizer.ggml.tokens", list, [])),
         }
 
-    def attention(self) -> dict[str, Any]:
+    def attention(self) -> JsonDict:
         """The fields of attention with heads of one size."""
         heads = self.of_layers("attention.head_count", self.layers)
         self.must_equal("attention.value_length", self.count("attention.key_length", None))
@@ -146,7 +147,7 @@ class Metadata:
         width = self.count("attention.key_length")
         return float(self.count("rope.dimension_count", width) / max(width, 1))
 
-    def noaux(self) -> dict[str, Any]:
+    def noaux(self) -> JsonDict:
         """The fields of DeepSeek-V3's router and shared expert."""
         self.must_equal("expert_gating_func", SIGMOID)
         return {
@@ -160,15 +161,15 @@ class Metadata:
             "norm_topk_prob": self.flag("expert_weights_norm", False),
         }
 
-    def experts(self) -> dict[str, Any]:
+    def experts(self) -> JsonDict:
         """The fields of routed experts."""
         return {**self.choice(), "moe_intermediate_size": self.count("expert_feed_forward_length")}
 
-    def choice(self) -> dict[str, Any]:
+    def choice(self) -> JsonDict:
         """The fields of a router."""
         return {"num_experts": self.count("expert_count"), "num_experts_per_tok": self.count("expert_used_count")}
 
-    def tied(self) -> dict[str, Any]:
+    def tied(self) -> JsonDict:
         """Whether embeddings make the logits too: then there is no matrix of their own."""
         return {"tie_word_embeddings": "output.weight" not in self.tensors}
 
@@ -197,7 +198,7 @@ def neighbours_apart(heads: int, rows: int) -> Change:
     return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
-Config = dict[str, Any]
+Config = JsonDict
 Changes = Callable[[Config, str, tuple[int, ...]], Change | None]
 
 

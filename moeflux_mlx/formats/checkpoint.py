@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
-from ..files import read_json
+from ..files import JsonDict, read_json
 from .packed import FOLDER, LAYOUT
 
 INDEX = "model.safetensors.index.json"
@@ -112,7 +112,7 @@ class Checkpoint:
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: JsonDict
     tensors: dict[str, Tensor]
     files: tuple[Path, ...]
     packed: Path | None = None
@@ -141,7 +141,7 @@ def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     return Checkpoint(path, read_config(path), merge_tensors(map(read_header, files)), tuple(files))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonDict:
     """config.json; if it does not describe the quantisation, that of ModelOpt's separate file is added.
 
     Raises:
@@ -255,7 +255,7 @@ def header_tensors(file: Path, size: int, head: bytes) -> dict[str, Tensor]:
     return tensors
 
 
-def _parse(file: Path, text: bytes) -> dict[str, Any]:
+def _parse(file: Path, text: bytes) -> JsonDict:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -265,7 +265,7 @@ def _parse(file: Path, text: bytes) -> dict[str, Any]:
     return header
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> JsonDict:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a key occurs twice")

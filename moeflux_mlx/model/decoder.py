@@ -17,7 +17,7 @@ from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array
 from ..ops.limits import within_limits
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
@@ -243,7 +243,7 @@ class Model(nn.Module):
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
         raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
 
-    def _compute(self, tokens: mx.array, cache: list[LayerCache]) -> list[Any]:
+    def _compute(self, tokens: mx.array, cache: list[LayerCache]) -> list[AnyArray]:
         """Returns logits [B, L, vocab_size], and for a head that drafts its hidden states [B, L, hidden_size]."""
         if self.decode_step is not None and self.decode_step.takes(tokens, [cache]):
             return self.decode_step(tokens, [cache], *self._begin_inputs(tokens, cache).arrays(tuple(self.args.ngrams)))
@@ -251,17 +251,17 @@ class Model(nn.Module):
 
     def _compute_step(
         self, tokens: mx.array, cache: Sequence[LayerCache | Traced | StepRows], *arrays: Any
-    ) -> list[Any]:
+    ) -> list[AnyArray]:
         """Returns what `_compute` does; this is what is compiled. `arrays`: of the tokens, where they were read."""
         return self._project(self._run_layers(tokens, cache, *arrays))
 
-    def _project(self, last: Any) -> list[Any]:
+    def _project(self, last: AnyArray) -> list[AnyArray]:
         """Returns what `_compute` does, from what the last layer gave."""
         normed = self.model.normed(last)
         logits = self._compute_logits(normed)
         return [logits] if self.head is None else [logits, normed if self.head.takes_normed else last]
 
-    def _compute_logits(self, hidden: Any) -> Any:
+    def _compute_logits(self, hidden: AnyArray) -> AnyArray:
         """Returns the logits of normed hidden states [B, L, hidden_size]."""
         product, count = self.last_product, hidden.shape[1]
         most = gpu_time.rows_at_once(*product.matrix.shape)
@@ -275,7 +275,7 @@ class Model(nn.Module):
         matrix = self.model.embed_tokens if self.args.is_tied else self.lm_head
         return LastProduct(matrix, self.args.logit_softcap, self.args.logit_scale)
 
-    def _compute_rows(self, tokens: mx.array, step: Step) -> list[Any]:
+    def _compute_rows(self, tokens: mx.array, step: Step) -> list[AnyArray]:
         """Returns what `_compute` does, of the rows of a step."""
         sequences, caches = [rows.cache for rows in step.sequences for _ in range(rows.count)], step.caches
         if self.decode_step is not None:
@@ -296,11 +296,11 @@ class Model(nn.Module):
             rows.append(self._compute(tokens[:, row : row + 1], cache))
         return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
-    def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
+    def run(self, tokens: mx.array, cache: Sequence[Any]) -> AnyArray:
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
         return self.model.normed(self._run_layers(tokens, cache))
 
-    def _run_layers(self, tokens: mx.array, cache: Sequence[Any], *arrays: mx.array) -> Any:
+    def _run_layers(self, tokens: mx.array, cache: Sequence[Any], *arrays: mx.array) -> AnyArray:
         """Returns the output of the last layer."""
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
@@ -316,7 +316,7 @@ class Model(nn.Module):
             h = layer(h, layer_cache, chosen, inputs)
         return h
 
-    def draft_states(self, span: Span, start: int, end: int) -> Any:
+    def draft_states(self, span: Span, start: int, end: int) -> AnyArray:
         """A draft head's input for the tokens from `start` to `end` of a span that has passed all layers."""
         assert self.head is not None
         with self._computing():
@@ -375,11 +375,11 @@ class Model(nn.Module):
         if first is not None and first.experts is not None:
             first.experts.expect(first.layer, span.tokens.size)
 
-    def embedded(self, tokens: mx.array) -> Any:
+    def embedded(self, tokens: mx.array) -> AnyArray:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
         return spread(self._embed(tokens), streams_before(self.args.connections, 0))
 
-    def _embed(self, tokens: mx.array) -> Any:
+    def _embed(self, tokens: mx.array) -> AnyArray:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
         h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 has no dtype of its own
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..caches.layer_cache import Arrays, LayerCache
+from ..ops.backend import AnyArray
 from ..ops.seen import Chosen
 from .images import NO_IMAGES, Images
 from .tokens import Tokens
@@ -68,7 +69,7 @@ class Span:
         return self.reached[0]
 
     @property
-    def hidden(self) -> Any:
+    def hidden(self) -> AnyArray:
         return self.reached[1]
 
     @property

@@ -1,11 +1,11 @@
 """Adds the normed output of a layer's part to the stream; for the rows of a step on a GPU in one launch."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import backend
-from .backend import Array
+from .backend import AnyArray, Array
 from .elementwise import scaled
 from .launch import NO_KERNELS, Kernel, Launch, Reason
 from .norm import Norm
@@ -19,12 +19,12 @@ WIDEST = 1 << 13  # values of a row, of which a thread holds 64
 class Pair(NamedTuple):
     """Two results that are added, each with its own norm."""
 
-    made: Any  # mx.array | np.ndarray
+    made: AnyArray
     made_norm: Norm
-    beside: Any
+    beside: AnyArray
     beside_norm: Norm
 
-    def sum(self) -> Any:
+    def sum(self) -> AnyArray:
         """norm(made) + norm(beside)."""
         return self.made_norm(self.made) + self.beside_norm(self.beside)
 
@@ -41,11 +41,11 @@ def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None
         if not isinstance(launch, Reason):
             out = launch(h, *_inputs(made, norm), norm.weight, norm.eps, norm.weight if factor is None else factor)[0]
             return out.reshape(h.shape)
-    joined: Any = h + norm(made.sum() if isinstance(made, Pair) else made)
+    joined: AnyArray = h + norm(made.sum() if isinstance(made, Pair) else made)
     return joined if factor is None else scaled(joined, factor)
 
 
-def _inputs(made: Any, norm: Norm) -> tuple[Any, ...]:
+def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
     """The kernel's inputs: the results with their weights; a kernel needs an array for every input."""
     if not isinstance(made, Pair):
         return made, norm.weight, made, norm.weight

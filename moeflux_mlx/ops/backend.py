@@ -9,7 +9,7 @@ import ctypes
 import sys
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +21,9 @@ from .stand_ins import stand_ins
 
 # Activations have one of these types through a whole pass. Operations check which one; no other code does.
 Array = TypeVar("Array", mx.array, np.ndarray)
+# An array of one of these types where no variable can say so: a field, or what is computed from one. The types of
+# operations on it are not checked, because each operation would have to exist for every pair of the two.
+AnyArray: TypeAlias = Any
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 FEW = 1 << 16  # largest number of zeros that is kept
@@ -69,7 +72,7 @@ def native_refusal(dtype: mx.Dtype, widths: Iterable[int]) -> Reason | None:
     return Reason(f"rows of {odd[0]} values are not a multiple of {LANES}") if odd else None
 
 
-def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
+def enter(tokens: mx.array, dtype: mx.Dtype) -> AnyArray:
     """`tokens` as numpy if a model with activations in `dtype` runs here natively.
 
     Warns once if only the missing extension is in the way.
@@ -109,7 +112,7 @@ def finish(x: Array) -> None:
         mx.eval(x)
 
 
-def after(x: Any) -> mx.array | None:
+def after(x: AnyArray) -> mx.array | None:
     """A small array that is computed after `x` and does not keep it alive; None if `x` is computed already."""
     if not isinstance(x, mx.array):
         return None
@@ -153,24 +156,24 @@ def contiguous(x: Array) -> Array:
     return mx.contiguous(x) if isinstance(x, mx.array) else np.ascontiguousarray(x)
 
 
-def view(x: Any) -> np.ndarray:
+def view(x: AnyArray) -> np.ndarray:
     """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
     if isinstance(x, mx.array) and x.dtype == mx.bfloat16:
         x = x.view(mx.uint16)
     return np.ascontiguousarray(np.asarray(x))
 
 
-def library_of(x: Any) -> Any:
+def library_of(x: AnyArray) -> Any:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
     return mx if isinstance(x, mx.array) else np
 
 
-def dtype_of(x: Any) -> mx.Dtype:
+def dtype_of(x: AnyArray) -> mx.Dtype:
     """The dtype of MLX's or numpy's activations."""
     return x.dtype if isinstance(x, mx.array) else mx.float32
 
 
-def zeros_like(x: Any) -> Any:
+def zeros_like(x: AnyArray) -> AnyArray:
     """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
     if not isinstance(x, mx.array):
         return np.zeros_like(x)
@@ -192,7 +195,7 @@ def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
     return zeros
 
 
-def arange(count: int, library: Any) -> Any:
+def arange(count: int, library: Any) -> AnyArray:
     """int32 0 .. count - 1 in an array of numpy or MLX; MLX's is made once, because a compiled step would make it again
     in every layer for every token."""
     return np.arange(count, dtype=np.int32) if library is np else _arange(count, str(mx.default_device()))

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..quant import FLOAT, Quant
 from . import backend, native
-from .backend import FLOATS, Array, view
+from .backend import FLOATS, AnyArray, Array, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .matrix import Part, Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
@@ -62,7 +62,7 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
     return mx.concatenate([operation(*(rows[t : t + 1] for rows in arrays)) for t in range(count)])
 
 
-def grouped_linear(x: Array, w: Weights, groups: int) -> Any:
+def grouped_linear(x: Array, w: Weights, groups: int) -> AnyArray:
     """[..., groups * rows] of x [..., groups * columns]: each group's columns times the transpose of its own rows of w
     [groups * rows, columns]. On a GPU all groups are one product."""
     observe(w, x.reshape(-1, w.shape[1]))
@@ -158,7 +158,7 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         yield native.dequantize(w.quant, *_of_head(w, heads, head, rows), **into)
 
 
-def _of_head(w: Weights, heads: int, head: int, rows: slice) -> list[Any]:
+def _of_head(w: Weights, heads: int, head: int, rows: slice) -> list[AnyArray]:
     """The parts of the `rows` of one head's matrix."""
     return each_part(w, lambda part: view(part).reshape(heads, -1, part.shape[-1])[head, rows])
 
@@ -198,7 +198,7 @@ class Around(NamedTuple):
     norm: mx.Dtype | None = None  # dtype of the norm's weight
     adds: bool = False
 
-    def template(self, x: mx.Dtype) -> dict[str, Any]:
+    def template(self, x: mx.Dtype) -> Template:
         return {"W": self.norm or x, "NORM": int(self.norm is not None), "ADD": int(self.adds)}
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from .backend import AnyArray
 from .launch import Shape
 
 RECENT = 32  # positions whose keys and values are in the small array of a step
@@ -23,9 +24,9 @@ class Held(NamedTuple):
         position.
     """
 
-    keys: Any
-    values: Any
-    recent: Any
+    keys: AnyArray
+    values: AnyArray
+    recent: AnyArray
     positions: Any
 
 
@@ -36,8 +37,8 @@ class Positions(Protocol):
 
     offset: Any
     position: Any
-    keys: Any
-    values: Any
+    keys: AnyArray
+    values: AnyArray
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
         """Appends [B, heads, L, width] to each array; returns the arrays and the number of their first rows that the
@@ -65,6 +66,6 @@ class Steps(Positions, Protocol):
         """The contents before a token, with entries of `dtype`, with room for n; `here`: as numpy arrays."""
         ...
 
-    def advance(self, recent: Any) -> None:
+    def advance(self, recent: AnyArray) -> None:
         """Replaces `recent` by a copy with one more token."""
         ...

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from . import backend
-from .backend import library_of
+from .backend import AnyArray, library_of
 
 # Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
 TOGETHER = {"metal": 4, "cuda": 8}
@@ -74,7 +74,7 @@ class StepRows:
 
     def each(
         self,
-        parts: Sequence[Any],
+        parts: Sequence[AnyArray],
         compute: Callable[..., Any],
         together: bool = False,
         in_order: bool = False,

@@ -38,7 +38,7 @@ class RankedExperts:
         source: the source of this process's experts.
         exchange: the exchange with the other processes.
         owners: which process owns which experts.
-        prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
+        prefetch: "lookahead" or "off", as `Lookahead` has it.
         shares_routing: the machines differ, so all ranks use rank 0's choice of experts, residual and shared expert;
             this takes one more exchange per layer.
         dealing: assigns the reads of a few tokens, if every process can read every expert.

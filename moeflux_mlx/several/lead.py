@@ -17,6 +17,7 @@ from ..engine.prompt import Prompt, checked_prompt
 from ..engine.sampling import Sampler, make_sampler
 from ..engine.session import Answer, Session
 from ..errors import PromptCacheError, RankError, RequestError
+from ..files import JsonDict
 from ..model.decoder import Model
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, read_prompt_header
@@ -191,7 +192,7 @@ class LeadSession(Session):
         self.lead.send(Order.REWIND, self.number, length)
         return super().rewind(length)
 
-    def save(self, path: Path, fingerprint: Fingerprint, extra: dict[str, Any]) -> None:
+    def save(self, path: Path, fingerprint: Fingerprint, extra: JsonDict) -> None:
         self.rewind(len(self.tokens))  # a half-done span is dropped by all
         super().save(path, fingerprint, extra)
 

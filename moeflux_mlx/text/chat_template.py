@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TokenizerError
-from ..files import read_json
+from ..files import JsonDict, JsonObject, read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-Message = Mapping[str, Any]
+Message = JsonObject
 
 # Longer than any context window, and small enough for any machine.
 MAX_PROMPT_CHARS = 1 << 26
@@ -51,9 +51,9 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: JsonObject | None = None,
     ) -> str:
         """Render the prompt, special tokens included as text.
 
@@ -99,7 +99,7 @@ def with_places(text: str, images: int) -> str | list[dict[str, str]]:
     return [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}] if images else text
 
 
-def find_templates(path: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+def find_templates(path: Path, tokenizer_config: JsonObject) -> dict[str, str]:
     """Returns the templates of a model directory, name -> Jinja source; empty if it has none.
 
     `chat_template.jinja` is the default template and wins over `chat_template` of tokenizer_config.json,
@@ -142,7 +142,7 @@ def _read(file: Path) -> str:
         raise TokenizerError(f"{file} cannot be read: {error}; use --ignore-chat-template") from error
 
 
-def _dicts(name: str, items: Iterable[Any]) -> list[dict[str, Any]]:
+def _dicts(name: str, items: Iterable[Any]) -> list[JsonDict]:
     plain = [_plain(item) for item in items]
     for item in plain:
         if not isinstance(item, dict):
@@ -150,7 +150,7 @@ def _dicts(name: str, items: Iterable[Any]) -> list[dict[str, Any]]:
     return plain
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def _with_reasoning(message: JsonDict) -> JsonDict:
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
     if reasoning is None:
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
     raise RequestError(f"chat data must be JSON; found a value of type {type(value).__name__}")
 
 
-def _run(template: "Template", variables: Mapping[str, Any]) -> str:
+def _run(template: "Template", variables: JsonObject) -> str:
     parts, length = [], 0
     try:
         for part in template.generate(variables):

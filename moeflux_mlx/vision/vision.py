@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import read_json
+from ..files import JsonObject, read_json
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
 from ..model.images import ImageRows
 from ..ops.limits import within_limits
@@ -38,7 +38,7 @@ class VisionFiles:
     """
 
     kind: Kind
-    config: Mapping[str, Any]
+    config: JsonObject
     tensors: Mapping[str, Tensor]
     processor: Processor
     token: int
@@ -91,7 +91,7 @@ def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> 
     return vision_of(config, settings, merge_tensors(map(read_header, files)), args)
 
 
-def _kind_of(config: Mapping[str, Any]) -> Kind | None:
+def _kind_of(config: JsonObject) -> Kind | None:
     return KINDS.get(config["model_type"]) or KINDS.get(family_name(config))
 
 
@@ -117,7 +117,7 @@ def _unwrapped(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _size(vision: Mapping[str, Any], names: Sequence[str]) -> int:
+def _size(vision: JsonObject, names: Sequence[str]) -> int:
     return next((vision[name] for name in names if type(vision.get(name)) is int), 0)
 
 

@@ -143,8 +143,7 @@ class CompressedAttention(nn.Module):
         joined, (latent, *parts) = self._inputs(x, norm)
         q: Any = self.wq_b(latent, self.q_norm)
         if on_kernels:
-            raw: Any = mx.concatenate(parts, axis=-1) if joined is None else in_turn(joined, latent, parts[0])[1]
-            q, row = token_inputs(q, raw, self.kv_norm, self.rope, position, self.mixer)
+            q, row = token_inputs(q, _behind(joined, latent, parts), self.kv_norm, self.rope, position, self.mixer)
         else:
             q = turned(rms_norm(q.reshape(B, L, self.mixer.heads, -1), None, self.eps), self.rope, position)
             key = turned(self.kv_norm(parts[0])[:, :, None], self.rope, position)[:, :, 0]
@@ -216,11 +215,15 @@ class SharingAttention(CompressedAttention):
         """As `CompressedAttention.mixed`; `more`: what earlier layers hand on."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         chosen: Chosen = (more and more[0]) or Chosen()
-        _, (latent, kv, *inputs) = self._inputs(x, norm)
+        on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
+        joined, (latent, *parts) = self._inputs(x, norm)
         q: Any = self.wq_b(latent, self.q_norm)
-        q = turned(q.reshape(B, L, self.mixer.heads, -1), self.rope, position)
-        key = turned(self.kv_norm(kv)[:, :, None], self.rope, position)[:, :, 0]
-        row = library_of(x).concatenate([rounded_key(key, self.mixer), *inputs], axis=-1)
+        if on_kernels:
+            q, row = token_inputs(q, _behind(joined, latent, parts), self.kv_norm, self.rope, position, self.mixer)
+        else:
+            q = turned(q.reshape(B, L, self.mixer.heads, -1), self.rope, position)
+            key = turned(self.kv_norm(parts[0])[:, :, None], self.rope, position)[:, :, 0]
+            row = library_of(x).concatenate([rounded_key(key, self.mixer), *parts[1:]], axis=-1)
         seen = Seen(cache.offset, *cache.absorb(row, self._entries))
         if self.mixer.ratio:
             chosen.entries = seen.entries
@@ -233,8 +236,11 @@ class SharingAttention(CompressedAttention):
                 chosen.positions, chosen.blocks = choose_among(made, seen, whole, position, self.mixer, chosen.blocks)
         if self.mixer.seen_ratio and whole < L and seen.entries is not None:
             seen = seen._replace(chosen=chosen.positions)
-        out: Any = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position)
-        return self.wo_b(grouped_linear(out.reshape(B, L, -1), self.wo_a, self.mixer.groups))
+        if on_kernels:
+            out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
+        else:
+            out = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position).reshape(B, L, -1)
+        return self.wo_b(grouped_linear(out, self.wo_a, self.mixer.groups))
 
     def _entries(self, rows: Any, first: Any, count: int) -> Any:
         compressor = self.mixer.compressor
@@ -243,6 +249,11 @@ class SharingAttention(CompressedAttention):
         rows = rows.reshape(rows.shape[0], count, compressor.ratio, rows.shape[-1])
         parts = split(rows, *range(self.mixer.head_dim, rows.shape[-1], self.mixer.head_dim))
         return self.compressor(parts, first, lambda made: self.indexer.k_norm(self.indexer.wk(made)))
+
+
+def _behind(joined: Any, latent: Any, parts: Sequence[Any]) -> Any:
+    """What stands behind the latent in the output of the layers that read x: a part of it, if they are `joined`."""
+    return mx.concatenate(list(parts), axis=-1) if joined is None else in_turn(joined, latent, parts[0])[1]
 
 
 def make_module(mixer: Compressed, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:

@@ -192,10 +192,9 @@ def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
         return NO_KERNELS
     if tokens != 1:
         return SEVERAL
-    if not mixer.norms_queries or mixer.rounds:
-        return Reason("queries are not normed, or keys are rounded in blocks")
-    if mixer.head_dim % 8 or mixer.row % 8 or mixer.entry % 8:
-        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {mixer.entry} values are not multiples of 8")
+    entry = mixer.entry or mixer.borrowed
+    if mixer.head_dim % 8 or mixer.row % 8 or entry % 8:
+        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {entry} values are not multiples of 8")
     room = 4 * (_heads(mixer) * (max(8 * THREADS, mixer.head_dim) + PIECE) + PIECE)
     return Reason(f"heads of {mixer.head_dim} values do not fit a threadgroup") if room > SHARED_BYTES else None
 
@@ -203,7 +202,8 @@ def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
 def token_inputs(
     q: mx.array, raw: Input, norm: Norm, rope: Rope, position: int | mx.array, mixer: Compressed
 ) -> tuple[mx.array, mx.array]:
-    """The queries [1, 1, heads, D] of a token, normed and rotated, and the row [1, 1, mixer.row] that its cache keeps.
+    """The queries [1, 1, heads, D] of a token, perhaps normed, and rotated, and the row [1, 1, mixer.row] that its
+    cache keeps, whose key is perhaps rounded.
 
     Args:
         q: [1, 1, heads * D].
@@ -213,7 +213,7 @@ def token_inputs(
     launch = plan_inputs(backend.name(), q.dtype, mixer, rope.interleaved)
     turning = rope.periods, rope.magnitude, _number(position)
     query, row = launch(q, raw, norm.weight, norm.eps, *turning)
-    return query, row
+    return query, to_e4m3(row, KEY_BLOCK, mixer.head_dim) if mixer.rounds else row
 
 
 def attend_token(
@@ -223,7 +223,7 @@ def attend_token(
     of the n keys.
     """
     chosen, offset = seen.chosen, _number(seen.first)
-    entries = 0 if seen.entries is None else seen.entries.shape[1]
+    entries = (0, 0) if seen.entries is None else seen.entries.shape[1:]
     top = 0 if chosen is None else chosen.shape[-1]
     attend, combine = plan_attend(backend.name(), q.dtype, seen.keys.shape[1], entries, top, mixer, back.interleaved)
     rows = seen.keys, seen.keys if seen.entries is None else seen.entries, offset if chosen is None else chosen
@@ -244,21 +244,22 @@ def _heads(mixer: Compressed) -> int:
 @planned("compressed")
 def plan_inputs(target: str, dtype: mx.Dtype, mixer: Compressed, interleaved: bool) -> Launch:
     template = {"X": dtype, "H": mixer.heads, "D": mixer.head_dim, "R": mixer.rotation.dims, "ROW": mixer.row}
-    template |= {"SG": THREADS // 32, "INTERLEAVED": int(interleaved)}
+    template |= {"SG": THREADS // 32, "INTERLEAVED": int(interleaved), "NORMED": int(mixer.norms_queries)}
     outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, mixer.heads, mixer.head_dim), dtype), ((1, 1, mixer.row), dtype)]
     return Launch(target, INPUTS, template, (mixer.heads + 1, 1), THREADS, outputs)
 
 
 @planned("compressed")
 def plan_attend(
-    target: str, dtype: mx.Dtype, slots: int, entries: int, top: int, mixer: Compressed, interleaved: bool
+    target: str, dtype: mx.Dtype, slots: int, entries: Shape, top: int, mixer: Compressed, interleaved: bool
 ) -> tuple[Launch, Launch]:
-    """The launch over pieces of rows, and that of their sum. `entries`: room for them; `top`: how many are chosen."""
+    """The launch over pieces of rows, and that of their sum. `entries`: room for them, and values of each; `top`: how
+    many are chosen."""
     heads, width, rings = mixer.heads, mixer.head_dim, ceildiv(slots, PIECE)
-    pieces = rings + ceildiv(top or entries, PIECE)
+    pieces = rings + ceildiv(top or entries[0], PIECE)
     common = {"X": dtype, "H": heads, "D": width, "P": PIECE, "T": THREADS, "RINGS": rings}
-    common |= {"RATIO": mixer.ratio, "TOP": top}
-    template = common | {"GH": _heads(mixer), "SLOTS": slots, "ROW": mixer.row, "ENTRY": mixer.entry}
+    common |= {"RATIO": mixer.seen_ratio, "TOP": top}
+    template = common | {"GH": _heads(mixer), "SLOTS": slots, "ROW": mixer.row, "ENTRY": entries[1]}
     outputs = [((pieces, heads, width), mx.float32), ((pieces, heads, 2), mx.float32)]
     groups = pieces, heads // _heads(mixer)
     attend = Launch(target, ATTEND, template | {"WINDOW": mixer.window}, groups, THREADS, outputs)

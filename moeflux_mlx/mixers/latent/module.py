@@ -13,7 +13,7 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Indexer, KeyBlocks
 from ...layers import LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
-from ...ops.backend import Array, library_of
+from ...ops.backend import AnyArray, Array, library_of
 from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
@@ -190,7 +190,7 @@ class Growth(nn.Module):
         super().__init__()
         self.scale, self.bias = mx.zeros((heads,)), mx.ones((heads,))
 
-    def __call__(self, q: Array, position: int | mx.array) -> Any:
+    def __call__(self, q: Array, position: int | mx.array) -> AnyArray:
         """q [B, L, heads * D] of tokens from a position on, scaled."""
         return grown_queries(q, position, self.scale, self.bias)
 
@@ -215,7 +215,7 @@ class Scoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
         self.rope = Rope(indexer.rotation(mixer.rotation)) if mixer.rotation else None
 
-    def of_input(self, x: Array) -> Any:
+    def of_input(self, x: Array) -> AnyArray:
         """The queries of normed rows x, not scaled by their positions."""
         return self.wq_b(self.q_input_norm(x))
 
@@ -247,7 +247,7 @@ class IndexedMLA(MLA):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         if self.rule.reuses:
             return super().begin(x, norm)
-        made: Any = normed_with_weights(x, norm, self.indexer.weights_proj)
+        made: AnyArray = normed_with_weights(x, norm, self.indexer.weights_proj)
         own: list[Any] = [self.indexer.of_input(made[0])] if self.rule.from_input else []
         return [made[1], *own, *self._inputs.outputs(made[0])]
 
@@ -279,7 +279,7 @@ class IndexedMLA(MLA):
             sinks=self.get("sinks"),
         )
 
-    def _latents(self, others: Sequence[Any], chosen: Chosen) -> Any:
+    def _latents(self, others: Sequence[AnyArray], chosen: Chosen) -> AnyArray:
         """Latents and keys [B, L, N + R], of the layer's own matrix or handed on by an earlier layer."""
         slot = "latents" if self.rope else "unrotated"
         if self.mixer.borrows:
@@ -290,7 +290,7 @@ class IndexedMLA(MLA):
 
     def _scored(self, q: Array, keys: Array, parts: Sequence[Array], own: Any) -> Projections:
         """What the indexer makes of the tokens; queries only if one of them does not attend to all."""
-        queries: Any = None
+        queries: AnyArray = None
         if own.whole(q.shape[1]) < q.shape[1]:
             queries = parts[1] if self.rule.from_input else self.indexer.wq_b(q, self.q_a_layernorm)
             queries = self.indexer.softmax_scaling(queries, own.position) if self.mixer.grows else queries
@@ -330,7 +330,7 @@ class PoolScoring(nn.Module):
         _, _, joined = cache.absorb(rows, self._keys, kernels)
         return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
-    def _keys(self, rows: Any, first: Any, count: int) -> Any:
+    def _keys(self, rows: AnyArray, first: Any, count: int) -> AnyArray:
         """Keys of so many blocks, of what the cache has of their positions."""
         keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
         return pooled(keys, gates, self.ape, False, False)
@@ -357,7 +357,7 @@ class PooledMLA(MLA):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         weights_proj, wgate = self._floats.layers
-        made: Any = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
+        made: AnyArray = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
         more: list[Any] = [] if self._floats.stacked else [wgate(float32(made[0]))]
         return [*made[1:], *more, *self._inputs.outputs(made[0])]
 
