@@ -2,6 +2,7 @@
 
 import threading
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from test_source import EXPERTS, blocks, packed, records  # noqa: F401 (a fixture)
@@ -68,6 +69,35 @@ def test_what_was_used_least_goes_first(packed):  # noqa: F811
         made.pools[0].finish_copies()
     assert set(made.pools[0].staging.host._kept) == {(0, 1), (0, 2), (0, 4), (0, 5)}
     made.close()
+
+
+def test_the_records_used_most_move_out_of_memory_that_goes(packed, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 3 * packed.layout.expert_stride)
+    made = opened(packed, slots=2)
+    made.truth = [records(packed, layer) for layer in (0, 1)]
+    often = {(0, 1), (0, 4), (1, 0), (1, 3), (1, 5)}
+    for _ in range(3):
+        for layer in (0, 1):
+            for expert in range(EXPERTS):
+                for _ in range(3 if (layer, expert) in often else 1):
+                    use(made, layer, expert)
+    before, host = made.host_bytes, made.pools[0].staging.host
+    made._reads.resize_host(5 * packed.layout.expert_stride)
+    assert set(host._kept) == often and made.host_bytes < before
+    for layer, expert in sorted(often):
+        assert use(made, layer, expert) == [True]
+    made.close()
+
+
+def test_a_row_is_not_used_again_before_its_copy_is_done(loader, monkeypatch):
+    for expert in range(5):
+        use(loader, 0, expert)
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    assert len(loader.hint([(0, 0), (0, 1)])) == 2
+    loader._reads.resize_host(0)
+    for row in loader.pools[0].places.free:
+        loader.pools[0].places.row(row)[:] = 7
+    assert use(loader, 0, 0, 1) == [True, True]
 
 
 def test_memory_is_given_back_by_another_thread(packed, monkeypatch):  # noqa: F811
