@@ -38,7 +38,7 @@ from .tools.readers import LayerReader
 
 # Options that only an engine uses.
 
-OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "tiles")
+OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "host_gb", "memory_gb", "tiles")
 BINS = 64  # points of a chart
 
 

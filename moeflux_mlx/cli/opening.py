@@ -10,14 +10,14 @@ from ..engine.engine import Engine, open_with
 from ..engine.machine import default_dtype
 from ..errors import RequestError
 from ..experts.source import IoMode
-from ..ops.backend import computes_natively, has_kernels
+from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, settings_of
 from .terminal import Progress, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
-STREAMING = ["--expert-cache-gb", "--prefetch", "--keep-warm", "--warm-start"]
+STREAMING = ["--expert-cache-gb", "--host-gb", "--prefetch", "--keep-warm", "--warm-start"]
 
 
 def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
@@ -76,6 +76,7 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         "without --repetition-penalty": [] if "--repetition-penalty" in given else ["--repetition-context-size"],
         "where experts are mapped": STREAMING if mode is IoMode.MMAP else [],
         "where experts are resident": STREAMING if mode is IoMode.RESIDENT else [],
+        "without an NVIDIA GPU": ["--host-gb"] if mode is IoMode.PREAD and name() != "cuda" else [],
         "on several ranks": []
         if getattr(options, "ranks", None) is None
         else ["--draft", "--keep-warm", "--warm-start"],

@@ -218,6 +218,8 @@ def memory_lines(plan: MemoryPlan, layout: ExpertLayout) -> list[str]:
     if plan.mode is IoMode.PREAD:
         share = f"{plan.slots / len(layout.moe_layers):.1f} of {layout.num_experts} a layer"
         rows.append(("expert pool", plan.pool, f"  {plan.slots} slots, {share}"))
+        kept = f"  {plan.host / plan.experts:.0%} of the experts, in the computer's memory, not in the GPU's"
+        rows += [("on the host", plan.host, kept)] if plan.host else []
     else:
         rows.append(("experts", plan.experts, "" if plan.copied else "  mapped: in the system's cache of files"))
     total = memory_in_all(plan)

@@ -145,8 +145,15 @@ class Planner:
         slots = slots_within(layout, pool, least_slots(self.args)) if pool else 0
         return MemoryPlan(
             mode, reason, figures, demand, context, default_context(self.args), sizes, layout.total_bytes, state,
-            activations, runtime, pool, most, slots, headroom_bytes(figures.memory),
+            activations, runtime, pool, most, slots, headroom_bytes(figures.memory), self._host_bytes(mode),
         )  # fmt: skip
+
+    def _host_bytes(self, mode: IoMode) -> int:
+        """Bytes of experts that stay in the host's memory: the requested size, if there is so much."""
+        if mode is not IoMode.PREAD:
+            return 0
+        spare = max(self.figures.host - headroom_bytes(self.figures.host), 0)
+        return taken(self.layout, min(self.demand.host_bytes, spare), 0)
 
     def _mode(self, reason: str) -> IoMode:
         """The requested mode, or the fastest that `reason` allows."""

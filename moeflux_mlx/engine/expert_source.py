@@ -15,7 +15,7 @@ from ..spec import ModelArgs
 from .breath import Breath
 from .memory_plan import MemoryPlan
 from .needs import least_slots
-from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
+from .pressure import PACE, PACE_OF_METAL, PoolLimit, host_sources, sources
 from .wired import wire
 
 
@@ -36,6 +36,7 @@ def open_experts(
         else:
             pace = PACE if plan.figures.working_set is None else PACE_OF_METAL
             limit = PoolLimit(sources(plan.figures), plan.most, pace=pace)
+            host_limit = PoolLimit(host_sources(), plan.host) if plan.host else None
             experts = StreamedExperts(
                 files,
                 plan.decision,
@@ -43,6 +44,8 @@ def open_experts(
                 most_bytes=plan.most,
                 allowance=Breath(args, files.layout, plan, limit),
                 limit=limit,
+                host_bytes=plan.host,
+                host_limit=host_limit,
                 least_slots=least_slots(args),
                 buffer_bytes=plan.figures.buffer,
                 check=files.check_record if isinstance(files, InPlaceExperts) else None,

@@ -21,7 +21,7 @@ from .keep_warm import MODES as KEEP_WARM
 from .warm_start import MODES as WARM_START
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
-COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
+COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes", "host_bytes")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class LoadSettings:
     kv_bits: int | str = "auto"
     expert_io: str = "auto"
     expert_cache_bytes: int | None = None
+    host_bytes: int | None = None
     prefetch: str = "auto"
     keep_warm: str = "auto"
     warm_start: str = "auto"
@@ -102,6 +103,7 @@ class LoadSettings:
             dense=dtype.size * layer_values(args) if args.quantization and dequantises() else 0,
             expert_io=self.expert_io,
             expert_cache_bytes=self.expert_cache_bytes,
+            host_bytes=self.host_bytes or 0,
             in_place=in_place,
         )
         return demand if vision is None else demand.with_vision(vision, dtype, checked_rows(self.image_tokens))

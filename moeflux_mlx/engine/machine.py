@@ -39,6 +39,7 @@ class Figures:
         operations: the most floating-point operations of one command buffer (Metal).
         limit: the user's limit for the whole process; no headroom is subtracted from it.
         gathered: the most that MLX gathers in one command buffer.
+        host: the host's memory, where that is another one; else 0.
     """
 
     memory: int
@@ -50,6 +51,7 @@ class Figures:
     operations: float | None = None
     limit: int | None = None
     gathered: Gathered = MOST
+    host: int = 0
 
     @property
     def breathes(self) -> bool:
@@ -83,7 +85,8 @@ def _device_figures() -> Figures:
         return min([Figures(usable_ram_bytes()), *limited_address_space()], key=lambda figures: figures.memory)
     info = mx.device_info()
     if backend.name() == "cuda":
-        return Figures(int(info["free_memory"]), name="free GPU memory", copies=True, others=mx.get_active_memory())
+        free, host = int(info["free_memory"]), usable_ram_bytes()
+        return Figures(free, name="free GPU memory", copies=True, others=mx.get_active_memory(), host=host)
     working_set, buffer = int(info["max_recommended_working_set_size"]), int(info["max_buffer_length"])
     operations = gpu_time.SECONDS * gpu_time.rate(str(info["device_name"]))
     return Figures(usable_ram_bytes(), working_set, buffer, operations=operations, gathered=gathered())

@@ -16,7 +16,7 @@ class MemoryPlan:
     `context` is the requested one or the default, or less if there is no room. `runtime` is the memory of the process
     itself. `pool` is the size of the pool of experts while a prompt fills the whole context, `most` its size while
     nothing else needs the memory; both are 0 if all experts are in memory, mapped or read once. `reason` says why they
-    cannot be.
+    cannot be. `host` is the size of the experts that stay in the host's memory, where that is another one.
     """
 
     mode: IoMode
@@ -34,6 +34,7 @@ class MemoryPlan:
     most: int
     slots: int
     headroom: int
+    host: int = 0
 
     @property
     def fixed(self) -> int:

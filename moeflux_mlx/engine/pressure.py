@@ -2,7 +2,7 @@
 
 A source answers one question: how many bytes may be taken, or must be returned. It reads small files of the system or
 asks the kernel, which takes microseconds. Sources do not know the pool. On an NVIDIA GPU the pool is in the GPU's
-memory, which they do not measure.
+memory, which they do not measure; what stays in the host's memory follows them (`host_sources`).
 """
 
 import ctypes
@@ -241,9 +241,14 @@ def sources(figures: Figures) -> list[Source]:
         return []
     if sys.platform == "darwin":
         return [*given, MacOS(_pressure_level, _compressed_bytes, physical_ram_bytes())]
+    return [*given, *host_sources()]
+
+
+def host_sources() -> list[Source]:
+    """The sources of Linux for the host's memory."""
     groups = memory_groups()
     stalls = [Stalls(groups[0] / "memory.pressure")] if groups else []
-    return [*given, *map(Group, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
+    return [*map(Group, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
 
 
 def _read(file: Path) -> str:

@@ -69,7 +69,33 @@ def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
     MLX moves an array to managed memory when Python reads it. With advice to stay on the host and to be mapped for the
         GPU, its pages do not migrate at every use: on an H200 copying a record of 7 MB takes 0.2 ms instead of 4.4.
     """
-    array = mx.zeros((rows, words), mx.uint32)
+    return _on_host(mx.zeros((rows, words), mx.uint32))
+
+
+def host_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
+    """As `staging_memory`, without a moment in the device's memory, which may be smaller: made on MLX's CPU stream, it
+    is managed memory from the start. It counts as MLX's (`allow_memory`).
+
+    Raises:
+        ExpertIOError: the system refuses it.
+    """
+    try:
+        return _on_host(mx.zeros((rows, words), mx.uint32, stream=mx.cpu))
+    except (RuntimeError, MemoryError) as error:
+        raise ExpertIOError(f"the system refuses {rows * words * 4 / 1e9:.2f} GB of host memory ({error})") from None
+
+
+def allow_memory(nbytes: int) -> None:
+    """Raises MLX's limit, from which on it empties its cache of buffers at every allocation, by memory that is not the
+    device's.
+    """
+    before = mx.set_memory_limit(1 << 62)
+    mx.set_memory_limit(max(before + nbytes, 0))
+
+
+def _on_host(array: mx.array) -> tuple[np.ndarray, mx.array]:
+    """The host's view of an array [rows, words] uint32, and the array, which stays in the host's memory."""
+    rows, words = array.shape
     mx.eval(array)
     view = np.frombuffer(memoryview(cast(Any, array)), np.uint32).reshape(rows, words)
     with contextlib.suppress(OSError, AttributeError):  # without this advice it works too, but slower

@@ -59,6 +59,11 @@ class Places(ABC):
         """Rebuilds the heap: free are the places of `staying` that no record owns."""
         self.free = [place for place in self.staying() if place not in owned]  # ascending
 
+    @property
+    def room(self) -> int:
+        """The number of records that can be read before a place must be freed."""
+        return len(self.free)
+
     @abstractmethod
     def row(self, place: int) -> np.ndarray:
         """The memory of one place, [words] uint32."""
@@ -163,6 +168,7 @@ class Buffers(Places):
         least: the fewest records, for which there is always memory.
         largest: bytes of the largest buffer that the device allows; None: no limit.
         adopt: takes the memory of one buffer.
+        buffers: the most buffers.
 
     Attributes:
         most: the same, or fewer if so many do not fill whole buffers, or if the device refused a further buffer.
@@ -171,8 +177,8 @@ class Buffers(Places):
 
     is_adopted = True
 
-    def __init__(self, nbytes: int, most: int, least: int, largest: int | None, adopt: Adopt):
-        self.rows, count = _sizes(nbytes, most, least, largest)
+    def __init__(self, nbytes: int, most: int, least: int, largest: int | None, adopt: Adopt, buffers: int = BUFFERS):
+        self.rows, count = _sizes(nbytes, most, least, largest, buffers)
         self.most = min(most, count * self.rows)
         self._nbytes, self._least, self._adopt = nbytes, -(-least // self.rows), adopt
         self._numbers = range(count)
@@ -211,6 +217,15 @@ class Buffers(Places):
         words: np.ndarray = self._buffers[number][0][row]
         return words
 
+    def array(self, place: int) -> mx.array:
+        """The same memory as `row`, as a view [1, words] of MLX's array."""
+        number, row = divided(place)
+        return self._buffers[number][1][row : row + 1]
+
+    @property
+    def room(self) -> int:
+        return len(self.free) + max(self._wanted - len(self._buffers), 0) * self.rows
+
     def put(self, place: int) -> None:
         if not self.goes(place):
             heappush(self.free, place)
@@ -247,17 +262,17 @@ class Buffers(Places):
         return range(number << ROW_BITS, (number << ROW_BITS) + self.rows)
 
 
-def _sizes(nbytes: int, most: int, least: int, largest: int | None) -> tuple[int, int]:
+def _sizes(nbytes: int, most: int, least: int, largest: int | None, buffers: int) -> tuple[int, int]:
     """Records of a buffer, and the number of buffers: they fill whole pages, and hold as many of `most` records as they
     can without more memory, but at least `least`, if need be in buffers that are larger than `largest`.
     """
     page = STRIDE_ALIGNMENT // gcd(nbytes, STRIDE_ALIGNMENT)  # records that fill whole pages
     limit = most if largest is None else largest // nbytes
-    near = most // BUFFERS // page * page, rounded(-(-most // BUFFERS), page)
+    near = most // buffers // page * page, rounded(-(-most // buffers), page)
     fitting = [max(min(rows, limit // page * page), page) for rows in near]
-    rows, count = max(((rows, min(most // rows, BUFFERS)) for rows in fitting), key=prod)
+    rows, count = max(((rows, min(most // rows, buffers)) for rows in fitting), key=prod)
     if rows * count < least:
-        rows = rounded(-(-least // BUFFERS), page)
+        rows = rounded(-(-least // buffers), page)
         count = -(-least // rows)
     return rows, count
 

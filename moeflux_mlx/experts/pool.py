@@ -1,7 +1,7 @@
 """The memory for expert records: which record is in which place, who still reads it, and which one is evicted next.
 
 The CPU and Metal read a record's memory in place (`places.py`). On CUDA each record is copied to its own array in
-device memory, because updating a part of a shared array would copy all of it; the host's memory is only for staging.
+device memory, because updating a part of a shared array would copy all of it; the host's memory is `Staging`.
 The pool knows neither files nor threads, only reads. While the model runs it can be resized; the most recently used
 records stay.
 
@@ -11,35 +11,18 @@ rebuilds them from the table.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Key
-from ..ops import backend
-from .memory import as_result, on_device, staging_memory
 from .places import AddressRange, Adopt, Buffers, Places
 from .ranking import Ranking
-from .reads import Read, as_they_end
+from .reads import as_they_end
+from .staging import NOWHERE, Slot, Staging
 
-NOWHERE = -1
 WORTH_GROWING = 16  # a pool grows by at least 1/16, so that it is not resized for each token
-
-
-@dataclass(eq=False)
-class Slot:
-    """A record in memory, or being read by `read`: in the place `row`, or copied to `device`. The record owns its place
-    until the copy has been computed; then `row` is NOWHERE. `guard` must be evaluated before the memory is used again.
-    """
-
-    row: int
-    read: Read | None = None
-    guard: mx.array | None = None
-    device: mx.array | None = None
-    speculative: bool = False
-    warming: bool = False  # read into free memory before anybody asked for it, and not used yet
 
 
 class SlotPool:
@@ -55,10 +38,12 @@ class SlotPool:
         largest: bytes of the largest array that the device can adopt.
         adopt: how MLX adopts memory (`places.Adopt`); None: the CPU reads the records.
         step: number of requests in a step, as for `Ranking`.
+        host: with `staging`: the most records that stay in host memory after they were copied.
 
     Attributes:
         places: the memory.
         ranking: the order of eviction.
+        staging: the host's memory where records are copied, else None.
         intended: records that are wanted soon.
         foretold: records that the next layer will probably request.
         has_been_full: whether a record had no free memory since the pool last grew.
@@ -75,26 +60,25 @@ class SlotPool:
         largest: int | None = None,
         adopt: Adopt | None = None,
         step: int = 0,
+        host: int = 0,
     ):
         self.nbytes = nbytes
-        self.copied, self._rows = staging is not None, staging or 0
+        self.copied = staging is not None
         self.most = slots if most is None else most
-        self.copying: list[Slot] = []  # slots whose rows the device may still read
-        self._staging: mx.array | None = None
+        self.ranking = Ranking(step)
+        self.staging = None if staging is None else Staging(nbytes, staging, self.ranking, host)
         self.places: Places
-        if staging is not None and backend.name() == "cuda":
-            rows, self._staging = staging_memory(staging, nbytes // 4)
-            self.places = AddressRange(rows)
-        elif staging is None and adopt is not None:
+        if self.staging is not None:
+            self.places = self.staging.places
+        elif adopt is not None:
             self.places = buffers = Buffers(nbytes, self.most, least, largest, adopt)
             self.most = buffers.most
         else:
-            self.places = AddressRange.of_pages(self.most if staging is None else staging, nbytes)
+            self.places = AddressRange.of_pages(self.most, nbytes)
         self.slots = self.fit(min(slots, self.most))
         if not self.copied:
             self.places.aim(self.slots, {})
         self._used: dict[Key, Slot] = {}
-        self.ranking = Ranking(step)
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()
@@ -107,9 +91,14 @@ class SlotPool:
         return len(self) * self.nbytes if self.copied else self.places.held_bytes(len(self))
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for records that stay there, and for staging beside them."""
+        return 0 if self.staging is None else self.staging.held_bytes
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of MLX's arrays."""
-        return self.held_bytes if self.copied or self.places.is_adopted else 0
+        return self.held_bytes + self.host_bytes if self.copied or self.places.is_adopted else 0
 
     def __contains__(self, key: Key) -> bool:
         return key in self._used
@@ -128,18 +117,25 @@ class SlotPool:
         return self._arriving.isdisjoint(keys) and all(map(self._used.__contains__, keys))
 
     def put(self, key: Key, slot: Slot) -> None:
-        """Enters a claimed slot whose read is prepared. If the read is never submitted, `reconcile` finds the slot."""
+        """Enters a claimed slot, whose read is prepared if it has none of the host's records. If the read is never
+        submitted, `reconcile` finds the slot.
+        """
         self._used[key] = slot
-        self._arriving.add(key)
+        if slot.device is None:
+            self._arriving.add(key)
+        elif self.staging is not None:
+            self.staging.copying[key] = slot
         self.ranking.enter(key)
 
-    def victim(self, for_guess: bool) -> Key | None:
-        """The record to evict before `take` can succeed: the one of the lowest rank that is not pinned.
+    def victim(self, for_guess: bool, wanted: Key | None = None) -> Key | None:
+        """The record to evict before `take` of a wanted record can succeed: the one of the lowest rank that is not
+        pinned.
 
         A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
         or still arriving, but never for a guess.
         """
-        row_wanted = self.copied and not self.places.free
+        row_wanted = self.staging is not None and not self.staging.available
+        row_wanted &= wanted is None or not self.on_host(wanted)
         if not row_wanted and (unwanted := self._unwanted(1)):
             return unwanted[0]
         if for_guess:
@@ -151,9 +147,8 @@ class SlotPool:
         """Records to evict before `more` records are read, as `victim` chooses them for a guess, at once: as many as
         lack a slot, but no more than may be read now.
         """
-        if self.copied and len(self.places.free) < more:
-            self.finish_copies()
-            more = min(more, len(self.places.free))
+        if self.staging is not None:
+            more = min(more, self.staging.available)
         short = len(self._used) + more - self.slots
         if short <= 0:
             return []
@@ -177,15 +172,24 @@ class SlotPool:
         """Whether a record may be read that nobody asked for, without a wait: where records are copied, at least half
         of the staging rows are free.
         """
-        return not self.is_full and (not self.copied or 2 * len(self.places.free) >= self._rows)
+        return not self.is_full and (self.staging is None or self.staging.has_room)
 
-    def take(self) -> Slot | None:
-        """A free slot, if there is one."""
-        if self.copied and not self.places.free:
-            self.finish_copies()
+    def on_host(self, key: Key) -> bool:
+        """Whether the record is not in the device's memory and stayed in the host's."""
+        return self.staging is not None and key not in self._used and key in self.staging.host
+
+    def take(self, key: Key | None = None) -> Slot | None:
+        """A free slot for the record, if there is one; the record is in it if it is `on_host`."""
         self.has_been_full |= self.is_full
-        place = None if self.is_full else self.places.take()
-        if place is None and not self.is_full:
+        if self.is_full:
+            return None
+        if self.staging is not None:
+            if key is not None and self.on_host(key):
+                return self.staging.take_from_host(key)
+            place = self.staging.take()
+        else:
+            place = self.places.take()
+        if place is None:
             self.slots = self.fit(self.slots)  # fewer if the device refused a buffer
         return None if place is None else Slot(place)
 
@@ -195,26 +199,15 @@ class SlotPool:
     def arrived(self, key: Key) -> None:
         """Marks the record as complete."""
         slot = self._used[key]
-        if self.copied and slot.device is None:  # first, because without memory for the copy the record has not arrived
-            slot.device = self._copy(slot.row)
-            self.copying.append(slot)
+        if self.staging is not None and slot.device is None:
+            self.staging.copy(key, slot)
         slot.read = None
         self._arriving.discard(key)
 
     def finish_copies(self) -> None:
-        while self.copying:
-            mx.eval(self.copying[-1].device)
-            slot = self.copying.pop()
-            row, slot.row = slot.row, NOWHERE
-            self.places.put(row)
-
-    def _copy(self, row: int) -> mx.array:
-        """An array [words] in device memory; the copy is being computed."""
-        if self._staging is None:
-            return on_device(self.places.row(row))
-        copy = as_result(self._staging[row : row + 1]).reshape(-1)
-        mx.async_eval(copy)
-        return copy
+        """Waits for the copies into device memory."""
+        if self.staging is not None:
+            self.staging.finish_all()
 
     def locate(self, keys: list[Key]) -> tuple[np.ndarray | mx.array | tuple[mx.array, ...], np.ndarray]:
         """(memory of records, as `Records` has it, slot of each key int32)."""
@@ -266,8 +259,8 @@ class SlotPool:
         slot = self._used[key]
         if slot.guard is not None:
             mx.eval(slot.guard)
-        if slot.device is not None and slot.row != NOWHERE:
-            self.finish_copies()  # they keep the record's array
+        if self.staging is not None and slot.is_copied:
+            self.staging.finish(key)
         del self._used[key]
         self.ranking.leave(key)
         self._arriving.discard(key)
@@ -289,9 +282,8 @@ class SlotPool:
                 self.drop(key)
         self.ranking.reset(self._used)
         self._arriving = {key for key, slot in self._used.items() if slot.read is not None}
-        self.copying = [slot for slot in self._used.values() if slot.device is not None and slot.row != NOWHERE]
-        if self.copied:
-            self.places.find_free(self._owned())
+        if self.staging is not None:
+            self.staging.reconcile(self._used)
         else:
             self.places.aim(self.slots, self._owned())
 
@@ -346,8 +338,16 @@ class SlotPool:
                 self._move(slot)
         self.places.release(self._owned())
 
+    def resize_host(self, records: int) -> None:
+        """Lets at most so many records stay in host memory from now on, and gives back the rest of it."""
+        if self.staging is not None and (records != self.staging.host.records or not self.places.is_settled):
+            self.finish_copies()
+            self.staging.resize_host(records, self._owned())
+
     def give_back(self) -> None:
         """Returns all memory of a pool without records."""
+        if self.staging is not None:
+            self.staging.host.clear()
         self.places.aim(0, {})
         self.places.release(())
 

@@ -49,20 +49,21 @@ class PoolReads:
             raise TooManyExpertsError(
                 f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
             )
-        missing = []
+        missing = [i for i, slot in enumerate(slots) if slot is None]
         for i, slot in enumerate(slots):
-            if slot is None:
-                missing.append(keys[i])
-                ready[i] = False
-            else:
+            if slot is not None:
                 ready[i] = slot.read is None
                 self._count(slot)
         self._make_room(pool, len(missing))
-        for key in missing:
-            self.stats.misses += 1
-            slot = self._claim(pool)
+        for i in missing:
+            ready[i] = False  # first: the search for memory may fail
+            slot = self._claim(pool, keys[i])
             assert slot is not None  # because it is no longer a guess
-            self._submit(pool, key, slot, REQUESTED)
+            self._submit(pool, keys[i], slot, REQUESTED)
+            ready[i] = slot.read is None
+            self.stats.hits += ready[i]
+            self.stats.host_hits += ready[i]
+            self.stats.misses += not ready[i]
         return bool(missing) and not pool.has_been_full
 
     def guess(self, keys: Sequence[Key]) -> list[Key]:
@@ -86,7 +87,7 @@ class PoolReads:
             self._make_room(pool, sum(self.pools.of[layer] is pool for layer, _ in absent))
         for key in absent:
             pool = self.pools.of[key[0]]
-            slot = self._claim(pool, for_guess=True)
+            slot = self._claim(pool, key, for_guess=True)
             if slot is None:
                 break
             self._submit(pool, key, slot, GUESSED)
@@ -103,7 +104,7 @@ class PoolReads:
             ExpertIOError: the device refuses memory without which the pool is too small.
         """
         pool = self.pools.of[key[0]]
-        slot = pool.take() if pool.has_room else None
+        slot = pool.take(key) if pool.has_room else None
         if slot is None:
             return False
         pool.ranking.use(key, uses)
@@ -145,6 +146,8 @@ class PoolReads:
         for key in pool.records():
             self.stats.wasted += pool[key].speculative
             pool.drop(key)
+        if pool.staging is not None:
+            pool.staging.host.clear()
 
     def resize(self, nbytes: int) -> int:
         """Resizes the pools to `nbytes` together, in whole records; returns the resulting slots."""
@@ -153,6 +156,11 @@ class PoolReads:
             pool.resize(share, functools.partial(self._evict, pool))
             for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
         )
+
+    def resize_host(self, nbytes: int) -> None:
+        """Resizes what stays in host memory to `nbytes` together."""
+        for pool, share in zip(self.pools, self.pools.host_shares(nbytes), strict=True):
+            pool.resize_host(share)
 
     def reconcile(self, abandoned: list[mx.array]) -> None:
         """After an interrupted call: as `SlotPool.reconcile`, for all pools."""
@@ -165,12 +173,12 @@ class PoolReads:
         for key in pool.surplus(records) if records else ():
             self._evict(pool, key)
 
-    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
+    def _claim(self, pool: SlotPool, key: Key, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
-        while (slot := pool.take()) is None:
-            key = pool.victim(for_guess)
-            if key is not None:
-                self._evict(pool, key)
+        while (slot := pool.take(key)) is None:
+            victim = pool.victim(for_guess, key)
+            if victim is not None:
+                self._evict(pool, victim)
             elif for_guess:
                 return None
             elif not pool.copied:
@@ -207,6 +215,10 @@ class PoolReads:
 
     def _submit(self, pool: SlotPool, key: Key, slot: Slot, purpose: int) -> None:
         slot.speculative, slot.warming = purpose == GUESSED, purpose == WARMING
+        if slot.device is not None:
+            self.stats.host_bytes += pool.nbytes
+            pool.put(key, slot)
+            return
         slot.read = self.reader.prepare(*key, pool.memory(slot))
         pool.put(key, slot)  # first: a read in progress has an owner
         self.reader.submit(slot.read, purpose)

@@ -25,6 +25,7 @@ class Pools(list[SlotPool]):
         buffer_bytes: bytes of the largest array that the device allows; None: no limit.
         copied: whether records are copied into device memory; None: only on CUDA, unless `adopt` is given.
         adopt: how MLX adopts memory (`places.Adopt`); None: as pages on Metal, else not at all.
+        host: bytes of the records that stay in host memory after they were copied, at most.
 
     Attributes:
         of: the pool of each layer.
@@ -38,10 +39,11 @@ class Pools(list[SlotPool]):
         buffer_bytes: int | None,
         copied: bool | None,
         adopt: Adopt | None = None,
+        host: int = 0,
     ):
         self._classes, self._least = size_classes(layout), least
         start, most = (divide(self._classes, size, least) for size in sizes)
-        given = zip(self._classes, start, most, strict=True)
+        given = zip(self._classes, start, most, self.host_shares(host), strict=True)
         super().__init__(_pool_of(*each, least, buffer_bytes, copied, adopt) for each in given)
         self.of = {layer: pool for pool, one in zip(self, self._classes, strict=True) for layer in one.layers}
         self._divided: tuple[int, list[int]] = (-1, [])  # the last argument of `shares`, and its result
@@ -65,6 +67,15 @@ class Pools(list[SlotPool]):
     def held_bytes(self) -> int:
         """Bytes that the records take from the machine; of adopted memory, with all places."""
         return sum(pool.held_bytes for pool in self)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for records that stay there, and for staging beside them."""
+        return sum(pool.host_bytes for pool in self)
+
+    def host_shares(self, nbytes: int) -> list[int]:
+        """Records of each pool that stay in host memory if all together may take `nbytes`."""
+        return divide(self._classes, nbytes, 0)
 
     def shares(self, nbytes: int) -> list[int]:
         """Slots of each pool if all pools together have `nbytes`."""
@@ -125,6 +136,7 @@ def _pool_of(
     one: SizeClass,
     slots: int,
     most: int,
+    host: int,
     least: int,
     buffer_bytes: int | None,
     copied: bool | None,
@@ -145,4 +157,5 @@ def _pool_of(
         largest=buffer_bytes,
         adopt=adopt,
         step=len(one.layers),
+        host=host if copied else 0,
     )

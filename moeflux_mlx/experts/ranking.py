@@ -38,6 +38,12 @@ class Ranking:
         self._heap: list[tuple[float, Key]] = []
         self._demoted = 0
 
+    def beside(self) -> "Ranking":
+        """The order of other records with the same counts."""
+        other = Ranking()
+        other._counts = self._counts
+        return other
+
     def pass_time(self, steps: float) -> None:
         self._clock += steps / HALF_LIFE
 

@@ -121,6 +121,7 @@ class ExpertLoader(ABC):
         note: a message for the user, shown once; empty if there is none.
         slots: number of records that fit in the pool; 0 if every expert is in memory.
         pool_bytes: bytes of that many records.
+        host_bytes: bytes of host memory for records that stay there after they were copied to a GPU.
         reads_ahead: whether `hint` does anything.
         counts_rows: whether to count for `asked_by_row`.
         is_filling: whether the last call read experts into memory that was free.
@@ -131,6 +132,7 @@ class ExpertLoader(ABC):
     note: str = ""
     slots: int = 0
     pool_bytes: int = 0
+    host_bytes: int = 0
     reads_ahead: bool = False
     counts_rows: bool = False
     is_filling: bool = False

@@ -7,22 +7,26 @@ from dataclasses import asdict, dataclass
 class LoaderStats:
     """Counts since the last `reset_stats`, in experts, bytes and seconds.
 
-    A hit was in the pool when it was requested; `prefetch_hits` are hits that a prefetch had read. `late` are misses
-    whose record was already being read. `wasted` were read ahead and evicted unused. `warmed` were read into free
-    memory because earlier sessions used them most; `warm_hits` of these were used. `given_back` is the number
-    of bytes by which the pool shrank because the machine was short of memory. `wait_seconds` is how long the
-    computation waited for reads, `busy_seconds` how long the drive was reading.
+    A hit was in memory when it was requested; `prefetch_hits` are hits that a prefetch had brought, `host_hits` hits
+    that were in host memory and had to be copied to the GPU. `late` are misses whose record was already being read.
+    `prefetched` were brought ahead, `wasted` of these were evicted unused. `warmed` were read into free memory because
+    earlier sessions used them most; `warm_hits` of these were used. `bytes_read` came from the drive, `host_bytes` were
+    copied from host memory to the GPU. `given_back` is the number of bytes by which the pool shrank because the machine
+    was short of memory. `wait_seconds` is how long the computation waited for reads, `busy_seconds` how long the drive
+    was reading.
     """
 
     hits: int = 0
     misses: int = 0
     prefetch_hits: int = 0
+    host_hits: int = 0
     late: int = 0
     prefetched: int = 0
     wasted: int = 0
     warmed: int = 0
     warm_hits: int = 0
     bytes_read: int = 0
+    host_bytes: int = 0
     given_back: int = 0
     wait_seconds: float = 0.0
     busy_seconds: float = 0.0

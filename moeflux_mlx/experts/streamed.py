@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +22,8 @@ from ..errors import ExpertIOError
 from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
 from ..ops.tiles import MAX_TOKENS
+from .asked import AskedByRow
+from .memory import allow_memory
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
@@ -52,6 +55,8 @@ class StreamedExperts(ExpertLoader):
         check, arrange: called with records that have been read, as for `ExpertReader`.
         copied: whether records are copied into device memory as they arrive; by default on CUDA without `adopt`.
         adopt: how MLX adopts the pool's memory (`places.Adopt`); by default as Metal does, on Metal.
+        host_bytes: the most bytes of records that stay in host memory after they were copied, if they are.
+        host_limit: as `limit`, for these; at most `host_bytes`.
         reader: replaces the default reader (direct I/O), in tests.
 
     Attributes:
@@ -78,6 +83,8 @@ class StreamedExperts(ExpertLoader):
         workers: int = DEFAULT_WORKERS,
         copied: bool | None = None,
         adopt: Adopt | None = None,
+        host_bytes: int = 0,
+        host_limit: Callable[[int], int] | None = None,
         reader: ExpertReader | None = None,
         check: Check | None = None,
         arrange: Arrange | None = None,
@@ -89,18 +96,21 @@ class StreamedExperts(ExpertLoader):
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is in progress, and none has been interrupted
         self._in_turn = self._in_interlude = False
-        self._asked_by_row: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # this turn's ids, and which were in memory
         self.reader = reader or ExpertReader(packed, workers=workers, check=check, arrange=arrange)
-        self._blocks = self.reader.record_bytes / max(record.size for record in self.layout.records.values())
+        largest = max(record.size for record in self.layout.records.values())
+        self._rows_asked = AskedByRow(self.layout, self.reader.record_bytes / largest)  # in this turn
         weakref.finalize(self, self.reader.close)
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
-        self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt)
+        self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt, host_bytes)
+        if any(pool.staging is not None and pool.staging.host.records for pool in self.pools):
+            allow_memory(host_bytes)
+            self.at_close(partial(allow_memory, -host_bytes))
         self._reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
         self._warming = Warming(self._reads, self.layout, self.usage.counts)
-        self._allowance, self._limit = allowance, limit
-        if limit is not None:
+        self._allowance, self._limit, self._host_limit = allowance, limit, host_limit
+        if limit is not None or host_limit is not None:
             self._start("pool-watch", StreamedExperts.relieve_between_calls, WATCH_SECONDS)
 
     @property
@@ -130,6 +140,10 @@ class StreamedExperts(ExpertLoader):
     @property
     def pool_bytes(self) -> int:  # type: ignore[override]
         return self.pools.nbytes
+
+    @property
+    def host_bytes(self) -> int:  # type: ignore[override]
+        return self.pools.host_bytes
 
     def resize(self, nbytes: int) -> int:
         """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most the
@@ -182,6 +196,11 @@ class StreamedExperts(ExpertLoader):
                 self._reads.resize(nbytes)
                 mx.clear_cache()
                 self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
+        if self._host_limit is not None and (before := self.pools.host_bytes):
+            self._reads.resize_host(self._host_limit(before))
+            if self.pools.host_bytes < before:
+                mx.clear_cache()
+                self._reads.stats.given_back += before - self.pools.host_bytes
         self._warming.feed()
 
     def relieve_between_calls(self) -> bool:
@@ -242,7 +261,7 @@ class StreamedExperts(ExpertLoader):
             self.pools.pass_time(tokens if tokens > MAX_TOKENS else 1)
             self.usage.begin(tokens)
             self.reader.limit_warming(IN_A_STEP if tokens <= MAX_TOKENS else WARM_READS)
-            self._asked_by_row.clear()
+            self._rows_asked.layers.clear()
             with self._alone():
                 self._in_turn = True
                 self._guards_of = threading.get_ident()
@@ -286,28 +305,11 @@ class StreamedExperts(ExpertLoader):
         self._note_asked(layer, ids, keys, ready)
         self.usage.note(layer, ids)
         if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
-            self._note_rows(layer, ids, lease.ready)
+            self._rows_asked.note(layer, ids, lease.ready)
         return lease
 
-    def _note_rows(self, layer: int, ids: np.ndarray, ready: np.ndarray) -> None:
-        """Appends to the rows of an earlier part of the step."""
-        earlier = self._asked_by_row.get(layer)
-        if earlier is not None:
-            ids, ready = (np.concatenate(both) for both in zip(earlier, (ids, ready), strict=True))
-        self._asked_by_row[layer] = ids, ready
-
     def asked_by_row(self) -> list[Asked]:
-        if not self._asked_by_row:
-            return []
-        layers, arrays = list(self._asked_by_row), list(self._asked_by_row.values())
-        ids, ready = (np.stack(one) for one in zip(*arrays, strict=True))  # [layers, R, K]
-        keys = ids + self.layout.num_experts * np.arange(len(layers))[:, None, None]
-        sizes = np.array([self.layout.records[layer].size for layer in layers], float)
-        sizes *= self._blocks  # scaled up to whole blocks
-        missed, (layer, row, _) = keys[~ready], np.nonzero(~ready)
-        nbytes = np.bincount(row, sizes[layer] / np.bincount(missed)[missed], ids.shape[1])
-        hits, misses = ready.sum((0, 2)).tolist(), (~ready).sum((0, 2)).tolist()
-        return [Asked(*counts) for counts in zip(hits, misses, nbytes.tolist(), strict=True)]
+        return self._rows_asked.counts()
 
     def _places(self) -> list[tuple[Key, int]]:
         return [
@@ -331,10 +333,10 @@ class StreamedExperts(ExpertLoader):
         self.pools.give_way(layer, ids)
 
     def take_back(self, rows: int) -> None:
-        for layer, (ids, ready) in self._asked_by_row.items():
+        for layer, (ids, ready) in self._rows_asked.layers.items():
             read = ids[rows:][~ready[rows:]]
             self.give_way(layer, np.setdiff1d(read, ids[:rows]).tolist())
-        self._asked_by_row.clear()
+        self._rows_asked.layers.clear()
 
     def holds(self, layer: int) -> bool:
         return self.pools.holds(layer)

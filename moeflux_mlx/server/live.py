@@ -115,6 +115,7 @@ class Watch:
                 "used": used_memory(),
                 "planned": engine.plan.total,
                 "pool": engine.experts.pool_bytes,
+                "host": engine.experts.host_bytes,
                 "given_back": engine.experts.stats.given_back,
             },
             "drafts": _drafts(engine),

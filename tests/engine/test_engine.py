@@ -24,6 +24,7 @@ DEFAULTS = {
     "draft": "off",
     "expert_io": "auto",
     "expert_cache_bytes": None,
+    "host_bytes": None,
     "prefetch": "auto",
     "keep_warm": "auto",
     "warm_start": "auto",

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from unittest import mock
 
 import mlx.core as mx
 import numpy as np
@@ -20,11 +21,12 @@ from tiny_models import tiny_directory, tiny_model, use_plain_operations
 
 import moeflux_mlx.experts.streamed
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import waves
+from moeflux_mlx.experts import staging, waves
 from moeflux_mlx.experts.memory import GIVES_BACK, give_back, private_pages, staging_memory
-from moeflux_mlx.experts.pool import NOWHERE, SlotPool
+from moeflux_mlx.experts.pool import SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.source import TooManyExpertsError
+from moeflux_mlx.experts.staging import NOWHERE
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.ops import backend
@@ -63,6 +65,7 @@ class BreathingMachine(RuleBasedStateMachine):
     def __init__(self, **options):
         super().__init__()
         packed, self.truth = shared_files()
+        self.words = self.truth[0].shape[1]
         self.faults, self.held = Faults(), []
         reader = ExpertReader(packed, workers=2, preadv=self.faults)
         self.loader, self.stride = breathing(packed, 4, reader=reader, **options)
@@ -123,7 +126,7 @@ class BreathingMachine(RuleBasedStateMachine):
     @invariant()
     def check_held(self):
         for _, leased, rows, truth in self.held:
-            assert np.array_equal(words_at(leased, rows), truth)
+            assert np.array_equal(words_at(leased, rows)[:, : self.words], truth[:, : self.words])
 
     @invariant()
     def every_row_has_one_owner(self):
@@ -148,6 +151,44 @@ class CopyingMachine(BreathingMachine):
         super().__init__(copied=True)
 
 
+class HostMachine(BreathingMachine):
+    """The same with records that stay in host memory, of which there is now more, now less."""
+
+    def __init__(self):
+        with mock.patch.object(staging, "BUFFER_BYTES", 3 * 16384):
+            super().__init__(copied=True, host_bytes=ALL * 16384)
+        self.words = self.loader.layout.record.size // 4  # MLX's memory is aligned to no page, so nothing more is read
+
+    @rule(share=st.integers(0, ALL))
+    def resize_host(self, share):
+        with self.loader._alone():
+            self.loader._reads.resize_host(share * self.stride)
+        assert len(self.pool.staging.host) <= share
+
+    @rule()
+    def invalidate(self):
+        if not self.held:
+            self.loader.invalidate()
+            assert not len(self.pool.staging.host) and not len(self.pool)
+
+    def check_rows(self):
+        slots = [self.pool[key].row for key in self.pool.records()]
+        used = [row for row in slots if row != NOWHERE] + self.pool.staging.host.owned
+        places = self.pool.places
+        assert len(set(used)) == len(used) and not set(used) & set(places.free)
+        assert {*places.staying()} <= {*used, *places.free}
+        stats = self.loader.stats
+        assert stats.host_hits <= stats.hits and stats.host_bytes >= stats.host_hits * self.pool.nbytes
+
+    @invariant()
+    def what_stays_is_the_files(self):
+        for key, place in self.pool.staging.host._kept.items():
+            truth = self.truth[key[0]][key[1], : self.words]
+            assert np.array_equal(self.pool.places.row(place)[: self.words], truth)
+
+
+TestHostMachine = HostMachine.TestCase
+TestHostMachine.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 TestBreathingMachine = BreathingMachine.TestCase
 TestCopyingMachine = CopyingMachine.TestCase
 TestBreathingMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

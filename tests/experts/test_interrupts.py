@@ -19,6 +19,7 @@ from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.experts import (
+    host_tier,
     lookahead,
     mapped,
     places,
@@ -29,18 +30,19 @@ from moeflux_mlx.experts import (
     reads,
     routed,
     source,
+    staging,
     warming,
     waves,
     whole,
 )
 from moeflux_mlx.experts import streamed as streaming
 from moeflux_mlx.experts.memory import staging_memory
-from moeflux_mlx.experts.pool import NOWHERE
+from moeflux_mlx.experts.staging import NOWHERE
 
 FILES = {
     module.__file__
     for module in (
-        *(streaming, pool, pool_reads, ranking, places, reader, reads),
+        *(streaming, pool, pool_reads, staging, host_tier, ranking, places, reader, reads),
         *(lookahead, warming, waves, source, routed, mapped, whole),
     )
 }
@@ -95,6 +97,7 @@ def check_pools(loader):
     for one in getattr(loader, "pools", ()):
         assert not one.in_flight() and not one.pinned_besides([])
         rows = [slot.row for slot in map(one.get, one.records()) if slot.row != NOWHERE]
+        rows += one.staging.host.owned if one.copied else []
         assert sorted([*one.places.free, *rows]) == list(one.places.staying())
 
 
@@ -108,6 +111,7 @@ KINDS = {
     "a larger pool": {"least_slots": TOP_K, "cache_bytes": 40 * 16384},
     "nothing ahead": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "prefetch": "off"},
     "copied": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "copied": True},
+    "on the host": {"least_slots": TOP_K, "cache_bytes": 8 * 16384, "copied": True, "host_bytes": 20 * 16384},
     "in buffers": {"least_slots": TOP_K, "cache_bytes": 1 << 30, "adopt": staging_memory},
     "queued reads": {"least_slots": TOP_K, "cache_bytes": 20 * 16384, "workers": 1, "preadv": slow},
     "warming": {"least_slots": TOP_K, "cache_bytes": 40 * 16384, "workers": 1, "preadv": slow},
@@ -127,7 +131,7 @@ class Endless(warming.Warming):
 def model(request, small_waves, monkeypatch):  # noqa: F811
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # what is raised while something is freed ends there
     options, path = KINDS[request.param], tiny_directory("qwen3_moe")
-    if request.param in ("copied", "in buffers"):
+    if request.param in ("copied", "in buffers", "on the host"):
         use_plain_operations(monkeypatch)
     if request.param in ("in buffers", "warming"):  # memory is given back and taken again in every second call
         sizes = itertools.cycle([1 << 30, 20 * 16384])

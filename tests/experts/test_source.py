@@ -23,10 +23,10 @@ from moeflux_mlx.engine.expert_io import from_environment, select_io_mode
 from moeflux_mlx.errors import ExpertIOError, MoefluxWarning, RequestError
 from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
-from moeflux_mlx.experts.pool import SlotPool
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.source import HIT, IN_MEMORY, MISSED, ON_DISK, IoMode
+from moeflux_mlx.experts.staging import Staging
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
@@ -410,7 +410,7 @@ def test_an_interrupted_copy_frees_each_row_once(packed, n, monkeypatch):
     for start in (2, 1, 0):
         wanted = np.arange(start, start + 4)
         assert np.array_equal(blocks(loader.request(1, wanted)), records(packed, 1)[wanted])
-    rows = pool.places.free + [slot.row for slot in pool.copying]
+    rows = pool.places.free + [slot.row for slot in pool.staging.copying.values()]
     assert len(set(rows)) == len(rows) <= len(pool.places.rows)
     loader.close()
 
@@ -422,7 +422,7 @@ def test_after_a_failed_copy_the_record_can_be_requested_again(packed, monkeypat
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotPool, "_copy", full)
+        patch.setattr(Staging, "_copy", full)
         with pytest.raises(RuntimeError, match="out of memory"):
             loader.request(1, np.array([2, 5])).wait()
     assert np.array_equal(blocks(loader.request(1, np.array([2, 5]))), records(packed, 1)[[2, 5]])
@@ -434,7 +434,7 @@ def test_evicted_blocks_do_not_stay_in_device_memory(packed):
     for layer, start in ((1, 0), (0, 2), (1, 1)):
         blocks(loader.request(layer, np.arange(start, start + 4)))
         kept = {id(pool[key].device) for key in pool.records()}
-        assert {id(slot.device) for slot in pool.copying} <= kept
+        assert {id(slot.device) for slot in pool.staging.copying.values()} <= kept
     loader.close()
 
 

@@ -90,7 +90,16 @@ def test_same_bits_with_any_pool(family, name, small_waves):
 
 
 @pytest.mark.usefixtures("plain_operations")
-@pytest.mark.parametrize("kind", [{"copied": False}, {"copied": True}, {"adopt": staging_memory}])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"copied": False},
+        {"copied": True},
+        {"copied": True, "host_bytes": 7 * 16384},
+        {"copied": True, "host_bytes": 1 << 30},
+        {"adopt": staging_memory},
+    ],
+)
 @pytest.mark.parametrize("records", [1, 20])
 def test_same_bits_without_native_kernels(kind, records, small_waves):
     """These are operations as on a GPU, on MLX's CPU backend. `copied` keeps records as CUDA does, `adopt` as Metal."""

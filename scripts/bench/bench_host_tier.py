@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Measures what host memory gains for experts that are streamed to a GPU: decode with it and without, and the bus.
+
+    python scripts/bench/make_random_model.py --variant qwen3.5-397b-a17b --layers 4 DIR
+    scripts/bench/bench_host_tier.py --model DIR [--share 0.25] [--rounds 9]
+
+Two sources of the same model hold `--share` of the experts on the GPU; one of them has all experts in host memory too.
+They decode in alternating rounds of one process, so that each round has the same random text. A round begins with what
+the one before left. The bus is measured in the same rounds: the records that host memory has are copied to the device
+as they are for a request, several at a time, with nothing else to do. `bus` of decode is the bytes copied in a round
+over its seconds, relative to that rate. On a CPU, `--stand-in` copies records as a GPU would. Reported are medians and
+quartiles; the last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+from bench_stream import medians, quartiles
+
+from moeflux_mlx.engine import expert_source
+from moeflux_mlx.engine.engine import Engine, open_engine
+from moeflux_mlx.engine.generation import generate_step
+from moeflux_mlx.engine.sampling import make_sampler
+from moeflux_mlx.engine.weights import open_weights
+from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.ops import backend
+
+AT_ONCE = 10  # records that are copied at a time: a token's of one layer
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if not options.stand_in and backend.name() != "cuda":
+        raise SystemExit("error: records are not copied here; --stand-in does so anyway")
+    engines = {name: opened(options, name == "host") for name in ("disk", "host")}
+    fill(engines["host"].experts)
+    runs: dict[str, list[dict]] = {name: [] for name in engines}
+    bus = []
+    for i in range(-1, options.rounds):  # the first round warms up
+        rates = bus_rate(engines["host"].experts)
+        for name in sorted(engines, reverse=bool(i % 2)):
+            row = decoded(engines[name], options, seed=i + 1)
+            runs[name] += [row] if i >= 0 else []
+        bus += [rates] if i >= 0 else []
+    report(runs, bus)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    made.add_argument("--model", type=Path, required=True)
+    made.add_argument("--share", type=float, default=0.25, help="of the experts that the GPU holds (%(default)s)")
+    made.add_argument("--rounds", type=int, default=9)
+    made.add_argument("--max-tokens", type=int, default=32)
+    made.add_argument("--temp", type=float, default=5.0, help="of sampling: text that repeats would repeat experts")
+    made.add_argument("--prefetch", default="auto")
+    made.add_argument("--stand-in", action="store_true", help="copies records on a CPU too")
+    return made
+
+
+def opened(options: argparse.Namespace, on_host: bool) -> Engine:
+    total = open_weights(options.model).experts.layout.total_bytes
+    made = StreamedExperts
+    if options.stand_in:
+        made = partial(StreamedExperts, copied=True)
+    if on_host:
+        made = partial(made, host_bytes=2 * total, host_limit=None)
+    with mock.patch.object(expert_source, "StreamedExperts", lambda *args, **given: made(*args, **kept(given, made))):
+        return open_engine(
+            options.model,
+            dtype=mx.bfloat16,  # on a CPU, MLX computes with it as on a GPU
+            expert_io="pread",
+            expert_cache_bytes=int(options.share * total),
+            prefetch=options.prefetch,
+            warm_start="off",
+            context=512,
+        )
+
+
+def kept(given: dict, made: object) -> dict:
+    """The arguments that the script does not set itself."""
+    own = made.keywords if isinstance(made, partial) else {}
+    return {name: value for name, value in given.items() if name not in own}
+
+
+def fill(source: StreamedExperts) -> None:
+    """Lets every expert be used once, so that host memory has all."""
+    for layer in source.layout.moe_layers:
+        for first in range(0, source.layout.num_experts, AT_ONCE):
+            ids = np.arange(first, min(first + AT_ONCE, source.layout.num_experts))
+            with source.turn(1), source.request(layer, ids) as lease:
+                lease.wait()
+    source.drain()
+
+
+def decoded(engine: Engine, options: argparse.Namespace, seed: int) -> dict:
+    """Decodes once; the prompt and the first token are not counted."""
+    source, prompt = engine.experts, np.random.default_rng(seed).integers(0, 256, 4).tolist()
+    mx.random.seed(seed)
+    start, sampler = 0.0, make_sampler(temp=options.temp)
+    for i, _ in enumerate(generate_step(prompt, engine.model, max_tokens=options.max_tokens + 1, sampler=sampler)):
+        if i == 0:
+            source.drain()
+            source.reset_stats()
+            start = time.perf_counter()
+    seconds, stats = time.perf_counter() - start, source.stats
+    asked = stats.hits + stats.misses
+    return {
+        "tok/s": options.max_tokens / seconds,
+        "on the GPU": (stats.hits - stats.host_hits) / asked,
+        "on the host": stats.host_hits / asked,
+        "read MB/token": stats.bytes_read / options.max_tokens / 1e6,
+        "copied MB/token": stats.host_bytes / options.max_tokens / 1e6,
+        "copied GB/s": stats.host_bytes / seconds / 1e9,
+    }
+
+
+def bus_rate(source: StreamedExperts, copies: int = 100) -> float:
+    """GB/s at which records of host memory reach the device, with nothing else to do."""
+    (pool,) = source.pools
+    pool.finish_copies()
+    staging = pool.staging
+    assert staging is not None
+    rows = np.random.default_rng(0).permutation(staging.host.owned)[:copies].tolist()
+    start = time.perf_counter()
+    for first in range(0, len(rows), AT_ONCE):
+        mx.eval([staging._copy(row) for row in rows[first : first + AT_ONCE]])
+    return len(rows) * pool.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def report(runs: dict[str, list[dict]], bus: list[float]) -> None:
+    table = {name: medians(rows) for name, rows in runs.items()}
+    for name, row in table.items():
+        print(f"{name:5} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()))
+    faster = quartiles([b["tok/s"] / a["tok/s"] for a, b in zip(runs["disk"], runs["host"], strict=True)])
+    share = quartiles([row["copied GB/s"] / rate for row, rate in zip(runs["host"], bus, strict=True)])
+    print(f"bus {statistics.median(bus):.2f} GB/s")
+    for name, three in (("host / disk", faster), ("bus, of its rate", share)):
+        print("{}: {:.2f} ({:.2f}-{:.2f})".format(name, *three))
+    print(json.dumps({"bench": "host tier", **table, "bus": statistics.median(bus), "faster": faster, "share": share}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Records that stay in host memory after they were copied: what is read again, what goes first, and what is counted."""
+
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from test_source import EXPERTS, blocks, packed, records  # noqa: F401 (a fixture)
+
+from moeflux_mlx.engine.pressure import PoolLimit, Spare
+from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts import staging
+from moeflux_mlx.experts.host_tier import HostTier
+from moeflux_mlx.experts.streamed import StreamedExperts
+
+
+def opened(packed, slots=3, host=2 * EXPERTS, **options):  # noqa: F811
+    stride = packed.layout.expert_stride
+    return StreamedExperts(
+        packed, cache_bytes=slots * stride, least_slots=2, copied=True, host_bytes=host * stride, **options
+    )
+
+
+def use(loader, layer, *ids):
+    """Checks the records and returns which were in memory."""
+    with loader.request(layer, np.array(ids)) as lease:
+        size = loader.layout.record.size // 4
+        assert np.array_equal(blocks(lease)[:, :size], loader.truth[layer][list(ids), :size])
+        return lease.ready.tolist()
+
+
+@pytest.fixture
+def loader(packed):  # noqa: F811
+    made = opened(packed)
+    made.truth = [records(packed, layer) for layer in (0, 1)]
+    yield made
+    made.close()
+
+
+def test_each_record_is_read_once(loader):
+    record = loader.pools[0].nbytes
+    for turn in range(3):
+        for layer in (0, 1):
+            for expert in range(EXPERTS):
+                assert use(loader, layer, expert) == [turn > 0]
+    stats, total = loader.stats, 2 * EXPERTS
+    assert stats.bytes_read == total * loader.record_bytes and stats.misses == total
+    assert stats.hits == stats.host_hits == 2 * total and stats.host_bytes == 2 * total * record
+    assert use(loader, 1, EXPERTS - 1) == [True] and stats.host_hits == 2 * total, "it is on the device"
+
+
+def test_a_hint_copies_ahead(loader):
+    for expert in range(5):
+        use(loader, 0, expert)
+    assert loader.hint([(0, 0), (0, 1)]) == [(0, 0), (0, 1)] and not loader.in_flight
+    stats = loader.stats
+    assert stats.prefetched == 2 and stats.host_bytes == 2 * loader.pools[0].nbytes and stats.host_hits == 0
+    assert use(loader, 0, 0, 1) == [True, True]
+    assert stats.prefetch_hits == 2 and stats.host_hits == 0 and stats.misses == 5
+
+
+def test_what_was_used_least_goes_first(packed):  # noqa: F811
+    made = opened(packed, slots=2, host=4)
+    made.truth = [records(packed, layer) for layer in (0, 1)]
+    for expert in (0, 1, 2, 3, 4, 5):
+        for _ in range(1 if expert in (0, 3) else 3):
+            use(made, 0, expert)
+        made.drain()
+        made.pools[0].finish_copies()
+    assert set(made.pools[0].staging.host._kept) == {(0, 1), (0, 2), (0, 4), (0, 5)}
+    made.close()
+
+
+def test_the_records_used_most_move_out_of_memory_that_goes(packed, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 3 * packed.layout.expert_stride)
+    made = opened(packed, slots=2)
+    made.truth = [records(packed, layer) for layer in (0, 1)]
+    often = {(0, 1), (0, 4), (1, 0), (1, 3), (1, 5)}
+    for _ in range(3):
+        for layer in (0, 1):
+            for expert in range(EXPERTS):
+                for _ in range(3 if (layer, expert) in often else 1):
+                    use(made, layer, expert)
+    before, host = made.host_bytes, made.pools[0].staging.host
+    made._reads.resize_host(5 * packed.layout.expert_stride)
+    assert set(host._kept) == often and made.host_bytes < before
+    for layer, expert in sorted(often):
+        assert use(made, layer, expert) == [True]
+    made.close()
+
+
+def test_a_row_is_not_used_again_before_its_copy_is_done(loader, monkeypatch):
+    for expert in range(5):
+        use(loader, 0, expert)
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    assert len(loader.hint([(0, 0), (0, 1)])) == 2
+    loader._reads.resize_host(0)
+    for row in loader.pools[0].places.free:
+        loader.pools[0].places.row(row)[:] = 7
+    assert use(loader, 0, 0, 1) == [True, True]
+
+
+def test_memory_is_given_back_by_another_thread(packed, monkeypatch):  # noqa: F811
+    """A source says that the machine has none left; records on the device stay."""
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 4 * packed.layout.expert_stride)
+    spare, now = [1e9], [0.0]
+
+    class Machine:
+        def spare(self, pool):
+            return Spare(spare[0] - pool)
+
+    limit = PoolLimit([Machine()], 2 * EXPERTS * packed.layout.expert_stride, lambda: now[0], lambda: 0)
+    made = opened(packed, host_limit=limit)
+    made.truth = [records(packed, layer) for layer in (0, 1)]
+    for expert in range(EXPERTS):
+        use(made, 0, expert)
+    before, spare[0], now[0] = made.host_bytes, 0, 1.0
+    thread = threading.Thread(target=made.relieve_between_calls)
+    thread.start()
+    thread.join()
+    host = made.pools[0].staging.host
+    assert host.records == 0 == len(host) and made.host_bytes < before == made.stats.given_back + made.host_bytes
+    assert use(made, 0, EXPERTS - 1) == [True] and use(made, 0, 0) == [False]
+    made.close()
+
+
+def test_the_system_refuses_memory(packed, monkeypatch):  # noqa: F811
+    """Then records that stayed make room for what is read."""
+    monkeypatch.setattr(staging, "BUFFER_BYTES", 9 * packed.layout.expert_stride)
+    given, adopt = [], staging.host_memory
+
+    def refuse(rows, words):
+        if given:
+            raise ExpertIOError("no more")
+        given.append(rows)
+        return adopt(rows, words)
+
+    monkeypatch.setattr(staging, "host_memory", refuse)
+    made = opened(packed)
+    made.truth = [records(packed, layer) for layer in (0, 1)]
+    for layer, expert in np.random.default_rng(0).integers(0, [2, EXPERTS], (60, 2)).tolist():
+        use(made, layer, expert)
+    assert 0 < len(made.pools[0].staging.host) <= given[0] and made.stats.host_hits > 0
+    made.close()
+
+
+@pytest.mark.parametrize("fault", [None, "another's place", "a place that is free"])
+def test_the_comparison_finds_a_wrong_place(loader, fault, monkeypatch):
+    take = HostTier.take
+
+    def wrong(host, key):
+        place = take(host, key)
+        others = host.owned if fault == "another's place" else host.places.free
+        return others[-1] if others else place
+
+    if fault:
+        monkeypatch.setattr(HostTier, "take", wrong)
+    run = [(layer, expert) for _ in range(2) for layer in (0, 1) for expert in range(EXPERTS)]
+    if fault is None:
+        assert all(use(loader, *one) for one in run)
+    else:
+        with pytest.raises(AssertionError):
+            for one in run:
+                use(loader, *one)
