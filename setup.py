@@ -28,7 +28,7 @@ kernels = Extension(
     ],  # longest first
     depends=[
         f"native/{name}.h"
-        for name in ("paths", "nested", "grids", "tables", "kernels", "planes", "rounded", "team", "vnni")
+        for name in ("paths", "nested", "grids", "tables", "kernels", "planes", "lookups", "rounded", "team", "vnni")
     ],
     extra_compile_args=FLAGS,
     extra_link_args=["-pthread"],

@@ -50,12 +50,12 @@
       record = codes_record(blob, uint(slots[token * ROW + k]), WORDS, ROW_BITS);
       down = swiglu_in_record<S, G>(record, DOWN_W, DOWN_S, DOWN_B);
       weight = weights[token * ROW + k];
-#ifdef CODES_NEAR
-      down.biases = grid;
-#endif
     } else if (GATED) {
       weight = 1.0f / (1.0f + metal::precise::exp(-float(gates[token * STRIDE + STRIDE - 1])));
     }
+#ifdef CODES_NEAR
+    down.biases = grid;  // also of the shared expert, whose form is the same
+#endif
     const device X* a = act + (token * (K + JOINED) + k) * I;
     if (turn == 0 && finishes) {  // loads what the end of the kernel needs
       sum = float(h_mid[at]);

@@ -1,17 +1,21 @@
 // needs: codes.h.metal affine.h.metal bytes.h.metal
-// Forms whose codes name entries of tables, or are digits: weight = scale * q with q from -127 to 113 (moeflux_mlx/ops/table_values.py
-// has the parts of a matrix and where the fields are). The codes of 32 columns become 32 bytes q + 128 when they are
-// loaded; from there on they are codes of 8 bits with the bias -128 * scale, as affine.h.metal reads them: BITS is 8,
-// CHUNK is 32, and GROUP columns share a scale. For planes.h.metal they become bytes q. The types of scales tell the
-// forms apart.
+// Forms whose codes name entries of tables, or are digits: weight = scale * q with q from -127 to 113
+// (moeflux_mlx/ops/table_values.py has the parts of a matrix and where the fields are). The codes of 32 columns become
+// 32 bytes q + 128 when they are loaded; from there on they are codes of 8 bits with the bias -128 * scale, as
+// affine.h.metal reads them: BITS is 8, CHUNK is 32 or 64, and GROUP columns share a scale. For planes.h.metal they
+// become bytes q. The types of scales tell the forms apart.
 
 #ifdef CODES_PLANES
 #define CODES_ZERO 0u
 #ifdef CODES_NEAR_GRIDS
-#define CODES_PREPARED  // grids are those of codes_near
+#define CODES_PREPARED 1  // the grid of iq2_xxs is that of codes_near
 #endif
 #else
 #define CODES_ZERO 0x80808080u  // 128 in each byte
+#endif
+
+#ifndef CODES_PREPARED
+#define CODES_PREPARED 0
 #endif
 
 // The grid of a form: words of four magnitudes.
@@ -23,9 +27,7 @@ struct codes_grid {
 // and the grid has BYTES. KIND is only a name.
 template <int KIND, int COLUMNS, int WORDS_EACH, int HALFWORDS, int BYTES>
 struct codes_table {
-  enum { BLOCK = COLUMNS, WORDS = WORDS_EACH, GRID = BYTES };
-  enum { SIGNED = BYTES > 0 && WORDS_EACH > 1, EIGHTS = BYTES > 0 && WORDS_EACH == 2 };
-  enum { EVEN = KIND == 2 || KIND == 4 || KIND == 5 };  // seven of eight signs are stored
+  enum { BLOCK = COLUMNS, WORDS = WORDS_EACH, GRID = BYTES, PREPARED = CODES_PREPARED && KIND == 4 };
   ushort part[HALFWORDS];
 };
 typedef codes_table<0, 32, 4, 1, 0> codes_iq4_nl;
@@ -72,13 +74,10 @@ inline float codes_and_half(uint n) {
   return as_type<float>(n | 0x4B000000u) - 8388607.5f;
 }
 
-// The lowest bits of four bytes from four bits: multiplied by 2^0 + 2^7 + 2^14 + 2^21, these have copies there.
-inline uint codes_minus(uint four) {
-  return ((four & 15u) * 0x00204081u) & 0x01010101u;
-}
-
-// Four codes, whose magnitudes are bytes; `minus` is 1 in the bytes of those that are negative.
-inline uint codes_negated(uint four, uint minus) {
+// Four codes, where the magnitudes of q are the bytes of `four`, and bits 0 to 3 of `signs` are their signs.
+// Multiplied by 2^0 + 2^7 + 2^14 + 2^21, four bits have copies of which the lowest bits of the bytes are these bits.
+inline uint codes_signed(uint four, uint signs) {
+  const uint minus = ((signs & 15u) * 0x00204081u) & 0x01010101u;
   return ((four ^ (minus * 255u)) + minus) ^ CODES_ZERO;
 }
 
@@ -93,21 +92,9 @@ inline uint codes_even(uint word) {
 }
 
 #ifdef CODES_NEAR_GRIDS
-#ifdef CODES_PREPARED
-// Words of a grid: of eight magnitudes 8, 25 and 43 one with a number from 0 to 2 for each in 4 bits.
-template <typename S>
-constexpr uint codes_grid_words() {
-  return S::EIGHTS ? S::GRID / 8 : S::GRID / 4;
-}
+#define CODES_NEAR (S::PREPARED ? 96 : S::GRID / 16 + 1)  // the number of uint4 for a grid
 
-// Behind them, for each byte of signs: bit 2 of the 4 bits of each magnitude if there are eight, else two words with
-// bit 0 of the byte of each.
-template <typename S>
-constexpr uint codes_sign_words() {
-  return S::SIGNED ? (S::EVEN ? 128 : 256) * (S::EIGHTS ? 1 : 2) : 0;
-}
-#define CODES_NEAR ((codes_grid_words<S>() + codes_sign_words<S>()) / 4 + 1)  // the number of uint4
-
+// The numbers 0, 1 and 2 of the magnitudes 8, 25 and 43, in 4 bits each.
 inline uint codes_numbers(uint four) {
   const uint each = (four >> 4) & 0x0F0F0F0Fu, pairs = (each | each >> 4) & 0x00FF00FFu;
   return (pairs | pairs >> 8) & 0xFFFFu;
@@ -118,89 +105,45 @@ inline uint codes_apart(uint bits) {
   const uint halves = (bits | bits << 12) & 0x000F000Fu, pairs = (halves | halves << 6) & 0x03030303u;
   return ((pairs | pairs << 3) & 0x11111111u) << 2;
 }
-#else
-#define CODES_NEAR (S::GRID / 16 + 1)
-#endif
 
-// Copies a grid to `room`, with signs if they are prepared. All THREADS threads call this; `tid` is the number of the
-// thread.
+// Copies a grid to `room`. One that is prepared has a word for each entry, the numbers of its magnitudes, and then for
+// each seven signs the word that makes these numbers those of signed magnitudes. All THREADS threads call this; `tid` is
+// the number of the thread.
 template <typename S, int THREADS, typename P>
 inline const device codes_grid* codes_near(const device codes_grid* grid, P room, uint tid) {
-#ifdef CODES_PREPARED
-  constexpr uint WORDS = codes_grid_words<S>(), SIGNS = S::SIGNED ? S::EVEN ? 128 : 256 : 0;
-  constexpr uint COPIED = S::EIGHTS ? 0 : S::GRID / 16;
-  device uint* words = (device uint*)room;
-  if (S::EIGHTS) {
-    for (uint i = tid; i < WORDS; i += THREADS) {
-      const uint2 eight = ((const device uint2*)grid)[i];
-      words[i] = codes_numbers(eight.x) | codes_numbers(eight.y) << 16;
+  if (S::PREPARED) {
+    device uint* words = (device uint*)room;
+    for (uint i = tid; i < 384; i += THREADS) {
+      const uint2 eight = ((const device uint2*)grid)[i % 256];
+      const uint numbers = codes_numbers(eight.x) | codes_numbers(eight.y) << 16;
+      words[i] = i < 256 ? numbers : codes_apart(codes_even(i - 256) & 0xFFu);
     }
+    return (const device codes_grid*)room;
   }
-  for (uint i = tid; i < SIGNS; i += THREADS) {
-    const uint bits = S::EVEN ? codes_even(i) & 0xFFu : i;
-    if (S::EIGHTS) {
-      words[WORDS + i] = codes_apart(bits);
-    } else {
-      words[WORDS + 2 * i] = codes_minus(bits);
-      words[WORDS + 2 * i + 1] = codes_minus(bits >> 4);
-    }
-  }
-#else
-  constexpr uint COPIED = S::GRID / 16;
-#endif
-  for (uint i = tid; i < COPIED; i += THREADS) {
+  for (uint i = tid; i < S::GRID / 16; i += THREADS) {
     room[i] = ((const device uint4*)grid)[i];
   }
   return S::GRID ? (const device codes_grid*)room : grid;
 }
 #endif
 
-// The signs of eight columns, number k of 32: of a word with seven or eight bits for each.
-template <typename S>
-inline uint codes_eight_signs(uint word, int k) {
-  return S::EVEN ? (word >> (7 * k)) & 127u : (word >> (8 * k)) & 0xFFu;
-}
-
-// 32 bytes of eight entries of four magnitudes: index[i] for columns 4 i and on.
-template <typename S>
+// 32 bytes of eight entries of four magnitudes: index[i] for columns 4 i and on; byte k of `signs` has the signs of
+// eight columns.
 inline void codes_of_fours(const device codes_grid* grid, const thread uint* index, uint signs, thread uint* code) {
-#ifdef CODES_PREPARED
-  const device uint2* minus = (const device uint2*)(grid + codes_grid_words<S>());
-  MLX_MTL_PRAGMA_UNROLL
-  for (int k = 0; k < 4; k++) {
-    const uint2 ones = minus[codes_eight_signs<S>(signs, k)];
-    code[2 * k] = codes_negated(grid[index[2 * k]].four, ones.x);
-    code[2 * k + 1] = codes_negated(grid[index[2 * k + 1]].four, ones.y);
-  }
-#else
-  signs = S::EVEN ? codes_even(signs) : signs;
   MLX_MTL_PRAGMA_UNROLL
   for (int i = 0; i < 8; i++) {
-    code[i] = codes_negated(grid[index[i]].four, codes_minus(signs >> (4 * i)));
+    code[i] = codes_signed(grid[index[i]].four, signs >> (4 * i));
   }
-#endif
 }
 
 // The same of four entries of eight magnitudes.
-template <typename S>
 inline void codes_of_eights(const device codes_grid* grid, const thread uint* index, uint signs, thread uint* code) {
-#ifdef CODES_PREPARED
-  const device uint* minus = (const device uint*)(grid + codes_grid_words<S>());
-  MLX_MTL_PRAGMA_UNROLL
-  for (int k = 0; k < 4; k++) {
-    const uint which = grid[index[k]].four | minus[codes_eight_signs<S>(signs, k)];
-    code[2 * k] = CODES_BYTES(0x002B1908u, 0x00D5E7F8u, which);
-    code[2 * k + 1] = CODES_BYTES(0x002B1908u, 0x00D5E7F8u, which >> 16);
-  }
-#else
-  signs = S::EVEN ? codes_even(signs) : signs;
   MLX_MTL_PRAGMA_UNROLL
   for (int k = 0; k < 4; k++) {
     const uint2 eight = ((const device uint2*)grid)[index[k]];
-    code[2 * k] = codes_negated(eight.x, codes_minus(signs >> (8 * k)));
-    code[2 * k + 1] = codes_negated(eight.y, codes_minus(signs >> (8 * k + 4)));
+    code[2 * k] = codes_signed(eight.x, signs >> (8 * k));
+    code[2 * k + 1] = codes_signed(eight.y, signs >> (8 * k + 4));
   }
-#endif
 }
 
 // 32 bytes of codes of 4 bits: byte i of four words has the code of column i in its low half, that of column i + 16 in
@@ -264,7 +207,7 @@ inline void codes_from_table(
   for (int i = 0; i < 8; i++) {
     index[i] = (words[i / 4] >> (8 * (i % 4))) & 0xFFu;
   }
-  codes_of_fours<codes_iq3_xxs>(grid, index, words[2], code);
+  codes_of_fours(grid, index, codes_even(words[2]), code);
   scale[0] = codes_table_d(block) * codes_and_half(words[2] >> 28) * 0.5f;
 }
 
@@ -277,7 +220,7 @@ inline void codes_from_table(
   for (int i = 0; i < 8; i++) {
     index[i] = ((words[i / 4] >> (8 * (i % 4))) & 0xFFu) | ((high >> i) & 1u) << 8;
   }
-  codes_of_fours<codes_iq3_s>(grid, index, words[2], code);
+  codes_of_fours(grid, index, words[2], code);
   const uint number = (codes_table_byte(block, 8 + unit / 2) >> (4 * (unit % 2))) & 15u;
   scale[0] = codes_table_d(block) * codes_and_half(number) * 2.0f;
 }
@@ -285,13 +228,24 @@ inline void codes_from_table(
 inline void codes_from_table(
     const thread uint* words, const device codes_iq2_xxs* block, uint, const device codes_grid* grid, thread uint* code,
     thread float* scale) {
+  scale[0] = codes_table_d(block) * codes_and_half(words[1] >> 28) * 0.25f;
+  if (codes_iq2_xxs::PREPARED) {
+    const device uint* signs = (const device uint*)(grid + 256);
+    const uint index[4] = {words[0] & 0xFFu, (words[0] >> 8) & 0xFFu, (words[0] >> 16) & 0xFFu, words[0] >> 24};
+    MLX_MTL_PRAGMA_UNROLL
+    for (int k = 0; k < 4; k++) {
+      const uint which = grid[index[k]].four | signs[(words[1] >> (7 * k)) & 127u];
+      code[2 * k] = CODES_BYTES(0x002B1908u, 0x00D5E7F8u, which);
+      code[2 * k + 1] = CODES_BYTES(0x002B1908u, 0x00D5E7F8u, which >> 16);
+    }
+    return;
+  }
   uint index[4];
   MLX_MTL_PRAGMA_UNROLL
   for (int k = 0; k < 4; k++) {
     index[k] = (words[0] >> (8 * k)) & 0xFFu;
   }
-  codes_of_eights<codes_iq2_xxs>(grid, index, words[1], code);
-  scale[0] = codes_table_d(block) * codes_and_half(words[1] >> 28) * 0.25f;
+  codes_of_eights(grid, index, codes_even(words[1]), code);
 }
 
 // Two scales of 16 columns each, in the halves of a byte.
@@ -306,7 +260,7 @@ inline void codes_from_table(
   const uint sevens = ((words[0] >> 9) & 0x7Fu) | ((words[0] >> 25) << 7);
   const uint others = ((words[1] >> 9) & 0x7Fu) | ((words[1] >> 25) << 7);
   const uint index[4] = {words[0] & 511u, (words[0] >> 16) & 511u, words[1] & 511u, (words[1] >> 16) & 511u};
-  codes_of_eights<codes_iq2_xs>(grid, index, sevens | others << 14, code);
+  codes_of_eights(grid, index, codes_even(sevens | others << 14), code);
   codes_two_scales(codes_table_d(block), codes_table_byte(block, unit), scale);
 }
 
@@ -319,7 +273,7 @@ inline void codes_from_table(
   for (int k = 0; k < 4; k++) {
     index[k] = ((words[0] >> (8 * k)) & 0xFFu) | ((pair >> (2 * k)) & 3u) << 8;
   }
-  codes_of_eights<codes_iq2_s>(grid, index, words[1], code);
+  codes_of_eights(grid, index, words[1], code);
   codes_two_scales(codes_table_d(block), pair >> 8, scale);
 }
 

@@ -14,7 +14,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         "benchmark",
         "Measure prompt and decode rates with random tokens of a few lengths. Also show the machine, the hits and "
-        "bytes of streamed experts, and the used and planned memory.",
+        "bytes of streamed experts, and the used and planned memory. Nothing is read that earlier sessions used, and "
+        "nothing is noted for later ones.",
     )
     add = made.add_argument_group("measurement").add_argument
     add(
@@ -37,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="also print the results as a last line of JSON")
     add_model_options(made)
     add_rank_options(made)
-    made.set_defaults(warm_start="off")  # random tokens say nothing about what later sessions use
     return made
 
 

@@ -7,11 +7,15 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .errors import ModelFileError, RequestError
+
+JsonObject = dict[str, Any]  # as `json` reads one
+JsonValue = Any  # any of its values
+JsonMapping = Mapping[str, Any]  # one that is only read
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -92,7 +96,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = 
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Raises ModelFileError when the file is missing or is not a JSON object."""
     value = read_any_json(path)
     if not isinstance(value, dict):
@@ -100,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_any_json(path: Path) -> Any:
+def read_any_json(path: Path) -> JsonValue:
     """Raises ModelFileError when the file is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
@@ -110,13 +114,13 @@ def read_any_json(path: Path) -> Any:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
 
 
-def _untagged(value: dict[str, Any]) -> Any:
+def _untagged(value: JsonObject) -> JsonValue:
     """The float that {"__float__": "Infinity"} stands for, as transformers writes what JSON has no word for."""
     is_tagged = value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN")
     return float(value["__float__"]) if is_tagged else value
 
 
-def tagged(value: Any) -> Any:
+def tagged(value: JsonValue) -> JsonValue:
     """A value of `read_json` in a form that JSON can express."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}

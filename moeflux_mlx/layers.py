@@ -14,6 +14,7 @@ import mlx.nn as nn
 from .kinds import SILU, Activation, Residual
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
+from .ops.arrays import AnyArray
 from .ops.backend import Array
 from .ops.elementwise import activate, plus, softcap, split
 from .ops.launch import ArrayPiece, pack
@@ -108,7 +109,7 @@ class Linear(Weight):
         return y if residual is None else residual + y
 
 
-def normed_with_weights(x: Array, norm: Norm | None, weights: Linear) -> tuple[Any, Any]:
+def normed_with_weights(x: Array, norm: Norm | None, weights: Linear) -> tuple[AnyArray, AnyArray]:
     """norm(x) [B, L, D], and its product with `weights`, float32 [B, L, rows of `weights`]."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     normed, made = router_logits(x, weight, eps, weights)
@@ -227,7 +228,7 @@ class LastProduct:
     scale: float
 
     def __call__(self, hidden: Array) -> Array:
-        logits: Any = linear(hidden, self.matrix)
+        logits: AnyArray = linear(hidden, self.matrix)
         return softcap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 

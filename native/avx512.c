@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "vnni.h"
 #define PATH avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,gfni,avx2,bmi2,fma")))
 #define W 16
 #include "planes.h"
 #endif

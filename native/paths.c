@@ -41,7 +41,7 @@ void find_paths(void) {
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     vnni = avx512 = path_avx512, avx2 = path_avx2;
     use_vnni(&vnni), use_planes_avx2(&avx2);
-    if (__builtin_cpu_supports("avx512vbmi")) use_planes_avx512(&vnni);
+    if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni")) use_planes_avx512(&vnni);
     vnni.rounded = &rounded_dpbusd, avx512.rounded = avx2.rounded = &rounded_maddubs;
     if (has_avx512 && __builtin_cpu_supports("avx512vnni")) paths[usable_paths++] = &vnni;
     if (has_avx512) paths[usable_paths++] = &avx512;

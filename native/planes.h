@@ -234,6 +234,7 @@ IQ4_ROWS(1)
 IQ4_ROWS(2)
 IQ4_ROWS(4)
 #undef IQ4_ROWS
+#include "lookups.h"
 #endif
 
 static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m->bits); }
@@ -241,7 +242,7 @@ static inline ptrdiff_t FN(plane_step)(const Matrix *m) { return 4 * W * BYTES(m
 /* Returns whether this instruction set multiplies a matrix of this form in integers. */
 static int FN(in_planes)(const Matrix *m) {
 #if W == 16
-    if (FN(is_iq4)(m)) return 1;
+    if (FN(is_iq4)(m) || FN(has_lookups)(m)) return 1;
 #endif
     if (m->codes == TABLE) return 0;
     return (m->bits == 2 || m->bits == 4 || (W == 16 && m->bits > 2 && m->bits < 7)) && m->in % FN(plane_step)(m) == 0;
@@ -261,6 +262,7 @@ static ptrdiff_t FN(plane_floats)(const Matrix *m) {
     if (!FN(in_planes)(m)) return 0;
 #if W == 16
     if (FN(is_iq4)(m)) return FN(iq4_floats)(m);
+    if (FN(has_lookups)(m)) return m->in / SUPER * (LOOKUP_UNIT / 4);
 #endif
     return FN(plane_factors)(m, NULL) - (float *)NULL + 2 * FN(plane_groups)(m);
 }
@@ -475,8 +477,8 @@ EVERY(6, 0)
 /* These two functions replace pack_blocks and rows_of_blocks, and call them for the other forms. */
 static TARGET void FN(pack_any)(const Matrix *m, const float *x, float *out) {
 #if W == 16
-    if (FN(is_iq4)(m)) {
-        FN(pack_iq4)(m, x, out);
+    if (FN(is_iq4)(m) || FN(has_lookups)(m)) {
+        FN(is_iq4)(m) ? FN(pack_iq4)(m, x, out) : FN(pack_lookups)(m, x, out);
         return;
     }
 #endif
@@ -491,6 +493,7 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
     static Rows *const affine[7][3] = {
         [2] = THREE(2, 0), [3] = THREE(3, 0), [4] = THREE(4, 0), [5] = THREE(5, 0), [6] = THREE(6, 0)};
     static Rows *const iq4[3] = {FN(iq4_rows_1), FN(iq4_rows_2), FN(iq4_rows_4)};
+    static Rows *const lookups[3] = {FN(lookup_rows_1), FN(lookup_rows_2), FN(lookup_rows_4)};
     static Rows *const nested[7][3] = {[2] = NESTED_THREE(2), [3] = NESTED_THREE(3), [4] = NESTED_THREE(4),
                                        [5] = NESTED_THREE(5), [6] = NESTED_THREE(6)};
 #else
@@ -503,7 +506,7 @@ static TARGET void FN(rows_of_any)(const Matrix *m, ptrdiff_t r0, ptrdiff_t r1, 
     }
     Rows *const *kernels = m->codes == E2M1 ? mx : m->source == NESTED ? nested[m->bits] : affine[m->bits];
 #if W == 16
-    if (m->codes == TABLE) kernels = iq4;
+    if (m->codes == TABLE) kernels = FN(is_iq4)(m) ? iq4 : lookups;
 #endif
     if (n == 4) {
         kernels[2](m, r0, r1, x, y);

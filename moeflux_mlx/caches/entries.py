@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..ops.arrays import AnyArray
 from ..ops.backend import library_of, view
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
@@ -62,8 +63,8 @@ class EntriesCache(Ring[Any]):
         return ring, entries if entries.size else None, length
 
     def absorb(
-        self, rows: Any, make: Callable[[Any, Any, int], Any], kernels: OnKernels = PLAIN
-    ) -> tuple[Any, Any, Any]:
+        self, rows: AnyArray, make: Callable[[Any, Any, int], Any], kernels: OnKernels = PLAIN
+    ) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Appends rows [B, L, row] of positions, and the entries that end with them.
 
         Args:
@@ -106,7 +107,7 @@ class EntriesCache(Ring[Any]):
             shape = self.keys.shape[0], 1, wanted - made, self.part.entry
             self.values = grown(self.values, shape, self.keys.dtype, made, wanted, self.step)
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> AnyArray:
         """A function that makes the traced stand-in for the next n tokens; None if only some of them see all entries,
         or if several would make the first entry.
         """
@@ -136,5 +137,5 @@ class EntriesCache(Ring[Any]):
     def put_entries(self, entries: mx.array, first: int) -> None:
         """Entries [B, 1, n, entry] from number `first` on."""
         count = entries.shape[2]
-        room: Any = grown(self.values, entries.shape, entries.dtype, first, first + count, self.step)
+        room: AnyArray = grown(self.values, entries.shape, entries.dtype, first, first + count, self.step)
         self.values = mx.slice_update(room, entries, mx.array([first]), axes=(2,))

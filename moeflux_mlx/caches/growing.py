@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
+from ..ops.arrays import AnyArray
 from ..ops.backend import view
 from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
@@ -99,7 +100,7 @@ class Growing(LayerCache[Part]):
         part: Any = self.part
         return int(part.seeing_all(self.offset, length))
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> AnyArray:
         """A function that makes the traced stand-in for the next n tokens; None if only some of them attend to all
         positions.
         """
@@ -235,7 +236,7 @@ class Stepping(Growing[Part]):
     def recent_shape(self) -> Shape:
         raise NotImplementedError
 
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
         """The first positions of each array, [1, heads, length, .]."""
         raise NotImplementedError
 
@@ -247,7 +248,7 @@ class Stepping(Growing[Part]):
                 empty_rows = (mx.zeros((1, heads, 0, width), dtype) for heads, width in self.rows)
                 self.keys, self.values = (self._placed(None, array, 0, 1) for array in empty_rows)
             shape = self.recent_shape
-            empty: Any = np.empty(shape, view(self.keys).dtype) if here else _no_recent(shape, dtype)
+            empty: AnyArray = np.empty(shape, view(self.keys).dtype) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
         if here:
@@ -261,12 +262,12 @@ class Stepping(Growing[Part]):
         first = self.offset - self._begun
         return _positions(self._begun, self.keys.shape[2], self.position - self.offset)[first : first + n]
 
-    def advance(self, recent: Any) -> None:
+    def advance(self, recent: AnyArray) -> None:
         """`recent` with one token more takes its place."""
         self._recent = recent
         self.offset += 1
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> AnyArray:
         kind = super().traced(n)
         if kind is None or not self.takes_steps():
             return kind

@@ -1,8 +1,7 @@
 """The cache of an indexer's keys of all positions."""
 
-from typing import Any
-
 from ..kinds import Indexer
+from ..ops.arrays import AnyArray
 from ..ops.positions import RECENT, Rows
 from .growing import Stepping
 from .layer_cache import Part, Shape
@@ -26,6 +25,6 @@ class KeyCache(Stepping[Part]):
     def recent_shape(self) -> Shape:
         return RECENT, self.indexer.dim
 
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
         keys = recent[None, None, :length]
         return keys, keys[..., :0]

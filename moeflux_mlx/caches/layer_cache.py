@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
+from ..ops.arrays import AnyArray
+
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
 Shape = tuple[int, ...]
@@ -35,7 +37,7 @@ class LayerCache(Generic[Part]):
             way than onwards; then None.
     """
 
-    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<f4")
+    stored_dtype: ClassVar[np.dtype[AnyArray]] = np.dtype("<f4")
     counts: bool
     restored: Callable[..., State]
     state: State
@@ -48,7 +50,7 @@ class LayerCache(Generic[Part]):
         self.shifts: Shifts = ()
 
     @property
-    def position(self) -> Any:
+    def position(self) -> AnyArray:
         if self.axes is not None:
             return self.axes
         return self.offset + (self.shifts[-1][1] if self.shifts else 0)
@@ -125,11 +127,11 @@ class LayerCache(Generic[Part]):
         """Makes room for n more positions; there must be some already."""
         raise NotImplementedError
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> AnyArray:
         """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
         raise NotImplementedError
 
-    def step_arrays(self, n: int = 1) -> list[Any]:
+    def step_arrays(self, n: int = 1) -> list[AnyArray]:
         """The arrays of the traced stand-in for the next n tokens."""
         raise NotImplementedError
 

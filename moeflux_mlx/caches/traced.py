@@ -1,7 +1,6 @@
 """The traced stand-ins of caches in a compiled step: arrays of fixed shape, and positions that are arrays.
 
-What depends on the token's place in another way is known when a step is traced: a cache's `traced` says it, and a step
-is traced for each.
+Where control flow depends on the position, each case has a graph of its own: a cache's `traced` says which case it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from ..ops.arrays import AnyArray
 from ..ops.backend import arange
 from ..ops.positions import Held
 from .layer_cache import MOST_DRAFTS
@@ -267,7 +267,7 @@ class JoinedKind:
     """Makes a `FixedJoined` of what makes the stand-ins of both caches."""
 
     own: Any
-    beside: Any
+    beside: AnyArray
 
     @property
     def num_inputs(self) -> int:
@@ -290,7 +290,7 @@ class JoinedKind:
 class FixedJoined:
     """The stand-ins of a mixer's cache and of the one beside it."""
 
-    def __init__(self, own: Any, beside: Any):
+    def __init__(self, own: Any, beside: AnyArray):
         self.own, self.beside = own, beside
 
     @property

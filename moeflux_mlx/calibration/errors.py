@@ -7,12 +7,11 @@ squared change of the experts' output, over the sum of the squared hidden states
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..files import read_json
+from ..files import JsonMapping, read_json
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
 from ..packing.recipe import EXPERT_PARTS
@@ -119,7 +118,7 @@ def read_options(
     """
     options: dict[tuple[int, str], list[Option]] = {}
     for layer in layers:
-        content: Mapping[str, Any] = read_json(errors_path(folder, layer))
+        content: JsonMapping = read_json(errors_path(folder, layer))
         for part, errors in content.items():
             own = [(quant, errors[key_of(quant)]) for quant in FORMS if key_of(quant) in errors]
             options[layer, part] = [Option(quant, bytes_of(quant, weights[part]), error) for quant, error in own]

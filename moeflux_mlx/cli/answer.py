@@ -5,12 +5,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, cast
+from typing import cast
 
 from ..engine.generation import GenerationResponse, within_limit, xtc_special_tokens
 from ..engine.prompt import places_of, prompt_with_images, read_images
 from ..engine.session import Session
 from ..errors import RequestError
+from ..files import JsonObject
 from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stream(
-    session: Session, tokens: Sequence[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
+    session: Session, tokens: Sequence[int], boundaries: list[int], generation: JsonObject, verbose: bool
 ) -> int:
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = Progress("prompt")
@@ -105,7 +106,7 @@ def read_prompt(words: list[str], option: str | None) -> str:
 
 
 def encode(
-    tokenizer: TokenizerWrapper, prompt: str, options: argparse.Namespace, template_config: dict[str, Any]
+    tokenizer: TokenizerWrapper, prompt: str, options: argparse.Namespace, template_config: JsonObject
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless it is ignored."""
     if options.ignore_chat_template:
@@ -114,8 +115,8 @@ def encode(
     return cast(list[int], tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template_config))
 
 
-def messages_of(prompt: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": with_places(prompt, len(options.image))}]
+def messages_of(prompt: str, options: argparse.Namespace) -> list[JsonObject]:
+    messages: list[JsonObject] = [{"role": "user", "content": with_places(prompt, len(options.image))}]
     if options.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": options.system_prompt})
     return messages

@@ -22,6 +22,7 @@ from ..engine.locate import resolve
 from ..engine.machine import machine_figures
 from ..engine.weights import open_weights
 from ..errors import RequestError
+from ..files import JsonObject
 from ..spec import ModelArgs
 from .diagnosis import machine_lines
 from .fetching import local_model
@@ -69,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
     )
     room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
     options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
-    engine = open_optional(options, model)
+    # random tokens say nothing about what later sessions use
+    engine = open_optional(argparse.Namespace(**{**vars(options), "warm_start": "off"}), model)
     peer = None if options.against is None else mlx_lm_steps(engine)
     if options.parallel:
         check_numbers(options.parallel, engine)
@@ -186,7 +188,7 @@ def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bo
 def medians(rounds: Sequence[Measured]) -> Measured:
     """The median of each figure."""
     columns: dict[str, list[Any]] = {name: [asdict(one)[name] for one in rounds] for name in asdict(rounds[0])}
-    middle: dict[str, Any] = {
+    middle: JsonObject = {
         name: None if None in column else statistics.median(column) for name, column in columns.items()
     }
     return Measured(**middle)
@@ -216,7 +218,7 @@ def report(
     machine: list[str],
     memory: Memory,
     runs: dict[str, Rounds],
-) -> dict[str, Any]:
+) -> JsonObject:
     """The content of the JSON line: every round, not only medians."""
     args = engine.model.args
     rows = [

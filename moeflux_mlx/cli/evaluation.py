@@ -5,7 +5,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from ..engine.engine import Engine, open_engine
 from ..engine.locate import resolve
 from ..errors import NotPackedError, RequestError
-from ..files import read_text, user_path
+from ..files import JsonObject, read_text, user_path
 from ..formats.packed import STATE
 from ..process import claim_process
 from ..tools.evaluate import Measured, evaluate, perplexity
@@ -103,9 +102,9 @@ def _by_layers(
     return LayerReader(path, shards_in, dtype)
 
 
-def summary(measured: Measured) -> dict[str, Any]:
+def summary(measured: Measured) -> JsonObject:
     """The figures by name, rounded to their useful digits."""
-    result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
+    result: JsonObject = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
     result["perplexity"] = float(f"{measured.perplexity:.6g}")
     result["perplexity_error"] = float(f"{measured.error:.3g}")
     if measured.kl is None or measured.reference_nll is None or measured.same is None:
@@ -118,14 +117,14 @@ def summary(measured: Measured) -> dict[str, Any]:
     }
 
 
-def by_text(measured: Measured) -> list[dict[str, Any]]:
+def by_text(measured: Measured) -> list[JsonObject]:
     """`summary` of each text."""
     parts = [measured.where(measured.text == number) for number in range(int(measured.text.max()) + 1)]
     shared = ("tokens", "window")
     return [{name: value for name, value in summary(part).items() if name not in shared} for part in parts]
 
 
-def by_position(measured: Measured) -> list[dict[str, Any]]:
+def by_position(measured: Measured) -> list[JsonObject]:
     """The divergence of tokens whose place in the window is in [first, end): 1, 2 to 3, 4 to 7, and so on."""
     ends = [2**i for i in range(int(measured.place.max()).bit_length() + 1)]
     parts = [
@@ -142,7 +141,7 @@ def by_position(measured: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def table(measured: Measured, result: dict[str, Any]) -> list[str]:
+def table(measured: Measured, result: JsonObject) -> list[str]:
     rows = [
         ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
         ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
@@ -159,7 +158,7 @@ def table(measured: Measured, result: dict[str, Any]) -> list[str]:
     return [f"{name:22}{value}" for name, value in rows]
 
 
-def _line(part: dict[str, Any]) -> str:
+def _line(part: JsonObject) -> str:
     """The figures of one text."""
     line = f"perplexity {part['perplexity']:.4f}"
     if "kl_mean" not in part:

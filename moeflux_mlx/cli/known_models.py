@@ -85,6 +85,14 @@ class Fit:
         return (0, -self.disk_bytes) if speed >= COMFORTABLE else (1, -speed)
 
 
+GGUF = (
+    "",
+    "GGUF repositories are not listed: sizes differ by quant and change with every upload. With the",
+    "package gguf installed, moeflux plan --model ORG/NAME lists the quants of one with their sizes,",
+    "and moeflux chat --model ORG/NAME:QUANT prints the size first.",
+)
+
+
 def run(options: argparse.Namespace) -> int:
     """Prints the table, or with --json one object."""
     if options.context is not None and options.context < 1:
@@ -97,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
     commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
     commands += [f"  {fit.command}" for fit in named]
-    print("\n".join([*table(here, fits), *(commands if named else [])]))
+    print("\n".join([*table(here, fits), *(commands if named else []), *GGUF]))
     return 0
 
 

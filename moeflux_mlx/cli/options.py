@@ -15,6 +15,7 @@ from ..engine.kv_bits import KV_BITS
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
+from ..files import JsonObject
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
@@ -313,7 +314,7 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> dict[str, Any]:
+def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> JsonObject:
     """Arguments of `stream_generate`; seeds the random numbers.
 
     Raises:
@@ -329,7 +330,7 @@ def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()
     }
 
 
-def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def given(options: argparse.Namespace, names: Sequence[str]) -> JsonObject:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
@@ -339,7 +340,7 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def parse_template_config(text: str) -> dict[str, Any]:
+def parse_template_config(text: str) -> JsonObject:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -12,7 +12,7 @@ from ..engine.engine import Engine
 from ..engine.generation import xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..errors import MoefluxError, RequestError, TokenizerError
-from ..files import user_path
+from ..files import JsonObject, user_path
 from ..vision.sources import bytes_of
 from .fetching import local_model
 from .opening import load_named, open_store
@@ -95,7 +95,7 @@ class Chat:
         self,
         conversation: Conversation,
         engine: Engine,
-        generation: dict[str, Any],
+        generation: JsonObject,
         *,
         hide_thinking: bool = False,
         verbose: bool = False,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PromptCacheError, RequestError
+from ..files import JsonObject
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import read_prompt_header
 from ..text.boundaries import Rendering
@@ -19,7 +20,7 @@ from .generation import within_limit
 from .prompt import collapsed, places_of, prompt_with_images
 from .session import Session
 
-Message = dict[str, Any]
+Message = JsonObject
 Pieces = Generator[tuple[str, bool], None, None]
 
 
@@ -30,7 +31,7 @@ class Conversation:
         self,
         session: Session,
         tokenizer: TokenizerWrapper,
-        template_config: dict[str, Any],
+        template_config: JsonObject,
         system: str | None = None,
     ):
         self.session, self.tokenizer = session, tokenizer
@@ -58,7 +59,7 @@ class Conversation:
         finally:
             self._keep(said[False], said[True])
 
-    def _answer(self, said: dict[bool, str], generation: dict[str, Any]) -> Pieces:
+    def _answer(self, said: dict[bool, str], generation: JsonObject) -> Pieces:
         """Yields the pieces of the answer to `messages` and appends them to `said`."""
         rendered = self.rendering.text(self.messages)
         prompt = self._with_images(self._encode(rendered))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -11,7 +10,7 @@ from ..caches.layer_cache import MOST_DRAFTS
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
-from ..files import read_json, user_path
+from ..files import JsonMapping, read_json, user_path
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
@@ -138,13 +137,13 @@ def _head(weights: Weights | None, args: ModelArgs, folder: Path | None) -> Head
     return find_head(args, tensors.values(), config, weights.experts.layout)
 
 
-def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonMapping]:
     files = safetensors_files(folder)
     config = folder / "config.json"
     return merge_tensors(map(read_header, files)), read_json(config) if config.exists() else {}
 
 
-def _beside(weights: Weights) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+def _beside(weights: Weights) -> tuple[Mapping[str, Tensor], JsonMapping]:
     config = read_json(weights.path / "config.json")
     if weights.checkpoint is None:
         file = weights.path / NAME

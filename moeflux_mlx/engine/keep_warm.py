@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from ..experts.source import ExpertLoader, IoMode
 from ..ops import backend
-from .kept_rows import Row, file_of, read_rows, write_rows
+from .kept_rows import Row, alone, file_of, read_rows, write_rows
 from .tiles import gpu_name, mlx_version
 
 MODES = ("auto", "on", "off")
@@ -281,6 +281,6 @@ def keep_measured(key: Row, measured: Measured) -> None:
     """Stores a result in place of that of another version of MLX. If that is impossible, the next start measures
     again.
     """
-    other = [(one, of) for one, of in read_measured(keep_warm_file()) if {**one, "mlx": 0} != {**key, "mlx": 0}]
-    with suppress(OSError):
+    with suppress(OSError), alone(keep_warm_file()):
+        other = [(one, of) for one, of in read_measured(keep_warm_file()) if {**one, "mlx": 0} != {**key, "mlx": 0}]
         write_rows(keep_warm_file(), [{**one, **asdict(of)} for one, of in [*other, (key, measured)]])

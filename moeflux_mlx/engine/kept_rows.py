@@ -3,17 +3,16 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ..errors import ModelFileError
-from ..files import read_json, replace_file
+from ..files import JsonMapping, read_json, replace_file
 from .tiles import default_file
 
 VERSION = 1
-Row = Mapping[str, Any]
+Row = JsonMapping
 
 
 def file_of(name: str) -> Path:

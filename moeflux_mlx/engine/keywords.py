@@ -4,10 +4,11 @@ wrong one in its own name, with the nearest right one, or with what replaces it 
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
+from ..files import JsonMapping, JsonObject, JsonValue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,7 +23,7 @@ class Replaced(NamedTuple):
     """
 
     remedy: str
-    default: Any = None
+    default: JsonValue = None
 
 
 Replacements = dict[str, Replaced]
@@ -100,8 +101,8 @@ def _checked(
     signature: inspect.Signature,
     replaced: Replacements,
     args: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-) -> dict[str, Any]:
+    keywords: JsonMapping,
+) -> JsonObject:
     """The keywords of a call, without those of mlx-lm that ask for nothing, such as `max_kv_size=None`.
 
     Raises:
@@ -122,5 +123,5 @@ def _checked(
     return known
 
 
-def _is_equal(value: Any, default: Any) -> bool:
+def _is_equal(value: JsonValue, default: JsonValue) -> bool:
     return type(value) is type(default) and value == default  # an array would be compared by element

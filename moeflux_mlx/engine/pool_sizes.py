@@ -8,9 +8,9 @@ the stored sizes.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from .kept_rows import file_of, read_rows, write_rows
+from ..files import JsonObject
+from .kept_rows import alone, file_of, read_rows, write_rows
 from .settings import physical_ram_bytes
 
 SHARES = (1.0, 0.8, 0.6, 0.45, 0.3)  # shares of the largest pool that are measured
@@ -34,11 +34,12 @@ def best_pool(model: Path, experts: int) -> int | None:
 
 def keep_pool(model: Path, experts: int, pool: int) -> None:
     """Stores the fastest size."""
-    rows = [one for one in read_rows(pool_file()) if one.get("model") != str(model.resolve())]
-    write_rows(pool_file(), [*rows, {**_key(model, experts), "pool": pool}])
+    with alone(pool_file()):
+        rows = [one for one in read_rows(pool_file()) if one.get("model") != str(model.resolve())]
+        write_rows(pool_file(), [*rows, {**_key(model, experts), "pool": pool}])
 
 
-def _key(model: Path, experts: int) -> dict[str, Any]:
+def _key(model: Path, experts: int) -> JsonObject:
     return {"model": str(model.resolve()), "experts": experts, "memory": physical_ram_bytes()}
 
 

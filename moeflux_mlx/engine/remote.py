@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,7 @@ SMALL = ["config.json", QUANT_CONFIG, INDEX, f"{FOLDER}/{LAYOUT}", RECIPE, *COPI
 RESIDENT = "resident*.safetensors"
 PACKED = ["config.json", RECIPE, *COPIED, RESIDENT, ASIDE, f"{FOLDER}/*"]
 UNPACKED = ["config.json", INDEX, *COPIED]  # and its shards
+KEPT_HEADERS = 8  # commits whose GGUF headers are kept: a few to 20 MB each, mostly the tokenizer
 STORED = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -186,6 +188,7 @@ class RemoteGguf(Remote):
     def figures(self) -> tuple[ModelArgs, ExpertLayout, dict[str, mx.array]]:
         """As those of other models; the headers of its files are kept, each in a file without data."""
         heads = kept_files() / "gguf" / "headers" / self.repository.commit
+        _forget_old(heads)
         for name in self.wanted:
             size, head = self.repository.files[name].size, heads / name
             fetched = None if head.is_file() else header_bytes(Path(name), size, partial(self.repository.part, name))
@@ -218,6 +221,15 @@ class RemoteGguf(Remote):
         first = super().download(shown) / self.wanted[0]
         base_tokenizer(first, download=True)
         return first
+
+
+def _forget_old(heads: Path) -> None:
+    """Removes the headers of all commits but the KEPT_HEADERS that were asked for last, of which `heads` is one."""
+    with suppress(OSError):  # another process removes them too
+        heads.mkdir(parents=True, exist_ok=True)
+        os.utime(heads)
+        for old in sorted(heads.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-KEPT_HEADERS]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _cached_gguf(name: str, revision: str | None) -> Path | None:

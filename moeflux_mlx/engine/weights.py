@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..errors import RequestError
 from ..files import user_path
 from ..formats.checkpoint import check_folders
+from ..formats.grids import check_grids
 from ..formats.owners import RankShare
 from ..formats.packed import FOLDER, LAYOUT, PackedExperts, StripedExperts, open_packed
 from ..formats.pieces import ExpertFiles
@@ -130,7 +131,9 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
     if _is_packed(path):
         check_folders(shards_in)  # which a packed model does not read
         args = ModelArgs.from_file(path)
-        return Weights(path, args, open_packed(path, args), read_resident(path), tables=open_tables(path, args))
+        experts = open_packed(path, args)
+        check_grids(experts)
+        return Weights(path, args, experts, read_resident(path), tables=open_tables(path, args))
     in_place = open_in_place(path, shards_in)
     lie = in_place.shapes(), in_place, in_place.tables
     return Weights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))

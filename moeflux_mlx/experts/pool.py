@@ -10,7 +10,7 @@ which reads are in progress, and each change to it is one operation. The other a
 rebuilds them from the table.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -133,26 +133,37 @@ class SlotPool:
         self._arriving.add(key)
         self.ranking.enter(key)
 
-    def spared(self) -> tuple[Set[Key], Set[Key]]:
-        """The pinned records, and with them those that are intended or foretold."""
-        pinned: set[Key] = set().union(*list(self._leased.values()))
-        return pinned, pinned | self.intended | self.foretold
-
-    def victim(self, for_guess: bool, spared: tuple[Set[Key], Set[Key]] | None = None) -> Key | None:
+    def victim(self, for_guess: bool) -> Key | None:
         """The record to evict before `take` can succeed: the one of the lowest rank that is not pinned.
 
         A record that the last step has used is chosen only if there is no other. So is one that is intended, foretold
-        or still arriving, but never for a guess. `spared`: as the method gives it, if nothing was pinned since.
+        or still arriving, but never for a guess.
         """
         row_wanted = self.copied and not self.places.free
-        pinned, wanted = self.spared() if spared is None else spared
-        if not row_wanted:
-            key = self.ranking.first(lambda key: not (key in wanted or self._is_arriving(key)), spare_recent=True)
-            if key is not None:
-                return key
+        if not row_wanted and (unwanted := self._unwanted(1)):
+            return unwanted[0]
         if for_guess:
             return None
+        pinned = set().union(*list(self._leased.values()))
         return self.ranking.first(lambda key: key not in pinned and (not row_wanted or self._is_arriving(key)))
+
+    def surplus(self, more: int) -> list[Key]:
+        """Records to evict before `more` records are read, as `victim` chooses them for a guess, at once: as many as
+        lack a slot, but no more than may be read now.
+        """
+        if self.copied and len(self.places.free) < more:
+            self.finish_copies()
+            more = min(more, len(self.places.free))
+        short = len(self._used) + more - self.slots
+        if short <= 0:
+            return []
+        self.has_been_full = True
+        return self._unwanted(short)
+
+    def _unwanted(self, count: int) -> list[Key]:
+        """Up to `count` records to evict, lowest rank first, that are neither pinned, wanted soon nor arriving."""
+        wanted = self.intended.union(self.foretold, *list(self._leased.values()))
+        return self.ranking.lowest(count, lambda key: not (key in wanted or self._is_arriving(key)), spare_recent=True)
 
     def _is_arriving(self, key: Key) -> bool:
         return self._used[key].read is not None

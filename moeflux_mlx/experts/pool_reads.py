@@ -7,7 +7,7 @@ records.
 
 import functools
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -57,10 +57,10 @@ class PoolReads:
             else:
                 ready[i] = slot.read is None
                 self._count(slot)
-        spared = pool.spared() if missing else None
+        self._make_room(pool, len(missing))
         for key in missing:
             self.stats.misses += 1
-            slot = self._claim(pool, spared=spared)
+            slot = self._claim(pool)
             assert slot is not None  # because it is no longer a guess
             self._submit(pool, key, slot, REQUESTED)
         return bool(missing) and not pool.has_been_full
@@ -75,12 +75,17 @@ class PoolReads:
         self.collect()
         begun: list[Key] = []
         self.pools.foretell(keys)
-        for key in keys:
+        absent: list[Key] = []
+        for key in dict.fromkeys(keys):
+            known = self.pools.of[key[0]].get(key)
+            if known is None:
+                absent.append(key)
+            elif known.warming and known.read is not None:
+                self.reader.promote(known.read, GUESSED)
+        for pool in self.pools:
+            self._make_room(pool, sum(self.pools.of[layer] is pool for layer, _ in absent))
+        for key in absent:
             pool = self.pools.of[key[0]]
-            if key in pool:
-                if pool[key].warming and (read := pool[key].read) is not None:
-                    self.reader.promote(read, GUESSED)
-                continue
             slot = self._claim(pool, for_guess=True)
             if slot is None:
                 break
@@ -155,12 +160,15 @@ class PoolReads:
             pool.reconcile(abandoned)
         self._ahead = [key for pool in self.pools for key in pool.in_flight() if pool[key].speculative]
 
-    def _claim(
-        self, pool: SlotPool, for_guess: bool = False, spared: tuple[Set[Key], Set[Key]] | None = None
-    ) -> Slot | None:
+    def _make_room(self, pool: SlotPool, records: int) -> None:
+        """Evicts at once what goes for so many records, if they need memory of records that nobody wants."""
+        for key in pool.surplus(records) if records else ():
+            self._evict(pool, key)
+
+    def _claim(self, pool: SlotPool, for_guess: bool = False) -> Slot | None:
         """A slot whose memory nobody reads; evicts records if necessary. None if a guess must not evict any."""
         while (slot := pool.take()) is None:
-            key = pool.victim(for_guess, spared)
+            key = pool.victim(for_guess)
             if key is not None:
                 self._evict(pool, key)
             elif for_guess:

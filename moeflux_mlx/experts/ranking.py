@@ -90,15 +90,20 @@ class Ranking:
         self._ranks.pop(key, None)
 
     def first(self, may_go: Callable[[Key], bool], spare_recent: bool = False) -> Key | None:
-        """The record of the lowest rank that `may_go`; None if there is none.
+        """As `lowest`: the first of these records; None if there is none."""
+        return next(iter(self.lowest(1, may_go, spare_recent)), None)
+
+    def lowest(self, count: int, may_go: Callable[[Key], bool], spare_recent: bool = False) -> list[Key]:
+        """The records of the lowest ranks that `may_go`, lowest first: `count` of them, or all if there are fewer.
 
         Args:
             spare_recent: prefers records that the last step has not used.
         """
         passed: list[tuple[float, Key]] = []
-        recent: Key | None = None
+        found: dict[Key, None] = {}  # an entry may be in the heap twice
+        recent: dict[Key, None] = {}
         try:
-            while self._heap:
+            while self._heap and len(found) < count:
                 rank, key = self._heap[0]
                 now = rank if rank < FIRST else self._counts.get(key, FIRST)
                 if self._ranks.get(key) != rank:
@@ -106,14 +111,11 @@ class Ranking:
                 elif now > rank:  # used since
                     heappop(self._heap)
                     self._rank(key, now)
-                elif not may_go(key):
-                    passed.append(heappop(self._heap))
-                elif spare_recent and self._is_recent(key):
-                    recent = key if recent is None else recent
-                    passed.append(heappop(self._heap))
                 else:
-                    return key
-            return recent
+                    passed.append(heappop(self._heap))
+                    if may_go(key):
+                        (recent if spare_recent and self._is_recent(key) else found)[key] = None
+            return [*found, *recent][:count]
         finally:
             for entry in passed:
                 heappush(self._heap, entry)

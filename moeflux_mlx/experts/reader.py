@@ -158,10 +158,12 @@ class ExpertReader:
         for queue in self._drives:
             queue.warm_reads = reads
 
-    def promote(self, read: Read, purpose: int) -> None:
-        """Moves a queued read, or its remaining shares, to those of a purpose that goes before its own."""
+    def promote(self, read: Read, purpose: int = REQUESTED) -> None:
+        """Moves a queued read, or its remaining shares, to the reads of a purpose that goes earlier. The entries at its
+        old place then have nothing left to take.
+        """
         for drive, count in read.waiting.items():
-            self._drives[drive].promote(read, count, purpose)
+            self._drives[drive].put(read, count, purpose)
 
     def close(self) -> None:
         """Cancels queued reads, waits for running ones, and closes the files. May be called more than once."""
@@ -181,23 +183,28 @@ class ExpertReader:
         queue = self._drives[drive]
         while not self._closed:
             queue.wake.get()
-            while (following := queue.next()) is not None:
+            while (following := self._next(drive)) is not None:
                 self._serve(*following, drive)
         queue.wake.put(None)  # for the other threads
+
+    def _next(self, drive: int) -> tuple[Read, int] | None:
+        """The read that goes next, and its purpose. It counts as in progress before another thread asks for its own."""
+        with self._lock:
+            following = self._drives[drive].next()
+            if following is not None:
+                self._count(1, following[1], drive)
+        return following
 
     def _serve(self, read: Read, purpose: int, drive: int) -> None:
         """Reads one share of the drive, if one is left and the reader is open."""
         if self._closed:
             read.cancel()
-        share = read.take(drive)
-        if share is None:
-            return
-        with self._lock:
-            self._count(1, purpose, drive)
-        outcome = read.error or (ExpertIOError(CLOSED) if self._closed else self._attempt(read, share))
+        share, outcome = read.take(drive), None
+        if share is not None:
+            outcome = read.error or (ExpertIOError(CLOSED) if self._closed else self._attempt(read, share))
         with self._lock:
             self._count(-1, purpose, drive)
-            is_last = read.count_off(outcome)
+            is_last = outcome is not None and read.count_off(outcome)
         if is_last:
             read.settle(self._complaint(read))
 

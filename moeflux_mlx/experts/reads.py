@@ -140,9 +140,6 @@ class DriveQueue:
         for _ in range(count):
             self.wake.put(None)
 
-    def promote(self, read: Read, count: int, purpose: int) -> None:
-        self._queue[purpose].extend([read] * count)  # the entry at its old place then has nothing left to take
-
     def next(self) -> tuple[Read, int] | None:
         """The read that goes next, and its purpose. If a read that fills free memory has to wait, the thread that ends
         what it waits for asks again.

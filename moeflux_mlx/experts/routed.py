@@ -16,6 +16,7 @@ import numpy as np
 
 from ..formats.record import Record
 from ..ops import backend
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
@@ -97,7 +98,7 @@ class RoutedExperts:
             return in_parts(self, on_host, x, residual, shared)
         with lease:
             self.lookahead.requested(on_host, ids)
-            decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
+            decode: AnyArray = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
     def _awaited(

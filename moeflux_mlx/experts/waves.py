@@ -6,12 +6,13 @@ depend on what is multiplied together with it.
 """
 
 from collections import deque
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.expert_rows import refusal
 from ..ops.grouped import GroupedRows
@@ -66,8 +67,8 @@ def multiplied(
         ids: [T, K], the experts of each token of x; with `tokens` [P, 1], `ids[p]` belongs to row `tokens[p]` of x.
         top_k: number of experts per token, which determines the waves.
         owned: selects the experts that the source serves.
-        every: the experts [T, K] of all processes; `ids` are those of this one. Waves and products are cut as in a
-            single process.
+        every: the routing [T, K] of all ranks; `ids` is this rank's part. It alone decides the waves, so all ranks cut
+            alike.
     """
     counts = np.bincount(ids.reshape(-1), minlength=source.layout.num_experts)
     total = counts if every is None else np.bincount(every.reshape(-1), minlength=len(counts))
@@ -77,7 +78,7 @@ def multiplied(
     record = source.layout.records[layer]
     rows = GroupedRows(x, ids, counts, waves, record, tokens, among, not refusal(backend.dtype_of(x), record))
     path = _Path(source, layer, waves, counts, len(x), reads_ahead, owned)
-    under_way: deque[Any] = deque()
+    under_way: deque[AnyArray] = deque()
     done = 0
     try:
         for i, wave in enumerate(waves):
@@ -113,7 +114,7 @@ def expect(source: ExpertLoader, layer: int, tokens: int, owned: Owned = all_of)
         source.hint(_whole(source.layout, layer, owned)[: source.slots_of(layer) // AHEAD])
 
 
-def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> Any:
+def _run(source: ExpertLoader, layer: int, wave: np.ndarray, rows: GroupedRows, index: int, path: "_Path") -> AnyArray:
     """Multiplies one wave while the next records are read; the returned array is computed when the wave is."""
     records = source.whole(layer)
     if records is not None:

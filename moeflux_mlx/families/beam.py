@@ -4,8 +4,8 @@ around both parts of a layer, and a stream that is averaged over its parts.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from ..files import JsonObject
 from ..kinds import QueryGrowth, Residual
 from .fields import (
     FULL,
@@ -29,7 +29,7 @@ USUAL = {
 }
 
 
-def _beam(read: Fields) -> dict[str, Any]:
+def _beam(read: Fields) -> JsonObject:
     count = layer_count(read)
     read = Fields({**USUAL, "first_k_dense_replace": min(3, count), **read.config})
     read.must_equal("n_shared_experts", 0)

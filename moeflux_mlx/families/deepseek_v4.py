@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+from ..files import JsonObject
 from ..kinds import Activation, Experts, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
 from ..mixers.compressed.spec import Compressed, Compressor
 from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
@@ -14,7 +14,7 @@ RATIOS = {SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
 
 
-def _deepseek_v4(read: Fields) -> dict[str, Any]:
+def _deepseek_v4(read: Fields) -> JsonObject:
     for name, wanted in (
         ("attention_bias", False),
         ("mlp_bias", False),

@@ -7,10 +7,10 @@ Images and the draft head are not read.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
+from ..files import JsonObject
 from ..kinds import HyperConnections, Indexer, LayerSpec, NGrams, Residual
 from ..mixers.compressed.spec import BestBlocks, Compressed, Compressor
 from .deepseek_v4 import RENAMES as OF_V4
@@ -25,7 +25,7 @@ USUAL = {
 }
 
 
-def _deepseek_v41(read: Fields) -> dict[str, Any]:
+def _deepseek_v41(read: Fields) -> JsonObject:
     for name, wanted in (
         *(("attention_bias", False), ("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc")),
         *(("norm_topk_prob", True), ("num_key_value_heads", 1), ("gate_temp", 1)),

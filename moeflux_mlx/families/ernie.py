@@ -1,14 +1,14 @@
 """ERNIE 4.5 with experts: a softmax router with a correction bias, and a rotation of neighbouring pairs."""
 
 from dataclasses import replace
-from typing import Any
 
+from ..files import JsonObject
 from ..kinds import SharedExpert
 from .fields import Family, Fields, experts, grouped_query, layer_count, layers, sizes
 from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
-def _ernie4_5_moe(read: Fields) -> dict[str, Any]:
+def _ernie4_5_moe(read: Fields) -> JsonObject:
     for name, wanted in (("hidden_act", "silu"), ("use_bias", False), ("moe_gate_act", "softmax")):
         read.must_equal(name, wanted)
     read.must_equal("moe_norm_min", 1e-12)  # the least sum of weights, far below any softmax's best
@@ -40,7 +40,7 @@ RENAMES = (
 FAMILIES = {"ernie4_5_moe": Family(_ernie4_5_moe, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> dict[str, Any]:
+def _gguf(read: Metadata) -> JsonObject:
     return {
         "model_type": "ernie4_5_moe",
         **read.sizes(),

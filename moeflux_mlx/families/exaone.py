@@ -1,8 +1,8 @@
 """K-EXAONE: layers with a window rotate queries and keys, the others encode no positions; DeepSeek-V3's experts."""
 
 from dataclasses import replace
-from typing import Any
 
+from ..files import JsonObject
 from .deepseek import RENAMES
 from .fields import (
     FULL,
@@ -19,7 +19,7 @@ from .fields import (
 )
 
 
-def _exaone_moe(read: Fields) -> dict[str, Any]:
+def _exaone_moe(read: Fields) -> JsonObject:
     turned, window = grouped_query(read), read.count("sliding_window", None)
     parts = {FULL: turned} if window is None else {
         FULL: replace(turned, rotation=None),

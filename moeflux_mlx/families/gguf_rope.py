@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
+from ..files import JsonObject
 
 
-def llama3_scaling(slowed: Sequence[float], theta: float) -> dict[str, Any] | None:
+def llama3_scaling(slowed: Sequence[float], theta: float) -> JsonObject | None:
     """`rope_scaling` of config.json; None: frequencies are not scaled.
 
     Args:

@@ -1,8 +1,7 @@
 """Laguna of poolside: windows, a softplus gate per head, and different numbers of heads by layer."""
 
-from typing import Any
-
 from ..errors import ConfigError
+from ..files import JsonObject
 from ..kinds import SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -22,7 +21,7 @@ from .fields import (
 )
 
 
-def _laguna(read: Fields) -> dict[str, Any]:
+def _laguna(read: Fields) -> JsonObject:
     for name, wanted in (
         ("attention_bias", False),
         ("qkv_bias", False),

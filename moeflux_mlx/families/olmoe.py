@@ -1,12 +1,11 @@
 """OLMoE: norms over all heads of queries and keys, and a softmax whose weights do not sum to one."""
 
-from typing import Any
-
+from ..files import JsonObject
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layers
 from .gguf import ATTENTION, EXPERTS, NORM, GgufFamily, Metadata
 
 
-def _olmoe(read: Fields) -> dict[str, Any]:
+def _olmoe(read: Fields) -> JsonObject:
     read.must_equal("clip_qkv", None)
     moe = experts(read, width="intermediate_size", normalise=read.optional("norm_topk_prob", bool, False))
     mixers = [grouped_query(read, norm="flat")] * layer_count(read)
@@ -16,7 +15,7 @@ def _olmoe(read: Fields) -> dict[str, Any]:
 FAMILIES = {"olmoe": Family(_olmoe)}
 
 
-def _gguf(read: Metadata) -> dict[str, Any]:
+def _gguf(read: Metadata) -> JsonObject:
     """llama.cpp never normalises the routing weights of this architecture, as no published model does."""
     config = {"model_type": "olmoe", **read.sizes(), **read.attention(), **read.choice(), "norm_topk_prob": False}
     return {**config, "intermediate_size": read.count("feed_forward_length")}

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
+from ..files import JsonObject
 from ..kinds import SILU, Activation, Dense, Experts, LayerSpec, Router, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, common, layer_count, of_kind, out_of_range, rotation, scale
 
 
-def _step3p5(read: Fields) -> dict[str, Any]:
+def _step3p5(read: Fields) -> JsonObject:
     for name, wanted in (
         ("attention_bias", False),
         ("mlp_bias", False),
@@ -76,7 +77,7 @@ def _of_layer(read: Fields, layer: int, kind: str) -> Fields:
     of = of_kind(read, kind)
     if of is not read:
         return of
-    own: dict[str, Any] = {}
+    own: JsonObject = {}
     if isinstance(read.config.get("rope_theta"), list):
         own["rope_theta"] = _by_layer(read, "rope_theta", None)[layer]
     if read.config.get("partial_rotary_factors") is not None:

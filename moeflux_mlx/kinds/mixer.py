@@ -1,8 +1,9 @@
 """What every way of mixing tokens answers about itself."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from ..files import JsonObject
 from .ngrams import NGrams
 from .rotation import Rotation
 
@@ -95,7 +96,7 @@ class Mixer:
         return None
 
     @property
-    def flat_fields(self) -> dict[str, Any]:
+    def flat_fields(self) -> JsonObject:
         """The fields by which the first release described it, for digests in saved prompts. They never change; a mixer
         that came later has none.
         """

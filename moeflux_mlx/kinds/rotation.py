@@ -1,7 +1,8 @@
 """How queries and keys are rotated by their positions."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from ..files import JsonObject
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,6 @@ class Rotation:
     learned: bool = False
 
     @property
-    def flat_fields(self) -> dict[str, Any]:
+    def flat_fields(self) -> JsonObject:
         """The rotation's part of `Mixer.flat_fields`."""
         return {"rope_theta": self.theta, "rope_scaling": self.yarn and asdict(self.yarn)}

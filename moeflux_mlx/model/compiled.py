@@ -19,6 +19,7 @@ import mlx.core as mx
 from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced, up_to
 from ..experts.source import ExpertLoader
+from ..ops.arrays import AnyArray
 from ..ops.rows import StepRows
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
@@ -79,9 +80,9 @@ class DecodeStep:
             texts.sort(key=lambda text: hash((text.kind, text.sizes)))  # every other order would be another graph
         kinds = tuple(text.kind for text in texts)
         state = [array for text in texts for array in text.arrays]
-        there = [slice(text.first, text.first + text.kind[0]) for text in texts]
+        order = _Order([slice(text.first, text.first + text.kind[0]) for text in texts])
         graph = self._graph(kinds, [*state, *more])
-        outputs = graph(_in_order(tokens, there), *state, *(_in_order(array, there) for array in more))
+        outputs = graph(order.permute(tokens), *state, *map(order.permute, more))
         count = len(outputs) - sum(number * kind.num_outputs for number, own in kinds for kind in own)
         left = islice(outputs, count, None)
         for text in texts:
@@ -91,11 +92,7 @@ class DecodeStep:
                     if begin is not None:
                         begin(row, i)
                     layer.take_step(list(islice(left, kind.num_outputs)))
-        if len(texts) == 1:
-            return list(outputs[:count])
-        ends = [0, *accumulate(number for number, _ in kinds)]
-        back = [slice(*ends[i : i + 2]) for i in sorted(range(len(texts)), key=lambda i: texts[i].first)]
-        return [_in_order(array, back) for array in outputs[:count]]
+        return list(map(order.undo, outputs[:count]))
 
     def _graph(self, kinds: Sequence[Kind], arrays: Sequence[mx.array]) -> Any:
         """The graph for such caches and arrays; of too many the one that was not used for longest is freed."""
@@ -110,7 +107,10 @@ class DecodeStep:
     def _trace(self, kinds: Sequence[Kind]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
             left = iter(arrays)
-            rows = [(one, row) for count, own in kinds for one in [_Standing(own, count, left)] for row in range(count)]
+            rows = list[tuple[_Standing, int]]()
+            for count, own in kinds:
+                standing = _Standing(own, count, left)
+                rows += ((standing, row) for row in range(count))
             layers = [_caches(rows, i) for i in range(len(kinds[0][1]))]
             out = list(self._run(tokens, rows[0][0].layers if len(rows) == 1 else layers, *left))
             return out + [array for one, row in rows for array in one.arrays(row)]
@@ -138,7 +138,7 @@ class _Text(NamedTuple):
     cache: Sequence[Any]
     first: int
     kind: Kind
-    arrays: list[Any]
+    arrays: list[AnyArray]
 
     @classmethod
     def of(cls, cache: Sequence[Any], first: int, count: int) -> "_Text":
@@ -156,11 +156,24 @@ class _Text(NamedTuple):
         return tuple(map(_BYTES, self.arrays))
 
 
-def _in_order(array: mx.array, rows: Sequence[slice]) -> mx.array:
-    """The rows of [1, R, ...] in another order, if these parts of them are in another one."""
-    if all(before.start < after.start for before, after in pairwise(rows)):
-        return array
-    return mx.concatenate([array[:, part] for part in rows], axis=1)
+class _Order:
+    """The order in which a graph has the rows of [1, R, ...]: parts of them, as the caller has them."""
+
+    def __init__(self, parts: Sequence[slice]):
+        self._parts = parts
+        self._is_same = all(before.start < after.start for before, after in pairwise(parts))
+
+    def permute(self, array: mx.array) -> mx.array:
+        """The caller's rows in the graph's order."""
+        return array if self._is_same else mx.concatenate([array[:, part] for part in self._parts], axis=1)
+
+    def undo(self, array: mx.array) -> mx.array:
+        """The graph's rows in the caller's order."""
+        if self._is_same:
+            return array
+        ends = [0, *accumulate(part.stop - part.start for part in self._parts)]
+        own = sorted(range(len(self._parts)), key=lambda i: self._parts[i].start)
+        return mx.concatenate([array[:, ends[i] : ends[i + 1]] for i in own], axis=1)
 
 
 class _Standing:

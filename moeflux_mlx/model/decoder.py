@@ -17,6 +17,7 @@ from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.limits import within_limits
 from ..ops.rows import StepRows
@@ -112,7 +113,7 @@ class Model(nn.Module):
         self.vision: ImageEncoder | None = None
         self.decode_step: DecodeStep | None = None
         if self.experts is not None and self.experts.is_resident:
-            self.decode_step = DecodeStep(self._step)
+            self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
             for layer in self.layers:
@@ -133,7 +134,7 @@ class Model(nn.Module):
             ExpertIOError: experts cannot be read, the loader is closed, or this process was forked.
             DeviceError: memory is exhausted or the GPU timed out; the caches' contents are then undefined.
         """
-        return self._in_turn(self._outputs, tokens, cache)[0]
+        return self._in_turn(self._compute, tokens, cache)[0]
 
     @property
     def head(self) -> DraftHead | None:
@@ -144,7 +145,7 @@ class Model(nn.Module):
         head's experts are closed with the model's.
         """
         assert self.experts is not None
-        head.bind(Shared(self._of_one_stream, self._logits_of, self._computing))
+        head.bind(Shared(self._embed, self._compute_logits, self._computing))
         self._head = lambda: head
         self.experts.at_close(head.close)
 
@@ -173,7 +174,7 @@ class Model(nn.Module):
         tokens = step.tokens
         try:
             if tokens.size == 1:
-                logits, *hidden = self._in_turn(self._outputs, tokens, step.sequences[0].cache)
+                logits, *hidden = self._in_turn(self._compute, tokens, step.sequences[0].cache)
                 step.logits, step.hidden = logits[:, -1], hidden[0] if hidden else None
             else:
                 step.logits, step.hidden = self._of_rows(tokens, step)
@@ -187,7 +188,7 @@ class Model(nn.Module):
     def _of_rows(self, tokens: mx.array, step: Step) -> tuple[mx.array, mx.array | None]:
         """Logits [R, vocab_size] of the tokens [1, R] of a step, and for a head hidden states [1, R, hidden_size]."""
         with self._turn(tokens.size) as shared:
-            logits, *hidden = map(backend.leave, self._rows(tokens, step))
+            logits, *hidden = map(backend.leave, self._compute_rows(tokens, step))
             if shared:
                 mx.eval(logits, hidden, [layer.state for rows in step.sequences for layer in rows.cache])
         return logits[0], hidden[0] if hidden else None
@@ -243,23 +244,26 @@ class Model(nn.Module):
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
         raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
 
-    def _outputs(self, tokens: mx.array, cache: list[LayerCache]) -> list[Any]:
-        """Logits [B, L, vocab_size], and for a head that drafts the hidden states [B, L, hidden_size] that it takes."""
+    def _compute(self, tokens: mx.array, cache: list[LayerCache]) -> list[AnyArray]:
+        """Returns logits [B, L, vocab_size], and for a head that drafts its hidden states [B, L, hidden_size]."""
         if self.decode_step is not None and self.decode_step.takes(tokens, [cache]):
-            return self.decode_step(tokens, [cache], *self._inputs(tokens, cache).arrays(self._tabled))
-        return self._step(tokens, cache)
+            return self.decode_step(tokens, [cache], *self._begin_inputs(tokens, cache).arrays(tuple(self.args.ngrams)))
+        return self._compute_step(tokens, cache)
 
-    def _step(self, tokens: mx.array, cache: Sequence[LayerCache | Traced | StepRows], *arrays: mx.array) -> list[Any]:
-        """Also what is compiled; `arrays`: of the tokens, where they have been read."""
-        return self._out_of(self._last(tokens, cache, *arrays))
+    def _compute_step(
+        self, tokens: mx.array, cache: Sequence[LayerCache | Traced | StepRows], *arrays: Any
+    ) -> list[AnyArray]:
+        """Returns what `_compute` does; this is what is compiled. `arrays`: of the tokens, where they were read."""
+        return self._project(self._run_layers(tokens, cache, *arrays))
 
-    def _out_of(self, last: Any) -> list[Any]:
-        """`_outputs` of what the last layer gave."""
+    def _project(self, last: AnyArray) -> list[AnyArray]:
+        """Returns what `_compute` does, from what the last layer gave."""
         normed = self.model.normed(last)
-        return [self._logits_of(normed), *([] if self.head is None else [normed if self.head.takes_normed else last])]
+        logits = self._compute_logits(normed)
+        return [logits] if self.head is None else [logits, normed if self.head.takes_normed else last]
 
-    def _logits_of(self, hidden: Any) -> Any:
-        """The logits of normed hidden states [B, L, hidden_size]."""
+    def _compute_logits(self, hidden: AnyArray) -> AnyArray:
+        """Returns the logits of normed hidden states [B, L, hidden_size]."""
         product, count = self.last_product, hidden.shape[1]
         most = gpu_time.rows_at_once(*product.matrix.shape)
         if most is None or count <= most:
@@ -272,33 +276,33 @@ class Model(nn.Module):
         matrix = self.model.embed_tokens if self.args.is_tied else self.lm_head
         return LastProduct(matrix, self.args.logit_softcap, self.args.logit_scale)
 
-    def _rows(self, tokens: mx.array, step: Step) -> list[Any]:
-        """`_outputs` of the rows of a step."""
+    def _compute_rows(self, tokens: mx.array, step: Step) -> list[AnyArray]:
+        """Returns what `_compute` does, of the rows of a step."""
         sequences, caches = [rows.cache for rows in step.sequences for _ in range(rows.count)], step.caches
         if self.decode_step is not None:
             if self.decode_step.takes(tokens, sequences):
-                inputs = self._inputs(tokens, caches).arrays(self._tabled)
+                inputs = self._begin_inputs(tokens, caches).arrays(tuple(self.args.ngrams))
                 return self.decode_step(tokens, sequences, *inputs, begin=step.begin)
             return self._one_by_one(tokens, sequences, step)
-        return self._step(tokens, caches)
+        return self._compute_step(tokens, caches)
 
     def _one_by_one(self, tokens: mx.array, sequences: Sequence[list[LayerCache]], step: Step) -> list[mx.array]:
-        """`_outputs` of rows for which there is no graph. A graph joins elementwise operations, and then CUDA rounds
-        them differently, so each row is computed as if it were alone.
+        """Returns what `_compute` does, of rows that have no graph. A graph joins elementwise operations, and then CUDA
+        rounds them differently, so each row is computed as if it were alone.
         """
         rows = []
         for row, cache in enumerate(sequences):
             for layer in range(len(cache)):
                 step.begin(row, layer)
-            rows.append(self._outputs(tokens[:, row : row + 1], cache))
+            rows.append(self._compute(tokens[:, row : row + 1], cache))
         return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
-    def run(self, tokens: mx.array, cache: Sequence[Any]) -> Any:
+    def run(self, tokens: mx.array, cache: Sequence[Any]) -> AnyArray:
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
-        return self.model.normed(self._last(tokens, cache))
+        return self.model.normed(self._run_layers(tokens, cache))
 
-    def _last(self, tokens: mx.array, cache: Sequence[Any], *arrays: mx.array) -> Any:
-        """The output of the last layer."""
+    def _run_layers(self, tokens: mx.array, cache: Sequence[Any], *arrays: mx.array) -> AnyArray:
+        """Returns the output of the last layer."""
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
             try:
@@ -307,13 +311,13 @@ class Model(nn.Module):
                 span.drop(cache)  # otherwise some layers would have seen tokens that others have not
                 raise
             return span.hidden
-        inputs = Tokens.of(self._tabled, *arrays) if arrays else self._inputs(tokens, cache)
+        inputs = Tokens.of(tuple(self.args.ngrams), *arrays) if arrays else self._begin_inputs(tokens, cache)
         h, chosen = self.embedded(tokens), Chosen()
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache, chosen, inputs)
         return h
 
-    def draft_states(self, span: Span, start: int, end: int) -> Any:
+    def draft_states(self, span: Span, start: int, end: int) -> AnyArray:
         """A draft head's input for the tokens from `start` to `end` of a span that has passed all layers."""
         assert self.head is not None
         with self._computing():
@@ -344,7 +348,7 @@ class Model(nn.Module):
         count = len(self.layers)
         if span.hidden is None:
             self._expect(span)
-            span.inputs = self._inputs(span.tokens, cache)
+            span.inputs = self._begin_inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
             i = span.layer
@@ -362,14 +366,9 @@ class Model(nn.Module):
             span.reached = i + 1, h
             backend.give_back(h)
 
-    def _inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
-        """The layers' inputs besides hidden states; begins to read the rows of tables."""
+    def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
+        """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
         return Tokens(tokens, self._tables.begin(np.array(tokens), cache) if self._tables else {})
-
-    @property
-    def _tabled(self) -> tuple[int, ...]:
-        """The layers that have n-grams, in order."""
-        return tuple(self.args.ngrams)
 
     def _expect(self, span: Span) -> None:
         """Begins to read the experts of the first layer with experts while the layers before it are computed."""
@@ -377,17 +376,17 @@ class Model(nn.Module):
         if first is not None and first.experts is not None:
             first.experts.expect(first.layer, span.tokens.size)
 
-    def embedded(self, tokens: mx.array) -> Any:
+    def embedded(self, tokens: mx.array) -> AnyArray:
         """[B, L, hidden_size] of each stream, on the CPU as a numpy array."""
-        return spread(self._of_one_stream(tokens), streams_before(self.args.connections, 0))
+        return spread(self._embed(tokens), streams_before(self.args.connections, 0))
 
-    def _of_one_stream(self, tokens: mx.array) -> Any:
+    def _embed(self, tokens: mx.array) -> AnyArray:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
         h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 has no dtype of its own
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[AnyArray]:
         return self.model.layers
 
     @property

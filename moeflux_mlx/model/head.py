@@ -18,6 +18,7 @@ from ..families.registry import FAMILIES
 from ..layers import Linear, RMSNorm
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend
+from ..ops.arrays import AnyArray
 from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
@@ -95,8 +96,8 @@ class DraftHead(nn.Module):
         return make_cache(self.args.mixers[0])
 
     def absorb(
-        self, hidden: Sequence[Any], tokens: Sequence[int], cache: LayerCache, draft: bool = False
-    ) -> tuple[Any, mx.array | None]:
+        self, hidden: Sequence[AnyArray], tokens: Sequence[int], cache: LayerCache, draft: bool = False
+    ) -> tuple[AnyArray, mx.array | None]:
         """Takes hidden states, in parts [1, ., hidden_size], with the tokens after them.
 
         Returns:
@@ -111,19 +112,19 @@ class DraftHead(nn.Module):
         return out, self.next(out) if draft else None
 
     def _in_a_step(
-        self, hidden: Sequence[Any], ids: mx.array, cache: LayerCache, draft: bool
-    ) -> tuple[Any, mx.array | None]:
+        self, hidden: Sequence[AnyArray], ids: mx.array, cache: LayerCache, draft: bool
+    ) -> tuple[AnyArray, mx.array | None]:
         """`absorb` by a compiled step."""
         states = mx.concatenate([backend.leave(part) for part in hidden], axis=1)
         out, *token = self._steps[draft](ids, [[cache]] * ids.shape[1], states)
         return out[:, -1:], token[0] if token else None
 
-    def next(self, out: Any) -> mx.array:
+    def next(self, out: AnyArray) -> mx.array:
         """The most likely token [1, 1] after `out`, a result of `absorb` or `follow`."""
         with self._computing() as shared:
             return mx.argmax(backend.leave(shared.logits(out)), axis=-1)
 
-    def follow(self, out: Any, token: mx.array, cache: LayerCache) -> tuple[Any, mx.array]:
+    def follow(self, out: AnyArray, token: mx.array, cache: LayerCache) -> tuple[AnyArray, mx.array]:
         """Uses `out` as the hidden state before the drafted `token` [1, 1]; returns the output and the next token."""
         with self._computing() as shared:
             if self._steps and self._steps[1].takes(token, [[cache]]):
@@ -149,15 +150,15 @@ class DraftHead(nn.Module):
         with self._shared.computing():
             yield self._shared
 
-    def _joined(self, embedded: Any, hidden: Sequence[Any]) -> Any:
+    def _joined(self, embedded: AnyArray, hidden: Sequence[AnyArray]) -> AnyArray:
         """[1, n, hidden_size] for the layer."""
         if isinstance(embedded, np.ndarray):
-            h: Any = np.concatenate([backend.view(part) for part in hidden], axis=1)
+            h: AnyArray = np.concatenate([backend.view(part) for part in hidden], axis=1)
             return self.fc(np.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
         h = mx.concatenate([backend.leave(part) for part in hidden], axis=1).astype(embedded.dtype)
         return self.fc(mx.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
 
-    def _normed(self, x: Any, cache: Any) -> Any:
+    def _normed(self, x: AnyArray, cache: Any) -> AnyArray:
         """The layer's normed output for x [1, n, hidden_size]."""
         layer, count = self.model.layers[0], x.shape[1]
         if count <= MAX_TOKENS:

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
+from ..ops.arrays import AnyArray
 
 
 class ImageRows(NamedTuple):
@@ -116,13 +117,13 @@ class Images:
             shifts.append((place + image.length, by))
         return shifts
 
-    def embedded(self, hidden: Any, start: int, encoder: ImageEncoder | None) -> Any:
+    def embedded(self, hidden: AnyArray, start: int, encoder: ImageEncoder | None) -> AnyArray:
         """`hidden` [1, L, hidden_size] of places from `start` on, with the images' embeddings."""
         for rows, of_image, image in self._parts(start, hidden.shape[1]):
             hidden[:, rows] = _like(image.rows(encoder).embeddings[of_image], hidden)
         return hidden
 
-    def deepened(self, hidden: Any, start: int, layer: int, encoder: ImageEncoder | None) -> Any:
+    def deepened(self, hidden: AnyArray, start: int, layer: int, encoder: ImageEncoder | None) -> AnyArray:
         """`hidden` behind a layer, with what images add there."""
         for rows, of_image, image in self._parts(start, hidden.shape[1]):
             deep = image.rows(encoder).deep
@@ -148,7 +149,7 @@ def _gain(image: Image) -> int:
     return max(image.grid) - image.length if image.grid else 0
 
 
-def _like(rows: mx.array, hidden: Any) -> Any:
+def _like(rows: mx.array, hidden: AnyArray) -> AnyArray:
     if isinstance(hidden, mx.array):
         return rows.astype(hidden.dtype)
     return np.array(rows.astype(mx.float32))

@@ -14,6 +14,7 @@ from ..experts.source import ExpertLoader
 from ..layers import MixerModule, Output, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
@@ -36,7 +37,7 @@ class MixedRows(NamedTuple):
         kept: how many of them, the first ones, the residual keeps for its last sum.
     """
 
-    arrays: list[Any]
+    arrays: list[AnyArray]
     kept: int
 
 
@@ -100,7 +101,7 @@ class DecoderLayer(nn.Module):
 
     def _choose(
         self, predict: bool, given: tuple[bool, ...], h: mx.array, caches: Sequence[Traced], *arrays: mx.array
-    ) -> list[Any]:
+    ) -> list[AnyArray]:
         """The function that is compiled. `given`: which parts of what earlier layers hand on (`Chosen.handed`) come
         first among `arrays`; the others are those of the tokens, if it reads them.
         """
@@ -111,7 +112,7 @@ class DecoderLayer(nn.Module):
         x, *kept = self._mixed(h, caches[0], chosen, tokens)
         return [chosen.handed, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
 
-    def _of_rows(self, h: Array, cache: StepRows, chosen: Chosen, tokens: Tokens | None) -> Any:
+    def _of_rows(self, h: Array, cache: StepRows, chosen: Chosen, tokens: Tokens | None) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
         rows = []
         for i, one in enumerate(cache.caches):
@@ -124,13 +125,13 @@ class DecoderLayer(nn.Module):
         made = [self.residual.added(out[:, i : i + 1], *kept) for i, (_, *kept) in enumerate(rows)]
         return library.concatenate(made, axis=1)
 
-    def _mixed(self, h: Array, cache: Any, chosen: Chosen, tokens: Tokens | None) -> tuple[Any, ...]:
+    def _mixed(self, h: Array, cache: Any, chosen: Chosen, tokens: Tokens | None) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and what `Residual.added` takes with its output."""
         if "ple" not in self:
             return self.residual.mixed(h, cache, chosen)
         return self.residual.mixed(self.ple(h, tokens, cache.beside), cache.own, chosen)
 
-    def _ids(self, x: Array, tokens: Tokens | None) -> Any:
+    def _ids(self, x: Array, tokens: Tokens | None) -> AnyArray:
         """The ids as an array of x's kind, if the layer reads them."""
         if tokens is None or not self._reads_tokens:
             return None
@@ -150,7 +151,7 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def pass_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> Any:
+    def pass_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> AnyArray:
         """The layer over a span: its mixer block by block, its experts over all rows."""
         parts = self.mix_span(h, cache, span, lambda share: report(MIXER_SHARE * share))
         return self.finish_rows(parts, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
@@ -160,15 +161,15 @@ class DecoderLayer(nn.Module):
 
         At most two blocks are in flight, so that only their temporaries are in memory.
         """
-        parts: list[tuple[Any, ...]] = []
-        kept: list[Any] = []
+        parts: list[tuple[AnyArray, ...]] = []
+        kept: list[AnyArray] = []
         cache.expect(span.length)
         for start, end in span.blocks(cache):
             tokens = span.inputs.at(start, end) if span.inputs is not None and self._reads_tokens else None
             self._relieve()
             x, *kept = self._mixed(backend.contiguous(h[:, start:end]), cache, span.chosen[start], tokens)
             self._relieve()
-            prepared: Any = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))  # up to where rows meet
+            prepared: AnyArray = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))  # up to where rows meet
             part = *kept, *prepared
             backend.start(*part, *cache.state[:-1])
             span.passed(span.layer, end, cache)
@@ -178,7 +179,7 @@ class DecoderLayer(nn.Module):
             report(start / span.length)
         return MixedRows(backend.join(parts, axis=1), len(kept))
 
-    def finish_rows(self, rows: MixedRows, report: Report) -> Any:
+    def finish_rows(self, rows: MixedRows, report: Report) -> AnyArray:
         """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""
         kept, prepared = rows.arrays[: rows.kept], rows.arrays[rows.kept :]
         return self.residual.added(self.mlp.finish(prepared, report), *kept)

@@ -12,6 +12,7 @@ from ..kinds import Experts, Residual
 from ..layers import MLP, Linear, Output, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.elementwise import float32, softcap
 from ..ops.experts import Shared
@@ -20,6 +21,16 @@ from ..ops.route import Choice, route, route_by_table, route_with_host_copy, rou
 from ..ops.tiles import MAX_TOKENS
 
 PLAIN = Residual()
+
+
+class Prepared(NamedTuple):
+    """The result of `MoE.prepare`, for `MoE.finish`: arrays of many tokens; `shared`: the shared expert's output."""
+
+    residual: AnyArray
+    x: AnyArray
+    ids: AnyArray
+    weights: AnyArray
+    shared: AnyArray = None
 
 
 class BeforeExperts(NamedTuple):
@@ -35,15 +46,15 @@ class BeforeExperts(NamedTuple):
         beside: the output of a shared expert that the routed experts' kernels do not take; None: there is none.
     """
 
-    residual: Any
-    x: Any
-    logits: Any
-    gates: Any
-    ids: Any
-    weights: Any
+    residual: AnyArray
+    x: AnyArray
+    logits: AnyArray
+    gates: AnyArray
+    ids: AnyArray
+    weights: AnyArray
     host_copy: Sequence[mx.array]
-    predicted: tuple[Any, Any, Sequence[mx.array]] | None
-    beside: Any
+    predicted: tuple[AnyArray, AnyArray, Sequence[mx.array]] | None
+    beside: AnyArray
 
 
 class MoE(nn.Module):
@@ -103,14 +114,14 @@ class MoE(nn.Module):
         # In a function, so that the next layer does not become a submodule.
         self._following = lambda: (following, norm)
 
-    def forward(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> Array:
+    def forward(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> Array:
         """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
             return self.finish(self.prepare(residual, norm, tokens))
         return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
-    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
         """Everything before the experts, for up to `MAX_TOKENS` tokens, residual [B, L, D]. `predict`: also predicts
         the experts of the next MoE block. `tokens`: ids [B, L], if it `reads_tokens`. It reads no value, so it can be
         traced.
@@ -121,15 +132,16 @@ class MoE(nn.Module):
         beside = self._shared_output(residual, x, gates) if self._is_apart else None
         return BeforeExperts(residual, self._latent(x), logits, gates, *choice, predicted, beside)
 
-    def run_experts(self, before: BeforeExperts) -> Any:
+    def run_experts(self, before: BeforeExperts) -> AnyArray:
         """The residual [B, L, D] plus the output of the chosen experts."""
-        residual, x, logits, gates, ids, weights, host_copy, predicted, beside = before
         assert self.experts is not None
-        routing = Routing(self.layer, ids, weights, self._as_routing(predicted), self._choice(logits), host_copy)
-        shared = None if self._is_apart else self._shared(gates)
-        return self._joined(residual, self.experts(routing, x, self._added_to(residual, x), shared), beside)
+        predicted, choice = self._as_routing(before.predicted), self._choice(before.logits)
+        routing = Routing(self.layer, before.ids, before.weights, predicted, choice, before.host_copy)
+        shared = None if self._is_apart else self._shared(before.gates)
+        added_to = self._added_to(before.residual, before.x)
+        return self._joined(before.residual, self.experts(routing, before.x, added_to, shared), before.beside)
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
         """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
         or of several joined.
 
@@ -145,8 +157,8 @@ class MoE(nn.Module):
         B, L, _ = residual.shape
         x, logits, gates = self._routed(residual, norm)
         ids, weights = self.route(logits, tokens)
-        parts = residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates)
-        return tuple(part.reshape(B, L, -1) for part in parts if part is not None)
+        prepared = Prepared(residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates))
+        return tuple(part.reshape(B, L, -1) for part in prepared if part is not None)
 
     def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
         """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
@@ -154,34 +166,32 @@ class MoE(nn.Module):
         `report` is called with the share that is done.
         """
         B, L, _ = parts[0].shape
-        rows = [part.reshape(B * L, -1) for part in parts]
-        residual, x, ids, weights = rows[:4]
+        rows = Prepared(*(part.reshape(B * L, -1) for part in parts))
         assert self.experts is not None
-        output = rows[4] if len(rows) > 4 else None
-        shared, beside = (None, output) if self._is_apart else (output, None)
-        predicted = self._predict_next(residual) if self.should_predict(B * L) else None
-        routing = Routing(self.layer, ids, weights, self._as_routing(predicted))
-        made = self.experts(routing, x, self._added_to(residual, x), shared, report)
-        return self._joined(residual, made, beside).reshape(B, L, -1)
+        shared, beside = (None, rows.shared) if self._is_apart else (rows.shared, None)
+        predicted = self._predict_next(rows.residual) if self.should_predict(B * L) else None
+        routing = Routing(self.layer, rows.ids, rows.weights, self._as_routing(predicted))
+        made = self.experts(routing, rows.x, self._added_to(rows.residual, rows.x), shared, report)
+        return self._joined(rows.residual, made, beside).reshape(B, L, -1)
 
-    def _choice(self, logits: Any) -> Choice | None:
+    def _choice(self, logits: AnyArray) -> Choice | None:
         """What kernels need to choose themselves; None: they take ids and weights."""
         return Choice(logits, self.rule, self._bias, self._scales) if self.rule.table is None else None
 
-    def _latent(self, x: Any) -> Any:
+    def _latent(self, x: AnyArray) -> AnyArray:
         """The routed experts' input for the normed rows."""
         return x
 
-    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """The shared expert's output for the stream or its normed rows x; None: there is no shared expert."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x)
 
-    def _added_to(self, residual: Any, x: Any) -> Any:
+    def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
         """What the routed experts' kernels add to their output for x."""
         return residual
 
-    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
         """The stream after the block, from the routed experts' output including `_added_to`. `beside`: the output of a
         shared expert that the kernels do not take, or None.
         """
@@ -193,7 +203,7 @@ class MoE(nn.Module):
             return False
         return self.experts.wants_guess(self._following()[0].layer, tokens)
 
-    def _predict_next(self, rows: Array, tokens: Any = None) -> tuple[Array, Array, Sequence[mx.array]]:
+    def _predict_next(self, rows: Array, tokens: AnyArray = None) -> tuple[Array, Array, Sequence[mx.array]]:
         """The next MoE layer's choice for this layer's hidden state, rescaled by that layer's norm. If that layer has a
         table, its experts, all equally likely.
         """
@@ -210,7 +220,7 @@ class MoE(nn.Module):
         ids, weights, host_copy = predicted
         return Routing(self._following()[0].layer, ids, weights, host_copy=host_copy)
 
-    def _routed(self, residual: Any, norm: RMSNorm | None) -> tuple[Any, Any, Any]:
+    def _routed(self, residual: AnyArray, norm: RMSNorm | None) -> tuple[AnyArray, AnyArray, AnyArray]:
         """From the stream [..., D]: the T normed rows [T, D]; logits [T, O], those of the experts first; and the array
         whose last column is the shared expert's gate.
         """
@@ -231,13 +241,13 @@ class MoE(nn.Module):
         logits = outputs[0] if joined is None else joined
         return x, softcap(logits, self.rule.softcap), outputs[-1] if joined is None else joined
 
-    def route(self, logits: Array, tokens: Any = None) -> tuple[Array, Array]:
+    def route(self, logits: Array, tokens: AnyArray = None) -> tuple[Array, Array]:
         """logits [T, O] float32 and, where the rule has a table, T ids -> (ids [T, K], weights [T, K] float32)."""
         if self.rule.table is not None:
             return route_by_table(logits, self.rule, self.tid2eid, tokens.reshape(-1))
         return route(logits, self.rule, self._bias, self._scales)
 
-    def route_with_host_copy(self, logits: Array, tokens: Any = None) -> tuple[Array, Array, Sequence[mx.array]]:
+    def route_with_host_copy(self, logits: Array, tokens: AnyArray = None) -> tuple[Array, Array, Sequence[mx.array]]:
         """The same with a copy for a host that waits."""
         if self.rule.table is not None:
             ids, weights = self.route(logits, tokens)
@@ -275,16 +285,16 @@ class NormedMoE(MoE):
         if residual.output_norms:
             self.output = Output(hidden_size, eps, residual.layer_scale)
 
-    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Of the stream with a norm of its own if the shared expert is normed; its last norm follows later."""
         if self._is_apart:
             return self.shared_expert(residual, norm=self.shared_input_norm)
         return super()._shared_output(residual, x, gates)
 
-    def _added_to(self, residual: Any, x: Any) -> Any:
+    def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
         return backend.zeros_like(residual)
 
-    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
         if self._is_apart:
             made = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)
         if "output" in self:
@@ -305,18 +315,18 @@ class LatentMoE(MoE):
         if part.latent_norm:
             self.latent_norm = RMSNorm(part.latent, eps)
 
-    def _latent(self, x: Any) -> Any:
+    def _latent(self, x: AnyArray) -> AnyArray:
         return self.fc1_latent_proj(x)
 
-    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Including the stream."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
 
-    def _added_to(self, residual: Any, x: Any) -> Any:
+    def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
         return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
 
-    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
         return self.fc2_latent_proj(made, self.get("latent_norm"), residual if beside is None else beside)
 
 
@@ -329,26 +339,26 @@ class InputScalingMoE(MoE):
         assert part.shared is not None, "no family scales the input of experts without a shared one"
         self._is_apart = True
 
-    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
         x, weights = _scaled_input(before.x, before.weights)
         return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
         _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
         x, weights = _scaled_input(x, weights)
         return beside, x, ids, weights
 
-    def _choice(self, logits: Any) -> None:
+    def _choice(self, logits: AnyArray) -> None:
         """None: kernels that choose themselves would weigh outputs."""
 
-    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Including the stream."""
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
 
 
-def _scaled_input(x: Any, weights: Any) -> tuple[Any, Any]:
+def _scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
     """x [..., D] times weights [..., 1], and as many weights of 1."""
     few = isinstance(x, mx.array) and weights.size <= MAX_TOKENS
     ones = backend.constant(1.0, weights.shape) if few else backend.library_of(x).ones_like(weights)
@@ -358,11 +368,11 @@ def _scaled_input(x: Any, weights: Any) -> tuple[Any, Any]:
 class MoEBetweenStreams(MoE):
     """An `MoE` that adds its output to nothing: a connection adds it to several streams, or a residual to a stream."""
 
-    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
         return before._replace(residual=backend.zeros_like(residual))
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
         """As `MoE.prepare`, without `residual`."""
         return super().prepare(residual, norm, tokens)[1:]
 
@@ -373,9 +383,9 @@ class MoEBetweenStreams(MoE):
 class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
     """A `LatentMoE` that adds its output to nothing."""
 
-    def _shared_output(self, residual: Any, x: Any, gates: Any) -> Any:
+    def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x).reshape(residual.shape)
 
-    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
         return super()._joined(None, made, beside)

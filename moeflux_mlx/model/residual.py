@@ -7,6 +7,7 @@ and with what it kept of them it adds the part's output.
 from typing import Any, ClassVar
 
 from ..layers import MixerModule, Output, RMSNorm
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.seen import Chosen
 
@@ -19,11 +20,11 @@ class OneStream:
     def __init__(self, mixer: MixerModule, norm: Any):
         self.mixer, self.norm = mixer, norm
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and what `added` takes with its output."""
         return (self.mixer(h, self.norm, cache, chosen),)
 
-    def added(self, out: Any, *kept: Any) -> Any:
+    def added(self, out: AnyArray, *kept: Any) -> AnyArray:
         """The streams behind the layer, from the feed-forward part's output."""
         return out
 
@@ -35,20 +36,20 @@ class NormedStream(OneStream):
         super().__init__(mixer, norm)
         self.output = output
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
         return (self.output(h, self.mixer.mixed(h, self.norm, cache, chosen)),)
 
 
 class ParallelStream(OneStream):
     """One stream, of which both parts take the norm: h + mixer(norm(h)) + mlp(norm(h))."""
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and the stream with the mixer's output."""
         x = self.norm(h)
         parts = self.mixer.begin(x, None)
         return x, self.mixer.end(self.mixer.mix(parts, cache, chosen), parts, h)
 
-    def added(self, out: Any, *kept: Any) -> Any:
+    def added(self, out: AnyArray, *kept: Any) -> AnyArray:
         return kept[0] + out
 
 
@@ -62,14 +63,14 @@ class SeveralStreams:
     def __init__(self, mixer: MixerModule, norm: RMSNorm | None, before: Any, behind: Any):
         self.mixer, self.norm, self.before, self.behind = mixer, norm, before, behind
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[Any, ...]:
+    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and for `added` the streams behind the mixer and how they are mixed."""
         x, *mixing = self.before.gather(h)
         out = self.mixer.mixed(x, self.norm, cache, chosen)
         streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
         return x, streams, *mixing
 
-    def added(self, out: Any, *kept: Any) -> Any:
+    def added(self, out: AnyArray, *kept: Any) -> AnyArray:
         streams, *mixing = kept
         return self.behind.scatter(streams, out, *mixing)
 

@@ -6,8 +6,9 @@ from typing import Any
 from ..experts.routing import RoutedExpertsCall
 from ..kinds import Experts, Residual
 from ..layers import RMSNorm
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array, library_of
-from .moe import BeforeExperts, MoE
+from .moe import BeforeExperts, MoE, Prepared
 
 
 class ShortcutMoE(MoE):
@@ -31,25 +32,25 @@ class ShortcutMoE(MoE):
         super().__init__(part, hidden_size, layer, experts, residual, eps)
         self._is_apart, self._count = True, part.router.experts
 
-    def choose(self, residual: Any, norm: RMSNorm | None, predict: bool, tokens: Any = None) -> BeforeExperts:
+    def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
         ids, weights, own = without_identities(before.ids, before.weights, self._count)
         returned = (own.astype(before.x.dtype) * before.x).reshape(residual.shape)
         return before._replace(residual=returned, ids=ids, weights=weights, host_copy=[])
 
-    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: Any = None) -> tuple[Array, ...]:
-        _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
-        ids, weights, own = without_identities(ids, weights, self._count)
-        return own.astype(x.dtype) * x, x, ids, weights, beside
+    def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
+        parts = Prepared(*super().prepare(residual, norm, tokens))
+        ids, weights, own = without_identities(parts.ids, parts.weights, self._count)
+        return parts._replace(residual=own.astype(parts.x.dtype) * parts.x, ids=ids, weights=weights)
 
-    def _choice(self, logits: Any) -> None:
+    def _choice(self, logits: AnyArray) -> None:
         """None: kernels that choose themselves know no expert that returns its input."""
 
-    def _joined(self, residual: Any, made: Any, beside: Any) -> Any:
+    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
         return library_of(made).concatenate([beside.reshape(made.shape), made], axis=-1)
 
 
-def without_identities(ids: Any, weights: Any, experts: int) -> Sequence[Any]:
+def without_identities(ids: AnyArray, weights: AnyArray, experts: int) -> Sequence[AnyArray]:
     """The ids and weights [..., K] without those from `experts` on, and the sum of the weights [..., 1] of these."""
     library = library_of(ids)
     returns = ids >= experts

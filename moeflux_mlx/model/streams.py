@@ -9,6 +9,7 @@ import mlx.nn as nn
 from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections, Shortcut
 from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend, block_sums
+from ..ops.arrays import AnyArray
 from ..ops.backend import Array, library_of
 from ..ops.elementwise import sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
@@ -51,19 +52,19 @@ class Connection(nn.Module):
     def mapping(self) -> Mapping:
         return Mapping(self.fn, self.base, self.scale, self._pieces)
 
-    def gather(self, h: Any) -> tuple[Any, ...]:
+    def gather(self, h: AnyArray) -> tuple[AnyArray, ...]:
         """The part's input, and how its output is to be added (`gathered`)."""
         return gathered(h, self.mapping, self.rule, self.eps)
 
-    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return gathered_behind(h, out, mixing[0], self.mapping, self.rule, self.eps)
 
-    def last(self, h: Array) -> Any:
+    def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer (`last_sum`)."""
         return last_sum(h, self.mapping, self.rule, self.eps)
 
-    def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
+    def scatter(self, h: Array, out: Array, *mixing: Any) -> AnyArray:
         """The streams behind the part (`scattered`)."""
         return scattered(h, out, mixing[0], self.rule)
 
@@ -79,7 +80,7 @@ class ShiftedConnection(Connection):
         super().__init__(rule, hidden_size, eps)
         self.is_first, self.hidden_size = is_first, hidden_size
 
-    def gather(self, h: Any) -> tuple[Any, ...]:
+    def gather(self, h: AnyArray) -> tuple[AnyArray, ...]:
         """The part's input; the weights of the next part's sum, and how the part's output is to be added."""
         streams, values = split(h, self.fn.shape[-1])
         if self.is_first:
@@ -88,13 +89,13 @@ class ShiftedConnection(Connection):
             x = weighed(streams, found_in(values, self.rule.streams))
         return x, *mapped(streams, self.mapping, self.rule, self.eps)
 
-    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and as `gather` for the next one."""
         weights, own = mixing
         streams = scattered(split(h, self.fn.shape[-1])[0], out, own, self.rule)
         return streams, weighed(streams, weights), *mapped(streams, self.mapping, self.rule, self.eps)
 
-    def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
+    def scatter(self, h: Array, out: Array, *mixing: Any) -> AnyArray:
         """The streams behind the part, and behind them the weights of the next part's sum."""
         weights, own = mixing
         streams = scattered(h, out, own, self.rule)
@@ -108,11 +109,11 @@ class LastSum(nn.Module):
         super().__init__()
         self.rule, self.width = rule, rule.streams * hidden_size
 
-    def last(self, h: Array) -> Any:
+    def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer."""
         return _row_by_row(self._sum, h)
 
-    def _sum(self, h: Any) -> Any:
+    def _sum(self, h: AnyArray) -> AnyArray:
         streams, values = split(h, self.width)
         return weighed(streams, found_in(values, self.rule.streams))
 
@@ -124,7 +125,7 @@ class StreamsMean(nn.Module):
         super().__init__()
         self.streams = streams
 
-    def last(self, h: Array) -> Any:
+    def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer."""
         return mean_of(h, self.streams)
 
@@ -146,19 +147,19 @@ class GatedConnection(nn.Module):
         """Joins the layers that read the normed streams; called again once they have their tensors."""
         self._inputs = Stack(*(self[name] for name in ("input_mix_weight_down", "block_inject_weight") if name in self))
 
-    def gather(self, h: Array) -> tuple[Any, ...]:
+    def gather(self, h: Array) -> tuple[AnyArray, ...]:
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
         return self._mean(h)[1:]
 
-    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return self._mean(h, Behind(out, *mixing))
 
-    def last(self, h: Array) -> Any:
+    def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer. A step's rows are computed one by one, because the kernels take one."""
         return _row_by_row(lambda row: self._mean(row)[1], h)
 
-    def _mean(self, h: Any, behind: Behind | None = None) -> tuple[Any, ...]:
+    def _mean(self, h: AnyArray, behind: Behind | None = None) -> tuple[AnyArray, ...]:
         """The streams h after `behind`, the weighed mean of them, normed, and the weights [B, L, n] for an output."""
         low, up = self._inputs.stacked, self.input_mix_weight_up
         if low is not None and takes_token(h, low, up, self.rule):
@@ -166,11 +167,11 @@ class GatedConnection(nn.Module):
         h = h if behind is None else injected(h, *behind)
         normed = normed_streams(h, self.hc_norm.weight, self.eps, self.rule.streams)
         _, (down, *inject) = self._inputs(normed)
-        act: Any = down / self.rule.streams
+        act: AnyArray = down / self.rule.streams
         mean = gated_mean(normed, up(act * sigmoid(act)), self.rule.streams)
         return h, mean, *(2 * sigmoid(one / self.rule.streams) for one in inject)
 
-    def scatter(self, h: Array, out: Array, *mixing: Any) -> Any:
+    def scatter(self, h: Array, out: Array, *mixing: Any) -> AnyArray:
         """The streams behind the part (`injected`)."""
         return injected(h, out, *mixing)
 
@@ -182,20 +183,20 @@ class ShortcutConnection(nn.Module):
         super().__init__()
         self.width = hidden_size
 
-    def gather(self, h: Any) -> tuple[Any, ...]:
+    def gather(self, h: AnyArray) -> tuple[AnyArray, ...]:
         """The part's input, and what is to be added behind this layer."""
         return tuple(split(h, self.width))
 
-    def gather_behind(self, h: Any, out: Any, *mixing: Any) -> tuple[Any, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
         """The stream behind the part before, whose output is `out`, and `gather` of it."""
         stream = h[..., : self.width] + out
         return stream, stream, *mixing
 
-    def last(self, h: Array) -> Any:
+    def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer."""
         return h[..., : self.width]
 
-    def scatter(self, h: Array, out: Any, *mixing: Any) -> Any:
+    def scatter(self, h: Array, out: AnyArray, *mixing: Any) -> AnyArray:
         """The stream h and what is added behind the next layer: `out` has both behind a layer with experts."""
         library = library_of(h)
         if out.shape[-1] == self.width:
@@ -220,24 +221,24 @@ class BlockSum(nn.Module):
         self._weight = self.norm_weight.astype(mx.float32) * self.proj_weight[0].astype(mx.float32)
         mx.eval(self._weight)
 
-    def gather(self, h: Array) -> tuple[Any, ...]:
+    def gather(self, h: Array) -> tuple[AnyArray, ...]:
         """The part's input (`block_sums.mixed`)."""
         return (block_sums.mixed(h, self._weight, self.eps),)
 
-    def gather_behind(self, h: Any, out: Any) -> tuple[Any, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray) -> tuple[AnyArray, ...]:
         """The sums behind the part before, whose output is `out`, and `gather` of them."""
         return block_sums.mixed_behind(h, out, self._weight, self.eps, self.begins)
 
-    def last(self, h: Array) -> Any:
+    def last(self, h: Array) -> AnyArray:
         """The stream behind the last layer."""
         return _row_by_row(lambda row: self.gather(row)[0], h)
 
-    def scatter(self, h: Array, out: Array) -> Any:
+    def scatter(self, h: Array, out: Array) -> AnyArray:
         """The sums behind the part."""
         return block_sums.added(h, out)
 
 
-def _row_by_row(compute: Callable[[Any], Any], h: Array) -> Any:
+def _row_by_row(compute: Callable[[Any], Any], h: Array) -> AnyArray:
     """Computes a step's rows of h [B, L, .] one by one, because kernels take one; a prompt's all at once."""
     count = h.shape[1]
     if not isinstance(h, mx.array) or not 1 < count <= MAX_TOKENS:

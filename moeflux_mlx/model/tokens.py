@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
+from ..ops.arrays import AnyArray
 
 
 class Rows(Protocol):
@@ -64,7 +65,7 @@ class Tokens:
         """Some of them."""
         return replace(self, ids=self.ids[:, start:end], start=self.start + start)
 
-    def rows(self, layer: int, width: int, like: Any) -> Any:
+    def rows(self, layer: int, width: int, like: AnyArray) -> AnyArray:
         """[B, L, width] of a layer's table, as an array of the same kind and dtype as `like`; zeros without tables."""
         B, L = self.ids.shape
         if layer not in self.tables:

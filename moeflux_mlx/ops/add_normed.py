@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from . import backend
+from .arrays import AnyArray
 from .backend import Array
 from .elementwise import scaled
 from .launch import NO_KERNELS, Kernel, Launch, Reason
@@ -21,10 +22,10 @@ class Pair(NamedTuple):
 
     made: Any  # mx.array | np.ndarray
     made_norm: Norm
-    beside: Any
+    beside: AnyArray
     beside_norm: Norm
 
-    def sum(self) -> Any:
+    def sum(self) -> AnyArray:
         """norm(made) + norm(beside)."""
         return self.made_norm(self.made) + self.beside_norm(self.beside)
 
@@ -41,11 +42,11 @@ def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None
         if not isinstance(launch, Reason):
             out = launch(h, *_inputs(made, norm), norm.weight, norm.eps, norm.weight if factor is None else factor)[0]
             return out.reshape(h.shape)
-    joined: Any = h + norm(made.sum() if isinstance(made, Pair) else made)
+    joined: AnyArray = h + norm(made.sum() if isinstance(made, Pair) else made)
     return joined if factor is None else scaled(joined, factor)
 
 
-def _inputs(made: Any, norm: Norm) -> tuple[Any, ...]:
+def _inputs(made: Any, norm: Norm) -> tuple[AnyArray, ...]:
     """The kernel's inputs: the results with their weights; a kernel needs an array for every input."""
     if not isinstance(made, Pair):
         return made, norm.weight, made, norm.weight

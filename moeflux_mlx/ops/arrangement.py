@@ -89,10 +89,16 @@ def _batches(sizes: np.ndarray, taken: np.ndarray, start: int, runs: np.ndarray,
     cuts = [0, *(np.flatnonzero(np.diff(runs[own])) + 1).tolist(), len(sizes)]
     for one, end in pairwise(cuts):
         rows, block = max(int(sizes[one]), 0), max(-int(sizes[one]), 0)
-        begin, stop = np.searchsorted(runs, [runs[own[one]], runs[own[one]] + 1]).tolist()
+        begin, stop = bounds_of(runs, runs[own[one]])
         owners = NO_OWNERS if rows else np.repeat(np.arange(end - one, dtype=np.uint32), taken[one:end] // block)
         yield Batch(slice(one, end), rows, block, start, owners, own[one:end] - begin, stop - begin)
         start += int(taken[one:end].sum())
+
+
+def bounds_of(runs: np.ndarray, run: int) -> tuple[int, int]:
+    """Where a run begins and ends among the ascending numbers of runs [N]."""
+    begin, stop = np.searchsorted(runs, [run, run + 1]).tolist()
+    return begin, stop
 
 
 def sizes_of(counts: np.ndarray, block: int, dense: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from . import native
+from .arrays import AnyArray
 from .launch import Reason
 from .stand_ins import stand_ins
 
@@ -69,7 +70,7 @@ def native_refusal(dtype: mx.Dtype, widths: Iterable[int]) -> Reason | None:
     return Reason(f"rows of {odd[0]} values are not a multiple of {LANES}") if odd else None
 
 
-def enter(tokens: mx.array, dtype: mx.Dtype) -> Any:
+def enter(tokens: mx.array, dtype: mx.Dtype) -> AnyArray:
     """`tokens` as numpy if a model with activations in `dtype` runs here natively.
 
     Warns once if only the missing extension is in the way.
@@ -109,7 +110,7 @@ def finish(x: Array) -> None:
         mx.eval(x)
 
 
-def after(x: Any) -> mx.array | None:
+def after(x: AnyArray) -> mx.array | None:
     """A small array that is computed after `x` and does not keep it alive; None if `x` is computed already."""
     if not isinstance(x, mx.array):
         return None
@@ -153,24 +154,24 @@ def contiguous(x: Array) -> Array:
     return mx.contiguous(x) if isinstance(x, mx.array) else np.ascontiguousarray(x)
 
 
-def view(x: Any) -> np.ndarray:
+def view(x: AnyArray) -> np.ndarray:
     """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
     if isinstance(x, mx.array) and x.dtype == mx.bfloat16:
         x = x.view(mx.uint16)
     return np.ascontiguousarray(np.asarray(x))
 
 
-def library_of(x: Any) -> Any:
+def library_of(x: AnyArray) -> Any:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
     return mx if isinstance(x, mx.array) else np
 
 
-def dtype_of(x: Any) -> mx.Dtype:
+def dtype_of(x: AnyArray) -> mx.Dtype:
     """The dtype of MLX's or numpy's activations."""
     return x.dtype if isinstance(x, mx.array) else mx.float32
 
 
-def zeros_like(x: Any) -> Any:
+def zeros_like(x: AnyArray) -> AnyArray:
     """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
     if not isinstance(x, mx.array):
         return np.zeros_like(x)
@@ -192,7 +193,7 @@ def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
     return zeros
 
 
-def arange(count: int, library: Any) -> Any:
+def arange(count: int, library: Any) -> AnyArray:
     """int32 0 .. count - 1 in an array of numpy or MLX; MLX's is made once, because a compiled step would make it again
     in every layer for every token."""
     return np.arange(count, dtype=np.int32) if library is np else _arange(count, str(mx.default_device()))

@@ -6,11 +6,11 @@ layer's last part a launch only adds.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import mlx.core as mx
 
 from . import backend
+from .arrays import AnyArray
 from .elementwise import float32, softmax
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
@@ -23,7 +23,7 @@ MOST_SUMS = 32  # a thread has two registers for each
 KEPT, ADDED, BEHIND = range(3)  # what becomes of `out` in the kernel
 
 
-def mixed(h: Any, weight: mx.array, eps: float) -> Any:
+def mixed(h: AnyArray, weight: mx.array, eps: float) -> AnyArray:
     """The sum [B, L, D] of the rows of h [B, L, n * D], n sums of D values, weighed by a softmax of numbers: the sum of
     each row's values, normed, times weight [D] float32. It is a part's input.
     """
@@ -38,7 +38,7 @@ def mixed(h: Any, weight: mx.array, eps: float) -> Any:
     return (shares[..., None] * rows).sum(axis=2).astype(h.dtype)
 
 
-def mixed_behind(h: Any, out: Any, weight: mx.array, eps: float, begins: bool) -> tuple[Any, Any]:
+def mixed_behind(h: AnyArray, out: AnyArray, weight: mx.array, eps: float, begins: bool) -> tuple[AnyArray, AnyArray]:
     """The sums behind a part with the output out [B, L, D], and `mixed` of them. The output is added to the last sum;
     or, if it `begins` a block, becomes a sum of its own behind the others.
     """
@@ -51,7 +51,7 @@ def mixed_behind(h: Any, out: Any, weight: mx.array, eps: float, begins: bool) -
     return sums, x
 
 
-def added(h: Any, out: Any) -> Any:
+def added(h: AnyArray, out: AnyArray) -> AnyArray:
     """The sums h [B, L, n * D], to the last of which out [B, L, D] is added."""
     D = out.shape[-1]
     count = h.shape[-1] // D
@@ -68,7 +68,7 @@ def _only_last(count: int) -> mx.array:
     return mx.array([0.0] * (count - 1) + [1.0] + [0.0] * max(LEAST_ELEMENTS - count, 0))
 
 
-def takes_token(h: Any, count: int) -> bool:
+def takes_token(h: AnyArray, count: int) -> bool:
     """Whether the kernels take the sums h [B, L, n * D], where `count` are to be weighed."""
     return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], count)
 

@@ -1,9 +1,10 @@
 """The parts of a causal attention that MLX computes one after another, so that not all scores exist at once."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
+
+from .arrays import AnyArray
 
 # Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
 # M1's GPU 0.05 s at its full rate (gpu_time).
@@ -12,8 +13,8 @@ LEAST_ROWS = 256  # least rows of a part of an attention with a window
 
 
 def in_parts(
-    heads: int, rows: int, positions: int, mask: Any, window: int | None = None, first: int | None = None
-) -> Iterator[tuple[slice, slice, Any]]:
+    heads: int, rows: int, positions: int, mask: AnyArray, window: int | None = None, first: int | None = None
+) -> Iterator[tuple[slice, slice, AnyArray]]:
     """Cuts the rows of a causal attention so that each part's scores are within `SCORES`.
 
     Yields the rows of a part, the positions that they see, and their mask. Only a causal attention of many rows is cut.
@@ -41,7 +42,9 @@ def in_parts(
             yield slice(start, stop), seen, "causal" if stop - start > 1 else None
 
 
-def _in_chunks(heads: int, rows: int, positions: int, chunk: int, offset: int) -> Iterator[tuple[slice, slice, Any]]:
+def _in_chunks(
+    heads: int, rows: int, positions: int, chunk: int, offset: int
+) -> Iterator[tuple[slice, slice, AnyArray]]:
     """`in_parts` of each chunk for itself."""
     before, start = positions - rows, 0
     while start < rows:

@@ -17,6 +17,7 @@ import numpy as np
 from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
 from . import backend, native
+from .arrays import AnyArray
 from .backend import Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import activate, sigmoid
@@ -64,7 +65,7 @@ class Shared:
     layer: Callable[..., Any]
     gate_up: Weights | None
     down: Weights
-    gates: Any = None  # mx.array | np.ndarray | None
+    gates: AnyArray = None  # mx.array | np.ndarray | None
     activation: Activation = SILU
 
     def rows(self, x: Array, residual: Array | None = None) -> Array:
@@ -201,17 +202,17 @@ def _words(record: Record) -> Shape:
     return 1, ceildiv(record.size, 16) * 4
 
 
-def _joined(shared: Any) -> Activation | None:
+def _joined(shared: AnyArray) -> Activation | None:
     """The activation of the shared expert if the kernels compute it, else None."""
     return shared.activation if isinstance(shared, Shared) else None
 
 
-def _first_of(shared: Any, other: Any) -> list[Any]:
+def _first_of(shared: AnyArray, other: Any) -> list[AnyArray]:
     """The first kernel's inputs for the shared expert; `other` in their place if there is none."""
     return inputs_of(shared.gate_up) if isinstance(shared, Shared) and shared.gate_up is not None else [other] * 3
 
 
-def _last_of(shared: Any, other: mx.array) -> list[Any]:
+def _last_of(shared: AnyArray, other: mx.array) -> list[AnyArray]:
     """The second kernel's inputs for the shared expert; `other` in place of missing ones."""
     if not isinstance(shared, Shared):
         return [other] * 4

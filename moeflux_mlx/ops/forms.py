@@ -30,7 +30,7 @@ INTEGERS: dict[str, tuple[tuple[str, int], ...]] = {
     )
 }
 TABLE_BITS, TABLE_CHUNK = 8, 32  # bits of a code of a table when it has been loaded, columns of a chunk
-SIGN_BYTES = 2048  # of a threadgroup's memory beside a grid, at most
+WIDE = ("iq2_xxs",)  # forms of which a chunk has twice as many, where they are multiplied as integers
 PLANES = {mx.float32: 3, mx.bfloat16: 2, mx.float16: 2}  # bytes of an x then
 DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "U8": mx.uint8}  # of a field
 
@@ -74,7 +74,7 @@ class Form:
     def chunk(self) -> int:
         """Columns of a chunk."""
         if self.quant.codes == TABLE:
-            return 2 * TABLE_CHUNK if self.planes else TABLE_CHUNK
+            return 2 * TABLE_CHUNK if self.planes and self.quant.mode in WIDE else TABLE_CHUNK
         return CHUNKS[self.quant.bits]
 
     @cached_property
@@ -111,7 +111,7 @@ class Form:
     @cached_property
     def near(self) -> int:
         """Bytes of a threadgroup's memory for the grid, `CODES_NEAR` of the text on CUDA."""
-        return prod(self.quant.grid) + SIGN_BYTES if self.quant.grid else 0
+        return prod(self.quant.grid) if self.quant.grid else 0
 
     def room(self, columns: int) -> int:
         """Bytes of a threadgroup's memory for this number of columns of x, `CODES_PLANES` of the text."""

@@ -4,13 +4,14 @@ For a single token a GPU computes a part's input in two launches, of which the f
 before; after a layer's last part a launch only adds. The kernels compute in float32 up to their results.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..kinds import GatedConnections
 from ..quant import TABLE, Quant
 from . import backend
+from .arrays import AnyArray
 from .backend import Array
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
@@ -25,13 +26,13 @@ ROWS, SIMDGROUPS = 2, 4  # of a threadgroup of LOW
 THREADS, LANES = 256, 8  # of a threadgroup of MEAN; and of those that share a column, at most
 
 
-def gated_mean(normed: Array, logits: Array, streams: int) -> Any:
+def gated_mean(normed: Array, logits: Array, streams: int) -> AnyArray:
     """The mean [B, L, D] over n streams of normed [B, L, n * D], each value times the sigmoid of its logit."""
     B, L, _ = normed.shape
     return (sigmoid(logits) * normed).reshape(B, L, streams, -1).mean(axis=2)
 
 
-def injected(h: Array, out: Array, weights: Array) -> Any:
+def injected(h: Array, out: Array, weights: Array) -> AnyArray:
     """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n]."""
     (B, L, width), streams = h.shape, weights.shape[-1]
     if isinstance(h, mx.array) and not refusal(backend.name(), B * L):

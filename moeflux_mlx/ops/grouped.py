@@ -16,6 +16,7 @@ import numpy as np
 from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .arrangement import Among, Batch, arrange
+from .arrays import AnyArray
 from .backend import Array, view
 from .chips import M5_GENERATION, generation_of
 from .combine import combine
@@ -107,7 +108,7 @@ class GroupedRows:
 
     def multiply(
         self, index: int, slots: np.ndarray, records: Records, between: Callable[[], object] | None = None
-    ) -> Any:
+    ) -> AnyArray:
         """Multiplies the rows of the next wave, `index`, whose experts are in the rows `slots` of the records.
 
         The returned array is computed when the wave is; a numpy array is computed already.
@@ -164,7 +165,7 @@ class GroupedRows:
             self._outputs[0][start:stop] = native_rows(taken, where, records)
         return self._outputs[0]
 
-    def outputs(self) -> Any:
+    def outputs(self) -> AnyArray:
         """The experts' outputs in the order of the ids, [T * K, H] in x's dtype. Every wave must have been
         multiplied.
         """
@@ -177,7 +178,7 @@ class GroupedRows:
 
         Every wave must have been multiplied.
         """
-        out: Any = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
+        out: AnyArray = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
         where = self._places if isinstance(residual, np.ndarray) else self._where
         return combined(out, where, weights, residual, shared)
@@ -187,7 +188,7 @@ def combined(rows: Array, where: Array, weights: Array, residual: Array, shared:
     """As `combine`, for any number of tokens."""
     if isinstance(residual, np.ndarray):
         return combine(view(rows), where, weights, residual, shared)
-    parts: list[Any] = []
+    parts: list[AnyArray] = []
     for start in range(0, len(residual), COMBINED):
         part = slice(start, start + COMBINED)
         rest = None if shared is None else shared[part]

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
+from .arrays import AnyArray
 from .backend import Array, arange, library_of, view
 from .elementwise import float32
 from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
@@ -43,9 +44,9 @@ class Index(NamedTuple):
     in the sum over heads.
     """
 
-    queries: Any
-    keys: Any
-    weights: Any
+    queries: AnyArray
+    keys: AnyArray
+    weights: AnyArray
 
 
 class IndexTerms(NamedTuple):
@@ -62,17 +63,17 @@ class IndexTerms(NamedTuple):
     query_norm: Norm | None = None
     rotates_last: bool = False
 
-    def keys(self, keys: Array, position: Any) -> Any:
+    def keys(self, keys: Array, position: AnyArray) -> AnyArray:
         """The keys [B, L, D] of tokens from a rotary position on."""
         assert self.key_norm is not None
         return self._turned(self.key_norm(keys)[:, :, None], position)[:, :, 0]
 
-    def queries(self, queries: Array, heads: int, position: Any) -> Any:
+    def queries(self, queries: Array, heads: int, position: AnyArray) -> AnyArray:
         """The queries [B, L, heads, D]."""
         queries = queries.reshape(*queries.shape[:2], heads, -1)
         return self._turned(queries if self.query_norm is None else self.query_norm(queries), position)
 
-    def _turned(self, x: Array, position: Any) -> Any:
+    def _turned(self, x: Array, position: AnyArray) -> AnyArray:
         if self.rope is None:
             return x
         if self.rotates_last:
@@ -89,9 +90,9 @@ class Projections(NamedTuple):
     weights: float32 [B, L, heads]; None: equal ones. terms: what an `Index` is made with.
     """
 
-    queries: Any
-    keys: Any
-    weights: Any
+    queries: AnyArray
+    keys: AnyArray
+    weights: AnyArray
     terms: IndexTerms
 
 
@@ -102,7 +103,7 @@ class Stepping(Protocol):
         """The contents before a token, with entries of `dtype`."""
         ...
 
-    def advance(self, recent: Any) -> None:
+    def advance(self, recent: AnyArray) -> None:
         """Replaces `recent` by a copy with one more token."""
         ...
 
@@ -110,7 +111,7 @@ class Stepping(Protocol):
 # ---- plain operations
 
 
-def append_keys(cache: Positions, keys: Any) -> Any:
+def append_keys(cache: Positions, keys: AnyArray) -> AnyArray:
     """Appends index keys [B, L, D]; returns those of all positions [B, P, D]."""
     is_mlx, (B, L, _) = isinstance(keys, mx.array), keys.shape
     rows = (keys if is_mlx else mx.array(keys))[:, None]
@@ -118,7 +119,7 @@ def append_keys(cache: Positions, keys: Any) -> Any:
     return (every if is_mlx else view(every))[:, 0]
 
 
-def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
+def choose(index: Index, seen: Any, indexer: Indexer) -> AnyArray:
     """The positions with the best scores among those that each token sees: int32 [B, rows, top], ascending.
 
     Args:
@@ -139,8 +140,8 @@ def choose(index: Index, seen: Any, indexer: Indexer) -> Any:
 
 
 def choose_in_blocks(
-    index: Index, seen: Any, indexer: Indexer, blocks: tuple[int, int] | None, among: Any
-) -> tuple[Any, Any]:
+    index: Index, seen: Any, indexer: Indexer, blocks: tuple[int, int] | None, among: AnyArray
+) -> tuple[AnyArray, AnyArray]:
     """`choose` among the entries of some blocks; and the blocks among which later layers choose.
 
     Args:
@@ -174,7 +175,7 @@ def choose_in_blocks(
     return library.concatenate(chosen, axis=1), None if marked[0] is None else library.concatenate(marked, axis=1)
 
 
-def _best_blocks(scores: Any, newest: Any, top: int, size: int, library: Any) -> Any:
+def _best_blocks(scores: AnyArray, newest: AnyArray, top: int, size: int, library: Any) -> AnyArray:
     """The blocks int32 [B, rows, top] with the largest scores [B, rows, P], and of each row the `newest`, [rows]."""
     B, rows, number = scores.shape
     room = -(-number // size)

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..files import directory
+from .arrays import AnyArray
 from .stand_ins import stand_ins
 
 SHARED_BYTES = 32768  # bytes of a threadgroup's memory on every GPU
@@ -170,12 +171,12 @@ class Kernel:
     @cached_property
     def apart(self) -> Sequence[int]:
         """The inputs that stand for one of several arrays."""
-        signs = [sign for _, sign, of in _parsed(self.inputs) for _ in range(int(of) if sign in ARRAYS else 1)]
-        return [i for i, sign in enumerate(signs) if sign in ARRAYS]
+        several = [bool(one.arrays) for one in inputs_of(self.inputs) for _ in one.passed]
+        return [i for i, is_one_of_several in enumerate(several) if is_one_of_several]
 
     def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
         """MLX's object for it, compiled at first use."""
-        make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
+        make: AnyArray = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
         return make(**asdict(self.text(target, constants, threads, places)))
 
     def text(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> "KernelText":
@@ -230,25 +231,49 @@ def _include(name: str) -> str:
     return f'#include "{directory("metal") / name}"\n'
 
 
-def _parsed(names: str) -> list[tuple[str, str, str]]:
-    """For each name the sign behind it, if there is one, and the text after the sign."""
-    return re.findall(r"(\w+)([*@+]?)(\w*)", names)
+class InputName(NamedTuple):
+    """What a name of a kernel's text stands for: an array, unless fields say more.
+
+    Args:
+        arrays: several arrays, and so many; 0: one.
+        by_row: each row of a step has one of them.
+        size: of one array, the constant with the number of values that each row of a step has; "": all have all.
+    """
+
+    name: str
+    arrays: int = 0
+    by_row: bool = False
+    size: str = ""
+
+    @property
+    def passed(self) -> list[str]:
+        """The names of the arrays that are passed for it."""
+        return [f"{self.name}{i}" for i in range(self.arrays)] or [self.name]
+
+    @property
+    def lines(self) -> str:
+        """The lines of text that define the name by these."""
+        name = self.name
+        if self.size:
+            return f"{name} += size_t({ROW}) * {self.size};\n"
+        if self.by_row:
+            others = (f"if ({ROW} == {i}) {{ {name} = {name}{i}; }}\n" for i in range(1, self.arrays))
+            return f"auto {name} = {name}0;\n" + "".join(others)
+        return f"decltype({name}0) {name}[] = {{{', '.join(self.passed)}}};\n" if self.arrays else ""
+
+
+def inputs_of(names: str) -> list[InputName]:
+    """Reads names as `Kernel` describes them."""
+    return [
+        InputName(name, int(of), sign == "@") if sign in ARRAYS else InputName(name, size=of)
+        for name, sign, of in re.findall(r"(\w+)([*@+]?)(\w*)", names)
+    ]
 
 
 def _several(names: str) -> tuple[list[str], str]:
     """The inputs for `names`, and the lines of text that join several arrays under one name."""
-    passed, lines = list[str](), ""
-    for name, sign, of in _parsed(names):
-        arrays = [f"{name}{i}" for i in range(int(of))] if sign in ARRAYS else [name]
-        passed += arrays
-        if sign == "*":
-            lines += f"decltype({name}0) {name}[] = {{{', '.join(arrays)}}};\n"
-        elif sign == "@":
-            lines += f"auto {name} = {name}0;\n"
-            lines += "".join(f"if ({ROW} == {i}) {{ {name} = {name}{i}; }}\n" for i in range(1, int(of)))
-        elif sign:
-            lines += f"{name} += size_t({ROW}) * {of};\n"
-    return passed, lines
+    inputs = inputs_of(names)
+    return [name for one in inputs for name in one.passed], "".join(one.lines for one in inputs)
 
 
 def _constant(name: str, value: int | float | mx.Dtype | str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..quant import FLOAT, Quant
 from . import backend, native
+from .arrays import AnyArray
 from .backend import FLOATS, Array, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
@@ -62,7 +63,7 @@ def row_by_row(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.arra
     return mx.concatenate([operation(*(rows[t : t + 1] for rows in arrays)) for t in range(count)])
 
 
-def grouped_linear(x: Array, w: Weights, groups: int) -> Any:
+def grouped_linear(x: Array, w: Weights, groups: int) -> AnyArray:
     """[..., groups * rows] of x [..., groups * columns]: each group's columns times the transpose of its own rows of w
     [groups * rows, columns]. On a GPU all groups are one product."""
     observe(w, x.reshape(-1, w.shape[1]))
@@ -96,7 +97,7 @@ def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.nd
     shape = (*x.shape[:-1], w.shape[0])
     if _is_native(w):
         rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-        around: Any = {} if norm is None else {"norm": (norm.weight, norm.eps)}
+        around: AnyArray = {} if norm is None else {"norm": (norm.weight, norm.eps)}
         if residual is not None:
             around["residual"] = np.ascontiguousarray(residual).reshape(-1, shape[-1])
         return native.linear(rows, w.quant, *parts_of(w), **around).reshape(shape)
@@ -153,12 +154,12 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         dense = _dense(w)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
-    into: Any = {"out": np.empty((len(range(prod(w.shape[:-1]) // heads)[rows]), w.shape[-1]), np.float32)}
+    into: AnyArray = {"out": np.empty((len(range(prod(w.shape[:-1]) // heads)[rows]), w.shape[-1]), np.float32)}
     for head in range(heads):
         yield native.dequantize(w.quant, *_of_head(w, heads, head, rows), **into)
 
 
-def _of_head(w: Weights, heads: int, head: int, rows: slice) -> list[Any]:
+def _of_head(w: Weights, heads: int, head: int, rows: slice) -> list[AnyArray]:
     """The parts of the `rows` of one head's matrix."""
     return each_part(w, lambda part: view(part).reshape(heads, -1, part.shape[-1])[head, rows])
 

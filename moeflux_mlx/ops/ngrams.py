@@ -13,6 +13,7 @@ import numpy as np
 
 from ..kinds import NGrams
 from . import backend
+from .arrays import AnyArray
 from .backend import Array, library_of, view
 from .elementwise import float32, sigmoid
 from .launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
@@ -51,12 +52,14 @@ class NGramWeights(NamedTuple):
 
     key: mx.array
     query: mx.array
-    conv_input: Any
+    conv_input: AnyArray
     eps: float
-    conv: Any
+    conv: AnyArray
 
 
-def with_ngrams(h: Array, key: Array, value: Array, before: Any, w: NGramWeights, part: NGrams) -> tuple[Any, Any]:
+def with_ngrams(
+    h: Array, key: Array, value: Array, before: AnyArray, w: NGramWeights, part: NGrams
+) -> tuple[AnyArray, AnyArray]:
     """The streams h [B, L, n * D] with what n-grams add; and the last inputs of the convolution.
 
     Args:
@@ -82,10 +85,10 @@ def with_ngrams(h: Array, key: Array, value: Array, before: Any, w: NGramWeights
     return h + gated + _convolved(inputs, w.conv, part, L), inputs[:, L:]
 
 
-def _convolved(inputs: Any, weight: mx.array, part: NGrams, count: int) -> Any:
+def _convolved(inputs: AnyArray, weight: mx.array, part: NGrams, count: int) -> AnyArray:
     """silu of the last `count` outputs of the convolution, whose inputs lie `longest` apart, summed in float32."""
-    taps: Any = weight if isinstance(inputs, mx.array) else view(weight)
-    total: Any = 0.0
+    taps: AnyArray = weight if isinstance(inputs, mx.array) else view(weight)
+    total: AnyArray = 0.0
     for i in range(part.taps):
         start = i * part.longest
         total = total + float32(inputs[:, start : start + count]) * float32(taps[:, i, 0])
@@ -103,7 +106,7 @@ def refusal(target: str, tokens: int) -> Reason | None:
     return None if tokens == 1 else SEVERAL
 
 
-def _on_kernel(h: mx.array, key: Any, value: Any, before: Any, w: NGramWeights, part: NGrams) -> Any:
+def _on_kernel(h: mx.array, key: Any, value: Any, before: AnyArray, w: NGramWeights, part: NGrams) -> AnyArray:
     """`with_ngrams` of one token."""
     shape = 1, part.remembered, h.shape[-1]
     before = mx.zeros(shape, h.dtype) if before is None else before.astype(h.dtype)

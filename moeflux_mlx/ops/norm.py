@@ -2,19 +2,20 @@
 (arXiv:1607.06450)."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from . import native
+from .arrays import AnyArray
 from .backend import Array, view
 
 
 class Norm(Protocol):
     """An RMS norm over the last axis (`rms_norm`)."""
 
-    weight: Any
+    weight: AnyArray
     eps: float
 
     def __call__(self, x: Array) -> Array: ...

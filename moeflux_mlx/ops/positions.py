@@ -3,10 +3,11 @@
 The newest positions of a step are in a small array apart from the others, because kernels do not write to the cache.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from .arrays import AnyArray
 from .launch import Shape
 
 RECENT = 32  # positions whose keys and values are in the small array of a step
@@ -23,10 +24,10 @@ class Held(NamedTuple):
         position.
     """
 
-    keys: Any
-    values: Any
-    recent: Any
-    positions: Any
+    keys: AnyArray
+    values: AnyArray
+    recent: AnyArray
+    positions: AnyArray
 
 
 class Positions(Protocol):
@@ -34,10 +35,10 @@ class Positions(Protocol):
     `position`, or the next L tokens have integers [3, L].
     """
 
-    offset: Any
-    position: Any
-    keys: Any
-    values: Any
+    offset: AnyArray
+    position: AnyArray
+    keys: AnyArray
+    values: AnyArray
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, int]:
         """Appends [B, heads, L, width] to each array; returns the arrays and the number of their first rows that the
@@ -65,6 +66,6 @@ class Steps(Positions, Protocol):
         """The contents before a token, with entries of `dtype`, with room for n; `here`: as numpy arrays."""
         ...
 
-    def advance(self, recent: Any) -> None:
+    def advance(self, recent: AnyArray) -> None:
         """Replaces `recent` by a copy with one more token."""
         ...

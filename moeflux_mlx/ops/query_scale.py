@@ -7,11 +7,12 @@ from typing import Any
 import mlx.core as mx
 
 from ..kinds import QueryFactor, QueryGrowth
+from .arrays import AnyArray
 from .backend import Array, library_of, view
 from .launch import Input
 
 
-def query_factors(positions: Any, by: QueryFactor, library: Any) -> Any:
+def query_factors(positions: AnyArray, by: QueryFactor, library: Any) -> AnyArray:
     """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
     if isinstance(by, QueryGrowth):
         return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))
@@ -28,7 +29,7 @@ def scaled_queries(q: Array, offset: int | mx.array, by: QueryFactor | None) -> 
     return (q * factors[:, None, None]).astype(q.dtype)
 
 
-def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.array) -> Any:
+def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.array) -> AnyArray:
     """q [B, L, heads * D] of positions from `offset`, times scale * log(position + 1) + bias of each head, in float32
     (transformers, `MistralLarge4TextSoftmaxScaling`).
     """
@@ -48,6 +49,6 @@ def score_scale(positions: Sequence[mx.array], scale: float, by: QueryFactor | N
 
 
 @lru_cache(16)
-def _scaling(scale: float, by: QueryFactor) -> Any:
+def _scaling(scale: float, by: QueryFactor) -> AnyArray:
     """A function of the tokens' positions; compiled it is one launch for one of them."""
     return mx.compile(lambda *positions: scale * query_factors(mx.concatenate(list(positions)), by, mx))

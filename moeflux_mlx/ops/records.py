@@ -14,6 +14,7 @@ import numpy as np
 
 from ..formats.record import Projection, Record
 from . import backend, forms
+from .arrays import AnyArray
 from .forms import DTYPES, form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
 from .tiles import planned
@@ -63,12 +64,12 @@ class Records:
         return isinstance(self.memory, tuple) and self.memory[0].ndim == 2
 
     @cached_property
-    def blob(self) -> Any:
+    def blob(self) -> AnyArray:
         """All of them as one array [S, words]. Buffers have none, because it would be a copy of the whole memory."""
         assert not self.in_buffers
         return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
 
-    def inputs(self, tokens: int = 0) -> tuple[tuple[Any, ...], Shape, Arrays]:
+    def inputs(self, tokens: int = 0) -> tuple[tuple[AnyArray, ...], Shape, Arrays]:
         """A kernel's inputs for `tokens` tokens of a step, or for a prompt (0), the shape of an array of records, and
         how the text takes them.
 

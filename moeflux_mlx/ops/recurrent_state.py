@@ -1,6 +1,8 @@
 """What recurrent operations share: the state of a layer, and how many of its rows a simdgroup of a GPU holds."""
 
-from typing import Any, Protocol
+from typing import Protocol
+
+from .arrays import AnyArray
 
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 
@@ -8,9 +10,9 @@ STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 flo
 class State(Protocol):
     """The layer's state of one text or a batch of them; None before the first token."""
 
-    conv: Any  # [B, taps - 1, channels], the convolution's last inputs
-    recurrent: Any  # [B, value heads, value dim, key dim] float32
+    conv: AnyArray  # [B, taps - 1, channels], the convolution's last inputs
+    recurrent: AnyArray  # [B, value heads, value dim, key dim] float32
 
-    def absorb(self, conv: Any, recurrent: Any, tokens: int) -> None:
+    def absorb(self, conv: AnyArray, recurrent: AnyArray, tokens: int) -> None:
         """Takes both arrays as they are after `tokens` more tokens."""
         ...

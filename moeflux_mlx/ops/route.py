@@ -13,6 +13,7 @@ import numpy as np
 
 from ..kinds import Router
 from . import backend, native
+from .arrays import AnyArray
 from .backend import Array, view
 from .elementwise import float32, pick, plus, sigmoid, softmax, softplus
 from .forms import MULTIPLE, Form, is_read
@@ -45,7 +46,7 @@ class Choice:
         scales: [E] float32, if it has `expert_scales`.
     """
 
-    logits: Any  # mx.array | np.ndarray
+    logits: AnyArray  # mx.array | np.ndarray
     rule: Router
     bias: mx.array | None = None
     scales: mx.array | None = None
@@ -88,7 +89,7 @@ def _scaled(weights: Array, ids: Array, scales: mx.array | None) -> Array:
     """weights [T, k], each times its expert's scale in `scales` [E], if there are any."""
     if scales is None:
         return weights
-    of_chosen: Any = scales[ids] if isinstance(ids, mx.array) else view(scales)[ids]
+    of_chosen: AnyArray = scales[ids] if isinstance(ids, mx.array) else view(scales)[ids]
     return weights * of_chosen
 
 
@@ -111,7 +112,7 @@ def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) 
 
 def table_rows(table: mx.array, tokens: Array) -> Array:
     """The experts [T, k] of T token ids."""
-    rows: Any = table[tokens] if isinstance(tokens, mx.array) else view(table)[tokens]
+    rows: AnyArray = table[tokens] if isinstance(tokens, mx.array) else view(table)[tokens]
     return rows
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from . import backend
+from .arrays import AnyArray
 from .backend import library_of
 
 # Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
@@ -74,11 +75,11 @@ class StepRows:
 
     def each(
         self,
-        parts: Sequence[Any],
+        parts: Sequence[AnyArray],
         compute: Callable[..., Any],
         together: bool = False,
         in_order: bool = False,
-    ) -> Any:
+    ) -> AnyArray:
         """The results of all rows, [1, R, ...].
 
         Args:

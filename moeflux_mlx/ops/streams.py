@@ -6,12 +6,13 @@ before; after a layer's last part a launch only adds.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..kinds import HyperConnections, IndependentConnections
 from . import backend
+from .arrays import AnyArray
 from .backend import Array, view
 from .elementwise import float32, sigmoid, softmax
 from .launch import NO_KERNELS, SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
@@ -42,12 +43,12 @@ class Mapping(NamedTuple):
         return (self.base, self.scale) if self.pieces is None else self.pieces
 
 
-def spread(x: Array, streams: int) -> Any:
+def spread(x: Array, streams: int) -> AnyArray:
     """[B, L, n * D]: every stream begins as x [B, L, D]."""
     return x if streams == 1 else backend.library_of(x).concatenate([x] * streams, axis=-1)
 
 
-def gathered(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
+def gathered(h: AnyArray, by: Mapping, rule: Rule, eps: float) -> tuple[AnyArray, AnyArray]:
     """Computes a part's input [B, L, D] from the streams h [B, L, n * D], and the weights for adding its output. These
     are float32 [B, L, n + n * n]: the output's weight in each stream, then the weight of stream j in stream k, with
     those of one j next to each other; or [B, L, n] if the streams are not mixed.
@@ -59,7 +60,7 @@ def gathered(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
     return _sum(h, weights, rule), mixing
 
 
-def mapped(h: Any, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any, Any]:
+def mapped(h: AnyArray, by: Mapping, rule: HyperConnections, eps: float) -> tuple[AnyArray, AnyArray]:
     """The weights [B, L, n] float32 of a sum of the streams h [B, L, n * D], and those of `gathered`, of shifted
     connections.
     """
@@ -71,7 +72,7 @@ def mapped(h: Any, by: Mapping, rule: HyperConnections, eps: float) -> tuple[Any
     return mixing[..., count:], mixing[..., :count]
 
 
-def _mapped(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
+def _mapped(h: AnyArray, by: Mapping, rule: Rule, eps: float) -> tuple[AnyArray, AnyArray]:
     """The weights [B, L, n] float32 of the sum, and those of `gathered`, by plain operations."""
     made, base, scale = _made(h, by, eps)
     n = rule.streams
@@ -84,12 +85,12 @@ def _mapped(h: Any, by: Mapping, rule: Rule, eps: float) -> tuple[Any, Any]:
     return weights, backend.library_of(h).concatenate([post, comb], axis=-1)
 
 
-def weighed(h: Any, weights: Any) -> Any:
+def weighed(h: AnyArray, weights: AnyArray) -> AnyArray:
     """The sum [B, L, D] of the streams h [B, L, n * D] with weights [B, L, n], in float32."""
     return _weighed(float32(h), weights).astype(h.dtype)
 
 
-def carried(weights: Any, like: Any, width: int) -> Any:
+def carried(weights: AnyArray, like: AnyArray, width: int) -> AnyArray:
     """Weights [B, L, n] float32 as values [B, L, width] of the dtype of `like`, from which `found_in` gets them back
     without a loss: each in three parts, the later ones of which have what the dtype leaves out.
     """
@@ -101,13 +102,13 @@ def carried(weights: Any, like: Any, width: int) -> Any:
     return library.concatenate([*parts, room], axis=-1)
 
 
-def found_in(values: Any, count: int) -> Any:
+def found_in(values: AnyArray, count: int) -> AnyArray:
     """The weights [B, L, count] float32 of which `carried` made the values."""
     first, second, third = (float32(values[..., i * count : (i + 1) * count]) for i in range(3))
     return first + second + third
 
 
-def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: Rule, eps: float) -> Any:
+def gathered_behind(h: AnyArray, out: AnyArray, mixing: AnyArray, by: Mapping, rule: Rule, eps: float) -> AnyArray:
     """The streams behind a part (`scattered`), and what `gathered` makes of them for the next part."""
     if not _takes_token(h, rule):
         streams = scattered(h, out, mixing, rule)
@@ -117,7 +118,7 @@ def gathered_behind(h: Any, out: Any, mixing: Any, by: Mapping, rule: Rule, eps:
     return streams, *_from_products(launches, streams, made, by)
 
 
-def _takes_token(h: Any, rule: Rule) -> bool:
+def _takes_token(h: AnyArray, rule: Rule) -> bool:
     return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule)
 
 
@@ -141,7 +142,7 @@ class Gather(NamedTuple):
     weights: Launch
 
 
-def _from_products(launches: Gather, h: Any, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
+def _from_products(launches: Gather, h: AnyArray, made: mx.array, by: Mapping) -> tuple[mx.array, mx.array]:
     """`gathered` of one token [1, 1, n * D], from the products with its streams."""
     x, mixing = launches.weights(h, made, *by.inputs)
     return x, mixing
@@ -171,25 +172,25 @@ def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int, is_mixe
     return Launch(target, SCATTER, template, (ceildiv(D, THREADS), 1), THREADS, [((1, 1, width), dtype)])
 
 
-def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> Any:
+def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> AnyArray:
     """h [B, L, n * D], each of its n streams normed, times weight [n * D]."""
     rows = rms_norm(h.reshape(-1, h.shape[-1] // streams), None, eps).reshape(h.shape)
     return rows * (weight if isinstance(h, mx.array) else view(weight))
 
 
-def last_sum(h: Array, by: Mapping, rule: Rule, eps: float) -> Any:
+def last_sum(h: Array, by: Mapping, rule: Rule, eps: float) -> AnyArray:
     """The one stream [B, L, D] behind the last layer."""
     made, base, scale = _made(h, by, eps)
     return _sum(h, sigmoid(made * scale[0] + base) + rule.eps, rule)
 
 
-def mean_of(h: Array, streams: int) -> Any:
+def mean_of(h: Array, streams: int) -> AnyArray:
     """The mean [B, L, D] of the streams h [B, L, n * D]."""
     B, L, _ = h.shape
     return h.reshape(B, L, streams, -1).mean(axis=2)
 
 
-def doubly_stochastic(comb: Any, rule: HyperConnections) -> Any:
+def doubly_stochastic(comb: AnyArray, rule: HyperConnections) -> AnyArray:
     """Positive matrices [..., n, n] whose rows and columns sum to one, of any: a softmax of rows, and then columns and
     rows divided by their sums in turn, columns last."""
     comb = softmax(comb) + rule.eps
@@ -200,7 +201,7 @@ def doubly_stochastic(comb: Any, rule: HyperConnections) -> Any:
     return comb
 
 
-def scattered(h: Any, out: Any, mixing: Any, rule: Rule) -> Any:
+def scattered(h: AnyArray, out: AnyArray, mixing: AnyArray, rule: Rule) -> AnyArray:
     """The streams [B, L, n * D] behind a part whose output is out [B, L, D], added as `gathered` said."""
     (B, L, width), n = h.shape, rule.streams
     if _takes_token(h, rule):
@@ -217,13 +218,13 @@ def scattered(h: Any, out: Any, mixing: Any, rule: Rule) -> Any:
     return mixed.reshape(B, L, width)
 
 
-def _added(h: Array, out: Array, weights: Array) -> Any:
+def _added(h: Array, out: Array, weights: Array) -> AnyArray:
     """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n], in float32."""
     made = (weights[..., None] * float32(out)[:, :, None]).reshape(h.shape)
     return (float32(h) + made).astype(h.dtype)
 
 
-def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
+def _made(h: Array, by: Mapping, eps: float) -> tuple[AnyArray, AnyArray, AnyArray]:
     fn, base, scale = by[:3] if isinstance(h, mx.array) else map(view, by[:3])
     rows = rms_norm(float32(h), None, eps).reshape(-1, h.shape[-1])
     if 1 < len(rows) <= MAX_TOKENS:  # rows of a step: each has the bits that it has alone
@@ -234,10 +235,10 @@ def _made(h: Array, by: Mapping, eps: float) -> tuple[Any, Any, Any]:
     return made.reshape(*h.shape[:2], -1), base, scale
 
 
-def _sum(h: Any, weights: Any, rule: Rule) -> Any:
+def _sum(h: AnyArray, weights: AnyArray, rule: Rule) -> AnyArray:
     """Hyper-connections round the weights like the streams; independent ones sum in float32."""
     return weighed(h, weights) if isinstance(rule, IndependentConnections) else _weighed(h, weights.astype(h.dtype))
 
 
-def _weighed(h: Any, weights: Any) -> Any:
+def _weighed(h: AnyArray, weights: AnyArray) -> AnyArray:
     return (weights[..., None] * h.reshape(*weights.shape, -1)).sum(axis=2)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
+from .arrays import AnyArray
+
 P = ParamSpec("P")
 R = TypeVar("R")
 MAX_TOKENS = 16  # most rows of a step, each with the bits that it has alone; a call of the model with more is a prompt
@@ -161,7 +163,7 @@ class Tiles:
         """
         return self.found.get(spot_of(kernel, shape)) or TILES[target][kernel]
 
-    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> AnyArray:
         """The result of a `planned` function of an operation with this choice."""
         return make(*given)
 

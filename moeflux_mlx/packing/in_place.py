@@ -8,12 +8,11 @@ that MLX has quantised can be used in place; others need a conversion.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import NotPackedError
-from ..files import read_json
+from ..files import JsonMapping, read_json
 from ..formats.checkpoint import Checkpoint, Tensor, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field, Record
@@ -105,7 +104,7 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
     return states_mlx(read_json(path / "config.json"))
 
 
-def states_mlx(config: Mapping[str, Any]) -> bool:
+def states_mlx(config: JsonMapping) -> bool:
     """Whether config.json says that everything is quantised by MLX, or in MLX's mxfp4 or mxfp8.
 
     Raises:

@@ -6,13 +6,12 @@ byte made from it is on the disk and has been read back.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ModelFileError
-from ..files import read_json
+from ..files import JsonMapping, read_json
 from ..formats.checkpoint import Tensor, header_tensors
 from .writer import Output, begin_again, deletes_source
 
@@ -81,7 +80,7 @@ class Journal:
         """Raises ModelFileError: the file is damaged."""
         self.output = output
         file = output.path / JOURNAL
-        done: Mapping[str, Any] = read_json(file) if file.exists() else {}
+        done: JsonMapping = read_json(file) if file.exists() else {}
         if not all(isinstance(value, int) for value in done.values()):
             raise ModelFileError(f"{file} is damaged; {begin_again(output.path, deletes_source(output.origin))}")
         self.done: dict[str, int] = dict(done)

@@ -5,11 +5,10 @@ place and planning a download use this too, so nothing in this module writes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
-from ..files import read_json
+from ..files import JsonMapping, JsonObject, read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
@@ -38,7 +37,7 @@ class ConversionPlan:
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
-    quantization: Mapping[str, Any]
+    quantization: JsonMapping
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
@@ -137,7 +136,7 @@ def _experts_files(
     return layers
 
 
-def _with_experts(quantization: dict[str, Any], layout: ExpertLayout, is_varied: bool) -> dict[str, Any]:
+def _with_experts(quantization: JsonObject, layout: ExpertLayout, is_varied: bool) -> JsonObject:
     """The quantisation for config.json; it includes the experts unless layout.json has version 1, which implies their
     form.
     """

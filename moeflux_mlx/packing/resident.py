@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
+from ..files import JsonObject
 from ..formats.checkpoint import FLOATS, Tensor
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
@@ -54,7 +55,7 @@ class ResidentPlan:
 
     sources: tuple[Source, ...]
 
-    def quantization(self) -> dict[str, Any]:
+    def quantization(self) -> JsonObject:
         """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
         quants = {
             path: source.quant
@@ -64,7 +65,7 @@ class ResidentPlan:
         }
         default = Counter(one for one in quants.values() if one).most_common(1)
         usual = default[0][0] if default else DEFAULT
-        entry: dict[str, Any] = usual.entry()
+        entry: JsonObject = usual.entry()
         for path, quant in quants.items():
             if quant != usual:
                 entry[path] = override(quant)
@@ -131,7 +132,7 @@ def plan_resident(
     return ResidentPlan(tuple(sources))
 
 
-def override(quant: Quant | None) -> dict[str, Any] | bool:
+def override(quant: Quant | None) -> JsonObject | bool:
     """The entry of `config.json` for a module whose form differs from the rest."""
     if quant is None:
         return False
@@ -243,7 +244,7 @@ class TensorFile:
 
     @cached_property
     def header(self) -> bytes:
-        entries: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+        entries: JsonObject = {"__metadata__": {"format": "mlx"}}
         offset = 0
         for one in (written for source in self.sources for written in source.written):
             end = offset + one.nbytes

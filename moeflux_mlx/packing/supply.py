@@ -9,10 +9,10 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import ModelFileError, RequestError
-from ..files import read_json, sync_folder, user_path
+from ..files import JsonObject, read_json, sync_folder, user_path
 from ..formats.checkpoint import (
     COPIED,
     INDEX,
@@ -31,7 +31,7 @@ from .journal import Listing, Shard
 INCOMING = ".shards"  # in the output
 CHECKPOINT = ["*.safetensors", INDEX, "config.json", QUANT_CONFIG, *COPIED]
 
-Config = dict[str, Any]
+Config = JsonObject
 
 
 class Supply(Protocol):

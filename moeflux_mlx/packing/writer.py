@@ -11,14 +11,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..errors import ModelFileError
-from ..files import existing_parent, read_json, sync, sync_folder
+from ..files import JsonMapping, JsonObject, existing_parent, read_json, sync, sync_folder
 from ..formats.packed import STATE
 from .unit import Bytes, Unit
 
@@ -83,14 +82,14 @@ class Output:
         origin: stored with the output, for messages about an unfinished conversion.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], origin: Mapping[str, Any] | None = None):
+    def __init__(self, path: Path, identity: JsonMapping, origin: JsonMapping | None = None):
         self.path = path
         self.identity = {"version": STATE_VERSION, **identity}
         self.origin = dict(origin or {})
         self.files = self._read_state()
         self.linked = False
 
-    def _read_state(self) -> dict[str, Any]:
+    def _read_state(self) -> JsonObject:
         """The finished files that the state file lists.
 
         Raises:

@@ -1,13 +1,13 @@
 """The error that a client gets if it cannot be served, in the form of its API."""
 
 import json
-from typing import Any
 
+from ..files import JsonObject
 from .wire import messages
 from .wire.replies import error_headers, openai_error
 
 
-def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> JsonObject:
     """The body of an error for a request of `path`."""
     shape = messages.error if path.startswith("/v1/messages") else openai_error
     return shape(status, code, message, param)

@@ -5,9 +5,9 @@ The wire forms translate from and to these; nothing below them knows HTTP or JSO
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..experts.stats import Asked
+from ..files import JsonMapping
 from ..text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 from .wire.images import ImageParts
 
@@ -65,22 +65,22 @@ class Request:
 
     api: str
     model: str
-    messages: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[JsonMapping] = ()
     prompt: str | Sequence[int] | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[JsonMapping] = ()
     tool_choice: str | Sequence[str] = "auto"
     parallel_tool_calls: bool = True
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     sampling: Sampling = Sampling()
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    template_variables: JsonMapping = field(default_factory=dict)
     thinking: bool | None = None
     effort: str | None = None
-    schema: Mapping[str, Any] | bool | None = None
+    schema: JsonMapping | bool | None = None
     stream: bool = False
     session: str | None = None
     images: ImageParts = field(default_factory=ImageParts)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: JsonMapping = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

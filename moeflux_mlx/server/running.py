@@ -17,6 +17,7 @@ from ..engine.sampling import LogitsProcessor, make_logits_processors, make_samp
 from ..engine.session import Answer
 from ..errors import DeviceError, ExpertIOError, MoefluxError, RequestError
 from ..experts.stats import Asked
+from ..files import JsonObject
 from ..ops.interrupt import interruptible
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
@@ -85,9 +86,8 @@ class Running:
 
     @property
     def due(self) -> int:
-        """The prompt with the lowest number goes first. The number is the count of prompt tokens computed before the
-        request came, plus its own tokens. So a short prompt overtakes a long one, but no prompt waits for more tokens
-        of later prompts than it has itself.
+        """The virtual finish time: prompt tokens computed at arrival plus own tokens. The lowest goes first. So a short
+        prompt overtakes a long one, but no prompt waits for more tokens of later prompts than it has itself.
         """
         return self._came + self.left + (self.progress[0] - self._cached)
 
@@ -228,7 +228,7 @@ class Running:
         if self.job.cancelled.is_set():
             raise Stopped
 
-    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> JsonObject:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """

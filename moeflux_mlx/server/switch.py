@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..engine.engine import Engine
 from ..errors import BadRequestError, MoefluxError
+from ..files import JsonObject
 from .admission import Admission
 from .features import Features, features_of
 from .live import Watch
@@ -156,7 +156,7 @@ class ModelSwitch:
         """The number of waiting requests."""
         return len(self._waiting) + (self.loaded.worker.queue if self.loaded else 0)
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str) -> JsonObject:
         """`value` is "loaded", "loading" or "unloaded"; for a loaded model also the numbers of running and waiting
         requests, and for one that could not be loaded `failed` and the reason.
         """

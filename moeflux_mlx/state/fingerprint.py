@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import ModelFileError
+from ..files import JsonObject
 from ..formats.packed import FOLDER
 from ..ops import native
 from ..spec import ModelArgs
@@ -139,7 +140,7 @@ def packed_fingerprint(
     return fingerprint_of(args, resident, layers, path, dtype, bits)
 
 
-def _shape(args: ModelArgs) -> dict[str, Any]:
+def _shape(args: ModelArgs) -> JsonObject:
     """What determines the arithmetic, independent of the spelling in config.json.
 
     Saved prompts hold a digest of this, so it never changes for a model: the families of the first release are

@@ -23,7 +23,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ import numpy as np
 
 from ..caches.layer_cache import LayerCache, Shifts
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
-from ..files import replace_file
+from ..files import JsonMapping, JsonObject, replace_file
 from .fingerprint import Fingerprint
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
@@ -55,7 +55,7 @@ class PromptHeader:
     tokens: np.ndarray
     body_start: int
     body_bytes: int
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: JsonMapping = field(default_factory=dict)
     behind: bytes = b""
     shifts: Shifts = ()
 
@@ -76,7 +76,7 @@ def save_prompt(
     cache: Sequence[LayerCache],
     tokens: Sequence[int],
     fingerprint: Fingerprint,
-    extra: Mapping[str, Any] | None = None,
+    extra: JsonMapping | None = None,
     behind: bytes = b"",
 ) -> None:
     """Writes the state of `cache`, which has absorbed exactly `tokens`, and `behind` it, replacing `path` in one step.
@@ -85,7 +85,7 @@ def save_prompt(
         PromptCacheError: the file cannot be written; an older file of that name is still there.
         SnapshotError: the state cannot be expressed.
     """
-    parts: dict[str, Any] = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}
+    parts: JsonObject = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}
     version = file_version(cache)
     if version == SHIFTED:
         parts["shifts"] = cache[0].shifts
@@ -157,7 +157,7 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
     return PromptHeader(fingerprint, tokens, body_start, body_bytes, metadata["extra"], shifts=shifts)
 
 
-def _metadata(path: Path, text: bytes) -> dict[str, Any]:
+def _metadata(path: Path, text: bytes) -> JsonObject:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

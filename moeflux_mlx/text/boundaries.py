@@ -2,14 +2,15 @@
 It renders variants of the chat and compares them, so it works with any template. Nothing here knows a model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
+from ..files import JsonMapping
 from .tokenizer import TokenizerWrapper
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[JsonMapping]
 
 
 class Rendering:
@@ -24,7 +25,7 @@ class Rendering:
     def __init__(
         self,
         tokenizer: TokenizerWrapper,
-        variables: Mapping[str, Any],
+        variables: JsonMapping,
         encode: Callable[[str], list[int]] | None = None,
     ):
         self.tokenizer, self.variables = tokenizer, variables

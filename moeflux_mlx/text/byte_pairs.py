@@ -8,9 +8,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import TokenizerError
+from ..files import JsonMapping
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -132,7 +133,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-def listed_tokens(config: Mapping[str, Any]) -> dict[int, "AddedToken"]:
+def listed_tokens(config: JsonMapping) -> dict[int, "AddedToken"]:
     """tokenizer_config.json's `added_tokens_decoder`, {"id": {"content": string, "special": bool, ...}}, by id.
 
     As in transformers, missing tokens are added in order, and the flags of the others apply.

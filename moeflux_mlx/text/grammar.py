@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RequestError
+from ..files import JsonMapping, JsonObject, JsonValue
 from .calls.dialect import Dialect
 from .calls.schema import COMPOSED, STRING, allowed_types, is_map, members, referred, types, variants
 from .calls.schema_rules import (
@@ -28,8 +29,8 @@ from .calls.schema_rules import (
 from .calls.tags import Tags
 from .calls.typed import CONTAINERS
 
-Schema = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]]
+Schema = JsonMapping
+Tools = Sequence[JsonMapping]
 ANY_OBJECT: Schema = {"type": "object"}
 DATA = ("enum", "const", "default", "examples")  # keys of a schema whose values are no schemas
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # those whose values have schemas under any names
@@ -95,12 +96,12 @@ def calls_grammar(
     return Grammar("\n".join([f"{HEAD}start: {start}", *rules, ""]), tuple(schemas))
 
 
-def is_strict(tool: Mapping[str, Any]) -> bool:
+def is_strict(tool: JsonMapping) -> bool:
     """Whether a tool asks for arguments that conform to its schema."""
     return bool((tool.get("function") or tool).get("strict"))
 
 
-def parameters_of(tool: Mapping[str, Any]) -> Schema:
+def parameters_of(tool: JsonMapping) -> Schema:
     """The JSON schema of a tool's arguments.
 
     Raises:
@@ -120,7 +121,7 @@ def json_schema(schema: Schema | bool) -> str:
     return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else _rewritten(schema)), "x-guidance": OPTIONS})
 
 
-def _functions(tools: Tools) -> Iterator[Mapping[str, Any]]:
+def _functions(tools: Tools) -> Iterator[JsonMapping]:
     for tool in tools:
         yield tool.get("function") or tool
 
@@ -134,7 +135,7 @@ def _lead(lead: str) -> str:
     return f"lead[lazy]: TEXT {quoted(lead)}\n" if lead else ""
 
 
-def _call(function: Mapping[str, Any], dialect: Dialect, schemas: list[str]) -> str:
+def _call(function: JsonMapping, dialect: Dialect, schemas: list[str]) -> str:
     """What follows the opening, for one tool."""
     name, strict = function["name"], is_strict(function)
     schema = parameters_of(function) if strict else ANY_OBJECT
@@ -256,7 +257,7 @@ class _TaggedParameters:
             return f"#/$defs/{numbers[id(target)]}"
 
         part, room = _rewritten(own, renamed), self._room
-        defs: dict[str, Any] = {}
+        defs: JsonObject = {}
         for n, target in enumerate(targets):  # each may add others
             defs[str(n)] = _rewritten(target, renamed)
             room -= len(json.dumps(defs[str(n)]))
@@ -265,7 +266,7 @@ class _TaggedParameters:
         return {**part, "$defs": defs}
 
 
-def _rewritten(schema: Any, renamed: Callable[[str], str] = str, is_map: bool = False) -> Any:
+def _rewritten(schema: JsonValue, renamed: Callable[[str], str] = str, is_map: bool = False) -> Any:
     """A schema in which `renamed` has changed the references, and that says otherwise what `nullable` says, which
     llguidance ignores; `is_map`: it is a map of schemas.
     """

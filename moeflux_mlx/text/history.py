@@ -10,9 +10,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 from ..errors import MoefluxError
+from ..files import JsonMapping, JsonObject, JsonValue
 from .calls.registry import dialect_of
 from .chat_template import REASONING_KEYS
 from .replay import Answer, AnswerStore, StandIn
@@ -20,7 +21,7 @@ from .results import apart, in_order
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[JsonMapping]
 PROBE = {"probed": "argument"}
 ASKED = {"role": "user", "content": "probed question"}
 
@@ -51,7 +52,7 @@ class History:
         *,
         tools: Messages | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: JsonMapping | None = None,
     ) -> str:
         """The prompt as text. Arguments and errors are those of `ChatTemplate.render`."""
         return self._guard.plain(self.marked(messages, tools, add_generation_prompt, variables or {}))
@@ -62,12 +63,12 @@ class History:
         *,
         tools: Messages | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: JsonMapping | None = None,
     ) -> list[int]:
         """The same as token ids, in which only the template and the model have written control tokens."""
         return self._guard.encode(self.marked(messages, tools, add_generation_prompt, variables or {}))
 
-    def normalised(self, messages: Messages) -> list[dict[str, Any]]:
+    def normalised(self, messages: Messages) -> list[JsonObject]:
         """The messages in the form that the template takes, as `in_order` orders them.
 
         Raises:
@@ -100,7 +101,7 @@ class History:
         return self._guard.encode(marked, beside)
 
     def marked(
-        self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: Mapping[str, Any]
+        self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: JsonMapping
     ) -> str:
         """The prompt in which every marker is broken that neither the template nor the model wrote."""
         normal = self.normalised(messages)
@@ -112,7 +113,7 @@ class History:
             normal, answers, lambda shown: self._render(shown, tools, add_generation_prompt, variables)
         )
 
-    def begun(self, marked: str, message: Mapping[str, Any]) -> tuple[str, bool]:
+    def begun(self, marked: str, message: JsonMapping) -> tuple[str, bool]:
         """The prompt `marked` followed by the beginning of the answer in `message`, and whether that ends inside the
         reasoning.
 
@@ -133,7 +134,7 @@ class History:
         """The prompt with the `answers` exactly as written, except for those that the template hides."""
         if self.dialect is None:
             return render(messages)
-        arguments: Any = {} if self._takes_objects else "{}"
+        arguments: JsonValue = {} if self._takes_objects else "{}"
         stand_ins = {n: StandIn(answer, self.dialect, self.channels, arguments) for n, answer in answers.items()}
         shown = [self._fitted(stand_ins[n].message(one) if n in stand_ins else one) for n, one in enumerate(messages)]
         prompt = render(shown)
@@ -147,7 +148,7 @@ class History:
             return prompt
         return self._replayed(messages, {n: answer for n, answer in answers.items() if n not in hidden}, render)
 
-    def _protected(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _protected(self, message: JsonMapping) -> JsonObject:
         """A message without markers, except those that the model may have written; in a call only the arguments are
         changed.
         """
@@ -163,20 +164,20 @@ class History:
         messages: Messages,
         tools: Messages | None = None,
         add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
+        variables: JsonMapping | None = None,
     ) -> str:
         rendered = self._tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **(variables or {})
         )
         return cast(str, rendered)
 
-    def _with_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_calls(self, message: JsonObject) -> JsonObject:
         calls = message.get("tool_calls")
         if not calls:
             return {key: value for key, value in message.items() if key != "tool_calls"}
         return {**message, "tool_calls": [self._call(call, n) for n, call in enumerate(calls)]}
 
-    def _call(self, call: Mapping[str, Any], n: int) -> dict[str, Any]:
+    def _call(self, call: JsonMapping, n: int) -> JsonObject:
         function = call.get("function") or {}
         arguments = function.get("arguments")
         if self._takes_objects:
@@ -185,12 +186,12 @@ class History:
             arguments = json.dumps(arguments or {}, ensure_ascii=False)
         return {"id": f"call_{n}", "type": "function", **call, "function": {**function, "arguments": arguments}}
 
-    def _numbered(self, messages: list[dict[str, Any]], known: Mapping[int, Answer]) -> list[dict[str, Any]]:
+    def _numbered(self, messages: list[JsonObject], known: Mapping[int, Answer]) -> list[JsonObject]:
         """The messages with ids of calls as the model writes them, or has written them where the answer is `known`."""
         if self.dialect is None or self.dialect.id is None or self.dialect.id_form is None:
             return messages
         count, waiting = 0, iter([""])
-        numbered: list[dict[str, Any]] = []
+        numbered: list[JsonObject] = []
         for n, message in enumerate(messages):
             if calls := message.get("tool_calls", ()):
                 ids = self.dialect.id_form.findall(known[n].raw) if n in known else []
@@ -204,18 +205,18 @@ class History:
             numbered.append(message)
         return numbered
 
-    def _fitted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _fitted(self, message: JsonMapping) -> JsonMapping:
         """A message with a call, its text put behind the reasoning where the template takes one of them only."""
         thought = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
         if self._takes_both or not message.get("tool_calls") or not thought or not message["content"]:
             return message
         return {**message, **dict.fromkeys(REASONING_KEYS, f"{thought}\n\n{message['content']}"), "content": ""}
 
-    def _folded(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _folded(self, messages: list[JsonObject]) -> list[JsonObject]:
         """Later system messages become part of the user's turn after them, or one of their own."""
         if self._takes_systems:
             return messages
-        folded: list[dict[str, Any]] = []
+        folded: list[JsonObject] = []
         waiting = ""
         for n, message in enumerate(messages):
             if message["role"] == "system" and n:
@@ -229,11 +230,11 @@ class History:
             folded.append(message)
         return [*folded, {"role": "user", "content": waiting}] if waiting else folded
 
-    def _called(self, arguments: Any, count: int = 1, **said: str) -> str:
+    def _called(self, arguments: JsonValue, count: int = 1, **said: str) -> str:
         """A chat with a message of `count` calls of such arguments as the template renders it, "" if it refuses."""
         functions = [{"name": f"probed_{n}", "arguments": arguments} for n in range(count)]
         calls = [{"id": f"12345678{n}", "type": "function", "function": own} for n, own in enumerate(functions)]
-        chat: list[Mapping[str, Any]] = [
+        chat: list[JsonMapping] = [
             ASKED,
             {"role": "assistant", "content": "", **said, "tool_calls": calls},
             *({"role": "tool", "content": "r", "tool_call_id": call["id"]} for call in calls),
@@ -253,14 +254,14 @@ class History:
         return prompt.find(ASKED["content"]) < prompt.find("probed system") < prompt.rfind(ASKED["content"])
 
 
-def _joined(content: Any) -> str:
+def _joined(content: JsonValue) -> str:
     """Text, or the texts of a list of parts line after line; nothing is the empty text."""
     if isinstance(content, list):
         return "\n".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
     return content or ""
 
 
-def _as_object(arguments: Any) -> dict[str, Any]:
+def _as_object(arguments: JsonValue) -> JsonObject:
     """Arguments as an object; other text is kept under a key, because a model may have written it."""
     value = arguments
     if isinstance(arguments, str):

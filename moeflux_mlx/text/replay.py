@@ -7,16 +7,16 @@ form of its message, including the reasoning if the template still shows it ther
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..files import JsonMapping, JsonObject, JsonValue
 from .calls.dialect import Dialect
 from .channels import Channels
 from .chat_template import REASONING_KEYS
 from .latest import Latest
 
-Message = Mapping[str, Any]
+Message = JsonMapping
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StandIn:
         arguments: of its call, in the form that the template takes.
     """
 
-    def __init__(self, answer: Answer, dialect: Dialect, channels: Channels, arguments: Any):
+    def __init__(self, answer: Answer, dialect: Dialect, channels: Channels, arguments: JsonValue):
         self._answer, self._channels = answer, channels
         self._reasoning, self._content, self._name = (
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
@@ -81,7 +81,7 @@ class StandIn:
         self._id = (dialect.id or "{name}").format(name=self._name, index=0)
         self._arguments = arguments
 
-    def message(self, message: Message) -> dict[str, Any]:
+    def message(self, message: Message) -> JsonObject:
         function = {"name": self._name, "arguments": self._arguments}
         call = {**message["tool_calls"][0], "id": self._id, "function": function}
         return {
@@ -114,7 +114,7 @@ class StandIn:
         return prompt[:start] + shown + prompt[end:].replace(self._name, self._called)
 
 
-def _loaded(arguments: Any) -> Any:
+def _loaded(arguments: JsonValue) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

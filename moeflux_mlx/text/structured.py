@@ -5,12 +5,13 @@ allowed except the end of an incomplete answer. llguidance is loaded at its firs
 """
 
 import json
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import RequestError
+from ..files import JsonMapping
 from ..installation import install_command
 from .calls.dialect import Dialect
 from .calls.registry import CALL_MARKERS
@@ -47,7 +48,7 @@ class Constrainer:
     def grammar(
         self,
         schema: Schema | bool | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[JsonMapping] = (),
         dialect: Dialect | None = None,
         required: bool = False,
     ) -> Grammar | None:

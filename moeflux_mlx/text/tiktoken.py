@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
+from ..files import JsonMapping
 from .byte_pairs import byte_alphabet, listed_tokens
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ BYTES = {bytes([byte]) for byte in range(256)}
 TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
-def open_tiktoken(file: Path, config: Mapping[str, Any]) -> "Tokenizer":
+def open_tiktoken(file: Path, config: JsonMapping) -> "Tokenizer":
     """`tiktoken.model` of Kimi models: one line "base64 of a token's bytes, its rank" for each token, the rank its id.
 
     Special tokens follow the last rank: those that tokenizer_config.json lists, and `<|reserved_token_ID|>` for the ids
@@ -57,7 +58,7 @@ def open_tiktoken(file: Path, config: Mapping[str, Any]) -> "Tokenizer":
     return _tokenizer_of(ranks, KIMI_WORDS, special)
 
 
-def open_tekken(file: Path, content: Mapping[str, Any]) -> "Tokenizer":
+def open_tekken(file: Path, content: JsonMapping) -> "Tokenizer":
     """`tekken.json` of Mistral models, whose content is a JSON object, as mistral_common 1.13 reads it.
 
     `vocab` lists {"rank", "token_bytes"} in the order of ranks, the bytes in base64, `special_tokens` {"rank",

@@ -7,12 +7,13 @@ arrived. Special tokens, stop tokens and thinking tags come from the files. Noth
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import RequestError, TokenizerError
+from ..files import JsonMapping, JsonObject
 from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
@@ -50,7 +51,7 @@ def load_tokenizer(path: str | Path) -> "TokenizerWrapper":
     return TokenizerWrapper(_open_vocabulary(path, config), path, config)
 
 
-def _open_vocabulary(path: Path, config: Mapping[str, Any]) -> Vocabulary:
+def _open_vocabulary(path: Path, config: JsonMapping) -> Vocabulary:
     if (path / "tokenizer.json").is_file():
         tokenizer = open_tokenizer_json(path / "tokenizer.json")
         tokenizer.add_tokens(list(listed_tokens(config).values()))
@@ -87,7 +88,7 @@ class TokenizerWrapper:
         TokenizerError: stop tokens are not token ids.
     """
 
-    def __init__(self, vocabulary: Vocabulary, path: Path, config: Mapping[str, Any]):
+    def __init__(self, vocabulary: Vocabulary, path: Path, config: JsonMapping):
         self._vocabulary = vocabulary
         self._path = path
         self._config = config
@@ -187,9 +188,9 @@ class TokenizerWrapper:
     def apply_chat_template(
         self,
         /,  # so that a variable of the template may be called `self`
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[JsonMapping],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[JsonMapping] | None = None,
         add_generation_prompt: bool = True,
         tokenize: bool = True,
         **template_kwargs: Any,
@@ -226,7 +227,7 @@ class TokenizerWrapper:
         return None if token is None else self._vocabulary.token_to_id(token)
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _named_tokens(config: JsonMapping) -> dict[str, str]:
     """{"bos_token": "<s>", ...} from entries that are strings, null, or {"content": string}."""
     tokens = {}
     for name in NAMED_TOKENS:
@@ -258,7 +259,7 @@ def _eos_entry(file: Path) -> list[int]:
     return ids
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> JsonObject:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -267,7 +268,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise TokenizerError(f"{file} cannot be read: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{file} holds a JSON {type(content).__name__}; it must be an object; fetch it again")
-    return cast(dict[str, Any], content)
+    return cast(JsonObject, content)
 
 
 def _check_unicode(text: str) -> None:

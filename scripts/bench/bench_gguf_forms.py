@@ -2,13 +2,14 @@
 """Checks the GPU's kernels on GGUF's forms, and compares the bytes per second of decode's experts with 4-bit affine.
 
     python scripts/bench/bench_gguf_forms.py [--forms q4_k q2_k ...] [--against floats] [--experts 512] [--rounds 11]
-        [--skip-check] [--tile expert_gate_up_planes ahead 2]
+        [--skip-check] [--tile expert_gate_up_planes ahead 2 --against built-in]
 
 The experts are those of a layer of 397B-A17B (hidden 4096, width 1024, 10 of 512 for each token) with random weights.
 A round times a form and 4 bits in groups of 64 one after the other: chains in which each launch waits for the one
 before it and uses other experts, while the GPU is kept busy until the host has encoded all. Printed are medians, and
 the quartiles of the rounds' ratios of bytes a second. "layer" is gate, up, down and the sum. With `--against floats` a
-form is compared with itself where codes are not multiplied as integers. The last line is JSON.
+form is compared with itself where codes are not multiplied as integers, with `--against built-in` a tile with the
+built-in one. Two processes can differ by a sixth with the same code, so compare within one. The last line is JSON.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import backend, forms
 from moeflux_mlx.ops.experts import expert_down_combine, expert_gate_up
-from moeflux_mlx.ops.tiles import TILES, Tiles, using
+from moeflux_mlx.ops.tiles import CODE, Tile, Tiles, using
 from moeflux_mlx.quant import EXPERTS, GGUF_MODES, Quant
 
 LAUNCHES = 48
@@ -87,9 +88,21 @@ class Floats(Tiles):
 FLOATS = Floats()
 
 
-def in_floats(one: Launches) -> Launches:
+class Changed(Tiles):
+    """The built-in tiles with other fields, by kernel."""
+
+    def __init__(self, fields: list[tuple[str, str, str]]):
+        super().__init__()
+        self.fields = fields
+
+    def tile(self, target: str, kernel: str, shape: str) -> Tile:
+        own = {name: int(value) for which, name, value in self.fields if which == kernel}
+        return replace(super().tile(target, kernel, shape), **own)
+
+
+def under(one: Launches, tiles: Tiles) -> Launches:
     def build(x: mx.array) -> mx.array | list[mx.array]:
-        with using(FLOATS):
+        with using(tiles):
             return one.build(x)
 
     made = Launches(build, one.start, one.size)
@@ -97,11 +110,15 @@ def in_floats(one: Launches) -> Launches:
     return made
 
 
-def compare(quant: Quant, four: dict[str, Launches], experts: int, rounds: int) -> list[dict]:
-    """Prints and returns the rates of one form beside those of 4 bits, or of its own in floats if there are none."""
-    own, rows = chains(quant, experts), []
-    usual = four or {name: in_floats(one) for name, one in own.items()}
-    for name, one in own.items():
+def compare(
+    quant: Quant, four: dict[str, Launches], experts: int, rounds: int, tiles: Tiles, others: Tiles
+) -> list[dict]:
+    """Prints and returns the rates of one form with `tiles` beside those of 4 bits, or if there are none, of its own
+    with `others`.
+    """
+    built_in, rows = chains(quant, experts), []
+    usual = four or {name: under(one, others) for name, one in built_in.items()}
+    for name, one in ((name, under(one, tiles)) for name, one in built_in.items()):
         rates: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
             for chain, times in ((usual[name], rates[0]), (one, rates[1])):
@@ -121,7 +138,7 @@ def compare(quant: Quant, four: dict[str, Launches], experts: int, rounds: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forms", nargs="+", choices=GGUF_MODES, default=list(GGUF_MODES))
-    parser.add_argument("--against", choices=("4 bits", "floats"), default="4 bits", help="(%(default)s)")
+    parser.add_argument("--against", choices=("4 bits", "floats", "built-in"), default="4 bits", help="(%(default)s)")
     parser.add_argument("--experts", type=int, default=512, help="records in memory for each form (%(default)s)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--skip-check", action="store_true", help="time only")
@@ -130,15 +147,13 @@ def main() -> None:
     configure_mlx()
     if not backend.has_kernels():
         raise SystemExit("no GPU: mx.default_device() is the CPU; run on Apple silicon or with mlx[cuda13]")
-    for kernel, field, value in args.tile:
-        tiles = TILES[backend.name()]
-        tiles[kernel] = replace(tiles[kernel], **{field: int(value)})
     device = mx.device_info().get("device_name", "")
     print(f"mlx {mx.__version__}, {backend.name()}, {device}")
     checks = [] if args.skip_check else [check_form((of(mode),) * 3, mx.bfloat16, "BF16") for mode in args.forms]
-    four, rows = chains(EXPERTS, args.experts) if args.against != "floats" else {}, list[dict]()
+    four, rows = chains(EXPERTS, args.experts) if args.against == "4 bits" else {}, list[dict]()
+    others = FLOATS if args.against == "floats" else CODE
     for mode in args.forms:
-        rows += compare(of(mode), four, args.experts, args.rounds)
+        rows += compare(of(mode), four, args.experts, args.rounds, Changed(args.tile), others)
         mx.clear_cache()
     print(json.dumps({"mlx": mx.__version__, "device": device, "check": checks, "forms": rows}))
     if not all(check["ok"] for check in checks):

@@ -44,7 +44,7 @@ from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.ops.linear import qmv
 from moeflux_mlx.ops.records import Records
 from moeflux_mlx.ops.tiles import TILES, Tile
-from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, Quant
+from moeflux_mlx.quant import AFFINE_BITS, AFFINE_GROUPS, EXPERTS, GRID, Quant
 
 SHAPES = {"35B-A3B": (2048, 512, 8), "397B-A17B": (4096, 1024, 10), "Cogito-671B": (7168, 2048, 8)}  # H, I, K
 PRODUCTS = [
@@ -555,7 +555,8 @@ def bench_dequantize(name: str, tiles: list[Tile], launches: int = 4) -> list[di
 def random_stored(count: int, rows: int, columns: int, quant: Quant, dtype: mx.Dtype = mx.bfloat16) -> Stored:
     """Returns `count` stacked matrices of any form whose product keeps the size of its input."""
     if not quant.is_of_mlx:
-        return tuple(random_parts(quant, (count, rows, columns), dtype))
+        parts = zip(quant.parts, random_parts(quant, (count, rows, columns), dtype), strict=True)
+        return tuple(mx.broadcast_to(part, (count, *part.shape)) if name == GRID else part for name, part in parts)
     codes, shape = random_words(count, rows, quant.words(columns)), (count, rows, quant.groups(columns))
     if not quant.has_biases:
         least = 127 - round(np.log2(3 * columns**0.5))

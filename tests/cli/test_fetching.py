@@ -191,6 +191,19 @@ def test_headers_that_cannot_be_kept_are_one_line(ggufs, tmp_path, monkeypatch, 
     assert "headers" in (said := capsys.readouterr().err) and "cannot be written: " in said
 
 
+def test_old_headers_are_removed(ggufs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    headers = tmp_path / "kept" / "moeflux" / "gguf" / "headers"
+    for age in range(10):
+        (headers / f"old{age}").mkdir(parents=True)
+        (headers / f"old{age}" / "x.gguf").write_bytes(b"GGUF")
+        os.utime(headers / f"old{age}", (1e9 - age, 1e9 - age))
+    for _ in range(2):  # its own are among those that stay
+        assert plan(["--model", "org/model:q8_0"]) == 0
+        kept = {one.name for one in headers.iterdir()}
+        assert len(kept) == 8 and kept > {f"old{age}" for age in range(7)}
+
+
 def test_a_gguf_model_of_a_repository_is_planned_from_headers_and_comes_alone(ggufs, capfd):
     name = "org/model:q8_0"
     assert plan(["--model", name]) == 0

@@ -41,6 +41,11 @@ def test_models_that_do_not_fit_come_last(capsys):
     assert said(capsys, "--ram-gb=6", INSTANT).count("does not fit") == small.count(False)
 
 
+def test_the_list_says_how_to_open_a_gguf(capsys):
+    last = said(capsys, "--ram-gb=6", INSTANT).splitlines()[-1]
+    assert "moeflux chat --model ORG/NAME:QUANT prints the size first" in last
+
+
 def test_a_context_of_no_tokens_is_refused(capsys):
     assert models.main(["--context", "-5"]) == 1
     assert "--context is -5; it must be at least 1" in capsys.readouterr().err

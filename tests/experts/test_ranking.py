@@ -9,7 +9,7 @@ from moeflux_mlx.experts.ranking import HALF_LIFE, Ranking
 KEYS = st.integers(0, 5)
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(("use", "use", "use", "pass", "pass", "enter", "leave", "demote", "first", "reset")),
+        st.sampled_from(("use", "use", "use", "pass", "pass", "enter", "leave", "demote", "first", "reset", "request")),
         KEYS,
         st.integers(1, 40),
     ),
@@ -126,6 +126,28 @@ def test_what_the_last_step_used_is_spared():
     ranking.request([(0, 2)])
     ranking.demote((0, 2))
     assert ranking.first(lambda key: True, spare_recent=True) == (0, 2)
+
+
+@given(calls=CALLS, count=st.integers(1, 7), spare=st.booleans())
+def test_several_victims_are_those_of_single_choices(calls, count, spare):
+    together, alone = Ranking(2), Ranking(2)
+    for ranking in (together, alone):
+        for number in range(6):
+            ranking.enter((0, number))
+        for call, number, times in calls:
+            if call == "request":
+                ranking.request([(0, number), (0, times % 6)])
+            elif call == "pass":
+                ranking.pass_time(times)
+            elif call in ("use", "enter", "leave", "demote"):
+                getattr(ranking, call)((0, number))
+    kept = (0, calls[0][1]) if calls else None
+    singly = []
+    while len(singly) < count and (key := alone.first(lambda one: one != kept, spare_recent=spare)) is not None:
+        alone.leave(key)
+        singly.append(key)
+    assert together.lowest(count, lambda one: one != kept, spare_recent=spare) == singly
+    assert together.lowest(count, lambda one: one != kept, spare_recent=spare) == singly, "nothing was lost"
 
 
 def test_a_pool_that_evicts_nothing_keeps_few_entries():

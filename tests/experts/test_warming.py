@@ -116,6 +116,16 @@ def test_what_is_requested_goes_first(packed):  # noqa: F811
     loader.close()
 
 
+def test_a_share_counts_before_another_thread_asks(packed):  # noqa: F811
+    reader = ExpertReader(packed, workers=0)
+    queue = reader._drives[0]
+    for purpose in (REQUESTED, WARMING):
+        queue.put(Read(0, 0, memoryview(b""), {}), 1, purpose)
+    assert reader._next(0)[1] == REQUESTED and queue.active == [1, 0, 0]
+    assert reader._next(0) is None
+    reader.close()
+
+
 def test_a_drive_does_nothing_else_while_it_fills_memory():
     queue, reads = DriveQueue(), [Read(0, expert, memoryview(b""), {}) for expert in range(5)]
     for read_, purpose in zip(reads, (WARMING, WARMING, WARMING, GUESSED, REQUESTED), strict=True):

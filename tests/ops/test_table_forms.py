@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from grids import one_in_three
-from test_forms import LIMIT, Experts, of, product_error
+from test_forms import LIMIT, Experts, of, product_error, shared_error
 from tile_choices import OF_CUDA, Chosen
 
 from metal import msl
@@ -44,6 +44,7 @@ def test_prepared_grids(host, monkeypatch, mode):
     msl.plant(monkeypatch, "tables.h.metal", "*)room", "*)size_t(room)")  # CUDA does not tell memories apart
     with using(Chosen(OF_CUDA)):
         assert experts_of(mode, mode).error() < 2e-6
+        assert mode != "iq2_xxs" or shared_error(of(mode)) < 2e-6
 
 
 def test_codes_times_integers_of_narrow_x(host, monkeypatch):

@@ -9,10 +9,12 @@ from minmax import convert
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError, ModelFileError
+from moeflux_mlx.formats.packed import open_packed
 from moeflux_mlx.ops import table_values
 from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing.gguf_forms import FORMS, grids, repacked
 from moeflux_mlx.packing.gguf_tables import SEPARATE
+from moeflux_mlx.spec import ModelArgs
 
 gguf = pytest.importorskip("gguf")
 import gguf_models  # noqa: E402  (needs gguf)
@@ -106,6 +108,21 @@ def test_a_model_in_place_and_converted(tmp_path, family):
     made = [logits(load_model(source, dtype=mx.float32, **options), tokens[:12]) for source, options in ways]
     assert np.abs(made[0] - wanted).max() < 2e-4
     assert all(np.array_equal(one, made[0]) for one in made)
+
+
+def test_tables_that_differ_are_refused(tmp_path, family):
+    """In the first or the last record of a layer."""
+    path, packed = tmp_path / "m.gguf", tmp_path / "packed"
+    gguf_models.write_gguf(path, family, type_of)
+    convert(path, packed)
+    layout = open_packed(packed, ModelArgs.from_file(packed)).layout
+    file, last = packed / "packed_experts" / layout.file_name(1), layout.num_experts - 1
+    place = layout.start(1, last) + layout.records[1].projections[-1].codes[-1].offset
+    data = bytearray(file.read_bytes())
+    data[place + 5] ^= 8
+    file.write_bytes(data)
+    with pytest.raises(ModelFileError, match=f"down_proj.grid of expert {last} of layer 1 is another table than down"):
+        load_model(packed)
 
 
 def test_the_licence_of_grids_outside_the_experts(tmp_path, family):

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend
+from ...ops.arrays import AnyArray
 from ...ops.backend import Array, contiguous, leave, library_of, view
 from ...ops.elementwise import float32, split
 from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
@@ -39,7 +40,7 @@ def short_conv(projected: Array, state: State | StepRows, weight: mx.array, size
     if isinstance(state, StepRows):
         has_kernel = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1)
 
-        def compute(rows: StepRows, own: Any) -> Any:
+        def compute(rows: StepRows, own: Any) -> AnyArray:
             return _on_kernel(own, rows, weight, sizes) if has_kernel else short_conv(own, rows.cache, weight, sizes)
 
         return state.each((projected,), compute, has_kernel)
@@ -48,18 +49,18 @@ def short_conv(projected: Array, state: State | StepRows, weight: mx.array, size
     return _on_operations(projected, state, weight, sizes)
 
 
-def _on_operations(projected: Any, state: State, weight: mx.array, sizes: ShortConv) -> Any:
+def _on_operations(projected: AnyArray, state: State, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library = library_of(projected)
-    before: Any = library.zeros((batch, *sizes.conv_shape), projected.dtype) if state.conv is None else state.conv
-    taps: Any = weight
+    before: AnyArray = library.zeros((batch, *sizes.conv_shape), projected.dtype) if state.conv is None else state.conv
+    taps: AnyArray = weight
     if library is np:
         before, taps = view(before), view(weight)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
         B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
         inputs = library.concatenate([before.astype(projected.dtype), B * x], axis=1)
-        total: Any = 0.0
+        total: AnyArray = 0.0
         for i in range(sizes.taps):
             total = total + float32(inputs[:, i : i + length]) * float32(taps[:, i, 0])
         out = (float32(C) * total).astype(projected.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...kinds import HeadBlocks, KeyBlocks
 from ...ops import backend, gpu_time, index, native
+from ...ops.arrays import AnyArray
 from ...ops.backend import Array, arange, library_of, view
 from ...ops.elementwise import float32, sigmoid
 from ...ops.gather_rows import gather_rows
@@ -47,7 +48,7 @@ def attend_blocks(
     blocks: Blocks,
     terms: Terms,
     joined: mx.array | None = None,
-) -> Any:
+) -> AnyArray:
     """`attend` over the positions that are chosen: [B, L, heads * D].
 
     Args:
@@ -94,7 +95,7 @@ def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: 
     return not (refusal(target, is_alone, width, value_width) or index.refusal(target, is_alone, blocks))
 
 
-def choose_by_head(made: Index, seen: Any, blocks: HeadBlocks) -> Any:
+def choose_by_head(made: Index, seen: Any, blocks: HeadBlocks) -> AnyArray:
     """For each head, the blocks with the best keys among those that each token sees: int32 [B, rows, heads, chosen],
     ascending; ties go to the first.
     """
@@ -112,12 +113,14 @@ def choose_by_head(made: Index, seen: Any, blocks: HeadBlocks) -> Any:
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
-def _over_chosen(q: Any, k: Any, v: Any, cache: Any, chosen: Any, blocks: Blocks, terms: Terms) -> Any:
+def _over_chosen(
+    q: AnyArray, k: AnyArray, v: AnyArray, cache: Any, chosen: AnyArray, blocks: Blocks, terms: Terms
+) -> AnyArray:
     """[B, n, heads * D] of tokens that each attend to the blocks `chosen` [B, n, 1 or kv heads, .] and to their last
     positions."""
     (B, n, _, D), first, position = k.shape, cache.offset, cache.position
-    held: Any
-    out: Any
+    held: AnyArray
+    out: AnyArray
     q, gates = q[..., :D], q[..., D:].reshape(B, n, -1)
     q, k = prepared(q, terms.q_norm, terms.rope, position), prepared(k, terms.k_norm, terms.rope, position)
     if isinstance(q, np.ndarray):
@@ -146,7 +149,7 @@ def _text_native(text: tuple[np.ndarray, ...], first: int, blocks: Blocks, scale
     return np.stack(rows)
 
 
-def _heads(places: Any, part: Any) -> Any:
+def _heads(places: AnyArray, part: Any) -> AnyArray:
     """(kv head, its places) of keys or values [kv heads, P, D], where all share places or each has its own."""
     heads = range(len(part))
     return [(head, places[head if len(places) > 1 else 0]) for head in heads]
@@ -179,7 +182,7 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: flo
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def block_keys(rows: Array, norm: Norm, rope: Rope, first: int, ratio: int) -> Any:
+def block_keys(rows: Array, norm: Norm, rope: Rope, first: int, ratio: int) -> AnyArray:
     """Keys [B, n, D] of blocks from number `first` on, of index keys [B, n * ratio, D]; `rope` turns by numbers."""
     B, _, width = rows.shape
     library = library_of(rows)

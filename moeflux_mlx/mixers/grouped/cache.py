@@ -20,6 +20,7 @@ from ...caches.ring import Ring
 from ...caches.traced import FixedCache, FixedChunks, FixedRing
 from ...kinds import HeadBlocks, Indexer
 from ...ops import index
+from ...ops.arrays import AnyArray
 from ...ops.kv_rows import decode, encode, row_bytes
 from ...ops.positions import RECENT, Held, Rows
 from . import op as attend
@@ -56,7 +57,7 @@ class KVCache(Stepping[GroupedQuery]):
     def recent_shape(self) -> Shape:
         return (RECENT * sum(heads * width for heads, width in self.rows),)
 
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
         (heads, width), (_, value_width) = self.rows
         end = RECENT * heads * width
         keys, values = (
@@ -117,7 +118,7 @@ class _FixedChunkRows(_FixedRows, FixedChunks):
 class QuantizedKVCache(KVCache):
     """Keys and values of all positions, given and fetched as values."""
 
-    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
+    stored_dtype: ClassVar[np.dtype[AnyArray]] = np.dtype(np.uint8)
     traced_whole = _FixedRows
 
     @property

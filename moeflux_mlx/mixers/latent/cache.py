@@ -13,6 +13,7 @@ from ...caches.keys import KeyCache
 from ...caches.layer_cache import Arrays, LayerCache, Shape, State
 from ...kinds import Indexer
 from ...ops import index
+from ...ops.arrays import AnyArray
 from ...ops.positions import RECENT, Rows
 from . import op as latent
 from .spec import Latent
@@ -45,7 +46,7 @@ class LatentCache(Stepping[Latent]):
     def recent_shape(self) -> Shape:
         return RECENT, self.part.latent + self.part.rotated
 
-    def parts(self, recent: Any, length: int) -> tuple[Any, Any]:
+    def parts(self, recent: AnyArray, length: int) -> tuple[AnyArray, AnyArray]:
         entries, width = recent[None, None, :length], self.part.latent
         return entries[..., :width], entries[..., width:]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...kinds import Indexer, KeyBlocks
 from ...ops import backend, gpu_time, index, native
+from ...ops.arrays import AnyArray
 from ...ops.backend import Array, arange, library_of, view
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
@@ -74,7 +75,7 @@ def attend_indexed(
         if made is not None:
             chosen.positions = choose_step(made, cache.beside, indexer)
         seen = None if whole else SeenBlocks(chosen.positions)
-        around: Any = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks}
+        around: AnyArray = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks}
         return attend_latent(q, kv, own, queries, key, value, seen=seen, **around)
     offset, position = own.offset, own.position
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
@@ -143,7 +144,7 @@ def attend_pools(
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
-def with_tail(chosen: Any, places: Any, blocks: KeyBlocks, library: Any) -> Any:
+def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: Any) -> AnyArray:
     """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
     `places` that no whole block has; -1 in place of some that there are not."""
     B, rows, _ = chosen.shape
@@ -159,16 +160,16 @@ class Held(NamedTuple):
     that `mask` hides; the first token's place; how many attend to all that they see, and what the others do to.
     `has_gaps`: -1 among that stands for no position."""
 
-    latents: Any
-    keys: Any
+    latents: AnyArray
+    keys: AnyArray
     mask: Mask
-    offset: Any
+    offset: AnyArray
     whole: int
-    chosen: Any
+    chosen: AnyArray
     has_gaps: bool = False
 
 
-def _append(cache: Positions, latent: Any, k_pe: Any) -> tuple[Any, Any, Mask]:
+def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, Mask]:
     """Appends the tokens; returns latents [B, P, N] and rotated keys [B, P, R] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
     entry = k_pe.reshape(B, 1, L, k_pe.shape[-1])

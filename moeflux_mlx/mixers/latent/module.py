@@ -13,6 +13,7 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Indexer, KeyBlocks
 from ...layers import LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
+from ...ops.arrays import AnyArray
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
@@ -107,7 +108,12 @@ class MLA(MixerModule):
     def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
-        around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
+        around: AnyArray = {
+            "norm": self._latent_norm,
+            "rope": self.rope,
+            "scale": self.scale,
+            "sinks": self.get("sinks"),
+        }
         return attend_latent(q, kv, cache, self._queries(), self._key(), self._value(), **around)
 
     def _queries(self) -> Queries:
@@ -215,7 +221,7 @@ class Scoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
         self.rope = Rope(indexer.rotation(mixer.rotation)) if mixer.rotation else None
 
-    def of_input(self, x: Array) -> Any:
+    def of_input(self, x: Array) -> AnyArray:
         """The queries of normed rows x, not scaled by their positions."""
         return self.wq_b(self.q_input_norm(x))
 
@@ -279,7 +285,7 @@ class IndexedMLA(MLA):
             sinks=self.get("sinks"),
         )
 
-    def _latents(self, others: Sequence[Any], chosen: Chosen) -> Any:
+    def _latents(self, others: Sequence[AnyArray], chosen: Chosen) -> AnyArray:
         """Latents and keys [B, L, N + R], of the layer's own matrix or handed on by an earlier layer."""
         slot = "latents" if self.rope else "unrotated"
         if self.mixer.borrows:
@@ -290,7 +296,7 @@ class IndexedMLA(MLA):
 
     def _scored(self, q: Array, keys: Array, parts: Sequence[Array], own: Any) -> Projections:
         """What the indexer makes of the tokens; queries only if one of them does not attend to all."""
-        queries: Any = None
+        queries: AnyArray = None
         if own.whole(q.shape[1]) < q.shape[1]:
             queries = parts[1] if self.rule.from_input else self.indexer.wq_b(q, self.q_a_layernorm)
             queries = self.indexer.softmax_scaling(queries, own.position) if self.mixer.grows else queries
@@ -330,7 +336,7 @@ class PoolScoring(nn.Module):
         _, _, joined = cache.absorb(rows, self._keys, kernels)
         return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
-    def _keys(self, rows: Any, first: Any, count: int) -> Any:
+    def _keys(self, rows: AnyArray, first: AnyArray, count: int) -> AnyArray:
         """Keys of so many blocks, of what the cache has of their positions."""
         keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
         return pooled(keys, gates, self.ape, False, False)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
+from ...ops.arrays import AnyArray
 from ...ops.backend import Array, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import split
@@ -197,7 +198,7 @@ def attend_latent(
     if isinstance(cache, StepRows):
         has_kernels = isinstance(q, mx.array) and takes_step(kv.shape[-1] - rotated, rotated)
 
-        def compute(rows: StepRows, q: Any, kv: Any) -> Any:
+        def compute(rows: StepRows, q: AnyArray, kv: AnyArray) -> AnyArray:
             given = queries, key, value, norm, rope, scale
             if has_kernels:
                 return _on_kernels(q, kv, rows, *given, sinks=sinks)

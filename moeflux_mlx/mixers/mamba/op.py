@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time
+from ...ops.arrays import AnyArray
 from ...ops.backend import Array, contiguous, leave, library_of, view
 from ...ops.elementwise import activate, float32, sigmoid, softplus, split
 from ...ops.launch import (
@@ -80,13 +81,13 @@ def mamba(projected: Array, state: State | StepRows, w: MambaWeights, sizes: Mam
     if isinstance(state, StepRows):
         has_kernels = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1, sizes)
 
-        def compute(rows: StepRows, own: Any) -> Any:
+        def compute(rows: StepRows, own: Any) -> AnyArray:
             return _on_kernels(own, rows, w, sizes) if has_kernels else mamba(own, rows.cache, w, sizes)
 
         return state.each((projected,), compute, has_kernels)
     if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length, sizes):
         return _on_kernels(projected, StepRows([state]), w, sizes)
-    parts: list[Any] = []
+    parts: list[AnyArray] = []
     for start in range(0, length, PIECE):
         parts.append(_on_operations(projected[:, start : start + PIECE], state, w, sizes))
         gpu_time.in_turn(length, parts)
@@ -94,7 +95,7 @@ def mamba(projected: Array, state: State | StepRows, w: MambaWeights, sizes: Mam
     return whole
 
 
-def _on_operations(projected: Any, state: State, w: MambaWeights, sizes: Mamba2) -> Any:
+def _on_operations(projected: AnyArray, state: State, w: MambaWeights, sizes: Mamba2) -> AnyArray:
     """`mamba` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library: Any = library_of(projected)
@@ -117,7 +118,7 @@ def _on_operations(projected: Any, state: State, w: MambaWeights, sizes: Mamba2)
     return (rms_norm(y, None, w.eps).reshape(z.shape) * norm).astype(projected.dtype)
 
 
-def _convolved(padded: Any, weight: Any, bias: Any, length: int) -> Any:
+def _convolved(padded: AnyArray, weight: AnyArray, bias: AnyArray, length: int) -> AnyArray:
     """silu(depthwise convolution + bias) [B, length, channels] float32: output t sees inputs t to t + taps - 1."""
     out = bias
     for i in range(weight.shape[1]):
@@ -125,7 +126,7 @@ def _convolved(padded: Any, weight: Any, bias: Any, length: int) -> Any:
     return out * sigmoid(out)
 
 
-def _heads(convolved: Any, sizes: Mamba2) -> list[Any]:
+def _heads(convolved: AnyArray, sizes: Mamba2) -> list[AnyArray]:
     """x [B, L, heads, head_dim], B and C [B, L, groups, state_dim] of them side by side."""
     parts = split(convolved, sizes.width, sizes.width + sizes.groups * sizes.state_dim)
     return [
@@ -161,7 +162,7 @@ def scan(x: Array, B: Array, C: Array, dt: Array, A: Array, state: Array) -> tup
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, L, heads, P), S.reshape(state.shape)
 
 
-def _chunk(x: Any, B: Any, C: Any, decay: Any, S: Any) -> tuple[Any, Any]:
+def _chunk(x: AnyArray, B: AnyArray, C: AnyArray, decay: AnyArray, S: AnyArray) -> tuple[Any, Any]:
     """`scan` of a few tokens: what the state before them gives, and what each gives to those behind it."""
     T, library = x.shape[-2], library_of(x)
     if T == 1:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...errors import BadRequestError, RequestError
+from ...files import JsonObject
 from ...text.results import in_order
 from .fields import Fields, check
 
-Message = dict[str, Any]
+Message = JsonObject
 
 # Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
 # another.
@@ -33,7 +34,7 @@ def assistant(text: str, reasoning: str | None = None, calls: list[Message] | No
     return message
 
 
-def call(name: str, arguments: dict[str, Any], id: str | None) -> Message:
+def call(name: str, arguments: JsonObject, id: str | None) -> Message:
     return {"id": id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -41,7 +42,7 @@ def result(text: str, id: str | None, name: str | None = None) -> Message:
     return {"role": "tool", "content": text, "tool_call_id": id or "", "name": name or ""}
 
 
-def arguments(fields: Fields, key: str) -> dict[str, Any]:
+def arguments(fields: Fields, key: str) -> JsonObject:
     """A call's arguments, given as an object or as its JSON text.
 
     A text that is not an object comes from an answer that was cut short. It is kept under "input", because refusing it

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ...errors import BadRequestError
+from ...files import JsonObject, JsonValue
 
 DEEPEST = 64  # levels of objects and lists; tool schemas of agents reach about 20
 LARGEST = 2**31 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def parse(data: bytes) -> dict[str, Any]:
+def parse(data: bytes) -> JsonObject:
     """The JSON object that the body of a request holds."""
     try:
         body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
@@ -43,11 +44,11 @@ def check(body: Any) -> None:
     raise too_deep()
 
 
-def _held(value: Any) -> Iterable[Any]:
+def _held(value: JsonValue) -> Iterable[Any]:
     return itertools.chain(value, value.values()) if isinstance(value, Mapping) else value
 
 
-def _is_container(value: Any) -> bool:
+def _is_container(value: JsonValue) -> bool:
     """Whether a value contains others; checks values that do not. It must be fast, because bodies can have millions of
     values.
     """
@@ -65,13 +66,13 @@ def too_deep() -> BadRequestError:
     return BadRequestError(f"the body nests more than {DEEPEST} levels deep; expected at most {DEEPEST}")
 
 
-def shown(value: Any) -> str:
+def shown(value: JsonValue) -> str:
     """A value for a message: short, in one line, and ASCII where its characters could not be written."""
     text = ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else _short.repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def wrong(name: str, value: Any, wanted: str) -> BadRequestError:
+def wrong(name: str, value: JsonValue, wanted: str) -> BadRequestError:
     return BadRequestError(f"{name} is {shown(value)}; expected {wanted}", name)
 
 
@@ -96,7 +97,7 @@ class Fields:
         path: its place in the body, for messages; "" for the body itself.
     """
 
-    def __init__(self, data: Any, path: str = ""):
+    def __init__(self, data: JsonValue, path: str = ""):
         if not isinstance(data, Mapping):
             raise wrong(path or "the body", data, "an object")
         self.data, self.path = data, path

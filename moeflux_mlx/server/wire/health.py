@@ -1,11 +1,10 @@
 """/health: whether the model is loaded."""
 
-from typing import Any
-
+from ...files import JsonObject
 from .replies import openai_error
 
 
-def health(ready: bool) -> tuple[int, dict[str, Any]]:
+def health(ready: bool) -> tuple[int, JsonObject]:
     """HTTP status and body."""
     if ready:
         return 200, {"status": "ok"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import BadRequestError
+from ...files import JsonMapping, JsonObject, JsonValue
 from .fields import wrong
 
 MOST = 32  # the most images of a request
@@ -37,7 +38,7 @@ class ImageParts:
         return pattern.sub(lambda match: shown, text), [self.sources[int(n)] for n in pattern.findall(text)]
 
 
-def without_images(body: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ImageParts]:
+def without_images(body: JsonMapping, key: str) -> tuple[JsonObject, ImageParts]:
     """Returns the body with marks in place of the images in its messages or items under `key`, and the images. A mark
     is joined to the text before or behind it, as templates write images.
 
@@ -53,7 +54,7 @@ def without_images(body: Mapping[str, Any], key: str) -> tuple[dict[str, Any], I
     return {**body, key: cleared}, images
 
 
-def _cleared(item: Any, images: ImageParts, path: str) -> Any:
+def _cleared(item: JsonValue, images: ImageParts, path: str) -> Any:
     if not isinstance(item, Mapping):
         return item
     lists = {name: value for name in FIELDS if isinstance(value := item.get(name), list)}
@@ -83,7 +84,7 @@ def _parts(parts: Sequence[Any], images: ImageParts, path: str) -> list[Any]:
     return done
 
 
-def _source(part: Mapping[str, Any], path: str) -> str:
+def _source(part: JsonMapping, path: str) -> str:
     """The URL of an image in any form of the APIs."""
     if part["type"] == "image":  # Anthropic's
         source = part.get("source")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from ...files import JsonObject
 from ..request import Accepted, Finish, Request, ServerEvent
 from .answer import Answer, Block, Step
 from .ids import Ids
@@ -34,7 +35,7 @@ def stream(request: Request, ids: Ids) -> "MessageReply":
     return MessageReply(request, ids)
 
 
-def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> dict[str, Any]:
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonObject:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
@@ -51,13 +52,13 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _failure(answer: Answer) -> dict[str, Any]:
+def _failure(answer: Answer) -> JsonObject:
     failed = answer.failed
     assert failed is not None
     return anthropic_error(failed.status, failed.code, failed.message, failed.param)
 
 
-def _block(block: Block, ids: Ids) -> dict[str, Any]:
+def _block(block: Block, ids: Ids) -> JsonObject:
     if block.kind == "call":
         return {**_call(block, ids), "input": json.loads(block.text)}
     if block.kind == "reasoning":
@@ -65,7 +66,7 @@ def _block(block: Block, ids: Ids) -> dict[str, Any]:
     return {"type": "text", "text": block.text}
 
 
-def _empty(block: Block, ids: Ids) -> dict[str, Any]:
+def _empty(block: Block, ids: Ids) -> JsonObject:
     if block.kind == "call":
         return _call(block, ids)
     return (
@@ -75,17 +76,17 @@ def _empty(block: Block, ids: Ids) -> dict[str, Any]:
     )
 
 
-def _call(block: Block, ids: Ids) -> dict[str, Any]:
+def _call(block: Block, ids: Ids) -> JsonObject:
     return {"type": "tool_use", "id": ids.call(block.call, "toolu_"), "name": block.name, "input": {}}
 
 
-def _stopped(answer: Answer) -> dict[str, Any]:
+def _stopped(answer: Answer) -> JsonObject:
     assert answer.finish is not None
     reason = _STOP[answer.reason()]
     return {"stop_reason": reason, "stop_sequence": answer.finish.stop_sequence if reason == "stop_sequence" else None}
 
 
-def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> JsonObject:
     """The three counts of the prompt do not overlap: their sum is the prompt."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
@@ -95,7 +96,7 @@ def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> di
     }
 
 
-def _finished(finish: Finish) -> dict[str, Any]:
+def _finished(finish: Finish) -> JsonObject:
     usage = _usage(finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens)
     return {**usage, "output_tokens_details": {"thinking_tokens": finish.reasoning_tokens}}
 
@@ -117,7 +118,7 @@ class MessageReply(Reply):
             return
         self._begun = True
         known = self.answer.accepted or self.answer.finish or Accepted(0, 0)
-        message: dict[str, Any] = {
+        message: JsonObject = {
             "id": self._id,
             "type": "message",
             "role": "assistant",

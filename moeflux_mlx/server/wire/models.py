@@ -1,8 +1,9 @@
 """/v1/models: one object with the keys of both OpenAI and Anthropic."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Any
+
+from ...files import JsonMapping, JsonObject
 
 LOADED = {"value": "loaded"}
 
@@ -11,9 +12,9 @@ def model(
     name: str,
     created: float,
     context: int | None,
-    status: Mapping[str, Any] = LOADED,
-    features: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    status: JsonMapping = LOADED,
+    features: JsonMapping | None = None,
+) -> JsonObject:
     """One model.
 
     Args:
@@ -39,7 +40,7 @@ def model(
     }
 
 
-def listing(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def listing(models: Sequence[JsonObject]) -> JsonObject:
     ids = [model["id"] for model in models]
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     return {"object": "list", "data": list(models), "has_more": False, **ends}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ...files import JsonObject
 from ..request import Failed, Finish, Request, Sampling, ServerEvent, TokenLogprob
 from .answer import Answer, Block, Step
 from .ids import Ids
@@ -38,7 +39,7 @@ def stream(request: Request, ids: Ids) -> "ResponseReply":
     return ResponseReply(request, ids)
 
 
-def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> dict[str, Any]:
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonObject:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
@@ -63,7 +64,7 @@ def _status(answer: Answer) -> str:
     return "in_progress"
 
 
-def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> dict[str, Any]:
+def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> JsonObject:
     """All of a response but its output, in the order in which people read it."""
     return {
         "id": id,
@@ -90,11 +91,11 @@ def _used(sampling: Sampling) -> dict[str, float]:
     return {name: value for name, value in used.items() if value is not None}
 
 
-def _error(failed: Failed) -> dict[str, Any]:
+def _error(failed: Failed) -> JsonObject:
     return {"code": failed.code, "message": failed.message}
 
 
-def _usage(finish: Finish) -> dict[str, Any]:
+def _usage(finish: Finish) -> JsonObject:
     return {
         "input_tokens": finish.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finish.cached_tokens, "cache_write_tokens": 0},
@@ -104,11 +105,11 @@ def _usage(finish: Finish) -> dict[str, Any]:
     }
 
 
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
+def _logprob(token: TokenLogprob) -> JsonObject:
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
 
 
-def _one_logprob(token: TokenLogprob) -> dict[str, Any]:
+def _one_logprob(token: TokenLogprob) -> JsonObject:
     return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
 
 
@@ -127,15 +128,15 @@ class Items:
             self._made[block.index] = self._ids.make(_PREFIXES[self.kind(block)])
         return self._made[block.index]
 
-    def added(self, block: Block) -> dict[str, Any]:
+    def added(self, block: Block) -> JsonObject:
         return self._item(Block(block.kind, block.index, block.call, block.name), "in_progress")
 
-    def done(self, block: Block) -> dict[str, Any]:
+    def done(self, block: Block) -> JsonObject:
         return self._item(block, "completed" if block.whole else "incomplete")
 
-    def part(self, block: Block) -> dict[str, Any]:
+    def part(self, block: Block) -> JsonObject:
         """The one part of a message or of a thought."""
-        part: dict[str, Any] = {"type": _PARTS[self.form(block)][0], "text": block.text}
+        part: JsonObject = {"type": _PARTS[self.form(block)][0], "text": block.text}
         if block.kind == "reasoning":
             return part
         return {**part, "annotations": [], "logprobs": [_logprob(token) for token in block.logprobs]}
@@ -150,22 +151,22 @@ class Items:
         known: Mapping[str, Known] = self._request.extra.get("known", {})
         return known.get(block.name) or Known(block.name)
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: Block, status: str) -> JsonObject:
         head = {"id": self.id(block), "status": status}
         if block.kind == "call":
             return {**head, **self._call(block)}
         content = [self.part(block)] if block.text else []
         if block.kind == "text":
             return {**head, "type": "message", "role": "assistant", "content": content}
-        item: dict[str, Any] = {**head, "type": "reasoning", "summary": [], "content": []}
+        item: JsonObject = {**head, "type": "reasoning", "summary": [], "content": []}
         item["summary" if self.form(block) == "summary" else "content"] = content
         if self._request.extra.get("sealed"):
             item["encrypted_content"] = sealed(block.text) if block.text else None
         return item
 
-    def _call(self, block: Block) -> dict[str, Any]:
+    def _call(self, block: Block) -> JsonObject:
         known = self._known(block)
-        call: dict[str, Any] = {"call_id": self._ids.call(block.call, "call_"), "name": known.name}
+        call: JsonObject = {"call_id": self._ids.call(block.call, "call_"), "name": known.name}
         if known.namespace:
             call["namespace"] = known.namespace
         if known.custom:
@@ -180,7 +181,7 @@ class ResponseReply(Reply):
         keep: takes the items once all are done, before the client hears of it.
     """
 
-    def __init__(self, request: Request, ids: Ids, keep: Callable[[list[dict[str, Any]]], None] | None = None):
+    def __init__(self, request: Request, ids: Ids, keep: Callable[[list[JsonObject]], None] | None = None):
         super().__init__(request, ids)
         self._keep = keep
         self._id = ids.make("resp_")

@@ -1,9 +1,9 @@
 """/tokenize, as in llama.cpp: returns the token ids of a text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ...files import JsonMapping, JsonObject
 from .fields import Fields, check
 from .replies import openai_error
 
@@ -19,7 +19,7 @@ class Tokenize:
     with_pieces: bool = False
 
 
-def read(body: Mapping[str, Any]) -> Tokenize:
+def read(body: JsonMapping) -> Tokenize:
     check(body)
     fields = Fields(body)
     content = fields.text("content")
@@ -28,7 +28,7 @@ def read(body: Mapping[str, Any]) -> Tokenize:
     return Tokenize(content, fields.flag("add_special"), fields.flag("with_pieces"))
 
 
-def whole(tokens: Sequence[int], pieces: Sequence[str] | None = None) -> dict[str, Any]:
+def whole(tokens: Sequence[int], pieces: Sequence[str] | None = None) -> JsonObject:
     """The reply; with `pieces`, one to a token."""
     if pieces is None:
         return {"tokens": list(tokens)}

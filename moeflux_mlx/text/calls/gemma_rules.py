@@ -4,8 +4,8 @@ allows.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ...files import JsonValue
 from .schema_rules import Rule, SchemaRules, quoted
 
 QUOTE = '<|"|>'
@@ -46,7 +46,7 @@ class GemmaRules(SchemaRules):
     def items(self, item: str) -> str:
         return f'"[" ({item} ("," {item})*)? "]"'
 
-    def literal(self, value: Any) -> str:
+    def literal(self, value: JsonValue) -> str:
         return quoted(written(value))
 
     def any_of(self, kind: str) -> str:
@@ -65,7 +65,7 @@ def _joined(members: Sequence[Rule], is_first: bool) -> str:
     return f"{pair} {rest}" if is_required else f"({pair} {rest})? " if not others else f"({pair} {rest} | {without})"
 
 
-def written(value: Any) -> str:
+def written(value: JsonValue) -> str:
     """A value of JSON as Gemma writes it."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"

@@ -7,8 +7,8 @@ closing tag, and the rule of the arguments behind that of `</invoke>`.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ...files import JsonValue
 from .schema_rules import Rule, SchemaRules, quoted
 
 MARK = "]<]minimax[>["  # one token, before every tag of a call
@@ -55,14 +55,14 @@ class MiniMaxRules(SchemaRules):
             rules = [f"string{rule.removeprefix('MARK')}" if rule.startswith("MARK") else rule for rule in rules]
         return super().either(rules)
 
-    def literal(self, value: Any) -> str:
+    def literal(self, value: JsonValue) -> str:
         return quoted(written(value) + MARK)
 
     def any_of(self, kind: str) -> str:
         return TYPE_RULES.get(kind, "argument")
 
 
-def written(value: Any) -> str:
+def written(value: JsonValue) -> str:
     """A value of JSON as MiniMax-M3 writes it; None in an object is left out."""
     if isinstance(value, Mapping):
         return "".join(_tagged(key, item) for key, item in value.items() if item is not None)
@@ -71,5 +71,5 @@ def written(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _tagged(tag: str, value: Any) -> str:
+def _tagged(tag: str, value: JsonValue) -> str:
     return f"{MARK}<{tag}>{written(value)}{MARK}</{tag}>"

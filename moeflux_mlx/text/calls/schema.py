@@ -10,7 +10,9 @@ from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
-Schema = Mapping[str, Any]
+from ...files import JsonMapping, JsonValue
+
+Schema = JsonMapping
 Member = tuple[str, Any, bool]  # key, schema, whether it is required
 STRING = frozenset({"string"})
 TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -35,7 +37,7 @@ class Shape:
         depth: how many values it is inside of.
     """
 
-    def __init__(self, schema: Any, root: Schema, depth: int = 0):
+    def __init__(self, schema: JsonValue, root: Schema, depth: int = 0):
         self._alternatives, self._root, self.depth = variants(schema, root), root, depth
         self.types = allowed_types(self._alternatives) or STRING
         self.keys = frozenset(key for one in self._alternatives for key in _properties(one))
@@ -74,12 +76,12 @@ def members(one: Schema, root: Schema) -> list[Member]:
     return [(key, value, needed) for key, value, needed in own if needed or variants(value, root)]
 
 
-def has_type(value: Any, types: Collection[str]) -> bool:
+def has_type(value: JsonValue, types: Collection[str]) -> bool:
     """Whether a value is of one of the JSON types; an integer is also a number."""
     return _has(types, _type_of(value))
 
 
-def variants(schema: Any, root: Schema) -> list[Schema]:
+def variants(schema: JsonValue, root: Schema) -> list[Schema]:
     """The alternatives of a value, in which `type` and `enum` are lists, `const` is an `enum`, and a list of `items` is
     `prefixItems`.
 
@@ -102,7 +104,7 @@ def _take(count: int, steps: Iterator[int]) -> None:
         raise _EndlessError
 
 
-def _variants(schema: Any, root: Schema, depth: int, steps: Iterator[int]) -> list[Schema]:
+def _variants(schema: JsonValue, root: Schema, depth: int, steps: Iterator[int]) -> list[Schema]:
     _take(PART, steps)
     if not depth:
         raise _EndlessError
@@ -199,7 +201,7 @@ def _all(*parts: Any) -> Any:
     return {"allOf": conditions} if len(conditions) > 1 else conditions[0] if conditions else True
 
 
-def _properties(one: Schema) -> Mapping[str, Any]:
+def _properties(one: Schema) -> JsonMapping:
     properties = one.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
@@ -212,11 +214,11 @@ def _has(kinds: Collection[str], kind: str) -> bool:
     return kind in kinds or (kind == "integer" and "number" in kinds)
 
 
-def _text_of(value: Any) -> str:
+def _text_of(value: JsonValue) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: JsonValue) -> str:
     return TYPE_NAMES.get(type(value), "null")
 
 

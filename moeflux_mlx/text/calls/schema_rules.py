@@ -6,9 +6,9 @@ A dialect says how an object, a list and a scalar are written; which of them may
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ...errors import RequestError
+from ...files import JsonValue
 from .schema import COMPOSED, Schema, allowed_types, is_map, members, types, variants
 from .typed import NUMBERS, as_json
 
@@ -58,7 +58,7 @@ class SchemaRules(ABC):
         """A list of any length whose items follow the rule `item`."""
 
     @abstractmethod
-    def literal(self, value: Any) -> str:
+    def literal(self, value: JsonValue) -> str:
         """One value."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class SchemaRules(ABC):
             raise too_large(key)
         return self.members(rules)
 
-    def _value(self, key: str | None, schema: Any, depth: int) -> str:
+    def _value(self, key: str | None, schema: JsonValue, depth: int) -> str:
         self._left -= 1
         if not depth or self._left < 0:
             raise too_large(key)

@@ -1,0 +1,27 @@
+"""Checks that the tables in a packed model's records are one for each form: kernels take that of one expert for all."""
+
+from ..errors import ModelFileError
+from ..quant import GRID
+from .checkpoint import read_bytes
+from .packed import PackedExperts, StripedExperts
+
+
+def check_grids(experts: PackedExperts | StripedExperts) -> None:
+    """Compares the tables of each form in the first and the last expert of each layer.
+
+    Raises:
+        ModelFileError: two of one form differ, or a file cannot be read.
+    """
+    layout, known = experts.layout, dict[str, tuple[bytes, str]]()
+    share = experts.share if isinstance(experts, PackedExperts) else None
+    for layer, record in layout.records.items():
+        fields = [(part.quant.mode, field) for part in record.projections for field in part.codes if field.part == GRID]
+        held = [one for one in range(layout.num_experts) if fields and (share is None or share.has(layer, one))]
+        for expert in held[:1] + held[-1:]:
+            path, start, _, _ = experts.pieces(layer, expert)[0]
+            for mode, field in fields:
+                where = f"{field.name} of expert {expert} of layer {layer}"
+                grid = bytes(read_bytes(path, start + field.offset, field.size))
+                first, other = known.setdefault(mode, (grid, where))
+                if first != grid:
+                    raise ModelFileError(f"{path}: {where} is another table than {other}; convert the model again")
