@@ -1,9 +1,9 @@
 // needs: lane.h.metal rotate.h.metal
 // The queries of one token for compressed attention, and the row that its cache stores (mixers/compressed/op.py).
-// query[H, D] X: each head of q[H, D] X is divided by its root mean square (+ eps[0]), and its last R values are
-// rotated by the token's rotary position[0] (rotate.h.metal). row[ROW] X: raw[ROW] X begins with the token's key of D
-// values, which is normed in the same way, multiplied by weight[D] and then rotated; the rest is copied. periods[R / 2]
-// float.
+// query[H, D] X: each head of q[H, D] X is divided by its root mean square (+ eps[0]) if NORMED is 1, and its last R
+// values are rotated by the token's rotary position[0] (rotate.h.metal). row[ROW] X: raw[ROW] X begins with the token's
+// key of D values, which is normed in the same way, multiplied by weight[D] and then rotated; the rest is copied.
+// periods[R / 2] float.
 //
 // grid: (32 * SG * (H + 1), 1, 1), threadgroup (32 * SG, 1, 1): one threadgroup per head, and one for the row.
   constexpr uint THREADS = 32 * SG;
@@ -24,7 +24,8 @@
     partial[simdgroup_index_in_threadgroup] = squares;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float scale = metal::precise::rsqrt(lane_sum<32>(lane < SG ? partial[lane] : 0.0f) / float(D) + eps[0]);
+  const float mean = lane_sum<32>(lane < SG ? partial[lane] : 0.0f) / float(D);
+  const float scale = NORMED || is_key ? metal::precise::rsqrt(mean + eps[0]) : 1.0f;
   for (uint i = index; i < D; i += THREADS) {
     const X normed = X(float(from[i]) * scale * (is_key ? float(weight[i]) : 1.0f));
     if (i < D - R) {

@@ -1,11 +1,20 @@
 """`python -m moeflux_mlx.evaluate`: how well a model predicts a text, and how far it is from another."""
 
 import argparse
+import itertools
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from .cli.evaluation import run
+import numpy as np
+
+from .cli.chart import line_chart
+from .cli.opening import note_idle_options
 from .cli.options import (
+    NOT_GIVEN,
     add_activations,
     add_dtype,
     add_expert_io,
@@ -13,9 +22,162 @@ from .cli.options import (
     add_memory,
     add_shards_in,
     add_tiles,
+    dtype_of,
+    settings_of,
 )
 from .cli.run import Parser, execute
-from .tools.evaluate import WINDOW
+from .cli.terminal import Progress, note
+from .engine.engine import Engine, open_with
+from .engine.locate import resolve
+from .errors import NotPackedError, RequestError
+from .files import read_text, user_path
+from .formats.packed import STATE
+from .process import claim_process
+from .tools.evaluate import WINDOW, Measured, evaluate, perplexity
+from .tools.readers import LayerReader
+
+# Options that only an engine uses.
+
+OF_ENGINES = ("cpu_activations", "kv_bits", "expert_io", "expert_cache_gb", "memory_gb", "tiles")
+BINS = 64  # points of a chart
+
+
+def run(options: argparse.Namespace) -> int:
+    texts = [read_text(name) for name in options.text]
+    chart = None if options.svg is None else user_path(options.svg)
+    if chart is not None and options.against is None:
+        raise RequestError("--svg draws the divergence of two models; give the second with --against")
+    with Progress("reading", lines=True) as progress:
+        measured = evaluate(
+            lambda: opened(options, options.model, options.kv_bits, options.shards_in),
+            texts,
+            against=None if options.against is None else lambda: opened(options, options.against, "16"),
+            window=options.window,
+            most=options.tokens,
+            progress=progress.update,
+        )
+    if chart is not None:
+        chart.write_text(drawn(measured, options), encoding="utf-8")
+    result = summary(measured)
+    if len(texts) > 1:
+        result["texts"] = [{"text": name, **part} for name, part in zip(options.text, by_text(measured), strict=True)]
+    if measured.kl is not None:
+        result["positions"] = by_position(measured)
+    names = {"model": options.model or "demo", **({"against": options.against} if options.against else {})}
+    print("\n".join([*table(measured, result), json.dumps({**names, **result}, ensure_ascii=False)]))
+    return 0
+
+
+def opened(
+    options: argparse.Namespace, model: str | None, kv_bits: str, shards_in: Sequence[str] = ()
+) -> Engine | LayerReader:
+    """The model as the options want it read. A checkpoint that no engine can use in place is read layer by layer."""
+    folders = [user_path(folder) for folder in shards_in]
+    if options.layer_by_layer:
+        return _by_layers(options, _directory(model, folders), folders)
+    try:
+        given = settings_of(options, model)
+        engine = open_with(
+            replace(given, kv_bits=kv_bits, shards_in=shards_in, context=options.window, warm_start="off")
+        )
+    except NotPackedError:
+        if model is None or not user_path(model).is_dir() or (user_path(model) / STATE).exists():
+            raise
+        return _by_layers(options, user_path(model), folders)
+    engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
+    if model == options.model:
+        note_idle_options(options, engine.experts.mode)
+    return engine
+
+
+def _directory(model: str | None, shards_in: Sequence[Path]) -> Path:
+    """The directory of a model, whatever form its weights have."""
+    if model is not None and user_path(model).is_dir():
+        return user_path(model)
+    return resolve(model, shards_in=shards_in)
+
+
+def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path]) -> LayerReader:
+    claim_process()
+    idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
+    for name in idle:
+        note(f"note: --{name.replace('_', '-')} has no effect where {path} is read layer by layer")
+    return LayerReader(path, shards_in, dtype_of(options))
+
+
+def summary(measured: Measured) -> dict[str, Any]:
+    """The figures by name, rounded to their useful digits."""
+    result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
+    result["perplexity"] = float(f"{measured.perplexity:.6g}")
+    result["perplexity_error"] = float(f"{measured.error:.3g}")
+    if measured.kl is None or measured.reference_nll is None or measured.same is None:
+        return result
+    return result | {
+        "perplexity_against": float(f"{perplexity(measured.reference_nll):.6g}"),
+        "kl_mean": float(f"{measured.kl.mean():.4g}"),
+        "kl_p99": float(f"{np.percentile(measured.kl, 99):.4g}"),
+        "same_first_choice": float(f"{measured.same.mean():.4g}"),
+    }
+
+
+def by_text(measured: Measured) -> list[dict[str, Any]]:
+    """`summary` of each text."""
+    parts = [measured.where(measured.text == number) for number in range(int(measured.text.max()) + 1)]
+    shared = ("tokens", "window")
+    return [{name: value for name, value in summary(part).items() if name not in shared} for part in parts]
+
+
+def by_position(measured: Measured) -> list[dict[str, Any]]:
+    """The divergence of tokens whose place in the window is in [first, end): 1, 2 to 3, 4 to 7, and so on."""
+    ends = [2**i for i in range(int(measured.place.max()).bit_length() + 1)]
+    parts = [
+        (first, end, measured.where((measured.place >= first) & (measured.place < end)))
+        for first, end in itertools.pairwise(ends)
+    ]
+    return [
+        {
+            "first": first,
+            "end": end,
+            **{name: summary(part)[name] for name in ("predicted", "kl_mean", "same_first_choice")},
+        }
+        for first, end, part in parts
+    ]
+
+
+def table(measured: Measured, result: dict[str, Any]) -> list[str]:
+    rows = [
+        ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
+        ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
+    ]
+    if measured.kl is not None:
+        rows += [
+            ("perplexity, against", f"{result['perplexity_against']:.4f}"),
+            ("KL divergence, mean", f"{result['kl_mean']:.4g} nats"),
+            ("KL divergence, 99%", f"{result['kl_p99']:.4g} nats"),
+            ("same first choice", f"{result['same_first_choice']:.2%}"),
+        ]
+    for part in result.get("texts", []):
+        rows.append((Path(part["text"]).name, _line(part)))
+    return [f"{name:22}{value}" for name, value in rows]
+
+
+def _line(part: dict[str, Any]) -> str:
+    """The figures of one text."""
+    line = f"perplexity {part['perplexity']:.4f}"
+    if "kl_mean" not in part:
+        return line
+    return f"{line}, KL {part['kl_mean']:.4g} nats, same first choice {part['same_first_choice']:.2%}"
+
+
+def drawn(measured: Measured, options: argparse.Namespace) -> str:
+    """KL divergence by position in the window: mean and 99th percentile of neighbouring positions."""
+    assert measured.kl is not None
+    edges = np.unique(np.linspace(1, measured.place.max() + 1, BINS + 1).astype(int))
+    parts = [measured.kl[(measured.place >= a) & (measured.place < b)] for a, b in zip(edges, edges[1:], strict=False)]
+    lines = {"mean": [part.mean() for part in parts], "99th percentile": [np.percentile(part, 99) for part in parts]}
+    names = f"{Path(options.model or 'demo').name} against {Path(options.against).name}"
+    middles = [(a + b - 1) / 2 for a, b in zip(edges, edges[1:], strict=False)]
+    return line_chart(f"KL divergence by position: {names}", "position in the window", "nats", middles, lines)
 
 
 def parser() -> argparse.ArgumentParser:

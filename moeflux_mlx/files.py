@@ -9,13 +9,15 @@ import secrets
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import ModelFileError, RequestError
 
-JsonObject = dict[str, Any]  # as `json` reads one
-JsonValue = Any  # any of its values
-JsonMapping = Mapping[str, Any]  # one that is only read
+# A value of JSON: None, a truth value, a number, a text, or a list or an object of such values. Who reads one looks at
+# its type first.
+JsonValue: TypeAlias = Any
+JsonObject: TypeAlias = Mapping[str, JsonValue]  # which is only read
+JsonDict: TypeAlias = dict[str, JsonValue]  # which is built
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -96,7 +98,7 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview], ending: str = 
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> JsonObject:
+def read_json(path: Path) -> JsonDict:
     """Raises ModelFileError when the file is missing or is not a JSON object."""
     value = read_any_json(path)
     if not isinstance(value, dict):
@@ -114,13 +116,13 @@ def read_any_json(path: Path) -> JsonValue:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
 
 
-def _untagged(value: JsonObject) -> JsonValue:
+def _untagged(value: dict[str, Any]) -> Any:
     """The float that {"__float__": "Infinity"} stands for, as transformers writes what JSON has no word for."""
     is_tagged = value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN")
     return float(value["__float__"]) if is_tagged else value
 
 
-def tagged(value: JsonValue) -> JsonValue:
+def tagged(value: Any) -> Any:
     """A value of `read_json` in a form that JSON can express."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}

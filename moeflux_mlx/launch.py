@@ -1,14 +1,89 @@
 """`python -m moeflux_mlx.launch`: a coding agent or chat program with its own server."""
 
 import argparse
+import os
+import secrets
+import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .cli.launching import run
+from .cli.fetching import local_model
+from .cli.opening import load_named
 from .cli.options import add_model_options, add_prompt_cache_options
-from .cli.programs import PROGRAMS
+from .cli.programs import PROGRAMS, Address, Program
 from .cli.run import Parser, execute
+from .cli.serving import check_installed, model_name, serve_with
+from .cli.terminal import note
+from .engine.engine import Engine
+from .engine.locate import resolve
+from .errors import RequestError
 from .serve import DECODE_SHARE, POOL_SHARE, add_sampling_defaults
+from .spec import ModelArgs
+
+if TYPE_CHECKING:
+    from .server.companion import Companion
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until the program ends; returns the program's exit code.
+
+    Raises:
+        RequestError: the program is not installed or cannot be started, the context is too short for it, or what
+            `serve` says.
+    """
+    program = PROGRAMS[options.program]
+    path = shutil.which(program.command)
+    if path is None:
+        raise RequestError(f"{program.command} is not installed; {program.install}")
+    if options.context is not None and options.context < program.least_context:
+        raise RequestError(f"--context {_too_short(options.context, program)}; give at least that, or leave it out")
+    check_installed()
+    from .server.companion import Companion
+
+    key = secrets.token_urlsafe(24)
+    options.least_context = program.least_context
+
+    def ready(companion: "Companion", engine: Engine, url: str) -> None:
+        server = Address(url, key, model_name(options.model).rpartition("/")[2], engine.plan.context)
+        note(f"context: {server.context} tokens for a prompt and its answer; starting {program.command}")
+        companion.begin(partial(command, program, path, options.arguments, server))
+
+    return serve_with(Companion, options, key, {model_name(options.model): partial(load, options, program)}, ready)
+
+
+def load(options: argparse.Namespace, program: Program) -> Engine:
+    """The options' model.
+
+    Raises:
+        RequestError: its texts are too short for the program.
+    """
+    model = local_model(options)
+    limit = ModelArgs.from_file(resolve(model, options.revision, tokenizer=options.tokenizer)).max_position_embeddings
+    if limit < program.least_context:
+        raise RequestError(f"{model_name(options.model)} takes {_too_short(limit, program)}; give another --model")
+    return load_named(options, model)
+
+
+def command(
+    program: Program, path: str, arguments: list[str], server: Address, folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The words and the environment that start the program at `path`, pointed at the server."""
+    setup = program.setup(server, folder)
+    direct = {name: _listed(os.environ.get(name), "127.0.0.1") for name in ("NO_PROXY", "no_proxy")}
+    variables = {**os.environ, **direct, **setup.variables}
+    environment = {name: value for name, value in variables.items() if value is not None}
+    return [path, *setup.arguments, *arguments], environment
+
+
+def _listed(names: str | None, name: str) -> str:
+    return f"{names},{name}" if names else name
+
+
+def _too_short(context: int, program: Program) -> str:
+    return f"{context} tokens at most, and {program.command} needs a context of {program.least_context}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,8 +14,7 @@ import mlx.nn as nn
 from .kinds import SILU, Activation, Residual
 from .ops import backend
 from .ops.add_normed import Pair, add_normed
-from .ops.arrays import AnyArray
-from .ops.backend import Array
+from .ops.backend import AnyArray, Array
 from .ops.elementwise import activate, plus, softcap, split
 from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .errors import ConfigError, ModelFileError
-from .files import JsonMapping, JsonObject
+from .files import JsonDict, JsonObject
 
 AFFINE_GROUPS, AFFINE_BITS = (32, 64, 128), (1, 2, 3, 4, 5, 6, 8)
 INTEGER, E2M1, E4M3, TABLE = "integer", "e2m1", "e4m3", "table"  # types of codes
@@ -202,7 +202,7 @@ class Quant:
         """Groups of one row."""
         return columns // self.group_size
 
-    def entry(self) -> JsonObject:
+    def entry(self) -> JsonDict:
         """The entry for this form in `config.json`."""
         stated = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
         return {**stated, GLOBAL_SCALE: True} if self.has_global_scale else stated
@@ -268,7 +268,7 @@ def of_shapes(path: str, columns: int, words: int, groups: int, stated: Quant | 
     return quant
 
 
-def parse(path: str, entry: JsonMapping) -> Quant:
+def parse(path: str, entry: JsonObject) -> Quant:
     """Reads `entry`, MLX's `quantization` or one module's part of it, as mlx-lm does.
 
     A missing or null `group_size` or `bits` means the mode's default, and a missing mode means affine, whatever the
@@ -295,7 +295,7 @@ def parse(path: str, entry: JsonMapping) -> Quant:
     )
 
 
-def entries(config: JsonMapping, name: str = "quantization") -> dict[str, Quant | None]:
+def entries(config: JsonObject, name: str = "quantization") -> dict[str, Quant | None]:
     """The forms by module path, with the default under ""; empty if the field is missing or null.
 
     Raises:
@@ -315,7 +315,7 @@ def entries(config: JsonMapping, name: str = "quantization") -> dict[str, Quant 
     return quants
 
 
-def of_packed(config: JsonMapping) -> Quantization | None:
+def of_packed(config: JsonObject) -> Quantization | None:
     """The quantisation that a model's config states; None if it states none.
 
     Raises:
@@ -330,6 +330,6 @@ def of_packed(config: JsonMapping) -> Quantization | None:
     return None if default is None else Quantization(default, quants)
 
 
-def unquantized(config: JsonMapping) -> JsonObject:
+def unquantized(config: JsonObject) -> JsonDict:
     """The config without what it says of how tensors are stored."""
     return {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}

@@ -17,7 +17,7 @@ from .errors import ConfigError, did_you_mean
 from .families.conditions import check_experts
 from .families.fields import Fields
 from .families.registry import FAMILIES
-from .files import JsonMapping, directory, read_json
+from .files import JsonObject, directory, read_json
 from .kinds import (
     SILU,
     Attending,
@@ -178,7 +178,7 @@ class ModelArgs:
         return frozenset({self.hidden_size}.union(*(layer.widths for layer in set(self.layers))))
 
     @classmethod
-    def from_dict(cls, config: JsonMapping, generation_config: JsonMapping | None = None) -> "ModelArgs":
+    def from_dict(cls, config: JsonObject, generation_config: JsonObject | None = None) -> "ModelArgs":
         """Args:
             config: a parsed `config.json`.
             generation_config: a parsed `generation_config.json`; its `eos_token_id` wins.
@@ -216,7 +216,7 @@ class ModelArgs:
         return cls.from_dict(read_json(directory("configs") / f"{name.lower()}.json"))
 
 
-def family_name(config: JsonMapping) -> str:
+def family_name(config: JsonObject) -> str:
     """The `model_type` that a config is read by: of its text part where that runs, else of the whole.
 
     Raises:
@@ -237,7 +237,7 @@ def variants() -> list[str]:
     return sorted(file.stem for file in directory("configs").glob("*.json"))
 
 
-def _eos_token_ids(*configs: JsonMapping) -> tuple[int, ...]:
+def _eos_token_ids(*configs: JsonObject) -> tuple[int, ...]:
     """The first config that names `eos_token_id` decides; generation_config.json comes first."""
     for config in configs:
         value = config.get("eos_token_id")

@@ -6,17 +6,22 @@
  *
  * 256 columns are four vectors of codes. Byte i of lane n (32 bits) of vector p is column 16 n + 4 p + i, so the lane has
  * one scale, and one sum for all four. A packed row has, for 256 columns, three planes of four vectors, the start values,
- * minus 128 times the sums of activations, and the factors. Integers are of LOOKUP_PEAK at most: 16 * 62 times it is
- * below 2^31.
+ * minus 128 times the sums of activations, and the factors.
  */
-#define LOOKUP_PEAK 2164000.0f
 #define LOOKUP_UNIT 896 /* bytes of 256 packed columns */
 #define IS_EIGHTS(source) ((source) != IQ3_XXS && (source) != IQ3_S)
 #define IS_IQ1(source) ((source) == IQ1_S || (source) == IQ1_M)
 
 static int FN(has_lookups)(const Matrix *m) { return m->codes == TABLE && m->source > IQ4_XS && m->source != TQ1_0; }
 
+/* The largest integer of activations: a lane sums 16 products with q, below 2^31. */
+static float FN(lookup_peak)(Source source) {
+    const float largest = source == IQ3_XXS ? 62 : source == IQ3_S ? 15 : IS_IQ1(source) || source == TQ2_0 ? 9 : 43;
+    return fminf(PLANES_PEAK, 0x7FFF0000 / (16 * largest));
+}
+
 static TARGET void FN(pack_lookups)(const Matrix *m, const float *x, float *out) {
+    const float peak = FN(lookup_peak)(m->source);
     int32_t whole[32];
     int8_t *to = (int8_t *)out;
     for (ptrdiff_t c = 0; c < m->in; c += SUPER, to += LOOKUP_UNIT) {
@@ -24,7 +29,7 @@ static TARGET void FN(pack_lookups)(const Matrix *m, const float *x, float *out)
         float *factors = (float *)(start + 16), unused;
         memset(start, 0, 64);
         for (int at = 0; at < SUPER; at += 32) {
-            factors[at / 16] = factors[at / 16 + 1] = FN(quantize_group)(x + c + at, 32, LOOKUP_PEAK, whole, &unused);
+            factors[at / 16] = factors[at / 16 + 1] = FN(quantize_group)(x + c + at, 32, peak, whole, &unused);
             for (int i = at; i < at + 32; i++) {
                 const int place = i % 16 / 4 * 64 + i / 16 * 4 + i % 4;
                 int32_t v = whole[i - at];

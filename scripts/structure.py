@@ -19,7 +19,6 @@ MODULE_LINES, FUNCTION_LINES = 400, 60
 ONE_OPERATION = "one mixer's operation: kernels, twin, native form and chooser"
 LONG = {  # module: why it is longer
     "mixers/delta/op.py": ONE_OPERATION,
-    "mixers/grouped/op.py": ONE_OPERATION,
     "mixers/latent/op.py": ONE_OPERATION,
     "ops/experts.py": "the two kernels of a step's experts, one after the other: twins, native forms and choosers",
     "ops/native.py": "one function for each kernel of the one C extension, with the shapes that it takes",

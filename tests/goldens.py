@@ -343,6 +343,7 @@ def _skipped_of_kin(family):
     return drafts | (vision if root != "model." else {})
 
 
+@functools.cache
 def _root(family):
     """Returns the prefix of the hub's text tensors, except that of lm_head."""
     return "model.language_model." if "text_config" in config(family) else "model."
@@ -385,6 +386,7 @@ def _block(tensors, stem, expert):
     return oracle.pack_expert_block({n: tensors[stem + n][1][expert] for n in oracle.BLOCK_PARTS})
 
 
+@functools.cache
 def quantised_bits(family, name):
     """Returns 4 or 8 for a hub tensor that an MLX conversion quantises, and 0 for one that it does not."""
     name = _plain(name)
@@ -684,6 +686,7 @@ def _from_fp8(tensors):
 # ---- MLX 4-bit ----
 
 
+@functools.cache
 def _mlx_root(family):
     return "language_model." if "text_config" in config(family) else ""
 

@@ -30,7 +30,19 @@ def drawn(*axes, turns=1, seed=0):
 
 def examples(count):
     """Returns the number of examples of a property: `count` with `--full`, by default a fifth of it."""
-    return count if settings.get_current_profile_name() == "full" else -(-count // 5)
+    return count if is_full() else -(-count // 5)
+
+
+def taking_turns(cases, ways, first=0):
+    """Returns pairs (case, way): all with `--full`, by default one for each case, where the ways take turns from
+    number `first` on."""
+    if is_full():
+        return [*itertools.product(cases, ways)]
+    return [(case, ways[(first + i) % len(ways)]) for i, case in enumerate(cases)]
+
+
+def is_full():
+    return settings.get_current_profile_name() == "full"
 
 
 def marks(runs_by_default):

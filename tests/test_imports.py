@@ -1,6 +1,7 @@
 """Imports point down the order of packages, there are no cycles inside a package, and the public names exist."""
 
 import ast
+import functools
 import importlib
 import inspect
 import subprocess
@@ -66,13 +67,14 @@ COMMANDS = {
 # of its folder belong to `op`.
 PARTS = ("spec", "op", "cache", "module")
 MODULES = sorted(".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("*.py"))
+NAMES = frozenset(MODULES)
 
 
 def imports_of(source, module):
     """Returns this package's modules that `source`, the text of `module`, imports: at once or later, also for types
     only."""
     package, imports = module.split(".")[:-1], set()
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             imports |= {alias.name.removeprefix("moeflux_mlx.") for alias in node.names if "moeflux_mlx." in alias.name}
         if not isinstance(node, ast.ImportFrom):
@@ -84,12 +86,25 @@ def imports_of(source, module):
         else:
             continue
         inner = {".".join([*stem, alias.name]) for alias in node.names}
-        modules = {name for name in inner if name in MODULES or f"{name}.__init__" in MODULES}
+        modules = {name for name in inner if name in NAMES or f"{name}.__init__" in NAMES}
         imports |= modules or {".".join(stem) or "__init__"}
-    return {f"{name}.__init__" if f"{name}.__init__" in MODULES else name for name in imports}
+    return {f"{name}.__init__" if f"{name}.__init__" in NAMES else name for name in imports}
 
 
-GRAPH = {name: imports_of((PACKAGE / (name.replace(".", "/") + ".py")).read_text(), name) - {name} for name in MODULES}
+def statements(tree):
+    """Yields each statement below a tree. Only statements contain imports."""
+    left = [tree]
+    while left:
+        yield (node := left.pop())
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            left += getattr(node, field, ())
+
+
+@functools.cache
+def graph():
+    """Returns module -> the modules that it imports."""
+    files = {name: PACKAGE / (name.replace(".", "/") + ".py") for name in MODULES}
+    return {name: imports_of(file.read_text(), name) - {name} for name, file in files.items()}
 
 
 def package(module):
@@ -115,21 +130,21 @@ def floor(module):
     return PARTS.index(last if last in PARTS else "op")
 
 
-def cycle(graph):
+def cycle(imports):
     """Returns names that import each other in a cycle; none if there is no cycle."""
-    left = {name: set(used) for name, used in graph.items()}
+    left = {name: set(used) for name, used in imports.items()}
     while free := [name for name, used in left.items() if not used & set(left)]:
         for name in free:
             del left[name]
     return sorted(left)
 
 
-def wrong_about_mixers(graph):
+def wrong_about_mixers(imports):
     """Returns (module, imported module): a mixer's module imports another mixer's or one that is above it, or something
     else knows more of a mixer than `mixers.registry` and the readers of configurations tell.
     """
     wrong = []
-    pairs = [(module, used) for module, all_used in graph.items() for used in sorted(all_used) if mixer_of(used)]
+    pairs = [(module, used) for module, all_used in imports.items() for used in sorted(all_used) if mixer_of(used)]
     for module, used in pairs:
         own, theirs = mixer_of(module), mixer_of(used)
         if own is not None:
@@ -149,10 +164,10 @@ def test_every_module_has_a_place():
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module):
     up = height(module)
-    others = [name for name in GRAPH[module] if package(name) != package(module)]
+    others = [name for name in graph()[module] if package(name) != package(module)]
     wrong = [name for name in others if height(name) >= up and up < len(ORDER)]
     assert not wrong, f"{module} imports {wrong}"
-    assert all((PACKAGE / (name.replace(".", "/") + ".py")).exists() for name in GRAPH[module])
+    assert all((PACKAGE / (name.replace(".", "/") + ".py")).exists() for name in graph()[module])
 
 
 def test_the_model_knows_nothing_of_files():
@@ -161,14 +176,14 @@ def test_the_model_knows_nothing_of_files():
     for module in (
         name for name in MODULES if name.startswith(("model.", "mixers.", "layers")) and name != "model.weights"
     ):
-        assert not GRAPH[module] & {*files, "experts.routed"}, module
+        assert not graph()[module] & {*files, "experts.routed"}, module
 
 
 def test_opening_a_checkpoint_imports_nothing_that_writes_one():
     seen, todo = set(), ["engine.engine"]
     while todo:
         seen.add(module := todo.pop())
-        todo += GRAPH[module] - seen
+        todo += graph()[module] - seen
     assert "packing.plan" in seen
     assert not seen & {"packing.convert", "packing.writer", "packing.shards", "packing.journal"}
 
@@ -176,11 +191,11 @@ def test_opening_a_checkpoint_imports_nothing_that_writes_one():
 def test_each_mixer_is_a_folder_of_its_own():
     mixers = {mixer_of(module) for module in MODULES} - {None}
     assert all(f"mixers.{mixer}.{part}" in MODULES for mixer in mixers for part in PARTS)
-    assert wrong_about_mixers(GRAPH) == []
+    assert wrong_about_mixers(graph()) == []
 
 
 def test_there_are_no_cycles():
-    assert cycle(GRAPH) == []
+    assert cycle(graph()) == []
 
 
 def test_faults_are_seen():

@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..ops.arrays import AnyArray
-from ..ops.backend import library_of, view
+from ..ops.backend import AnyArray, library_of, view
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
 from .layer_cache import Arrays, Shape, State
@@ -91,7 +90,7 @@ class EntriesCache(Ring[Any]):
             before = self.part.overlap if start else 0
             entries = make(newest[:, start * ratio - before - begin : stop * ratio - begin], start, stop - start)
             self.put_entries((mx.array(entries) if here else entries)[:, None], start)
-        made: Any = view(self.values) if here and stop else self.values
+        made: AnyArray = view(self.values) if here and stop else self.values
         places = library_of(rows).arange(begin, first + count)
         return newest, places, made[:, 0, :stop] if stop else None
 
@@ -107,7 +106,7 @@ class EntriesCache(Ring[Any]):
             shape = self.keys.shape[0], 1, wanted - made, self.part.entry
             self.values = grown(self.values, shape, self.keys.dtype, made, wanted, self.step)
 
-    def traced(self, n: int) -> AnyArray:
+    def traced(self, n: int) -> Any:
         """A function that makes the traced stand-in for the next n tokens; None if only some of them see all entries,
         or if several would make the first entry.
         """
@@ -137,5 +136,5 @@ class EntriesCache(Ring[Any]):
     def put_entries(self, entries: mx.array, first: int) -> None:
         """Entries [B, 1, n, entry] from number `first` on."""
         count = entries.shape[2]
-        room: AnyArray = grown(self.values, entries.shape, entries.dtype, first, first + count, self.step)
+        room: Any = grown(self.values, entries.shape, entries.dtype, first, first + count, self.step)
         self.values = mx.slice_update(room, entries, mx.array([first]), axes=(2,))

@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
-from ..ops.arrays import AnyArray
-from ..ops.backend import view
+from ..ops.backend import AnyArray, view
 from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, Part, Shape, State
 from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
@@ -100,7 +99,7 @@ class Growing(LayerCache[Part]):
         part: Any = self.part
         return int(part.seeing_all(self.offset, length))
 
-    def traced(self, n: int) -> AnyArray:
+    def traced(self, n: int) -> Any:
         """A function that makes the traced stand-in for the next n tokens; None if only some of them attend to all
         positions.
         """
@@ -248,7 +247,7 @@ class Stepping(Growing[Part]):
                 empty_rows = (mx.zeros((1, heads, 0, width), dtype) for heads, width in self.rows)
                 self.keys, self.values = (self._placed(None, array, 0, 1) for array in empty_rows)
             shape = self.recent_shape
-            empty: AnyArray = np.empty(shape, view(self.keys).dtype) if here else _no_recent(shape, dtype)
+            empty: Any = np.empty(shape, view(self.keys).dtype) if here else _no_recent(shape, dtype)
             self._recent, self._begun = empty, self.offset
         assert self.keys is not None and self.values is not None
         if here:
@@ -267,7 +266,7 @@ class Stepping(Growing[Part]):
         self._recent = recent
         self.offset += 1
 
-    def traced(self, n: int) -> AnyArray:
+    def traced(self, n: int) -> Any:
         kind = super().traced(n)
         if kind is None or not self.takes_steps():
             return kind

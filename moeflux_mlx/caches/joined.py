@@ -4,7 +4,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..ops.arrays import AnyArray
 from .layer_cache import Arrays, LayerCache, Shape, Shifts, State
 from .traced import JoinedKind
 
@@ -12,13 +11,13 @@ from .traced import JoinedKind
 class JoinedCache(LayerCache[Any]):
     """Two caches that absorb the same tokens: `own`, the mixer's, and `beside`. Its arrays are those of both."""
 
-    def __init__(self, part: Any, own: Any, beside: AnyArray):
+    def __init__(self, part: Any, own: Any, beside: Any):
         self.own, self.beside = own, beside
         super().__init__(part)
         self.counts: bool = own.counts
 
     @property
-    def _both(self) -> tuple[AnyArray, AnyArray]:
+    def _both(self) -> tuple[Any, Any]:
         return self.own, self.beside
 
     @property
@@ -70,7 +69,7 @@ class JoinedCache(LayerCache[Any]):
         own, beside = self.own.restored(*first, length, dtype), self.beside.restored(*second, length, dtype)
         return *own[:-1], *beside
 
-    def _parted(self, arrays: AnyArray) -> tuple[AnyArray, AnyArray]:
+    def _parted(self, arrays: Any) -> tuple[Any, Any]:
         """Splits the arrays of both caches into those of each."""
         count = len(self.own.state) - 1
         return tuple(arrays[:count]), tuple(arrays[count:])
@@ -86,7 +85,7 @@ class JoinedCache(LayerCache[Any]):
             one.state = *some, offset
         self.last_step = None
 
-    def copy(self) -> AnyArray:
+    def copy(self) -> Any:
         """Another cache in this one's state; they share arrays until one of the two writes to them."""
         other = type(self)(self.part)  # type: ignore[call-arg]
         other.own, other.beside = self.own.copy(), self.beside.copy()

@@ -1,7 +1,7 @@
 """The cache of an indexer's keys of all positions."""
 
 from ..kinds import Indexer
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 from ..ops.positions import RECENT, Rows
 from .growing import Stepping
 from .layer_cache import Part, Shape

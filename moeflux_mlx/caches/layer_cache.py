@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
@@ -37,7 +37,7 @@ class LayerCache(Generic[Part]):
             way than onwards; then None.
     """
 
-    stored_dtype: ClassVar[np.dtype[AnyArray]] = np.dtype("<f4")
+    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<f4")
     counts: bool
     restored: Callable[..., State]
     state: State
@@ -50,7 +50,7 @@ class LayerCache(Generic[Part]):
         self.shifts: Shifts = ()
 
     @property
-    def position(self) -> AnyArray:
+    def position(self) -> Any:
         if self.axes is not None:
             return self.axes
         return self.offset + (self.shifts[-1][1] if self.shifts else 0)
@@ -127,7 +127,7 @@ class LayerCache(Generic[Part]):
         """Makes room for n more positions; there must be some already."""
         raise NotImplementedError
 
-    def traced(self, n: int) -> AnyArray:
+    def traced(self, n: int) -> Any:
         """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
         raise NotImplementedError
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from ..ops.arrays import AnyArray
 from ..ops.backend import arange
 from ..ops.positions import Held
 from .layer_cache import MOST_DRAFTS
@@ -267,7 +266,7 @@ class JoinedKind:
     """Makes a `FixedJoined` of what makes the stand-ins of both caches."""
 
     own: Any
-    beside: AnyArray
+    beside: Any
 
     @property
     def num_inputs(self) -> int:
@@ -290,7 +289,7 @@ class JoinedKind:
 class FixedJoined:
     """The stand-ins of a mixer's cache and of the one beside it."""
 
-    def __init__(self, own: Any, beside: AnyArray):
+    def __init__(self, own: Any, beside: Any):
         self.own, self.beside = own, beside
 
     @property

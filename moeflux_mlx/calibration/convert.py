@@ -1,7 +1,7 @@
 """Conversions that first run the model over a text: to round each matrix for its inputs, and to choose bits."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, RequestError
-from ..files import JsonMapping, read_text, user_path
+from ..files import read_text, user_path
 from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
@@ -141,7 +141,7 @@ def _begun(
 _FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize")
 
 
-def _wanted(recipe: str | Path | Recipe | None, options: JsonMapping) -> Wanted:
+def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Any]) -> Wanted:
     """The forms that a conversion's options ask for."""
     return Wanted.of(recipe=recipe, **{name: options[name] for name in _FORMS if name in options})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..files import JsonMapping, read_json
+from ..files import JsonObject, read_json
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
 from ..packing.recipe import EXPERT_PARTS
@@ -118,7 +118,7 @@ def read_options(
     """
     options: dict[tuple[int, str], list[Option]] = {}
     for layer in layers:
-        content: JsonMapping = read_json(errors_path(folder, layer))
+        content: JsonObject = read_json(errors_path(folder, layer))
         for part, errors in content.items():
             own = [(quant, errors[key_of(quant)]) for quant in FORMS if key_of(quant) in errors]
             options[layer, part] = [Option(quant, bytes_of(quant, weights[part]), error) for quant, error in own]

@@ -9,7 +9,6 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..experts.source import IoMode
 from ..experts.whole import WholeExperts
 from ..kinds import Experts
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
@@ -65,7 +64,7 @@ class OneByOne:
     ) -> Any:
         ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
         rows = x.astype(self._dtype) if isinstance(x, mx.array) else x
-        added: AnyArray = shared.rows(x) if isinstance(shared, Shared) else shared
+        added: Any = shared.rows(x) if isinstance(shared, Shared) else shared
         out = _zeros(rows, (len(rows), residual.shape[-1]))
         used = np.unique(ids)
         if self.observer is not None:
@@ -79,9 +78,7 @@ class OneByOne:
         made = out.reshape(residual.shape)
         return made.astype(residual.dtype)
 
-    def _added(
-        self, out: AnyArray, layer: int, expert: int, x: AnyArray, weights: np.ndarray, chosen: np.ndarray
-    ) -> AnyArray:
+    def _added(self, out: Any, layer: int, expert: int, x: Any, weights: np.ndarray, chosen: np.ndarray) -> Any:
         """`out` [T, H] plus the expert's output for the rows that chose it, times their weights [T, K]."""
         loaded = self._weights.expert(layer, expert, self._dtype)
         part = self._weights.args.layers[layer].feed_forward
@@ -103,6 +100,6 @@ class OneByOne:
         return out
 
 
-def _zeros(like: AnyArray, shape: tuple[int, int]) -> AnyArray:
+def _zeros(like: Any, shape: tuple[int, int]) -> Any:
     """float32, of the same kind of array as `like`."""
     return mx.zeros(shape, mx.float32) if isinstance(like, mx.array) else np.zeros(shape, np.float32)

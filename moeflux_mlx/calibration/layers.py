@@ -30,7 +30,6 @@ from ..model.tables import Tables
 from ..model.tokens import Tokens, check_vocabulary
 from ..model.weights import fill
 from ..ops import backend, native
-from ..ops.arrays import AnyArray
 from ..ops.limits import within_limits
 from ..ops.observe import observing
 from ..ops.seen import HANDED, Chosen
@@ -167,11 +166,11 @@ class LayerRun:
         shapes = {f"text.{i}": (1, len(text), width) for i, text in enumerate(self.texts)}
         return {name: Written(name, kind, shape) for name, shape in shapes.items()}
 
-    def _state(self, layer: int, number: int) -> AnyArray:
+    def _state(self, layer: int, number: int) -> Any:
         """The hidden states [1, L, .] of a text after that number of layers, as the layers take them."""
         return self._entered(read_tensors(self._file(layer))[f"text.{number}"])
 
-    def _entered(self, array: mx.array) -> AnyArray:
+    def _entered(self, array: mx.array) -> Any:
         return backend.enter(array, self.dtype) if self._suits_cpu else array
 
     def _embedded(self) -> Iterator[mx.array]:

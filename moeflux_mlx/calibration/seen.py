@@ -8,7 +8,6 @@ import mlx.nn as nn
 import numpy as np
 
 from ..layers import Weight
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array, library_of
 from ..ops.elementwise import float32
 
@@ -32,19 +31,19 @@ class Sums:
         """The moments of the mean row; zeros if there is no row."""
         return self.total / np.float32(self.weight or 1)
 
-    def add(self, x: AnyArray, weights: np.ndarray | None = None) -> None:
+    def add(self, x: Any, weights: np.ndarray | None = None) -> None:
         """Adds rows [N, columns] float32, with weights float32 [N]."""
         products = self.total.ndim == 2
         self.total += moments(x, products) if weights is None else moments(weighted(x, weights), products)
         self.weight += len(x) if weights is None else float(weights.sum(dtype=np.float64))
 
 
-def moments(x: AnyArray, products: bool) -> np.ndarray:
+def moments(x: Any, products: bool) -> np.ndarray:
     """Sums over rows x [N, columns]: of x x^T [columns, columns] if `products` are wanted, else of x^2 [columns]."""
     return np.array(x.T @ x if products else (x * x).sum(axis=0))
 
 
-def weighted(x: AnyArray, weights: np.ndarray) -> AnyArray:
+def weighted(x: Any, weights: np.ndarray) -> Any:
     """Rows x [N, columns], so that the moments of each have a weight [N]."""
     factors = np.sqrt(weights)[:, None]
     return x * (factors if isinstance(x, np.ndarray) else mx.array(factors))
@@ -57,7 +56,7 @@ def sums(columns: int, products: bool) -> Sums:
 class Rows(NamedTuple):
     """The rows of one expert: their inputs [n, H], numpy's or MLX's, and their routing weights, float32 [n]."""
 
-    x: AnyArray
+    x: Any
     weights: np.ndarray
 
 
@@ -82,7 +81,7 @@ class SeenLayer:
         self._inputs = list[Any]()
         self._ids, self._weights = list[np.ndarray](), list[np.ndarray]()
 
-    def observe(self, matrix: Any, x: AnyArray) -> None:
+    def observe(self, matrix: Any, x: Any) -> None:
         """Adds the rows x [..., columns] of a matrix or a stack of matrices of the layer; an `Observer`."""
         members = getattr(matrix, "members", ())
         paths = sorted(self._paths[id(one)] for one in members if id(one) in self._paths)
@@ -122,18 +121,18 @@ class SeenLayer:
             weights.append(of_ids[tokens, places])
         return Rows(library_of(xs[0]).concatenate(xs), np.concatenate(weights))
 
-    def _add(self, path: str, x: AnyArray) -> None:
+    def _add(self, path: str, x: Any) -> None:
         rows = rows_of(x)
         if path not in self._sums:
             self._sums[path] = sums(rows.shape[1], self.products)
         self._sums[path].add(rows)
 
 
-def rows_at(x: AnyArray, numbers: np.ndarray) -> AnyArray:
+def rows_at(x: Any, numbers: np.ndarray) -> Any:
     """The rows with these numbers, of x's kind."""
     return x[numbers] if isinstance(x, np.ndarray) else x[mx.array(numbers.astype(np.int32))]
 
 
-def rows_of(x: AnyArray) -> AnyArray:
+def rows_of(x: Any) -> Any:
     """[N, columns] float32, of x's kind: numpy's products are faster on the CPU than MLX's."""
     return float32(x.reshape(-1, x.shape[-1]))

@@ -5,7 +5,7 @@ form, or of a packed model. Opening reads headers only.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,6 @@ from ..formats.record import BIAS, ExpertLayout
 from ..formats.tables import TableFiles, open_tables
 from ..kinds import Activation
 from ..model.weights import read_resident
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.dequantize import dense, linear_biases
 from ..ops.elementwise import activate, plus
@@ -46,16 +45,16 @@ class FloatExpert:
     matrices: tuple[mx.array, ...]
     biases: tuple[mx.array, ...]
 
-    def activations(self, x: Array, activation: Activation) -> AnyArray:
+    def activations(self, x: Array, activation: Activation) -> Any:
         """The input [N, I] of down for rows x [N, H], as an array of x's kind."""
         made = [self._product(x, i) for i in range(len(self.matrices) - 1)]
         return activate(made[0], made[-1], activation)
 
-    def down(self, activations: Array) -> AnyArray:
+    def down(self, activations: Array) -> Any:
         """[N, H] of the result of `activations`."""
         return self._product(activations, len(self.matrices) - 1)
 
-    def _product(self, x: AnyArray, index: int) -> AnyArray:
+    def _product(self, x: Any, index: int) -> Any:
         product = linear(x, Part(None, self.matrices[index]))
         return plus(product, self.biases[index]) if self.biases else product
 

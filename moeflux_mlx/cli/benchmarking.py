@@ -22,7 +22,7 @@ from ..engine.locate import resolve
 from ..engine.machine import machine_figures
 from ..engine.weights import open_weights
 from ..errors import RequestError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..spec import ModelArgs
 from .diagnosis import machine_lines
 from .fetching import local_model
@@ -188,9 +188,7 @@ def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bo
 def medians(rounds: Sequence[Measured]) -> Measured:
     """The median of each figure."""
     columns: dict[str, list[Any]] = {name: [asdict(one)[name] for one in rounds] for name in asdict(rounds[0])}
-    middle: JsonObject = {
-        name: None if None in column else statistics.median(column) for name, column in columns.items()
-    }
+    middle: JsonDict = {name: None if None in column else statistics.median(column) for name, column in columns.items()}
     return Measured(**middle)
 
 
@@ -218,7 +216,7 @@ def report(
     machine: list[str],
     memory: Memory,
     runs: dict[str, Rounds],
-) -> JsonObject:
+) -> JsonDict:
     """The content of the JSON line: every round, not only medians."""
     args = engine.model.args
     rows = [

@@ -19,7 +19,6 @@ from .options import NOT_GIVEN, gigabytes
 
 PROMPTS = (512, 4096)
 OWN = ("chips", "variant", "ram_gb", "disk_gb_per_s")  # the options that matter here
-DEFAULTS = {**NOT_GIVEN, "expert_io": "auto"}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     if options.variant is None:
         raise RequestError("--chip needs a known model; give --variant")
     given = {name: value for name, value in vars(options).items() if name not in OWN and value}
-    others = [name for name, value in given.items() if value != DEFAULTS.get(name)]
+    others = [name for name, value in given.items() if value != NOT_GIVEN.get(name)]
     if others:
         raise RequestError(f"--{others[0].replace('_', '-')} has no effect with --chip; leave one of them out")
     memory, disk = gigabytes("--ram-gb", options.ram_gb), gigabytes("--disk-gb-per-s", options.disk_gb_per_s)

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
 from ..calibration.rounding import GPTQ, METHODS
@@ -12,7 +13,7 @@ from ..engine.machine import default_dtype
 from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import ConfigError
-from ..files import JsonObject, user_path
+from ..files import user_path
 from ..formats.hub import quant_of
 from ..formats.packed import FOLDER
 from ..model.tensors import token_bytes
@@ -117,7 +118,7 @@ def _convert(options: argparse.Namespace) -> ConversionReport:
         return convert_calibrated(calibration=calibration, report=_told(), say=note, **given, progress=show)
 
 
-def _given(options: argparse.Namespace) -> JsonObject:
+def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of a conversion, calibrated or not."""
     return {name: one for name, one in vars(options).items() if name not in ("yes", "rounding", *CALIBRATION)}
 

@@ -2,10 +2,11 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..engine.weights import open_weights
 from ..errors import MoefluxError, RequestError, did_you_mean
-from ..files import JsonObject, read_json
+from ..files import read_json
 from ..formats.gguf_file import SUFFIX, models_in, open_gguf
 from ..formats.hub import cache_folder
 from ..formats.packed import FOLDER, LAYOUT
@@ -41,7 +42,7 @@ def remove_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def downloaded() -> JsonObject:
+def downloaded() -> dict[str, Any]:
     """The downloaded models as huggingface_hub lists them, by name."""
     import huggingface_hub as hub
 

@@ -1,19 +1,16 @@
 """Downloads a repository given as a model: shows its memory plan first, and asks before a large download."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from ..engine.budget import plan_memory
-from ..engine.demand import demand_of
 from ..engine.expert_io import from_environment
 from ..engine.kv_bits import keeping
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.remote import Remote, is_remote
 from ..model.tensors import resident_bytes
-from ..vision.vision import checked_rows
-from .options import gigabytes
+from .options import settings_of
 from .planning import memory_lines
 from .terminal import agree, note
 
@@ -46,19 +43,16 @@ def _memory_lines(remote: Remote, options: argparse.Namespace) -> list[str]:
     Raises:
         RequestError: it does not fit.
     """
-    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    settings = replace(settings_of(options, None), expert_io=from_environment(options.expert_io))
+    dtype = settings.dtype or default_dtype()
     args, layout, shapes = remote.figures()
-    args = keeping(args, options.kv_bits, getattr(mx, options.dtype) if options.dtype else None)
-    demand = demand_of(
+    args = keeping(args, settings.kv_bits, settings.dtype)
+    demand = settings.demand(
         args,
         resident_bytes(shapes, dtype),
         dtype,
-        context=options.context,
-        span=options.span,
-        prefill_step_size=options.prefill_step_size,
-        expert_io=from_environment(options.expert_io),
-        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
         in_place=remote.in_place,
-    ).with_vision(remote.vision(args, not options.no_vision), dtype, checked_rows(options.image_tokens))
-    figures = machine_figures(gigabytes("--memory-gb", options.memory_gb))
+        vision=remote.vision(args, settings.vision),
+    )
+    figures = machine_figures(settings.memory_bytes)
     return memory_lines(plan_memory(args, layout, figures, demand), layout)

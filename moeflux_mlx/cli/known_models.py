@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 import mlx.core as mx
 
 from ..engine.budget import plan_memory
-from ..engine.demand import demand_of
 from ..engine.kv_bits import keeping
+from ..engine.load_settings import LoadSettings
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, in_gb
 from ..engine.weights import open_weights
@@ -145,7 +145,7 @@ def fit(name: str, here: Machine, dtype: mx.Dtype, context: int | None) -> Fit:
     unfit = Fit(name, repository, layout.total_bytes + resident)
     asked = None if context is None else min(context, args.max_position_embeddings)
     try:
-        demand = demand_of(args, resident, dtype, context=asked, in_place=repository is not None)
+        demand = LoadSettings(context=asked).demand(args, resident, dtype, in_place=repository is not None)
         plan = plan_memory(args, layout, here.figures, demand)
     except RequestError:
         return unfit

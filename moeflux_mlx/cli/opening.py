@@ -3,17 +3,16 @@
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
-from ..engine.engine import Engine, open_engine
+from ..engine.engine import Engine, open_with
 from ..engine.machine import default_dtype
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .options import NOT_GIVEN, gigabytes
+from .options import NOT_GIVEN, dtype_of, settings_of
 from .terminal import Progress, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
@@ -55,32 +54,7 @@ def open_optional(
 
     On rank 0 of several, the others follow it.
     """
-    engine = open_engine(
-        model,
-        revision=options.revision,
-        dtype=getattr(mx, options.dtype) if options.dtype else None,
-        cpu_activations=options.cpu_activations,
-        kv_bits=options.kv_bits,
-        expert_io=options.expert_io,
-        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
-        prefetch=options.prefetch,
-        keep_warm=options.keep_warm,
-        warm_start=options.warm_start,
-        context=options.context,
-        span=options.span,
-        prefill_step_size=options.prefill_step_size,
-        shards_in=options.shards_in,
-        tokenizer=options.tokenizer,
-        tiles=options.tiles,
-        draft=options.draft,
-        vision=not options.no_vision,
-        image_tokens=options.image_tokens,
-        pool_share=getattr(options, "pool_share", None),
-        least_context=getattr(options, "least_context", 0),
-        progress=progress,
-        ranks=getattr(options, "ranks", None),
-    )
+    engine = open_with(replace(settings_of(options, model), progress=progress))
     lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
     return engine if lead is None else lead(engine)
 
@@ -92,7 +66,7 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
         for name, value in vars(options).items()
         if value is not None and value != NOT_GIVEN.get(name)
     }
-    dtype = getattr(mx, options.dtype) if options.dtype else default_dtype()
+    dtype = dtype_of(options) or default_dtype()
     is_local = options.model is None or Path(options.model).exists()
     if hasattr(options, "sessions"):  # a server, whose requests may have what makes these useful
         given -= {*DRAWING, "--xtc-threshold", "--repetition-context-size"}

@@ -3,6 +3,8 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,10 +14,11 @@ from ..engine.generation import check_max_tokens
 from ..engine.heads import DRAFTS
 from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
+from ..engine.load_settings import LoadSettings
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
@@ -24,25 +27,43 @@ PROMPT_CACHE_GB = 10.0
 PENALTY = "weaken the logits of recent tokens by this factor"
 SAMPLER = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 REPETITION = ("repetition_penalty", "repetition_context_size")
+NOT_OPTIONS = ("vision", "least_context")  # settings of other names, or that the server alone has
+# Defaults of options; None for all others.
 NOT_GIVEN = {
+    **{
+        one.name: one.default for one in fields(LoadSettings) if one.default is not None and one.name not in NOT_OPTIONS
+    },
     "top_p": 0.0,
     "top_k": 0,
     "min_p": 0.0,
     "chat_template_config": "{}",
-    "prefetch": "auto",
-    "keep_warm": "auto",
-    "warm_start": "auto",
-    "tiles": "auto",
-    "draft": "off",
-    "cpu_activations": "auto",
-    "kv_bits": "auto",
     "prompt_cache_gb": PROMPT_CACHE_GB,
     "ignore_chat_template": False,
     "yes": False,
     "no_vision": False,
-    "image_tokens": IMAGE_ROWS,
-    "shards_in": (),
-}  # defaults of options; None for all others
+}
+
+
+def dtype_of(options: argparse.Namespace) -> mx.Dtype | None:
+    """The dtype that the options name; None: they leave it to the device."""
+    return getattr(mx, options.dtype) if options.dtype else None
+
+
+def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSettings:
+    """The settings of `model` that the options of a command name; others keep their defaults.
+
+    Raises:
+        RequestError: a value is not possible.
+    """
+    names = {one.name for one in fields(LoadSettings)} - {"dtype", "vision"}
+    return LoadSettings(
+        model,
+        dtype=dtype_of(options),
+        vision=not getattr(options, "no_vision", False),
+        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
+        memory_bytes=gigabytes("--memory-gb", options.memory_gb),
+        **{name: value for name, value in vars(options).items() if name in names},
+    )
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -314,7 +335,7 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> JsonObject:
+def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> dict[str, Any]:
     """Arguments of `stream_generate`; seeds the random numbers.
 
     Raises:
@@ -330,7 +351,7 @@ def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()
     }
 
 
-def given(options: argparse.Namespace, names: Sequence[str]) -> JsonObject:
+def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
@@ -340,7 +361,7 @@ def check_seed(seed: int) -> int:
     return seed
 
 
-def parse_template_config(text: str) -> JsonObject:
+def parse_template_config(text: str) -> JsonDict:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

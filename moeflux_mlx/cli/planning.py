@@ -13,13 +13,14 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import MemoryPlan, plan_memory
-from ..engine.demand import Demand, demand_of
+from ..engine.budget import Planner, plan_memory
+from ..engine.demand import Demand
 from ..engine.expert_io import from_environment
 from ..engine.heads import choose_drafts
 from ..engine.kv_bits import keeping, state_lines
 from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, in_gb, machine_figures
+from ..engine.memory_plan import MemoryPlan
 from ..engine.remote import Remote, is_remote
 from ..engine.weights import Weights, open_weights, with_best_pool
 from ..errors import RequestError
@@ -37,9 +38,9 @@ from ..packing.recipe import Recipe, read_recipe
 from ..packing.tables import SMALL_GROUP
 from ..quant import Quant
 from ..spec import ModelArgs
-from ..vision.vision import NoVision, VisionFiles, checked_rows
+from ..vision.vision import NoVision, VisionFiles
 from . import chips
-from .options import gigabytes
+from .options import dtype_of, gigabytes, settings_of
 from .rank_planning import machines_of, rank_lines
 from .terminal import note
 
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.chips is not None:
         return chips.run(options)
-    own = getattr(mx, options.dtype) if options.dtype else None
+    own = dtype_of(options)
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)
@@ -90,14 +91,8 @@ def run(options: argparse.Namespace) -> int:
     args = keeping(model.args, options.kv_bits, own)
     demand = demanded(options, model, args, dtype, expert_io)
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
-    drafts = choose_drafts(
-        options.draft if options.rank_count is None else "off",
-        model.weights,
-        args,
-        demand,
-        dtype,
-        lambda args, wanted: plan_memory(args, layout, machine, wanted),
-    )
+    draft = options.draft if options.rank_count is None else "off"
+    drafts = choose_drafts(draft, model.weights, Planner(args, layout, machine, demand), dtype)
     args, plan = drafts.args, drafts.plan
     print_notes(plan, options.expert_cache_gb is not None)
     tables = {} if model.weights is None else model.weights.tables
@@ -184,19 +179,8 @@ def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> D
 
 def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:
     """What the options and the model demand of the memory. `args`: the model's, with the caches of the options."""
-    demand = demand_of(
-        args,
-        model.resident,
-        dtype,
-        context=options.context,
-        span=options.span,
-        prefill_step_size=options.prefill_step_size,
-        expert_io=expert_io,
-        expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        in_place=model.in_place,
-    )
-    if model.vision is not None:
-        demand = demand.with_vision(model.vision, dtype, checked_rows(options.image_tokens))
+    settings = replace(settings_of(options, options.model), expert_io=expert_io)
+    demand = settings.demand(args, model.resident, dtype, in_place=model.in_place, vision=model.vision)
     return demand if model.weights is None else with_best_pool(demand, model.weights)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine.budget import MemoryPlan
+from ..engine.memory_plan import MemoryPlan
 from ..errors import RequestError
 from ..formats.record import ExpertLayout
 from ..spec import ModelArgs

@@ -11,12 +11,12 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..engine.budget import plan_memory
-from ..engine.demand import demand_of
 from ..engine.engine import open_engine
 from ..engine.generation import generate_step
 from ..engine.keep_warm import keep_warm_file, read_measured
 from ..engine.kept_rows import read_rows
 from ..engine.kv_bits import keeping
+from ..engine.load_settings import LoadSettings
 from ..engine.locate import resolve
 from ..engine.machine import default_dtype, machine_figures
 from ..engine.needs import least_pool
@@ -34,7 +34,6 @@ from ..model.tensors import resident_bytes
 from ..ops import backend
 from ..ops.tiles import Tile
 from ..tools.tuning import Result, crew, kept, samples
-from ..vision.pixels import IMAGE_ROWS
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
 ANSWER = 256  # tokens of an answer with which a pool is measured
@@ -70,8 +69,8 @@ def find_pool(path: Path, minutes: float) -> None:
     """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
     weights = open_weights(resolve(path))
     args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
-    demand = demand_of(args, resident_bytes(weights.shapes, dtype), dtype, in_place=not weights.can_be_mapped)
-    demand = demand.with_vision(weights.vision(), dtype, IMAGE_ROWS)
+    resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
+    demand = LoadSettings(path).demand(args, resident, dtype, in_place=in_place, vision=weights.vision())
     plan = plan_memory(args, layout, machine_figures(), demand)
     if plan.mode is not IoMode.PREAD:
         print(f"there is no pool to size: {path} fits memory")

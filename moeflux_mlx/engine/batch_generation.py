@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
 from ..errors import DeviceError, RequestError
-from ..files import JsonObject
 from ..model.decoder import Model
 from ..model.step import MAX_ROWS
 from ..text.tokenizer import TokenizerWrapper
@@ -91,7 +90,7 @@ class _Text:
     uid: int
     prompt: Prompt
     cache: list[LayerCache]
-    options: JsonObject
+    options: dict[str, Any]
     decoding: Decoding | None = None
     tokens: list[int] = field(default_factory=list)
 
@@ -136,7 +135,7 @@ class BatchGenerator:
         self.model, self.max_tokens, self.size = model, max_tokens, completion_batch_size
         self.stop_tokens = [list(tokens) for tokens in stop_tokens or ()]
         self.sampler, self.logits_processors = sampler, logits_processors
-        self._cut: JsonObject = {"span": span, "block": prefill_step_size}
+        self._cut: dict[str, Any] = {"span": span, "block": prefill_step_size}
         self.stats = BatchStats()
         self._waiting: deque[_Text] = deque()
         self._running: list[_Text] = []

@@ -9,8 +9,8 @@ from ..formats.record import ExpertLayout
 from ..model.span import PromptSizes
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
-from .budget import MemoryPlan
 from .machine import in_gb
+from .memory_plan import MemoryPlan
 from .needs import KV_STEP, activation_bytes, least_pool, room, state_bytes
 from .pressure import PoolLimit
 

@@ -1,6 +1,5 @@
 """Interfaces of the other processes that run the same model with this one. Nothing here knows the transport."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -8,13 +7,11 @@ import mlx.core as mx
 
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..formats.record import ExpertLayout
 from ..model.decoder import Model
 from ..ops.tiles import Tiles
-from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper
-from .budget import MemoryPlan
-from .demand import Demand
+from .budget import Planner
+from .memory_plan import MemoryPlan
 from .session import Session
 from .weights import Weights
 
@@ -49,14 +46,12 @@ class Company(Protocol):
     def meet(
         self,
         weights: Weights,
-        args: ModelArgs,
+        planner: Planner,
         dtype: mx.Dtype,
         bits: int,
-        demand: Demand,
-        plan: Callable[[ExpertLayout, Demand], MemoryPlan],
         tiles: Tiles,
     ) -> Agreed:
-        """Plans memory for this process's experts and checks that all processes agree."""
+        """Plans memory for this process's experts, from the planner for all, and checks that all processes agree."""
         ...
 
 

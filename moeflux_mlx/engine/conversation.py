@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PromptCacheError, RequestError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import read_prompt_header
 from ..text.boundaries import Rendering
@@ -20,7 +20,7 @@ from .generation import within_limit
 from .prompt import collapsed, places_of, prompt_with_images
 from .session import Session
 
-Message = JsonObject
+Message = JsonDict
 Pieces = Generator[tuple[str, bool], None, None]
 
 
@@ -31,7 +31,7 @@ class Conversation:
         self,
         session: Session,
         tokenizer: TokenizerWrapper,
-        template_config: JsonObject,
+        template_config: JsonDict,
         system: str | None = None,
     ):
         self.session, self.tokenizer = session, tokenizer
@@ -59,7 +59,7 @@ class Conversation:
         finally:
             self._keep(said[False], said[True])
 
-    def _answer(self, said: dict[bool, str], generation: JsonObject) -> Pieces:
+    def _answer(self, said: dict[bool, str], generation: dict[str, Any]) -> Pieces:
         """Yields the pieces of the answer to `messages` and appends them to `said`."""
         rendered = self.rendering.text(self.messages)
         prompt = self._with_images(self._encode(rendered))

@@ -4,13 +4,6 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from ..errors import RequestError
-from ..experts.tables import KEPT_BYTES
-from ..model.tensors import layer_values
-from ..ops.backend import computes_natively
-from ..ops.expert_rows import refusal
-from ..ops.linear import dequantises
-from ..spec import ModelArgs
 from ..vision.vision import NoVision, VisionFiles
 
 
@@ -63,43 +56,3 @@ class Demand:
     @property
     def forced(self) -> bool:
         return self.expert_io not in (None, "auto")
-
-
-def demand_of(
-    args: ModelArgs,
-    resident: int,
-    dtype: mx.Dtype,
-    *,
-    context: int | None = None,
-    span: int | None = None,
-    prefill_step_size: int | None = None,
-    expert_io: str = "auto",
-    expert_cache_bytes: int | None = None,
-    in_place: bool = False,
-) -> Demand:
-    """The demand of running a model with activations in `dtype`; None lets the plan choose a value. `resident`: bytes
-    of its resident tensors.
-
-    Raises:
-        RequestError: a number of tokens or bytes is not a positive integer, or the context is longer than the model's.
-    """
-    asked = {"context": context, "span": span, "prefill_step_size": prefill_step_size}
-    for name, value in (*asked.items(), ("expert_cache_bytes", expert_cache_bytes)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise RequestError(f"{name} is {value!r}; it must be a positive integer, or None for the best value")
-    limit = args.max_position_embeddings
-    if context is not None and context > limit:
-        raise RequestError(f"context is {context} and the model takes {limit} tokens; give at most {limit}")
-    return Demand(
-        resident=resident + len(args.ngrams) * KEPT_BYTES,
-        context=context,
-        itemsize=dtype.size,
-        span=span,
-        prefill_step_size=prefill_step_size,
-        native=computes_natively(dtype, args.widths),
-        on_units=not refusal(dtype),
-        dense=dtype.size * layer_values(args) if args.quantization and dequantises() else 0,
-        expert_io=expert_io,
-        expert_cache_bytes=expert_cache_bytes,
-        in_place=in_place,
-    )

@@ -1,25 +1,22 @@
 """Loads a model with everything that it needs: `Engine`, and the public `load` and `load_model`."""
 
-import functools
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
-from ..errors import MoefluxWarning, RequestError
+from ..errors import MoefluxWarning
 from ..experts.resident import Progress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..experts.tables import open_readers
 from ..files import user_path
-from ..formats.record import ExpertLayout
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
 from ..model.tables import Tables
@@ -31,36 +28,33 @@ from ..process import claim_process
 from ..spec import ModelArgs
 from ..state.fingerprint import Fingerprint
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
-from ..vision.pixels import IMAGE_ROWS
-from ..vision.vision import NoVision, VisionFiles, checked_rows
-from .budget import MemoryPlan, longest_context, plan_memory
+from ..vision.vision import NoVision, VisionFiles
+from .budget import Planner
 from .company import Agreed, Company, Leading
-from .demand import Demand, demand_of
 from .expert_io import from_environment
 from .expert_source import open_experts
 from .heads import Drafts, choose_drafts, load_head
-from .keep_warm import MODES, KeepWarm, keep_warm_of
+from .keep_warm import KeepWarm, keep_warm_of
 from .kernel_cache import compiling
-from .keywords import LOADING, with_signature
+from .keywords import LOADING, with_parameters_of
 from .kv_bits import keeping
+from .load_settings import PREFETCH, LoadSettings
 from .locate import resolve
-from .machine import Figures, activation_bits, checked_dtype, machine_figures
+from .machine import activation_bits, checked_dtype, machine_figures
+from .memory_plan import MemoryPlan
 from .random_weights import Shapes
 from .running_text import CHECKPOINT_BYTES
 from .session import Session
 from .settings import allow_open_files, configure_early
 from .tiles import choose
-from .warm_start import MODES as WARM_START
 from .warm_start import begin_warm_start
 from .weights import Weights, open_weights, with_best_pool
 
-PREFETCH = {"auto": "lookahead", "previous": "previous", "off": "off"}
-# The stack level of the caller of `load` in a function that `open_engine` calls: between are `open_engine`,
-# `within_limits`, and the two functions around `load`.
-CALLER = 6
+# The stack level of the caller of `load` in a function that `open_with` calls: between are `open_with`,
+# `within_limits`, `load`, and the two functions around it.
+CALLER = 7
+NO_IMAGES = "images are off on several ranks; start one"
 Computing = Callable[[ExpertLoader, KeepWarm | None], RoutedExpertsCall]
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -115,82 +109,28 @@ class Engine:
 
 
 @within_limits()
-def open_engine(
-    path_or_hf_repo: str | Path | None = None,
-    *,
-    dtype: mx.Dtype | None = None,
-    cpu_activations: int | str = "auto",
-    kv_bits: int | str = "auto",
-    expert_io: str = "auto",
-    expert_cache_bytes: int | None = None,
-    prefetch: str = "auto",
-    keep_warm: str = "auto",
-    warm_start: str = "auto",
-    context: int | None = None,
-    span: int | None = None,
-    prefill_step_size: int | None = None,
-    revision: str | None = None,
-    shards_in: Sequence[str | Path] = (),
-    tokenizer: str | Path | None = None,
-    tiles: str | Path = "auto",
-    pool_share: float | None = None,
-    least_context: int = 0,
-    progress: Progress | None = None,
-    memory_bytes: int | None = None,
-    draft: str | Path = "off",
-    vision: bool = True,
-    image_tokens: int = IMAGE_ROWS,
-    ranks: Company | None = None,
-) -> Engine:
-    """Loads a model; arguments and errors are those of `load`."""
+def open_with(settings: LoadSettings) -> Engine:
+    """Loads a model; errors are those of `load`."""
     claim_process()
     configure_early(CALLER)
     allow_open_files()
-    reading, *modes = _checked_modes(prefetch, keep_warm, warm_start)
-    folders = [user_path(folder) for folder in shards_in]
-    weights = open_weights(resolve(path_or_hf_repo, revision, folders, tokenizer), folders)
-    mode = _checked_mode(expert_io, weights, ranks)
-    activations, bits = checked_dtype(dtype), activation_bits(cpu_activations, dtype)
-    args, dtype, chosen = keeping(weights.args, kv_bits, dtype), activations, choose(tiles)
-    demand = demand_of(
-        args,
-        resident_bytes(weights.shapes, dtype),
-        dtype,
-        context=context,
-        span=span,
-        prefill_step_size=prefill_step_size,
-        expert_io=mode,
-        expert_cache_bytes=expert_cache_bytes,
-        in_place=not weights.can_be_mapped,
-    )
-    images = weights.vision(vision) if ranks is None else NoVision("images are off on several ranks; start one")
-    demand = with_best_pool(demand.with_vision(images, dtype, checked_rows(image_tokens)), weights)
-    planned = partial(_planned, machine_figures(memory_bytes), pool_share, least_context)
-    layout = weights.experts.layout
+    ranks = settings.ranks
+    folders = [user_path(folder) for folder in settings.shards_in]
+    path = resolve(settings.path_or_hf_repo, settings.revision, folders, settings.tokenizer)
+    weights = open_weights(path, folders)
+    settings = replace(settings, expert_io=_checked_mode(settings.expert_io, weights, ranks))
+    dtype, bits = checked_dtype(settings.dtype), activation_bits(settings.cpu_activations, settings.dtype)
+    args, tiles = keeping(weights.args, settings.kv_bits, settings.dtype), choose(settings.tiles)
+    images = weights.vision(settings.vision) if ranks is None else NoVision(NO_IMAGES)
+    planner = _planner(settings, weights, args, dtype, images)
     if ranks is None:
-        alone = lambda args, wanted: planned(args, layout, wanted)  # noqa: E731
-        setup = _alone(choose_drafts(draft, weights, args, demand, dtype, alone), chosen, reading, *modes)
+        setup = _alone(choose_drafts(settings.draft, weights, planner, dtype), tiles, settings)
     else:
-        agreed = ranks.meet(weights, args, dtype, bits, demand, partial(planned, args), chosen)
-        setup = _with_others(agreed, args, reading, layout.total_bytes)
+        agreed = ranks.meet(weights, planner, dtype, bits, tiles)
+        setup = _with_others(agreed, args, settings, planner.layout.total_bytes)
     with setup.loading:
-        engine = _loaded(weights, setup, dtype, bits, progress)
-        return _seeing(engine, images, dtype, image_tokens)
-
-
-def _checked_modes(prefetch: str, keep_warm: str, warm_start: str) -> tuple[str, str, str]:
-    """The modes that the options name, as `Lookahead`, `keep_warm_of` and `begin_warm_start` have them.
-
-    Raises:
-        RequestError: an option is none of its names.
-    """
-    if prefetch not in PREFETCH:
-        raise RequestError(f"prefetch {prefetch!r} is not one of {', '.join(PREFETCH)}")
-    if keep_warm not in MODES:
-        raise RequestError(f"keep_warm {keep_warm!r} is not one of {', '.join(MODES)}")
-    if warm_start not in WARM_START:
-        raise RequestError(f"warm_start {warm_start!r} is not one of {', '.join(WARM_START)}")
-    return PREFETCH[prefetch], keep_warm, warm_start
+        engine = _loaded(weights, setup, dtype, bits, settings.progress)
+        return _seeing(engine, images, dtype, settings.image_tokens)
 
 
 def _checked_mode(expert_io: str, weights: Weights, ranks: Company | None) -> str:
@@ -205,19 +145,15 @@ def _checked_mode(expert_io: str, weights: Weights, ranks: Company | None) -> st
     return mode
 
 
-def _planned(
-    figures: Figures,
-    pool_share: float | None,
-    least_context: int,
-    args: ModelArgs,
-    layout: ExpertLayout,
-    wanted: Demand,
-) -> MemoryPlan:
-    """The memory plan, for the longest context that leaves the pool its share if no context is wanted."""
-    if wanted.context is None and pool_share is not None:
-        longest = longest_context(args, layout, figures, wanted, pool_share, least_context)
-        wanted = replace(wanted, context=longest)
-    return plan_memory(args, layout, figures, wanted)
+def _planner(
+    settings: LoadSettings, weights: Weights, args: ModelArgs, dtype: mx.Dtype, images: VisionFiles | NoVision
+) -> Planner:
+    """Plans the memory of this machine for the model."""
+    resident = resident_bytes(weights.shapes, dtype)
+    demand = settings.demand(args, resident, dtype, in_place=not weights.can_be_mapped, vision=images)
+    figures = machine_figures(settings.memory_bytes)
+    best = with_best_pool(demand, weights)
+    return Planner(args, weights.experts.layout, figures, best, settings.pool_share, settings.least_context)
 
 
 @dataclass(frozen=True)
@@ -240,17 +176,17 @@ class Setup:
     loading: AbstractContextManager[None]
 
 
-def _alone(drafts: Drafts, tiles: Tiles, prefetch: str, warmth: str, warm_start: str) -> Setup:
+def _alone(drafts: Drafts, tiles: Tiles, settings: LoadSettings) -> Setup:
+    prefetch = PREFETCH[settings.prefetch]
     computing = lambda source, warm: RoutedExperts(source, prefetch, warm)  # noqa: E731
-    return Setup(drafts, tiles, computing, warmth, warm_start, nullcontext())
+    return Setup(drafts, tiles, computing, settings.keep_warm, settings.warm_start, nullcontext())
 
 
-def _with_others(agreed: Agreed, args: ModelArgs, prefetch: str, nbytes: int) -> Setup:
+def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes: int) -> Setup:
     """As all ranks have agreed; drafts, `keep_warm` and warm starts are off. `nbytes`: of all experts."""
-    drafts = Drafts(args, agreed.plan, "off", None, "")
-    return Setup(
-        drafts, agreed.tiles, lambda source, _: agreed.experts(source, prefetch), "off", "off", agreed.loading(nbytes)
-    )
+    drafts, prefetch = Drafts(args, agreed.plan, "off", None, ""), PREFETCH[settings.prefetch]
+    computing = lambda source, _: agreed.experts(source, prefetch)  # noqa: E731
+    return Setup(drafts, agreed.tiles, computing, "off", "off", agreed.loading(nbytes))
 
 
 def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows: int) -> Engine:
@@ -293,22 +229,14 @@ def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> 
     return Tables(args.ngrams, readers) if readers else None
 
 
-def _opened_like(make: Callable[P, Engine]) -> "Callable[[Callable[[Engine], R]], Callable[P, R]]":
-    """Decorates a function of an engine with the parameters of `make`, so that they are written only once."""
-
-    def decorate(use: Callable[[Engine], R]) -> Callable[P, R]:
-        @functools.wraps(use)
-        def open_and_use(*args: P.args, **kwargs: P.kwargs) -> R:
-            return use(make(*args, **kwargs))
-
-        signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
-        return with_signature(open_and_use, signature, LOADING)
-
-    return decorate
+@with_parameters_of(LoadSettings, LOADING)
+def open_engine(settings: LoadSettings) -> Engine:
+    """Loads a model; arguments and errors are those of `load`."""
+    return open_with(settings)
 
 
-@_opened_like(open_engine)
-def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
+@with_parameters_of(LoadSettings, LOADING)
+def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
     """Loads a model and its tokenizer. Prints nothing.
 
     Several threads may use a model, each with its own caches. If its experts are mapped, calls run in parallel. If they
@@ -335,8 +263,8 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             `moeflux tune` found that less is as fast. Less than the smallest pool is a warning, and that one is used.
         memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
             a reserve for other programs. Mapped files count only in the decision whether to map.
-        prefetch: "auto" (read ahead the predicted choice of the next layer's router), "previous" (read ahead what the
-            layer used for the previous token) or "off". It matters only with pread and never changes a result.
+        prefetch: "auto" (read ahead the predicted choice of the next layer's router) or "off". It matters only with
+            pread and never changes a result.
         keep_warm: whether tiny launches keep a GPU's clock up while a token waits for experts that are read: "on" (on
             any GPU), "off", or "auto": on a Mac that does not run on battery, if the first 256 tokens, measured by
             turns with and without, or an earlier start's, were faster. It changes no result, and is off on several
@@ -379,10 +307,11 @@ def load(engine: Engine) -> tuple[Model, TokenizerWrapper]:
             of tiles does not exist.
         ExpertIOError: this process was forked from one that had loaded a model. DeviceError: memory is exhausted.
     """
+    engine = open_with(settings)
     return engine.model, engine.tokenizer
 
 
-@_opened_like(open_engine)
-def load_model(engine: Engine) -> Model:
+@with_parameters_of(LoadSettings, LOADING)
+def load_model(settings: LoadSettings) -> Model:
     """`load` without a tokenizer; `model.experts` is the `ExpertLoader`."""
-    return engine.model
+    return open_with(settings).model

@@ -13,7 +13,7 @@ from ..formats.pieces import ExpertFiles
 from ..packing.gguf_experts import GgufExperts
 from ..spec import ModelArgs
 from .breath import Breath
-from .budget import MemoryPlan
+from .memory_plan import MemoryPlan
 from .needs import least_slots
 from .pressure import PACE, PACE_OF_METAL, PoolLimit, sources
 from .wired import wire

@@ -13,7 +13,6 @@ import numpy as np
 from ..caches.layer_cache import LayerCache
 from ..errors import RequestError
 from ..experts.stats import LoaderStats
-from ..files import JsonObject
 from ..model.decoder import Model
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper
@@ -357,7 +356,7 @@ class _ExpertMeter:
         self.experts = getattr(model, "experts", None)
         self.before: LoaderStats | None = None
 
-    def figures(self, tokens: int) -> JsonObject:
+    def figures(self, tokens: int) -> dict[str, Any]:
         """To be called after each token; `tokens` is their count so far."""
         if self.experts is None or self.before is None:
             self.before = None if self.experts is None else replace(self.experts.stats)

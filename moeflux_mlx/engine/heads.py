@@ -1,6 +1,6 @@
 """Chooses the source of a model's drafts from the option, the files and the memory plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from ..caches.layer_cache import MOST_DRAFTS
 from ..errors import ConfigError, ModelFileError, RequestError
 from ..experts.held import HeldExperts
 from ..experts.routed import RoutedExperts
-from ..files import JsonMapping, read_json, user_path
+from ..files import JsonObject, read_json, user_path
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
@@ -21,15 +21,13 @@ from ..packing.aside import NAME
 from ..packing.heads import HeadWeights, find_head
 from ..packing.resident import TensorFile
 from ..spec import ModelArgs
-from .budget import MemoryPlan
-from .demand import Demand
+from .budget import Planner
 from .machine import in_gb
+from .memory_plan import MemoryPlan
 from .weights import Weights
 
 DRAFTS = ("auto", "off", "lookup", "head")  # sources of drafts; a directory with a head is allowed too
 LEAST_SHARE = 0.9  # share of the pool's bytes without drafts that "auto" leaves to the pool
-
-Planned = Callable[[ModelArgs, Demand], MemoryPlan]
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,7 @@ class Drafts:
         return Drafting(self.kind)
 
 
-def choose_drafts(
-    draft: str | Path, weights: Weights | None, args: ModelArgs, demand: Demand, dtype: mx.Dtype, planned: Planned
-) -> Drafts:
+def choose_drafts(draft: str | Path, weights: Weights | None, planner: Planner, dtype: mx.Dtype) -> Drafts:
     """Chooses where a model's drafts come from.
 
     "auto" is the model's head if the plan with it keeps mode, sizes and nine tenths of the pool. Otherwise it is
@@ -67,47 +63,45 @@ def choose_drafts(
     Args:
         draft: one of `DRAFTS`, or a directory.
         weights: the files in which to look for a head, or None.
-        args, demand: those of the model without drafts.
+        planner: plans memory for the model without drafts.
         dtype: of activations.
-        planned: the function that plans memory.
 
     Raises:
         RequestError: `draft` is none of these. ModelFileError: there is no head, or it cannot be used. Errors of
-            `planned`.
+            `Planner.plan`.
     """
     is_folder = str(draft) not in DRAFTS
     if is_folder and not user_path(draft).is_dir():
         raise RequestError(f"draft {str(draft)!r} is neither one of {', '.join(DRAFTS)} nor a directory")
     if draft == "off":
-        return Drafts(args, planned(args, demand), "off", None, "")
-    looking = replace(demand, drafts=MOST_DRAFTS)
+        return Drafts(planner.args, planner.plan(), "off", None, "")
+    looking = replace(planner, demand=replace(planner.demand, drafts=MOST_DRAFTS))
     if draft == "lookup":
-        return Drafts(args, planned(args, looking), "lookup", None, "drafts are looked up in the text")
+        return Drafts(planner.args, looking.plan(), "lookup", None, "drafts are looked up in the text")
     if draft == "auto":
-        return _automatic(weights, args, demand, looking, dtype, planned)
-    head = _head(weights, args, user_path(draft) if is_folder else None)
+        return _automatic(weights, planner, looking, dtype)
+    head = _head(weights, planner.args, user_path(draft) if is_folder else None)
     if head is None:
         where = draft if is_folder else weights.path if weights is not None else "what is known of the model"
         raise ModelFileError(f"{where} holds no draft head for this model; leave draft at auto")
-    return _with_head(head, args, looking, dtype, planned)
+    return _with_head(head, looking, dtype)
 
 
-def _with_head(head: HeadWeights, args: ModelArgs, looking: Demand, dtype: mx.Dtype, planned: Planned) -> Drafts:
+def _with_head(head: HeadWeights, looking: Planner, dtype: mx.Dtype) -> Drafts:
     nbytes = head.nbytes(dtype)
-    args = replace(args, draft_head=head.args.layers[0])
-    plan = planned(args, replace(looking, resident=looking.resident + nbytes, head=nbytes))
+    args = replace(looking.args, draft_head=head.args.layers[0])
+    demand = replace(looking.demand, resident=looking.demand.resident + nbytes, head=nbytes)
+    plan = replace(looking, args=args, demand=demand).plan()
     return Drafts(args, plan, "head", head, f"drafts come from a head of {in_gb(nbytes, 3)}")
 
 
-def _automatic(
-    weights: Weights | None, args: ModelArgs, demand: Demand, looking: Demand, dtype: mx.Dtype, planned: Planned
-) -> Drafts:
-    plain, why = planned(args, demand), ""
+def _automatic(weights: Weights | None, planner: Planner, looking: Planner, dtype: mx.Dtype) -> Drafts:
+    args, plain, why = planner.args, planner.plan(), ""
     try:
         head = _head(weights, args, None)
         if head is not None:
             why = f"; a draft head of {in_gb(head.nbytes(dtype), 3)} would take too much from the experts"
-            chosen = _with_head(head, args, looking, dtype, planned)
+            chosen = _with_head(head, looking, dtype)
             if _keeps(chosen.plan, plain):
                 return chosen
     except (ConfigError, ModelFileError) as error:
@@ -115,7 +109,7 @@ def _automatic(
     except RequestError:
         pass
     try:
-        plan = planned(args, looking)
+        plan = looking.plan()
         if _keeps(plan, plain):
             return Drafts(args, plan, "lookup", None, f"drafts are looked up in the text{why}")
     except RequestError:
@@ -137,13 +131,13 @@ def _head(weights: Weights | None, args: ModelArgs, folder: Path | None) -> Head
     return find_head(args, tensors.values(), config, weights.experts.layout)
 
 
-def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonMapping]:
+def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
     files = safetensors_files(folder)
     config = folder / "config.json"
     return merge_tensors(map(read_header, files)), read_json(config) if config.exists() else {}
 
 
-def _beside(weights: Weights) -> tuple[Mapping[str, Tensor], JsonMapping]:
+def _beside(weights: Weights) -> tuple[Mapping[str, Tensor], JsonObject]:
     config = read_json(weights.path / "config.json")
     if weights.checkpoint is None:
         file = weights.path / NAME

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ModelFileError
-from ..files import JsonMapping, read_json, replace_file
+from ..files import JsonObject, read_json, replace_file
 from .tiles import default_file
 
 VERSION = 1
-Row = JsonMapping
+Row = JsonObject
 
 
 def file_of(name: str) -> Path:

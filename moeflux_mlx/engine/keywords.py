@@ -4,14 +4,15 @@ wrong one in its own name, with the nearest right one, or with what replaces it 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import did_you_mean
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class Replaced(NamedTuple):
@@ -23,7 +24,7 @@ class Replaced(NamedTuple):
     """
 
     remedy: str
-    default: JsonValue = None
+    default: Any = None
 
 
 Replacements = dict[str, Replaced]
@@ -82,6 +83,28 @@ def public(
     return decorate
 
 
+def with_parameters_of(make: Callable[P, S], replaced: Replacements) -> "Callable[[Callable[[S], R]], Callable[P, R]]":
+    """Decorates a function of one value, which then takes the parameters of `make`, the value's class:
+
+        @with_parameters_of(Size, {})       # class Size has width and height
+        def area(size): ...                 # area(width, height)
+
+    Args:
+        make: a class.
+        replaced: arguments that are refused with their own remedies.
+    """
+
+    def decorate(use: Callable[[S], R]) -> Callable[P, R]:
+        @functools.wraps(use)
+        def make_and_use(*args: P.args, **kwargs: P.kwargs) -> R:
+            return use(make(*args, **kwargs))
+
+        signature = inspect.signature(make).replace(return_annotation=inspect.signature(use).return_annotation)
+        return with_signature(make_and_use, signature, replaced)
+
+    return decorate
+
+
 def with_signature(function: Callable[P, R], signature: inspect.Signature, replaced: Replacements) -> Callable[P, R]:
     """`function` with this signature, to which the arguments of a call must fit."""
     name = function.__qualname__.removesuffix(".__init__")
@@ -101,8 +124,8 @@ def _checked(
     signature: inspect.Signature,
     replaced: Replacements,
     args: tuple[Any, ...],
-    keywords: JsonMapping,
-) -> JsonObject:
+    keywords: Mapping[str, Any],
+) -> JsonDict:
     """The keywords of a call, without those of mlx-lm that ask for nothing, such as `max_kv_size=None`.
 
     Raises:
@@ -123,5 +146,5 @@ def _checked(
     return known
 
 
-def _is_equal(value: JsonValue, default: JsonValue) -> bool:
+def _is_equal(value: Any, default: Any) -> bool:
     return type(value) is type(default) and value == default  # an array would be compared by element

@@ -6,7 +6,8 @@ from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
 from ..model.step import MAX_ROWS
 from ..spec import ModelArgs
-from .budget import DEFAULT_CONTEXT, MemoryPlan
+from .budget import DEFAULT_CONTEXT
+from .memory_plan import MemoryPlan
 from .needs import least_pool, room, state_bytes
 
 MOST_STREAMED = 8  # sequences while experts are read; more sequences share fewer experts

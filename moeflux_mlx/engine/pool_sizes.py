@@ -9,7 +9,7 @@ the stored sizes.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..files import JsonObject
+from ..files import JsonDict
 from .kept_rows import alone, file_of, read_rows, write_rows
 from .settings import physical_ram_bytes
 
@@ -39,7 +39,7 @@ def keep_pool(model: Path, experts: int, pool: int) -> None:
         write_rows(pool_file(), [*rows, {**_key(model, experts), "pool": pool}])
 
 
-def _key(model: Path, experts: int) -> JsonObject:
+def _key(model: Path, experts: int) -> JsonDict:
     return {"model": str(model.resolve()), "experts": experts, "memory": physical_ram_bytes()}
 
 

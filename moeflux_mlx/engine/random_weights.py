@@ -136,7 +136,7 @@ def _random_grid(quant: Quant) -> list[mx.array]:
     """The grid, of two of its values, if the form has one."""
     if not quant.grid:
         return []
-    least, most = {1: (120, 136), 2: (8, 43), 3: (12, 20)}[quant.bits]
+    least, most = {1: (120, 136), 2: (8, 43), 3: (3, 11) if quant.mode == "iq3_s" else (12, 20)}[quant.bits]
     return [(least + (most - least) * mx.random.randint(0, 2, quant.grid)).astype(mx.uint8)]
 
 

@@ -22,9 +22,9 @@ from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
 from ..ops.stand_ins import standing_in
 from ..spec import ModelArgs
 from .budget import plan_memory
-from .demand import demand_of
 from .kv_bits import keeping
 from .launches import launches_of
+from .load_settings import LoadSettings
 from .machine import Figures
 from .random_weights import Shapes
 
@@ -116,7 +116,7 @@ class Reach:
         with standing_in(backend="metal"):
             self._launches = _launches(name)
             self._dense = variant_bytes(self.args, DTYPE, of_token=True)
-            self._demand = demand_of(self.args, variant_bytes(self.args, DTYPE), DTYPE)
+            self._demand = LoadSettings().demand(self.args, variant_bytes(self.args, DTYPE), DTYPE)
 
     @property
     def routed(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..experts.stats import Asked
-from ..files import JsonObject
+from ..files import JsonDict
 from ..model.decoder import Model
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
@@ -112,7 +112,7 @@ class Session(RunningText):
         """A new session of this kind."""
         return Session(self.model, self.tokenizer, **options)
 
-    def save(self, path: Path, fingerprint: Fingerprint, extra: JsonObject) -> None:
+    def save(self, path: Path, fingerprint: Fingerprint, extra: JsonDict) -> None:
         """Writes tokens, state and `extra` to a file. Raises PromptCacheError, SnapshotError."""
         self._drop_half()
         behind = self.drafts.saved(len(self.tokens)) if self.drafts is not None else b""
@@ -149,7 +149,7 @@ class Answer:
         boundaries: Sequence[int],
         report: Callable[[int, int], Any] | None,
         max_tokens: int,
-        choice: JsonObject,
+        choice: dict[str, Any],
     ):
         self.session = session
         self._prompt, self._boundaries, self._report = prompt, boundaries, report or (lambda done, total: None)

@@ -1,9 +1,8 @@
 """Reads records before they are requested: predicts the next experts, and learns when prediction is worthwhile.
 
-There are two predictors: the experts that the layer used for the previous token, and the next layer's router applied to
-this layer's hidden state. Published recall on real models is 25-43 % for the first and 53-89 % for the second
-(flash-moe, moeflux, slotstream, WASTE, BigMoeOnEdge), so the second is the default. A prediction changes when bytes are
-read, never which bytes are used. This module knows ids, not bytes.
+The predictor is the next layer's router applied to this layer's hidden state. Its published recall on real models is
+53-89 % (flash-moe, moeflux, slotstream, WASTE, BigMoeOnEdge). A prediction changes when bytes are read, never which
+bytes are used. This module knows ids, not bytes.
 """
 
 import statistics
@@ -29,7 +28,6 @@ VERDICT = 384  # tokens for which a verdict holds; during a trial at most half o
 class LayerGuesses:
     """How well guessing works for one layer: `useful` is the running share of prefetched experts that were used."""
 
-    previous: np.ndarray | None = None
     useful: float = 0.7  # typical of real models, so that a layer where guesses fail soon drops below LEAST_USEFUL
     judged: int = 0
     skipped: int = 0
@@ -49,15 +47,6 @@ class Predictor:
     def record(self, layer: int) -> LayerGuesses:
         return self.layers.setdefault(layer, LayerGuesses())
 
-    def observe(self, layer: int, ids: np.ndarray) -> None:
-        """Records the experts [T, K] that `layer` used."""
-        self.record(layer).previous = np.unique(ids)
-
-    def previous(self, layer: int) -> list[int]:
-        """The experts of the previous token; none at first."""
-        previous = self.record(layer).previous
-        return [] if previous is None else previous.tolist()
-
     def confident(self, ids: np.ndarray, weights: np.ndarray) -> list[int]:
         """The predicted experts [T, K] whose weight is close enough to the heaviest of their row, each once, the
         closest first.
@@ -73,7 +62,7 @@ class Predictor:
             return True
         record.skipped += 1
         if record.skipped >= RETRY:
-            self.layers[layer] = LayerGuesses(previous=record.previous)
+            self.layers[layer] = LayerGuesses()
         return False
 
     def judge(self, layer: int, ahead: list[int], ids: np.ndarray) -> None:
@@ -119,8 +108,7 @@ class Lookahead:
 
     Args:
         source: serves the experts.
-        prefetch: "lookahead" reads ahead the predicted choice of the next layer's router, "previous" the experts that
-            the next layer used for the previous token, "off" nothing.
+        prefetch: "lookahead" reads ahead the predicted choice of the next layer's router, "off" nothing.
         owned: selects the experts that the source serves.
     """
 
@@ -145,8 +133,6 @@ class Lookahead:
         if guess is not None:
             wanted = self.predictor.confident(np.array(guess.ids), np.array(guess.weights))
             self._read_ahead(guess.layer, wanted)
-        elif self.prefetch == "previous":
-            self._read_previous(routing.layer, ids)
 
     def _judge(self, layer: int, ids: np.ndarray) -> None:
         """Learns from the records read ahead for `layer`, and demotes those not worth keeping.
@@ -170,13 +156,6 @@ class Lookahead:
             self._started = time.perf_counter()
         elif layer == self.layout.moe_layers[-1] and self.prefetch != "off":
             self.trial.token(time.perf_counter() - self._started)
-
-    def _read_previous(self, layer: int, ids: np.ndarray) -> None:
-        """Reads ahead the experts that the next layer used for the previous token."""
-        self.predictor.observe(layer, ids)
-        following = self.layout.next_moe_layer(layer)
-        if following is not None and self.trial.ahead and self.predictor.pays(following):
-            self._read_ahead(following, self.predictor.previous(following))
 
     def _read_ahead(self, layer: int, ids: list[int]) -> None:
         keys = [(layer, expert) for expert in self._owned(layer, ids)]

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..formats.record import Record
 from ..ops import backend
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array
 from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
@@ -49,7 +48,7 @@ class RoutedExperts:
 
     Args:
         source: where the experts are.
-        prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
+        prefetch: "lookahead" or "off", as `Lookahead` has it.
         waiting: called with the layer and the number of rows; a context manager in which a step on a GPU waits for
             experts.
     """
@@ -98,7 +97,7 @@ class RoutedExperts:
             return in_parts(self, on_host, x, residual, shared)
         with lease:
             self.lookahead.requested(on_host, ids)
-            decode: AnyArray = _overlapped if backend.computes_at_once(x) else self._awaited
+            decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
     def _awaited(

@@ -6,14 +6,13 @@ depend on what is multiplied together with it.
 """
 
 from collections import deque
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
 from ..ops import backend
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array
 from ..ops.expert_rows import refusal
 from ..ops.grouped import GroupedRows
 from ..ops.tiles import LEASED_TOKENS
@@ -78,7 +77,7 @@ def multiplied(
     record = source.layout.records[layer]
     rows = GroupedRows(x, ids, counts, waves, record, tokens, among, not refusal(backend.dtype_of(x), record))
     path = _Path(source, layer, waves, counts, len(x), reads_ahead, owned)
-    under_way: deque[AnyArray] = deque()
+    under_way: deque[Any] = deque()
     done = 0
     try:
         for i, wave in enumerate(waves):

@@ -1,6 +1,6 @@
 """Arcee's Trinity: rotation only in windows, a gate per value of attention, norms around both parts of a layer."""
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Residual
 from .fields import (
     Family,
@@ -16,7 +16,7 @@ from .fields import (
 from .gguf import ATTENTION, DENSE, EXPERTS, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 
-def _afmoe(read: Fields) -> JsonObject:
+def _afmoe(read: Fields) -> JsonDict:
     for name, wanted in (("score_func", "sigmoid"), ("n_group", 1), ("topk_group", 1)):
         read.must_equal(name, wanted)
     factor, normalise = read.number("route_scale", 1.0, least=1e-6, most=1e6), read.optional("route_norm", bool, True)
@@ -40,7 +40,7 @@ RENAMES = (
 FAMILIES = {"afmoe": Family(_afmoe, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp always multiplies embeddings, and every fourth layer sees all positions there, as in all published
     models."""
     read.must_equal("expert_gating_func", SIGMOID)

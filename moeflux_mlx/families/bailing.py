@@ -6,7 +6,7 @@ Ling 2.6 has the same `model_type` and another linear attention, which is not im
 from dataclasses import replace
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Mixer
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from .deepseek import RENAMES as OF_DEEPSEEK
@@ -26,7 +26,7 @@ from .fields import (
 )
 
 
-def _bailing_hybrid(read: Fields) -> JsonObject:
+def _bailing_hybrid(read: Fields) -> JsonDict:
     if read.config.get("kda_safe_gate") is None:
         raise ConfigError("config field 'kda_safe_gate' is missing; of 'bailing_hybrid' only Ling 3 is implemented")
     read = as_of_kimi(read)

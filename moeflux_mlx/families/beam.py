@@ -5,7 +5,7 @@ around both parts of a layer, and a stream that is averaged over its parts.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import QueryGrowth, Residual
 from .fields import (
     FULL,
@@ -29,7 +29,7 @@ USUAL = {
 }
 
 
-def _beam(read: Fields) -> JsonObject:
+def _beam(read: Fields) -> JsonDict:
     count = layer_count(read)
     read = Fields({**USUAL, "first_k_dense_replace": min(3, count), **read.config})
     read.must_equal("n_shared_experts", 0)

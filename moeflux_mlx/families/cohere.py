@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Experts, Residual, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -28,7 +28,7 @@ SCORES = ("softmax", "sigmoid")
 AVERAGE, SUM = "average", "sum"
 
 
-def _cohere2_moe(read: Fields) -> JsonObject:
+def _cohere2_moe(read: Fields) -> JsonDict:
     kv_heads = read.count("num_key_value_heads", None) or read.count("num_attention_heads")
     read = Fields({**USUAL, **read.config, "num_key_value_heads": kv_heads})
     for name, wanted in (

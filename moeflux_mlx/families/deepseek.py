@@ -5,7 +5,7 @@ DeepSeek-V3.2 and GLM-5.
 from dataclasses import replace
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Indexer, QueryFactor
 from ..mixers.latent.spec import Latent
 from .fields import (
@@ -25,7 +25,7 @@ from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Me
 FULL, SHARED = "full", "shared"  # a layer that has an indexer, and one that takes what the last of these chose
 
 
-def _deepseek_v3(read: Fields) -> JsonObject:
+def _deepseek_v3(read: Fields) -> JsonDict:
     read.must_equal("moe_layer_freq", 1)
     for name in ("n_group", "topk_group"):  # readers of such files have different defaults
         read.count(name)
@@ -33,7 +33,7 @@ def _deepseek_v3(read: Fields) -> JsonObject:
     return {**common(read), "layers": layers(read, mixers, noaux_experts(read), after_dense_layers(read))}
 
 
-def _indexed(read: Fields, interleaved: bool) -> JsonObject:
+def _indexed(read: Fields, interleaved: bool) -> JsonDict:
     """DeepSeek-V3 with indexers, whose rotation is `interleaved` unless a field says otherwise."""
     args, attention = _deepseek_v3(read), latent_attention(read)
     own = Indexer(
@@ -73,7 +73,7 @@ def latent_attention(read: Fields, query_scale: QueryFactor | None = None) -> La
     return Latent(**latent_sizes(read), rotation=turning, query_scale=query_scale)
 
 
-def latent_sizes(read: Fields) -> JsonObject:
+def latent_sizes(read: Fields) -> JsonDict:
     """The sizes of latent attention, as `Latent` names them, without that of rotated keys."""
     return {
         "heads": read.count("num_attention_heads"),
@@ -95,7 +95,7 @@ FAMILIES = dict.fromkeys(TYPES, Family(_deepseek_v3, renames=RENAMES, head=NEXT_
 }
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """DeepSeek-V3, Kimi K2 and GLM-4.7-Flash, whose configurations are read alike.
 
     Attention is stored as attention to one latent head: the sizes of the heads are those that end in `_mla`. Files

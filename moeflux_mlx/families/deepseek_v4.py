@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, Experts, HyperConnections, Indexer, LayerSpec, Residual, Rotation, Yarn
 from ..mixers.compressed.spec import Compressed, Compressor
 from .fields import Family, Fields, common, grouped_experts, layer_count, layer_kinds, rotation
@@ -14,7 +14,7 @@ RATIOS = {SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
 
 
-def _deepseek_v4(read: Fields) -> JsonObject:
+def _deepseek_v4(read: Fields) -> JsonDict:
     for name, wanted in (
         ("attention_bias", False),
         ("mlp_bias", False),

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import HyperConnections, Indexer, LayerSpec, NGrams, Residual
 from ..mixers.compressed.spec import BestBlocks, Compressed, Compressor
 from .deepseek_v4 import RENAMES as OF_V4
@@ -25,7 +25,7 @@ USUAL = {
 }
 
 
-def _deepseek_v41(read: Fields) -> JsonObject:
+def _deepseek_v41(read: Fields) -> JsonDict:
     for name, wanted in (
         *(("attention_bias", False), ("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc")),
         *(("norm_topk_prob", True), ("num_key_value_heads", 1), ("gate_temp", 1)),

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import SharedExpert
 from .fields import Family, Fields, experts, grouped_query, layer_count, layers, sizes
 from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
-def _ernie4_5_moe(read: Fields) -> JsonObject:
+def _ernie4_5_moe(read: Fields) -> JsonDict:
     for name, wanted in (("hidden_act", "silu"), ("use_bias", False), ("moe_gate_act", "softmax")):
         read.must_equal(name, wanted)
     read.must_equal("moe_norm_min", 1e-12)  # the least sum of weights, far below any softmax's best
@@ -40,7 +40,7 @@ RENAMES = (
 FAMILIES = {"ernie4_5_moe": Family(_ernie4_5_moe, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     return {
         "model_type": "ernie4_5_moe",
         **read.sizes(),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from .deepseek import RENAMES
 from .fields import (
     FULL,
@@ -19,7 +19,7 @@ from .fields import (
 )
 
 
-def _exaone_moe(read: Fields) -> JsonObject:
+def _exaone_moe(read: Fields) -> JsonDict:
     turned, window = grouped_query(read), read.count("sliding_window", None)
     parts = {FULL: turned} if window is None else {
         FULL: replace(turned, rotation=None),

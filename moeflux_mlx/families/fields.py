@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject
 from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Residual, Rotation, Router, SharedExpert, Yarn
 from ..kinds.limits import LARGEST, WIDEST_HEAD
 from ..mixers.grouped.spec import GroupedQuery
@@ -27,17 +27,17 @@ PLAIN = Residual()
 _MISSING = object()
 
 
-def out_of_range(name: str, value: JsonValue, wanted: str) -> ConfigError:
+def out_of_range(name: str, value: Any, wanted: str) -> ConfigError:
     return ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected {wanted}")
 
 
 class Fields:
     """Typed access to a config; every failure names the field."""
 
-    def __init__(self, config: JsonMapping):
+    def __init__(self, config: JsonObject):
         self.config = config
 
-    def _get(self, names: str, kind: type, default: JsonValue) -> tuple[str, Any]:
+    def _get(self, names: str, kind: type, default: Any) -> tuple[str, Any]:
         """(name, value) of the first of `names` ("a|b") that is present and not null."""
         for name in names.split("|"):
             value = self.config.get(name)
@@ -57,24 +57,24 @@ class Fields:
     def required(self, names: str, kind: type) -> Any:
         return self._get(names, kind, _MISSING)[1]
 
-    def optional(self, names: str, kind: type, default: JsonValue) -> Any:
+    def optional(self, names: str, kind: type, default: Any) -> Any:
         return self._get(names, kind, default)[1]
 
-    def count(self, names: str, default: JsonValue = _MISSING, least: int = 1, most: int = LARGEST) -> Any:
+    def count(self, names: str, default: Any = _MISSING, least: int = 1, most: int = LARGEST) -> Any:
         """An integer from `least` to `most`, or the default."""
         name, value = self._get(names, int, default)
         if value is not default and not least <= value <= most:
             raise out_of_range(name, value, f"an integer from {least} to {most}")
         return value
 
-    def number(self, names: str, default: JsonValue = _MISSING, *, least: float, most: float) -> Any:
+    def number(self, names: str, default: Any = _MISSING, *, least: float, most: float) -> Any:
         """A float from `least` to `most`, or the default."""
         name, value = self._get(names, float, default)
         if value is not default and not least <= value <= most:
             raise out_of_range(name, value, f"a number from {least:g} to {most:g}")
         return value
 
-    def must_equal(self, name: str, wanted: JsonValue) -> None:
+    def must_equal(self, name: str, wanted: Any) -> None:
         value = self.config.get(name)
         if value is not None and value != wanted:
             raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; only {wanted!r} is implemented")
@@ -94,7 +94,7 @@ def as_of_kimi(read: Fields) -> Fields:
     return Fields({**{name: read.config.get(theirs) for name, theirs in OF_KIMI.items()}, **read.config})
 
 
-def common(read: Fields, eps: float = 1e-6) -> JsonObject:
+def common(read: Fields, eps: float = 1e-6) -> JsonDict:
     """The fields of `ModelArgs` that all families have, except `layers`; refuses values that no family implements.
 
     `eps`: that of norms if the field is missing.
@@ -108,7 +108,7 @@ def common(read: Fields, eps: float = 1e-6) -> JsonObject:
     return sizes(read, eps)
 
 
-def sizes(read: Fields, eps: float = 1e-6) -> JsonObject:
+def sizes(read: Fields, eps: float = 1e-6) -> JsonDict:
     """The fields of `ModelArgs` that are numbers, by their usual names; `eps` as in `common`."""
     return {
         "vocab_size": read.count("vocab_size"),
@@ -370,7 +370,7 @@ class Family:
         head: of the family's draft heads; None: none is known.
     """
 
-    read: Callable[[Fields], JsonObject]
+    read: Callable[[Fields], JsonDict]
     zero_centred: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     fused_rows: Callable[[LayerSpec, int, int], FusedRows] = lambda spec, layer, shards: {}

@@ -1,6 +1,6 @@
 """Flint: rotation only in windows, sinks in all layers, and sigmoids without a correction bias."""
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import SharedExpert
 from .fields import (
     FULL,
@@ -16,7 +16,7 @@ from .fields import (
 )
 
 
-def _flint(read: Fields) -> JsonObject:
+def _flint(read: Fields) -> JsonDict:
     shared = SharedExpert(read.count("shared_expert_intermediate_size"))
     moe = experts(read, shared, score="sigmoid", normalise=read.optional("norm_topk_prob", bool, True))
     dense = read.optional("mlp_only_layers", list, [0, 1])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, Experts, LayerSpec, Residual, Router, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, layer_count, layer_kinds, rotation, sizes
@@ -30,7 +30,7 @@ ONLY: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _gemma4(read: Fields) -> JsonObject:
+def _gemma4(read: Fields) -> JsonDict:
     for name, (default, wanted) in ONLY.items():
         value = read.config.get(name)
         Fields({name: default if value is None else value}).must_equal(name, wanted)
@@ -112,7 +112,7 @@ RENAMES = (
 FAMILIES = {"gemma4": Family(_gemma4, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp stores which frequencies of a wide head rotate; it is the first quarter in all published models."""
     kinds = [SLIDING if slides else FULL for slides in read.each_layer("attention.sliding_window_pattern", bool)]
     kv_heads, narrow = read.each_layer("attention.head_count_kv", int), read.count("attention.key_length_swa")

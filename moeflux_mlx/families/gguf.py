@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject
 
 MISSING = object()
 ROPE_TYPES = ("none", "yarn")
@@ -30,11 +30,11 @@ class Metadata:
         slowed: what the frequency of each rotated pair is divided by (`rope_freqs.weight`); none: nothing.
     """
 
-    def __init__(self, entries: JsonMapping, tensors: Container[str] = (), slowed: Sequence[float] = ()):
+    def __init__(self, entries: JsonObject, tensors: Container[str] = (), slowed: Sequence[float] = ()):
         self._entries, self.tensors, self.slowed = entries, tensors, slowed
         self.architecture = self.anywhere("general.architecture", str)
 
-    def anywhere(self, key: str, kind: type, default: JsonValue = MISSING) -> Any:
+    def anywhere(self, key: str, kind: type, default: Any = MISSING) -> Any:
         """The value of a whole key.
 
         Raises:
@@ -48,16 +48,16 @@ class Metadata:
             raise ModelFileError(f"GGUF metadata {key!a} {what}")
         return value
 
-    def count(self, key: str, default: JsonValue = MISSING) -> Any:
+    def count(self, key: str, default: Any = MISSING) -> Any:
         """An integer of this architecture."""
         return self.anywhere(f"{self.architecture}.{key}", int, default)
 
-    def number(self, key: str, default: JsonValue = MISSING) -> Any:
+    def number(self, key: str, default: Any = MISSING) -> Any:
         """A float of this architecture, as short as float32 needs it: 1e-6, not 9.999999974752427e-07."""
         value = self.anywhere(f"{self.architecture}.{key}", float, default)
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    def flag(self, key: str, default: JsonValue = MISSING) -> Any:
+    def flag(self, key: str, default: Any = MISSING) -> Any:
         """A truth value of this architecture."""
         return self.anywhere(f"{self.architecture}.{key}", bool, default)
 
@@ -81,7 +81,7 @@ class Metadata:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
         return list(values[: self.layers])
 
-    def must_equal(self, key: str, wanted: JsonValue) -> None:
+    def must_equal(self, key: str, wanted: Any) -> None:
         """Raises ConfigError: the key has another value."""
         value = self._entries.get(f"{self.architecture}.{key}")
         if value is not None and value != wanted:
@@ -95,7 +95,7 @@ class Metadata:
         layers = self.count("block_count") - self.count("nextn_predict_layers", 0)
         return int(layers)
 
-    def rope_scaling(self) -> JsonObject | None:
+    def rope_scaling(self) -> JsonDict | None:
         """`rope_scaling` of config.json.
 
         Raises:
@@ -120,7 +120,7 @@ class Metadata:
         """How many of the first layers have an MLP."""
         return next(layer for layer in itertools.count() if f"blk.{layer}.ffn_gate.weight" not in self.tensors)
 
-    def sizes(self) -> JsonObject:
+    def sizes(self) -> JsonDict:
         """The fields of config.json that all families have."""
         return {
             "num_hidden_layers": self.layers,
@@ -130,7 +130,7 @@ class Metadata:
             "vocab_size": self.count("vocab_size", None) or len(self.anywhere("tokenizer.ggml.tokens", list, [])),
         }
 
-    def attention(self) -> JsonObject:
+    def attention(self) -> JsonDict:
         """The fields of attention with heads of one size."""
         heads = self.of_layers("attention.head_count", self.layers)
         self.must_equal("attention.value_length", self.count("attention.key_length", None))
@@ -147,7 +147,7 @@ class Metadata:
         width = self.count("attention.key_length")
         return float(self.count("rope.dimension_count", width) / max(width, 1))
 
-    def noaux(self) -> JsonObject:
+    def noaux(self) -> JsonDict:
         """The fields of DeepSeek-V3's router and shared expert."""
         self.must_equal("expert_gating_func", SIGMOID)
         return {
@@ -161,15 +161,15 @@ class Metadata:
             "norm_topk_prob": self.flag("expert_weights_norm", False),
         }
 
-    def experts(self) -> JsonObject:
+    def experts(self) -> JsonDict:
         """The fields of routed experts."""
         return {**self.choice(), "moe_intermediate_size": self.count("expert_feed_forward_length")}
 
-    def choice(self) -> JsonObject:
+    def choice(self) -> JsonDict:
         """The fields of a router."""
         return {"num_experts": self.count("expert_count"), "num_experts_per_tok": self.count("expert_used_count")}
 
-    def tied(self) -> JsonObject:
+    def tied(self) -> JsonDict:
         """Whether embeddings make the logits too: then there is no matrix of their own."""
         return {"tie_word_embeddings": "output.weight" not in self.tensors}
 
@@ -198,7 +198,7 @@ def neighbours_apart(heads: int, rows: int) -> Change:
     return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
-Config = JsonObject
+Config = JsonDict
 Changes = Callable[[Config, str, tuple[int, ...]], Change | None]
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 
 
-def llama3_scaling(slowed: Sequence[float], theta: float) -> JsonObject | None:
+def llama3_scaling(slowed: Sequence[float], theta: float) -> JsonDict | None:
     """`rope_scaling` of config.json; None: frequencies are not scaled.
 
     Args:

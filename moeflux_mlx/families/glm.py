@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..mixers.grouped.spec import GroupedQuery
 from .deepseek import RENAMES
 from .fields import (
@@ -20,11 +20,11 @@ from .fields import (
 from .gguf import ATTENTION, DENSE, EXPERTS, OTHER_NORM, SHARED_EXPERT, GgufFamily, Metadata
 
 
-def _glm4_moe(read: Fields) -> JsonObject:
+def _glm4_moe(read: Fields) -> JsonDict:
     return _of_attention(read, _attention(read))
 
 
-def _glm4v_moe(read: Fields) -> JsonObject:
+def _glm4v_moe(read: Fields) -> JsonDict:
     return _of_attention(read, by_axes(read, _attention(read), (8, 12, 12), alternating=False))
 
 
@@ -33,12 +33,12 @@ def _attention(read: Fields) -> GroupedQuery:
     return grouped_query(read, share=0.5, norm=norm, bias=read.required("attention_bias", bool))
 
 
-def _of_attention(read: Fields, attention: GroupedQuery) -> JsonObject:
+def _of_attention(read: Fields, attention: GroupedQuery) -> JsonDict:
     moe, mixers = noaux_experts(read), [attention] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, moe, after_dense_layers(read))}
 
 
-def _solar_open(read: Fields) -> JsonObject:
+def _solar_open(read: Fields) -> JsonDict:
     read.must_equal("use_qk_norm", False)
     count = layer_count(read)
     attention = grouped_query(read, norm=None, bias=read.optional("attention_bias", bool, False))
@@ -52,7 +52,7 @@ FAMILIES = {
 }
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     return {
         "model_type": "glm4_moe",
         **read.sizes(),

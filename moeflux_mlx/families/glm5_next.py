@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, Dense, Experts, HyperConnections, Indexer, KeyBlocks, LayerSpec, Mixer, Residual
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
@@ -31,7 +31,7 @@ from .fields import (
 SPARSE = ("deepseek_sparse_attention", "indexed_attention", "full_attention")  # the publisher's and transformers' words
 
 
-def _glm5_next(read: Fields) -> JsonObject:
+def _glm5_next(read: Fields) -> JsonDict:
     for name, wanted in (
         ("attention_bias", False),
         ("mhc", True),

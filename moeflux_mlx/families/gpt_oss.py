@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation
 from .fields import FULL, SLIDING, Family, Fields, common, experts, grouped_query, layer_count, layer_kinds, layers
 from .gguf import ATTENTION, EXPERTS, OTHER_NORM, GgufFamily, Metadata
@@ -10,7 +10,7 @@ from .gguf import ATTENTION, EXPERTS, OTHER_NORM, GgufFamily, Metadata
 ALPHA = 1.702  # of the sigmoid in its experts
 
 
-def _gpt_oss(read: Fields) -> JsonObject:
+def _gpt_oss(read: Fields) -> JsonDict:
     read.must_equal("attention_bias", True)
     read.must_equal("swiglu_alpha", ALPHA)
     limit = read.number("swiglu_limit", 7.0, least=1e-3, most=1e6)
@@ -26,7 +26,7 @@ def _gpt_oss(read: Fields) -> JsonObject:
 FAMILIES = {"gpt_oss": Family(_gpt_oss, renames=((".mlp.router.", ".mlp.gate."),), interleaved_experts=True)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """llama.cpp rounds YaRN's bounds, for which the file has no key; the published model does not."""
     config = {"model_type": "gpt_oss", **read.sizes(), **read.attention(), **read.experts()}
     scaling = config["rope_scaling"] and {**config["rope_scaling"], "truncate": False}

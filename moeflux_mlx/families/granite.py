@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Experts, LayerSpec, Mixer, Residual, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from ..mixers.mamba.spec import Mamba2
@@ -29,7 +29,7 @@ from .nemotron import step_limits
 KINDS = {"mamba": LINEAR, LINEAR: LINEAR, "attention": FULL, FULL: FULL}
 
 
-def _granitemoehybrid(read: Fields) -> JsonObject:
+def _granitemoehybrid(read: Fields) -> JsonDict:
     for name, wanted in (
         *(("hidden_act", "silu"), ("attention_bias", False)),
         *(("mamba_proj_bias", False), ("mamba_conv_bias", True)),
@@ -99,7 +99,7 @@ RENAMES = (
 FAMILIES = {"granitemoehybrid": Family(_granitemoehybrid, renames=RENAMES, fused_rows=_joined_rows)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """A layer has as many key heads as attention has, or none."""
     kv_heads = read.each_layer("attention.head_count_kv", int)
     heads, inner = max(read.count("ssm.time_step_rank"), 1), read.count("ssm.inner_size")
@@ -127,7 +127,7 @@ def _gguf(read: Metadata) -> JsonObject:
     }
 
 
-def _change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Change | None:
+def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
     """llama.cpp orders rows of queries and keys for a rotation, also where nothing rotates; it stores -exp(A_log), and
     has axes of length 1 elsewhere."""
     heads = {"self_attn.q_proj.weight": "num_attention_heads", "self_attn.k_proj.weight": "num_key_value_heads"}

@@ -1,6 +1,6 @@
 """Hy3 of Tencent's Hunyuan."""
 
-from ..files import JsonObject
+from ..files import JsonDict
 from .fields import (
     Family,
     Fields,
@@ -16,7 +16,7 @@ from .fields import (
 from .gguf import ATTENTION, DENSE, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, Metadata
 
 
-def _hy_v3(read: Fields) -> JsonObject:
+def _hy_v3(read: Fields) -> JsonDict:
     for name in ("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "qk_norm", "route_norm"):
         read.must_equal(name, True)
     read.must_equal("mlp_bias", False)
@@ -35,7 +35,7 @@ RENAMES = (
 FAMILIES = {"hy_v3": Family(_hy_v3, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("expert_gating_func", SIGMOID)
     width = read.count("expert_feed_forward_length")
     return {

@@ -6,7 +6,7 @@ halves.
 
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, IndependentConnections, Indexer, Residual
 from .deepseek import FULL, SHARED, indexer_types, latent_attention
 from .deepseek import RENAMES as OF_DEEPSEEK
@@ -16,7 +16,7 @@ from .fields import Family, Fields, after_dense_layers, common, layer_count, lay
 USUAL = {"first_k_dense_replace": 1, "rope_theta": 1e4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
 
 
-def _hy_v4(read: Fields) -> JsonObject:
+def _hy_v4(read: Fields) -> JsonDict:
     count = layer_count(read)
     kinds = [FULL if i == 0 or i % 4 == 1 else SHARED for i in range(count)]
     given = {name: value for name, value in read.config.items() if value is not None}

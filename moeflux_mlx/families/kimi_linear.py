@@ -7,7 +7,7 @@ blocks of layers in place of one stream. Draft heads and images are not read.
 
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, BlockSums, Dense, Experts, LayerSpec, Mixer, Residual, Rotation
 from ..mixers.delta.spec import LEAST_FLOOR, ChannelDecay, Delta
 from ..mixers.latent.spec import Latent
@@ -31,7 +31,7 @@ from .glm5_next import joined_rows, linear_sizes, of_linear_attention
 from .minimax import RENAMES as OF_EXPERTS
 
 
-def _kimi_linear(read: Fields) -> JsonObject:
+def _kimi_linear(read: Fields) -> JsonDict:
     read = as_of_kimi(read)
     for name, wanted in (
         *(("mla_use_nope", True), ("attention_bias", False), ("moe_router_activation_func", "sigmoid")),

@@ -2,12 +2,12 @@
 logits plus a bias.
 """
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Residual, SharedExpert
 from .fields import Family, Fields, common, experts, layer_count, layers, one_full_in, rotating_in_windows
 
 
-def _kolibri1(read: Fields) -> JsonObject:
+def _kolibri1(read: Fields) -> JsonDict:
     shared, count = SharedExpert(read.count("shared_expert_intermediate_size")), layer_count(read)
     normalise = read.optional("norm_topk_prob", bool, False)
     moe = experts(read, shared, score="sigmoid", correction_bias=True, biases_logits=True, normalise=normalise)

@@ -1,7 +1,7 @@
 """Laguna of poolside: windows, a softplus gate per head, and different numbers of heads by layer."""
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -21,7 +21,7 @@ from .fields import (
 )
 
 
-def _laguna(read: Fields) -> JsonObject:
+def _laguna(read: Fields) -> JsonDict:
     for name, wanted in (
         ("attention_bias", False),
         ("qkv_bias", False),

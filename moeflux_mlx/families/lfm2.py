@@ -1,7 +1,7 @@
 """LFM2 with experts: gated short convolutions, and now and then attention; a sigmoid router with a correction bias."""
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Mixer
 from ..mixers.conv.spec import ShortConv
 from .fields import FULL, Family, Fields, experts, grouped_query, layer_count, layer_kinds, layers, sizes
@@ -12,7 +12,7 @@ CONV = "conv"  # the other kind of layers in `layer_types`
 THETA, EPS, TAPS, DENSE_LAYERS = 1e6, 1e-5, 3, 2
 
 
-def _lfm2_moe(read: Fields) -> JsonObject:
+def _lfm2_moe(read: Fields) -> JsonDict:
     read.must_equal("conv_bias", False)
     count = layer_count(read)
     kinds = layer_kinds(read, "layer_types", (CONV, FULL))
@@ -50,7 +50,7 @@ RENAMES = (
 FAMILIES = {"lfm2_moe": Family(_lfm2_moe, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """A layer has as many key heads as attention has, or none. llama.cpp always normalises the routing weights of this
     architecture and knows no factor of them, as in all published models."""
     read.must_equal("expert_gating_func", SIGMOID)
@@ -71,7 +71,7 @@ def _gguf(read: Metadata) -> JsonObject:
     }
 
 
-def _change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Change | None:
+def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
     """llama.cpp has no axis of length 1 in weights of convolutions."""
     return Change((*shape, 1)) if name == "conv.conv.weight" else None
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import QueryScale, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -26,7 +26,7 @@ from .gguf_rope import llama3_scaling
 CHUNKED = "chunked_attention"
 
 
-def _llama4(read: Fields) -> JsonObject:
+def _llama4(read: Fields) -> JsonDict:
     for name, wanted in (("attention_bias", False), ("num_experts_per_tok", 1)):
         read.must_equal(name, wanted)
     read = Fields({"num_experts_per_tok": 1, **read.config})
@@ -98,7 +98,7 @@ FAMILIES = {"llama4": Family(_llama4, renames=RENAMES)}
 WITHOUT_NORMS = 128  # Maverick's experts, by which llama.cpp knows that it norms no queries and keys
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """Sizes of chunks and temperatures have no keys: llama.cpp takes the published ones. A window of 0 says that all
     layers rotate and see everything. Unlike Llama's, queries and keys are stored in the publisher's order."""
     read.must_equal("attention.sliding_window_pattern", 4)

@@ -5,7 +5,7 @@ input.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Dense, LayerSpec, Residual, SharedExpert, Shortcut
 from .deepseek import latent_attention
 from .fields import MOST_LAYERS, Family, Fields, common, experts, scale
@@ -18,7 +18,7 @@ USUAL = {
 }
 
 
-def _longcat_flash(read: Fields) -> JsonObject:
+def _longcat_flash(read: Fields) -> JsonDict:
     read = Fields({**USUAL, **read.config})
     read = Fields({**read.config, "num_experts_per_tok": read.count("moe_topk")})
     for name, wanted in (

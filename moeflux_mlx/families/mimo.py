@@ -1,6 +1,6 @@
 """MiMo-V2-Flash and V2.6: all layers but a few have a window, with sinks and another number of key heads."""
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import LayerSpec
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import (
@@ -21,7 +21,7 @@ from .fields import (
 )
 
 
-def _mimo_v2_flash(read: Fields) -> JsonObject:
+def _mimo_v2_flash(read: Fields) -> JsonDict:
     for name, wanted in (
         ("topk_method", "noaux_tc"),
         ("scoring_func", "sigmoid"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, Dense, HeadBlocks, Indexer, LayerSpec, SharedExpert
 from .fields import (
     FULL,
@@ -24,7 +24,7 @@ from .gguf import ATTENTION, EXPERTS, NORM, SHARED_EXPERT, SIGMOID, GgufFamily, 
 SPARSE = "minimax_m3_sparse"
 
 
-def _minimax_m2(read: Fields) -> JsonObject:
+def _minimax_m2(read: Fields) -> JsonDict:
     count = layer_count(read)
     for name, wanted in (
         ("scoring_func", "sigmoid"),
@@ -46,7 +46,7 @@ def _turned_share(read: Fields) -> float:
     return read.count("rotary_dim", width, most=width) / width
 
 
-def _minimax_m3(read: Fields) -> JsonObject:
+def _minimax_m3(read: Fields) -> JsonDict:
     """The text part. The publisher nests what the indexer has under `sparse_attention_config`."""
     for name, wanted in (
         ("scoring_func", "sigmoid"),
@@ -122,7 +122,7 @@ FAMILIES = {
 }
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     read.must_equal("expert_gating_func", SIGMOID)
     config = {"model_type": "minimax_m2", **read.sizes(), **read.attention(), **read.choice()}
     width, turned = read.count("expert_feed_forward_length"), read.count("rope.dimension_count")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Indexer, LayerSpec, QueryScale
 from ..mixers.latent.spec import Latent
 from .deepseek import RENAMES, SHARED, indexer_types, latent_attention
@@ -34,7 +34,7 @@ USUAL = {
 }
 
 
-def _mistral4(read: Fields) -> JsonObject:
+def _mistral4(read: Fields) -> JsonDict:
     mixers = [latent_attention(read, _query_scale(read))] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, grouped_experts(read), after_dense_layers(read))}
 
@@ -45,7 +45,7 @@ def _query_scale(read: Fields) -> QueryScale:
     return QueryScale(beta, rope.count("original_max_position_embeddings"))
 
 
-def _mistral_large4(read: Fields) -> JsonObject:
+def _mistral_large4(read: Fields) -> JsonDict:
     read = Fields({**USUAL, **{name: value for name, value in read.config.items() if value is not None}})
     for name, wanted in (("q_lora_rank", None), ("norm_topk_prob", True)):
         read.must_equal(name, wanted)

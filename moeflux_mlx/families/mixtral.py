@@ -1,12 +1,12 @@
 """Mixtral: plain attention, perhaps in a window, and a softmax over the chosen experts."""
 
-from ..files import JsonObject
+from ..files import JsonDict
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layers
 from .gguf import ATTENTION, EXPERTS, NORM, Change, GgufFamily, Metadata, neighbours_apart
 from .minimax import RENAMES
 
 
-def _mixtral(read: Fields) -> JsonObject:
+def _mixtral(read: Fields) -> JsonDict:
     attention = grouped_query(read, norm=None, window=read.count("sliding_window", None))
     moe, count = experts(read, width="intermediate_size"), layer_count(read)
     return {**common(read, eps=1e-5), "layers": layers(read, [attention] * count, moe, range(count))}
@@ -15,13 +15,13 @@ def _mixtral(read: Fields) -> JsonObject:
 FAMILIES = {"mixtral": Family(_mixtral, renames=RENAMES)}
 
 
-def _gguf(read: Metadata) -> JsonObject:
+def _gguf(read: Metadata) -> JsonDict:
     """Of an architecture that dense models have too, which lack the number of experts."""
     config = {"model_type": "mixtral", **read.sizes(), **read.attention(), **read.choice()}
     return {**config, "intermediate_size": read.count("feed_forward_length")}
 
 
-def _change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Change | None:
+def _change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
     heads = {"self_attn.q_proj.weight": "num_attention_heads", "self_attn.k_proj.weight": "num_key_value_heads"}
     return neighbours_apart(config[heads[name]], shape[0]) if name in heads else None
 

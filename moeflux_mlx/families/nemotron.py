@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import Activation, Experts, LayerSpec, Mixer, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from ..mixers.mamba.spec import Mamba2
@@ -22,7 +22,7 @@ BLOCK_TYPES = {
 RELU = Activation("relu")
 
 
-def _nemotron_h(read: Fields) -> JsonObject:
+def _nemotron_h(read: Fields) -> JsonDict:
     for name, wanted in (
         *((name, False) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
         *(("use_conv_bias", True), ("tie_word_embeddings", False), ("sliding_window", None), ("n_shared_experts", 1)),

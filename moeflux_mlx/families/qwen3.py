@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import LayerSpec, SharedExpert
 from ..mixers.delta.spec import Delta
 from ..mixers.grouped.spec import GroupedQuery
@@ -29,7 +29,7 @@ from .fields import (
 from .gguf import ATTENTION, EXPERTS, NORM, OTHER_NORM, SHARED_EXPERT, Change, GgufFamily, Metadata
 
 
-def _qwen2_moe(read: Fields) -> JsonObject:
+def _qwen2_moe(read: Fields) -> JsonDict:
     bias = read.optional("qkv_bias", bool, True)
     shared = SharedExpert(read.count("shared_expert_intermediate_size"), gated=True)
     moe = experts(read, shared, normalise=read.optional("norm_topk_prob", bool, False))
@@ -37,16 +37,16 @@ def _qwen2_moe(read: Fields) -> JsonObject:
     return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
-def _qwen3_moe(read: Fields) -> JsonObject:
+def _qwen3_moe(read: Fields) -> JsonDict:
     return _of_attention(read, grouped_query(read), read.optional("norm_topk_prob", bool, False))
 
 
-def _of_attention(read: Fields, attention: GroupedQuery, normalise: bool) -> JsonObject:
+def _of_attention(read: Fields, attention: GroupedQuery, normalise: bool) -> JsonDict:
     moe, mixers = experts(read, normalise=normalise), [attention] * layer_count(read)
     return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
-def _qwen3_vl_moe(read: Fields) -> JsonObject:
+def _qwen3_vl_moe(read: Fields) -> JsonDict:
     """Its code normalises the routing weights, whatever its config says."""
     read.must_equal("norm_topk_prob", True)
     return _of_attention(read, by_axes(read, grouped_query(read), (24, 20, 20), alternating=True), True)
@@ -65,11 +65,11 @@ def _gated_attention(read: Fields) -> GroupedQuery:
     return grouped_query(read, share=0.25, gate="joined")
 
 
-def _qwen3_next(read: Fields) -> JsonObject:
+def _qwen3_next(read: Fields) -> JsonDict:
     return _hybrid(read, _gated_attention(read), read.optional("norm_topk_prob", bool, True))
 
 
-def _hybrid(read: Fields, attention: GroupedQuery, normalise: bool) -> JsonObject:
+def _hybrid(read: Fields, attention: GroupedQuery, normalise: bool) -> JsonDict:
     width = read.count("shared_expert_intermediate_size", least=0)
     moe = experts(read, SharedExpert(width, gated=True) if width else None, normalise=normalise)
     mixers = [attention if kind == FULL else delta(read) for kind in _layer_types(read)]
@@ -88,7 +88,7 @@ def delta(read: Fields, **switches: Any) -> Delta:
     )
 
 
-def _qwen3_5_moe(read: Fields) -> JsonObject:
+def _qwen3_5_moe(read: Fields) -> JsonDict:
     """The family always normalises the routing weights, and its config has no field for it."""
     read.must_equal("norm_topk_prob", True)
     return _hybrid(read, by_axes(read, _gated_attention(read), (11, 11, 10), alternating=True), True)
@@ -133,7 +133,7 @@ FAMILIES = {
 }
 
 
-def _gguf_qwen2(read: Metadata) -> JsonObject:
+def _gguf_qwen2(read: Metadata) -> JsonDict:
     """llama.cpp never normalises the routing weights of this architecture, as no published model does."""
     config = {"model_type": "qwen2_moe", **read.sizes(), **read.attention(), **read.experts(), "norm_topk_prob": False}
     width = read.count("expert_shared_feed_forward_length", None) or read.count("feed_forward_length")
@@ -141,12 +141,12 @@ def _gguf_qwen2(read: Metadata) -> JsonObject:
     return {**config, "shared_expert_intermediate_size": width, "qkv_bias": bias}
 
 
-def _gguf_moe(read: Metadata) -> JsonObject:
+def _gguf_moe(read: Metadata) -> JsonDict:
     """llama.cpp always normalises the routing weights of this architecture, as all published models do."""
     return {"model_type": "qwen3_moe", "norm_topk_prob": True, **read.sizes(), **read.attention(), **read.experts()}
 
 
-def _gguf_hybrid(read: Metadata, model_type: str) -> JsonObject:
+def _gguf_hybrid(read: Metadata, model_type: str) -> JsonDict:
     value_heads = read.count("ssm.time_step_rank")
     return {
         "model_type": model_type,
@@ -164,7 +164,7 @@ def _gguf_hybrid(read: Metadata, model_type: str) -> JsonObject:
     }
 
 
-def _plain_change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Change | None:
+def _plain_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
     """llama.cpp leaves out axes of length 1, and stores -exp(A_log). It also adds the 1 to zero-centred norms, which
     the shape of the convolution tells, as in MLX's conversions."""
     if name == "linear_attn.conv1d.weight":
@@ -174,7 +174,7 @@ def _plain_change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Chan
     return Change((1, *shape)) if name == "mlp.shared_expert_gate.weight" and len(shape) == 1 else None
 
 
-def _tiled_change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Change | None:
+def _tiled_change(config: JsonDict, name: str, shape: tuple[int, ...]) -> Change | None:
     """Value heads are stored in another order: those of all first groups, then of all second ones, and so on."""
     plain = _plain_change(config, name, shape)
     if not name.startswith("linear_attn.") or name == "linear_attn.norm.weight":
@@ -191,7 +191,7 @@ def _tiled_change(config: JsonObject, name: str, shape: tuple[int, ...]) -> Chan
     return replace(plain or Change(), rows=np.concatenate([np.arange(first), first + each]))
 
 
-def _gguf_qwen3_5(read: Metadata) -> JsonObject:
+def _gguf_qwen3_5(read: Metadata) -> JsonDict:
     config = _gguf_hybrid(read, "qwen3_5_moe")
     sections = read.anywhere(f"{read.architecture}.rope.dimension_sections", list, [11, 11, 10])
     rope = {"rope_type": "default", "rope_theta": config["rope_theta"], "mrope_section": sections[:3]}

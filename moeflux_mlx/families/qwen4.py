@@ -5,7 +5,7 @@ indexer chooses, and n-grams, for which rows of large tables are added.
 from functools import lru_cache
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import GatedConnections, Indexer, KeyBlocks, LayerSpec, NGrams, Residual, SharedExpert
 from .fields import Family, Fields, common, experts, grouped_query, layer_count, layer_kinds
 from .qwen3 import FULL, LINEAR, delta
@@ -15,7 +15,7 @@ INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_com
 MOST_HEADS, MOST_LONGEST, LARGEST_TABLE = 64, 16, 1 << 30
 
 
-def _qwen4_exp(read: Fields) -> JsonObject:
+def _qwen4_exp(read: Fields) -> JsonDict:
     read.must_equal("norm_topk_prob", True)
     read.must_equal("attention_bias", False)
     hidden, streams = read.count("hidden_size"), read.count("hc_count", 4, least=2, most=64)

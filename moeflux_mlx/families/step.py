@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..kinds import SILU, Activation, Dense, Experts, LayerSpec, Router, SharedExpert
 from ..mixers.grouped.spec import GroupedQuery
 from .fields import FULL, SLIDING, Family, Fields, common, layer_count, of_kind, out_of_range, rotation, scale
 
 
-def _step3p5(read: Fields) -> JsonObject:
+def _step3p5(read: Fields) -> JsonDict:
     for name, wanted in (
         ("attention_bias", False),
         ("mlp_bias", False),
@@ -77,7 +77,7 @@ def _of_layer(read: Fields, layer: int, kind: str) -> Fields:
     of = of_kind(read, kind)
     if of is not read:
         return of
-    own: JsonObject = {}
+    own: JsonDict = {}
     if isinstance(read.config.get("rope_theta"), list):
         own["rope_theta"] = _by_layer(read, "rope_theta", None)[layer]
     if read.config.get("partial_rotary_factors") is not None:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelFileError
-from ..files import JsonObject, JsonValue, read_json
+from ..files import JsonDict, read_json
 from .packed import FOLDER, LAYOUT
 
 INDEX = "model.safetensors.index.json"
@@ -112,7 +112,7 @@ class Checkpoint:
     """
 
     folder: Path
-    config: JsonObject
+    config: JsonDict
     tensors: dict[str, Tensor]
     files: tuple[Path, ...]
     packed: Path | None = None
@@ -141,7 +141,7 @@ def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
     return Checkpoint(path, read_config(path), merge_tensors(map(read_header, files)), tuple(files))
 
 
-def read_config(folder: Path) -> JsonObject:
+def read_config(folder: Path) -> JsonDict:
     """config.json; if it does not describe the quantisation, that of ModelOpt's separate file is added.
 
     Raises:
@@ -255,7 +255,7 @@ def header_tensors(file: Path, size: int, head: bytes) -> dict[str, Tensor]:
     return tensors
 
 
-def _parse(file: Path, text: bytes) -> JsonObject:
+def _parse(file: Path, text: bytes) -> JsonDict:
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -265,14 +265,14 @@ def _parse(file: Path, text: bytes) -> JsonObject:
     return header
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:
+def _unique(pairs: list[tuple[str, Any]]) -> JsonDict:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a key occurs twice")
     return members
 
 
-def _tensor(file: Path, data: int, name: str, entry: JsonValue) -> Tensor:
+def _tensor(file: Path, data: int, name: str, entry: Any) -> Tensor:
     """One header entry; offsets count from the end of the header."""
     where = f"{file}: tensor {name}"
     dtype, shape = _dtype_and_shape(where, entry)
@@ -285,7 +285,7 @@ def _tensor(file: Path, data: int, name: str, entry: JsonValue) -> Tensor:
     return tensor
 
 
-def _dtype_and_shape(where: str, entry: JsonValue) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(where: str, entry: Any) -> tuple[str, tuple[int, ...]]:
     if not isinstance(entry, dict):
         raise ModelFileError(f"{where}: the entry is not an object")
     dtype, shape = entry.get("dtype"), entry.get("shape", ())
@@ -296,7 +296,7 @@ def _dtype_and_shape(where: str, entry: JsonValue) -> tuple[str, tuple[int, ...]
     return dtype, tuple(shape)
 
 
-def _are_sizes(value: JsonValue) -> bool:
+def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import ModelFileError
-from ..files import JsonMapping, JsonObject
 from ..installation import install_command
 
 SUFFIX = ".gguf"
@@ -72,7 +71,7 @@ class GgufFile:
     """The header of one file, or of all files of a split model: metadata by key, and tensors by name."""
 
     files: tuple[Path, ...]
-    metadata: JsonMapping
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, Blocks]
 
 
@@ -266,7 +265,7 @@ def _parsed(header: _Header) -> GgufFile:
         swapped = " (big-endian)" if version & 0xFFFF == 0 else ""
         raise ModelFileError(f"{header.path}: version {version}{swapped} of GGUF is not read; versions 2 and 3 are")
     tensor_count = header.number("<Q")
-    metadata: JsonObject = {}
+    metadata: dict[str, Any] = {}
     for _ in range(header.number("<Q")):
         key, kind = header.string(), header.number("<I")
         if key in metadata:
@@ -281,7 +280,7 @@ def _parsed(header: _Header) -> GgufFile:
     return GgufFile((header.path,), metadata, _placed(header, _alignment(header, metadata), tensors))
 
 
-def _alignment(header: _Header, metadata: JsonMapping) -> int:
+def _alignment(header: _Header, metadata: Mapping[str, Any]) -> int:
     value = metadata.get("general.alignment", USUAL_ALIGNMENT)
     if type(value) is not int or not 0 < value <= LARGEST_ALIGNMENT or value & (value - 1):
         raise header.fault(f"general.alignment is {value!r}; it must be a power of two up to {LARGEST_ALIGNMENT}")

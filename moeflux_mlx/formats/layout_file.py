@@ -35,7 +35,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ModelFileError
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject
 from ..quant import GLOBAL_SCALE, PARTS
 from ..spec import ModelArgs
 from .owners import MOST_RANKS, MOST_SHARE, Owners, RankShare
@@ -62,7 +62,7 @@ _SHORT.maxlevel = 1  # shows only that nested values exist
 FIELD_KEYS = ("name", "offset", "size", "dtype", "shape", "bits", "group_size", "mode", GLOBAL_SCALE)
 
 
-def to_json(layout: ExpertLayout, share: RankShare | None = None, also: Sequence[str] = ()) -> JsonObject:
+def to_json(layout: ExpertLayout, share: RankShare | None = None, also: Sequence[str] = ()) -> JsonDict:
     """The contents of `layout.json`.
 
     Args:
@@ -93,7 +93,7 @@ def _has_usual_fields(record: Record) -> bool:
     return named == [*PROJECTIONS] and all(field.part in PARTS for field in record.fields)
 
 
-def held_by(content: JsonMapping, where: object) -> RankShare | None:
+def held_by(content: JsonObject, where: object) -> RankShare | None:
     """The share that the file `where` says the directory holds; None: everything.
 
     Raises:
@@ -111,7 +111,7 @@ def held_by(content: JsonMapping, where: object) -> RankShare | None:
     return RankShare(Owners(tuple(shares)), rank)
 
 
-def directories_of(content: JsonMapping, where: object) -> list[str]:
+def directories_of(content: JsonObject, where: object) -> list[str]:
     """The directories that hold records beside that of the file `where`; of a content that `from_json` has read.
 
     Raises:
@@ -131,7 +131,7 @@ def directories_of(content: JsonMapping, where: object) -> list[str]:
     return names[1:]
 
 
-def from_json(content: JsonMapping, args: ModelArgs, where: object) -> ExpertLayout:
+def from_json(content: JsonObject, args: ModelArgs, where: object) -> ExpertLayout:
     """The layout that `content`, what the file `where` holds, states.
 
     Raises:
@@ -151,7 +151,7 @@ def from_json(content: JsonMapping, args: ModelArgs, where: object) -> ExpertLay
 # ---- version 1
 
 
-def _uniform(layout: ExpertLayout) -> JsonObject:
+def _uniform(layout: ExpertLayout) -> JsonDict:
     record = layout.record
     return {
         "expert_size": record.size,
@@ -166,7 +166,7 @@ def _uniform(layout: ExpertLayout) -> JsonObject:
     }
 
 
-def _component(field: Field) -> JsonObject:
+def _component(field: Field) -> JsonDict:
     return {
         "name": field.name,
         "offset": field.offset,
@@ -176,7 +176,7 @@ def _component(field: Field) -> JsonObject:
     }
 
 
-def _read_uniform(content: JsonMapping, args: ModelArgs, where: object) -> ExpertLayout:
+def _read_uniform(content: JsonObject, args: ModelArgs, where: object) -> ExpertLayout:
     layout = ExpertLayout.from_args(args)
     record = layout.record
     stride = content.get("expert_stride", record.size)
@@ -194,7 +194,7 @@ def _read_uniform(content: JsonMapping, args: ModelArgs, where: object) -> Exper
     return checked
 
 
-def _agree_components(where: object, stated: list[JsonMapping], wanted: list[JsonObject]) -> None:
+def _agree_components(where: object, stated: list[JsonObject], wanted: list[JsonDict]) -> None:
     """Extra keys in another tool's file do no harm."""
     if len(stated) != len(wanted):
         raise ModelFileError(f"{where}: it has {len(stated)} components; the model's config.json gives {len(wanted)}")
@@ -206,7 +206,7 @@ def _agree_components(where: object, stated: list[JsonMapping], wanted: list[Jso
 # ---- versions 2, 3 and 4
 
 
-def _varied(layout: ExpertLayout, version: int) -> JsonObject:
+def _varied(layout: ExpertLayout, version: int) -> JsonDict:
     layers: dict[Any, list[int]] = {}  # by geometry
     for layer, record in layout.records.items():
         layers.setdefault(record.geometry, []).append(layer)
@@ -218,7 +218,7 @@ def _varied(layout: ExpertLayout, version: int) -> JsonObject:
     }
 
 
-def _geometry(record: Record, layers: list[int]) -> JsonObject:
+def _geometry(record: Record, layers: list[int]) -> JsonDict:
     return {
         "layers": layers,
         "record_size": record.size,
@@ -231,8 +231,8 @@ def _fields(record: Record) -> Iterator[tuple[Projection, Field]]:
     return ((projection, field) for projection in record.projections for field in projection.fields)
 
 
-def _read_varied(content: JsonMapping, args: ModelArgs, where: object) -> ExpertLayout:
-    geometries: dict[int, JsonMapping] = {}  # by layer, as `dtypes`
+def _read_varied(content: JsonObject, args: ModelArgs, where: object) -> ExpertLayout:
+    geometries: dict[int, JsonObject] = {}  # by layer, as `dtypes`
     dtypes: dict[int, str] = {}
     for geometry in _objects(content, "geometries", where):
         fields = _objects(geometry, "fields", where)
@@ -255,14 +255,14 @@ def _read_varied(content: JsonMapping, args: ModelArgs, where: object) -> Expert
     return replace(layout, records=checked)
 
 
-def _objects(parent: JsonMapping, key: str, where: object) -> list[JsonMapping]:
+def _objects(parent: JsonObject, key: str, where: object) -> list[JsonObject]:
     objects = parent.get(key)
     if not isinstance(objects, list) or not all(isinstance(one, Mapping) for one in objects):
         raise ModelFileError(f"{where}: {key} is not a list of objects")
     return objects
 
 
-def _layers(geometry: JsonMapping, args: ModelArgs, where: object) -> list[int]:
+def _layers(geometry: JsonObject, args: ModelArgs, where: object) -> list[int]:
     layers = geometry.get("layers")
     if not isinstance(layers, list) or not all(type(i) is int and i in args.moe_layers for i in layers):
         raise ModelFileError(
@@ -272,7 +272,7 @@ def _layers(geometry: JsonMapping, args: ModelArgs, where: object) -> list[int]:
     return layers
 
 
-def _check_experts(geometry: JsonMapping, args: ModelArgs, where: object) -> None:
+def _check_experts(geometry: JsonObject, args: ModelArgs, where: object) -> None:
     """Raises ModelFileError: the geometry is not that of all experts of its layers."""
     if "experts" in geometry and geometry["experts"] != list(range(args.num_experts)):
         raise ModelFileError(
@@ -281,7 +281,7 @@ def _check_experts(geometry: JsonMapping, args: ModelArgs, where: object) -> Non
         )
 
 
-def _check_keys(geometry: JsonMapping, where: object) -> None:
+def _check_keys(geometry: JsonObject, where: object) -> None:
     """Raises ModelFileError if there are unknown keys, which could mean anything."""
     for one, known in ((geometry, GEOMETRY_KEYS), *((field, FIELD_KEYS) for field in geometry["fields"])):
         unknown = next((key for key in one if key not in known), None)
@@ -299,7 +299,7 @@ def _stated(layer: int, args: ModelArgs, where: object) -> Quants:
     return tuple(quant for quant in quants if quant is not None)
 
 
-def _spaced(record: Record, layer: int, geometry: JsonMapping, where: object) -> Record:
+def _spaced(record: Record, layer: int, geometry: JsonObject, where: object) -> Record:
     """The record with the stride that the file states, once everything else in it is what `record` has."""
     fields, wanted = geometry["fields"], list(_fields(record))
     if len(fields) != len(wanted):
@@ -319,7 +319,7 @@ def _spaced(record: Record, layer: int, geometry: JsonMapping, where: object) ->
     return record.spaced(stride)
 
 
-def _agree(where: object, key: str, value: JsonValue, wanted: JsonValue) -> None:
+def _agree(where: object, key: str, value: Any, wanted: Any) -> None:
     if type(value) is not type(wanted) or value != wanted:
         raise ModelFileError(
             f"{where}: {key} is {_SHORT.repr(value)}; the model's config.json gives {_SHORT.repr(wanted)}"

@@ -1,9 +1,8 @@
 """What every way of mixing tokens answers about itself."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from ..files import JsonObject
 from .ngrams import NGrams
 from .rotation import Rotation
 
@@ -96,7 +95,7 @@ class Mixer:
         return None
 
     @property
-    def flat_fields(self) -> JsonObject:
+    def flat_fields(self) -> dict[str, Any]:
         """The fields by which the first release described it, for digests in saved prompts. They never change; a mixer
         that came later has none.
         """

@@ -1,8 +1,7 @@
 """How queries and keys are rotated by their positions."""
 
 from dataclasses import asdict, dataclass
-
-from ..files import JsonObject
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,6 @@ class Rotation:
     learned: bool = False
 
     @property
-    def flat_fields(self) -> JsonObject:
+    def flat_fields(self) -> dict[str, Any]:
         """The rotation's part of `Mixer.flat_fields`."""
         return {"rope_theta": self.theta, "rope_scaling": self.yarn and asdict(self.yarn)}

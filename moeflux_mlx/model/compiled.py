@@ -19,7 +19,7 @@ import mlx.core as mx
 from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced, up_to
 from ..experts.source import ExpertLoader
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 from ..ops.rows import StepRows
 
 Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
@@ -68,7 +68,7 @@ class DecodeStep:
 
     def __call__(
         self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
-    ) -> list[Any]:
+    ) -> list[AnyArray]:
         """Runs the graph on the inputs of `takes` and on `more`, and returns its arrays; advances the caches of all
         sequences, after a call of `begin`.
         """

@@ -17,8 +17,7 @@ from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend, gpu_time, native
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array
 from ..ops.limits import within_limits
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
@@ -386,7 +385,7 @@ class Model(nn.Module):
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property
-    def layers(self) -> list[AnyArray]:
+    def layers(self) -> list[Any]:
         return self.model.layers
 
     @property

@@ -18,7 +18,7 @@ from ..families.registry import FAMILIES
 from ..layers import Linear, RMSNorm
 from ..mixers.registry import USUAL, make_cache
 from ..ops import backend
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 from ..ops.seen import Chosen
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 
 
 class ImageRows(NamedTuple):

@@ -14,8 +14,7 @@ from ..experts.source import ExpertLoader
 from ..layers import MixerModule, Output, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
@@ -81,7 +80,7 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, MoE):
             self._step = by_case(self._choose, experts)
 
-    def __call__(self, h: Array, cache: Any, chosen: Chosen | None = None, tokens: Tokens | None = None) -> Any:
+    def __call__(self, h: Array, cache: Any, chosen: Chosen | None = None, tokens: Tokens | None = None) -> AnyArray:
         """`chosen`: the choice of the last layer with an indexer for these tokens; None before the first layer.
         `tokens`: may be None for a layer that reads none.
         """
@@ -161,7 +160,7 @@ class DecoderLayer(nn.Module):
 
         At most two blocks are in flight, so that only their temporaries are in memory.
         """
-        parts: list[tuple[AnyArray, ...]] = []
+        parts: list[tuple[Any, ...]] = []
         kept: list[AnyArray] = []
         cache.expect(span.length)
         for start, end in span.blocks(cache):

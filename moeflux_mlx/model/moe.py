@@ -12,8 +12,7 @@ from ..kinds import Experts, Residual
 from ..layers import MLP, Linear, Output, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array
 from ..ops.elementwise import float32, softcap
 from ..ops.experts import Shared
 from ..ops.norm import ConstantNorm
@@ -53,7 +52,7 @@ class BeforeExperts(NamedTuple):
     ids: AnyArray
     weights: AnyArray
     host_copy: Sequence[mx.array]
-    predicted: tuple[AnyArray, AnyArray, Sequence[mx.array]] | None
+    predicted: tuple[Any, Any, Sequence[mx.array]] | None
     beside: AnyArray
 
 
@@ -191,7 +190,7 @@ class MoE(nn.Module):
         """What the routed experts' kernels add to their output for x."""
         return residual
 
-    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
         """The stream after the block, from the routed experts' output including `_added_to`. `beside`: the output of a
         shared expert that the kernels do not take, or None.
         """
@@ -294,7 +293,7 @@ class NormedMoE(MoE):
     def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
         return backend.zeros_like(residual)
 
-    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
         if self._is_apart:
             made = Pair(made, self.routed_output_norm, beside, self.shared_output_norm)
         if "output" in self:
@@ -326,7 +325,7 @@ class LatentMoE(MoE):
     def _added_to(self, residual: AnyArray, x: AnyArray) -> AnyArray:
         return backend.zeros_like(x).reshape(*residual.shape[:-1], -1)
 
-    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
         return self.fc2_latent_proj(made, self.get("latent_norm"), residual if beside is None else beside)
 
 
@@ -387,5 +386,5 @@ class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):
         shared = self._shared(gates)
         return None if shared is None else shared.rows(x).reshape(residual.shape)
 
-    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
         return super()._joined(None, made, beside)

@@ -7,8 +7,7 @@ and with what it kept of them it adds the part's output.
 from typing import Any, ClassVar
 
 from ..layers import MixerModule, Output, RMSNorm
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array
+from ..ops.backend import AnyArray, Array
 from ..ops.seen import Chosen
 
 
@@ -24,7 +23,7 @@ class OneStream:
         """The feed-forward part's input, and what `added` takes with its output."""
         return (self.mixer(h, self.norm, cache, chosen),)
 
-    def added(self, out: AnyArray, *kept: Any) -> AnyArray:
+    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         """The streams behind the layer, from the feed-forward part's output."""
         return out
 
@@ -49,7 +48,7 @@ class ParallelStream(OneStream):
         parts = self.mixer.begin(x, None)
         return x, self.mixer.end(self.mixer.mix(parts, cache, chosen), parts, h)
 
-    def added(self, out: AnyArray, *kept: Any) -> AnyArray:
+    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         return kept[0] + out
 
 
@@ -70,7 +69,7 @@ class SeveralStreams:
         streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
         return x, streams, *mixing
 
-    def added(self, out: AnyArray, *kept: Any) -> AnyArray:
+    def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         streams, *mixing = kept
         return self.behind.scatter(streams, out, *mixing)
 

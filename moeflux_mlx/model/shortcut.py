@@ -1,13 +1,11 @@
 """Experts whose output is added behind the next layer, some of which return their input."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..experts.routing import RoutedExpertsCall
 from ..kinds import Experts, Residual
 from ..layers import RMSNorm
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array, library_of
+from ..ops.backend import AnyArray, Array, library_of
 from .moe import BeforeExperts, MoE, Prepared
 
 
@@ -46,7 +44,7 @@ class ShortcutMoE(MoE):
     def _choice(self, logits: AnyArray) -> None:
         """None: kernels that choose themselves know no expert that returns its input."""
 
-    def _joined(self, residual: AnyArray, made: Any, beside: AnyArray) -> AnyArray:
+    def _joined(self, residual: AnyArray, made: AnyArray, beside: AnyArray) -> AnyArray:
         return library_of(made).concatenate([beside.reshape(made.shape), made], axis=-1)
 
 

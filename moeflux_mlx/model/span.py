@@ -7,11 +7,12 @@ mixer handles one block of tokens after the other, and states that cannot be cut
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
 from ..caches.layer_cache import Arrays, LayerCache
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 from ..ops.seen import Chosen
 from .images import NO_IMAGES, Images
 from .tokens import Tokens
@@ -52,7 +53,7 @@ class Span:
     block: int
     keep: Sequence[int] = ()
     images: Images = NO_IMAGES
-    reached: tuple[int, AnyArray] = (0, None)
+    reached: tuple[int, Any] = (0, None)
     inputs: Tokens | None = None
     chosen: dict[int, Chosen] = field(default_factory=lambda: defaultdict(Chosen))
     kept: dict[int, dict[int, Arrays]] = field(default_factory=dict)

@@ -9,8 +9,7 @@ import mlx.nn as nn
 from ..kinds import BlockSums, Connections, GatedConnections, HyperConnections, IndependentConnections, Shortcut
 from ..layers import Linear, RMSNorm, Stack, packed
 from ..ops import backend, block_sums
-from ..ops.arrays import AnyArray
-from ..ops.backend import Array, library_of
+from ..ops.backend import AnyArray, Array, library_of
 from ..ops.elementwise import sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
 from ..ops.streams import (
@@ -56,7 +55,7 @@ class Connection(nn.Module):
         """The part's input, and how its output is to be added (`gathered`)."""
         return gathered(h, self.mapping, self.rule, self.eps)
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return gathered_behind(h, out, mixing[0], self.mapping, self.rule, self.eps)
 
@@ -64,7 +63,7 @@ class Connection(nn.Module):
         """The stream behind the last layer (`last_sum`)."""
         return last_sum(h, self.mapping, self.rule, self.eps)
 
-    def scatter(self, h: Array, out: Array, *mixing: Any) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: AnyArray) -> AnyArray:
         """The streams behind the part (`scattered`)."""
         return scattered(h, out, mixing[0], self.rule)
 
@@ -89,13 +88,13 @@ class ShiftedConnection(Connection):
             x = weighed(streams, found_in(values, self.rule.streams))
         return x, *mapped(streams, self.mapping, self.rule, self.eps)
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and as `gather` for the next one."""
         weights, own = mixing
         streams = scattered(split(h, self.fn.shape[-1])[0], out, own, self.rule)
         return streams, weighed(streams, weights), *mapped(streams, self.mapping, self.rule, self.eps)
 
-    def scatter(self, h: Array, out: Array, *mixing: Any) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: AnyArray) -> AnyArray:
         """The streams behind the part, and behind them the weights of the next part's sum."""
         weights, own = mixing
         streams = scattered(h, out, own, self.rule)
@@ -151,7 +150,7 @@ class GatedConnection(nn.Module):
         """The part's input [B, L, D], and the weights [B, L, n] with which its output is added."""
         return self._mean(h)[1:]
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
         """The streams behind the part before, whose output is `out`, and `gather` of them."""
         return self._mean(h, Behind(out, *mixing))
 
@@ -171,7 +170,7 @@ class GatedConnection(nn.Module):
         mean = gated_mean(normed, up(act * sigmoid(act)), self.rule.streams)
         return h, mean, *(2 * sigmoid(one / self.rule.streams) for one in inject)
 
-    def scatter(self, h: Array, out: Array, *mixing: Any) -> AnyArray:
+    def scatter(self, h: Array, out: Array, *mixing: AnyArray) -> AnyArray:
         """The streams behind the part (`injected`)."""
         return injected(h, out, *mixing)
 
@@ -187,7 +186,7 @@ class ShortcutConnection(nn.Module):
         """The part's input, and what is to be added behind this layer."""
         return tuple(split(h, self.width))
 
-    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: Any) -> tuple[AnyArray, ...]:
+    def gather_behind(self, h: AnyArray, out: AnyArray, *mixing: AnyArray) -> tuple[AnyArray, ...]:
         """The stream behind the part before, whose output is `out`, and `gather` of it."""
         stream = h[..., : self.width] + out
         return stream, stream, *mixing
@@ -196,7 +195,7 @@ class ShortcutConnection(nn.Module):
         """The stream behind the last layer."""
         return h[..., : self.width]
 
-    def scatter(self, h: Array, out: AnyArray, *mixing: Any) -> AnyArray:
+    def scatter(self, h: Array, out: AnyArray, *mixing: AnyArray) -> AnyArray:
         """The stream h and what is added behind the next layer: `out` has both behind a layer with experts."""
         library = library_of(h)
         if out.shape[-1] == self.width:

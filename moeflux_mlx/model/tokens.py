@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..ops.arrays import AnyArray
+from ..ops.backend import AnyArray
 
 
 class Rows(Protocol):

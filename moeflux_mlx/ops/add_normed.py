@@ -1,12 +1,11 @@
 """Adds the normed output of a layer's part to the stream; for the rows of a step on a GPU in one launch."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from . import backend
-from .arrays import AnyArray
-from .backend import Array
+from .backend import AnyArray, Array
 from .elementwise import scaled
 from .launch import NO_KERNELS, Kernel, Launch, Reason
 from .norm import Norm
@@ -20,7 +19,7 @@ WIDEST = 1 << 13  # values of a row, of which a thread holds 64
 class Pair(NamedTuple):
     """Two results that are added, each with its own norm."""
 
-    made: Any  # mx.array | np.ndarray
+    made: AnyArray
     made_norm: Norm
     beside: AnyArray
     beside_norm: Norm
@@ -46,7 +45,7 @@ def add_normed(h: Array, made: Array | Pair, norm: Norm, factor: mx.array | None
     return joined if factor is None else scaled(joined, factor)
 
 
-def _inputs(made: Any, norm: Norm) -> tuple[AnyArray, ...]:
+def _inputs(made: AnyArray, norm: Norm) -> tuple[AnyArray, ...]:
     """The kernel's inputs: the results with their weights; a kernel needs an array for every input."""
     if not isinstance(made, Pair):
         return made, norm.weight, made, norm.weight

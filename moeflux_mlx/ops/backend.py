@@ -9,19 +9,21 @@ import ctypes
 import sys
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
 from . import native
-from .arrays import AnyArray
 from .launch import Reason
 from .stand_ins import stand_ins
 
 # Activations have one of these types through a whole pass. Operations check which one; no other code does.
 Array = TypeVar("Array", mx.array, np.ndarray)
+# An array of one of these types where no variable can say so: a field, or what is computed from one. The types of
+# operations on it are not checked, because each operation would have to exist for every pair of the two.
+AnyArray: TypeAlias = Any
 
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 FEW = 1 << 16  # largest number of zeros that is kept

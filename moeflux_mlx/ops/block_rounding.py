@@ -1,53 +1,88 @@
 """Rounds blocks of values to eight or four bits and back to floats, as models compute that were trained so
 (DeepSeek-V4.1; the formulas are those of mlx-vlm 0.7.10, `deepseek_v41/fakequant.py`).
 
-One form serves MLX's arrays and numpy's. Ties go to the even code.
+One form serves MLX's arrays and numpy's; on a GPU a kernel does the same. Ties go to the even code.
 """
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .arrays import AnyArray
+from . import backend
 from .backend import Array, library_of
 from .elementwise import float32
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .tiles import planned
 
 E4M3_MOST, E2M1_MOST = 448.0, 6.0
 ONE = 127  # the exponent of 1 in a float32, whose mantissa has MANTISSA bits
 MANTISSA = 23
+ROUND, THREADS = Kernel("block_round", "x", "y"), 256
 
 
-def to_e4m3(x: Array, block: int) -> AnyArray:
+def to_e4m3(x: Array, block: int, first: int | None = None) -> Any:
     """x with each block of its last axis rounded to E4M3 (OCP 8-bit floats) times a power of two, the least with which
-    no value exceeds the largest code.
+    no value exceeds the largest code. `first`: of a single row only so many values, the others stay as they are.
     """
-    return _rounded(x, block, 1e-4, lambda most: _power_above(most * (1 / E4M3_MOST)), E4M3_MOST, 3, -6)
+    return _rounded(x, Rule(block, 1e-4, E4M3_MOST, 3, -6), first)
 
 
-def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> AnyArray:
+def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> Any:
     """x with each block of its last axis rounded to E2M1 (OCP microscaling floats) times a power of two as in
     `to_e4m3`; or times a sixth of the block's largest value, which is rounded to E4M3 itself.
     """
     least = E2M1_MOST * (2.0**-9 if has_e4m3_scale else 2.0**-126)
-
-    def scale_of(most: AnyArray) -> AnyArray:
-        if not has_e4m3_scale:
-            return _power_above(most * (1 / E2M1_MOST))
-        return _nearest(library_of(most).minimum(most / E2M1_MOST, E4M3_MOST), 3, -6)
-
-    return _rounded(x, block, least, scale_of, E2M1_MOST, 1, 0)
+    return _rounded(x, Rule(block, least, E2M1_MOST, 1, 0, has_e4m3_scale))
 
 
-def _rounded(x: AnyArray, block: int, least: float, scale_of: Any, largest: float, bits: int, lowest: int) -> AnyArray:
+class Rule(NamedTuple):
+    """Blocks, whose largest value counts as `least` if it is less; and their codes: the `largest`, the bits behind the
+    first one, and the lowest exponent. `has_e4m3_scale`: scales are not powers of two.
+    """
+
+    block: int
+    least: float
+    largest: float
+    bits: int
+    lowest: int
+    has_e4m3_scale: bool = False
+
+
+def _rounded(x: Any, rule: Rule, first: int | None = None) -> Any:
     library = library_of(x)
-    blocks = float32(x).reshape(*x.shape[:-1], -1, block)
-    most = library.maximum(abs(blocks).max(axis=-1, keepdims=True), library.array(least, library.float32))
-    scale = scale_of(most)
-    codes = _nearest(library.clip(blocks / scale, -largest, largest), bits, lowest)
+    if library is mx and not refusal(backend.name(), rule.block):
+        return plan(backend.name(), x.dtype, x.shape, first, rule)(x)[0]
+    if first is not None:
+        return library.concatenate([_rounded(x[..., :first], rule), x[..., first:]], axis=-1)
+    blocks = float32(x).reshape(*x.shape[:-1], -1, rule.block)
+    most = library.maximum(abs(blocks).max(axis=-1, keepdims=True), library.array(rule.least, library.float32))
+    if rule.has_e4m3_scale:
+        scale = _nearest(library.minimum(most / rule.largest, E4M3_MOST), 3, -6)
+    else:
+        scale = _power_above(most * (1 / rule.largest))
+    codes = _nearest(library.clip(blocks / scale, -rule.largest, rule.largest), rule.bits, rule.lowest)
     return (codes * scale).reshape(x.shape).astype(x.dtype)
 
 
-def _nearest(x: AnyArray, bits: int, lowest: int) -> AnyArray:
+@planned("block_rounding")
+def refusal(target: str, block: int) -> Reason | None:
+    """Why no kernel rounds blocks of so many values."""
+    if target == "ops":
+        return NO_KERNELS
+    return None if block in (16, 32) else Reason(f"blocks of {block} values do not lie in one simdgroup")
+
+
+@planned("block_rounding")
+def plan(target: str, dtype: mx.Dtype, shape: Shape, first: int | None, rule: Rule) -> Launch:
+    count = prod(shape)
+    template = {"X": dtype, "ALL": count, "N": count if first is None else first, "T": THREADS, "BLOCK": rule.block}
+    template |= {"LEAST": rule.least, "LARGEST": rule.largest, "INVERSE": 1 / rule.largest, "BITS": rule.bits}
+    template |= {"LOWEST": rule.lowest, "NESTED": int(rule.has_e4m3_scale)}
+    return Launch(target, ROUND, template, (ceildiv(count, THREADS), 1), THREADS, [(shape, dtype)])
+
+
+def _nearest(x: Any, bits: int, lowest: int) -> Any:
     """The nearest values with so many bits behind the first one, and exponents from `lowest` on."""
     library = library_of(x)
     exponent = library.maximum(_bits(x) >> MANTISSA & 0xFF, ONE + lowest) - bits
@@ -56,12 +91,12 @@ def _nearest(x: AnyArray, bits: int, lowest: int) -> AnyArray:
     return (mx.round(scaled) if library is mx else library.rint(scaled)) * step
 
 
-def _power_above(x: AnyArray) -> AnyArray:
+def _power_above(x: Any) -> Any:
     """The least power of two that is not below positive x."""
     bits = _bits(x)
     exponent = (bits >> MANTISSA) + ((bits & (1 << MANTISSA) - 1) != 0)
     return (exponent << MANTISSA).view(library_of(x).float32)
 
 
-def _bits(x: AnyArray) -> AnyArray:
+def _bits(x: Any) -> Any:
     return x.view(library_of(x).int32)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from . import backend
-from .arrays import AnyArray
+from .backend import AnyArray
 from .elementwise import float32, softmax
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from .arrays import AnyArray
+from .backend import AnyArray
 
 # Scores that exist at once: without fused attention, MLX keeps all scores of a call. With the widest heads they take an
 # M1's GPU 0.05 s at its full rate (gpu_time).

@@ -1,13 +1,11 @@
 """The weighted sum of experts' outputs with the residual stream and the shared expert: unscaled, in float32."""
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
 from . import backend, native
 from .backend import Array
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv
 from .tiles import planned
 
 COMBINE = Kernel("moe_combine", "expert_out places weights h_mid shared", "out")
@@ -54,7 +52,7 @@ def moe_combine(
     return launch(expert_out, places, weights, residual, other)[0]
 
 
-def combine_types(dtypes: Dtypes) -> dict[str, Any]:
+def combine_types(dtypes: Dtypes) -> Template:
     """Template arguments of what is summed."""
     experts, residual, shared = dtypes
     return {"X": experts, "Y": residual, "Z": shared or residual, "SHARED": int(shared is not None)}

@@ -8,7 +8,7 @@ expert's record is.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +18,7 @@ from ..kinds import FORMS
 from . import backend
 from .backend import FLOATS
 from .forms import form_of
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .records import ONE_ARRAY, Arrays, Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .tiles import planned, tile_of
 
@@ -138,7 +138,7 @@ def plan_rows(
     require(pairs * max(first.rows, first.columns) < 1 << 32, f"{pairs} rows are more than 32 bits can number")
     form, activation = form_of(first), record.activation
     tile = tile_of(target, "expert_rows", f"{2 - is_last}x{first.rows}x{first.columns} {form}")
-    template: dict[str, Any] = {"X": dtype, "ROWS": first.rows, "COLS": first.columns, "WORDS": blob[1]}
+    template: Template = {"X": dtype, "ROWS": first.rows, "COLS": first.columns, "WORDS": blob[1]}
     template["ROW_BITS"] = arrays.row_bits
     template |= places_of("FIRST", first) | places_of("LAST", last) | form.record_template
     template |= {"JOINED": int(not is_last), "GATHERED": int(not is_last), "TILES": tile.rows, "SPLIT": SPLIT}

@@ -17,8 +17,7 @@ import numpy as np
 from ..formats.record import Field, Projection, Record
 from ..kinds import FORMS, SILU, Activation, Router
 from . import backend, native
-from .arrays import AnyArray
-from .backend import Array, view
+from .backend import AnyArray, Array, view
 from .combine import combine_types, moe_combine_ops
 from .elementwise import activate, sigmoid
 from .forms import DTYPES, Form, form_of, matmul_float32
@@ -32,6 +31,7 @@ from .launch import (
     Launch,
     Reason,
     Shape,
+    Template,
     ceildiv,
     require,
 )
@@ -65,7 +65,7 @@ class Shared:
     layer: Callable[..., Any]
     gate_up: Weights | None
     down: Weights
-    gates: AnyArray = None  # mx.array | np.ndarray | None
+    gates: AnyArray = None
     activation: Activation = SILU
 
     def rows(self, x: Array, residual: Array | None = None) -> Array:
@@ -202,17 +202,17 @@ def _words(record: Record) -> Shape:
     return 1, ceildiv(record.size, 16) * 4
 
 
-def _joined(shared: AnyArray) -> Activation | None:
+def _joined(shared: Any) -> Activation | None:
     """The activation of the shared expert if the kernels compute it, else None."""
     return shared.activation if isinstance(shared, Shared) else None
 
 
-def _first_of(shared: AnyArray, other: Any) -> list[AnyArray]:
+def _first_of(shared: Any, other: Any) -> list[AnyArray]:
     """The first kernel's inputs for the shared expert; `other` in their place if there is none."""
     return inputs_of(shared.gate_up) if isinstance(shared, Shared) and shared.gate_up is not None else [other] * 3
 
 
-def _last_of(shared: AnyArray, other: mx.array) -> list[AnyArray]:
+def _last_of(shared: Any, other: mx.array) -> list[AnyArray]:
     """The second kernel's inputs for the shared expert; `other` in place of missing ones."""
     if not isinstance(shared, Shared):
         return [other] * 4
@@ -466,7 +466,7 @@ def plan_down(
     form = form_of(record.down).for_experts(target, dtypes[0])
     tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
     lanes = down_lanes(tile, hidden, form.chunks(inner))
-    template: dict[str, Any] = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], "ROW_BITS": arrays.row_bits}
+    template: Template = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], "ROW_BITS": arrays.row_bits}
     template |= places_of("DOWN", record.down) | combine_types(dtypes) | form.record_template
     template |= {"R": tile.rows, "L": lanes, "AHEAD": form.ahead(tile.ahead)}
     template |= {"JOINED": int(joined), "GATED": int(gates > 0), "STRIDE": gates, "ROW": row or top_k}

@@ -7,13 +7,14 @@ one chunk at a time, so neighbouring lanes read neighbouring chunks.
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
 from ..formats.record import Projection
 from ..quant import E2M1, E4M3, FLOAT, FLOAT16, GLOBAL_UNIT, INTEGER, MODES, TABLE, Quant
 from . import backend
+from .launch import Template
 from .nested import HALF, group_scales, of_halves
 from .table_values import block_scales, table_values
 from .tiles import Tile
@@ -39,7 +40,7 @@ DTYPES = {"U32": mx.uint32, "BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.fl
 StoredForm = tuple[int, int, int, mx.Dtype | str, mx.Dtype | str]
 
 
-def stored_template(form: StoredForm) -> dict[str, Any]:
+def stored_template(form: StoredForm) -> Template:
     """The constants of a text that reads a matrix by metal/stored.h.metal."""
     return dict(zip(("BITS", "GROUP", "KIND", "S", "G"), form, strict=True))
 
@@ -78,11 +79,11 @@ class Form:
         return CHUNKS[self.quant.bits]
 
     @cached_property
-    def template(self) -> dict[str, Any]:
+    def template(self) -> Template:
         """The constants of the text."""
         quant = self.quant
         scale = scale_type(quant, self.scales)
-        made: dict[str, Any] = {"S": scale, "G": third_type(quant, scale)}
+        made: Template = {"S": scale, "G": third_type(quant, scale)}
         if self.header == "pairs" and quant.bits < 4:
             made["S"] = f"{scale}_bytes"
         bits = TABLE_BITS if quant.codes == TABLE else quant.bits
@@ -90,7 +91,7 @@ class Form:
         return made | {"PLANES": self.planes} if self.planes else made
 
     @cached_property
-    def record_template(self) -> dict[str, Any]:
+    def record_template(self) -> Template:
         """The constants for a matrix in a record, where a global scale is one number instead of one per row."""
         return self.template | ({"G": "codes_whole"} if self.quant.has_global_scale else {})
 
@@ -162,7 +163,7 @@ def form_of(projection: Projection) -> Form:
 # ---- MLX's own operations
 
 
-def settings(quant: Quant) -> dict[str, Any]:
+def settings(quant: Quant) -> Template:
     """The form's arguments for MLX's operations, which take GGUF's forms as affine ones with the scales and biases of
     `group_scales`.
     """

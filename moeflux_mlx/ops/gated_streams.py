@@ -11,8 +11,7 @@ import mlx.core as mx
 from ..kinds import GatedConnections
 from ..quant import TABLE, Quant
 from . import backend
-from .arrays import AnyArray
-from .backend import Array
+from .backend import AnyArray, Array
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv

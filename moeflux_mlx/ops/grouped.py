@@ -16,8 +16,7 @@ import numpy as np
 from ..formats.record import Projection, Record
 from . import backend, gpu_time
 from .arrangement import Among, Batch, arrange
-from .arrays import AnyArray
-from .backend import Array, view
+from .backend import AnyArray, Array, view
 from .chips import M5_GENERATION, generation_of
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases, views

@@ -14,8 +14,7 @@ import numpy as np
 
 from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
-from .arrays import AnyArray
-from .backend import Array, arange, library_of, view
+from .backend import AnyArray, Array, arange, library_of, view
 from .elementwise import float32
 from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
@@ -63,17 +62,17 @@ class IndexTerms(NamedTuple):
     query_norm: Norm | None = None
     rotates_last: bool = False
 
-    def keys(self, keys: Array, position: AnyArray) -> AnyArray:
+    def keys(self, keys: Array, position: Any) -> AnyArray:
         """The keys [B, L, D] of tokens from a rotary position on."""
         assert self.key_norm is not None
         return self._turned(self.key_norm(keys)[:, :, None], position)[:, :, 0]
 
-    def queries(self, queries: Array, heads: int, position: AnyArray) -> AnyArray:
+    def queries(self, queries: Array, heads: int, position: Any) -> AnyArray:
         """The queries [B, L, heads, D]."""
         queries = queries.reshape(*queries.shape[:2], heads, -1)
         return self._turned(queries if self.query_norm is None else self.query_norm(queries), position)
 
-    def _turned(self, x: Array, position: AnyArray) -> AnyArray:
+    def _turned(self, x: Array, position: Any) -> AnyArray:
         if self.rope is None:
             return x
         if self.rotates_last:
@@ -119,7 +118,7 @@ def append_keys(cache: Positions, keys: AnyArray) -> AnyArray:
     return (every if is_mlx else view(every))[:, 0]
 
 
-def choose(index: Index, seen: Any, indexer: Indexer) -> AnyArray:
+def choose(index: Index, seen: AnyArray, indexer: Indexer) -> AnyArray:
     """The positions with the best scores among those that each token sees: int32 [B, rows, top], ascending.
 
     Args:
@@ -140,7 +139,7 @@ def choose(index: Index, seen: Any, indexer: Indexer) -> AnyArray:
 
 
 def choose_in_blocks(
-    index: Index, seen: Any, indexer: Indexer, blocks: tuple[int, int] | None, among: AnyArray
+    index: Index, seen: AnyArray, indexer: Indexer, blocks: tuple[int, int] | None, among: AnyArray
 ) -> tuple[AnyArray, AnyArray]:
     """`choose` among the entries of some blocks; and the blocks among which later layers choose.
 

@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from ..files import replace_file
-from .arrays import AnyArray
 from .launch import KernelText
 
 TYPES = {
@@ -148,7 +148,7 @@ class Compiler:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(handle))
 
 
-def _strings(texts: Iterable[str]) -> AnyArray:
+def _strings(texts: Iterable[str]) -> Any:
     encoded = [text.encode() for text in texts]
     return (ctypes.c_char_p * len(encoded))(*encoded)
 

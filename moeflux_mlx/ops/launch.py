@@ -21,7 +21,6 @@ import numpy as np
 
 from ..errors import RequestError
 from ..files import directory
-from .arrays import AnyArray
 from .stand_ins import stand_ins
 
 SHARED_BYTES = 32768  # bytes of a threadgroup's memory on every GPU
@@ -43,6 +42,8 @@ UNFUSED = "#pragma METAL fp contract(off)\n"
 LEAST_NAMED = 64  # an Apple compiler dropped barriers of kernels that name at most 32 threads (MoltenVK issue 2711)
 
 Shape = tuple[int, ...]
+Template = dict[str, Any]  # constants of a text by name: numbers, and types of MLX or of a header
+Outputs = Sequence[tuple[Shape, mx.Dtype]]  # shape and dtype of each
 
 
 class ArrayPiece(NamedTuple):
@@ -176,7 +177,7 @@ class Kernel:
 
     def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
         """MLX's object for it, compiled at first use."""
-        make: AnyArray = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
+        make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
         return make(**asdict(self.text(target, constants, threads, places)))
 
     def text(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> "KernelText":
@@ -306,10 +307,10 @@ class Launch:
 
     target: str
     kernel: Kernel
-    template: dict[str, Any]
+    template: Template
     groups: tuple[int, ...]
     threads: int
-    outputs: Sequence[tuple[Shape, mx.Dtype]]
+    outputs: Outputs
 
     def __post_init__(self) -> None:
         assert self.threads <= MOST_THREADS[self.target], f"{self.kernel.name} asks for {self.threads} threads"
@@ -328,7 +329,7 @@ class Launch:
             "output_dtypes": [dtype for _, dtype in self.outputs],
         }
 
-    def of_rows(self, own: Mapping[str, str], count: int, sizes: Mapping[str, int], outputs: Sequence[Any]) -> "Launch":
+    def of_rows(self, own: Mapping[str, str], count: int, sizes: Mapping[str, int], outputs: Outputs) -> "Launch":
         """The launch for several rows of a step; each row runs the text that it has alone.
 
         Args:
@@ -339,7 +340,7 @@ class Launch:
         rows = self.with_arrays(own, sizes, outputs)
         return replace(rows, groups=(*self.groups, count))
 
-    def with_arrays(self, own: Mapping[str, str], sizes: Mapping[str, int], outputs: Sequence[Any]) -> "Launch":
+    def with_arrays(self, own: Mapping[str, str], sizes: Mapping[str, int], outputs: Outputs) -> "Launch":
         """The launch with other names of the kernel's arrays, as in `of_rows`, but with the same groups."""
         named = (self.kernel.inputs, self.kernel.outputs)
         taken, made = (" ".join(own.get(name, name) for name in names.split()) for names in named)

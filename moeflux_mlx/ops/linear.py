@@ -13,11 +13,10 @@ import numpy as np
 
 from ..quant import FLOAT, Quant
 from . import backend, native
-from .arrays import AnyArray
-from .backend import FLOATS, Array, view
+from .backend import FLOATS, AnyArray, Array, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
-from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .matrix import Part, Weights, dequantized, each_part, inputs_of, part_of_heads, parts_of, rows_of
 from .norm import Norm
 from .observe import observe
@@ -97,7 +96,7 @@ def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.nd
     shape = (*x.shape[:-1], w.shape[0])
     if _is_native(w):
         rows = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
-        around: AnyArray = {} if norm is None else {"norm": (norm.weight, norm.eps)}
+        around: Any = {} if norm is None else {"norm": (norm.weight, norm.eps)}
         if residual is not None:
             around["residual"] = np.ascontiguousarray(residual).reshape(-1, shape[-1])
         return native.linear(rows, w.quant, *parts_of(w), **around).reshape(shape)
@@ -154,7 +153,7 @@ def by_head(w: Weights, heads: int, rows: slice) -> Iterator[np.ndarray]:
         dense = _dense(w)
         yield from dense.reshape(heads, -1, dense.shape[-1])[:, rows]
         return
-    into: AnyArray = {"out": np.empty((len(range(prod(w.shape[:-1]) // heads)[rows]), w.shape[-1]), np.float32)}
+    into: Any = {"out": np.empty((len(range(prod(w.shape[:-1]) // heads)[rows]), w.shape[-1]), np.float32)}
     for head in range(heads):
         yield native.dequantize(w.quant, *_of_head(w, heads, head, rows), **into)
 
@@ -199,7 +198,7 @@ class Around(NamedTuple):
     norm: mx.Dtype | None = None  # dtype of the norm's weight
     adds: bool = False
 
-    def template(self, x: mx.Dtype) -> dict[str, Any]:
+    def template(self, x: mx.Dtype) -> Template:
         return {"W": self.norm or x, "NORM": int(self.norm is not None), "ADD": int(self.adds)}
 
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..kinds import NGrams
 from . import backend
-from .arrays import AnyArray
-from .backend import Array, library_of, view
+from .backend import AnyArray, Array, library_of, view
 from .elementwise import float32, sigmoid
 from .launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .streams import normed_streams
@@ -106,7 +105,7 @@ def refusal(target: str, tokens: int) -> Reason | None:
     return None if tokens == 1 else SEVERAL
 
 
-def _on_kernel(h: mx.array, key: Any, value: Any, before: AnyArray, w: NGramWeights, part: NGrams) -> AnyArray:
+def _on_kernel(h: mx.array, key: AnyArray, value: Any, before: AnyArray, w: NGramWeights, part: NGrams) -> AnyArray:
     """`with_ngrams` of one token."""
     shape = 1, part.remembered, h.shape[-1]
     before = mx.zeros(shape, h.dtype) if before is None else before.astype(h.dtype)

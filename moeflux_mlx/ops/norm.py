@@ -8,8 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import native
-from .arrays import AnyArray
-from .backend import Array, view
+from .backend import AnyArray, Array, view
 
 
 class Norm(Protocol):

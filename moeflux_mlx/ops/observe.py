@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from .arrays import AnyArray
 from .matrix import Weights
 from .norm import Norm
 
@@ -23,7 +22,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def observe(matrix: Weights, x: AnyArray, norm: Norm | None = None) -> None:
+def observe(matrix: Weights, x: Any, norm: Norm | None = None) -> None:
     """Shows the observer, if there is one, that `matrix` multiplies norm(x)."""
     observer = _observer.get()
     if observer is not None:

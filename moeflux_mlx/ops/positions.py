@@ -3,11 +3,11 @@
 The newest positions of a step are in a small array apart from the others, because kernels do not write to the cache.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from .arrays import AnyArray
+from .backend import AnyArray
 from .launch import Shape
 
 RECENT = 32  # positions whose keys and values are in the small array of a step
@@ -27,7 +27,7 @@ class Held(NamedTuple):
     keys: AnyArray
     values: AnyArray
     recent: AnyArray
-    positions: AnyArray
+    positions: Any
 
 
 class Positions(Protocol):
@@ -35,8 +35,8 @@ class Positions(Protocol):
     `position`, or the next L tokens have integers [3, L].
     """
 
-    offset: AnyArray
-    position: AnyArray
+    offset: Any
+    position: Any
     keys: AnyArray
     values: AnyArray
 

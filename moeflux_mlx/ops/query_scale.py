@@ -7,12 +7,11 @@ from typing import Any
 import mlx.core as mx
 
 from ..kinds import QueryFactor, QueryGrowth
-from .arrays import AnyArray
-from .backend import Array, library_of, view
+from .backend import AnyArray, Array, library_of, view
 from .launch import Input
 
 
-def query_factors(positions: AnyArray, by: QueryFactor, library: Any) -> AnyArray:
+def query_factors(positions: Any, by: QueryFactor, library: Any) -> AnyArray:
     """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
     if isinstance(by, QueryGrowth):
         return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))

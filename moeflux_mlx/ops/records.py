@@ -14,7 +14,7 @@ import numpy as np
 
 from ..formats.record import Projection, Record
 from . import backend, forms
-from .arrays import AnyArray
+from .backend import AnyArray
 from .forms import DTYPES, form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
 from .tiles import planned
@@ -64,7 +64,7 @@ class Records:
         return isinstance(self.memory, tuple) and self.memory[0].ndim == 2
 
     @cached_property
-    def blob(self) -> AnyArray:
+    def blob(self) -> Any:
         """All of them as one array [S, words]. Buffers have none, because it would be a copy of the whole memory."""
         assert not self.in_buffers
         return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from .arrays import AnyArray
+from .backend import AnyArray
 
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 

@@ -4,13 +4,13 @@ three axes (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..kinds import Llama3, Rotation, Yarn
 from . import native
-from .arrays import AnyArray
 from .backend import Array, stack
 
 
@@ -75,7 +75,7 @@ class Rope:
             freqs=self.periods,
         )
 
-    def _angles(self, offset: AnyArray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def _angles(self, offset: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         """(cosine, sine) float32 [length, R/2]."""
         if isinstance(offset, np.ndarray):
             return angles_of_axes(self.frequencies, self.magnitude, self.axes, offset.astype(np.int64).tobytes())

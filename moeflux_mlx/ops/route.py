@@ -13,8 +13,7 @@ import numpy as np
 
 from ..kinds import Router
 from . import backend, native
-from .arrays import AnyArray
-from .backend import Array, view
+from .backend import AnyArray, Array, view
 from .elementwise import float32, pick, plus, sigmoid, softmax, softplus
 from .forms import MULTIPLE, Form, is_read
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv

@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from . import backend
-from .arrays import AnyArray
-from .backend import library_of
+from .backend import AnyArray, library_of
 
 # Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
 TOGETHER = {"metal": 4, "cuda": 8}
@@ -79,7 +78,7 @@ class StepRows:
         compute: Callable[..., Any],
         together: bool = False,
         in_order: bool = False,
-    ) -> AnyArray:
+    ) -> Any:
         """The results of all rows, [1, R, ...].
 
         Args:

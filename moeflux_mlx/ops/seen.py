@@ -4,11 +4,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-
-from .arrays import AnyArray
 
 
 class SeenSizes(NamedTuple):
@@ -67,19 +65,19 @@ class Chosen:
         each row of a step, by its number.
     """
 
-    positions: AnyArray = None
-    entries: AnyArray = None
-    blocks: AnyArray = None
-    latents: AnyArray = None
-    unrotated: AnyArray = None
+    positions: Any = None
+    entries: Any = None
+    blocks: Any = None
+    latents: Any = None
+    unrotated: Any = None
     rows: "dict[int, Chosen]" = field(default_factory=dict)
 
     @property
-    def handed(self) -> list[AnyArray]:
+    def handed(self) -> list[Any]:
         """All that is handed on; None in the place of what is not there."""
         return [getattr(self, part) for part in HANDED]
 
-    def take(self, handed: Sequence[AnyArray]) -> None:
+    def take(self, handed: Sequence[Any]) -> None:
         """Replaces what is handed on."""
         for part, one in zip(HANDED, handed, strict=True):
             setattr(self, part, one)

@@ -12,8 +12,7 @@ import mlx.core as mx
 
 from ..kinds import HyperConnections, IndependentConnections
 from . import backend
-from .arrays import AnyArray
-from .backend import Array, view
+from .backend import AnyArray, Array, view
 from .elementwise import float32, sigmoid, softmax
 from .launch import NO_KERNELS, SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-from .arrays import AnyArray
-
 P = ParamSpec("P")
 R = TypeVar("R")
 MAX_TOKENS = 16  # most rows of a step, each with the bits that it has alone; a call of the model with more is a prompt
@@ -163,7 +161,7 @@ class Tiles:
         """
         return self.found.get(spot_of(kernel, shape)) or TILES[target][kernel]
 
-    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> AnyArray:
+    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """The result of a `planned` function of an operation with this choice."""
         return make(*given)
 
@@ -194,7 +192,8 @@ def tile_of(target: str, kernel: str, shape: str) -> Tile:
 
 def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """`functools.lru_cache` for a function that calls `tile_of`: each choice of tiles has its own results, which are
-    freed with it. `operation`: the name under which users see the function's reasons.
+    freed with it. It takes arguments by position only. `operation`: the name under which users see the function's
+    reasons.
     """
 
     def decorate(make: Callable[P, R]) -> Callable[P, R]:
@@ -202,6 +201,8 @@ def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]
 
         @functools.wraps(make)
         def call(*given: P.args, **named: P.kwargs) -> R:
+            if named:
+                raise TypeError(f"{make.__name__}() takes its arguments by position, not {', '.join(named)}")
             tiles = _used.get()
             own = kept.get(tiles)
             if own is None:

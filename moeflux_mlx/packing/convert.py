@@ -11,9 +11,10 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import JsonObject, tagged, user_path
+from ..files import tagged, user_path
 from ..formats.checkpoint import COPIED, GRIDS_LICENSE, RECIPE, Checkpoint
 from ..formats.owners import MOST_RANKS, Owners, RankShare
 from ..formats.packed import FOLDER, LAYOUT, STATE, open_packed
@@ -236,7 +237,7 @@ def _of_others(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 def _asked(
     wanted: Wanted, plan: ConversionPlan, share: RankShare | None, folders: Sequence[Path], layout: str
-) -> JsonObject:
+) -> dict[str, Any]:
     """What the bytes depend on. Min-max goes without saying, as in conversions before there was a choice."""
     method = wanted.rounding.method
     rounding = {"rounding": method} if plan.rounds and method != MINMAX else {}
@@ -306,7 +307,7 @@ def _open(
     return None, open_source(source)
 
 
-def _check_config(config: JsonObject) -> None:
+def _check_config(config: dict[str, Any]) -> None:
     """Raises ConfigError: a model, or a quantisation, that cannot be converted."""
     ModelArgs.from_dict(unquantized(config))
     SourceFormat(config)

@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ModelFileError
 from ..families.gguf import GgufFamily, Metadata, renamed_tensor
 from ..families.registry import GGUF
-from ..files import JsonObject, kept_files, read_json, replace_file, user_path
+from ..files import kept_files, read_json, replace_file, user_path
 from ..formats.checkpoint import COPIED, Checkpoint, Tensor, open_checkpoint
 from ..formats.gguf_file import GgufFile, gguf_file, open_gguf
 from ..formats.hub import Repository, cached_snapshot, looks_like_repo
@@ -127,7 +128,7 @@ def _family(whole: GgufFile) -> tuple[Metadata, GgufFamily]:
     return read, GGUF[read.architecture]
 
 
-def _config(whole: GgufFile) -> JsonObject:
+def _config(whole: GgufFile) -> dict[str, Any]:
     read, family = _family(whole)
     config = family.config(read)
     embedding = whole.tensors.get("token_embd.weight")

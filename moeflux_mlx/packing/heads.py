@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..experts.memory import page_aligned
-from ..files import JsonMapping
+from ..files import JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import ExpertLayout
 from ..model.head import DraftHead
@@ -74,7 +74,7 @@ class HeadWeights:
 
 
 def find_head(
-    args: ModelArgs, tensors: Iterable[Tensor], config: JsonMapping, layout: ExpertLayout
+    args: ModelArgs, tensors: Iterable[Tensor], config: JsonObject, layout: ExpertLayout
 ) -> HeadWeights | None:
     """The draft head among the tensors of a checkpoint; None: it has none.
 
@@ -106,7 +106,7 @@ def find_head(
     return HeadWeights(head, resident, LayerFile(layers, 0, found, wanted.rounding))
 
 
-def _form(config: JsonMapping) -> SourceFormat:
+def _form(config: JsonObject) -> SourceFormat:
     """How the head is stored. MLX's config describes the model's matrices; those of the head follow from their
     shapes.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import NotPackedError
-from ..files import JsonMapping, read_json
+from ..files import JsonObject, read_json
 from ..formats.checkpoint import Checkpoint, Tensor, safetensors_files
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import Field, Record
@@ -104,7 +104,7 @@ def runs_in_place(path: Path, shards_in: Sequence[Path] = ()) -> bool:
     return states_mlx(read_json(path / "config.json"))
 
 
-def states_mlx(config: JsonMapping) -> bool:
+def states_mlx(config: JsonObject) -> bool:
     """Whether config.json says that everything is quantised by MLX, or in MLX's mxfp4 or mxfp8.
 
     Raises:

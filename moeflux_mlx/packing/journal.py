@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..errors import ModelFileError
-from ..files import JsonMapping, read_json
+from ..files import JsonObject, read_json
 from ..formats.checkpoint import Tensor, header_tensors
 from .writer import Output, begin_again, deletes_source
 
@@ -80,7 +80,7 @@ class Journal:
         """Raises ModelFileError: the file is damaged."""
         self.output = output
         file = output.path / JOURNAL
-        done: JsonMapping = read_json(file) if file.exists() else {}
+        done: JsonObject = read_json(file) if file.exists() else {}
         if not all(isinstance(value, int) for value in done.values()):
             raise ModelFileError(f"{file} is damaged; {begin_again(output.path, deletes_source(output.origin))}")
         self.done: dict[str, int] = dict(done)

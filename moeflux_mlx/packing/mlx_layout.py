@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..families.names import is_aside
-from ..files import JsonMapping, JsonObject
+from ..files import JsonDict, JsonObject
 from ..formats.checkpoint import Tensor
 from ..formats.record import Field
 from ..kinds.mixer import HeadStack
@@ -60,7 +60,7 @@ class MlxLayout:
     """
 
     files: Sequence[TensorFile]
-    quantization: JsonMapping
+    quantization: JsonObject
     left_out: int
 
     def index(self) -> bytes:
@@ -267,7 +267,7 @@ def _order(name: str) -> tuple[int, str]:
     return (int(found[1]) if found else -1), name
 
 
-def _quantization(forms: Mapping[str, Quant | None]) -> JsonObject:
+def _quantization(forms: Mapping[str, Quant | None]) -> JsonDict:
     """The most frequent form, and all exceptions."""
     common = Counter(form for form in forms.values() if form is not None).most_common(1)
     usual = common[0][0] if common else DEFAULT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ModelFileError
 from ..families.registry import FAMILIES
-from ..files import JsonMapping, JsonObject, read_json
+from ..files import JsonDict, JsonObject, read_json
 from ..formats.checkpoint import Checkpoint, Tensor
 from ..formats.owners import RankShare
 from ..formats.record import ExpertLayout, expert_path
@@ -37,7 +37,7 @@ class ConversionPlan:
 
     layout: ExpertLayout
     units: tuple[Unit, ...]
-    quantization: JsonMapping
+    quantization: JsonObject
     lossy: tuple[str, ...]
     quantized: int
     made_experts: bool
@@ -136,7 +136,7 @@ def _experts_files(
     return layers
 
 
-def _with_experts(quantization: JsonObject, layout: ExpertLayout, is_varied: bool) -> JsonObject:
+def _with_experts(quantization: JsonDict, layout: ExpertLayout, is_varied: bool) -> JsonDict:
     """The quantisation for config.json; it includes the experts unless layout.json has version 1, which implies their
     form.
     """

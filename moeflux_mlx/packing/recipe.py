@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..files import JsonMapping, JsonObject, JsonValue, read_json, user_path
+from ..files import JsonDict, JsonObject, read_json, user_path
 from ..formats.checkpoint import RECIPE
 from ..formats.record import Quants
 from ..model.tensors import EMBEDDING, ROUTER, ROUTERS
@@ -91,7 +91,7 @@ class Recipe:
         return cls.from_json(content, path.stem, str(path))
 
     @classmethod
-    def from_json(cls, content: JsonMapping, name: str, where: str) -> "Recipe":
+    def from_json(cls, content: JsonObject, name: str, where: str) -> "Recipe":
         """Args:
             content: what a file holds.
             name: where it has none.
@@ -114,7 +114,7 @@ class Recipe:
             raise ConfigError(f"{where}: routed experts cannot be {FLOAT}; give {' and '.join(EXPERT_PARTS)} a form")
         return cls(named, parts, tuple((_checked(key, where), _forms(one, where, key)) for key, one in layers.items()))
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> JsonDict:
         """The content of a file with this recipe."""
         layers = {key: {part: _stated(form) for part, form in forms.items()} for key, forms in self.layers}
         stated = {part: _stated(self.parts[part]) for part in PARTS if part in self.parts}
@@ -202,7 +202,7 @@ def read_recipe(folder: Path) -> Recipe | None:
     return Recipe.of(path) if path.is_file() else None
 
 
-def _forms(content: JsonMapping, where: str, layers: str = "") -> dict[str, Form]:
+def _forms(content: JsonObject, where: str, layers: str = "") -> dict[str, Form]:
     allowed = [part for part in PARTS if not layers or part not in OF_MODEL]
     unknown = next((key for key in content if key not in allowed), None)
     if unknown is not None:
@@ -211,7 +211,7 @@ def _forms(content: JsonMapping, where: str, layers: str = "") -> dict[str, Form
     return {part: _form(part, value, where) for part, value in content.items()}
 
 
-def _form(part: str, value: JsonValue, where: str) -> Form:
+def _form(part: str, value: Any, where: str) -> Form:
     if value == FLOAT and part not in EXPERT_PARTS:
         return None
     if type(value) is int:
@@ -253,7 +253,7 @@ def _numbers(layers: str, num_layers: int) -> range:
     return range(number, number + 1)
 
 
-RECIPES: Mapping[str, JsonMapping] = {
+RECIPES: Mapping[str, JsonObject] = {
     "uniform": {"default": 4},
     "balanced": {"gate_up": 4, "down": 4, "tables": 4, "default": 8},
     "small": {"gate_up": 2, "down": 3, "tables": 4, "default": 6},

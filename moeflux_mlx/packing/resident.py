@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..families.registry import FAMILIES
-from ..files import JsonObject
+from ..files import JsonDict
 from ..formats.checkpoint import FLOATS, Tensor
 from ..mixers.registry import stored_forms
 from ..model.decoder import Model
@@ -55,7 +55,7 @@ class ResidentPlan:
 
     sources: tuple[Source, ...]
 
-    def quantization(self) -> JsonObject:
+    def quantization(self) -> JsonDict:
         """The output's `quantization` for config.json: the most frequent form, and all exceptions."""
         quants = {
             path: source.quant
@@ -65,7 +65,7 @@ class ResidentPlan:
         }
         default = Counter(one for one in quants.values() if one).most_common(1)
         usual = default[0][0] if default else DEFAULT
-        entry: JsonObject = usual.entry()
+        entry: JsonDict = usual.entry()
         for path, quant in quants.items():
             if quant != usual:
                 entry[path] = override(quant)
@@ -132,7 +132,7 @@ def plan_resident(
     return ResidentPlan(tuple(sources))
 
 
-def override(quant: Quant | None) -> JsonObject | bool:
+def override(quant: Quant | None) -> JsonDict | bool:
     """The entry of `config.json` for a module whose form differs from the rest."""
     if quant is None:
         return False
@@ -244,7 +244,7 @@ class TensorFile:
 
     @cached_property
     def header(self) -> bytes:
-        entries: JsonObject = {"__metadata__": {"format": "mlx"}}
+        entries: JsonDict = {"__metadata__": {"format": "mlx"}}
         offset = 0
         for one in (written for source in self.sources for written in source.written):
             end = offset + one.nbytes

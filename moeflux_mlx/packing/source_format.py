@@ -5,10 +5,11 @@ An unknown method is refused in one line that names it, before any tensor is rea
 
 import reprlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..errors import ConfigError, ModelFileError
 from ..families.names import Renames, renamed
-from ..files import JsonMapping
+from ..files import JsonObject
 from ..formats.checkpoint import Tensor
 from ..quant import AFFINE_GROUPS, SUPPORTED, Quant, Quantization, entries
 
@@ -25,7 +26,7 @@ class SourceFormat:
     block: rows and columns that share one scale of an fp8 checkpoint.
     """
 
-    def __init__(self, config: JsonMapping, tensors: Mapping[str, Tensor] = NONE, renames: Renames = ()):
+    def __init__(self, config: JsonObject, tensors: Mapping[str, Tensor] = NONE, renames: Renames = ()):
         """Args:
             config: of the checkpoint.
             tensors: by name, as far as they are known, so that a message can name one.
@@ -49,7 +50,7 @@ class SourceFormat:
         elif hub.get("quant_method") is not None:
             self._read_method(hub, tensors)
 
-    def _read_method(self, hub: JsonMapping, tensors: Mapping[str, Tensor]) -> None:
+    def _read_method(self, hub: JsonObject, tensors: Mapping[str, Tensor]) -> None:
         method = hub["quant_method"]
         try:
             if method == "fp8":
@@ -89,21 +90,21 @@ def _refusal(method: object, special: str, tensors: Mapping[str, Tensor]) -> str
     )
 
 
-def _object(config: JsonMapping, name: str) -> JsonMapping:
+def _object(config: JsonObject, name: str) -> JsonObject:
     value = config.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected an object")
     return value or {}
 
 
-def _fp8(hub: JsonMapping) -> tuple[int, int]:
+def _fp8(hub: JsonObject) -> tuple[int, int]:
     block = hub.get("weight_block_size") or [128, 128]
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         raise ConfigError(f"quantization_config field 'weight_block_size' is {block!r}; expected two sizes")
     return block[0], block[1]
 
 
-def _compressed(hub: JsonMapping) -> Quant:
+def _compressed(hub: JsonObject) -> Quant:
     """compressed-tensors: small floats, or symmetric 4-bit integers in groups, eight to an int32."""
     stated = hub.get("format")
     if isinstance(stated, str) and stated in COMPRESSED:
@@ -113,7 +114,7 @@ def _compressed(hub: JsonMapping) -> Quant:
     return _pack_quantized(hub)
 
 
-def _modelopt(hub: JsonMapping) -> Quant | None:
+def _modelopt(hub: JsonObject) -> Quant | None:
     """NVIDIA's Model Optimizer; None: tensors tell which of its forms each matrix has."""
     stated = hub.get("quant_algo")
     if not isinstance(stated, str) or stated not in MODELOPT:
@@ -121,7 +122,7 @@ def _modelopt(hub: JsonMapping) -> Quant | None:
     return MODELOPT[stated]
 
 
-def _pack_quantized(hub: JsonMapping) -> Quant:
+def _pack_quantized(hub: JsonObject) -> Quant:
     stated = hub.get("config_groups")
     groups = list(stated.values()) if isinstance(stated, Mapping) else []
     weights = [one.get("weights") for one in groups if isinstance(one, Mapping)]
@@ -131,7 +132,7 @@ def _pack_quantized(hub: JsonMapping) -> Quant:
     return _one_form(weights[0], wanted)
 
 
-def _awq(hub: JsonMapping) -> Quant:
+def _awq(hub: JsonObject) -> Quant:
     """AutoAWQ's gemm form: 4-bit codes with a zero point in each group."""
     version = hub.get("version", "gemm")
     fields = {**hub, "version": version.lower() if isinstance(version, str) else version}
@@ -140,7 +141,7 @@ def _awq(hub: JsonMapping) -> Quant:
     return _one_form(fields, {"bits": 4, "version": "gemm", "zero_point": True})
 
 
-def _one_form(fields: JsonMapping, wanted: JsonMapping) -> Quant:
+def _one_form(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> Quant:
     """Raises _OtherForm: a field has another value than the form that is read."""
     for key, value in wanted.items():
         if fields.get(key, value) != value:
@@ -153,7 +154,7 @@ def _one_form(fields: JsonMapping, wanted: JsonMapping) -> Quant:
 MXFP4, MXFP8, NVFP4 = Quant(4, 32, "mxfp4"), Quant(8, 32, "mxfp8"), Quant(4, 16, "nvfp4", has_global_scale=True)
 COMPRESSED = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4, "mxfp8-quantized": MXFP8}
 MODELOPT = {"NVFP4": NVFP4, "W4A16_NVFP4": NVFP4, "MXFP8": MXFP8, "FP8": None, "MIXED_PRECISION": None}
-READERS: dict[str, Callable[[JsonMapping], Quant | None]] = {
+READERS: dict[str, Callable[[JsonObject], Quant | None]] = {
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "awq": _awq,

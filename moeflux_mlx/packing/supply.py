@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import ModelFileError, RequestError
-from ..files import JsonObject, read_json, sync_folder, user_path
+from ..files import JsonDict, read_json, sync_folder, user_path
 from ..formats.checkpoint import (
     COPIED,
     INDEX,
@@ -31,7 +31,7 @@ from .journal import Listing, Shard
 INCOMING = ".shards"  # in the output
 CHECKPOINT = ["*.safetensors", INDEX, "config.json", QUANT_CONFIG, *COPIED]
 
-Config = JsonObject
+Config = JsonDict
 
 
 class Supply(Protocol):

@@ -1,11 +1,12 @@
 """How a conversion treats what it finds: the forms of floats, and which codes it keeps."""
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
-from ..files import JsonMapping, JsonObject
 from ..quant import DEFAULT, MLX_MODES, SUPPORTED, Mode, Quant
 from ..rounding.methods import FIT, METHODS
 from .ggml import TYPES, check
@@ -32,7 +33,7 @@ class Wanted:
     requantize: bool = False
     named: bool = False
     is_usual: bool = False
-    options: JsonMapping = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     keeps_floats: bool = False
     rounding: Rounding = Alone()
 
@@ -59,7 +60,7 @@ class Wanted:
             raise ConfigError(f"rounding {rounding!r} is not known; supported: {', '.join(METHODS)}")
         chosen = Recipe.of(recipe or (UNIFORM_RECIPE if q_type is None else "balanced"))
         forms = {"q_bits": q_bits, "q_group_size": q_group_size, "expert_bits": expert_bits, "down_bits": down_bits}
-        options: JsonObject = {name: value for name, value in forms.items() if value is not None}
+        options: dict[str, Any] = {name: value for name, value in forms.items() if value is not None}
         if q_mode != DEFAULT.mode:
             options["q_mode"] = q_mode
         if q_type is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ModelFileError
-from ..files import JsonMapping, JsonObject, existing_parent, read_json, sync, sync_folder
+from ..files import JsonDict, JsonObject, existing_parent, read_json, sync, sync_folder
 from ..formats.packed import STATE
 from .unit import Bytes, Unit
 
@@ -82,14 +82,14 @@ class Output:
         origin: stored with the output, for messages about an unfinished conversion.
     """
 
-    def __init__(self, path: Path, identity: JsonMapping, origin: JsonMapping | None = None):
+    def __init__(self, path: Path, identity: JsonObject, origin: JsonObject | None = None):
         self.path = path
         self.identity = {"version": STATE_VERSION, **identity}
         self.origin = dict(origin or {})
         self.files = self._read_state()
         self.linked = False
 
-    def _read_state(self) -> JsonObject:
+    def _read_state(self) -> JsonDict:
         """The finished files that the state file lists.
 
         Raises:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 
 from ..engine.machine import used_memory
 from ..errors import BadRequestError
-from ..files import JsonObject
+from ..files import JsonDict
 from . import page
 from .errors import error_body
 from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
@@ -49,9 +49,9 @@ class Wire(Protocol):
     state.
     """
 
-    def read(self, body: JsonObject, *, keep_agent_headers: bool = False) -> Request: ...
+    def read(self, body: JsonDict, *, keep_agent_headers: bool = False) -> Request: ...
     def stream(self, request: Request, ids: Ids) -> Reply: ...
-    def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> JsonObject: ...
+    def whole(self, request: Request, events: list[ServerEvent], ids: Ids) -> JsonDict: ...
 
 
 # Headers in which agents name a conversation if their API has no field for it.
@@ -118,7 +118,7 @@ class Served:
         finally:
             self.models.give_back(loaded)
 
-    async def count(self, http: HttpRequest, make: Callable[[Preparer, JsonObject], T]) -> T:
+    async def count(self, http: HttpRequest, make: Callable[[Preparer, JsonDict], T]) -> T:
         """Calls `make` with the body's JSON in the one thread that only counts tokens: no answer waits for it, and it
         waits for none.
 
@@ -237,7 +237,7 @@ async def _whole(
 
 
 async def _count_tokens(served: Served, http: HttpRequest) -> Response:
-    def count(preparer: Preparer, body: JsonObject) -> int | Callable[[], int]:
+    def count(preparer: Preparer, body: JsonDict) -> int | Callable[[], int]:
         asked = messages.read(body, keep_agent_headers=served.keep_agent_headers)
         return partial(preparer.count, asked) if asked.images.sources else preparer.count(asked)
 
@@ -246,7 +246,7 @@ async def _count_tokens(served: Served, http: HttpRequest) -> Response:
 
 
 async def _tokenize(served: Served, http: HttpRequest) -> Response:
-    def reply(preparer: Preparer, body: JsonObject) -> Response:
+    def reply(preparer: Preparer, body: JsonDict) -> Response:
         asked = tokenize.read(body)
         tokens, spelt = preparer.encode(asked.content, asked.add_special), preparer.tokenizer.token_bytes
         pieces = [spelt(token).decode(errors="replace") for token in tokens] if asked.with_pieces else None
@@ -255,7 +255,7 @@ async def _tokenize(served: Served, http: HttpRequest) -> Response:
     return await served.count(http, reply)
 
 
-def _description(served: Served, name: str) -> JsonObject:
+def _description(served: Served, name: str) -> JsonDict:
     switch = served.models
     described, context = switch.descriptions.get(name), switch.choices[name].context
     features = asdict(described.features) if described else None
@@ -283,7 +283,7 @@ async def _metrics(served: Served, http: HttpRequest) -> Response:
     switch, totals = served.models, served.models.totals
     loaded = switch.loaded
     running = loaded.worker.state.running if loaded else []
-    values: JsonObject = {
+    values: JsonDict = {
         "requests_total": {
             (("path", path), ("status", str(status))): n for (path, status), n in served.requests.items()
         },
@@ -339,7 +339,7 @@ async def _live(served: Served, http: HttpRequest) -> Response:
     return StreamingResponse(pieces(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _picture(switch: ModelSwitch, watch: Watch) -> JsonObject | None:
+def _picture(switch: ModelSwitch, watch: Watch) -> JsonDict | None:
     """The latest picture for the page, if there is one."""
     if switch.loaded is None:
         loading = switch.loading.name if switch.loading else None

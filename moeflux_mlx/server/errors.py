@@ -2,12 +2,12 @@
 
 import json
 
-from ..files import JsonObject
+from ..files import JsonDict
 from .wire import messages
 from .wire.replies import error_headers, openai_error
 
 
-def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> JsonObject:
+def error_body(path: str, status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
     """The body of an error for a request of `path`."""
     shape = messages.error if path.startswith("/v1/messages") else openai_error
     return shape(status, code, message, param)

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RequestError
-from ..files import JsonObject
 from .errors import error_reply
 
 HEADER_SECONDS = 30.0  # seconds in which the headers of a request must arrive
@@ -200,7 +199,7 @@ class Listener(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._report)
 
-    def _report(self, loop: asyncio.AbstractEventLoop, context: JsonObject) -> None:
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Reports an error of the event loop. If connections cannot be accepted, asyncio reports each attempt with a
         traceback, hundreds a second; one line says it until it has been over for a while.
         """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..engine.engine import Engine
 from ..engine.machine import used_memory
 from ..experts.stats import LoaderStats
-from ..files import JsonObject
+from ..files import JsonDict
 from .running import Running, Totals
 
 EVERY = 0.5  # seconds between pictures
@@ -46,7 +46,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.latest: JsonObject | None = None
+        self.latest: JsonDict | None = None
         self._watchers = 0
         self._taken = 0.0
         self._is_on = False
@@ -97,7 +97,7 @@ class Watch:
         self.latest = self._picture(engine, running, queue, _counts(engine, totals))
         self._taken = now
 
-    def _picture(self, engine: Engine, running: Sequence[Running], queue: int, counts: Counts) -> JsonObject:
+    def _picture(self, engine: Engine, running: Sequence[Running], queue: int, counts: Counts) -> JsonDict:
         before, self._before = self._before, counts
         layout, states = engine.experts.layout, engine.experts.expert_states()
         return {
@@ -122,7 +122,7 @@ class Watch:
         }
 
 
-def _lane(one: Running) -> JsonObject:
+def _lane(one: Running) -> JsonDict:
     """The data of a running request: the client's name of the conversation, its prompt, its answer."""
     done, total = one.progress
     return {
@@ -133,7 +133,7 @@ def _lane(one: Running) -> JsonObject:
     }
 
 
-def _drafts(engine: Engine) -> JsonObject | None:
+def _drafts(engine: Engine) -> JsonDict | None:
     """Counts of drafts since the model was loaded; None if it has no drafts."""
     made = engine.model.drafting
     return {"kind": made.kind, "checked": made.checked, "taken": made.taken} if made.most else None

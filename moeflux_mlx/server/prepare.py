@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..engine.prompt import Prompt, places_of, with_images
 from ..engine.sampling import make_sampler
 from ..errors import BadRequestError, MoefluxError, RequestError, TokenizerError
-from ..files import JsonMapping, JsonObject
+from ..files import JsonDict, JsonObject
 from ..model.images import ImageReader
 from ..text.boundaries import Messages, Rendering
 from ..text.calls.dialect import Dialect
@@ -55,7 +56,7 @@ class Defaults:
     """
 
     sampling: Sampling
-    variables: JsonMapping
+    variables: JsonObject
     fetch: Callable[..., bytes] | None = None
 
 
@@ -207,7 +208,7 @@ class Preparer:
         messages = list(request.messages)
         begun = messages.pop() if _is_begun(messages) else None
         wanted = switches(self.tokenizer.chat_template or "", request.thinking, request.effort)
-        variables: JsonObject = {**self.defaults.variables, **wanted, **request.template_variables}
+        variables: JsonDict = {**self.defaults.variables, **wanted, **request.template_variables}
         rendering = _Rendered(self.history, list(request.tools), variables, request.images)
         marked = rendering.text(messages)
         sources = rendering.sources
@@ -318,7 +319,7 @@ class _Rendered(Rendering):
     rendering.
     """
 
-    def __init__(self, history: History, tools: list[JsonMapping], variables: JsonMapping, images: ImageParts):
+    def __init__(self, history: History, tools: list[JsonObject], variables: JsonObject, images: ImageParts):
         self.history, self.tools, self.variables, self.images = history, tools, variables, images
         self.sources: list[str] = []
         self.encoded: tuple[str, list[int]] = ("", [])
@@ -355,14 +356,14 @@ def _check_beginning(make: Callable[[], Mask]) -> None:
         raise BadRequestError(message) from error
 
 
-def sampler_settings(sampling: Sampling) -> JsonObject:
+def sampler_settings(sampling: Sampling) -> dict[str, Any]:
     """Arguments of `make_sampler`, without those that nobody has set."""
     names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     settings = {"temp": sampling.temperature, **{name: getattr(sampling, name) for name in names}}
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _boundaries(rendering: Rendering, messages: list[JsonMapping], tokens: list[int]) -> list[int]:
+def _boundaries(rendering: Rendering, messages: list[JsonObject], tokens: list[int]) -> list[int]:
     """The ends of the system prompt with tools, of the messages before the last one, and of the last one."""
     head = [message for message in messages[:1] if message["role"] == "system"]
     others = [*head, {"role": "user", "content": ""}], messages

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..experts.stats import Asked
-from ..files import JsonMapping
+from ..files import JsonObject
 from ..text.events import CallDelta, CallEnd, CallStart, Reasoning, Text
 from .wire.images import ImageParts
 
@@ -65,22 +65,22 @@ class Request:
 
     api: str
     model: str
-    messages: Sequence[JsonMapping] = ()
+    messages: Sequence[JsonObject] = ()
     prompt: str | Sequence[int] | None = None
-    tools: Sequence[JsonMapping] = ()
+    tools: Sequence[JsonObject] = ()
     tool_choice: str | Sequence[str] = "auto"
     parallel_tool_calls: bool = True
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     sampling: Sampling = Sampling()
-    template_variables: JsonMapping = field(default_factory=dict)
+    template_variables: JsonObject = field(default_factory=dict)
     thinking: bool | None = None
     effort: str | None = None
-    schema: JsonMapping | bool | None = None
+    schema: JsonObject | bool | None = None
     stream: bool = False
     session: str | None = None
     images: ImageParts = field(default_factory=ImageParts)
-    extra: JsonMapping = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

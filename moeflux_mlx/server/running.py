@@ -17,7 +17,6 @@ from ..engine.sampling import LogitsProcessor, make_logits_processors, make_samp
 from ..engine.session import Answer
 from ..errors import DeviceError, ExpertIOError, MoefluxError, RequestError
 from ..experts.stats import Asked
-from ..files import JsonObject
 from ..ops.interrupt import interruptible
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
@@ -228,7 +227,7 @@ class Running:
         if self.job.cancelled.is_set():
             raise Stopped
 
-    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> JsonObject:
+    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> dict[str, Any]:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """

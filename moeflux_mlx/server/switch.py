@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..engine.engine import Engine
 from ..errors import BadRequestError, MoefluxError
-from ..files import JsonObject
+from ..files import JsonDict
 from .admission import Admission
 from .features import Features, features_of
 from .live import Watch
@@ -156,7 +156,7 @@ class ModelSwitch:
         """The number of waiting requests."""
         return len(self._waiting) + (self.loaded.worker.queue if self.loaded else 0)
 
-    def status(self, name: str) -> JsonObject:
+    def status(self, name: str) -> JsonDict:
         """`value` is "loaded", "loading" or "unloaded"; for a loaded model also the numbers of running and waiting
         requests, and for one that could not be loaded `failed` and the reason.
         """

@@ -17,7 +17,6 @@ from ..experts.routing import Report, Routing, ignore_report, in_parts
 from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array, constant, leave, library_of, view
 from ..ops.experts import Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.gather_rows import gather_rows
@@ -39,7 +38,7 @@ class RankedExperts:
         source: the source of this process's experts.
         exchange: the exchange with the other processes.
         owners: which process owns which experts.
-        prefetch: "lookahead", "previous" or "off", as `Lookahead` has it.
+        prefetch: "lookahead" or "off", as `Lookahead` has it.
         shares_routing: the machines differ, so all ranks use rank 0's choice of experts, residual and shared expert;
             this takes one more exchange per layer.
         dealing: assigns the reads of a few tokens, if every process can read every expert.
@@ -97,7 +96,7 @@ class RankedExperts:
             return in_parts(self, routing, x, residual, shared)
         if isinstance(shared, Shared):
             shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
-        weighed: AnyArray = routing.weights
+        weighed: Any = routing.weights
         routing = on_host(routing)
         ids, weights = cast(np.ndarray, routing.ids), cast(np.ndarray, routing.weights)
         if self.shares_routing:
@@ -110,7 +109,7 @@ class RankedExperts:
 
     def _all_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
-    ) -> tuple[AnyArray, np.ndarray]:
+    ) -> tuple[Any, np.ndarray]:
         """The rows of all pairs, and the index of each pair's row, int32 [T, K]."""
         owner = self._dealt(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
@@ -139,7 +138,7 @@ class RankedExperts:
 
     def _own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
-    ) -> AnyArray:
+    ) -> Any:
         """The outputs of this process's experts for the pairs `mine`, [len(mine), H]: in x's dtype if there are many,
         else float32.
         """
@@ -161,9 +160,7 @@ class RankedExperts:
             lease.release(None if records.lasting or isinstance(rows, np.ndarray) else rows)
             return rows
 
-    def _gather(
-        self, layer: int, agreed: np.ndarray, most: int, rows: AnyArray, failure: BaseException | None
-    ) -> AnyArray:
+    def _gather(self, layer: int, agreed: np.ndarray, most: int, rows: Any, failure: BaseException | None) -> Any:
         """Gathers the rows of all processes, [size * most, H], in pieces of equal length; `agreed` determines the
         order.
         """
@@ -199,13 +196,13 @@ class RankedExperts:
         self, layer: int, ids: np.ndarray, weights: np.ndarray, residual: Array, shared: Array | None
     ) -> tuple[np.ndarray, np.ndarray, Array, Array | None]:
         """Replaces choice, residual and shared expert by those of rank 0."""
-        streams: list[AnyArray] = [residual] if shared is None else [residual, shared]
+        streams: list[Any] = [residual] if shared is None else [residual, shared]
         parts = [ids.astype(np.uint32), weights.view(np.uint32), *(_float32(s).view(np.uint32) for s in streams)]
         gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
         ends = np.cumsum([part.size for part in parts])[:-1]
         got = [part.reshape(own.shape) for part, own in zip(np.split(gathered.words[0], ends), parts, strict=True)]
         self.differing += int((got[0] != parts[0]).any(axis=1).sum())
-        theirs: list[AnyArray] = [
+        theirs: list[Any] = [
             part.view(np.float32) if isinstance(own, np.ndarray) else mx.array(part.view(np.float32)).astype(own.dtype)
             for part, own in zip(got[2:], streams, strict=True)
         ]
@@ -242,11 +239,11 @@ def _words(rows: mx.array) -> mx.array:
     return rows.view(mx.uint32)
 
 
-def _host_words(rows: AnyArray) -> np.ndarray:
+def _host_words(rows: Any) -> np.ndarray:
     return rows.view(np.uint32) if isinstance(rows, np.ndarray) else np.array(_words(rows))
 
 
-def _filled(words: AnyArray, length: int) -> AnyArray:
+def _filled(words: Any, length: int) -> Any:
     """`words` [n, W] and as many more rows as make `length`."""
     if len(words) == length:
         return words
@@ -255,16 +252,16 @@ def _filled(words: AnyArray, length: int) -> AnyArray:
     return library.concatenate([words, rest])
 
 
-def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> AnyArray:
+def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> Any:
     """MLX's of a dtype, or numpy's float32."""
     return np.zeros(shape, np.float32) if dtype is None else mx.zeros(shape, dtype)
 
 
-def _float32(rows: AnyArray) -> np.ndarray:
+def _float32(rows: Any) -> np.ndarray:
     return rows if isinstance(rows, np.ndarray) else np.array(leave(rows).astype(mx.float32))
 
 
-def _rows(x: AnyArray, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> AnyArray:
+def _rows(x: Any, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> Any:
     """expert(slots[p])(x[tokens[p]]) for each pair, float32 [P, H]; on MLX's side times its weight.
 
     A pair goes through the kernels as it does among all of its token's, so its bits are the same: on MLX's side the

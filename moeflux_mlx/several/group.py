@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError
-from ..ops.arrays import AnyArray
 from ..ops.backend import Array, leave
 
 MAGIC = 0x4D464C52  # "MFLR"
@@ -60,7 +59,7 @@ class MlxGroup:
         stream = mx.gpu if self.on_device else mx.cpu
         try:
             own: Any = words
-            gathered: AnyArray = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
+            gathered: Any = mx.distributed.all_gather(leave(own)[None], group=self._group, stream=stream)
             mx.eval(gathered)
         except RuntimeError as error:
             others = [str(i) for i in range(self.size) if i != self.rank]
@@ -75,7 +74,7 @@ class MlxGroup:
 class Gathered:
     """The result of an exchange: the words [size, n] and the flag of every process."""
 
-    words: AnyArray
+    words: Any
     flags: tuple[int, ...]
 
     def first(self, flag: int) -> int | None:
@@ -131,10 +130,10 @@ class Exchange:
             raise
         return Gathered(messages[:, HEADER:], tuple(int(flag) for flag in heads[:, 3]))
 
-    def _gathered(self, header: np.ndarray, words: AnyArray) -> tuple[AnyArray, np.ndarray]:
+    def _gathered(self, header: np.ndarray, words: Any) -> tuple[Any, np.ndarray]:
         """All messages and their headers; if words stay on a device, only the headers come to the host."""
         if isinstance(words, np.ndarray):
-            messages: AnyArray = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
+            messages: Any = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
             return messages, messages[:, :HEADER]
         messages = self.group.gather(mx.concatenate([mx.array(header), words]))
         return messages, np.array(mx.contiguous(messages[:, :HEADER]))  # a view would copy all of it to the host

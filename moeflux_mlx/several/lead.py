@@ -17,9 +17,8 @@ from ..engine.prompt import Prompt, checked_prompt
 from ..engine.sampling import Sampler, make_sampler
 from ..engine.session import Answer, Session
 from ..errors import PromptCacheError, RankError, RequestError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..model.decoder import Model
-from ..ops.arrays import AnyArray
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import PromptHeader, read_prompt_header
 from ..state.snapshot import save_state
@@ -133,7 +132,7 @@ class LeadSession(Session):
     def _sampling(self, sample: Sampler) -> Sampler:
         """Wraps `sample`; while it runs, the others wait for its choice."""
 
-        def chosen(logprobs: AnyArray) -> AnyArray:
+        def chosen(logprobs: Any) -> Any:
             self.lead.is_shared, self.is_awaited = False, True
             if error := self.lead.exchange.take_pending():
                 raise error
@@ -193,7 +192,7 @@ class LeadSession(Session):
         self.lead.send(Order.REWIND, self.number, length)
         return super().rewind(length)
 
-    def save(self, path: Path, fingerprint: Fingerprint, extra: JsonObject) -> None:
+    def save(self, path: Path, fingerprint: Fingerprint, extra: JsonDict) -> None:
         self.rewind(len(self.tokens))  # a half-done span is dropped by all
         super().save(path, fingerprint, extra)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from ..engine.budget import MemoryPlan
-from ..engine.demand import Demand
+from ..engine.budget import Planner
+from ..engine.memory_plan import MemoryPlan
 from ..engine.weights import Weights
 from ..errors import RankError, RequestError
 from ..experts.source import ExpertLoader
@@ -16,7 +16,6 @@ from ..formats.owners import Owners, RankShare
 from ..formats.record import ExpertLayout
 from ..ops import backend
 from ..ops.tiles import Tiles
-from ..spec import ModelArgs
 from .dealing import Dealing
 from .experts import RankedExperts
 from .group import FAILED, FINE, Exchange
@@ -107,11 +106,9 @@ class Ranks:
     def meet(
         self,
         weights: Weights,
-        args: ModelArgs,
+        planner: Planner,
         dtype: mx.Dtype,
         bits: int,
-        demand: Demand,
-        plan: Callable[[ExpertLayout, Demand], MemoryPlan],
         tiles: Tiles,
     ) -> "Party":
         """Plans memory for this rank's experts, with the smallest span of all ranks, and checks that the ranks'
@@ -128,11 +125,11 @@ class Ranks:
         own = replace(layout, num_experts=most)
         try:
             weights.check_held(RankShare(owners, rank))
-            planned = plan(own, demand)
+            planned = replace(planner, layout=own).plan()
             settings = Settings(
                 **digests(weights.fingerprint(mx.float32), dtype),
                 rounding=bits,
-                kv_bits=args.kv_bits or 0,
+                kv_bits=planner.args.kv_bits or 0,
                 context=planned.context,
                 span=planned.sizes.span,
                 block=planned.sizes.block,
@@ -146,7 +143,8 @@ class Ranks:
         agreed = agree(exchange, settings)
         if agreed.note:
             self.say(agreed.note)
-        planned = plan(own, replace(demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block))
+        demand = replace(planner.demand, context=planned.context, span=agreed.span, prefill_step_size=agreed.block)
+        planned = replace(planner, layout=own, demand=demand).plan()
         slow = max(map(layout.layer_bytes, layout.moe_layers)) / SLOW_DISK + agreed.span / SLOW_TOKENS
         allow(exchange.group, LEAST_SECONDS + slow if self.seconds is None else self.seconds)
         return Party(exchange, planned, owners, agreed.shares_routing, share_tiles(exchange, tiles), agreed.slots)

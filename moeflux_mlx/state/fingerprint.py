@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import ModelFileError
-from ..files import JsonObject
+from ..files import JsonDict
 from ..formats.packed import FOLDER
 from ..ops import native
 from ..spec import ModelArgs
@@ -140,7 +140,7 @@ def packed_fingerprint(
     return fingerprint_of(args, resident, layers, path, dtype, bits)
 
 
-def _shape(args: ModelArgs) -> JsonObject:
+def _shape(args: ModelArgs) -> JsonDict:
     """What determines the arithmetic, independent of the spelling in config.json.
 
     Saved prompts hold a digest of this, so it never changes for a model: the families of the first release are

@@ -4,8 +4,8 @@ They are frozen: a family that came later is described otherwise (`fingerprint`)
 """
 
 from dataclasses import asdict
+from typing import Any
 
-from ..files import JsonObject
 from ..kinds import Dense
 from ..spec import ModelArgs
 
@@ -23,11 +23,11 @@ LINEAR = (
 )
 
 
-def of(args: ModelArgs) -> JsonObject:
+def of(args: ModelArgs) -> dict[str, Any]:
     """All of them, in values that JSON can say."""
     router, shared = args.experts.router, args.experts.shared
     dense = [layer.feed_forward.width for layer in args.layers if isinstance(layer.feed_forward, Dense)]
-    fields: JsonObject = {name: getattr(args, name) for name in SIZES}
+    fields: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     fields |= dict.fromkeys(LATENT + LINEAR, 0) | {"partial_rotary_factor": 1.0, "attn_output_gate": False}
     firsts = {type(mixer): mixer for mixer in reversed(args.mixers)}
     for mixer in firsts.values():

@@ -33,7 +33,7 @@ import numpy as np
 
 from ..caches.layer_cache import LayerCache, Shifts
 from ..errors import FingerprintError, MoefluxError, PromptCacheError, SnapshotError
-from ..files import JsonMapping, JsonObject, replace_file
+from ..files import JsonDict, JsonObject, replace_file
 from .fingerprint import Fingerprint
 from .snapshot import MAX_LENGTH, Stateful, load_state, snapshot_length, state_parts, state_size
 
@@ -55,7 +55,7 @@ class PromptHeader:
     tokens: np.ndarray
     body_start: int
     body_bytes: int
-    extra: JsonMapping = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     behind: bytes = b""
     shifts: Shifts = ()
 
@@ -76,7 +76,7 @@ def save_prompt(
     cache: Sequence[LayerCache],
     tokens: Sequence[int],
     fingerprint: Fingerprint,
-    extra: JsonMapping | None = None,
+    extra: JsonObject | None = None,
     behind: bytes = b"",
 ) -> None:
     """Writes the state of `cache`, which has absorbed exactly `tokens`, and `behind` it, replacing `path` in one step.
@@ -85,7 +85,7 @@ def save_prompt(
         PromptCacheError: the file cannot be written; an older file of that name is still there.
         SnapshotError: the state cannot be expressed.
     """
-    parts: JsonObject = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}
+    parts: dict[str, Any] = {"fingerprint": dataclasses.asdict(fingerprint), "extra": dict(extra or {})}
     version = file_version(cache)
     if version == SHIFTED:
         parts["shifts"] = cache[0].shifts
@@ -157,7 +157,7 @@ def read_header(path: Path, file: BinaryIO) -> PromptHeader:
     return PromptHeader(fingerprint, tokens, body_start, body_bytes, metadata["extra"], shifts=shifts)
 
 
-def _metadata(path: Path, text: bytes) -> JsonObject:
+def _metadata(path: Path, text: bytes) -> JsonDict:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -7,10 +7,10 @@ from typing import cast
 
 import numpy as np
 
-from ..files import JsonMapping
+from ..files import JsonObject
 from .tokenizer import TokenizerWrapper
 
-Messages = Sequence[JsonMapping]
+Messages = Sequence[JsonObject]
 
 
 class Rendering:
@@ -25,7 +25,7 @@ class Rendering:
     def __init__(
         self,
         tokenizer: TokenizerWrapper,
-        variables: JsonMapping,
+        variables: JsonObject,
         encode: Callable[[str], list[int]] | None = None,
     ):
         self.tokenizer, self.variables = tokenizer, variables

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import TokenizerError
-from ..files import JsonMapping
+from ..files import JsonObject
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -133,7 +133,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-def listed_tokens(config: JsonMapping) -> dict[int, "AddedToken"]:
+def listed_tokens(config: JsonObject) -> dict[int, "AddedToken"]:
     """tokenizer_config.json's `added_tokens_decoder`, {"id": {"content": string, "special": bool, ...}}, by id.
 
     As in transformers, missing tokens are added in order, and the flags of the others apply.

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TokenizerError
-from ..files import JsonMapping, JsonObject, JsonValue, read_json
+from ..files import JsonDict, JsonObject, read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-Message = JsonMapping
+Message = JsonObject
 
 # Longer than any context window, and small enough for any machine.
 MAX_PROMPT_CHARS = 1 << 26
@@ -51,9 +51,9 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[JsonMapping] | None = None,
+        tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = True,
-        variables: JsonMapping | None = None,
+        variables: JsonObject | None = None,
     ) -> str:
         """Render the prompt, special tokens included as text.
 
@@ -99,7 +99,7 @@ def with_places(text: str, images: int) -> str | list[dict[str, str]]:
     return [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}] if images else text
 
 
-def find_templates(path: Path, tokenizer_config: JsonMapping) -> dict[str, str]:
+def find_templates(path: Path, tokenizer_config: JsonObject) -> dict[str, str]:
     """Returns the templates of a model directory, name -> Jinja source; empty if it has none.
 
     `chat_template.jinja` is the default template and wins over `chat_template` of tokenizer_config.json,
@@ -142,7 +142,7 @@ def _read(file: Path) -> str:
         raise TokenizerError(f"{file} cannot be read: {error}; use --ignore-chat-template") from error
 
 
-def _dicts(name: str, items: Iterable[Any]) -> list[JsonObject]:
+def _dicts(name: str, items: Iterable[Any]) -> list[JsonDict]:
     plain = [_plain(item) for item in items]
     for item in plain:
         if not isinstance(item, dict):
@@ -150,7 +150,7 @@ def _dicts(name: str, items: Iterable[Any]) -> list[JsonObject]:
     return plain
 
 
-def _with_reasoning(message: JsonObject) -> JsonObject:
+def _with_reasoning(message: JsonDict) -> JsonDict:
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
     if reasoning is None:
@@ -158,7 +158,7 @@ def _with_reasoning(message: JsonObject) -> JsonObject:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _plain(value: JsonValue) -> Any:
+def _plain(value: Any) -> Any:
     """A copy of JSON data in exactly JSON's types, so that the template cannot call methods of the caller's objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -173,7 +173,7 @@ def _plain(value: JsonValue) -> Any:
     raise RequestError(f"chat data must be JSON; found a value of type {type(value).__name__}")
 
 
-def _run(template: "Template", variables: JsonMapping) -> str:
+def _run(template: "Template", variables: JsonObject) -> str:
     parts, length = [], 0
     try:
         for part in template.generate(variables):
@@ -241,7 +241,7 @@ def _namespace() -> type:
                 check(name)
             Namespace.__init__(args[0], attributes)
 
-        def __setitem__(self, name: str, value: JsonValue) -> None:
+        def __setitem__(self, name: str, value: Any) -> None:
             check(name)
             super().__setitem__(name, value)
 
@@ -254,12 +254,12 @@ class _Dict:
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, keys: Iterable[Any], value: JsonValue = None) -> dict[Any, Any]:
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
         return dict.fromkeys(keys, value)
 
 
 def _to_json(
-    value: JsonValue,
+    value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

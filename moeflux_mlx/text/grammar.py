@@ -7,10 +7,9 @@ Text is free until a call opens. This module knows neither tokens nor whether ll
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import RequestError
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject, JsonValue
 from .calls.dialect import Dialect
 from .calls.schema import COMPOSED, STRING, allowed_types, is_map, members, referred, types, variants
 from .calls.schema_rules import (
@@ -29,8 +28,8 @@ from .calls.schema_rules import (
 from .calls.tags import Tags
 from .calls.typed import CONTAINERS
 
-Schema = JsonMapping
-Tools = Sequence[JsonMapping]
+Schema = JsonObject
+Tools = Sequence[JsonObject]
 ANY_OBJECT: Schema = {"type": "object"}
 DATA = ("enum", "const", "default", "examples")  # keys of a schema whose values are no schemas
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # those whose values have schemas under any names
@@ -96,12 +95,12 @@ def calls_grammar(
     return Grammar("\n".join([f"{HEAD}start: {start}", *rules, ""]), tuple(schemas))
 
 
-def is_strict(tool: JsonMapping) -> bool:
+def is_strict(tool: JsonObject) -> bool:
     """Whether a tool asks for arguments that conform to its schema."""
     return bool((tool.get("function") or tool).get("strict"))
 
 
-def parameters_of(tool: JsonMapping) -> Schema:
+def parameters_of(tool: JsonObject) -> Schema:
     """The JSON schema of a tool's arguments.
 
     Raises:
@@ -121,7 +120,7 @@ def json_schema(schema: Schema | bool) -> str:
     return json.dumps({**(ANY_OBJECT if isinstance(schema, bool) else _rewritten(schema)), "x-guidance": OPTIONS})
 
 
-def _functions(tools: Tools) -> Iterator[JsonMapping]:
+def _functions(tools: Tools) -> Iterator[JsonObject]:
     for tool in tools:
         yield tool.get("function") or tool
 
@@ -135,7 +134,7 @@ def _lead(lead: str) -> str:
     return f"lead[lazy]: TEXT {quoted(lead)}\n" if lead else ""
 
 
-def _call(function: JsonMapping, dialect: Dialect, schemas: list[str]) -> str:
+def _call(function: JsonObject, dialect: Dialect, schemas: list[str]) -> str:
     """What follows the opening, for one tool."""
     name, strict = function["name"], is_strict(function)
     schema = parameters_of(function) if strict else ANY_OBJECT
@@ -212,7 +211,7 @@ class _TaggedParameters:
                 rule = f"{quoted(opening + self._tags.escaped(name) + closing)} {self._value(name, own)}"
                 yield rule if is_required else f"({rule})?"
 
-    def _value(self, name: str | None, own: Any) -> str:
+    def _value(self, name: str | None, own: JsonValue) -> str:
         """What follows the tag of a key."""
         rule = " ".join([*_value_begin(self._tags), f"({' | '.join(self._rules(name, own))})", _gap(self._tags)])
         self._left -= 1
@@ -221,7 +220,7 @@ class _TaggedParameters:
             raise too_large(name)
         return rule
 
-    def _rules(self, name: str | None, own: Any) -> list[str]:
+    def _rules(self, name: str | None, own: JsonValue) -> list[str]:
         """The value as a text, as one of the listed texts, or as JSON."""
         alternatives, end = possible(name, variants(own, self._root)), quoted(_value_end(self._tags))
         kinds, texts = self._tags.kinds, [one for one in alternatives if "string" in (types(one) or STRING)]
@@ -244,7 +243,7 @@ class _TaggedParameters:
 
     def _part(self, name: str | None, own: Schema) -> Schema:
         """The schema of a parameter as one of its own, with copies of what it refers to."""
-        targets: list[Any] = []
+        targets: list[JsonValue] = []
         numbers: dict[int, int] = {}  # id of a target -> its index
 
         def renamed(reference: str) -> str:
@@ -257,7 +256,7 @@ class _TaggedParameters:
             return f"#/$defs/{numbers[id(target)]}"
 
         part, room = _rewritten(own, renamed), self._room
-        defs: JsonObject = {}
+        defs: JsonDict = {}
         for n, target in enumerate(targets):  # each may add others
             defs[str(n)] = _rewritten(target, renamed)
             room -= len(json.dumps(defs[str(n)]))
@@ -266,7 +265,7 @@ class _TaggedParameters:
         return {**part, "$defs": defs}
 
 
-def _rewritten(schema: JsonValue, renamed: Callable[[str], str] = str, is_map: bool = False) -> Any:
+def _rewritten(schema: JsonValue, renamed: Callable[[str], str] = str, is_map: bool = False) -> JsonValue:
     """A schema in which `renamed` has changed the references, and that says otherwise what `nullable` says, which
     llguidance ignores; `is_map`: it is a map of schemas.
     """

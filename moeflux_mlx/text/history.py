@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import cast
 
 from ..errors import MoefluxError
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject, JsonValue
 from .calls.registry import dialect_of
 from .chat_template import REASONING_KEYS
 from .replay import Answer, AnswerStore, StandIn
@@ -21,7 +21,7 @@ from .results import apart, in_order
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
-Messages = Sequence[JsonMapping]
+Messages = Sequence[JsonObject]
 PROBE = {"probed": "argument"}
 ASKED = {"role": "user", "content": "probed question"}
 
@@ -52,7 +52,7 @@ class History:
         *,
         tools: Messages | None = None,
         add_generation_prompt: bool = True,
-        variables: JsonMapping | None = None,
+        variables: JsonObject | None = None,
     ) -> str:
         """The prompt as text. Arguments and errors are those of `ChatTemplate.render`."""
         return self._guard.plain(self.marked(messages, tools, add_generation_prompt, variables or {}))
@@ -63,12 +63,12 @@ class History:
         *,
         tools: Messages | None = None,
         add_generation_prompt: bool = True,
-        variables: JsonMapping | None = None,
+        variables: JsonObject | None = None,
     ) -> list[int]:
         """The same as token ids, in which only the template and the model have written control tokens."""
         return self._guard.encode(self.marked(messages, tools, add_generation_prompt, variables or {}))
 
-    def normalised(self, messages: Messages) -> list[JsonObject]:
+    def normalised(self, messages: Messages) -> list[JsonDict]:
         """The messages in the form that the template takes, as `in_order` orders them.
 
         Raises:
@@ -101,7 +101,7 @@ class History:
         return self._guard.encode(marked, beside)
 
     def marked(
-        self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: JsonMapping
+        self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, variables: JsonObject
     ) -> str:
         """The prompt in which every marker is broken that neither the template nor the model wrote."""
         normal = self.normalised(messages)
@@ -113,7 +113,7 @@ class History:
             normal, answers, lambda shown: self._render(shown, tools, add_generation_prompt, variables)
         )
 
-    def begun(self, marked: str, message: JsonMapping) -> tuple[str, bool]:
+    def begun(self, marked: str, message: JsonObject) -> tuple[str, bool]:
         """The prompt `marked` followed by the beginning of the answer in `message`, and whether that ends inside the
         reasoning.
 
@@ -148,7 +148,7 @@ class History:
             return prompt
         return self._replayed(messages, {n: answer for n, answer in answers.items() if n not in hidden}, render)
 
-    def _protected(self, message: JsonMapping) -> JsonObject:
+    def _protected(self, message: JsonObject) -> JsonDict:
         """A message without markers, except those that the model may have written; in a call only the arguments are
         changed.
         """
@@ -164,20 +164,20 @@ class History:
         messages: Messages,
         tools: Messages | None = None,
         add_generation_prompt: bool = True,
-        variables: JsonMapping | None = None,
+        variables: JsonObject | None = None,
     ) -> str:
         rendered = self._tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False, **(variables or {})
         )
         return cast(str, rendered)
 
-    def _with_calls(self, message: JsonObject) -> JsonObject:
+    def _with_calls(self, message: JsonDict) -> JsonDict:
         calls = message.get("tool_calls")
         if not calls:
             return {key: value for key, value in message.items() if key != "tool_calls"}
         return {**message, "tool_calls": [self._call(call, n) for n, call in enumerate(calls)]}
 
-    def _call(self, call: JsonMapping, n: int) -> JsonObject:
+    def _call(self, call: JsonObject, n: int) -> JsonDict:
         function = call.get("function") or {}
         arguments = function.get("arguments")
         if self._takes_objects:
@@ -186,12 +186,12 @@ class History:
             arguments = json.dumps(arguments or {}, ensure_ascii=False)
         return {"id": f"call_{n}", "type": "function", **call, "function": {**function, "arguments": arguments}}
 
-    def _numbered(self, messages: list[JsonObject], known: Mapping[int, Answer]) -> list[JsonObject]:
+    def _numbered(self, messages: list[JsonDict], known: Mapping[int, Answer]) -> list[JsonDict]:
         """The messages with ids of calls as the model writes them, or has written them where the answer is `known`."""
         if self.dialect is None or self.dialect.id is None or self.dialect.id_form is None:
             return messages
         count, waiting = 0, iter([""])
-        numbered: list[JsonObject] = []
+        numbered: list[JsonDict] = []
         for n, message in enumerate(messages):
             if calls := message.get("tool_calls", ()):
                 ids = self.dialect.id_form.findall(known[n].raw) if n in known else []
@@ -205,18 +205,18 @@ class History:
             numbered.append(message)
         return numbered
 
-    def _fitted(self, message: JsonMapping) -> JsonMapping:
+    def _fitted(self, message: JsonObject) -> JsonObject:
         """A message with a call, its text put behind the reasoning where the template takes one of them only."""
         thought = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
         if self._takes_both or not message.get("tool_calls") or not thought or not message["content"]:
             return message
         return {**message, **dict.fromkeys(REASONING_KEYS, f"{thought}\n\n{message['content']}"), "content": ""}
 
-    def _folded(self, messages: list[JsonObject]) -> list[JsonObject]:
+    def _folded(self, messages: list[JsonDict]) -> list[JsonDict]:
         """Later system messages become part of the user's turn after them, or one of their own."""
         if self._takes_systems:
             return messages
-        folded: list[JsonObject] = []
+        folded: list[JsonDict] = []
         waiting = ""
         for n, message in enumerate(messages):
             if message["role"] == "system" and n:
@@ -234,7 +234,7 @@ class History:
         """A chat with a message of `count` calls of such arguments as the template renders it, "" if it refuses."""
         functions = [{"name": f"probed_{n}", "arguments": arguments} for n in range(count)]
         calls = [{"id": f"12345678{n}", "type": "function", "function": own} for n, own in enumerate(functions)]
-        chat: list[JsonMapping] = [
+        chat: list[JsonObject] = [
             ASKED,
             {"role": "assistant", "content": "", **said, "tool_calls": calls},
             *({"role": "tool", "content": "r", "tool_call_id": call["id"]} for call in calls),
@@ -261,7 +261,7 @@ def _joined(content: JsonValue) -> str:
     return content or ""
 
 
-def _as_object(arguments: JsonValue) -> JsonObject:
+def _as_object(arguments: JsonValue) -> JsonDict:
     """Arguments as an object; other text is kept under a key, because a model may have written it."""
     value = arguments
     if isinstance(arguments, str):

@@ -8,15 +8,14 @@ form of its message, including the reasoning if the template still shows it ther
 import json
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
-from ..files import JsonMapping, JsonObject, JsonValue
+from ..files import JsonDict, JsonObject, JsonValue
 from .calls.dialect import Dialect
 from .channels import Channels
 from .chat_template import REASONING_KEYS
 from .latest import Latest
 
-Message = JsonMapping
+Message = JsonObject
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class StandIn:
         self._id = (dialect.id or "{name}").format(name=self._name, index=0)
         self._arguments = arguments
 
-    def message(self, message: Message) -> JsonObject:
+    def message(self, message: Message) -> JsonDict:
         function = {"name": self._name, "arguments": self._arguments}
         call = {**message["tool_calls"][0], "id": self._id, "function": function}
         return {
@@ -114,7 +113,7 @@ class StandIn:
         return prompt[:start] + shown + prompt[end:].replace(self._name, self._called)
 
 
-def _loaded(arguments: JsonValue) -> Any:
+def _loaded(arguments: JsonValue) -> JsonValue:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from ..errors import RequestError
-from ..files import JsonMapping, JsonObject
+from ..files import JsonDict, JsonObject
 
-Message = JsonObject
+Message = JsonDict
 
 
 def in_order(messages: Sequence[Message]) -> list[Message]:
@@ -58,7 +58,7 @@ def _arranged(turn: Sequence[Message]) -> Iterator[Message]:
             yield from islice(results, len(message.get("tool_calls", ())))
 
 
-def _paired(calls: Sequence[JsonMapping], results: Sequence[Message]) -> list[Message]:
+def _paired(calls: Sequence[JsonObject], results: Sequence[Message]) -> list[Message]:
     """The result of each call."""
     places: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
@@ -78,7 +78,7 @@ def _paired(calls: Sequence[JsonMapping], results: Sequence[Message]) -> list[Me
     return paired
 
 
-def _place(result: Message, places: Mapping[str, deque[int]], calls: Sequence[JsonMapping]) -> int:
+def _place(result: Message, places: Mapping[str, deque[int]], calls: Sequence[JsonObject]) -> int:
     """The place of the call that the result names; it is taken from `places`."""
     id = result["tool_call_id"]
     if id not in places:
@@ -89,5 +89,5 @@ def _place(result: Message, places: Mapping[str, deque[int]], calls: Sequence[Js
     return places[id].popleft()
 
 
-def _shown(call: JsonMapping) -> str:
+def _shown(call: JsonObject) -> str:
     return f"the call {call['id']!r:.60} of the tool {call['function'].get('name', '')!r:.60}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import RequestError
-from ..files import JsonMapping
+from ..files import JsonObject
 from ..installation import install_command
 from .calls.dialect import Dialect
 from .calls.registry import CALL_MARKERS
@@ -48,7 +48,7 @@ class Constrainer:
     def grammar(
         self,
         schema: Schema | bool | None = None,
-        tools: Sequence[JsonMapping] = (),
+        tools: Sequence[JsonObject] = (),
         dialect: Dialect | None = None,
         required: bool = False,
     ) -> Grammar | None:

@@ -1,13 +1,13 @@
 """Template variables that say whether and how much a model should reason."""
 
-from ..files import JsonObject
+from ..files import JsonDict
 
 OFF = ("none", "no_think")
 LADDER = (*OFF, "minimal", "low", "medium", "high", "xhigh", "max")
 SPOKEN = ("low", "medium", "high")  # the words that gpt-oss knows; its template prints any word
 
 
-def switches(template: str, thinking: bool | None, effort: str | None) -> JsonObject:
+def switches(template: str, thinking: bool | None, effort: str | None) -> JsonDict:
     """The variables for `template` that express the request; none if it has no wish.
 
     `enable_thinking` (Qwen, GLM) and `thinking` (DeepSeek, Kimi) take the wish as it is, `thinking_mode` (MiniMax-M3)
@@ -19,7 +19,7 @@ def switches(template: str, thinking: bool | None, effort: str | None) -> JsonOb
         thinking: whether to reason; None leaves it to the model.
         effort: a word such as "low", "none" for no reasoning; None leaves it to the model.
     """
-    given: JsonObject = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+    given: JsonDict = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
     if thinking is not None and "thinking_mode" in template:
         given["thinking_mode"] = "enabled" if thinking else "disabled"
     flags = _flags(template)

@@ -7,10 +7,10 @@ every way to cut a token into two.
 import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import TokenizerError
-from ..files import JsonMapping
+from ..files import JsonObject, JsonValue
 from .byte_pairs import byte_alphabet, listed_tokens
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ BYTES = {bytes([byte]) for byte in range(256)}
 TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
-def open_tiktoken(file: Path, config: JsonMapping) -> "Tokenizer":
+def open_tiktoken(file: Path, config: JsonObject) -> "Tokenizer":
     """`tiktoken.model` of Kimi models: one line "base64 of a token's bytes, its rank" for each token, the rank its id.
 
     Special tokens follow the last rank: those that tokenizer_config.json lists, and `<|reserved_token_ID|>` for the ids
@@ -58,7 +58,7 @@ def open_tiktoken(file: Path, config: JsonMapping) -> "Tokenizer":
     return _tokenizer_of(ranks, KIMI_WORDS, special)
 
 
-def open_tekken(file: Path, content: JsonMapping) -> "Tokenizer":
+def open_tekken(file: Path, content: JsonObject) -> "Tokenizer":
     """`tekken.json` of Mistral models, whose content is a JSON object, as mistral_common 1.13 reads it.
 
     `vocab` lists {"rank", "token_bytes"} in the order of ranks, the bytes in base64, `special_tokens` {"rank",
@@ -132,7 +132,7 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
     return dict(zip(tokens, ranks, strict=True))
 
 
-def _check_ranks(file: Path, tokens: Sequence[bytes], ranks: Sequence[Any]) -> None:
+def _check_ranks(file: Path, tokens: Sequence[bytes], ranks: Sequence[JsonValue]) -> None:
     """Raises TokenizerError: ranks are missing or out of order, tokens come twice, or those of one byte are missing."""
     every = set(tokens)
     if list(ranks) != list(range(len(tokens))) or len(every) < len(tokens) or not every >= BYTES:

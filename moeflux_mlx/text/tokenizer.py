@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..errors import RequestError, TokenizerError
-from ..files import JsonMapping, JsonObject
+from ..files import JsonDict, JsonObject
 from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
@@ -51,7 +51,7 @@ def load_tokenizer(path: str | Path) -> "TokenizerWrapper":
     return TokenizerWrapper(_open_vocabulary(path, config), path, config)
 
 
-def _open_vocabulary(path: Path, config: JsonMapping) -> Vocabulary:
+def _open_vocabulary(path: Path, config: JsonObject) -> Vocabulary:
     if (path / "tokenizer.json").is_file():
         tokenizer = open_tokenizer_json(path / "tokenizer.json")
         tokenizer.add_tokens(list(listed_tokens(config).values()))
@@ -88,7 +88,7 @@ class TokenizerWrapper:
         TokenizerError: stop tokens are not token ids.
     """
 
-    def __init__(self, vocabulary: Vocabulary, path: Path, config: JsonMapping):
+    def __init__(self, vocabulary: Vocabulary, path: Path, config: JsonObject):
         self._vocabulary = vocabulary
         self._path = path
         self._config = config
@@ -188,9 +188,9 @@ class TokenizerWrapper:
     def apply_chat_template(
         self,
         /,  # so that a variable of the template may be called `self`
-        messages: Sequence[JsonMapping],
+        messages: Sequence[JsonObject],
         *,
-        tools: Sequence[JsonMapping] | None = None,
+        tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = True,
         tokenize: bool = True,
         **template_kwargs: Any,
@@ -227,7 +227,7 @@ class TokenizerWrapper:
         return None if token is None else self._vocabulary.token_to_id(token)
 
 
-def _named_tokens(config: JsonMapping) -> dict[str, str]:
+def _named_tokens(config: JsonObject) -> dict[str, str]:
     """{"bos_token": "<s>", ...} from entries that are strings, null, or {"content": string}."""
     tokens = {}
     for name in NAMED_TOKENS:
@@ -259,7 +259,7 @@ def _eos_entry(file: Path) -> list[int]:
     return ids
 
 
-def _read_json(file: Path) -> JsonObject:
+def _read_json(file: Path) -> JsonDict:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -268,7 +268,7 @@ def _read_json(file: Path) -> JsonObject:
         raise TokenizerError(f"{file} cannot be read: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{file} holds a JSON {type(content).__name__}; it must be an object; fetch it again")
-    return cast(JsonObject, content)
+    return cast(JsonDict, content)
 
 
 def _check_unicode(text: str) -> None:

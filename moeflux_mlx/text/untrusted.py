@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
 from ..files import JsonValue
 from .tokenizer import TokenizerWrapper
@@ -31,7 +30,7 @@ class Guard:
         longest_first = sorted(map(re.escape, tokenizer.markers), key=len, reverse=True)
         self._whole = re.compile("|".join(longest_first) or r"\Z.")
 
-    def protect(self, value: JsonValue, own: bool = False) -> Any:
+    def protect(self, value: JsonValue, own: bool = False) -> JsonValue:
         """A copy of JSON data whose strings have every marker broken, keys too: templates write schemas whole.
 
         `own`: the model wrote it, so tags of reasoning and calls stay.

@@ -3,14 +3,13 @@ CPU in float32.
 """
 
 from contextlib import closing
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..engine.engine import Engine
 from ..engine.generation import generate_step
-from ..files import JsonObject
 
 QUESTION = "Tell me a story"
 GIVEN = (  # the beginning of the model's own answer, computed as one prompt
@@ -34,7 +33,7 @@ def story_rows(engine: Engine) -> tuple[np.ndarray, float]:
     """
     prompt, story = _ids(engine)
     forced = iter(story)
-    choice: JsonObject = {"max_tokens": len(story), "sampler": lambda _: mx.array([next(forced)])}
+    choice: dict[str, Any] = {"max_tokens": len(story), "sampler": lambda _: mx.array([next(forced)])}
     with closing(generate_step(prompt, engine.model, **choice)) as steps:
         rows = np.stack([np.array(row) for _, row in steps])
     return rows, float(-rows[np.arange(len(story)), story].mean())

@@ -24,7 +24,6 @@ import numpy as np
 from ..engine.machine import machine_figures
 from ..engine.random_weights import Shapes, fill_randomly, random_records, randomise
 from ..experts.routing import Report, Routing, ignore_report
-from ..files import JsonObject
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Mixer, streams_before
 from ..layers import Linear
@@ -323,7 +322,7 @@ def crew(shapes: Shapes, spots: Sequence[str], seconds: float) -> Generator[Resu
             yield from (future.result() for future in done)
 
 
-work: JsonObject = {}  # globals of a process of the crew
+work: dict[str, Any] = {}  # globals of a process of the crew
 
 
 def begin_work(

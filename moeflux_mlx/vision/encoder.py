@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
-from ..files import JsonMapping
+from ..files import JsonObject
 from ..formats.checkpoint import Tensor
 from ..installation import install_command
 from ..model.images import ImageRows
@@ -45,7 +45,7 @@ class Kind:
     token: str = "image_token_id"
     fields: tuple[tuple[str, str], ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
-    make: Callable[[Any, Any, JsonMapping], nn.Module] = lambda files, config, _: files.vision.VisionModel(config)
+    make: Callable[[Any, Any, JsonObject], nn.Module] = lambda files, config, _: files.vision.VisionModel(config)
 
 
 class Projected(nn.Module):
@@ -65,7 +65,7 @@ class Projected(nn.Module):
         return x
 
 
-def _kimi(files: Any, config: Any, vision: JsonMapping) -> nn.Module:
+def _kimi(files: Any, config: Any, vision: JsonObject) -> nn.Module:
     files.vision.bicubic_interpolate = resampled
     tower, width = files.vision.VisionModel(config), config.hidden_size
     for block in tower.blocks:
@@ -107,7 +107,7 @@ def _cubic_weights(t: mx.array, a: float = -0.75) -> mx.array:
     return mx.stack([far(t + 1), near(t), near(1 - t), far(2 - t)], axis=-1)
 
 
-def _glm(files: Any, config: Any, vision: JsonMapping) -> nn.Module:
+def _glm(files: Any, config: Any, vision: JsonObject) -> nn.Module:
     files.vision.grid_sample = bicubic
     return files.vision.VisionModel(config)
 
@@ -148,9 +148,9 @@ class Encoder:
     def __init__(
         self,
         kind: Kind,
-        vision: JsonMapping,
+        vision: JsonObject,
         tensors: Mapping[str, Tensor],
-        quantization: JsonMapping,
+        quantization: JsonObject,
         dtype: mx.Dtype,
     ):
         self.module, self.dtype = make_module(kind, vision), dtype
@@ -163,7 +163,7 @@ class Encoder:
         mx.eval(embeddings, deep)
         return ImageRows(embeddings, deep)
 
-    def _fill(self, kind: Kind, tensors: Mapping[str, Tensor], quantization: JsonMapping) -> None:
+    def _fill(self, kind: Kind, tensors: Mapping[str, Tensor], quantization: JsonObject) -> None:
         named = {_renamed(kind, name): tensor for name, tensor in tensors.items()}
         for name, shape in parameter_shapes(self.module).items():
             plain = name.removeprefix("tower.")
@@ -178,7 +178,7 @@ class Encoder:
             mx.eval(self.module.parameters())
 
 
-def make_module(kind: Kind, vision: JsonMapping) -> nn.Module:
+def make_module(kind: Kind, vision: JsonObject) -> nn.Module:
     """The encoder's module with no weights yet.
 
     Raises:
@@ -245,7 +245,7 @@ def _renamed(kind: Kind, name: str) -> str:
     return name
 
 
-def _value(name: str, named: Mapping[str, Tensor], quantization: JsonMapping) -> mx.array:
+def _value(name: str, named: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> mx.array:
     """A tensor in floats; matrices that MLX quantised in groups have scales and biases beside them."""
     stem, value = name.removesuffix(".weight"), named[name].read()
     if f"{stem}.scales" not in named:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError, RequestError
 from ..families.fields import Fields
-from ..files import JsonMapping
+from ..files import JsonObject
 
 FILE_BYTES = 32 << 20  # the most bytes of an image file
 PIXELS = 1 << 25  # the most pixels of a decoded picture: 7680 by 4320 fits
@@ -124,7 +124,7 @@ class Processor:
         return np.repeat(patches, self.frames, axis=2)
 
 
-def processor_of(kind: str, config: JsonMapping, vision: JsonMapping) -> Processor:
+def processor_of(kind: str, config: JsonObject, vision: JsonObject) -> Processor:
     """The processor of preprocessor_config.json, with missing values from the encoder's config or the family's
     defaults.
 

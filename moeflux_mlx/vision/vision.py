@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError, RequestError
-from ..files import JsonMapping, read_json
+from ..files import JsonObject, read_json
 from ..formats.checkpoint import Tensor, merge_tensors, read_header, safetensors_files
 from ..model.images import ImageRows
 from ..ops.limits import within_limits
@@ -38,7 +38,7 @@ class VisionFiles:
     """
 
     kind: Kind
-    config: JsonMapping
+    config: JsonObject
     tensors: Mapping[str, Tensor]
     processor: Processor
     token: int
@@ -91,12 +91,12 @@ def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> 
     return vision_of(config, settings, merge_tensors(map(read_header, files)), args)
 
 
-def _kind_of(config: JsonMapping) -> Kind | None:
+def _kind_of(config: JsonObject) -> Kind | None:
     return KINDS.get(config["model_type"]) or KINDS.get(family_name(config))
 
 
 def vision_of(
-    config: JsonMapping, settings: JsonMapping, merged: Mapping[str, Tensor], args: ModelArgs
+    config: Mapping[str, Any], settings: Mapping[str, Any], merged: Mapping[str, Tensor], args: ModelArgs
 ) -> VisionFiles | None:
     """`find_vision`, of what config.json, preprocessor_config.json and the headers of a model's files say."""
     kind, vision = _kind_of(config), config.get("vision_config")
@@ -117,7 +117,7 @@ def _unwrapped(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def _size(vision: JsonMapping, names: Sequence[str]) -> int:
+def _size(vision: JsonObject, names: Sequence[str]) -> int:
     return next((vision[name] for name in names if type(vision.get(name)) is int), 0)
 
 

@@ -34,11 +34,12 @@ from bench_prompt import print_table, quartiles, random_prompt, spread, turns
 from make_random_model import config_of
 from mlx.utils import tree_flatten, tree_unflatten
 
-from moeflux_mlx.engine.budget import MemoryPlan, plan_memory
-from moeflux_mlx.engine.demand import demand_of
+from moeflux_mlx.engine.budget import plan_memory
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.kernel_cache import compiling
+from moeflux_mlx.engine.load_settings import LoadSettings
 from moeflux_mlx.engine.machine import Figures, machine_figures
+from moeflux_mlx.engine.memory_plan import MemoryPlan
 from moeflux_mlx.engine.random_weights import Shapes, random_parts, random_records, randomise
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.engine.tiles import choose
@@ -224,7 +225,9 @@ class Runner:
 
 def planned(args: ModelArgs, figures: Figures, tokens: int, **sizes: int) -> MemoryPlan:
     """Returns the memory plan for `tokens` tokens with every expert in memory."""
-    demand = demand_of(args, variant_bytes(args, mx.bfloat16), mx.bfloat16, context=tokens, expert_io="mmap", **sizes)
+    demand = LoadSettings(context=tokens, expert_io="mmap", **sizes).demand(
+        args, variant_bytes(args, mx.bfloat16), mx.bfloat16
+    )
     return plan_memory(args, ExpertLayout.from_args(args), figures, demand)
 
 

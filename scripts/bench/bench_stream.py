@@ -57,7 +57,7 @@ from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 
 GROUPS = Path("/sys/fs/cgroup")
-WAYS = {"none": "off", "previous": "previous", "lookahead": "auto"}
+WAYS = {"none": "off", "lookahead": "auto"}
 THREADS = (2, 4, 8)
 WAVE = 16  # experts in one request of the loader benchmark
 
@@ -141,7 +141,7 @@ def add_places(commands: Any) -> None:
     host.add_argument("--model", type=Path, required=True)
     host.add_argument("--rounds", type=int, default=9)
     host.add_argument("--max-tokens", type=int, default=32)
-    host.add_argument("--prefetch", choices=("auto", "previous", "off"), default="auto")
+    host.add_argument("--prefetch", choices=("auto", "off"), default="auto")
     host.set_defaults(run=bench_host)
 
 

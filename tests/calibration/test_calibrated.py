@@ -1,6 +1,7 @@
 """Calibrated conversions: codes for the inputs that matrices have, budgets, and runs that were killed."""
 
 import filecmp
+import functools
 import re
 
 import goldens
@@ -36,6 +37,12 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 
 
 @pytest.fixture
+def one_turn(monkeypatch):
+    """GPTQ's codes are improved once: tests/rounding/test_gptq.py tests what more turns do."""
+    monkeypatch.setattr(rounding, "gptq", functools.partial(rounding.gptq, turns=1))
+
+
+@pytest.fixture
 def checkpoint(tmp_path):
     """Makes a checkpoint of floats with a tokenizer, and a text."""
 
@@ -53,6 +60,7 @@ def calibration(tmp_path, text, method="gptq", **more):
     return Calibration(tmp_path / "work", [text], method, dtype=mx.float32, **more)
 
 
+@pytest.mark.usefixtures("one_turn")
 @pytest.mark.parametrize(
     "family, method",
     [("qwen3_moe", "fit"), *(pytest.param(one, "gptq", marks=marks(one == "qwen3_5_moe")) for one in DENSE)],
@@ -103,6 +111,7 @@ def test_gptq_changes_less_of_what_the_experts_give(tmp_path, checkpoint):
     assert wrong["gptq"] < wrong["minmax"]
 
 
+@pytest.mark.usefixtures("one_turn")
 def test_experts_that_no_row_chose_are_rounded_for_the_rows_of_others(tmp_path, checkpoint):
     path, text = checkpoint("qwen3_moe")
     text.write_text("a")
@@ -111,6 +120,7 @@ def test_experts_that_no_row_chose_are_rounded_for_the_rows_of_others(tmp_path, 
     assert mx.isfinite(model(mx.array([[3, 4, 5]]))).all()
 
 
+@pytest.mark.usefixtures("one_turn")
 def test_a_killed_conversion_continues_to_the_same_bytes(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
     recipe, given_text = Recipe.from_json(RECIPE, "mine", "test"), calibration(tmp_path, text)
@@ -166,6 +176,7 @@ def test_the_disk_holds_codes_beside_the_model_and_what_is_there_counts(tmp_path
     assert needed[1] <= needed[0] - sum(one.nbytes for one in codes + hidden)
 
 
+@pytest.mark.usefixtures("one_turn")
 def test_a_limit_of_memory_decides_how_many_experts_are_rounded_together(tmp_path, checkpoint, monkeypatch):
     path, text = checkpoint("qwen3_moe")
     plain = plan_calibrated(path, calibration(tmp_path, text))

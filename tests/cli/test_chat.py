@@ -22,8 +22,7 @@ from styles import style_tokenizer
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx import chat, model_fingerprint, stream_generate
-from moeflux_mlx.cli import repl
-from moeflux_mlx.cli.repl import Display
+from moeflux_mlx.chat import Display
 from moeflux_mlx.engine.conversation import Conversation
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.session import Session
@@ -322,14 +321,14 @@ def test_the_first_line_names_the_model(monkeypatch, capsys):
 
 def test_answers_that_were_cut_say_so(monkeypatch, capsys):
     endless = stopping_at(999)
-    monkeypatch.setattr(repl, "load_named", lambda *_: endless)
+    monkeypatch.setattr(chat, "load_named", lambda *_: endless)
     _, _, err = run(monkeypatch, capsys, ["Hello", "Hello"], "-m", "5")
     assert err.count("(cut after 5 tokens; --max-tokens -1 has no limit)\n") == 2
     limit = endless.model.args.max_position_embeddings
     _, _, err = run(monkeypatch, capsys, ["x" * (limit - 60)], "-m", "-1")
     assert f"(the text has the {limit} tokens that the model takes)" in err
     ending = stopping_at(*range(256))
-    monkeypatch.setattr(repl, "load_named", lambda *_: ending)
+    monkeypatch.setattr(chat, "load_named", lambda *_: ending)
     assert "(cut" not in (err := run(monkeypatch, capsys, ["Hello"])[2]) and "(the text" not in err
 
 
@@ -410,7 +409,7 @@ def test_a_first_interrupt_stops_the_answer(interruptible, monkeypatch, capsys):
 
     monkeypatch.setattr(Display, "piece", piece)
     before = signal.getsignal(signal.SIGINT)
-    told = repl.Chat(talk, open_engine(tiny_directory(RECURRENT)), {"max_tokens": 50})
+    told = chat.Chat(talk, open_engine(tiny_directory(RECURRENT)), {"max_tokens": 50})
     assert told.take("Hello")
     assert "(stopped)" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is before
     assert len(talk.turns) == 2 and talk.session.last.generation_tokens < 10

@@ -57,6 +57,14 @@ def short(monkeypatch):
     monkeypatch.delenv("CI", raising=False)
 
 
+def reduce(patch, *titles):
+    """Reduces the report to the parts with these titles."""
+    whole = reporting.Report.parts
+    patch.setattr(
+        reporting.Report, "parts", lambda self, **given: {title: whole(self, **given)[title] for title in titles}
+    )
+
+
 @pytest.fixture
 def viewed(monkeypatch, cpu_device):
     """Gives doctor a Metal compiler and one known model; the report has its kernels alone."""
@@ -65,8 +73,7 @@ def viewed(monkeypatch, cpu_device):
     monkeypatch.setattr(reporting, "machine_figures", lambda: None)
     monkeypatch.setattr(kernels, "SEQUENCES", ())
     monkeypatch.setattr(kernels, "CHECKED", ())
-    whole = reporting.Report.parts
-    monkeypatch.setattr(reporting.Report, "parts", lambda self, **given: {"kernels": whole(self, **given)["kernels"]})
+    reduce(monkeypatch, "kernels")
     monkeypatch.setattr(OnlyCompiled, "texts", [])
     monkeypatch.setattr(OnlyCompiled, "limits", {})
     with msl.launching(OnlyCompiled):
@@ -214,6 +221,7 @@ def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, 
         return opened(*given, **named)
 
     monkeypatch.setattr(reporting, "open_engine", noting)
+    reduce(monkeypatch, "demo model")
     report(tmp_path)
     assert modes == ["off", "off"]
 
@@ -221,6 +229,7 @@ def test_nothing_keeps_a_gpu_warm_while_the_demo_model_is_measured(monkeypatch, 
 def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
     right = reporting.story_rows
     monkeypatch.setattr(reporting, "story_rows", lambda engine: (right(engine)[0], 1.4))
+    reduce(monkeypatch, "demo model")
     text = report(tmp_path, code=1)
     assert "1.400 nats a token, WRONG" in text and text.endswith("WRONG OR FAILED: demo model\n")
 
@@ -228,6 +237,7 @@ def test_a_wrong_model_is_seen(monkeypatch, tmp_path):
 def test_other_bits_of_streaming_are_seen(monkeypatch, tmp_path):
     rows = iter([np.zeros(3), np.array([0.0, 0.0, 1e-7])])
     monkeypatch.setattr(reporting, "story_rows", lambda engine: (next(rows), reporting.NATS))
+    reduce(monkeypatch, "demo model")
     assert "streaming gives OTHER BITS" in report(tmp_path, code=1)
 
 
@@ -236,6 +246,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
         raise OSError(2, "cannot read", "/Users/ann/secret/model")
 
     monkeypatch.setattr(reporting.Report, "memory", broken)
+    reduce(monkeypatch, "memory", "demo model")
     text = report(tmp_path, code=1)
     assert "memory:\n  failed: FileNotFoundError: [Errno 2] cannot read: 'PATH'" in text
     assert "streaming gives the same bits" in text and "WRONG OR FAILED: memory" in text
@@ -243,6 +254,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
 
 def test_a_crash_leaves_what_there_is(monkeypatch, tmp_path):
     monkeypatch.setattr(reporting.Report, "demo", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    reduce(monkeypatch, "values", "demo model")
     text = report(tmp_path, code=130)
     assert "values    product   right" in text and text.endswith(
         "demo model: began, and the program ended before it did\n"
@@ -265,6 +277,7 @@ def broken(self):
                   f"{sys.prefix} {os.environ['HOME']}/a model {os.environ['OPENAI_API_KEY']} file:///var/x:1")
 
 reporting.Report.memory = broken
+reporting.ROUNDS, reporting.ANSWER = 1, 8
 sys.exit(doctor.main(["--no-disk", "--report"]))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=home, env=environment, capture_output=True, text=True)

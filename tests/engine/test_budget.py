@@ -23,7 +23,7 @@ from moeflux_mlx import plan
 from moeflux_mlx.cli import planning
 from moeflux_mlx.engine import expert_source, needs
 from moeflux_mlx.engine.breath import Breath
-from moeflux_mlx.engine.budget import default_context, longest_context, plan_memory
+from moeflux_mlx.engine.budget import Planner, default_context, plan_memory
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load, load_model, open_engine
 from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
@@ -686,7 +686,7 @@ def test_the_longest_context_leaves_the_pool_its_share(gb):
     args, layout = named("qwen3.6-35b-a3b")
     figures, demand = Figures(gb * GB), Demand(3 * GB, itemsize=2)
     base = plan_memory(args, layout, figures, demand)
-    contexts = {share: longest_context(args, layout, figures, demand, share) for share in (0.5, 0.9)}
+    contexts = {share: Planner(args, layout, figures, demand, share).longest_context() for share in (0.5, 0.9)}
     assert base.context <= contexts[0.9] <= contexts[0.5] <= args.max_position_embeddings
     for share, context in contexts.items():
         plan = plan_memory(args, layout, figures, replace(demand, context=context))
@@ -697,4 +697,4 @@ def test_the_longest_context_leaves_the_pool_its_share(gb):
                 other = plan_memory(args, layout, figures, longer)
                 assert other.mode is not base.mode or other.pool < share * base.pool
     assert gb < 64 or contexts[0.5] == args.max_position_embeddings
-    assert longest_context(args, layout, figures, demand, 0.9, 32768) == max(contexts[0.9], 32768)
+    assert Planner(args, layout, figures, demand, 0.9, 32768).longest_context() == max(contexts[0.9], 32768)

@@ -18,10 +18,10 @@ from moeflux_mlx.caches import growing, recurrent, ring
 from moeflux_mlx.caches.layer_cache import MOST_DRAFTS
 from moeflux_mlx.engine import decoding, session
 from moeflux_mlx.engine.constrained import Constraint
-from moeflux_mlx.engine.demand import demand_of
 from moeflux_mlx.engine.drafts import LONGEST, Lookup
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.generation import generate_step, stream_generate
+from moeflux_mlx.engine.load_settings import LoadSettings
 from moeflux_mlx.engine.needs import activation_bytes
 from moeflux_mlx.engine.sampling import make_logits_processors, make_sampler
 from moeflux_mlx.engine.session import Session
@@ -375,7 +375,7 @@ def test_states_to_return_to_are_planned():
     for family, rows in (("qwen3_next", MOST_DRAFTS), ("deepseek_v3", 0)):
         args, sizes = tiny_model(family, mx.float32).args, PromptSizes(64, 64)
         layout = tiny_model(family, mx.float32).experts.layout
-        plain = demand_of(args, 0, mx.float32)
+        plain = LoadSettings().demand(args, 0, mx.float32)
         drafted = replace(plain, drafts=MOST_DRAFTS)
         more = activation_bytes(args, layout, drafted, 64, sizes) - activation_bytes(args, layout, plain, 64, sizes)
         assert more == rows * untrimmable_bytes(args.mixer_counts, 4)

@@ -15,6 +15,7 @@ from moeflux_mlx.engine import pool_sizes
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.engine.pool_sizes import best_of, best_pool, keep_pool, pool_file, sizes_to_try
+from moeflux_mlx.errors import RequestError
 
 PATH = tiny_directory("qwen3_moe")
 OPTIONS = Namespace(file=None, show=False, reset=False, minutes=1.0, model=str(PATH), variant=None)
@@ -114,5 +115,5 @@ def test_the_limit_of_the_process_is_all_that_it_takes(monkeypatch):
     assert limits == [None, fixed + experts // 2]
     assert engine.plan.mode == "pread" and "exceed --memory-gb" in engine.plan.decision
     assert fixed < engine.plan.total <= fixed + experts // 2
-    with pytest.raises(load.RequestError, match="beyond --memory-gb"):
+    with pytest.raises(RequestError, match="beyond --memory-gb"):
         open_engine(PATH, dtype=mx.float32, memory_bytes=50_000_000)

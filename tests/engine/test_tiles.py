@@ -16,7 +16,7 @@ from moeflux_mlx import load_model
 from moeflux_mlx.engine import tiles
 from moeflux_mlx.errors import ModelFileError, RankError, RequestError
 from moeflux_mlx.ops import backend
-from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
+from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable, planned
 from moeflux_mlx.several import handshake
 from moeflux_mlx.several.group import FINE, Gathered
 
@@ -230,3 +230,11 @@ def test_all_ranks_use_the_tiles_of_rank_0(own, first):
 def test_wrong_tiles_of_rank_0_are_refused(text):
     with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):
         handshake.share_tiles(rank_0_says(text), CODE)
+
+
+def test_a_plan_takes_no_argument_by_name():
+    """A result is kept by its positional arguments, so a keyword would be lost."""
+    plan = planned("sums")(lambda first, second=0: first + second)
+    assert plan(1, 2) == plan(1, 2) == 3
+    with pytest.raises(TypeError, match="by position, not second"):
+        plan(1, second=2)

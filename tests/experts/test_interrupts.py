@@ -106,7 +106,7 @@ def slow(fd, buffers, offset):
 KINDS = {
     "the least pool": {"least_slots": TOP_K, "cache_bytes": 1},
     "a larger pool": {"least_slots": TOP_K, "cache_bytes": 40 * 16384},
-    "the previous token's": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "prefetch": "previous"},
+    "nothing ahead": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "prefetch": "off"},
     "copied": {"least_slots": TOP_K, "cache_bytes": 12 * 16384, "copied": True},
     "in buffers": {"least_slots": TOP_K, "cache_bytes": 1 << 30, "adopt": staging_memory},
     "queued reads": {"least_slots": TOP_K, "cache_bytes": 20 * 16384, "workers": 1, "preadv": slow},

@@ -29,13 +29,6 @@ def test_a_layer_whose_guesses_are_wrong_is_switched_off_and_tried_again():
     assert any(predictor.pays(1) for _ in range(RETRY))
 
 
-def test_the_previous_tokens_experts():
-    predictor = Predictor()
-    assert predictor.previous(5) == []
-    predictor.observe(5, np.array([[4, 2, 4]]))
-    assert predictor.previous(5) == [2, 4]
-
-
 def run(trial, tokens, with_guesses, without):
     """Returns how often tokens ran with reading ahead."""
     ahead = 0

@@ -73,7 +73,7 @@ def small_waves(monkeypatch):
 
 OPTIONS = {
     "one token's experts": {"least_slots": TOP_K, "cache_bytes": 1},
-    "a layer": {"least_slots": EXPERTS, "cache_bytes": 1, "prefetch": "previous"},
+    "a layer": {"least_slots": EXPERTS, "cache_bytes": 1},
     "one less than all": {"least_slots": 4 * EXPERTS - 1, "cache_bytes": 1, "prefetch": "off"},
     "everything": {"cache_bytes": 1 << 30},
     "through the page cache": {"least_slots": 2 * TOP_K, "cache_bytes": 1, "direct": False},
@@ -261,25 +261,10 @@ def test_what_is_predicted_is_read_for_the_next_layer():
     model.experts.close()
 
 
-def test_the_previous_tokens_experts_are_read_for_the_layer_that_used_them():
-    model = streamed(tiny_directory("qwen3_moe"), "previous", least_slots=8 * TOP_K, cache_bytes=1)
-    cache, layers = model.make_cache(), list(model.args.moe_layers)
-    mx.eval(model(tokens_of("qwen3_moe")[:, :6], cache))
-    mx.eval(model(mx.array([[7]]), cache))
-    used = using(model)
-    mx.eval(model(mx.array([[9]]), cache))
-    asked = prefetching(model)
-    mx.eval(model(mx.array([[11]]), cache))
-    before = {layer: sorted(ids) for layer, ids in used[: len(layers)]}
-    assert asked == [(layer, before[layer]) for layer in layers[1:]]
-    model.experts.close()
-
-
-@pytest.mark.parametrize("prefetch", ["lookahead", "previous"])
-def test_guesses_are_judged_by_what_their_layer_used(prefetch, monkeypatch):
+def test_guesses_are_judged_by_what_their_layer_used(monkeypatch):
     """The record of each layer equals a count of right and wrong guesses. Wrong ones end the guessing."""
     monkeypatch.setattr(Trial, "token", lambda self, seconds: None)  # guessing is never switched off because of time
-    model = streamed(tiny_directory("qwen3_moe"), prefetch, least_slots=TOP_K, cache_bytes=5 * 16384)
+    model = streamed(tiny_directory("qwen3_moe"), "lookahead", least_slots=TOP_K, cache_bytes=5 * 16384)
     routed, layers = model.layers[0].mlp.experts, model.args.moe_layers
     ahead, useful, judged = {}, dict.fromkeys(layers, 0.7), dict.fromkeys(layers, 0)
     acquire, read = model.experts.request, model.experts.hint
@@ -337,7 +322,7 @@ def test_a_chunk_reads_each_expert_at_most_once(slots, prefetch, small_waves):
     model.experts.close()
 
 
-@pytest.mark.parametrize("prefetch", ["off", "lookahead", "previous"])
+@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
 def test_bytes_are_counted(prefetch, small_waves):
     counting = Counting()
     model = streamed(tiny_directory("qwen3_next"), prefetch, counting, least_slots=TOP_K, cache_bytes=1)

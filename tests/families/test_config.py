@@ -674,6 +674,15 @@ def values_in(tree):
 def check_usable(config):
     """Checks that an accepted configuration has shapes and constants from which a model can be made."""
     args = ModelArgs.from_dict(config)
+    if repr(args) not in USABLE:  # many values are not read, or are the default; 1, 1.0 and True differ here
+        check_args(args)
+        USABLE.add(repr(args))
+
+
+USABLE = set()
+
+
+def check_args(args):
     factors = {factor for part in args.ngrams.values() for factor in part.multipliers}  # factors of a hash in 64 bits
     for part in args.ngrams.values():
         assert all(0 < factor * (part.compressed or args.vocab_size) < 2**63 for factor in part.multipliers)

@@ -70,6 +70,8 @@ def check(model, alone, prompts, plan):
     caches, texts = [start(model, prompt) for prompt in prompts], [()] * len(prompts)
     for rows, kept in plan:
         taken = [i for i, tokens in enumerate(rows) if tokens]
+        for i in taken:
+            alone.logits(prompts[i], texts[i] + rows[i])  # of every row of the sequence, in one go
         made = step(model, *((caches[i], rows[i]) for i in taken))
         wanted = [(i, texts[i] + rows[i][: n + 1]) for i in taken for n in range(len(rows[i]))]
         assert made.logits.shape == (len(wanted), model.args.vocab_size)

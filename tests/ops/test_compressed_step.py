@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from metal import fast, msl
-from moeflux_mlx.kinds import Rotation
+from moeflux_mlx.kinds import Indexer, Rotation
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.compressed import op as compressed
 from moeflux_mlx.mixers.compressed.op import Seen
 from moeflux_mlx.mixers.compressed.spec import Compressed, Compressor
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.block_rounding import to_e4m3
 from moeflux_mlx.ops.rope import Rope
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -33,12 +34,19 @@ class Case:
     top: int = 0
     dtype: mx.Dtype = mx.float32
     interleaved: bool = True
+    borrows: bool = False
 
     @property
     def mixer(self):
         rotation = Rotation(16, 1e4, interleaved=self.interleaved)
-        compressor = Compressor(self.ratio, overlaps=self.top > 0) if self.ratio else None
-        return Compressed(self.heads, self.width, 64, rotation, 130, 2, 64, compressor)
+        of_v4 = {"overlaps": self.top > 0 and not self.borrows, "borrows": self.borrows, "indexer": self.indexer}
+        compressor = Compressor(self.ratio, **of_v4) if self.ratio else None
+        own = {"norms_queries": not self.borrows, "rounds": self.borrows}
+        return Compressed(self.heads, self.width, 64, rotation, 130, 2, 64, compressor, **own)
+
+    @property
+    def indexer(self):
+        return Indexer(2, 32, self.top, reuses=True) if self.borrows else None
 
 
 CASES = [
@@ -46,6 +54,7 @@ CASES = [
     Case(4, 64, 400, 141, dtype=mx.bfloat16),
     Case(2, 40, 0, 1, interleaved=False),  # the first token of a text
     Case(3, 64, 1199, 141, 4, 320),  # 300 entries
+    Case(4, 64, 1199, 141, 2, 640, top=137, borrows=True),  # of DeepSeek-V4.1
     Case(8, 64, 1200, 141, 4, 320, top=137),
 ]
 
@@ -80,15 +89,22 @@ def inputs_error(case, position=37):
     def normed(rows):
         return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS)
 
-    want = rotated(normed(wide(q).reshape(case.heads, -1)), position, rope, case.interleaved)
+    queries = wide(q).reshape(case.heads, -1)
+    want = rotated(queries if case.borrows else normed(queries), position, rope, case.interleaved)
     key = rotated(normed(wide(raw)[0, 0, : case.width]) * wide(norm.weight), position, rope, case.interleaved)
+    if case.borrows:
+        key = to_e4m3(key.astype(np.float32), 32)
     return max(error(query, want), error(row, np.concatenate([key, wide(raw)[0, 0, case.width :]])))
 
 
 def attention_error(case, position=5):
     """Returns the error of the result, rotated back by a position that differs from the place, as after a shift."""
     mixer, rng = case.mixer, np.random.default_rng(case.offset)
-    shapes = (1, 1, case.heads, case.width), (1, case.slots, mixer.row), (1, max(case.entries, 1), mixer.entry)
+    shapes = (
+        (1, 1, case.heads, case.width),
+        (1, case.slots, mixer.row),
+        (1, max(case.entries, 1), mixer.entry or mixer.borrowed),
+    )
     q, ring, entries = (mx.array(2 * rng.normal(size=shape)).astype(case.dtype) for shape in shapes)
     sinks, made = mx.array(8 + rng.normal(size=case.heads)), (case.offset + 1) // case.ratio if case.ratio else 0
     chosen = np.sort(rng.permutation(made)[: case.top]) if case.top else np.arange(made)

@@ -2,12 +2,11 @@
 
 import json
 
-import openai
 import pytest
-from live_server import FakeEngine, Live
+from grids import taking_turns
 from near_misses import ARGUMENTS as ALL
 from near_misses import EMPTY, near_misses, spare_brace
-from styles import LLAMAS, STYLES, said_of, style_tokenizer, thought_of, written
+from styles import LLAMAS, STYLES, said_of, thought_of, written
 from three_apis import APIS, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -19,14 +18,14 @@ TOOLS = [
 ]
 QUESTION = [{"role": "user", "content": "How is it in Paris?"}]
 ARGUMENTS = {"city": "Paris é", "days": 3}
+NAMES = [name for name in STYLES if name != "text_only"]
 
 
-def says(name, asked):
+def says(name):
     """Returns what a model of this style writes: a thought and a call, or an answer once it has the result."""
     dialect, _, channels = STYLES[name]
 
     def script(prompt):
-        asked.append(prompt)
         call = written(dialect)(ARGUMENTS, "weather")
         for begun in (dialect.prefix("weather"), dialect.prefix()):
             if prompt.endswith(begun):
@@ -39,25 +38,20 @@ def says(name, asked):
     return script
 
 
-@pytest.fixture(scope="module", params=[name for name in STYLES if name != "text_only"])
-def style(request, tmp_path_factory):
-    """Returns the style's name, a client, and the prompts that the model got."""
-    asked = []
-
-    def load():
-        engine = FakeEngine(says(request.param, asked))
-        engine.tokenizer = style_tokenizer(tmp_path_factory.mktemp(request.param), request.param)
-        return engine
-
-    with Live(load) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as client:
-        yield request.param, client, asked
-
-
-@pytest.fixture(scope="module", params=[name for name in STYLES if name != "text_only"])
+@pytest.fixture(scope="module", params=NAMES)
 def scripted(request, tmp_path_factory):
     """Returns the style's name, and clients of a server whose model answers as they say."""
     with scripted_server(tmp_path_factory.mktemp(request.param), request.param) as clients:
         yield request.param, clients
+
+
+@pytest.fixture
+def style(scripted):
+    """Returns the style's name, a client, and the prompts that the model got. The model thinks and calls."""
+    name, clients = scripted
+    clients.answer = says(name)
+    clients.prompts.clear()
+    return name, clients.openai, clients.prompts
 
 
 def ask(client, messages, **more):
@@ -73,7 +67,7 @@ def test_a_call_and_its_result(style):
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
     thought = getattr(first.message, "reasoning_content", None)
     assert thought == (None if STYLES[name][2] in (None, LLAMAS) else "I look.")
-    raw = asked[-1] + says(name, [])(asked[-1])
+    raw = asked[-1] + says(name)(asked[-1])
     said = {"role": "assistant", "content": first.message.content, "tool_calls": [call.model_dump()]}
     more = [*QUESTION, said, {"role": "tool", "tool_call_id": call.id, "content": "18 C"}]
     second = ask(client, more, **effort)
@@ -107,22 +101,22 @@ def asked_twice(clients, api, answer):
     return whole
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_calls_with_small_faults(scripted, api):
+def test_calls_with_small_faults(scripted):
+    """tests/text/test_near_misses.py reads each of them too, cut anywhere."""
     name, clients = scripted
     dialect = STYLES[name][0]
     spare = spare_brace(dialect, written(dialect)(ALL, "get_weather"))
-    for fault, answer in near_misses(dialect) if dialect.tags else [("a brace too many", spare)] * bool(spare):
+    faults = near_misses(dialect) if dialect.tags else [("a brace too many", spare)] * bool(spare)
+    for (fault, answer), api in taking_turns(faults, APIS, NAMES.index(name)):
         said = asked_twice(clients, api, answer)
-        assert (said.text, said.calls, said.finish) == ("", [("get_weather", ALL)], "tool_calls"), fault
+        assert (said.text, said.calls, said.finish) == ("", [("get_weather", ALL)], "tool_calls"), (fault, api)
 
 
-@pytest.mark.parametrize("api", APIS)
-def test_calls_without_arguments(scripted, api):
+def test_calls_without_arguments(scripted):
     name, clients = scripted
-    for form in EMPTY[STYLES[name][0].name]:
+    for form, api in taking_turns(EMPTY[STYLES[name][0].name], APIS, NAMES.index(name)):
         said = asked_twice(clients, api, form.replace("NAME", "get_time"))
-        assert (said.text, said.calls, said.finish) == ("", [("get_time", {})], "tool_calls"), form
+        assert (said.text, said.calls, said.finish) == ("", [("get_time", {})], "tool_calls"), (form, api)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

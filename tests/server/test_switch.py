@@ -425,10 +425,10 @@ def test_changes_of_models_leave_no_thread_behind():
 
     with Live({name: lambda name=name: load(name) for name in "ab"}) as live:
         counts = []
-        for _ in range(100):
+        for _ in range(20):
             assert [ask(live, name) for name in "ba"] == ["b", "a"]
             counts.append(len(list(THREADS.iterdir())))
-    assert len(loads.order) == 201 and counts[-1] < counts[9] + 40  # asyncio adds some of its own
+    assert len(loads.order) == 41 and counts[-1] < counts[3] + 16  # asyncio adds some of its own
 
 
 def test_an_error_in_the_thread_of_models_leaves_it_to_the_next(monkeypatch):

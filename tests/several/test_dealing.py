@@ -61,7 +61,7 @@ def test_the_bits_of_one_process(family):
     dealt = set()
 
     def work(rank, exchange):
-        small = {"expert_io": "pread", "expert_cache_bytes": 1, "prefetch": ["auto", "off", "previous"][rank]}
+        small = {"expert_io": "pread", "expert_cache_bytes": 1, "prefetch": ["auto", "off", "auto"][rank]}
         model = ranked(family, exchange, owners := Owners((1, 1, 1)), **small)
         dealing = Dealing(owners, [20, 20, 5])
         for layer in model.args.moe_layers:

@@ -65,7 +65,7 @@ def digest_alone(path, lengths, **options):
     "family, options",
     [
         ("qwen3_5_moe", [{"expert_io": "pread", "prefetch": "off"}, {"share": 3, "expert_io": "pread"}]),
-        ("qwen3_moe", [{"expert_io": "mmap"}, LEAST, {"prefetch": "previous"}]),
+        ("qwen3_moe", [{"expert_io": "mmap"}, LEAST, {"prefetch": "off"}]),
         pytest.param("qwen3_moe", [LEAST] * 2, marks=pytest.mark.full),  # reads are assigned, as in test_dealing.py
         ("gpt_oss", [LEAST, {"expert_io": "mmap"}]),  # a family with windows, and with experts that add biases
         pytest.param("kimi_k3", [LEAST, {}], marks=pytest.mark.full),  # latent experts with a norm of their sum

@@ -11,7 +11,7 @@ from image_models import image_directory, needs_encoder
 from tiny_models import tiny_directory
 
 from moeflux_mlx import generate, load, stream_generate
-from moeflux_mlx.cli.repl import Chat
+from moeflux_mlx.chat import Chat
 from moeflux_mlx.engine.conversation import Conversation
 from moeflux_mlx.engine.engine import load_model, open_engine
 from moeflux_mlx.engine.machine import in_gb

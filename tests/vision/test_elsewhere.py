@@ -68,9 +68,9 @@ class Company:
     def io_mode(self, asked, weights):
         return asked
 
-    def meet(self, weights, args, dtype, bits, demand, plan, tiles):
+    def meet(self, weights, planner, dtype, bits, tiles):
         experts = lambda source, prefetch: RoutedExperts(source, prefetch)  # noqa: E731
-        planned = plan(weights.experts.layout, demand)
+        planned = planner.plan()
         return SimpleNamespace(plan=planned, tiles=tiles, experts=experts, loading=lambda nbytes: nullcontext())
 
 

@@ -12,7 +12,6 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Rotation
 from ...layers import Linear, RMSNorm, Stack, normed_with_weights
 from ...ops import backend
-from ...ops.arrays import AnyArray
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import float32, softmax, split
 from ...ops.entry_pool import Pool, pool_refusal, pooled
@@ -54,7 +53,7 @@ class Pooling(nn.Module):
         self.norm = RMSNorm(width, eps)
         self.rope = Rope(rotation, compressor.ratio)
 
-    def __call__(self, values: Array, gates: Array, first: AnyArray, count: int) -> Array:
+    def __call__(self, values: Array, gates: Array, first: Any, count: int) -> Array:
         """So many entries [B, count, width] from number `first` on, of values and gates [B, n, ratio, .] (`pooled`)."""
         entries = self.norm(pooled(values, gates, self.ape, self.overlaps, values.shape[1] == count))
         return turned(entries[:, :, None], self.rope, first)[:, :, 0]
@@ -73,7 +72,7 @@ class SharedPooling(nn.Module):
             self.wgate = Linear(hidden_size, mixer.head_dim)
         self.norm = RMSNorm(mixer.head_dim, eps)
 
-    def __call__(self, parts: Sequence[AnyArray], first: AnyArray, index_key: Callable[[Any], Any]) -> Any:
+    def __call__(self, parts: Sequence[Any], first: Any, index_key: Callable[[Any], Any]) -> Any:
         """Entries from number `first` on, of values and perhaps gates [B, n, ratio, D] of their positions. `index_key`
         makes keys, which are yet to be rotated, of entries that are not rotated either.
         """
@@ -85,7 +84,7 @@ class SharedPooling(nn.Module):
         entry, key = (self._turned(one, first) for one in (made, index_key(made)))
         return library_of(made).concatenate(rounded_entry(entry, key, self.mixer), axis=-1)
 
-    def _turned(self, x: AnyArray, first: AnyArray) -> AnyArray:
+    def _turned(self, x: Any, first: Any) -> Any:
         return turned(x[:, :, None], self.rope, first)[:, :, 0]
 
 
@@ -137,15 +136,14 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: AnyArray, norm: RMSNorm, cache: EntriesCache, *more: Any) -> AnyArray:
+    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache, *more: Any) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
         joined, (latent, *parts) = self._inputs(x, norm)
-        q: AnyArray = self.wq_b(latent, self.q_norm)
+        q: Any = self.wq_b(latent, self.q_norm)
         if on_kernels:
-            raw: AnyArray = mx.concatenate(parts, axis=-1) if joined is None else in_turn(joined, latent, parts[0])[1]
-            q, row = token_inputs(q, raw, self.kv_norm, self.rope, position, self.mixer)
+            q, row = token_inputs(q, _behind(joined, latent, parts), self.kv_norm, self.rope, position, self.mixer)
         else:
             q = turned(rms_norm(q.reshape(B, L, self.mixer.heads, -1), None, self.eps), self.rope, position)
             key = turned(self.kv_norm(parts[0])[:, :, None], self.rope, position)[:, :, 0]
@@ -156,7 +154,7 @@ class CompressedAttention(nn.Module):
             made = self._index(x, norm, latent, seen.entries)
             seen = seen._replace(chosen=choose_entries(made, seen, whole, position, self.mixer))
         if on_kernels:
-            out: AnyArray = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
+            out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
         else:
             out = attend_compressed(q, seen, self.attn_sink, self.mixer)
             out = turned(out, self.back, position).reshape(B, L, -1)
@@ -166,7 +164,7 @@ class CompressedAttention(nn.Module):
         own = [self.compressor] if "compressor" in self else []
         return [*own, self.indexer.compressor] if "indexer" in self else own
 
-    def _entries(self, rows: AnyArray, first: AnyArray, count: int) -> AnyArray:
+    def _entries(self, rows: Any, first: Any, count: int) -> Any:
         """So many from number `first` on, of what the cache has of their positions."""
         compressor = self.mixer.compressor
         assert compressor is not None
@@ -185,13 +183,13 @@ class CompressedAttention(nn.Module):
         parts, column = [], self.mixer.head_dim
         for pool in self._pools():
             values, width = pool.wkv.shape[0], pool.norm.weight.size
-            turning: AnyArray = {"norm": pool.norm, "rope": pool.rope, "rotates_last": True}
+            turning: Any = {"norm": pool.norm, "rope": pool.rope, "rotates_last": True}
             made = Pool(width, self.mixer.ratio, column, column + values, pool.ape, values // width, **turning)
             parts.append(made.entry(ring, offset, is_first))
             column += 2 * values
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
-    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: AnyArray) -> Projections:
+    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: Any) -> Projections:
         own = self.indexer
         _, weights = normed_with_weights(x, norm, own.weights_proj)
         terms = IndexTerms(None, self.rope, own.scale, rotates_last=True)
@@ -213,15 +211,19 @@ class SharingAttention(CompressedAttention):
         pool = self.get("compressor", {})
         self._inputs = Stack(self.wq_a, self.wkv, *(pool[name] for name in ("wkv", "wgate") if name in pool))
 
-    def mixed(self, x: AnyArray, norm: RMSNorm, cache: EntriesCache, *more: Any) -> AnyArray:
+    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache, *more: Any) -> Any:
         """As `CompressedAttention.mixed`; `more`: what earlier layers hand on."""
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         chosen: Chosen = (more and more[0]) or Chosen()
-        _, (latent, kv, *inputs) = self._inputs(x, norm)
-        q: AnyArray = self.wq_b(latent, self.q_norm)
-        q = turned(q.reshape(B, L, self.mixer.heads, -1), self.rope, position)
-        key = turned(self.kv_norm(kv)[:, :, None], self.rope, position)[:, :, 0]
-        row = library_of(x).concatenate([rounded_key(key, self.mixer), *inputs], axis=-1)
+        on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
+        joined, (latent, *parts) = self._inputs(x, norm)
+        q: Any = self.wq_b(latent, self.q_norm)
+        if on_kernels:
+            q, row = token_inputs(q, _behind(joined, latent, parts), self.kv_norm, self.rope, position, self.mixer)
+        else:
+            q = turned(q.reshape(B, L, self.mixer.heads, -1), self.rope, position)
+            key = turned(self.kv_norm(parts[0])[:, :, None], self.rope, position)[:, :, 0]
+            row = library_of(x).concatenate([rounded_key(key, self.mixer), *parts[1:]], axis=-1)
         seen = Seen(cache.offset, *cache.absorb(row, self._entries))
         if self.mixer.ratio:
             chosen.entries = seen.entries
@@ -234,16 +236,24 @@ class SharingAttention(CompressedAttention):
                 chosen.positions, chosen.blocks = choose_among(made, seen, whole, position, self.mixer, chosen.blocks)
         if self.mixer.seen_ratio and whole < L and seen.entries is not None:
             seen = seen._replace(chosen=chosen.positions)
-        out: AnyArray = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position)
-        return self.wo_b(grouped_linear(out.reshape(B, L, -1), self.wo_a, self.mixer.groups))
+        if on_kernels:
+            out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
+        else:
+            out = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position).reshape(B, L, -1)
+        return self.wo_b(grouped_linear(out, self.wo_a, self.mixer.groups))
 
-    def _entries(self, rows: AnyArray, first: AnyArray, count: int) -> AnyArray:
+    def _entries(self, rows: Any, first: Any, count: int) -> Any:
         compressor = self.mixer.compressor
         assert compressor is not None
         rows = rows[..., self.mixer.head_dim :]
         rows = rows.reshape(rows.shape[0], count, compressor.ratio, rows.shape[-1])
         parts = split(rows, *range(self.mixer.head_dim, rows.shape[-1], self.mixer.head_dim))
         return self.compressor(parts, first, lambda made: self.indexer.k_norm(self.indexer.wk(made)))
+
+
+def _behind(joined: Any, latent: Any, parts: Sequence[Any]) -> Any:
+    """What stands behind the latent in the output of the layers that read x: a part of it, if they are `joined`."""
+    return mx.concatenate(list(parts), axis=-1) if joined is None else in_turn(joined, latent, parts[0])[1]
 
 
 def make_module(mixer: Compressed, hidden_size: int, eps: float, forms: frozenset[str]) -> nn.Module:

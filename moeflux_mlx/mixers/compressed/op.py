@@ -16,7 +16,6 @@ import numpy as np
 
 from ...kinds import KeyBlocks
 from ...ops import backend, gpu_time, index
-from ...ops.arrays import AnyArray
 from ...ops.backend import Array, arange, library_of, view
 from ...ops.block_rounding import to_e2m1, to_e4m3
 from ...ops.elementwise import softmax
@@ -44,11 +43,11 @@ class Seen(NamedTuple):
     [B, rows, top] that the last tokens attend to; None: all see all.
     """
 
-    first: AnyArray
-    keys: AnyArray
-    places: AnyArray
-    entries: AnyArray = None
-    chosen: AnyArray = None
+    first: Any
+    keys: Any
+    places: Any
+    entries: Any = None
+    chosen: Any = None
 
 
 class Part(NamedTuple):
@@ -57,10 +56,10 @@ class Part(NamedTuple):
     rows: slice
     keys: slice
     entries: slice
-    chosen: AnyArray
+    chosen: Any
 
 
-def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> AnyArray:
+def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> Any:
     """The entries that the tokens after the first `whole` attend to; the first ones attend to all: int32 [B, rows,
     top].
 
@@ -79,8 +78,8 @@ def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx
 
 
 def choose_among(
-    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: AnyArray
-) -> tuple[AnyArray, AnyArray]:
+    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: Any
+) -> tuple[Any, Any]:
     """`choose_entries` among the entries of `blocks` int32 [B, rows, .], None: among all; and the blocks for later
     layers, which are these unless the layer marks some itself.
     """
@@ -94,9 +93,7 @@ def choose_among(
     return choose_in_blocks(late, ended, compressor.indexer, rule, among)
 
 
-def _late(
-    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed
-) -> tuple[Index, AnyArray]:
+def _late(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> tuple[Index, Any]:
     """The queries and weights of the tokens after the first `whole`, the keys of all entries, and how many entries each
     of the tokens sees."""
     assert mixer.indexer is not None
@@ -107,19 +104,19 @@ def _late(
     return late, (seen.first + 1 + whole + tokens) // mixer.seen_ratio
 
 
-def rounded_key(key: Any, mixer: Compressed) -> AnyArray:
+def rounded_key(key: Any, mixer: Compressed) -> Any:
     """A window's keys [B, L, D] as the layer uses them."""
     return to_e4m3(key, KEY_BLOCK) if mixer.rounds else key
 
 
-def rounded_entry(entry: Any, index_key: AnyArray, mixer: Compressed) -> tuple[AnyArray, AnyArray]:
+def rounded_entry(entry: Any, index_key: Any, mixer: Compressed) -> tuple[Any, Any]:
     """Entries and index keys as the layers use them."""
     if not mixer.rounds:
         return entry, index_key
     return to_e2m1(entry, ENTRY_BLOCK, has_e4m3_scale=True), to_e2m1(index_key, INDEX_BLOCK)
 
 
-def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> AnyArray:
+def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:
     """softmax(D ** -0.5 * q k) k over what each query sees and its head's sink: [B, L, heads, D] of q, shaped alike."""
     library = library_of(q)
     logits, results = sinks if library is mx else view(sinks), []
@@ -144,7 +141,7 @@ def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
         yield Part(slice(start, end), keys, entries, chosen)
 
 
-def _of_part(q: AnyArray, part: Part, seen: Seen, sinks: AnyArray, mixer: Compressed) -> AnyArray:
+def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
     own = seen.first + (part.rows.start or 0) + arange(rows, library)
@@ -169,7 +166,7 @@ def _of_part(q: AnyArray, part: Part, seen: Seen, sinks: AnyArray, mixer: Compre
     return out if entries is None else out + _mixed(weights[..., count:-1], entries)
 
 
-def _products(q: AnyArray, keys: AnyArray) -> AnyArray:
+def _products(q: Any, keys: Any) -> Any:
     """[B, rows, heads, n] of q [B, rows, heads, D] and keys [B, rows, n, D], or [B, 1, n, D] for all rows."""
     if keys.shape[1] > 1:
         return q @ keys.swapaxes(-1, -2)
@@ -177,7 +174,7 @@ def _products(q: AnyArray, keys: AnyArray) -> AnyArray:
     return (q.reshape(B, rows * heads, width) @ keys[:, 0].swapaxes(-1, -2)).reshape(B, rows, heads, -1)
 
 
-def _mixed(weights: AnyArray, values: AnyArray) -> AnyArray:
+def _mixed(weights: Any, values: Any) -> Any:
     """[B, rows, heads, D] of weights [B, rows, heads, n] and values, as `_products` takes them."""
     if values.shape[1] > 1:
         return weights @ values
@@ -195,10 +192,9 @@ def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
         return NO_KERNELS
     if tokens != 1:
         return SEVERAL
-    if not mixer.norms_queries or mixer.rounds:
-        return Reason("queries are not normed, or keys are rounded in blocks")
-    if mixer.head_dim % 8 or mixer.row % 8 or mixer.entry % 8:
-        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {mixer.entry} values are not multiples of 8")
+    entry = mixer.entry or mixer.borrowed
+    if mixer.head_dim % 8 or mixer.row % 8 or entry % 8:
+        return Reason(f"rows of {mixer.head_dim}, {mixer.row} and {entry} values are not multiples of 8")
     room = 4 * (_heads(mixer) * (max(8 * THREADS, mixer.head_dim) + PIECE) + PIECE)
     return Reason(f"heads of {mixer.head_dim} values do not fit a threadgroup") if room > SHARED_BYTES else None
 
@@ -206,7 +202,8 @@ def refusal(target: str, tokens: int, mixer: Compressed) -> Reason | None:
 def token_inputs(
     q: mx.array, raw: Input, norm: Norm, rope: Rope, position: int | mx.array, mixer: Compressed
 ) -> tuple[mx.array, mx.array]:
-    """The queries [1, 1, heads, D] of a token, normed and rotated, and the row [1, 1, mixer.row] that its cache keeps.
+    """The queries [1, 1, heads, D] of a token, perhaps normed, and rotated, and the row [1, 1, mixer.row] that its
+    cache keeps, whose key is perhaps rounded.
 
     Args:
         q: [1, 1, heads * D].
@@ -216,7 +213,7 @@ def token_inputs(
     launch = plan_inputs(backend.name(), q.dtype, mixer, rope.interleaved)
     turning = rope.periods, rope.magnitude, _number(position)
     query, row = launch(q, raw, norm.weight, norm.eps, *turning)
-    return query, row
+    return query, to_e4m3(row, KEY_BLOCK, mixer.head_dim) if mixer.rounds else row
 
 
 def attend_token(
@@ -226,7 +223,7 @@ def attend_token(
     of the n keys.
     """
     chosen, offset = seen.chosen, _number(seen.first)
-    entries = 0 if seen.entries is None else seen.entries.shape[1]
+    entries = (0, 0) if seen.entries is None else seen.entries.shape[1:]
     top = 0 if chosen is None else chosen.shape[-1]
     attend, combine = plan_attend(backend.name(), q.dtype, seen.keys.shape[1], entries, top, mixer, back.interleaved)
     rows = seen.keys, seen.keys if seen.entries is None else seen.entries, offset if chosen is None else chosen
@@ -247,21 +244,22 @@ def _heads(mixer: Compressed) -> int:
 @planned("compressed")
 def plan_inputs(target: str, dtype: mx.Dtype, mixer: Compressed, interleaved: bool) -> Launch:
     template = {"X": dtype, "H": mixer.heads, "D": mixer.head_dim, "R": mixer.rotation.dims, "ROW": mixer.row}
-    template |= {"SG": THREADS // 32, "INTERLEAVED": int(interleaved)}
+    template |= {"SG": THREADS // 32, "INTERLEAVED": int(interleaved), "NORMED": int(mixer.norms_queries)}
     outputs: list[tuple[Shape, mx.Dtype]] = [((1, 1, mixer.heads, mixer.head_dim), dtype), ((1, 1, mixer.row), dtype)]
     return Launch(target, INPUTS, template, (mixer.heads + 1, 1), THREADS, outputs)
 
 
 @planned("compressed")
 def plan_attend(
-    target: str, dtype: mx.Dtype, slots: int, entries: int, top: int, mixer: Compressed, interleaved: bool
+    target: str, dtype: mx.Dtype, slots: int, entries: Shape, top: int, mixer: Compressed, interleaved: bool
 ) -> tuple[Launch, Launch]:
-    """The launch over pieces of rows, and that of their sum. `entries`: room for them; `top`: how many are chosen."""
+    """The launch over pieces of rows, and that of their sum. `entries`: room for them, and values of each; `top`: how
+    many are chosen."""
     heads, width, rings = mixer.heads, mixer.head_dim, ceildiv(slots, PIECE)
-    pieces = rings + ceildiv(top or entries, PIECE)
+    pieces = rings + ceildiv(top or entries[0], PIECE)
     common = {"X": dtype, "H": heads, "D": width, "P": PIECE, "T": THREADS, "RINGS": rings}
-    common |= {"RATIO": mixer.ratio, "TOP": top}
-    template = common | {"GH": _heads(mixer), "SLOTS": slots, "ROW": mixer.row, "ENTRY": mixer.entry}
+    common |= {"RATIO": mixer.seen_ratio, "TOP": top}
+    template = common | {"GH": _heads(mixer), "SLOTS": slots, "ROW": mixer.row, "ENTRY": entries[1]}
     outputs = [((pieces, heads, width), mx.float32), ((pieces, heads, 2), mx.float32)]
     groups = pieces, heads // _heads(mixer)
     attend = Launch(target, ATTEND, template | {"WINDOW": mixer.window}, groups, THREADS, outputs)

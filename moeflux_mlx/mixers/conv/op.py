@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array, contiguous, leave, library_of, view
+from ...ops.backend import AnyArray, Array, contiguous, leave, library_of, view
 from ...ops.elementwise import float32, split
 from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from ...ops.recurrent_state import State
@@ -49,7 +48,7 @@ def short_conv(projected: Array, state: State | StepRows, weight: mx.array, size
     return _on_operations(projected, state, weight, sizes)
 
 
-def _on_operations(projected: AnyArray, state: State, weight: mx.array, sizes: ShortConv) -> AnyArray:
+def _on_operations(projected: Any, state: State, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library = library_of(projected)

@@ -14,8 +14,7 @@ import numpy as np
 
 from ...kinds import HeadBlocks, KeyBlocks
 from ...ops import backend, gpu_time, index, native
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array, arange, library_of, view
+from ...ops.backend import AnyArray, Array, arange, library_of, view
 from ...ops.elementwise import float32, sigmoid
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Place, Projections, append_keys, best, choose, choose_blocks_step, choose_step, slices
@@ -95,7 +94,7 @@ def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: 
     return not (refusal(target, is_alone, width, value_width) or index.refusal(target, is_alone, blocks))
 
 
-def choose_by_head(made: Index, seen: Any, blocks: HeadBlocks) -> AnyArray:
+def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
     """For each head, the blocks with the best keys among those that each token sees: int32 [B, rows, heads, chosen],
     ascending; ties go to the first.
     """

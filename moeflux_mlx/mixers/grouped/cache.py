@@ -20,7 +20,7 @@ from ...caches.ring import Ring
 from ...caches.traced import FixedCache, FixedChunks, FixedRing
 from ...kinds import HeadBlocks, Indexer
 from ...ops import index
-from ...ops.arrays import AnyArray
+from ...ops.backend import AnyArray
 from ...ops.kv_rows import decode, encode, row_bytes
 from ...ops.positions import RECENT, Held, Rows
 from . import op as attend
@@ -118,7 +118,7 @@ class _FixedChunkRows(_FixedRows, FixedChunks):
 class QuantizedKVCache(KVCache):
     """Keys and values of all positions, given and fetched as values."""
 
-    stored_dtype: ClassVar[np.dtype[AnyArray]] = np.dtype(np.uint8)
+    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
     traced_whole = _FixedRows
 
     @property

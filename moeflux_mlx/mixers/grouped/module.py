@@ -11,8 +11,7 @@ import mlx.nn as nn
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation
 from ...layers import Linear, MixerModule, RMSNorm, Stack, packed
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array
+from ...ops.backend import AnyArray, Array
 from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, takes_step
@@ -53,7 +52,7 @@ class BlockIndexer(nn.Module):
         terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
         return Projections(queries, of_blocks, None, terms)
 
-    def _keys(self, rows: AnyArray, first: AnyArray, count: int) -> AnyArray:
+    def _keys(self, rows: AnyArray, first: Any, count: int) -> AnyArray:
         """Keys of so many blocks from number `first` on, of their positions' index keys."""
         return block_keys(rows, self.k_layernorm, self.block_rope, first, self.blocks.ratio)
 
@@ -140,7 +139,7 @@ class Attention(MixerModule):
         outputs: list[Array] = self._inputs.outputs(x, norm)
         return outputs + [layer(x, norm) for layer in self._apart]
 
-    def _named(self, parts: Sequence[AnyArray]) -> tuple[AnyArray, dict[str, Any]]:
+    def _named(self, parts: Sequence[AnyArray]) -> tuple[Any, dict[str, Any]]:
         """Of the results of `begin` the joined ones, if there are any, and each by its name."""
         joined, outputs = self._inputs.parted(parts)
         apart = parts[len(parts) - len(self._apart) :]

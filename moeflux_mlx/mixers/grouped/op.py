@@ -21,7 +21,6 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.arrays import AnyArray
 from ...ops.backend import Array, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
@@ -203,7 +202,7 @@ def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: 
 
 
 def prepared(
-    x: Array, norm: Norm | None, rope: Rope | None, position: AnyArray, query_scale: QueryFactor | None = None
+    x: Array, norm: Norm | None, rope: Rope | None, position: Any, query_scale: QueryFactor | None = None
 ) -> Array:
     """Queries or keys [B, L, heads, D] normed, scaled and rotated, in attention's layout: [B, heads, L, D] for MLX."""
     x = scaled_queries(x if norm is None else norm(x), position, query_scale)

@@ -13,7 +13,7 @@ from ...caches.keys import KeyCache
 from ...caches.layer_cache import Arrays, LayerCache, Shape, State
 from ...kinds import Indexer
 from ...ops import index
-from ...ops.arrays import AnyArray
+from ...ops.backend import AnyArray
 from ...ops.positions import RECENT, Rows
 from . import op as latent
 from .spec import Latent

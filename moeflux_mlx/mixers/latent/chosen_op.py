@@ -13,8 +13,7 @@ import numpy as np
 
 from ...kinds import Indexer, KeyBlocks
 from ...ops import backend, gpu_time, index, native
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array, arange, library_of, view
+from ...ops.backend import AnyArray, Array, arange, library_of, view
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
 from ...ops.norm import Norm
@@ -75,7 +74,7 @@ def attend_indexed(
         if made is not None:
             chosen.positions = choose_step(made, cache.beside, indexer)
         seen = None if whole else SeenBlocks(chosen.positions)
-        around: AnyArray = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks}
+        around: Any = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks}
         return attend_latent(q, kv, own, queries, key, value, seen=seen, **around)
     offset, position = own.offset, own.position
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
@@ -163,7 +162,7 @@ class Held(NamedTuple):
     latents: AnyArray
     keys: AnyArray
     mask: Mask
-    offset: AnyArray
+    offset: Any
     whole: int
     chosen: AnyArray
     has_gaps: bool = False

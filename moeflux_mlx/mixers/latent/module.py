@@ -13,8 +13,7 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Indexer, KeyBlocks
 from ...layers import LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array, library_of
+from ...ops.backend import AnyArray, Array, library_of
 from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
 from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
@@ -108,12 +107,7 @@ class MLA(MixerModule):
     def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
-        around: AnyArray = {
-            "norm": self._latent_norm,
-            "rope": self.rope,
-            "scale": self.scale,
-            "sinks": self.get("sinks"),
-        }
+        around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
         return attend_latent(q, kv, cache, self._queries(), self._key(), self._value(), **around)
 
     def _queries(self) -> Queries:
@@ -196,7 +190,7 @@ class Growth(nn.Module):
         super().__init__()
         self.scale, self.bias = mx.zeros((heads,)), mx.ones((heads,))
 
-    def __call__(self, q: Array, position: int | mx.array) -> Any:
+    def __call__(self, q: Array, position: int | mx.array) -> AnyArray:
         """q [B, L, heads * D] of tokens from a position on, scaled."""
         return grown_queries(q, position, self.scale, self.bias)
 
@@ -253,7 +247,7 @@ class IndexedMLA(MLA):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         if self.rule.reuses:
             return super().begin(x, norm)
-        made: Any = normed_with_weights(x, norm, self.indexer.weights_proj)
+        made: AnyArray = normed_with_weights(x, norm, self.indexer.weights_proj)
         own: list[Any] = [self.indexer.of_input(made[0])] if self.rule.from_input else []
         return [made[1], *own, *self._inputs.outputs(made[0])]
 
@@ -336,7 +330,7 @@ class PoolScoring(nn.Module):
         _, _, joined = cache.absorb(rows, self._keys, kernels)
         return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
-    def _keys(self, rows: AnyArray, first: AnyArray, count: int) -> AnyArray:
+    def _keys(self, rows: AnyArray, first: Any, count: int) -> AnyArray:
         """Keys of so many blocks, of what the cache has of their positions."""
         keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
         return pooled(keys, gates, self.ape, False, False)
@@ -363,7 +357,7 @@ class PooledMLA(MLA):
 
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         weights_proj, wgate = self._floats.layers
-        made: Any = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
+        made: AnyArray = normed_with_weights(x, norm, self._floats.stacked or weights_proj)
         more: list[Any] = [] if self._floats.stacked else [wgate(float32(made[0]))]
         return [*made[1:], *more, *self._inputs.outputs(made[0])]
 

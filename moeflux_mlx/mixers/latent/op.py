@@ -16,8 +16,7 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array, stack, view
+from ...ops.backend import AnyArray, Array, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import split
 from ...ops.forms import Form, StoredForm, is_read, stored_template
@@ -348,7 +347,7 @@ def _of_rows(launch: Launch, count: int, of_row: Mapping[str, int], own: dict[st
     sizes = {f"AT_{name.upper()}": of_row[name] for name in f"{inputs} {outputs}".split() if name in of_row}
     if "PIECE" in launch.template:
         sizes["PIECE"] = count * launch.template["PIECE"]
-    made: list[Any] = []
+    made: list[AnyArray] = []
     for name, (shape, dtype) in zip(outputs.split(), launch.outputs, strict=True):
         made += [(shape, dtype)] * count if name == "next" else [((1, count, prod(shape)), dtype)]
     return launch.of_rows(own, count, sizes, made)

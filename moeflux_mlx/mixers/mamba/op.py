@@ -15,8 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time
-from ...ops.arrays import AnyArray
-from ...ops.backend import Array, contiguous, leave, library_of, view
+from ...ops.backend import AnyArray, Array, contiguous, leave, library_of, view
 from ...ops.elementwise import activate, float32, sigmoid, softplus, split
 from ...ops.launch import (
     MOST_THREADS,
@@ -95,7 +94,7 @@ def mamba(projected: Array, state: State | StepRows, w: MambaWeights, sizes: Mam
     return whole
 
 
-def _on_operations(projected: AnyArray, state: State, w: MambaWeights, sizes: Mamba2) -> AnyArray:
+def _on_operations(projected: Any, state: State, w: MambaWeights, sizes: Mamba2) -> AnyArray:
     """`mamba` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library: Any = library_of(projected)
@@ -162,7 +161,7 @@ def scan(x: Array, B: Array, C: Array, dt: Array, A: Array, state: Array) -> tup
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, L, heads, P), S.reshape(state.shape)
 
 
-def _chunk(x: AnyArray, B: AnyArray, C: AnyArray, decay: AnyArray, S: AnyArray) -> tuple[Any, Any]:
+def _chunk(x: AnyArray, B: AnyArray, C: AnyArray, decay: AnyArray, S: AnyArray) -> tuple[AnyArray, AnyArray]:
     """`scan` of a few tokens: what the state before them gives, and what each gives to those behind it."""
     T, library = x.shape[-2], library_of(x)
     if T == 1:

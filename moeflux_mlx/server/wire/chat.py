@@ -1,9 +1,8 @@
 """/v1/chat/completions: OpenAI's chat, with the reasoning under `reasoning_content`."""
 
 from collections.abc import Iterable
-from typing import Any
 
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject, JsonValue
 from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
 from . import conversation, settings, tools
 from .answer import Answer, Block, Step
@@ -20,7 +19,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _FINISH = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 
 
-def read(body: JsonMapping, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes."""
     check(body)
     body, images = without_images(body, "messages")
@@ -103,7 +102,7 @@ def stream(request: Request, ids: Ids) -> "ChatReply":
     return ChatReply(request, ids)
 
 
-def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonObject:
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
@@ -123,9 +122,9 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _reply(answer: Answer, ids: Ids) -> JsonObject:
+def _reply(answer: Answer, ids: Ids) -> JsonDict:
     calls = [_called(block, ids) for block in answer.calls()]
-    message: JsonObject = {"role": "assistant", "content": answer.text("text") or (None if calls else "")}
+    message: JsonDict = {"role": "assistant", "content": answer.text("text") or (None if calls else "")}
     if reasoning := answer.text("reasoning"):
         message["reasoning_content"] = reasoning
     if calls:
@@ -133,16 +132,16 @@ def _reply(answer: Answer, ids: Ids) -> JsonObject:
     return message
 
 
-def _called(block: Block, ids: Ids) -> JsonObject:
+def _called(block: Block, ids: Ids) -> JsonDict:
     function = {"name": block.name, "arguments": block.text}
     return {"id": ids.call(block.call, "call_"), "type": "function", "function": function}
 
 
-def _logprob(token: TokenLogprob) -> JsonObject:
+def _logprob(token: TokenLogprob) -> JsonDict:
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
 
 
-def _one_logprob(token: TokenLogprob) -> JsonObject:
+def _one_logprob(token: TokenLogprob) -> JsonDict:
     return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
 
 
@@ -201,14 +200,14 @@ class ChatReply(Reply):
         if self.request.extra.get("include_usage"):
             yield self._chunk([], usage=openai_usage(finish))
 
-    def _delta(self, delta: JsonMapping) -> bytes:
+    def _delta(self, delta: JsonObject) -> bytes:
         return self._chunk([_choice(delta)])
 
-    def _chunk(self, choices: list[JsonObject], **more: Any) -> bytes:
+    def _chunk(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
         head = {"id": self._id, "object": "chat.completion.chunk", "created": self.created}
         usage = {"usage": None} if self.request.extra.get("include_usage") else {}
         return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})
 
 
-def _choice(delta: JsonMapping, reason: str | None = None) -> JsonObject:
+def _choice(delta: JsonObject, reason: str | None = None) -> JsonDict:
     return {"index": 0, "delta": delta, "finish_reason": reason}

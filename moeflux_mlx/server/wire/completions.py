@@ -1,10 +1,9 @@
 """/v1/completions: continues a prompt without template, tools or reasoning."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ...errors import BadRequestError
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from . import settings
 from .answer import Step
@@ -16,7 +15,7 @@ from .sse import DONE, encode
 error = openai_error
 
 
-def read(body: JsonMapping, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
     check(body)
     fields = Fields(body)
@@ -62,7 +61,7 @@ def stream(request: Request, ids: Ids) -> "CompletionReply":
     return CompletionReply(request, ids)
 
 
-def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonObject:
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
@@ -81,7 +80,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _choice(text: str, reason: str | None = None) -> JsonObject:
+def _choice(text: str, reason: str | None = None) -> JsonDict:
     return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
 
@@ -89,7 +88,7 @@ def _reason(finish: Finish) -> str:
     return "length" if finish.reason == "length" else "stop"
 
 
-def _logprobs_of(tokens: Sequence[TokenLogprob], start: int = 0) -> JsonObject:
+def _logprobs_of(tokens: Sequence[TokenLogprob], start: int = 0) -> JsonDict:
     """Four lists, one entry to a token; `start` is where in the text the first one stands."""
     offsets = []
     for token in tokens:
@@ -139,7 +138,7 @@ class CompletionReply(Reply):
         if self.request.extra.get("include_usage"):
             yield self._chunk([], usage=openai_usage(finish))
 
-    def _chunk(self, choices: list[JsonObject], **more: Any) -> bytes:
+    def _chunk(self, choices: list[JsonDict], **more: JsonValue) -> bytes:
         head = {"id": self._id, "object": "text_completion", "created": self.created}
         usage = {"usage": None} if self.request.extra.get("include_usage") else {}
         return encode({**head, "model": self.request.model, "choices": choices, **usage, **more})

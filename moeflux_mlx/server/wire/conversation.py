@@ -3,14 +3,13 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from ...errors import BadRequestError, RequestError
-from ...files import JsonObject
+from ...files import JsonDict, JsonValue
 from ...text.results import in_order
 from .fields import Fields, check
 
-Message = JsonObject
+Message = JsonDict
 
 # Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
 # another.
@@ -34,7 +33,7 @@ def assistant(text: str, reasoning: str | None = None, calls: list[Message] | No
     return message
 
 
-def call(name: str, arguments: JsonObject, id: str | None) -> Message:
+def call(name: str, arguments: JsonDict, id: str | None) -> Message:
     return {"id": id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -42,7 +41,7 @@ def result(text: str, id: str | None, name: str | None = None) -> Message:
     return {"role": "tool", "content": text, "tool_call_id": id or "", "name": name or ""}
 
 
-def arguments(fields: Fields, key: str) -> JsonObject:
+def arguments(fields: Fields, key: str) -> JsonDict:
     """A call's arguments, given as an object or as its JSON text.
 
     A text that is not an object comes from an answer that was cut short. It is kept under "input", because refusing it
@@ -56,7 +55,7 @@ def arguments(fields: Fields, key: str) -> JsonObject:
     return dict(Fields(value, fields.name(key)).data)
 
 
-def _read(text: str) -> Any:
+def _read(text: str) -> JsonValue:
     try:
         value = json.loads(text)
         check(value)

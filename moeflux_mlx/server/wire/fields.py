@@ -8,17 +8,17 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ...errors import BadRequestError
-from ...files import JsonObject, JsonValue
+from ...files import JsonDict, JsonValue
 
 DEEPEST = 64  # levels of objects and lists; tool schemas of agents reach about 20
 LARGEST = 2**31 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def parse(data: bytes) -> JsonObject:
+def parse(data: bytes) -> JsonDict:
     """The JSON object that the body of a request holds."""
     try:
         body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
@@ -32,11 +32,11 @@ def parse(data: bytes) -> JsonObject:
     return dict(body)
 
 
-def check(body: Any) -> None:
+def check(body: JsonValue) -> None:
     """Refuses data that is not an object, nests too deeply, or has values that JSON in UTF-8 cannot express."""
     if not isinstance(body, Mapping):
         raise BadRequestError(f"the body is {shown(body)}; expected a JSON object")
-    level: list[Any] = [body]
+    level: list[JsonValue] = [body]
     for _ in range(DEEPEST):
         level = [inner for value in level for inner in _held(value) if _is_container(inner)]
         if not level:
@@ -44,7 +44,7 @@ def check(body: Any) -> None:
     raise too_deep()
 
 
-def _held(value: JsonValue) -> Iterable[Any]:
+def _held(value: JsonValue) -> Iterable[JsonValue]:
     return itertools.chain(value, value.values()) if isinstance(value, Mapping) else value
 
 
@@ -105,7 +105,7 @@ class Fields:
     def name(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> JsonValue:
         return self.data.get(key)
 
     def wrong(self, key: str, wanted: str) -> BadRequestError:
@@ -156,7 +156,7 @@ class Fields:
         value = self.data.get(key)
         return None if value is None else Fields(value, self.name(key))
 
-    def list(self, key: str) -> Sequence[Any]:
+    def list(self, key: str) -> Sequence[JsonValue]:
         value = self.data.get(key)
         if value is None:
             return []

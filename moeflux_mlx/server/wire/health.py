@@ -1,10 +1,10 @@
 """/health: whether the model is loaded."""
 
-from ...files import JsonObject
+from ...files import JsonDict
 from .replies import openai_error
 
 
-def health(ready: bool) -> tuple[int, JsonObject]:
+def health(ready: bool) -> tuple[int, JsonDict]:
     """HTTP status and body."""
     if ready:
         return 200, {"status": "ok"}

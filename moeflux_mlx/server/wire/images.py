@@ -8,10 +8,9 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...errors import BadRequestError
-from ...files import JsonMapping, JsonObject, JsonValue
+from ...files import JsonDict, JsonObject, JsonValue
 from .fields import wrong
 
 MOST = 32  # the most images of a request
@@ -38,7 +37,7 @@ class ImageParts:
         return pattern.sub(lambda match: shown, text), [self.sources[int(n)] for n in pattern.findall(text)]
 
 
-def without_images(body: JsonMapping, key: str) -> tuple[JsonObject, ImageParts]:
+def without_images(body: JsonObject, key: str) -> tuple[JsonDict, ImageParts]:
     """Returns the body with marks in place of the images in its messages or items under `key`, and the images. A mark
     is joined to the text before or behind it, as templates write images.
 
@@ -54,16 +53,16 @@ def without_images(body: JsonMapping, key: str) -> tuple[JsonObject, ImageParts]
     return {**body, key: cleared}, images
 
 
-def _cleared(item: JsonValue, images: ImageParts, path: str) -> Any:
+def _cleared(item: JsonValue, images: ImageParts, path: str) -> JsonValue:
     if not isinstance(item, Mapping):
         return item
     lists = {name: value for name in FIELDS if isinstance(value := item.get(name), list)}
     return {**item, **{name: _parts(value, images, f"{path}.{name}") for name, value in lists.items()}}
 
 
-def _parts(parts: Sequence[Any], images: ImageParts, path: str) -> list[Any]:
+def _parts(parts: Sequence[JsonValue], images: ImageParts, path: str) -> list[JsonValue]:
     """The parts, and those within results of tools."""
-    done: list[Any] = []
+    done: list[JsonValue] = []
     is_open = False  # whether the last part is a text that ends with a mark
     for n, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -84,7 +83,7 @@ def _parts(parts: Sequence[Any], images: ImageParts, path: str) -> list[Any]:
     return done
 
 
-def _source(part: JsonMapping, path: str) -> str:
+def _source(part: JsonObject, path: str) -> str:
     """The URL of an image in any form of the APIs."""
     if part["type"] == "image":  # Anthropic's
         source = part.get("source")

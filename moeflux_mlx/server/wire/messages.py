@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
-from ...files import JsonObject
+from ...files import JsonDict, JsonValue
 from ..request import Accepted, Finish, Request, ServerEvent
 from .answer import Answer, Block, Step
 from .ids import Ids
@@ -35,7 +34,7 @@ def stream(request: Request, ids: Ids) -> "MessageReply":
     return MessageReply(request, ids)
 
 
-def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonObject:
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
@@ -52,13 +51,13 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _failure(answer: Answer) -> JsonObject:
+def _failure(answer: Answer) -> JsonDict:
     failed = answer.failed
     assert failed is not None
     return anthropic_error(failed.status, failed.code, failed.message, failed.param)
 
 
-def _block(block: Block, ids: Ids) -> JsonObject:
+def _block(block: Block, ids: Ids) -> JsonDict:
     if block.kind == "call":
         return {**_call(block, ids), "input": json.loads(block.text)}
     if block.kind == "reasoning":
@@ -66,7 +65,7 @@ def _block(block: Block, ids: Ids) -> JsonObject:
     return {"type": "text", "text": block.text}
 
 
-def _empty(block: Block, ids: Ids) -> JsonObject:
+def _empty(block: Block, ids: Ids) -> JsonDict:
     if block.kind == "call":
         return _call(block, ids)
     return (
@@ -76,17 +75,17 @@ def _empty(block: Block, ids: Ids) -> JsonObject:
     )
 
 
-def _call(block: Block, ids: Ids) -> JsonObject:
+def _call(block: Block, ids: Ids) -> JsonDict:
     return {"type": "tool_use", "id": ids.call(block.call, "toolu_"), "name": block.name, "input": {}}
 
 
-def _stopped(answer: Answer) -> JsonObject:
+def _stopped(answer: Answer) -> JsonDict:
     assert answer.finish is not None
     reason = _STOP[answer.reason()]
     return {"stop_reason": reason, "stop_sequence": answer.finish.stop_sequence if reason == "stop_sequence" else None}
 
 
-def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> JsonObject:
+def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> JsonDict:
     """The three counts of the prompt do not overlap: their sum is the prompt."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
@@ -96,7 +95,7 @@ def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Js
     }
 
 
-def _finished(finish: Finish) -> JsonObject:
+def _finished(finish: Finish) -> JsonDict:
     usage = _usage(finish.prompt_tokens, finish.cached_tokens, finish.completion_tokens)
     return {**usage, "output_tokens_details": {"thinking_tokens": finish.reasoning_tokens}}
 
@@ -118,7 +117,7 @@ class MessageReply(Reply):
             return
         self._begun = True
         known = self.answer.accepted or self.answer.finish or Accepted(0, 0)
-        message: JsonObject = {
+        message: JsonDict = {
             "id": self._id,
             "type": "message",
             "role": "assistant",
@@ -151,5 +150,5 @@ class MessageReply(Reply):
             yield _event("message_stop")
 
 
-def _event(kind: str, **data: Any) -> bytes:
+def _event(kind: str, **data: JsonValue) -> bytes:
     return encode({"type": kind, **data}, kind)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ...errors import BadRequestError
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject
 from ..request import Request
 from . import conversation, settings, tools
 from .conversation import Message
@@ -17,7 +17,7 @@ MOST_NAMED = 8  # tools, in the message that refuses them
 _DROPPED = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 
 
-def read(body: JsonMapping, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes, also one for count_tokens."""
     check(body)
     body, images = without_images(body, "messages")
@@ -100,7 +100,7 @@ def _passed_over(part: Fields) -> None:
     return None
 
 
-def _others(item: Fields) -> JsonObject:
+def _others(item: Fields) -> JsonDict:
     """Readers of the blocks that are left out, such as results of a server's tools."""
     value = item.get("content")
     kinds = (

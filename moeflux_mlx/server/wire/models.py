@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject
 
 LOADED = {"value": "loaded"}
 
@@ -12,9 +12,9 @@ def model(
     name: str,
     created: float,
     context: int | None,
-    status: JsonMapping = LOADED,
-    features: JsonMapping | None = None,
-) -> JsonObject:
+    status: JsonObject = LOADED,
+    features: JsonObject | None = None,
+) -> JsonDict:
     """One model.
 
     Args:
@@ -40,7 +40,7 @@ def model(
     }
 
 
-def listing(models: Sequence[JsonObject]) -> JsonObject:
+def listing(models: Sequence[JsonDict]) -> JsonDict:
     ids = [model["id"] for model in models]
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     return {"object": "list", "data": list(models), "has_more": False, **ends}

@@ -1,9 +1,9 @@
 """Reads the text of a message: a string, or a list of parts. Parts may be text, or images (`images`)."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ...errors import BadRequestError
+from ...files import JsonValue
 from .fields import Fields, wrong
 
 # Part type -> the field that holds its text.
@@ -31,7 +31,7 @@ def joined(message: Fields, key: str) -> str:
     return "\n".join(texts(message, key))
 
 
-def _text(part: Any, path: str, others: Mapping[str, Callable[[Fields], str | None]]) -> str | None:
+def _text(part: JsonValue, path: str, others: Mapping[str, Callable[[Fields], str | None]]) -> str | None:
     if isinstance(part, str):
         return part
     fields = Fields(part, path)

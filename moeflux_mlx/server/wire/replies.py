@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from ...files import JsonObject
+from ...files import JsonDict
 from ..request import Failed, Finish, PromptProgress, Request, ServerEvent
 from .answer import Answer, Step
 from .ids import Ids
@@ -80,19 +80,19 @@ def folded(events: Iterable[ServerEvent]) -> Answer:
     return answer
 
 
-def openai_error(status: int, code: str | None, message: str, param: str | None = None) -> JsonObject:
+def openai_error(status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
     kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def openai_failure(answer: Answer) -> JsonObject:
+def openai_failure(answer: Answer) -> JsonDict:
     """The error that a failed answer is."""
     failed = answer.failed
     assert failed is not None
     return openai_error(failed.status, failed.code, failed.message, failed.param)
 
 
-def anthropic_error(status: int, code: str | None, message: str, param: str | None = None) -> JsonObject:
+def anthropic_error(status: int, code: str | None, message: str, param: str | None = None) -> JsonDict:
     """`code` and `param` are included only where a client acts on them; messages name the field."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {"details": {"error_code": code, "unsupported": [param]}} if code == NO_THREADS else {}
@@ -123,7 +123,7 @@ def error_headers(status: int, retry_after: float = 5) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
-def openai_usage(finish: Finish) -> JsonObject:
+def openai_usage(finish: Finish) -> JsonDict:
     return {
         "prompt_tokens": finish.prompt_tokens,
         "completion_tokens": finish.completion_tokens,
@@ -133,13 +133,13 @@ def openai_usage(finish: Finish) -> JsonObject:
     }
 
 
-def progress(event: PromptProgress, answer: Answer) -> JsonObject:
+def progress(event: PromptProgress, answer: Answer) -> JsonDict:
     """The progress of the prompt, in llama.cpp's form."""
     cached = answer.accepted.cached_tokens if answer.accepted else 0
     return {"total": event.total, "cache": cached, "processed": event.done}
 
 
-def timings(finish: Finish) -> JsonObject:
+def timings(finish: Finish) -> JsonDict:
     """The timings that llama.cpp's clients show with an answer, and, if experts are read, counts of the requested
     ones.
     """

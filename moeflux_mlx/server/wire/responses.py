@@ -1,9 +1,8 @@
 """/v1/responses: a response as items, each added, filled and done. Codex acts on `output_item.done`."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from ...files import JsonObject
+from ...files import JsonDict, JsonValue
 from ..request import Failed, Finish, Request, Sampling, ServerEvent, TokenLogprob
 from .answer import Answer, Block, Step
 from .ids import Ids
@@ -39,7 +38,7 @@ def stream(request: Request, ids: Ids) -> "ResponseReply":
     return ResponseReply(request, ids)
 
 
-def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonObject:
+def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = None) -> JsonDict:
     """The reply that does not stream; an error where the events end in one."""
     ids, answer = ids or Ids(), folded(events)
     if answer.finish is None:
@@ -64,7 +63,7 @@ def _status(answer: Answer) -> str:
     return "in_progress"
 
 
-def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> JsonObject:
+def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> JsonDict:
     """All of a response but its output, in the order in which people read it."""
     return {
         "id": id,
@@ -91,11 +90,11 @@ def _used(sampling: Sampling) -> dict[str, float]:
     return {name: value for name, value in used.items() if value is not None}
 
 
-def _error(failed: Failed) -> JsonObject:
+def _error(failed: Failed) -> JsonDict:
     return {"code": failed.code, "message": failed.message}
 
 
-def _usage(finish: Finish) -> JsonObject:
+def _usage(finish: Finish) -> JsonDict:
     return {
         "input_tokens": finish.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finish.cached_tokens, "cache_write_tokens": 0},
@@ -105,11 +104,11 @@ def _usage(finish: Finish) -> JsonObject:
     }
 
 
-def _logprob(token: TokenLogprob) -> JsonObject:
+def _logprob(token: TokenLogprob) -> JsonDict:
     return {**_one_logprob(token), "top_logprobs": [_one_logprob(other) for other in token.top]}
 
 
-def _one_logprob(token: TokenLogprob) -> JsonObject:
+def _one_logprob(token: TokenLogprob) -> JsonDict:
     return {"token": token.token, "logprob": token.logprob, "bytes": list(token.data)}
 
 
@@ -128,15 +127,15 @@ class Items:
             self._made[block.index] = self._ids.make(_PREFIXES[self.kind(block)])
         return self._made[block.index]
 
-    def added(self, block: Block) -> JsonObject:
+    def added(self, block: Block) -> JsonDict:
         return self._item(Block(block.kind, block.index, block.call, block.name), "in_progress")
 
-    def done(self, block: Block) -> JsonObject:
+    def done(self, block: Block) -> JsonDict:
         return self._item(block, "completed" if block.whole else "incomplete")
 
-    def part(self, block: Block) -> JsonObject:
+    def part(self, block: Block) -> JsonDict:
         """The one part of a message or of a thought."""
-        part: JsonObject = {"type": _PARTS[self.form(block)][0], "text": block.text}
+        part: JsonDict = {"type": _PARTS[self.form(block)][0], "text": block.text}
         if block.kind == "reasoning":
             return part
         return {**part, "annotations": [], "logprobs": [_logprob(token) for token in block.logprobs]}
@@ -151,22 +150,22 @@ class Items:
         known: Mapping[str, Known] = self._request.extra.get("known", {})
         return known.get(block.name) or Known(block.name)
 
-    def _item(self, block: Block, status: str) -> JsonObject:
+    def _item(self, block: Block, status: str) -> JsonDict:
         head = {"id": self.id(block), "status": status}
         if block.kind == "call":
             return {**head, **self._call(block)}
         content = [self.part(block)] if block.text else []
         if block.kind == "text":
             return {**head, "type": "message", "role": "assistant", "content": content}
-        item: JsonObject = {**head, "type": "reasoning", "summary": [], "content": []}
+        item: JsonDict = {**head, "type": "reasoning", "summary": [], "content": []}
         item["summary" if self.form(block) == "summary" else "content"] = content
         if self._request.extra.get("sealed"):
             item["encrypted_content"] = sealed(block.text) if block.text else None
         return item
 
-    def _call(self, block: Block) -> JsonObject:
+    def _call(self, block: Block) -> JsonDict:
         known = self._known(block)
-        call: JsonObject = {"call_id": self._ids.call(block.call, "call_"), "name": known.name}
+        call: JsonDict = {"call_id": self._ids.call(block.call, "call_"), "name": known.name}
         if known.namespace:
             call["namespace"] = known.namespace
         if known.custom:
@@ -181,7 +180,7 @@ class ResponseReply(Reply):
         keep: takes the items once all are done, before the client hears of it.
     """
 
-    def __init__(self, request: Request, ids: Ids, keep: Callable[[list[JsonObject]], None] | None = None):
+    def __init__(self, request: Request, ids: Ids, keep: Callable[[list[JsonDict]], None] | None = None):
         super().__init__(request, ids)
         self._keep = keep
         self._id = ids.make("resp_")
@@ -261,9 +260,9 @@ class ResponseReply(Reply):
             self._keep(response["output"])
         return self._event(kind, response=response)
 
-    def _inside(self, block: Block, kind: str, **data: Any) -> bytes:
+    def _inside(self, block: Block, kind: str, **data: JsonValue) -> bytes:
         return self._event(kind, item_id=self._items.id(block), output_index=block.index, **data)
 
-    def _event(self, kind: str, **data: Any) -> bytes:
+    def _event(self, kind: str, **data: JsonValue) -> bytes:
         number, self._number = self._number, self._number + 1
         return encode({"type": kind, "sequence_number": number, **data}, kind)

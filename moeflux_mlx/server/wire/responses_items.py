@@ -4,10 +4,9 @@ Clients of OpenAI's API, which stores responses by default, refer to earlier ite
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ...errors import BadRequestError
-from ...files import JsonMapping, JsonObject, JsonValue
+from ...files import JsonDict, JsonObject, JsonValue
 from ...text.latest import Latest
 from ..request import Request, ServerEvent
 from . import responses
@@ -15,7 +14,7 @@ from .fields import Fields, shown
 from .ids import Ids
 from .sse import dumps
 
-Item = JsonMapping
+Item = JsonObject
 REFERENCE = "item_reference"  # its type, which may be left out
 
 
@@ -25,7 +24,7 @@ class StoredResponses:
     def __init__(self) -> None:
         self._items: Latest[str, Item] = Latest()
 
-    def read(self, body: JsonMapping, *, keep_agent_headers: bool = False) -> Request:
+    def read(self, body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
         """The request that a body makes.
 
         Raises:
@@ -39,7 +38,7 @@ class StoredResponses:
     def stream(self, request: Request, ids: Ids) -> responses.ResponseReply:
         return responses.ResponseReply(request, ids, self._keep if request.extra["store"] else None)
 
-    def whole(self, request: Request, events: Iterable[ServerEvent], ids: Ids) -> JsonObject:
+    def whole(self, request: Request, events: Iterable[ServerEvent], ids: Ids) -> JsonDict:
         body = responses.whole(request, events, ids)
         if request.extra["store"]:
             self._keep(body.get("output", ()))
@@ -49,7 +48,7 @@ class StoredResponses:
         for item in items:
             self._items.keep(item["id"], item, len(dumps(item)))
 
-    def _item(self, item: JsonValue, path: str, named: set[str]) -> Any:
+    def _item(self, item: JsonValue, path: str, named: set[str]) -> JsonValue:
         """An item of the input, or the one that it refers to; `named` are those that others referred to."""
         if not isinstance(item, Mapping) or (item.get("type") != REFERENCE and set(item) != {"id"}):
             return item

@@ -4,7 +4,7 @@ import base64
 import binascii
 from collections.abc import Mapping
 
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject
 from ..request import Request
 from . import conversation, settings, tools
 from .conversation import Message
@@ -17,7 +17,7 @@ _KEPT = "this server keeps no responses; send the whole conversation as input"
 _SEAL = "moeflux:"
 
 
-def read(body: JsonMapping, *, keep_agent_headers: bool = False) -> Request:
+def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes."""
     check(body)
     body, images = without_images(body, "input")
@@ -58,7 +58,7 @@ def read(body: JsonMapping, *, keep_agent_headers: bool = False) -> Request:
     )
 
 
-def _echo(fields: Fields) -> JsonObject:
+def _echo(fields: Fields) -> JsonDict:
     """The fields of the request that a response repeats, with OpenAI's defaults for missing ones."""
     usual = {"truncation": "disabled", "top_p": 1.0, "temperature": 1.0, "tool_choice": "auto"}
     given = {key: fields.get(key) for key in usual}
@@ -79,11 +79,11 @@ def _echo(fields: Fields) -> JsonObject:
     }
 
 
-def _not_null(given: JsonMapping) -> JsonObject:
+def _not_null(given: JsonObject) -> JsonDict:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _tool_fields(item: Fields) -> JsonMapping:
+def _tool_fields(item: Fields) -> JsonObject:
     """A function with all of its fields; other tools as they came."""
     whole = item.get("type") == "function"
     return {**dict.fromkeys(("description", "parameters", "strict")), **item.data} if whole else item.data

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...errors import BadRequestError
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject
 from ...text.switches import LADDER
 from ..request import Sampling
 from . import unserved
@@ -111,7 +111,7 @@ def stops(body: Fields, key: str = "stop") -> Sequence[str]:
     return tuple(text for text in texts if text)
 
 
-def stream_options(body: Fields) -> JsonObject:
+def stream_options(body: Fields) -> JsonDict:
     """The stream options of chats and completions, for `Request.extra`."""
     options = body.object("stream_options")
     return {
@@ -120,7 +120,7 @@ def stream_options(body: Fields) -> JsonObject:
     }
 
 
-def template_variables(body: Fields) -> JsonObject:
+def template_variables(body: Fields) -> JsonDict:
     """The request's variables for the template; variables of the server's may not be replaced."""
     if body.get("chat_template") is not None:
         raise BadRequestError("chat_template cannot be sent; the model's own template is used", "chat_template")
@@ -133,7 +133,7 @@ def template_variables(body: Fields) -> JsonObject:
     return variables
 
 
-def thinking(body: Fields, variables: JsonMapping) -> bool | None:
+def thinking(body: Fields, variables: JsonObject) -> bool | None:
     """Whether to reason, by the most explicit of all the fields that say it."""
     for name in ("enable_thinking", "thinking"):
         if isinstance(variables.get(name), bool):
@@ -165,7 +165,7 @@ def thinking_effort(effort: str | None) -> bool | None:
     return None if effort is None else effort != "none"
 
 
-def structure(form: Fields | None) -> JsonMapping | bool | None:
+def structure(form: Fields | None) -> JsonObject | bool | None:
     """The schema of `response_format` or `text.format`, in the form of `Request.schema`."""
     kind = form.required_text("type") if form else "text"
     if form is None or kind == "text":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject
 from .fields import Fields, check
 from .replies import openai_error
 
@@ -19,7 +19,7 @@ class Tokenize:
     with_pieces: bool = False
 
 
-def read(body: JsonMapping) -> Tokenize:
+def read(body: JsonObject) -> Tokenize:
     check(body)
     fields = Fields(body)
     content = fields.text("content")
@@ -28,7 +28,7 @@ def read(body: JsonMapping) -> Tokenize:
     return Tokenize(content, fields.flag("add_special"), fields.flag("with_pieces"))
 
 
-def whole(tokens: Sequence[int], pieces: Sequence[str] | None = None) -> JsonObject:
+def whole(tokens: Sequence[int], pieces: Sequence[str] | None = None) -> JsonDict:
     """The reply; with `pieces`, one to a token."""
     if pieces is None:
         return {"tokens": list(tokens)}

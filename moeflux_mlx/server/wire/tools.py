@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import BadRequestError
-from ...files import JsonMapping, JsonObject
+from ...files import JsonDict, JsonObject
 from .fields import Fields, wrong
 
-Tool = JsonObject
+Tool = JsonDict
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
@@ -16,7 +16,7 @@ _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "requir
 def tool(fields: Fields, schema_key: str = "parameters", name: str | None = None) -> Tool:
     """A function from its name, description and schema; `name` replaces the client's name for it."""
     schema = fields.object(schema_key)
-    function: JsonObject = {
+    function: JsonDict = {
         "name": name or fields.required_text("name"),
         "description": fields.text("description") or "",
         "parameters": dict(schema.data) if schema else dict(_NO_PARAMETERS),
@@ -26,7 +26,7 @@ def tool(fields: Fields, schema_key: str = "parameters", name: str | None = None
     return {"type": "function", "function": function}
 
 
-def name_of(tool: JsonMapping) -> str:
+def name_of(tool: JsonObject) -> str:
     return str(tool["function"]["name"])
 
 

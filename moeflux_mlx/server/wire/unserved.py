@@ -6,12 +6,12 @@ ignored as unknown fields are, and so are the parameters of a refused setting (`
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ...files import JsonValue
 from .fields import Fields
 
-NOTHING: Sequence[Any] = (None, "", [], {})
-LLAMA_SAMPLERS: Sequence[Any] = (
+NOTHING: Sequence[JsonValue] = (None, "", [], {})
+LLAMA_SAMPLERS: Sequence[JsonValue] = (
     None,
     "edskypmxt",
     "edkypmxt",
@@ -19,7 +19,7 @@ LLAMA_SAMPLERS: Sequence[Any] = (
     ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
 )  # llama.cpp's defaults
 # Reason -> field -> its neutral values. The message names the first of these.
-UNSERVED: Mapping[str, Mapping[str, Sequence[Any]]] = {
+UNSERVED: Mapping[str, Mapping[str, Sequence[JsonValue]]] = {
     "this server has no such sampler": {
         "typical_p": (1,),
         "tfs_z": (1,),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 
-from ...files import JsonMapping
+from ...files import JsonObject
 from ..events import CallDelta, CallEnd, CallStart, Event
 from .steps import Malformed, parsed
 
@@ -18,7 +18,7 @@ class Call:
         is_cut: a limit has ended the answer.
     """
 
-    def __init__(self, index: int, schemas: Mapping[str, JsonMapping], emit: Callable[[Event], object]):
+    def __init__(self, index: int, schemas: Mapping[str, JsonObject], emit: Callable[[Event], object]):
         self.index, self.name = index, ""
         self.raw: list[str] = []
         self.is_cut = False
@@ -27,7 +27,7 @@ class Call:
         self._held: int | None = None  # how many pieces of the arguments had been emitted when others were held back
 
     @property
-    def schema(self) -> JsonMapping:
+    def schema(self) -> JsonObject:
         """The schema of the called tool's parameters."""
         return self._schemas[self.name]
 

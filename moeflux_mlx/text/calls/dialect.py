@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...files import JsonMapping
+from ...files import JsonObject
 from ..channels import THINK, Channels
 from .call import Call
 from .steps import Steps
@@ -55,7 +55,7 @@ class Dialect:
     id: str | None = None
     id_form: re.Pattern[str] | None = None
     id_rule: str = ""
-    arguments: tuple[str, Callable[[JsonMapping], str]] | None = None
+    arguments: tuple[str, Callable[[JsonObject], str]] | None = None
 
     def prefix(self, tool: str | None = None, inside_reasoning: bool = False, channels: Channels = THINK) -> str:
         """The text to append to a prompt so that a call of `tool`, or of any tool, follows.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from ...files import JsonMapping
+from ...files import JsonObject
 from ..channels import HARMONY, SOLAR, THINK, Channels
 from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from .call import Call
@@ -37,7 +37,7 @@ class AnswerReader:
     def __init__(
         self,
         dialect: Dialect | None,
-        tools: Sequence[JsonMapping] = (),
+        tools: Sequence[JsonObject] = (),
         inside_reasoning: bool = False,
         parallel: bool = True,
         channels: Channels = THINK,
@@ -235,7 +235,7 @@ def _kind(event: Event) -> tuple[type, int]:
     return type(event), event.index if isinstance(event, CallDelta) else 0
 
 
-def schemas_of(tools: Sequence[JsonMapping]) -> dict[str, JsonMapping]:
+def schemas_of(tools: Sequence[JsonObject]) -> dict[str, JsonObject]:
     """Name -> JSON schema of the parameters; {} where a tool has none that is one."""
     functions = [tool.get("function") or tool for tool in tools]
     parameters = {function["name"]: function.get("parameters") for function in functions}

@@ -7,13 +7,12 @@ stays in its alternative. `nullable: true`, as in OpenAPI, also allows null.
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
 from urllib.parse import unquote
 
-from ...files import JsonMapping, JsonValue
+from ...files import JsonObject, JsonValue
 
-Schema = JsonMapping
-Member = tuple[str, Any, bool]  # key, schema, whether it is required
+Schema = JsonObject
+Member = tuple[str, JsonValue, bool]  # key, schema, whether it is required
 STRING = frozenset({"string"})
 TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 # Without a type, these keys say it.
@@ -120,7 +119,7 @@ def _variants(schema: JsonValue, root: Schema, depth: int, steps: Iterator[int])
     return [*alternatives, {"type": ["null"]}] if schema.get("nullable") is True else alternatives
 
 
-def _split(schema: Schema, root: Schema) -> tuple[Schema, list[Sequence[Any]]]:
+def _split(schema: Schema, root: Schema) -> tuple[Schema, list[Sequence[JsonValue]]]:
     """A schema's own conditions, and the unions of which a value must follow one part each."""
     left_out = ANNOTATIONS | {"const", "type", "enum", "required"}
     plain = {key: value for key, value in schema.items() if key not in left_out}
@@ -142,7 +141,7 @@ def _split(schema: Schema, root: Schema) -> tuple[Schema, list[Sequence[Any]]]:
     return _typed(plain | {key: value for key, value in lists.items() if isinstance(value, list)}), unions
 
 
-def _texts(items: Sequence[Any]) -> list[str]:
+def _texts(items: Sequence[JsonValue]) -> list[str]:
     return [item for item in items if isinstance(item, str)]
 
 
@@ -164,7 +163,7 @@ def _distinct(alternatives: Sequence[Schema]) -> list[Schema]:
     return list({_identity(one): one for one in alternatives}.values())
 
 
-def _identity(one: Schema) -> frozenset[Any]:
+def _identity(one: Schema) -> frozenset[JsonValue]:
     return frozenset((key, tuple(value) if key == "type" else id(value)) for key, value in one.items())
 
 
@@ -195,18 +194,18 @@ def _size(one: Schema) -> int:
     return len(_properties(one)) + len(one.get("enum", ())) + len(one.get("required", ()))
 
 
-def _all(*parts: Any) -> Any:
+def _all(*parts: JsonValue) -> JsonValue:
     """The schema of values that follow all `parts`."""
     conditions = [part for part in parts if part is not True]
     return {"allOf": conditions} if len(conditions) > 1 else conditions[0] if conditions else True
 
 
-def _properties(one: Schema) -> JsonMapping:
+def _properties(one: Schema) -> JsonObject:
     properties = one.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
-def _member(key: str, one: Schema) -> Any:
+def _member(key: str, one: Schema) -> JsonValue:
     return _properties(one).get(key, one.get("additionalProperties", True))
 
 
@@ -222,11 +221,11 @@ def _type_of(value: JsonValue) -> str:
     return TYPE_NAMES.get(type(value), "null")
 
 
-def referred(reference: Any, root: Schema) -> Any:
+def referred(reference: JsonValue, root: Schema) -> JsonValue:
     """What a JSON pointer points to, None if it is none or points to nothing."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
-    target: Any = root
+    target: JsonValue = root
     for part in unquote(reference).split("/")[1:]:
         if isinstance(target, list):
             target = {str(n): item for n, item in enumerate(target)}

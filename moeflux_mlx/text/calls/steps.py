@@ -6,7 +6,9 @@ characters that it read too far, and raises `Malformed` if the text is invalid.
 
 import json
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from ...files import JsonValue
 
 T = TypeVar("T")
 Steps = Generator[None, str, T]
@@ -146,7 +148,7 @@ def json_string(write: Write) -> Steps[None]:
         escaped = char == "\\" and not escaped
 
 
-def parsed(text: str) -> Any:
+def parsed(text: str) -> JsonValue:
     """The value of JSON text, and ValueError where there is none; NaN and infinities are none."""
     try:
         return json.loads(text, parse_constant=_refuse)
@@ -154,5 +156,5 @@ def parsed(text: str) -> Any:
         raise ValueError("too deep") from None
 
 
-def _refuse(name: str) -> Any:
+def _refuse(name: str) -> JsonValue:
     raise ValueError(f"{name} is not JSON")
