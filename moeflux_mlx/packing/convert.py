@@ -108,8 +108,8 @@ def convert(
             or 4.
         q_group_size: 32, 64 or 128; None: the mode's only size, or 64.
         q_mode: "affine", "mxfp4", "mxfp8" or "nvfp4".
-        q_type: a type of GGUF, such as "Q3_K", for routed experts that come as floats (extra `libgguf`); the rest is as
-            `recipe` says, or else "balanced".
+        q_type: a type of GGUF, such as "Q3_K", for routed experts that come as floats (IQ: extra `libgguf`); the rest
+            is as `recipe` says, or else "balanced".
         expert_bits: bits of routed experts, if different from `q_bits`.
         down_bits: bits of their down projections, if different from `expert_bits`.
         recipe: the forms of parts that come as floats: "uniform", "balanced", "small", or a JSON file

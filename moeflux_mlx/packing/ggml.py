@@ -1,5 +1,5 @@
-"""Rounds floats to GGUF's forms, as files of llama.cpp have them: by ggml's own quantisers, which the package libgguf
-(extra `libgguf`) has.
+"""Rounds floats to any form: to GGUF's with tables as files of llama.cpp have them, by ggml's own quantisers, which the
+package libgguf (extra `libgguf`) has, and to all others by `rounding.methods`.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..ops.cores import cores
-from ..quant import GRID, Quant
+from ..quant import GRID, TABLE, Quant
 from ..rounding import methods
 from ..rounding.methods import FIT
 from .gguf_forms import FORMS, grids, repacked
@@ -32,8 +32,8 @@ def _library() -> ModuleType | None:
 
 
 def check(quant: Quant, is_calibrated: bool) -> None:
-    """Raises ConfigError: the form is one of GGUF's that cannot be made of floats, here or without a text."""
-    if quant.is_of_mlx:
+    """Raises ConfigError: the form is one with a table that cannot be made of floats, here or without a text."""
+    if quant.codes != TABLE:
         return
     kind, library = quant.mode.upper(), _library()
     if library is None:
@@ -49,7 +49,7 @@ def rounded(
     importance: mx.array | None = None,
     dtype: mx.Dtype = mx.bfloat16,
 ) -> Codes:
-    """Rounds matrices to a stored form, which may be one of GGUF's.
+    """Rounds matrices to a stored form, which may have a table.
 
     Args:
         values, quant, importance: as of `rounding.methods.rounded`.
@@ -61,7 +61,7 @@ def rounded(
     Raises:
         ConfigError: as `check`.
     """
-    if quant.is_of_mlx:
+    if quant.codes != TABLE:
         return methods.rounded(values, quant, method, importance, dtype)
     check(quant, importance is not None)
     *lead, rows, columns = values.shape

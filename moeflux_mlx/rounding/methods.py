@@ -8,8 +8,9 @@ import numpy as np
 
 from ..ops import backend
 from ..ops.forms import is_computed, settings
-from ..quant import E4M3, GLOBAL_UNIT, INTEGER, Quant
+from ..quant import E4M3, FLOAT, GLOBAL_UNIT, INTEGER, Quant
 from .affine import fit_affine
+from .k_types import fit_k_type
 from .small_floats import fit_small_floats
 from .weights import group_weights
 
@@ -31,17 +32,17 @@ def rounded(
 
     Args:
         values: [..., rows, cols] of a floating dtype, finite.
-        quant: a known form, whose groups divide `cols`.
+        quant: a known form without a table, whose `multiple` divides `cols`.
         method: "fit" has the least squared error that a search finds, and never a larger one than "minmax" in mode
             affine; "minmax" is `mx.quantize` of the values in `dtype`. In mode "mxfp8" both are `mx.quantize`: E4M3 has
-            the same relative error in 15 octaves, so no other power of two is better.
+            the same relative error in 15 octaves, so no other power of two is better. In GGUF's forms both are "fit".
         importance: [cols] or [..., cols], the weight of the squared error in each column, such as the mean square of
             that input; None: all alike. "minmax" does not use it.
-        dtype: of floating scales and biases.
+        dtype: of the floating scales and biases of MLX's forms.
 
     Returns:
         words, scales and, in mode affine, biases, as `mx.quantize` returns them; or a global scale, the largest
-        magnitude of each matrix, float32 [..., 1, 1].
+        magnitude of each matrix, float32 [..., 1, 1]. The parts [..., rows, values] of a form of GGUF.
 
     Raises:
         ValueError: there is no such method.
@@ -54,11 +55,11 @@ def rounded(
         largest = mx.where(largest > 0, largest, 1)
         alone = replace(quant, has_global_scale=False)
         return *rounded(wide / largest * GLOBAL_UNIT, alone, method, importance, mx.float32), largest
-    if method == MINMAX or quant.codes == E4M3:
+    if quant.is_of_mlx and method == MINMAX or quant.codes == E4M3:
         with nullcontext() if is_computed(backend.name(), quant) else mx.stream(mx.cpu):
             return tuple(mx.quantize(values.astype(dtype), **settings(quant)))
     *lead, rows, columns = values.shape
-    weights = group_weights(importance, columns, quant.group_size)
+    weights = group_weights(importance, columns, quant.multiple)
     if weights.ndim == 1:
         parts = _fit(values.reshape(-1, columns), quant, weights, dtype)
     else:
@@ -69,6 +70,9 @@ def rounded(
 
 
 def _fit(matrix: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype) -> tuple[mx.array, ...]:
-    if quant.codes == INTEGER:
-        return fit_affine(matrix, quant, weights, dtype)
-    return fit_small_floats(matrix, quant, weights)
+    if quant.codes != INTEGER:
+        return fit_small_floats(matrix, quant, weights)
+    if quant.has_biases:
+        of_mlx = Quant(quant.bits, quant.group_size)
+        return fit_affine(matrix, of_mlx, weights, dtype if quant.scale == FLOAT else mx.float16)
+    return fit_k_type(matrix, quant, weights)

@@ -1,4 +1,4 @@
-"""Floats that are rounded to GGUF's types by ggml's quantisers, which libgguf has."""
+"""Floats that are rounded to GGUF's types: those with tables by ggml's quantisers, which libgguf has."""
 
 import json
 
@@ -17,11 +17,14 @@ from moeflux_mlx.convert import main
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.formats.checkpoint import GRIDS_LICENSE
+from moeflux_mlx.ops.forms import unpacked_float32
 from moeflux_mlx.packing import ggml
 from moeflux_mlx.packing.gguf_forms import FORMS, repacked
 from moeflux_mlx.packing.recipe import Recipe
+from moeflux_mlx.quant import TABLE
 
 gguf, libgguf = pytest.importorskip("gguf"), pytest.importorskip("libgguf")
+OF_GGML = [kind for kind in ggml.TYPES if FORMS[kind].quant.codes == TABLE]
 SLOW = ("IQ1_S", "IQ1_M", "IQ2_S", "IQ2_XS")  # ggml first searches their tables
 NEEDS_TEXT = ("IQ2_XXS", "IQ2_XS", "IQ1_S")
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4, "num_hidden_layers": 2}
@@ -46,8 +49,11 @@ def blocks(kind, rows, importance=None):
     return libgguf.quantize_rows(rows, libgguf.GGMLQuantizationType[kind], imatrix=importance)
 
 
-def values(kind, rows, importance=None):
-    return gguf.dequantize(blocks(kind, rows, importance), gguf.GGMLQuantizationType[kind])
+def values(kind, rows):
+    if kind not in OF_GGML:
+        quant = FORMS[kind].quant
+        return np.array(unpacked_float32(quant, *ggml.rounded(mx.array(rows), quant)))
+    return gguf.dequantize(blocks(kind, rows), gguf.GGMLQuantizationType[kind])
 
 
 def experts(path, layer, expert):
@@ -60,7 +66,7 @@ def floats(source, layer, expert):
     return [np.array(tensors[f"{stem}.{name}_proj.weight"]) for name in ("gate", "up", "down")]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=marks(one not in SLOW)) for one in ggml.TYPES])
+@pytest.mark.parametrize("kind", [pytest.param(one, marks=marks(one not in SLOW)) for one in OF_GGML])
 def test_matrices_have_the_blocks_of_ggml(monkeypatch, kind):
     """However rows are distributed over threads; each matrix has an importance of its own."""
     monkeypatch.setattr(ggml, "PIECE_VALUES", 600)
@@ -124,7 +130,8 @@ def test_what_cannot_be_made_is_said(tmp_path, source, monkeypatch, capsys):
     with pytest.raises((ConfigError, ModelFileError), match="256"):
         convert(narrow, tmp_path / "out", q_type="Q4_K")
     monkeypatch.setattr(ggml, "_library", lambda: None)
-    assert main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--q-type", "Q2_K"]) == 1
+    assert main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--q-type", "IQ2_S"]) == 1
     error = capsys.readouterr().err
-    assert "Q2_K is made by the package libgguf: pip install 'moeflux-mlx[libgguf]'" in error
+    assert "IQ2_S is made by the package libgguf: pip install 'moeflux-mlx[libgguf]'" in error
     assert not (tmp_path / "out").exists()
+    assert main(["--hf-path", str(source), "--mlx-path", str(tmp_path / "out"), "--q-type", "Q2_K"]) == 0
