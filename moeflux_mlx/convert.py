@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         type=str.upper,
         choices=TYPES,
         metavar="TYPE",
-        help=f"type of GGUF for routed experts, IQ by libgguf; the rest: --recipe balanced ({', '.join(TYPES)})",
+        help="type of GGUF for routed experts, such as Q3_K; the rest: --recipe balanced (docs/formats.md)",
     )
     add("--expert-bits", type=int, choices=AFFINE_BITS, help="bits of routed experts; default: as --q-bits")
     add("--down-bits", type=int, choices=AFFINE_BITS, help="bits of their down projections; default: as --expert-bits")

@@ -57,7 +57,7 @@ def loaded(family, draft):
 
 
 def logits_of(model, out):
-    return np.array(model._logits_of(out))[0]
+    return np.array(model._compute_logits(out))[0]
 
 
 # ---- what a head computes ----

@@ -75,8 +75,9 @@ def launches(monkeypatch):
 
 
 def forget():
-    """Empties every cache of the package: arrays that are made once were not evaluated here."""
-    for module in [one for name, one in sys.modules.items() if name.startswith("moeflux_mlx.")]:
+    """Empties every cache of the package but those of texts: arrays that are made once were not evaluated here."""
+    ours = [name for name in sys.modules if name.startswith("moeflux_mlx.") and not name.startswith("moeflux_mlx.text")]
+    for module in [sys.modules[name] for name in ours]:
         for value in list(vars(module).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
