@@ -251,7 +251,7 @@ class FakeAnswer:
 
 class FakeExperts:
     def __init__(self):
-        self.stats, self.closed, self.pool_bytes = LoaderStats(), False, 0
+        self.stats, self.closed, self.pool_bytes, self.host_bytes = LoaderStats(), False, 0, 0
         self.layout = types.SimpleNamespace(moe_layers=(0, 1), num_experts=4)
 
     def watch(self, wanted):
