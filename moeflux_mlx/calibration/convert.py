@@ -15,7 +15,6 @@ from ..formats.checkpoint import Checkpoint, open_checkpoint
 from ..formats.record import ExpertLayout
 from ..packing import convert as packing
 from ..packing.convert import ConversionReport
-from ..packing.ggml import check
 from ..packing.layer_files import LayerFile
 from ..packing.plan import ConversionPlan, make_plan, read_args
 from ..packing.recipe import EXPERT_PARTS, Recipe
@@ -105,8 +104,7 @@ def convert_calibrated(
     if calibration.target_bits is not None or calibration.target_gb is not None:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
     wanted = _wanted(recipe, options)
-    for form in wanted.recipe.forms:
-        check(form, is_calibrated=True)
+    wanted.check(is_calibrated=True)
     rounding = made.rounded(args, wanted, say, user_path(mlx_path))
     done = packing.convert(path, mlx_path, recipe=recipe, rounding=rounding, **options)
     shutil.rmtree(calibration.folder, ignore_errors=True)

@@ -137,7 +137,7 @@ def convert(
         is unusable, damaged or too large for the disk.
     """
     wanted = Wanted.of(q_bits, q_group_size, q_mode, q_type, expert_bits, down_bits, requantize, recipe, rounding)
-    wanted.check()
+    wanted.check(is_calibrated=not isinstance(rounding, str))
     is_here = user_path(hf_path).exists() and not delete_source
     share = _share(ranks, rank, is_here)
     path, folders = user_path(mlx_path), [user_path(folder).absolute() for folder in also]

@@ -3,7 +3,7 @@ package libgguf (extra `libgguf`) has, and to all others by `rounding.methods`.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import ModuleType
@@ -66,11 +66,11 @@ def rounded(
     check(quant, importance is not None)
     *lead, rows, columns = values.shape
     matrices = np.array(values.astype(mx.float32)).reshape(-1, rows, columns)
-    if importance is None:
-        weights: np.ndarray | None = None
-    else:
-        weights = np.array(mx.broadcast_to(importance.astype(mx.float32), (*lead, columns))).reshape(-1, columns)
-    blocks = np.stack([_blocks(one, quant, None if weights is None else weights[i]) for i, one in enumerate(matrices)])
+    weights: Sequence[np.ndarray | None] = [None] * len(matrices)
+    if importance is not None:
+        each = mx.broadcast_to(importance.astype(mx.float32), (*lead, columns))
+        weights = list(np.array(each).reshape(-1, columns))
+    blocks = np.stack([_blocks(one, quant, own) for one, own in zip(matrices, weights, strict=True)])
     parts = repacked(quant.mode.upper(), blocks.reshape(*lead, rows, -1))
     return tuple(map(mx.array, parts))
 

@@ -89,10 +89,10 @@ class Wanted:
             rounding=Alone(rounding) if isinstance(rounding, str) else rounding,
         )
 
-    def check(self) -> None:
-        """Raises ConfigError: a form of GGUF's cannot be made here."""
+    def check(self, is_calibrated: bool) -> None:
+        """Raises ConfigError: a form of GGUF's cannot be made here, or not without a text."""
         for form in self.recipe.forms:
-            check(form, is_calibrated=not isinstance(self.rounding, Alone))
+            check(form, is_calibrated)
 
     def keeps(self, stored: Quant, form: Quant) -> bool:
         """Whether an expert's codes in the form `stored` are copied, though `form` is wanted of floats."""
