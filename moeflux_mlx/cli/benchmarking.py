@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
     options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
     # random tokens say nothing about what later sessions use
-    engine = open_optional(argparse.Namespace(**{**vars(options), "warm_start": "off"}), model)
+    engine = open_optional(options, model, warm_start="off")
     peer = None if options.against is None else mlx_lm_steps(engine)
     if options.parallel:
         check_numbers(options.parallel, engine)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..engine.engine import Engine, open_with
 from ..engine.machine import default_dtype
@@ -26,7 +27,7 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
     """
     start = time.perf_counter()
     with Progress("loading", of_bytes=True) as progress:
-        engine = open_optional(options, model, progress.update)
+        engine = open_optional(options, model, progress=progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     if greeting is not None:
         note(greeting)
@@ -47,14 +48,12 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
     return engine
 
 
-def open_optional(
-    options: argparse.Namespace, model: str | Path | None, progress: Callable[[int, int], object] | None = None
-) -> Engine:
-    """`model`, as the options of `add_model_options` say; `progress` as for `load`.
+def open_optional(options: argparse.Namespace, model: str | Path | None, **others: Any) -> Engine:
+    """`model`, as the options of `add_model_options` say, but for `others` of its `LoadSettings`.
 
     On rank 0 of several, the others follow it.
     """
-    engine = open_with(replace(settings_of(options, model), progress=progress))
+    engine = open_with(replace(settings_of(options, model), **others))
     lead: Callable[[Engine], Engine] | None = getattr(options, "lead", None)
     return engine if lead is None else lead(engine)
 
