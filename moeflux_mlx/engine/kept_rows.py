@@ -45,6 +45,5 @@ def alone(file: Path) -> Iterator[None]:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Replaces the file atomically."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces the file atomically; the caller is `alone` with it."""
     replace_file(file, [json.dumps({"version": VERSION, "found": rows}, indent=1).encode()])
