@@ -54,6 +54,10 @@ class Fields:
             raise ConfigError(f"config field {names.split('|')[0]!r} is missing")
         return names, default
 
+    def with_usual(self, usual: JsonObject) -> "Fields":
+        """The fields, with the values of `usual` where one is missing or null."""
+        return Fields({**usual, **{name: value for name, value in self.config.items() if value is not None}})
+
     def required(self, names: str, kind: type) -> Any:
         return self._get(names, kind, _MISSING)[1]
 

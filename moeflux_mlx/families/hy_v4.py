@@ -19,8 +19,7 @@ USUAL = {"first_k_dense_replace": 1, "rope_theta": 1e4, "n_group": 1, "topk_grou
 def _hy_v4(read: Fields) -> JsonDict:
     count = layer_count(read)
     kinds = [FULL if i == 0 or i % 4 == 1 else SHARED for i in range(count)]
-    given = {name: value for name, value in read.config.items() if value is not None}
-    read = Fields({**USUAL, "indexer_types": kinds, **given})
+    read = read.with_usual({**USUAL, "indexer_types": kinds})
     fields = common(read, eps=1e-5)
     indexer = Indexer(
         heads=read.count("index_n_heads", 16),

@@ -46,7 +46,7 @@ def _query_scale(read: Fields) -> QueryScale:
 
 
 def _mistral_large4(read: Fields) -> JsonDict:
-    read = Fields({**USUAL, **{name: value for name, value in read.config.items() if value is not None}})
+    read = read.with_usual(USUAL)
     for name, wanted in (("q_lora_rank", None), ("norm_topk_prob", True)):
         read.must_equal(name, wanted)
     Fields(read.required("rope_parameters", Mapping)).must_equal("mscale_all_dim", 0)
