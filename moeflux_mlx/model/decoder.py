@@ -101,6 +101,7 @@ class Model(nn.Module):
         super().__init__()
         self._tables = tables
         self.drafting = Drafting() if drafting is None else drafting
+        self._tabled = tuple(args.ngrams)  # the layers that have n-grams, in order
         self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, forms)
@@ -246,7 +247,7 @@ class Model(nn.Module):
     def _compute(self, tokens: mx.array, cache: list[LayerCache]) -> list[AnyArray]:
         """Returns logits [B, L, vocab_size], and for a head that drafts its hidden states [B, L, hidden_size]."""
         if self.decode_step is not None and self.decode_step.takes(tokens, [cache]):
-            return self.decode_step(tokens, [cache], *self._begin_inputs(tokens, cache).arrays(tuple(self.args.ngrams)))
+            return self.decode_step(tokens, [cache], *self._begin_inputs(tokens, cache).arrays(self._tabled))
         return self._compute_step(tokens, cache)
 
     def _compute_step(
@@ -280,7 +281,7 @@ class Model(nn.Module):
         sequences, caches = [rows.cache for rows in step.sequences for _ in range(rows.count)], step.caches
         if self.decode_step is not None:
             if self.decode_step.takes(tokens, sequences):
-                inputs = self._begin_inputs(tokens, caches).arrays(tuple(self.args.ngrams))
+                inputs = self._begin_inputs(tokens, caches).arrays(self._tabled)
                 return self.decode_step(tokens, sequences, *inputs, begin=step.begin)
             return self._one_by_one(tokens, sequences, step)
         return self._compute_step(tokens, caches)
@@ -310,7 +311,7 @@ class Model(nn.Module):
                 span.drop(cache)  # otherwise some layers would have seen tokens that others have not
                 raise
             return span.hidden
-        inputs = Tokens.of(tuple(self.args.ngrams), *arrays) if arrays else self._begin_inputs(tokens, cache)
+        inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
         h, chosen = self.embedded(tokens), Chosen()
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             h = layer(h, layer_cache, chosen, inputs)
