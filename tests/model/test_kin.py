@@ -52,6 +52,14 @@ def error(model, family, chunk=None):
     return np.abs(run(model, family, chunk) - goldens.golden(family)[1]).max()
 
 
+def error_after(mistake, family, *given):
+    """The error of a model whose layers were changed by `mistake`, which also gets `given`."""
+    model = load_model(tiny_directory(family, "hub"), dtype=mx.float32)
+    for layer in model.layers:
+        mistake(layer, *given)
+    return error(model, family)
+
+
 @pytest.mark.parametrize("family, computing", drawn(goldens.KIN, ["native", "plain operations"]))
 def test_logits_match_hugging_face(monkeypatch, family, computing):
     if computing == "plain operations":
@@ -418,10 +426,7 @@ def _set(module, name, value):
 
 @pytest.mark.parametrize("mistake", GEMMA4)
 def test_a_part_of_gemma_4_that_is_left_out(mistake):
-    model = load_model(tiny_directory("gemma4", "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        GEMMA4[mistake](layer)
-    assert error(model, "gemma4") > 10 * TOLERANCE
+    assert error_after(GEMMA4[mistake], "gemma4") > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "olmoe"])
@@ -583,10 +588,7 @@ def _in_indexer(layer, **attributes):
 
 @pytest.mark.parametrize("mistake", HY_V4)
 def test_mistakes_in_hy_v4(mistake):
-    model = load_model(tiny_directory("hy_v4", "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        HY_V4[mistake](layer)
-    assert error(model, "hy_v4") > 10 * TOLERANCE
+    assert error_after(HY_V4[mistake], "hy_v4") > 10 * TOLERANCE
 
 
 # Parts of a DeepSeek-V4.1 layer that an implementation may leave out or place wrongly.
@@ -785,10 +787,7 @@ MISTRAL_LARGE4 = {
 
 @pytest.mark.parametrize("mistake", MISTRAL_LARGE4)
 def test_mistakes_in_mistral_large4(mistake):
-    model = load_model(tiny_directory("mistral_large4", "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        MISTRAL_LARGE4[mistake](layer)
-    assert error(model, "mistral_large4") > 10 * TOLERANCE
+    assert error_after(MISTRAL_LARGE4[mistake], "mistral_large4") > 10 * TOLERANCE
 
 
 # Parts of Llama 4 that an implementation may place wrongly.
@@ -810,10 +809,7 @@ def _set_rule(layer, **change):
 
 @pytest.mark.parametrize("mistake", LLAMA4)
 def test_mistakes_in_llama4(monkeypatch, mistake):
-    model = load_model(tiny_directory("llama4", "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        LLAMA4[mistake](layer, monkeypatch)
-    assert error(model, "llama4") > 10 * TOLERANCE
+    assert error_after(LLAMA4[mistake], "llama4", monkeypatch) > 10 * TOLERANCE
 
 
 # The norms of a stream that is kept divided by the factor of parts, and those that read no stream.
@@ -832,10 +828,7 @@ def _change_eps(owner, name, factor):
 
 @pytest.mark.parametrize("norms", NORMS_OF_GRANITE)
 def test_an_epsilon_that_forgets_how_the_stream_is_kept(norms):
-    model = load_model(tiny_directory("granitemoehybrid", "hub"), dtype=mx.float32)
-    for layer in model.layers:
-        NORMS_OF_GRANITE[norms](layer)
-    assert error(model, "granitemoehybrid") > 10 * TOLERANCE
+    assert error_after(NORMS_OF_GRANITE[norms], "granitemoehybrid") > 10 * TOLERANCE
 
 
 AGREED = (
