@@ -22,7 +22,7 @@ from unittest import mock
 
 import mlx.core as mx
 import numpy as np
-from bench_stream import medians, quartiles
+from bench_stream import medians, quartiles, warm
 
 from moeflux_mlx.engine import expert_source
 from moeflux_mlx.engine.engine import Engine, open_engine
@@ -91,11 +91,7 @@ def kept(given: dict, made: object) -> dict:
 
 def fill(source: StreamedExperts) -> None:
     """Lets every expert be used once, so that host memory has all."""
-    for layer in source.layout.moe_layers:
-        for first in range(0, source.layout.num_experts, AT_ONCE):
-            ids = np.arange(first, min(first + AT_ONCE, source.layout.num_experts))
-            with source.turn(1), source.request(layer, ids) as lease:
-                lease.wait()
+    warm(source)
     source.drain()
 
 
