@@ -26,7 +26,7 @@ from .cli.options import (
     settings_of,
 )
 from .cli.run import Parser, execute
-from .cli.terminal import Progress, note
+from .cli.terminal import ProgressLine, note
 from .engine.engine import Engine, open_with
 from .engine.locate import resolve
 from .errors import NotPackedError, RequestError
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     chart = None if options.svg is None else user_path(options.svg)
     if chart is not None and options.against is None:
         raise RequestError("--svg draws the divergence of two models; give the second with --against")
-    with Progress("reading", lines=True) as progress:
+    with ProgressLine("reading", lines=True) as progress:
         measured = evaluate(
             lambda: opened(options, options.model, options.kv_bits, options.shards_in),
             texts,

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import ignore_report
+from ..experts.routing import Report, ignore_report
 from ..experts.tables import open_readers
 from ..files import read_json
 from ..kinds import streams_before
@@ -43,8 +43,6 @@ from .weights import LayerWeights
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
 RUN, LOCK = "run.json", "run.lock"
 ROWS_AT_ONCE = 65536  # tokens that go through a layer's experts together; more would read each expert less often
-
-Progress = Callable[[float], object]  # called with the share of the run that is done
 
 
 class LayerRun:
@@ -122,7 +120,7 @@ class LayerRun:
         )
 
     @within_limits()
-    def run(self, progress: Progress = lambda share: None) -> None:
+    def run(self, progress: Report = lambda share: None) -> None:
         """Takes the texts through the layers that they have not passed.
 
         Raises:
@@ -195,7 +193,7 @@ class LayerRun:
 
     # ---- one layer
 
-    def _pass(self, layer: int, progress: Progress) -> None:
+    def _pass(self, layer: int, progress: Report) -> None:
         """Takes all texts through a layer."""
         made = self._layer(layer, self.weights)
         with self._tables(layer) as tables:
@@ -231,7 +229,7 @@ class LayerRun:
         made: DecoderLayer,
         tables: Tables | None,
         seen: SeenLayer | None,
-        report: Progress,
+        report: Report,
     ) -> Iterator[mx.array]:
         """The hidden states [1, L, .] of each text after a layer; `seen` keeps what its matrices multiply."""
         if isinstance(made.mlp, MoE) and isinstance(made.mlp.experts, OneByOne):

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..experts.routing import Report
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
 from ..packing.expert_parts import SCALES
@@ -30,7 +31,7 @@ from ..quant import INTEGER, Quant
 from ..rounding.gptq import TURNS, damped, gptq
 from ..rounding.methods import FIT
 from .files import read_tensors, write_tensors
-from .layers import LayerRun, Progress
+from .layers import LayerRun
 from .seen import Rows, SeenLayer, Sums, moments, rows_of, sums, weighted
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
@@ -147,7 +148,7 @@ class RoundingRun(LayerRun):
         """The embedding as it is stored, so that the first layer sees what it will see."""
         return self._target
 
-    def run(self, progress: Progress = lambda share: None) -> None:
+    def run(self, progress: Report = lambda share: None) -> None:
         """As `LayerRun.run`; then the head is rounded."""
         super().run(progress)
         if (self.folder / HEAD_FILE).exists():
@@ -162,7 +163,7 @@ class RoundingRun(LayerRun):
             codes |= self._of_source(source, inputs)
         write_tensors(self.folder / HEAD_FILE, codes)
 
-    def _pass(self, layer: int, progress: Progress) -> None:
+    def _pass(self, layer: int, progress: Report) -> None:
         made = self._layer(layer, self.weights)
         seen = SeenLayer(layer, made, self._rounder.products)
         with self._tables(layer) as tables:

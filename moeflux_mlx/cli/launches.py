@@ -3,7 +3,7 @@
 import argparse
 from contextlib import closing
 
-from ..engine.launches import TOKENS, Step, launches_of
+from ..engine.launches import TOKENS, PartLaunches, launches_of
 from ..ops import backend, native
 from ..ops.stand_ins import standing_in
 from .tuning import shapes_of
@@ -32,7 +32,7 @@ def machine_of(title: str) -> str:
     return f"{title} ({native.instruction_paths()[0]})" if is_native else title
 
 
-def title_of(step: Step) -> str:
+def title_of(step: PartLaunches) -> str:
     """The part and its layers."""
     if not step.layers:
         return step.part
@@ -41,7 +41,7 @@ def title_of(step: Step) -> str:
     return f"{step.part}: {len(step.layers)} layers, the first is {step.layers[0]}"
 
 
-def lines_of(step: Step, refusal: str) -> list[str]:
+def lines_of(step: PartLaunches, refusal: str) -> list[str]:
     """The lines of what runs, each followed by the reasons (`refusal`) why no other form runs."""
     runs = ", ".join(name if count == 1 else f"{name} x{count}" for name, count in step.runs.items())
     lines = [f"  {step.tokens:>3} {'token ' if step.tokens == 1 else 'tokens'}  {runs or 'MLX operations only'}"]

@@ -14,7 +14,7 @@ from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, settings_of
-from .terminal import Progress, note
+from .terminal import ProgressLine, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
@@ -26,7 +26,7 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
     loaded, and how experts are read only if the user chose it or asked for it.
     """
     start = time.perf_counter()
-    with Progress("loading", of_bytes=True) as progress:
+    with ProgressLine("loading", of_bytes=True) as progress:
         engine = open_optional(options, model, progress=progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     if greeting is not None:

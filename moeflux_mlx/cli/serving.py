@@ -120,7 +120,7 @@ def serve_with(
     from ..server.app import Served, make_app
     from ..server.guard import Rules
     from ..server.listen import bind
-    from ..server.switch import Choice, Loaded, ModelSwitch
+    from ..server.switch import Loaded, ModelChoice, ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)
     _check_values(options)
@@ -148,7 +148,7 @@ def serve_with(
         name: (partial(preparer_of, options, variables, path), context_of(options, path))
         for name, path in paths.items()
     }
-    choices = [Choice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
+    choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
     switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce, complain)
     served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)

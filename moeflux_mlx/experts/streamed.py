@@ -27,7 +27,7 @@ from .memory import allow_memory
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
-from .reader import DEFAULT_WORKERS, Arrange, Check, ExpertReader
+from .reader import DEFAULT_WORKERS, Arrange, ExpertReader, RecordCheck
 from .reads import IN_A_STEP, WARM_READS
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
@@ -86,7 +86,7 @@ class StreamedExperts(ExpertLoader):
         host_bytes: int = 0,
         host_limit: Callable[[int], int] | None = None,
         reader: ExpertReader | None = None,
-        check: Check | None = None,
+        check: RecordCheck | None = None,
         arrange: Arrange | None = None,
     ):
         super().__init__(packed.layout, decision)

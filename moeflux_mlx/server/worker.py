@@ -40,7 +40,7 @@ class QueueFullError(BadRequestError):
 
 
 @dataclass
-class State:
+class WorkerState:
     """The worker's state, which other threads may read at any time.
 
     Args:
@@ -119,7 +119,7 @@ class Worker:
         self._load, self._make_sessions, self._make_admission = load, make_sessions, make_admission
         self._on_ready, self._on_end = on_ready, on_end
         self.waiting = waiting
-        self.state, self.totals, self.watch = State(), totals, watch
+        self.state, self.totals, self.watch = WorkerState(), totals, watch
         self._pace = Pace(decode_share, totals)
         self._jobs: list[Job] = []
         self._wake = threading.Condition()

@@ -29,7 +29,7 @@ from moeflux_mlx.server.listen import Listener, bind
 from moeflux_mlx.server.prepare import Defaults
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
-from moeflux_mlx.server.switch import Choice, ModelSwitch
+from moeflux_mlx.server.switch import ModelChoice, ModelSwitch
 from moeflux_mlx.text.boundaries import shared_length
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -78,7 +78,7 @@ class Live:
         defaults = Defaults(Sampling(temperature=0.0), {}, fetch)
         loads = load if isinstance(load, dict) else {"tiny": load}
         choices = [
-            Choice(
+            ModelChoice(
                 name,
                 make,
                 lambda engine: Sessions(engine.session, sessions, idle),

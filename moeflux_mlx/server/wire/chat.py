@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ...files import JsonDict, JsonObject, JsonValue
 from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
 from . import conversation, settings, tools
-from .answer import Answer, Block, Step
+from .answer import Block, BlockStep, WireAnswer
 from .fields import Fields, check, wrong
 from .ids import Ids
 from .images import without_images
@@ -122,7 +122,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _reply(answer: Answer, ids: Ids) -> JsonDict:
+def _reply(answer: WireAnswer, ids: Ids) -> JsonDict:
     calls = [_called(block, ids) for block in answer.calls()]
     message: JsonDict = {"role": "assistant", "content": answer.text("text") or (None if calls else "")}
     if reasoning := answer.text("reasoning"):
@@ -169,7 +169,7 @@ class ChatReply(Reply):
         begun, self._begun = self._begun, True
         return [] if begun else [self._delta({"role": "assistant", "content": None})]
 
-    def step(self, step: Step) -> Iterable[bytes]:
+    def step(self, step: BlockStep) -> Iterable[bytes]:
         if step.block.kind == "call":
             yield from self._call_step(step)
         elif step.what == "grow" and step.block.kind == "reasoning":
@@ -180,7 +180,7 @@ class ChatReply(Reply):
                 choice["logprobs"] = {"content": [_logprob(token) for token in step.logprobs], "refusal": None}
             yield self._chunk([choice])
 
-    def _call_step(self, step: Step) -> Iterable[bytes]:
+    def _call_step(self, step: BlockStep) -> Iterable[bytes]:
         # Indices count the calls that the client sees.
         index = self.answer.of("call").index(step.block)
         if step.what == "open":
