@@ -33,7 +33,7 @@ from .weights import CheckpointWeights
 
 DEFAULT_TEXT = "default"
 BASE = "balanced"  # the recipe of what a budget is not about
-Report = Callable[[float, str], object]  # called with the share that is done of what the name says
+NamedReport = Callable[[float, str], object]  # called with the share that is done of what the name says
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def convert_calibrated(
     mlx_path: str | Path,
     calibration: Calibration,
     recipe: str | Path | Recipe | None = None,
-    report: Report = lambda share, name: None,
+    report: NamedReport = lambda share, name: None,
     say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> ConversionReport:
@@ -125,7 +125,7 @@ def plan_calibrated(
 
 
 def _begun(
-    path: Path, calibration: Calibration, report: Report = lambda share, name: None
+    path: Path, calibration: Calibration, report: NamedReport = lambda share, name: None
 ) -> tuple["_Conversion", ModelArgs]:
     """Reads the texts and the headers of the checkpoint."""
     calibration.check()
@@ -171,7 +171,7 @@ class _Conversion:
     """One calibrated conversion."""
 
     def __init__(
-        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: Report
+        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: NamedReport
     ):
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
         self.weights = CheckpointWeights(path)

@@ -34,7 +34,7 @@ from ..ops.backend import AnyArray
 from ..ops.limits import within_limits
 from ..ops.observe import observing
 from ..ops.seen import HANDED, Chosen
-from ..packing.sources import DTYPES, Written
+from ..packing.sources import DTYPES, WrittenTensor
 from .experts import OneByOne
 from .files import read_tensors, write_json, write_rows, write_tensors
 from .seen import SeenLayer
@@ -158,12 +158,12 @@ class LayerRun:
         """Holds the hidden states after that number of layers."""
         return self.folder / f"hidden-{layer:05d}.safetensors"
 
-    def _form(self, layer: int) -> dict[str, Written]:
+    def _form(self, layer: int) -> dict[str, WrittenTensor]:
         """The tensors of `_file`."""
         width = self.args.hidden_size * streams_before(self.args.connections, layer)
         kind = DTYPES[self.dtype]
         shapes = {f"text.{i}": (1, len(text), width) for i, text in enumerate(self.texts)}
-        return {name: Written(name, kind, shape) for name, shape in shapes.items()}
+        return {name: WrittenTensor(name, kind, shape) for name, shape in shapes.items()}
 
     def _state(self, layer: int, number: int) -> Any:
         """The hidden states [1, L, .] of a text after that number of layers, as the layers take them."""

@@ -32,7 +32,7 @@ from ..rounding.gptq import TURNS, damped, gptq
 from ..rounding.methods import FIT
 from .files import read_tensors, write_tensors
 from .layers import LayerRun
-from .seen import Rows, SeenLayer, Sums, moments, rows_of, sums, weighted
+from .seen import ExpertInputs, SeenLayer, Sums, moments, rows_of, sums, weighted
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"
@@ -251,14 +251,14 @@ class _Group:
     def _rounded(self, index: int, values: mx.array, moments: mx.array, dtype: mx.Dtype) -> Codes:
         return self.rounder.rounded(values, self.unit.geometry.projections[index].quant, moments, dtype)
 
-    def _of_down(self, expert: FloatExpert, changed: FloatExpert, rows: Rows) -> tuple[mx.array, mx.array]:
+    def _of_down(self, expert: FloatExpert, changed: FloatExpert, rows: ExpertInputs) -> tuple[mx.array, mx.array]:
         """The down projection W to be rounded, and the mean moments of its inputs.
 
         Its inputs b are what the rounded gate and up give, which differ from those of the floats, a. With GPTQ's H of
         b, W + W (mean of (a - b) b^T) H^-1 has the products nearest to W a.
         """
         x, act = rows_of(rows.x), self.part.activation
-        given = Rows(changed.activations(x, act), rows.weights)
+        given = ExpertInputs(changed.activations(x, act), rows.weights)
         mean, down = self._blended(given, self.seen.down), expert.matrices[-1]
         if not self.rounder.products:
             return down, mean
@@ -267,7 +267,7 @@ class _Group:
         hessian = damped(mean, self.rounder.damping)
         return down + mx.linalg.solve(hessian, products.T, stream=mx.cpu).T, mean
 
-    def _blended(self, rows: Rows, of_all: Sums | None) -> mx.array:
+    def _blended(self, rows: ExpertInputs, of_all: Sums | None) -> mx.array:
         """The mean moments of a matrix's inputs."""
         assert of_all is not None
         x = rows_of(rows.x)

@@ -30,7 +30,9 @@ from .opening import note_idle_options, open_optional
 from .parallel import Rates, check_numbers, parallel_rates, parallel_table
 from .terminal import mapped_memory_gb, note, peak_memory_gb
 
-Steps = Callable[[list[int], int], Generator[Any, None, None]]  # a prompt and how many tokens follow it -> their steps
+StepsAfter = Callable[
+    [list[int], int], Generator[Any, None, None]
+]  # a prompt and how many tokens follow it -> their steps
 
 
 OURS = "ours"
@@ -38,7 +40,7 @@ LENGTHS = (128, 512, 2048)  # tokens of prompts
 
 
 @dataclass(frozen=True)
-class Measured:
+class PromptFigures:
     """One prompt and the tokens after it.
 
     Args:
@@ -57,7 +59,7 @@ class Measured:
 
 
 Memory = dict[str, float | None]
-Rounds = dict[int, list[Measured]]  # by length of the prompt
+Rounds = dict[int, list[PromptFigures]]  # by length of the prompt
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     note_idle_options(options, engine.experts.mode)
     lines = machine_lines(machine_figures())
     print("\n".join([*lines, engine.experts.decision]))
-    runners: dict[str, Steps] = {OURS: own_steps(engine)}
+    runners: dict[str, StepsAfter] = {OURS: own_steps(engine)}
     if peer is not None:
         runners[options.against] = peer
     runs = measured(options, engine, runners)
@@ -131,14 +133,14 @@ def fitting_lengths(options: argparse.Namespace, args: ModelArgs) -> list[int]:
     return lengths
 
 
-def own_steps(engine: Engine) -> Steps:
+def own_steps(engine: Engine) -> StepsAfter:
     """This package's; where other ranks take part, each prompt is a session of all."""
     if engine.lead is None:
         return lambda prompt, count: generate_step(prompt, engine.model, max_tokens=count)
     return lambda prompt, count: engine.session().respond(prompt, max_tokens=count)
 
 
-def mlx_lm_steps(engine: Engine) -> Steps:
+def mlx_lm_steps(engine: Engine) -> StepsAfter:
     """mlx-lm's model of the same files.
 
     Raises:
@@ -156,7 +158,7 @@ def mlx_lm_steps(engine: Engine) -> Steps:
     return lambda prompt, count: steps(mx.array(prompt), model, max_tokens=count)
 
 
-def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, Steps]) -> dict[str, Rounds]:
+def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, StepsAfter]) -> dict[str, Rounds]:
     """Every round of each length, all runners in turn, after one short round of each that warms up."""
     random, vocabulary = np.random.default_rng(0), engine.model.args.vocab_size
     runs: dict[str, Rounds] = {name: {length: [] for length in options.prompt_tokens} for name in runners}
@@ -172,7 +174,7 @@ def measured(options: argparse.Namespace, engine: Engine, runners: dict[str, Ste
     return runs
 
 
-def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bool) -> Measured:
+def one(engine: Engine, steps: StepsAfter, prompt: list[int], count: int, counted: bool) -> PromptFigures:
     start = time.perf_counter()
     with closing(steps(prompt, count)) as running:
         next(running)
@@ -180,16 +182,16 @@ def one(engine: Engine, steps: Steps, prompt: list[int], count: int, counted: bo
         generated = sum(1 for _ in running)
     decode = generated / (time.perf_counter() - first)
     if not counted or engine.experts.slots == 0:
-        return Measured(first - start, decode)
+        return PromptFigures(first - start, decode)
     since = engine.experts.stats.since(before)
-    return Measured(first - start, decode, since.hit_rate, since.bytes_read / generated / 1e6, since.gb_per_second)
+    return PromptFigures(first - start, decode, since.hit_rate, since.bytes_read / generated / 1e6, since.gb_per_second)
 
 
-def medians(rounds: Sequence[Measured]) -> Measured:
+def medians(rounds: Sequence[PromptFigures]) -> PromptFigures:
     """The median of each figure."""
     columns: dict[str, list[Any]] = {name: [asdict(one)[name] for one in rounds] for name in asdict(rounds[0])}
     middle: JsonDict = {name: None if None in column else statistics.median(column) for name, column in columns.items()}
-    return Measured(**middle)
+    return PromptFigures(**middle)
 
 
 def table(ours: Rounds, theirs: Rounds | None) -> list[str]:

@@ -32,7 +32,7 @@ from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
 from ..ops.kernel_files import Program
-from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason
+from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, InputPlace, Kernel, Reason
 from ..ops.records import Records
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
@@ -132,7 +132,7 @@ class Noted(Tiles):
         return self.runs
 
     def _kernel(
-        self, kernel: Kernel, target: str, constants: str, threads: int, places: tuple[Place, ...]
+        self, kernel: Kernel, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]
     ) -> Callable[..., list[mx.array]]:
         name = f"{kernel.name}[{kernel.form}]" if kernel.form else kernel.name
 
@@ -211,8 +211,8 @@ def _activations(shapes: Shapes, tokens: int) -> AnyArray:
 
 
 def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]:
-    """Name, layers and call of each kind of part, and whether it is a listed part later in a text (`Step.is_later`).
-    Then the call takes only single tokens.
+    """Name, layers and call of each kind of part, and whether it is a listed part later in a text
+    (`PartLaunches.is_later`). Then the call takes only single tokens.
     """
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)

@@ -87,7 +87,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenAnswer:
     """An answer as the model wrote it.
 
     Args:
@@ -255,7 +255,7 @@ class Preparer:
             images = [self.vision.image(files[source]) for source in sources]
         return with_images(tokens, images, self.vision.token)
 
-    def remember(self, prepared: Prepared, answer: Written) -> None:
+    def remember(self, prepared: Prepared, answer: WrittenAnswer) -> None:
         """Keeps the exact text of an answer with calls, for a later request that repeats it in its history."""
         if answer.ids:
             calls = tuple((call.name, call.arguments) for call in answer.calls)

@@ -14,6 +14,7 @@ from typing import cast
 
 from ..errors import MoefluxError
 from ..files import JsonDict, JsonObject, JsonValue
+from .boundaries import Messages
 from .calls.registry import dialect_of
 from .chat_template import REASONING_KEYS
 from .replay import AnswerStore, GivenAnswer, StandIn
@@ -21,7 +22,6 @@ from .results import apart, in_order
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
-Messages = Sequence[JsonObject]
 PROBE = {"probed": "argument"}
 ASKED = {"role": "user", "content": "probed question"}
 

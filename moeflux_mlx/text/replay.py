@@ -15,8 +15,6 @@ from .channels import Channels
 from .chat_template import REASONING_KEYS
 from .latest import Latest
 
-Message = JsonObject
-
 
 @dataclass(frozen=True)
 class GivenAnswer:
@@ -36,7 +34,7 @@ class GivenAnswer:
     raw: str
     opened: str = ""
 
-    def is_of(self, message: Message) -> bool:
+    def is_of(self, message: JsonObject) -> bool:
         """Whether a message of the history has the same content for a client."""
         calls = [call.get("function") or {} for call in message["tool_calls"]]
         said = [(call.get("name"), _loaded(call.get("arguments"))) for call in calls]
@@ -57,7 +55,7 @@ class AnswerStore:
     def keep(self, answer: GivenAnswer) -> None:
         self._answers.keep(answer.ids, answer, len(answer.raw))
 
-    def find(self, message: Message) -> GivenAnswer | None:
+    def find(self, message: JsonObject) -> GivenAnswer | None:
         """The answer behind this message of a history; None if it is not stored or the message was changed."""
         answer = self._answers.find(tuple(call.get("id") for call in message.get("tool_calls") or ()))
         return answer if answer is not None and answer.is_of(message) else None
@@ -80,7 +78,7 @@ class StandIn:
         self._id = (dialect.id or "{name}").format(name=self._name, index=0)
         self._arguments = arguments
 
-    def message(self, message: Message) -> JsonDict:
+    def message(self, message: JsonObject) -> JsonDict:
         function = {"name": self._name, "arguments": self._arguments}
         call = {**message["tool_calls"][0], "id": self._id, "function": function}
         return {

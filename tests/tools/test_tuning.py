@@ -191,7 +191,7 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host, m
         if sample.kernel in met:
             continue
         met.add(sample.kernel)
-        trial = trials.Trial(spot, sample)
+        trial = trials.TileTrial(spot, sample)
         other = next(trial.around(TILES[backend.name()][sample.kernel]), None)
         assert other is None or trial.is_right(other), (spot, other)
         trial.wanted = [out * 1.05 for out in trial.wanted]
@@ -209,7 +209,7 @@ def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monke
     spots = [spot for spot, sample in found.items() if sample.kernel == "expert_rows"]
     assert [spot.split()[1] for spot in spots] == ["2x64x128", "1x128x64"]
     for spot in spots:
-        trial = trials.Trial(spot, found[spot])
+        trial = trials.TileTrial(spot, found[spot])
         assert trial.is_right(next(trial.around(TILES["metal"]["expert_rows"])))
 
 
@@ -259,7 +259,7 @@ def test_every_family_has_layers_to_try(host, monkeypatch, family):
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # limits of registers, and of threads on Metal
 def test_a_tile_that_does_not_build_is_not_right(host, kind):
     spot, sample = next(iter(tiny_samples()))
-    trial = trials.Trial(spot, sample)
+    trial = trials.TileTrial(spot, sample)
 
     def refused(*inputs):
         raise kind("too many")

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from ...files import JsonDict, JsonObject, JsonValue
+from ...text.results import Message
 from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
@@ -60,14 +61,14 @@ def _tool(item: Fields) -> tools.Tool:
     return tools.tool(item.object("function") or item)
 
 
-def _messages(fields: Fields, keep_agent_headers: bool) -> list[conversation.Message]:
+def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     messages = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "at least one message")
     return conversation.paired(messages, "messages")
 
 
-def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:
+def _message(item: Fields, keep_agent_headers: bool) -> Message:
     role = item.required_text("role")
     if role in ("system", "developer"):
         text = conversation.system_text(texts(item, "content"), keep_agent_headers)
@@ -81,7 +82,7 @@ def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:
     raise item.wrong("role", "system, developer, user, assistant or tool")
 
 
-def _assistant(item: Fields) -> conversation.Message:
+def _assistant(item: Fields) -> Message:
     if item.get("audio") is not None:
         raise unserved(Fields({"type": "audio"}, item.name("audio")), "audio")
     reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
@@ -90,7 +91,7 @@ def _assistant(item: Fields) -> conversation.Message:
     )
 
 
-def _call(item: Fields) -> conversation.Message:
+def _call(item: Fields) -> Message:
     function = item.object("function")
     if function is None:
         raise item.wrong("function", "a name and arguments")

@@ -5,9 +5,9 @@ import binascii
 from collections.abc import Mapping
 
 from ...files import JsonDict, JsonObject
+from ...text.results import Message
 from ..request import Request
 from . import conversation, settings, tools
-from .conversation import Message
 from .fields import Fields, check
 from .images import without_images
 from .parts import joined, texts
