@@ -27,7 +27,7 @@ from .budget import spend
 from .errors import MeasuringRun, read_options
 from .layers import digest_of
 from .needs import Needs, needs_of
-from .rounding import METHODS, Calibrated, Rounder, RoundingRun
+from .rounding import CALIBRATED_METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
 
@@ -64,8 +64,8 @@ class Calibration:
 
     def check(self) -> None:
         """Raises ConfigError: values that do not go together, or are unknown."""
-        if self.method not in METHODS:
-            raise ConfigError(f"method {self.method!r} is not known; give {' or '.join(METHODS)}")
+        if self.method not in CALIBRATED_METHODS:
+            raise ConfigError(f"method {self.method!r} is not known; give {' or '.join(CALIBRATED_METHODS)}")
         if self.target_bits is not None and self.target_gb is not None:
             raise ConfigError("--target-bits and --target-gb are both given; give one of them")
         if self.tokens is not None and self.tokens < 1:

@@ -36,7 +36,7 @@ from .seen import ExpertInputs, SeenLayer, Sums, moments, rows_of, sums, weighte
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"
-METHODS = (FIT, GPTQ)
+CALIBRATED_METHODS = (FIT, GPTQ)
 HEAD, HEAD_FILE = "lm_head", "codes-head.safetensors"
 
 

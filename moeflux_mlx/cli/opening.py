@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.engine import Engine, open_with
+from ..engine.locate import resolve
 from ..engine.machine import default_dtype
+from ..engine.random_weights import Shapes
+from ..engine.remote import Remote, is_remote
+from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels, name
@@ -108,3 +112,15 @@ def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | Non
         size = min(options.prompt_cache_gb * 1e9, 2.0**62)
         return PromptDirectory(options.prompt_cache_dir, engine.fingerprint, int(size))
     return None
+
+
+def shapes_of(options: argparse.Namespace) -> Shapes:
+    """The model's sizes, the layout of its experts and how its matrices are stored; no tensor is read."""
+    dtype = default_dtype()
+    if options.variant is not None:
+        return Shapes.of_variant(options.variant, dtype)
+    if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
+        args, layout, tensors = remote.figures()
+        return Shapes.of(args, layout, tensors, dtype)
+    weights = open_weights(resolve(options.model))
+    return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
-from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
@@ -42,7 +42,7 @@ class Counting:
 def said(family, target, tokens):
     """Returns the list for a whole model, and the steps."""
     with standing_in(backend=target):
-        shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+        shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     steps = [
         step for step in launches.launches_of(shapes, target) if step.tokens == tokens and "resident" not in step.part
     ]
@@ -173,7 +173,7 @@ def test_nothing_is_computed_for_a_list(monkeypatch):
 
 def test_layers_in_other_forms_are_listed_separately(cpu_device):
     with standing_in(backend="metal"):
-        shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
+        shapes = shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
     path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))
     shapes.quants[path] = Quant(8, 64)
     steps = [step for step in launches.launches_of(shapes, "metal") if step.part == "attention" and step.tokens == 1]

@@ -17,7 +17,7 @@ from tiny_models import tiny_directory
 
 from metal import msl
 from moeflux_mlx import tune as command
-from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine import random_weights
 from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.errors import RequestError
@@ -252,7 +252,7 @@ def test_every_family_has_layers_to_try(host, monkeypatch, family):
             mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ],
     )
-    shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+    shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     assert "qmv" in {sample.kernel for sample in tuning.samples(shapes).values()}
 
 
@@ -393,7 +393,7 @@ def test_nothing_is_begun_when_the_time_is_over(monkeypatch, seconds, done):
 def cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(file_of, "gpu_name", lambda: "a made-up GPU")
-    monkeypatch.setattr(screen, "gpu_name", lambda: "a made-up GPU")
+    monkeypatch.setattr(command, "gpu_name", lambda: "a made-up GPU")
     return tmp_path / "moeflux" / "tiles.json"
 
 
@@ -417,8 +417,8 @@ def alone(shapes, spots, seconds):
 
 
 def test_tiles_are_found_stored_shown_used_and_forgotten(host, cached, monkeypatch, capsys):
-    monkeypatch.setattr(screen, "shapes_of", lambda options: tiny_shapes())
-    monkeypatch.setattr(screen, "crew", alone)
+    monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
+    monkeypatch.setattr(command, "crew", alone)
     assert command.main(["--variant", variants()[0]]) == 0
     out = capsys.readouterr().out
     assert "2.00 times as fast as rows" in out and "a made-up GPU" in out
