@@ -18,7 +18,6 @@ from .cli.diagnosis import (
     hub_folder,
     machine_lines,
     matrix_lines,
-    refuse_options_of_launches,
     thread_lines,
     value_lines,
 )
@@ -27,7 +26,7 @@ from .cli.opening import shapes_of
 from .cli.options import add_variant
 from .engine.launches import TOKENS, PartLaunches, launches_of
 from .engine.machine import default_dtype, machine_figures
-from .errors import MoefluxError
+from .errors import MoefluxError, RequestError
 from .installation import install_command, reinstall_command
 from .ops import backend, native
 from .ops.stand_ins import standing_in
@@ -37,8 +36,23 @@ EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
 
 
 def run(options: argparse.Namespace) -> int:
+    """Prints what the options ask for; returns 1 if something is wrong.
+
+    Raises:
+        RequestError: options exclude each other.
+    """
+    if options.launches and options.report is not None:
+        raise RequestError("--report and --launches exclude each other; give one of them")
+    if options.launches:
+        return print_launches(options)
+    for name in ("model", "variant", "backend"):
+        if getattr(options, name) is not None:
+            raise RequestError(f"--{name} is for --launches; give both")
+    return print_screen(options) if options.report is None else reporting.run(options)
+
+
+def print_screen(options: argparse.Namespace) -> int:
     """Prints the screen; returns 1 if a value is wrong."""
-    refuse_options_of_launches(options)
     figures, dtype = machine_figures(), default_dtype()
     print("\n".join([*machine_lines(figures), *thread_lines(), *matrix_lines()]))
     lines, is_right = value_lines(dtype)
@@ -152,10 +166,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(argv)
-    if options.report is not None:
-        return execute(reporting.run, options)
-    return execute(print_launches if options.launches else run, options)
+    return execute(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Reads and writes one temporary file to measure the disk; loads no model.
 """
 
-import argparse
 import os
 import platform
 import shutil
@@ -15,7 +14,7 @@ import mlx.core as mx
 
 from ..engine.machine import Figures, in_gb
 from ..engine.settings import chip, physical_ram_bytes
-from ..errors import ModelFileError, RequestError
+from ..errors import ModelFileError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
 from ..ops import backend
@@ -28,13 +27,6 @@ PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
 MEASURED_FILE = 512 << 20
 EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
 M5_MACOS, NAX = (26, 2), b"gather_qmm_rhs_nax"
-
-
-def refuse_options_of_launches(options: argparse.Namespace) -> None:
-    """Raises RequestError: an option is given that only --launches uses."""
-    for name in ("model", "variant", "backend"):
-        if getattr(options, name) is not None:
-            raise RequestError(f"--{name} is for --launches; give both")
 
 
 def machine_lines(figures: Figures) -> list[str]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..engine.engine import Engine, open_engine
 from ..engine.machine import default_dtype, in_gb, machine_figures, used_memory
-from ..errors import MoefluxError, RequestError
+from ..errors import MoefluxError
 from ..files import directory, replace_file, user_path
 from ..ops import backend
 from ..ops.chips import CHIPS
@@ -38,7 +38,6 @@ from .diagnosis import (
     hub_folder,
     machine_lines,
     matrix_lines,
-    refuse_options_of_launches,
     thread_lines,
     value_lines,
 )
@@ -73,9 +72,6 @@ def run(options: argparse.Namespace) -> int:
     """Prints the report part by part and keeps what there is in the file, so that a crash loses only its own part.
     Returns 1 if something is wrong or failed.
     """
-    if options.launches:
-        raise RequestError("--report and --launches exclude each other; give one of them")
-    refuse_options_of_launches(options)
     path, lines, faults = user_path(options.report), list[str](), list[str]()
     folder = options.directory and options.directory.absolute()
     places = [path.absolute(), path.absolute().parent, *([folder] if folder else [])]
