@@ -262,10 +262,11 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     residual.
     """
     made = caches(mixer)
+    rows = len(made.caches) if isinstance(made, StepRows) else 0
     if args.connections is None:
-        return module(x, norm, made, *_chosen(mixer, x))
-    if isinstance(made, StepRows):
-        return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(len(made.caches))]
+        return module(x, norm, made, *_chosen(mixer, x, rows))
+    if rows:
+        return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(rows)]
     return module.mixed(x, norm, made.of_mixer, *_chosen(mixer, x))
 
 
@@ -281,11 +282,13 @@ def _late(mix: Compute, dtype: mx.Dtype, length: int) -> Compute:
     return lambda x, caches: mix(x, filled)
 
 
-def _chosen(mixer: Mixer, x: AnyArray) -> list[Chosen]:
-    """What earlier layers hand on for x [B, L, D], if the mixer uses it."""
+def _chosen(mixer: Mixer, x: AnyArray, rows: int = 0) -> list[Chosen]:
+    """What earlier layers hand on for x [B, L, D], if the mixer uses it; of each row, if x has the rows of a step."""
     B, top, library = x.shape[0], mixer.handed_on, backend.library_of(x)
     if not top:
         return []
+    if rows:
+        return [Chosen(rows={i: _chosen(mixer, x[:, i : i + 1])[0] for i in range(rows)})]
     late = 1 if x.shape[1] == 1 else max(x.shape[1] - top, 0)  # a single token may stand behind a long text
     entries = (B, max(x.shape[1], top), mixer.borrowed)
     positions = library.zeros((B, late, top), library.int32)

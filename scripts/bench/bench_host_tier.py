@@ -8,23 +8,19 @@ Two sources of the same model hold `--share` of the experts on the GPU; one of t
 They decode in alternating rounds of one process, so that each round has the same random text. A round begins with what
 the one before left. The bus is measured in the same rounds: the records that host memory has are copied to the device
 as they are for a request, several at a time, with nothing else to do. `bus` of decode is the bytes copied in a round
-over its seconds, relative to that rate. On a CPU, `--stand-in` copies records as a GPU would. Reported are medians and
-quartiles; the last line is JSON.
+over its seconds, relative to that rate. Reported are medians and quartiles; the last line is JSON.
 """
 
 import argparse
 import json
 import statistics
 import time
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import mlx.core as mx
 import numpy as np
 from bench_stream import medians, quartiles, warm
 
-from moeflux_mlx.engine import expert_source
 from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.sampling import make_sampler
@@ -37,8 +33,8 @@ AT_ONCE = 10  # records that are copied at a time: a token's of one layer
 
 def main() -> None:
     options = parser().parse_args()
-    if not options.stand_in and backend.name() != "cuda":
-        raise SystemExit("error: records are not copied here; --stand-in does so anyway")
+    if backend.name() != "cuda":
+        raise SystemExit("error: records are copied to CUDA devices only")
     engines = {name: opened(options, name == "host") for name in ("disk", "host")}
     fill(engines["host"].experts)
     runs: dict[str, list[dict]] = {name: [] for name in engines}
@@ -60,33 +56,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-tokens", type=int, default=32)
     made.add_argument("--temp", type=float, default=5.0, help="of sampling: text that repeats would repeat experts")
     made.add_argument("--prefetch", default="auto")
-    made.add_argument("--stand-in", action="store_true", help="copies records on a CPU too")
     return made
 
 
 def opened(options: argparse.Namespace, on_host: bool) -> Engine:
     total = open_weights(options.model).experts.layout.total_bytes
-    made = StreamedExperts
-    if options.stand_in:
-        made = partial(StreamedExperts, copied=True)
-    if on_host:
-        made = partial(made, host_bytes=2 * total, host_limit=None)
-    with mock.patch.object(expert_source, "StreamedExperts", lambda *args, **given: made(*args, **kept(given, made))):
-        return open_engine(
-            options.model,
-            dtype=mx.bfloat16,  # on a CPU, MLX computes with it as on a GPU
-            expert_io="pread",
-            expert_cache_bytes=int(options.share * total),
-            prefetch=options.prefetch,
-            warm_start="off",
-            context=512,
-        )
-
-
-def kept(given: dict, made: object) -> dict:
-    """The arguments that the script does not set itself."""
-    own = made.keywords if isinstance(made, partial) else {}
-    return {name: value for name, value in given.items() if name not in own}
+    return open_engine(
+        options.model,
+        dtype=mx.bfloat16,
+        expert_io="pread",
+        expert_cache_bytes=int(options.share * total),
+        host_bytes=2 * total if on_host else 0,
+        prefetch=options.prefetch,
+        warm_start="off",
+        context=512,
+    )
 
 
 def fill(source: StreamedExperts) -> None:

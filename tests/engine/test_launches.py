@@ -53,9 +53,14 @@ def said(family, target, tokens):
     return total, steps
 
 
-def test_layers_that_reuse_what_another_chose_are_listed():
-    """Lists the launches of a prompt that is longer than the budget."""
-    assert "latent attention" in {step.part for step in said("glm_moe_dsa", "cuda", 512)[1]}
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "mistral_large4", "deepseek_v41"])
+@pytest.mark.parametrize("target", ["cuda", "ops"])
+def test_layers_that_take_what_another_handed_on_are_listed(family, target):
+    """Lists the launches of a prompt that is longer than the budget, of several sequences and of several rows."""
+    with standing_in(backend=target):
+        shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+    steps = list(launches.launches_of(shapes, target, tokens=(1, 512), sequences=(3,), rows=(2,)))
+    assert {512, 1, 3, 2} <= {step.tokens for step in steps if step.part.endswith("attention")}
 
 
 @pytest.mark.skipif(not native.available(), reason="the extension is not built")

@@ -187,7 +187,8 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
     utils.save_model(tmp_path / "source", model, donate_model=False)
     utils.save_config(config, tmp_path / "source" / "config.json")
     model.set_dtype(mx.float32)
-    wanted = np.array(model(mx.array(goldens.golden(family)[0])[None])[0])
+    with on_cpu():  # on CUDA, mlx-lm's logits of glm4_moe are wrong
+        wanted = np.array(model(mx.array(goldens.golden(family)[0])[None])[0])
     found = logits(tmp_path / "source", family)
     assert np.abs(found - wanted).max() < TOLERANCE
     assert np.array_equal(logits(packed(tmp_path / "source"), family), found)
