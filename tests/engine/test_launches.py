@@ -58,7 +58,7 @@ def said(family, target, tokens):
 def test_layers_that_take_what_another_handed_on_are_listed(family, target):
     """Lists the launches of a prompt that is longer than the budget, of several sequences and of several rows."""
     with standing_in(backend=target):
-        shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+        shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     steps = list(launches.launches_of(shapes, target, tokens=(1, 512), sequences=(3,), rows=(2,)))
     assert {512, 1, 3, 2} <= {step.tokens for step in steps if step.part.endswith("attention")}
 

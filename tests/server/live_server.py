@@ -254,14 +254,8 @@ class FakeExperts:
         self.stats, self.closed, self.pool_bytes, self.host_bytes = LoaderStats(), False, 0, 0
         self.layout = types.SimpleNamespace(moe_layers=(0, 1), num_experts=4)
 
-    def watch(self, wanted):
-        pass
-
-    def expert_states(self):
-        return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
-
-    def last_askers(self):
-        return np.zeros((2, 4), np.uint8)
+    def places(self):
+        return [((i // 4, i % 4), i % 3) for i in range(8)]
 
     def interlude(self):
         return contextlib.nullcontext()
