@@ -8,7 +8,7 @@ import numpy as np
 from ..kinds import NGrams
 from ..ops.ngrams import row_numbers
 from ..ops.rows import StepRows
-from .tokens import Rows
+from .tokens import TableRows
 
 
 class TableReader(Protocol):
@@ -16,7 +16,7 @@ class TableReader(Protocol):
 
     token_map: np.ndarray | None
 
-    def begin(self, numbers: np.ndarray) -> Rows:
+    def begin(self, numbers: np.ndarray) -> TableRows:
         """Begins to read the rows int64 [B, L, heads]."""
         ...
 
@@ -32,7 +32,7 @@ class Tables:
     def __init__(self, parts: Mapping[int, NGrams], readers: Mapping[int, TableReader]):
         self.parts, self.readers = parts, readers
 
-    def begin(self, tokens: np.ndarray, caches: Sequence[Any] | Mapping[int, Any]) -> dict[int, Rows]:
+    def begin(self, tokens: np.ndarray, caches: Sequence[Any] | Mapping[int, Any]) -> dict[int, TableRows]:
         """Begins to read what tokens [B, L] want, after what `caches`, one per layer, have absorbed; by layer."""
         return {
             layer: self.readers[layer].begin(_numbers(tokens, caches[layer], part, self.readers[layer].token_map))

@@ -11,7 +11,7 @@ from ...layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import split
 from ...ops.linear import grouped_linear
-from ...ops.recurrent_state import State
+from ...ops.recurrent_state import RecurrentState
 from ...ops.rows import StepRows
 from .op import DeltaWeights, delta
 from .spec import Delta
@@ -47,7 +47,7 @@ class GatedDeltaNet(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
-    def mix(self, parts: Sequence[Array], cache: State | StepRows, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], cache: RecurrentState | StepRows, *more: Any) -> Array:
         joined, (qkv, z, b, a) = self._inputs.parted(parts)
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps
         weights = DeltaWeights(*parameters, self._weights)
@@ -105,7 +105,7 @@ class KimiDelta(MixerModule):
         a, z = split(grouped_linear(joined[..., -2 * low.shape[-1] :], raised, 2), widths[0])
         return [qkv, z, b, a]
 
-    def mix(self, parts: Sequence[Array], cache: State | StepRows, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], cache: RecurrentState | StepRows, *more: Any) -> Array:
         parameters = self._taps, self.A_log, self.dt_bias, self.o_norm.weight, self.o_norm.eps
         weights = DeltaWeights(*parameters, self._weights)
         qkv, z, b, a = parts
