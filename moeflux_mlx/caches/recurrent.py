@@ -28,6 +28,10 @@ class RecurrentCache(LayerCache[Any]):
         conv, recurrent = (math.prod(shape) for shape in self.stored_shapes(positions))
         return conv * itemsize + recurrent * FLOAT_BYTES
 
+    def step_bytes(self, positions: int, itemsize: int) -> int:
+        """Bytes that the next token reads, and writes back."""
+        return 2 * self.bytes_for(positions, itemsize)
+
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
         """The shapes of the two float32 arrays that a snapshot holds."""
         return self.part.conv_shape, self.part.state_shape

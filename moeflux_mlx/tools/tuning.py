@@ -27,7 +27,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import ExpertLayout, Record
 from ..kinds import Mixer, streams_before
 from ..layers import Linear
-from ..mixers.registry import USUAL, make_cache
+from ..mixers.registry import USUAL, make_caches
 from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
 from ..ops import backend
@@ -261,7 +261,7 @@ def _layers(shapes: Shapes) -> Iterator[Callable[[mx.array], object]]:
 
 
 def _try_layer(layer: Any, mixer: Mixer, streams: int, x: mx.array) -> object:
-    return layer(spread(x, streams), make_cache(mixer), None, Tokens(mx.zeros(x.shape[:2], mx.uint32)))
+    return layer(spread(x, streams), make_caches(mixer), None, Tokens(mx.zeros(x.shape[:2], mx.uint32)))
 
 
 def _head(shapes: Shapes) -> Callable[[mx.array], object]:

@@ -4,6 +4,6 @@ from ...caches.recurrent import RecurrentCache
 from .spec import ShortConv
 
 
-def make_cache(mixer: ShortConv) -> RecurrentCache:
-    """An empty cache for a layer with this mixer."""
-    return RecurrentCache(mixer)
+def make_caches(mixer: ShortConv) -> tuple[RecurrentCache]:
+    """The empty cache of a layer with this mixer."""
+    return (RecurrentCache(mixer),)
