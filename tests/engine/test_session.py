@@ -436,7 +436,7 @@ def advance(caches, n):
     """Makes the recurrent state equal to its own position."""
     recurrent, attention = caches
     recurrent.offset += n
-    recurrent.conv = recurrent.recurrent = mx.full((1, 4), recurrent.offset)
+    recurrent.arrays = [mx.full((1, 4), recurrent.offset)] * 2
     attention.update_and_fetch(mx.zeros((1, 1, n, 2)), mx.zeros((1, 1, n, 2)))
 
 
