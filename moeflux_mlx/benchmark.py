@@ -1,13 +1,150 @@
 """`python -m moeflux_mlx.benchmark`: how fast a model runs on this machine."""
 
 import argparse
+import importlib
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from .cli.benchmarking import LENGTHS, run
+from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+
+# isort: split
+import mlx.core as mx
+
+from .cli.benchmarking import OURS, Rounds, StepsAfter, measured, own_steps, table
+from .cli.diagnosis import machine_lines
+from .cli.fetching import local_model
+from .cli.opening import note_idle_options, open_optional
 from .cli.options import add_model_options
+from .cli.parallel import Rates, check_numbers, parallel_rates, parallel_table
 from .cli.ranks import add_rank_options, together
-from .cli.run import Parser, execute
+from .cli.terminal import mapped_memory_gb, peak_memory_gb
+from .engine.engine import Engine
+from .engine.locate import resolve
+from .engine.machine import machine_figures
+from .engine.weights import open_weights
+from .errors import RequestError
+from .files import JsonDict
+from .spec import ModelArgs
+
+LENGTHS = (128, 512, 2048)  # tokens of prompts
+Memory = dict[str, float | None]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the table and the line; returns 0."""
+    if options.max_tokens < 2 or options.rounds < 1 or min(options.prompt_tokens or LENGTHS) < 1:
+        raise RequestError("--max-tokens must be at least 2, --rounds and --prompt-tokens at least 1")
+    model = local_model(options)
+    options.prompt_tokens = fitting_lengths(
+        options, open_weights(resolve(model, options.revision, tokenizer=options.tokenizer)).args
+    )
+    room = max(options.parallel or [1]) - 1  # tokens that the first of several says before the last begins
+    options.context = options.context or max(options.prompt_tokens) + options.max_tokens + room
+    # random tokens say nothing about what later sessions use
+    engine = open_optional(options, model, warm_start="off")
+    peer = None if options.against is None else mlx_lm_steps(engine)
+    if options.parallel:
+        check_numbers(options.parallel, engine)
+    note_idle_options(options, engine.experts.mode)
+    lines = machine_lines(machine_figures())
+    print("\n".join([*lines, engine.experts.decision]))
+    runners: dict[str, StepsAfter] = {OURS: own_steps(engine)}
+    if peer is not None:
+        runners[options.against] = peer
+    runs = measured(options, engine, runners)
+    print("\n".join(table(runs[OURS], runs.get("mlx-lm"))))
+    rates: Rates = {}
+    if options.parallel:
+        sizes = options.prompt_tokens[0], options.max_tokens, options.rounds
+        rates = parallel_rates(engine, options.parallel, *sizes)
+        print("\n".join(parallel_table(rates)))
+    memory = memory_of(engine)
+    print(memory_line(memory))
+    if options.json:
+        print(json.dumps(report(options, engine, lines, memory, runs) | {"parallel": rates}))
+    return 0
+
+
+def memory_of(engine: Engine) -> Memory:
+    """The planned memory, the peak, the mapped files at the end, and MLX's arrays, in units of 1e9 bytes."""
+    return {
+        "planned_gb": engine.plan.total / 1e9,
+        "peak_gb": peak_memory_gb(),
+        "mapped_gb": mapped_memory_gb(),
+        "mlx_gb": mx.get_peak_memory() / 1e9,
+    }
+
+
+def memory_line(memory: Memory) -> str:
+    """How the peak compares with the plan, which leaves mapped files out."""
+    mapped = memory["mapped_gb"]
+    at_end = "" if mapped is None else f" ({mapped:.2f} GB at the end)"
+    return (
+        f"memory: {memory['planned_gb']:.2f} GB planned, {memory['peak_gb']:.2f} GB at the peak with pages of mapped "
+        f"files{at_end}, which the plan leaves out because the system can take them back"
+    )
+
+
+def fitting_lengths(options: argparse.Namespace, args: ModelArgs) -> list[int]:
+    """The requested prompt lengths, or the default ones that fit the model.
+
+    Raises:
+        RequestError: one does not fit, or none does.
+    """
+    room = args.max_position_embeddings - options.max_tokens
+    lengths: list[int] = options.prompt_tokens or [length for length in LENGTHS if length <= room]
+    if not lengths or max(lengths) > room:
+        raise RequestError(
+            f"prompts of {max(lengths or LENGTHS)} tokens and {options.max_tokens} after them do not fit the model's "
+            f"{args.max_position_embeddings}; give --prompt-tokens and --max-tokens that add up to no more"
+        )
+    return lengths
+
+
+def mlx_lm_steps(engine: Engine) -> StepsAfter:
+    """mlx-lm's model of the same files.
+
+    Raises:
+        RequestError: mlx-lm is not installed, or cannot read them.
+    """
+    try:
+        load = importlib.import_module("mlx_lm.utils").load_model
+        steps = importlib.import_module("mlx_lm.generate").generate_step
+        model = load(engine.path)[0]
+    except (ImportError, ValueError, FileNotFoundError) as error:
+        raise RequestError(
+            f"mlx-lm cannot run {engine.path}: {error}; it needs pip install mlx-lm and an MLX checkpoint, not a "
+            "directory made by convert"
+        ) from None
+    return lambda prompt, count: steps(mx.array(prompt), model, max_tokens=count)
+
+
+def report(
+    options: argparse.Namespace,
+    engine: Engine,
+    machine: list[str],
+    memory: Memory,
+    runs: dict[str, Rounds],
+) -> JsonDict:
+    """The content of the JSON line: every round, not only medians."""
+    args = engine.model.args
+    rows = [
+        {"prompt_tokens": length, **{name: [asdict(one) for one in rounds[length]] for name, rounds in runs.items()}}
+        for length in options.prompt_tokens
+    ]
+    return {
+        "machine": machine,
+        "model_type": args.model_type,
+        "layers": args.num_hidden_layers,
+        "experts": [args.num_experts, args.num_experts_per_tok],
+        "expert_io": engine.experts.decision,
+        "tiles": len(engine.model.tiles.found),
+        "max_tokens": options.max_tokens,
+        "memory": memory,
+        "rows": rows,
+    }
 
 
 def parser() -> argparse.ArgumentParser:

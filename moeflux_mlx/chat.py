@@ -19,7 +19,7 @@ from .cli.options import (
 from .cli.ranks import add_rank_options, together
 from .cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut
 from .cli.run import Parser, execute
-from .cli.terminal import Interruption, Progress, WordWrap, note, unsafe_letters
+from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .engine.conversation import Conversation
 from .engine.engine import Engine
 from .engine.generation import xtc_special_tokens
@@ -143,7 +143,7 @@ class Chat:
 
     def answer(self, text: str) -> None:
         """Prints the model's answer as it comes; Ctrl-C stops it."""
-        progress, show = Progress("prompt"), Display(sys.stdout, self.hide_thinking)
+        progress, show = ProgressLine("prompt"), Display(sys.stdout, self.hide_thinking)
         session = self.conversation.session
         with Interruption() as interruption:
 

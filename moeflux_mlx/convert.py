@@ -2,20 +2,217 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from .cli.conversion import add_calibration, run
-from .cli.options import add_tokenizer
-from .cli.run import Parser, execute
-from .packing.convert import LAYOUTS, PACKED, convert
+from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+
+# isort: split
+from .calibration.convert import DEFAULT_TEXT, Calibration, convert_calibrated, plan_calibrated
+from .calibration.rounding import CALIBRATED_METHODS, GPTQ
+from .cli.interrupts import INTERRUPTED
+from .cli.options import add_tokenizer, gigabytes
+from .cli.planning import reading_line
+from .cli.terminal import agree, note
+from .engine.machine import default_dtype
+from .engine.remote import Remote, is_remote
+from .engine.weights import open_weights
+from .errors import ConfigError
+from .files import user_path
+from .formats.hub import quant_of
+from .formats.packed import FOLDER
+from .model.tensors import token_bytes
+from .packing.convert import LAYOUTS, PACKED, ConversionReport, convert
 from .packing.ggml import TYPES
 from .packing.recipe import RECIPES
 from .quant import AFFINE_BITS, AFFINE_GROUPS, DEFAULT, MLX_MODES
 from .rounding.methods import FIT, METHODS
+from .text.tokenizer import VOCABULARY_FILES
 
 __all__ = ["convert", "main", "parser"]
 
 ROUNDING = "how floats become codes: fit searches the least squared error, minmax is MLX's own way (%(default)s)"
+CALIBRATION = (
+    "calibrate",
+    "method",
+    "calibrate_tokens",
+    "target_bits",
+    "target_gb",
+    "memory_gb",
+    "plan",
+)  # options that need --calibrate
+
+
+def add_calibration(made: argparse.ArgumentParser) -> None:
+    """Adds the options of a conversion that first runs the model over a text."""
+    group = made.add_argument_group(
+        "calibration", "the model runs over a text, layer by layer, and matrices are rounded for what they multiply"
+    )
+    add = group.add_argument
+    add(
+        "--calibrate",
+        nargs="+",
+        metavar="FILE",
+        help=f"UTF-8 text; {DEFAULT_TEXT}: the text that ships with the package (prose, code, chat)",
+    )
+    add("--method", choices=CALIBRATED_METHODS, default=FIT, help=f"{GPTQ} is better and slower (%(default)s)")
+    add("--calibrate-tokens", type=int, metavar="N", help="read the first N tokens of the text; default: all")
+    budget = group.add_mutually_exclusive_group()
+    budget.add_argument("--target-bits", type=float, metavar="B", help="bits of a routed expert's weight, on average")
+    budget.add_argument("--target-gb", type=float, metavar="GB", help="size of the model; both choose bits by layer")
+    add("--memory-gb", type=float, metavar="GB", help="memory for calibration, in units of 1e9 bytes, by an estimate")
+    add("--plan", action="store_true", help="say what the calibration takes in memory and on the disk, and stop")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.delete_source:
+        agree(
+            f"the safetensors files of {options.hf_path} will be deleted one by one, "
+            "each after it has been packed and read back",
+            options.yes,
+        )
+    if options.calibrate is None and any(getattr(options, name) not in (None, False, FIT) for name in CALIBRATION):
+        named = "--method, --calibrate-tokens, --memory-gb, --plan and a target"
+        raise ConfigError(f"{named} need --calibrate FILE, or --calibrate default")
+    if options.calibrate is not None and options.rounding != FIT:
+        raise ConfigError(
+            f"--rounding {options.rounding} does not go with --calibrate; --method says how codes are made"
+        )
+    if options.plan:
+        note(str(plan_calibrated(calibration=_calibration(options), **_given(options))))
+        return 0
+    try:
+        if quant_of(options.hf_path)[1] is not None and is_remote(options.hf_path):
+            options.hf_path, options.revision = str(_downloaded(options.hf_path, options.revision)), None
+        report = _convert(options)
+    except KeyboardInterrupt:
+        note("interrupted; run the same command again to resume")
+        return INTERRUPTED
+    _print_report(report, options)
+    return 0
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The first file of a repository's GGUF model, which is downloaded whole: its experts lie in several tensors."""
+    remote = Remote.look_up_or_cached(name, revision)
+    if isinstance(remote, Path):
+        return remote
+    if remote.missing:
+        note(remote.disk)
+    return remote.download(shown=remote.missing > 0)
+
+
+def _convert(options: argparse.Namespace) -> ConversionReport:
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr, disable=None) as bar:
+        named = ""
+
+        def show(done: int, total: int, name: str) -> None:
+            nonlocal named
+            if bar.disable and name != named:  # in a log, a line for each file
+                named = name
+                note(f"{done / total:4.0%} {name}")
+            bar.total = total
+            bar.set_description(name.removeprefix(f"{FOLDER}/"), refresh=False)
+            bar.update(done - bar.n)
+
+        given = _given(options)
+        if options.calibrate is None:
+            return convert(**given, rounding=options.rounding, progress=show)
+        calibration = _calibration(options)
+        return convert_calibrated(calibration=calibration, report=_told(), say=note, **given, progress=show)
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a conversion, calibrated or not."""
+    return {name: one for name, one in vars(options).items() if name not in ("yes", "rounding", *CALIBRATION)}
+
+
+def _calibration(options: argparse.Namespace) -> Calibration:
+    path = user_path(options.mlx_path)
+    gigabytes("--memory-gb", options.memory_gb)
+    return Calibration(
+        path.with_name(f"{path.name}.calibration"),
+        DEFAULT_TEXT if options.calibrate == [DEFAULT_TEXT] else options.calibrate,
+        options.method,
+        options.calibrate_tokens,
+        options.target_bits,
+        options.target_gb,
+        options.memory_gb,
+        default_dtype(),
+    )
+
+
+def _told() -> Callable[[float, str], None]:
+    """Says every few per cent how far a run is."""
+    last, began = ("", 0), time.monotonic()
+
+    def report(share: float, name: str) -> None:
+        nonlocal last
+        now = name, int(share * 20)
+        if now != last:
+            note(f"{name}: {share:4.0%}, {time.monotonic() - began:.0f} s")
+            last = now
+
+    return report
+
+
+def _without_effect(report: ConversionReport, options: argparse.Namespace) -> list[str]:
+    """Notes on forms that were asked for and that nothing got."""
+    named = ("q_bits", "q_group_size", "q_type", "expert_bits", "down_bits", "recipe")
+    given = [f"--{name.replace('_', '-')}" for name in named if getattr(options, name) is not None]
+    given += ["--q-mode"] if options.q_mode != DEFAULT.mode else []
+    of_experts = [name for name in given if name in ("--q-type", "--expert-bits", "--down-bits", "--recipe")]
+    vain = [] if report.made_experts else of_experts if report.quantized else given
+    if not vain:
+        return []
+    more = "; --requantize changes them (lossy)" if of_experts and not options.requantize else ""
+    return [f"note: {', '.join(vain)} had no effect: the weights are already quantised and were copied{more}"]
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' if count != 1 else ''}"
+
+
+def _print_report(report: ConversionReport, options: argparse.Namespace) -> None:
+    lines = []
+    if options.requantize and not report.lossy:
+        lines.append("note: --requantize had no effect: everything could be copied")
+    if options.yes and not options.delete_source:
+        lines.append("note: --yes had no effect without --delete-source")
+    if options.revision is not None and user_path(options.hf_path).exists():
+        lines.append("note: --revision had no effect: --hf-path is a directory")
+    lines += _without_effect(report, options)
+    if not any((report.path / name).exists() for name in VOCABULARY_FILES):
+        lines.append(f"warning: the checkpoint has no {' or '.join(VOCABULARY_FILES)}; generate needs one of them")
+    if report.kept:
+        lines.append(f"kept {_files(len(report.kept))} of an earlier run")
+    if report.repaired:
+        names = ", ".join(report.repaired[:3]) + (", ..." if len(report.repaired) > 3 else "")
+        lines.append(f"repaired {_files(len(report.repaired))} of an earlier run, damaged or missing: {names}")
+    if report.linked:
+        lines.append("layer files are hard links to the checkpoint's: they share its disk space")
+    if report.recipe is not None:
+        lines.append(f"recipe {report.recipe}")
+    if report.left_out:
+        lines.append(f"left out: {report.left_out} tensors of an image encoder or a draft head")
+    weights = open_weights(report.path)
+    dense = token_bytes(weights.args, weights.shapes, default_dtype())
+    lines.append(reading_line(weights.args, weights.experts.layout, dense))
+    if report.lossy:
+        lines.append(
+            f"warning: {len(report.lossy)} quantised tensors were quantised again (lossy), "
+            f"the first is {report.lossy[0]}"
+        )
+    if options.delete_source:
+        left = sorted(file.name for file in user_path(options.hf_path).glob("*.safetensors"))
+        lines.append(f"left in {options.hf_path}: {', '.join(left)}" if left else f"{options.hf_path}: shards deleted")
+    if report.verified:
+        lines.append("verified: all files equal a fresh conversion")
+    note("\n".join([*lines, f"{report.path} is ready"]))
 
 
 def parser() -> argparse.ArgumentParser:

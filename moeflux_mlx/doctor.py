@@ -1,14 +1,129 @@
 """`python -m moeflux_mlx.doctor`: describes this machine, checks its values, and lists what it can run."""
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
-from .cli import diagnosis, launches, reporting
-from .cli.launches import BACKENDS
+from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+
+# isort: split
+import mlx.core as mx
+
+from .cli import reporting
+from .cli.diagnosis import (
+    disk_rate,
+    hub_folder,
+    machine_lines,
+    matrix_lines,
+    thread_lines,
+    value_lines,
+)
+from .cli.known_models import known_models, machine_of, table
+from .cli.opening import shapes_of
 from .cli.options import add_variant
-from .cli.run import Parser, execute
+from .engine.launches import TOKENS, PartLaunches, launches_of
+from .engine.machine import default_dtype, machine_figures
+from .errors import MoefluxError, RequestError
+from .installation import install_command, reinstall_command
+from .ops import backend, native
+from .ops.stand_ins import standing_in
+
+BACKENDS = {"cpu": "ops", "metal": "metal", "cuda": "cuda"}
+EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what the options ask for; returns 1 if something is wrong.
+
+    Raises:
+        RequestError: options exclude each other.
+    """
+    if options.launches and options.report is not None:
+        raise RequestError("--report and --launches exclude each other; give one of them")
+    if options.launches:
+        return print_launches(options)
+    for name in ("model", "variant", "backend"):
+        if getattr(options, name) is not None:
+            raise RequestError(f"--{name} is for --launches; give both")
+    return print_screen(options) if options.report is None else reporting.run(options)
+
+
+def print_screen(options: argparse.Namespace) -> int:
+    """Prints the screen; returns 1 if a value is wrong."""
+    figures, dtype = machine_figures(), default_dtype()
+    print("\n".join([*machine_lines(figures), *thread_lines(), *matrix_lines()]))
+    lines, is_right = value_lines(dtype)
+    print("\n".join(lines))
+    disk = None if options.no_disk else print_disk(options.directory or hub_folder())
+    here = machine_of(figures, disk)
+    print("\n".join(["", *table(here, known_models(here))]))
+    missing = missing_lines()
+    if missing:
+        print("\n".join(["", *missing]))
+    return 0 if is_right else 1
+
+
+def print_disk(folder: Path) -> float | None:
+    """Measures the disk below `folder` and says so; bytes per second, or None if it cannot be measured."""
+    try:
+        rate = disk_rate(folder)
+    except (MoefluxError, OSError) as error:
+        print(f"disk      not measured: {error}")
+        return None
+    print(f"disk      {rate / 1e9:.2f} GB/s reading whole experts past the page cache, at {folder}")
+    return rate
+
+
+def missing_lines() -> list[str]:
+    """What is not installed, and the command that installs it."""
+    lines = []
+    if not native.available() and mx.default_device() == mx.cpu:
+        lines.append(f"missing   native CPU kernels: install a C compiler, then {reinstall_command()}")
+    for extra, packages in EXTRAS.items():
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
+        if absent:
+            lines.append(f"missing   {' and '.join(absent)}: {install_command(extra)}")
+    return lines
+
+
+def print_launches(options: argparse.Namespace) -> int:
+    """Prints them for the options' model; returns 0."""
+    target = backend.name() if options.backend is None else BACKENDS[options.backend]
+    with standing_in(backend=target):
+        shapes = shapes_of(options)
+        title = next(name for name, value in BACKENDS.items() if value == target)
+        print(f"{shapes.args.model_type} on {backend_of(title)}, in {str(shapes.dtype).removeprefix('mlx.core.')}")
+        with closing(launches_of(shapes, target)) as steps:
+            for step in steps:
+                if step.tokens == TOKENS[0]:
+                    print(title_of(step))
+                print("\n".join(lines_of(step, "" if target == "ops" else "no kernel for ")))
+    return 0
+
+
+def backend_of(title: str) -> str:
+    """The backend, and of a CPU the instruction set that the native kernels use."""
+    is_native = title == "cpu" and native.available()
+    return f"{title} ({native.instruction_paths()[0]})" if is_native else title
+
+
+def title_of(step: PartLaunches) -> str:
+    """The part and its layers."""
+    if not step.layers:
+        return step.part
+    if len(step.layers) == 1:
+        return f"{step.part}: layer {step.layers[0]}"
+    return f"{step.part}: {len(step.layers)} layers, the first is {step.layers[0]}"
+
+
+def lines_of(step: PartLaunches, refusal: str) -> list[str]:
+    """The lines of what runs, each followed by the reasons (`refusal`) why no other form runs."""
+    runs = ", ".join(name if count == 1 else f"{name} x{count}" for name, count in step.runs.items())
+    lines = [f"  {step.tokens:>3} {'token ' if step.tokens == 1 else 'tokens'}  {runs or 'MLX operations only'}"]
+    return lines + [f"              {refusal}{name}: {reason}" for name, reason in step.refused.items()]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,10 +166,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(argv)
-    if options.report is not None:
-        return execute(reporting.run, options)
-    return execute(launches.run if options.launches else diagnosis.run, options)
+    return execute(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

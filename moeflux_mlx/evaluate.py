@@ -26,14 +26,14 @@ from .cli.options import (
     settings_of,
 )
 from .cli.run import Parser, execute
-from .cli.terminal import Progress, note
+from .cli.terminal import ProgressLine, note
 from .engine.engine import Engine, open_with
 from .engine.locate import resolve
 from .errors import NotPackedError, RequestError
 from .files import read_text, user_path
 from .formats.packed import STATE
 from .process import claim_process
-from .tools.evaluate import WINDOW, Measured, evaluate, perplexity
+from .tools.evaluate import WINDOW, Losses, evaluate, perplexity
 from .tools.readers import LayerReader
 
 # Options that only an engine uses.
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     chart = None if options.svg is None else user_path(options.svg)
     if chart is not None and options.against is None:
         raise RequestError("--svg draws the divergence of two models; give the second with --against")
-    with Progress("reading", lines=True) as progress:
+    with ProgressLine("reading", lines=True) as progress:
         measured = evaluate(
             lambda: opened(options, options.model, options.kv_bits, options.shards_in),
             texts,
@@ -105,7 +105,7 @@ def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path
     return LayerReader(path, shards_in, dtype_of(options))
 
 
-def summary(measured: Measured) -> dict[str, Any]:
+def summary(measured: Losses) -> dict[str, Any]:
     """The figures by name, rounded to their useful digits."""
     result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
     result["perplexity"] = float(f"{measured.perplexity:.6g}")
@@ -120,14 +120,14 @@ def summary(measured: Measured) -> dict[str, Any]:
     }
 
 
-def by_text(measured: Measured) -> list[dict[str, Any]]:
+def by_text(measured: Losses) -> list[dict[str, Any]]:
     """`summary` of each text."""
     parts = [measured.where(measured.text == number) for number in range(int(measured.text.max()) + 1)]
     shared = ("tokens", "window")
     return [{name: value for name, value in summary(part).items() if name not in shared} for part in parts]
 
 
-def by_position(measured: Measured) -> list[dict[str, Any]]:
+def by_position(measured: Losses) -> list[dict[str, Any]]:
     """The divergence of tokens whose place in the window is in [first, end): 1, 2 to 3, 4 to 7, and so on."""
     ends = [2**i for i in range(int(measured.place.max()).bit_length() + 1)]
     parts = [
@@ -144,7 +144,7 @@ def by_position(measured: Measured) -> list[dict[str, Any]]:
     ]
 
 
-def table(measured: Measured, result: dict[str, Any]) -> list[str]:
+def table(measured: Losses, result: dict[str, Any]) -> list[str]:
     rows = [
         ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
         ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
@@ -169,7 +169,7 @@ def _line(part: dict[str, Any]) -> str:
     return f"{line}, KL {part['kl_mean']:.4g} nats, same first choice {part['same_first_choice']:.2%}"
 
 
-def drawn(measured: Measured, options: argparse.Namespace) -> str:
+def drawn(measured: Losses, options: argparse.Namespace) -> str:
     """KL divergence by position in the window: mean and 99th percentile of neighbouring positions."""
     assert measured.kl is not None
     edges = np.unique(np.linspace(1, measured.place.max() + 1, BINS + 1).astype(int))

@@ -15,12 +15,11 @@ from .cli.opening import load_named
 from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.programs import PROGRAMS, Address, Program
 from .cli.run import Parser, execute
-from .cli.serving import check_installed, model_name, serve_with
+from .cli.serving import DECODE_SHARE, POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note
 from .engine.engine import Engine
 from .engine.locate import resolve
 from .errors import RequestError
-from .serve import DECODE_SHARE, POOL_SHARE, add_sampling_defaults
 from .spec import ModelArgs
 
 if TYPE_CHECKING:

@@ -1,11 +1,67 @@
 """`python -m moeflux_mlx.models`: which of the known models suit this machine."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from .cli.known_models import COMFORTABLE, run
+from .cli.known_models import COMFORTABLE, Fit, Machine, known_models, machine_of, table
+from .cli.options import gigabytes
+from .cli.planning import figures, measure_disk
 from .cli.run import Parser, execute
+from .engine.locate import resolve
+from .engine.weights import open_weights
+from .errors import RequestError
+
+GGUF = (
+    "",
+    "GGUF repositories are not listed: sizes differ by quant and change with every upload. With the",
+    "package gguf installed, moeflux plan --model ORG/NAME lists the quants of one with their sizes,",
+    "and moeflux chat --model ORG/NAME:QUANT prints the size first.",
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the table, or with --json one object."""
+    if options.context is not None and options.context < 1:
+        raise RequestError(f"--context is {options.context}; it must be at least 1")
+    here = machine(options)
+    fits = known_models(here, options.context)
+    if options.json:
+        print(json.dumps(report(here, fits)))
+        return 0
+    named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
+    commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
+    commands += [f"  {fit.command}" for fit in named]
+    print("\n".join([*table(here, fits), *(commands if named else []), *GGUF]))
+    return 0
+
+
+def machine(options: argparse.Namespace) -> Machine:
+    """This machine, or the one that the options describe.
+
+    Raises:
+        RequestError: a number is out of range, or two speeds of the disk are given.
+    """
+    disk = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
+    if options.measure_disk is not None:
+        if disk is not None:
+            raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
+        disk = int(measure_disk(open_weights(resolve(options.measure_disk)).experts))
+    products = gigabytes("--products-gb-per-s", options.products_gb_per_s)
+    return machine_of(figures(options.ram_gb), disk, products)
+
+
+def report(here: Machine, fits: Sequence[Fit]) -> dict[str, object]:
+    """What --json prints: bytes, bytes per second, tokens per second."""
+    return {
+        "memory_bytes": here.figures.memory,
+        "products_bytes_per_second": here.products,
+        "disk_bytes_per_second": here.disk,
+        "disk_is_measured": here.is_measured,
+        "models": [{**asdict(fit), "command": fit.command} for fit in fits],
+    }
 
 
 def parser() -> argparse.ArgumentParser:

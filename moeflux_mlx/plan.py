@@ -2,8 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
+from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+
+# isort: split
+import mlx.core as mx
+
+from .cli import chips
 from .cli.options import (
     add_draft,
     add_dtype,
@@ -14,10 +22,227 @@ from .cli.options import (
     add_shards_in,
     add_variant,
     add_vision,
+    dtype_of,
+    gigabytes,
+    settings_of,
 )
-from .cli.planning import DISKS, run
-from .cli.rank_planning import LINK_GB_PER_S, LINK_US
-from .cli.run import Parser, execute
+from .cli.planning import figures, measure_disk, memory_lines, reading_line, routed_bytes
+from .cli.rank_planning import LINK_GB_PER_S, LINK_US, machines_of, rank_lines
+from .cli.terminal import note
+from .engine.budget import Planner, plan_memory
+from .engine.demand import Demand
+from .engine.expert_io import from_environment
+from .engine.heads import choose_drafts
+from .engine.kv_bits import keeping, state_lines
+from .engine.locate import resolve
+from .engine.machine import default_dtype, in_gb
+from .engine.memory_plan import MemoryPlan
+from .engine.remote import Remote, is_remote
+from .engine.weights import Weights, open_weights, with_best_pool
+from .errors import RequestError
+from .experts.source import IoMode
+from .files import user_path
+from .formats.pieces import ExpertFiles
+from .formats.record import ExpertLayout
+from .formats.tables import NARROW, RowForm, TableFiles
+from .model.tensors import resident_bytes, token_bytes, variant_bytes
+from .packing.recipe import Recipe, read_recipe
+from .packing.tables import SMALL_GROUP
+from .quant import Quant
+from .spec import ModelArgs
+from .vision.vision import NoVision, VisionFiles
+
+HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
+HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
+DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
+
+
+@dataclass(frozen=True)
+class Described:
+    """What is known of a model before it is loaded: of a named variant, a repository on the Hub, or files here.
+
+    Attributes:
+        resident: bytes in memory of the weights that are not routed experts.
+        dense: of these, bytes that each token reads.
+        recipe: the forms of what came as floats, as far as they are known.
+        vision: its image encoder, or why there is none; None for a variant, which has no files.
+        in_place: whether its experts cannot be mapped.
+        disk: a line on the disk space of a repository; else empty.
+        weights: the files; None if they are not here.
+    """
+
+    args: ModelArgs
+    layout: ExpertLayout
+    resident: int
+    dense: int
+    recipe: Recipe | None = None
+    vision: VisionFiles | NoVision | None = None
+    in_place: bool = False
+    disk: str = ""
+    weights: Weights | None = None
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.recipe is not None and (options.variant is None or options.chips is not None):
+        raise RequestError(
+            "--recipe is for --variant without --chip; a checkpoint gets its recipe from moeflux convert"
+        )
+    if options.chips is not None:
+        return chips.run(options)
+    own = dtype_of(options)
+    dtype = default_dtype() if own is None else own
+    stated = stated_disk(options)
+    expert_io = from_environment(options.expert_io)
+    model = described(options, dtype, expert_io)
+    args = keeping(model.args, options.kv_bits, own)
+    demand = demanded(options, model, args, dtype, expert_io)
+    layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
+    draft = options.draft if options.rank_count is None else "off"
+    drafts = choose_drafts(draft, model.weights, Planner(args, layout, machine, demand), dtype)
+    args, plan = drafts.args, drafts.plan
+    print_notes(plan, options.expert_cache_gb is not None)
+    tables = {} if model.weights is None else model.weights.tables
+    lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
+    lines += [f"recipe {model.recipe}"] if model.recipe else []
+    lines.append(reading_line(args, layout, model.dense))
+    lines += [model.disk] if model.disk else []
+    if demand.best_pool is not None:
+        lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
+    lines += [drafts.reason] if drafts.reason else []
+    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
+    if options.measure_disk and model.weights is not None:
+        disks = [int(measure_disk(model.weights.experts))]
+        lines.append(measured_line(disks[0], model.weights.experts))
+    if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
+        share = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
+        each = plan_memory(args, share, machine, plan.demand)
+        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
+        return 0
+    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
+    return 0
+
+
+def stated_disk(options: argparse.Namespace) -> int | None:
+    """Bytes per second of the disk that the options state, if they do.
+
+    Raises:
+        RequestError: they name no model or two, or a disk to measure that is not here or is stated as well.
+    """
+    if (options.model is None) == (options.variant is None):
+        raise RequestError("give either --model or --variant")
+    if options.measure_disk and options.variant is not None:
+        raise RequestError("--measure-disk reads a model's files; give --model instead of --variant")
+    stated = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
+    if options.measure_disk and stated is not None:
+        raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
+    return stated
+
+
+def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> Described:
+    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
+    with_images = options.rank_count is None and not options.no_vision
+    if options.variant is not None:
+        return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
+    if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
+        if options.measure_disk:
+            raise RequestError(f"--measure-disk reads a model's files, and {options.model} is not here; leave it out")
+        args, layout, shapes = remote.figures()
+        vision = remote.vision(args, with_images)
+        dense = token_bytes(args, shapes, dtype)
+        resident = resident_bytes(shapes, dtype)
+        return Described(args, layout, resident, dense, remote.recipe(), vision, remote.in_place, remote.disk)
+    folders = [user_path(folder) for folder in options.shards_in]
+    weights = open_weights(resolve(options.model, shards_in=folders), folders)
+    weights.check_mode(expert_io)
+    if options.rank_count is None:
+        weights.check_held(None)
+    resident = resident_bytes(weights.shapes, dtype)
+    dense = token_bytes(weights.args, weights.shapes, dtype)
+    vision = weights.vision(with_images)
+    return Described(
+        weights.args,
+        weights.experts.layout,
+        resident,
+        dense,
+        read_recipe(weights.path),
+        vision,
+        not weights.can_be_mapped,
+        weights=weights,
+    )
+
+
+def described_variant(args: ModelArgs, recipe: str | None, dtype: mx.Dtype) -> Described:
+    """A known model as a conversion with this recipe would store it; None: in 4 bits."""
+    chosen = None if recipe is None else Recipe.of(recipe)
+    form_of = quants = None
+    if chosen is not None:
+        chosen.check(args.num_hidden_layers)
+        form_of = partial(chosen.of_matrix, args)
+        quants = {layer: chosen.of_experts(args, layer) for layer in args.moe_layers}
+    resident, dense = variant_bytes(args, dtype, form_of), variant_bytes(args, dtype, form_of, of_token=True)
+    return Described(args, ExpertLayout.from_args(args, quants), resident, dense, chosen)
+
+
+def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dtype: mx.Dtype, expert_io: str) -> Demand:
+    """What the options and the model demand of the memory. `args`: the model's, with the caches of the options."""
+    settings = replace(settings_of(options, options.model), expert_io=expert_io)
+    demand = settings.demand(args, model.resident, dtype, in_place=model.in_place, vision=model.vision)
+    return demand if model.weights is None else with_best_pool(demand, model.weights)
+
+
+def print_notes(plan: MemoryPlan, pool_is_given: bool) -> None:
+    """Prints where the plan is not what the options ask for."""
+    if plan.shortened:
+        note(plan.shortened)
+    if plan.enlarged:
+        note(f"warning: {plan.enlarged}")
+    if plan.mode is not IoMode.PREAD and pool_is_given:
+        note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
+
+
+def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
+    """Lines on the disk space of tables of n-grams (in 4 bits if they are not local), and on what a token reads of
+    them.
+    """
+    forms = {i: RowForm(part.width, Quant(4, SMALL_GROUP), NARROW) for i, part in args.ngrams.items()}
+    forms |= {i: files.form for i, files in tables.items()}
+    total = sum(part.rows * forms[i].row_bytes for i, part in args.ngrams.items())
+    rows = sum(len(part.sizes) for part in args.ngrams.values())
+    each = sum(len(part.sizes) * forms[i].row_bytes for i, part in args.ngrams.items())
+    line = f"tables of n-grams: {in_gb(total, 3)} on the disk, of which a token reads {rows} rows, {each} bytes"
+    return [line] if args.ngrams else []
+
+
+def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
+    """Lines on what `disks`, in bytes per second, allow: the time to read all experts, and, if these do not stay in
+    memory, tokens per second at several hit rates.
+    """
+    names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
+    seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+    if plan.mode is IoMode.RESIDENT:
+        return [f"experts are read once, at loading, which takes at least {seconds}"]
+    if plan.stays:
+        return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
+    all_bytes = routed_bytes(args, layout)
+    lines = [f"reading all experts once takes {seconds}"]
+    lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
+    for rate in HIT_RATES:
+        nbytes = all_bytes * (1 - rate)
+        bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)
+        lines.append(f"{f'hit rate {rate:4.0%}: {in_gb(nbytes, 3)} a token':30}{bounds}")
+    return lines
+
+
+def drives_of(files: ExpertFiles) -> set[int]:
+    """The devices that hold a model's experts."""
+    return {path.stat().st_dev for path in files.sizes}
+
+
+def measured_line(disk: int, files: ExpertFiles) -> str:
+    """The line on a measured disk, in bytes per second."""
+    drives = len(drives_of(files))
+    together = f" of {drives} drives together" if drives > 1 else ""
+    return f"disk: {disk / 1e9:.2f} GB/s reading whole experts{together} past the page cache"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,14 +3,103 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from .cli.options import PENALTY, add_context_size, add_model_options, add_prompt_cache_options, add_xtc
+from .cli.fetching import local_model
+from .cli.opening import load_named
+from .cli.options import add_model_options, add_prompt_cache_options
 from .cli.ranks import add_rank_options, together
 from .cli.run import Parser, execute
-from .cli.serving import run
+from .cli.serving import DECODE_SHARE, POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
+from .cli.terminal import note
+from .engine.engine import Engine
+from .engine.locate import resolve
+from .errors import RequestError
+from .files import user_path
 
-DECODE_SHARE = 1 / 3
-POOL_SHARE = 0.75  # share of the pool that a context longer than the default must leave
+if TYPE_CHECKING:
+    from .server.listen import Listener
+
+LEAST_KEY = 8  # letters of an API key
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until it is stopped.
+
+    Raises:
+        RequestError: an option is wrong, the port is taken, or the extra [server] is not installed.
+        MoefluxError: the only model cannot be loaded.
+    """
+    check_installed()
+    from .server.listen import Listener
+
+    each = _each(options)
+    loads = {model_name(one.model): partial(_load, one) for one in each}
+    # A wrong name, or the question about a download, comes at the start.
+    paths = {model_name(one.model): resolve(local_model(one), tokenizer=one.tokenizer) for one in each if len(each) > 1}
+    return serve_with(Listener, options, read_key(options), loads, greet, paths)
+
+
+def _load(options: argparse.Namespace) -> Engine:
+    return load_named(options, local_model(options))
+
+
+def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of each model."""
+    models = options.models or [None]
+    names = [model_name(model) for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"two models are called {name}; rename the directory of one")
+    if len(models) > 1 and (options.revision or options.shards_in or options.tokenizer):
+        raise RequestError("--revision, --shards-in and --tokenizer are for a single --model; leave them out")
+    if getattr(options, "ranks", None) is not None:
+        _check_for_ranks(options)
+    return [argparse.Namespace(**{**vars(options), "model": model}) for model in models]
+
+
+def _check_for_ranks(options: argparse.Namespace) -> None:
+    """Raises RequestError: several ranks do not serve so."""
+    if len(options.models or ()) > 1 or options.idle_minutes is not None:
+        raise RequestError(
+            "several ranks run one model, which stays loaded; leave out further --model and --idle-minutes"
+        )
+    if options.parallel is not None and options.parallel > 1:
+        raise RequestError(
+            f"--parallel is {options.parallel}; several ranks answer one request at a time: leave --parallel out"
+        )
+
+
+def greet(listener: "Listener", engine: Engine, where: str) -> None:
+    """Prints that the server is ready, and its address."""
+    plan = engine.plan
+    pool = f", expert pool {plan.pool / 1e9:.2f} GB" if plan.pool else ""
+    note(f"context: {plan.context} tokens for a prompt and its answer{pool}")
+    note(f"serving at {where}/ (page) and {where}/v1 (APIs); Ctrl-C ends it")
+
+
+def read_key(options: argparse.Namespace) -> str | None:
+    """The API key, if there is one.
+
+    Raises:
+        RequestError: the file cannot be used, or a key is required and missing.
+    """
+    if options.api_key_file is None:
+        if options.host not in LOOPBACK and not options.no_key:
+            raise RequestError(
+                f"--host {options.host} lets other machines in; give --api-key-file FILE, or --no-key to let all in"
+            )
+        return None
+    path = user_path(options.api_key_file)
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--api-key-file cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(key) < LEAST_KEY or not key.isprintable() or not key.isascii() or " " in key:
+        raise RequestError(f"--api-key-file must hold one line of at least {LEAST_KEY} letters, without spaces")
+    return key
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,18 +187,6 @@ def add_client_options(server: argparse._ArgumentGroup) -> None:
         help="fetch images of http:// and https:// URLs from public addresses; without it, clients must send them as "
         "data: URLs",
     )
-
-
-def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
-    default = "default: the model's generation_config.json"
-    add = parser.add_argument_group("sampling, if a request does not set it", default).add_argument
-    add("--temp", type=float, help="sampling temperature; 0: most likely token")
-    add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
-    add("--top-k", type=int, help="keep this many of the most likely tokens")
-    add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
-    add_xtc(add)
-    add("--repetition-penalty", type=float, metavar="P", help=PENALTY)
-    add_context_size(add)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,11 +2,175 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
 
+from .cli.run import Parser, execute  # first: where MLX is missing, it says so
+
+# isort: split
+import mlx.core as mx
+from tqdm import tqdm
+
+from .cli.opening import shapes_of
 from .cli.options import add_variant
-from .cli.run import Parser, execute
-from .cli.tuning import run
+from .engine.budget import plan_memory
+from .engine.engine import open_engine
+from .engine.generation import generate_step
+from .engine.keep_warm import keep_warm_file, read_measured
+from .engine.kept_rows import read_rows
+from .engine.kv_bits import keeping
+from .engine.load_settings import LoadSettings
+from .engine.locate import resolve
+from .engine.machine import default_dtype, machine_figures
+from .engine.needs import least_pool
+from .engine.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
+from .engine.random_weights import Shapes
+from .engine.sampling import make_sampler
+from .engine.tiles import default_file, gpu_name, keep, read_entries
+from .engine.warm_start import Kept, usage_file
+from .engine.weights import open_weights
+from .errors import RequestError
+from .experts.source import IoMode
+from .files import user_path
+from .model.tensors import resident_bytes
+from .ops import backend
+from .ops.tiles import Tile
+from .tools.tuning import Result, crew, kept, samples
+
+PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
+ANSWER = 256  # tokens of an answer with which a pool is measured
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found; returns 0."""
+    file = default_file() if options.file is None else user_path(options.file)
+    if (options.show or options.reset) and (options.model or options.variant):
+        raise RequestError("--show and --reset are for the tiles of all models; leave --model and --variant out")
+    if options.show:
+        lines = [*shown_pools(pool_file()), *shown_warmth(keep_warm_file()), *shown_usage(usage_file())]
+        print("\n".join([*shown(file), *lines]))
+        return 0
+    if options.reset:
+        for one in (file, pool_file(), keep_warm_file(), usage_file()):
+            print(f"removed {one}" if one.exists() else f"there is no {one}")
+            one.unlink(missing_ok=True)
+        return 0
+    if not options.minutes > 0:
+        raise RequestError(f"--minutes is {options.minutes}; it must be positive")
+    shapes = shapes_of(options)  # a wrong model is refused where no GPU computes, too
+    if backend.has_kernels():
+        find(shapes, options.minutes, file)
+    else:
+        print("there are no tiles to tune: no GPU computes here, and the CPU's kernels have none")
+    if options.model is not None and Path(options.model).is_dir():
+        find_pool(Path(options.model), options.minutes)
+    return 0
+
+
+def find_pool(path: Path, minutes: float) -> None:
+    """Runs the model with pools of several sizes, if it is streamed, and keeps the smallest of the fastest."""
+    weights = open_weights(resolve(path))
+    args, layout, dtype = keeping(weights.args, "auto", None), weights.experts.layout, default_dtype()
+    resident, in_place = resident_bytes(weights.shapes, dtype), not weights.can_be_mapped
+    demand = LoadSettings(path).demand(args, resident, dtype, in_place=in_place, vision=weights.vision())
+    plan = plan_memory(args, layout, machine_figures(), demand)
+    if plan.mode is not IoMode.PREAD:
+        print(f"there is no pool to size: {path} fits memory")
+        return
+    speeds: dict[int, float] = {}
+    sizes = sizes_to_try(plan.pool, least_pool(args, layout))
+    for pool in sizes:
+        speeds[pool] = speed_with(path, pool, 60 * minutes / len(sizes))
+        print(f"expert pool of {pool / 1e9:.2f} GB: {speeds[pool]:.2f} tokens/s", flush=True)
+    best = best_of(speeds)
+    keep_pool(path, layout.total_bytes, best)
+    print(f"a pool of {best / 1e9:.2f} GB is best for {path}; see {pool_file()}")
+
+
+def speed_with(path: Path, pool: int, seconds: float) -> float:
+    """Tokens per second of an answer with a pool of `pool` bytes, after a first half that fills the pool.
+
+    It has at most `ANSWER` tokens, and takes about `seconds` at most.
+    """
+    engine = open_engine(path, expert_io="pread", expert_cache_bytes=pool, keep_warm="off", warm_start="off")
+    try:
+        start, times = time.perf_counter(), list[float]()
+        prompt, sampler = engine.tokenizer.encode(PROMPT), make_sampler(1.0, key=mx.random.key(0))
+        with closing(generate_step(prompt, engine.model, max_tokens=ANSWER, sampler=sampler)) as steps:
+            for _ in steps:
+                times.append(time.perf_counter())
+                if times[-1] - start > seconds and len(times) > 2:
+                    break
+        half = len(times) // 2
+        return (len(times) - 1 - half) / (times[-1] - times[half])
+    finally:
+        engine.experts.close()
+
+
+def find(shapes: Shapes, minutes: float, file: Path) -> None:
+    """Searches every kernel at these shapes, and keeps what is faster at once."""
+    spots, results = list(samples(shapes)), list[Result]()
+    with (
+        tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar,
+        closing(crew(shapes, spots, 60 * minutes)) as search,
+    ):
+        for result in search:
+            results.append(result)
+            keep(file, kept([result]), [result.spot])
+            tqdm.write(line_of(result), file=sys.stdout)
+            bar.update()
+    if len(results) < len(spots):
+        print(f"{len(spots) - len(results)} were not tried: the time was over; --minutes gives more")
+    print(f"{len(kept(results))} of {len(results)} kernels and shapes have faster tiles on {gpu_name()}; see {file}")
+
+
+def line_of(result: Result) -> str:
+    if result.best == result.code:
+        verdict = f"{spelled(result.code)} of the code stays"
+    else:
+        verdict = f"{spelled(result.best)}, {result.gain:.2f} times as fast as {spelled(result.code)}"
+    return f"{result.spot}: {1e6 * result.seconds:.1f} us a launch; {verdict}"
+
+
+def spelled(tile: Tile) -> str:
+    """The fields that are not 0."""
+    values = ((one.name, getattr(tile, one.name)) for one in fields(tile))
+    return " ".join(f"{name} {value}" for name, value in values if value)
+
+
+def shown_pools(file: Path) -> list[str]:
+    """The sizes of pools in the file."""
+    return [f"{one['model']}: a pool of {one['pool'] / 1e9:.2f} GB" for one in read_rows(file) if "pool" in one]
+
+
+def shown_warmth(file: Path) -> list[str]:
+    """The results of keep-warm's trials in the file."""
+    return [f"{key['model']} on {key['gpu']}: keep-warm {measured}" for key, measured in read_measured(file)]
+
+
+def shown_usage(file: Path) -> list[str]:
+    """The models of which it is known which experts they use."""
+    kept = ((row.get("model"), Kept.of_row(row)) for row in read_rows(file))
+    return [f"{model}: experts used in {one.steps:.0f} steps" for model, one in kept if one is not None]
+
+
+def shown(file: Path) -> list[str]:
+    """Everything in the file.
+
+    Raises:
+        ModelFileError: it is damaged.
+    """
+    if not file.exists():
+        return [f"there is no {file}; moeflux tune writes it"]
+    lines = [f"{file}:"]
+    for entry in read_entries(file):
+        state = ", found with another MLX or other kernels: not used" if entry.is_stale else ""
+        lines.append(f"{entry.gpu}, MLX {entry.mlx}{state}")
+        lines += [f"  {spot}: {spelled(tile)}" for spot, tile in sorted(entry.tiles.items())]
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:

@@ -9,18 +9,18 @@ import numpy as np
 from ..ops import backend
 from ..ops.backend import AnyArray, view
 from ..ops.positions import RECENT, Held, Rows
-from .layer_cache import Arrays, LayerCache, Part, Shape, State
+from .layer_cache import Arrays, LayerCache, LayerPart, Shape, State
 from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
 
 
-class Growing(LayerCache[Part]):
+class Growing(LayerCache[LayerPart]):
     """Two arrays [B, heads, capacity, width] that fill from the front; capacity grows by `step`."""
 
     step = 256
     counts = True
     traced_whole: Any = FixedCache  # the stand-in for a token that attends to all positions
 
-    def __init__(self, part: Part):
+    def __init__(self, part: LayerPart):
         super().__init__(part)
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -217,12 +217,12 @@ def _no_recent(shape: Shape, dtype: mx.Dtype) -> mx.array:
     return recent
 
 
-class Stepping(Growing[Part]):
+class Stepping(Growing[LayerPart]):
     """A cache that appends single tokens to a separate array `recent`, until it is full or the other arrays are needed:
     on a GPU to a copy of it, on the CPU to a numpy array that no other object uses.
     """
 
-    def __init__(self, part: Part):
+    def __init__(self, part: LayerPart):
         super().__init__(part)
         self._recent: Any = None  # mx.array | np.ndarray | None
         self._begun = 0  # the first position of `recent`

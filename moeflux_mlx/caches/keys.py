@@ -4,10 +4,10 @@ from ..kinds import Indexer
 from ..ops.backend import AnyArray
 from ..ops.positions import RECENT, Rows
 from .growing import Stepping
-from .layer_cache import Part, Shape
+from .layer_cache import LayerPart, Shape
 
 
-class KeyCache(Stepping[Part]):
+class KeyCache(Stepping[LayerPart]):
     """An indexer's keys [B, 1, N, dim] of all positions, normed and rotated; its second array is empty. `part` is the
     mixer that has the indexer.
     """

@@ -16,14 +16,14 @@ from ..ops.backend import AnyArray
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
 Shape = tuple[int, ...]
-Part = TypeVar("Part")
+LayerPart = TypeVar("LayerPart")
 Same = TypeVar("Same", bound="LayerCache")
 Arrays = tuple[mx.array | None, ...]
 Shifts = tuple[tuple[int, int], ...]
 State = tuple[Any, ...]  # a cache's arrays and, last, how many positions they have absorbed
 
 
-class LayerCache(Generic[Part]):
+class LayerCache(Generic[LayerPart]):
     """The interface of all kinds, based on their `state`; `part` is the part of the layer that the cache serves.
 
     Attributes:
@@ -46,7 +46,7 @@ class LayerCache(Generic[Part]):
     state: State
     offset: int
 
-    def __init__(self, part: Part):
+    def __init__(self, part: LayerPart):
         self.part = part
         self.last_step: object = None
         self.axes: np.ndarray | None = None

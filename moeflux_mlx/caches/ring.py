@@ -7,11 +7,11 @@ import numpy as np
 
 from ..errors import RequestError
 from .growing import Stepping, sees_capacity
-from .layer_cache import Arrays, Part, Same, Shape, State
+from .layer_cache import Arrays, LayerPart, Same, Shape, State
 from .traced import REACH, SPARE, FixedRing, seen_in_ring
 
 
-class Ring(Stepping[Part]):
+class Ring(Stepping[LayerPart]):
     """The newest `window + SPARE` positions: position p lies in slot p % capacity.
 
     It can go back only as far as it still holds all positions that the next token sees (`reaches`); going further back
@@ -20,7 +20,7 @@ class Ring(Stepping[Part]):
 
     traced_whole = FixedRing
 
-    def __init__(self, part: Part, window: int, chunked: bool = False):
+    def __init__(self, part: LayerPart, window: int, chunked: bool = False):
         """`chunked`: a token sees, of its own chunk of `window` positions, those up to its own."""
         super().__init__(part)
         self.window, self.chunked = window, chunked

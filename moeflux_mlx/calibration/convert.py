@@ -27,13 +27,13 @@ from .budget import spend
 from .errors import MeasuringRun, read_options
 from .layers import digest_of
 from .needs import Needs, needs_of
-from .rounding import METHODS, Calibrated, Rounder, RoundingRun
+from .rounding import CALIBRATED_METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
 
 DEFAULT_TEXT = "default"
 BASE = "balanced"  # the recipe of what a budget is not about
-Report = Callable[[float, str], object]  # called with the share that is done of what the name says
+NamedReport = Callable[[float, str], object]  # called with the share that is done of what the name says
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Calibration:
 
     def check(self) -> None:
         """Raises ConfigError: values that do not go together, or are unknown."""
-        if self.method not in METHODS:
-            raise ConfigError(f"method {self.method!r} is not known; give {' or '.join(METHODS)}")
+        if self.method not in CALIBRATED_METHODS:
+            raise ConfigError(f"method {self.method!r} is not known; give {' or '.join(CALIBRATED_METHODS)}")
         if self.target_bits is not None and self.target_gb is not None:
             raise ConfigError("--target-bits and --target-gb are both given; give one of them")
         if self.tokens is not None and self.tokens < 1:
@@ -77,7 +77,7 @@ def convert_calibrated(
     mlx_path: str | Path,
     calibration: Calibration,
     recipe: str | Path | Recipe | None = None,
-    report: Report = lambda share, name: None,
+    report: NamedReport = lambda share, name: None,
     say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> ConversionReport:
@@ -125,7 +125,7 @@ def plan_calibrated(
 
 
 def _begun(
-    path: Path, calibration: Calibration, report: Report = lambda share, name: None
+    path: Path, calibration: Calibration, report: NamedReport = lambda share, name: None
 ) -> tuple["_Conversion", ModelArgs]:
     """Reads the texts and the headers of the checkpoint."""
     calibration.check()
@@ -171,7 +171,7 @@ class _Conversion:
     """One calibrated conversion."""
 
     def __init__(
-        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: Report
+        self, path: Path, checkpoint: Checkpoint, texts: list[np.ndarray], calibration: Calibration, report: NamedReport
     ):
         self.checkpoint, self.texts, self.calibration, self._report = checkpoint, texts, calibration, report
         self.weights = CheckpointWeights(path)

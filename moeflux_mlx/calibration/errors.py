@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ..experts.routing import Report
 from ..files import JsonObject, read_json
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
@@ -18,7 +19,7 @@ from ..packing.recipe import EXPERT_PARTS
 from ..quant import Quant
 from ..rounding.methods import FIT, rounded
 from .files import write_json
-from .layers import LayerRun, Progress
+from .layers import LayerRun
 from .seen import SeenLayer, rows_at
 from .weights import CheckpointWeights, FloatExpert
 
@@ -45,7 +46,7 @@ class MeasuringRun(LayerRun):
 
     _squares = 0.0
 
-    def _pass(self, layer: int, progress: Progress) -> None:
+    def _pass(self, layer: int, progress: Report) -> None:
         made, self._squares = self._layer(layer, self.weights), 0.0
         seen = SeenLayer(layer, made, products=False)
         with self._tables(layer) as tables:

@@ -12,11 +12,11 @@ from ..errors import ModelFileError, RequestError
 from ..files import replace_file
 from ..formats.checkpoint import Tensor
 from ..packing.resident import TensorFile, array_bytes
-from ..packing.sources import DTYPES, Written
+from ..packing.sources import DTYPES, WrittenTensor
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """A tensor to write, which is in memory."""
 
     name: str
@@ -27,8 +27,8 @@ class Held:
         return ()
 
     @property
-    def written(self) -> tuple[Written, ...]:
-        return (Written(self.name, DTYPES[self.array.dtype], tuple(self.array.shape)),)
+    def written(self) -> tuple[WrittenTensor, ...]:
+        return (WrittenTensor(self.name, DTYPES[self.array.dtype], tuple(self.array.shape)),)
 
     def arrays(self) -> Iterator[mx.array]:
         yield self.array
@@ -40,11 +40,11 @@ def write_tensors(path: Path, tensors: Mapping[str, mx.array]) -> None:
     Raises:
         RequestError: the system refuses.
     """
-    file = TensorFile(path.name, tuple(Held(name, tensors[name]) for name in sorted(tensors)))
+    file = TensorFile(path.name, tuple(HeldTensor(name, tensors[name]) for name in sorted(tensors)))
     _replace(path, (memoryview(chunk) for chunk in file.chunks()))
 
 
-def write_rows(path: Path, form: Mapping[str, Written], rows: Iterable[mx.array]) -> None:
+def write_rows(path: Path, form: Mapping[str, WrittenTensor], rows: Iterable[mx.array]) -> None:
     """Writes tensors one after the other as `rows` yields them, so that they need not be in memory together.
 
     Args:
@@ -68,11 +68,11 @@ def write_rows(path: Path, form: Mapping[str, Written], rows: Iterable[mx.array]
 class _Promised:
     """A tensor of which only the form is known yet."""
 
-    one: Written
+    one: WrittenTensor
     tensors: tuple[Tensor, ...] = ()
 
     @property
-    def written(self) -> tuple[Written, ...]:
+    def written(self) -> tuple[WrittenTensor, ...]:
         return (self.one,)
 
     def arrays(self) -> Iterator[mx.array]:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import ignore_report
+from ..experts.routing import Report, ignore_report
 from ..experts.tables import open_readers
 from ..files import read_json
 from ..kinds import streams_before
@@ -34,7 +34,7 @@ from ..ops.backend import AnyArray
 from ..ops.limits import within_limits
 from ..ops.observe import observing
 from ..ops.seen import HANDED, Chosen
-from ..packing.sources import DTYPES, Written
+from ..packing.sources import DTYPES, WrittenTensor
 from .experts import OneByOne
 from .files import read_tensors, write_json, write_rows, write_tensors
 from .seen import SeenLayer
@@ -43,8 +43,6 @@ from .weights import LayerWeights
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
 RUN, LOCK = "run.json", "run.lock"
 ROWS_AT_ONCE = 65536  # tokens that go through a layer's experts together; more would read each expert less often
-
-Progress = Callable[[float], object]  # called with the share of the run that is done
 
 
 class LayerRun:
@@ -122,7 +120,7 @@ class LayerRun:
         )
 
     @within_limits()
-    def run(self, progress: Progress = lambda share: None) -> None:
+    def run(self, progress: Report = lambda share: None) -> None:
         """Takes the texts through the layers that they have not passed.
 
         Raises:
@@ -160,12 +158,12 @@ class LayerRun:
         """Holds the hidden states after that number of layers."""
         return self.folder / f"hidden-{layer:05d}.safetensors"
 
-    def _form(self, layer: int) -> dict[str, Written]:
+    def _form(self, layer: int) -> dict[str, WrittenTensor]:
         """The tensors of `_file`."""
         width = self.args.hidden_size * streams_before(self.args.connections, layer)
         kind = DTYPES[self.dtype]
         shapes = {f"text.{i}": (1, len(text), width) for i, text in enumerate(self.texts)}
-        return {name: Written(name, kind, shape) for name, shape in shapes.items()}
+        return {name: WrittenTensor(name, kind, shape) for name, shape in shapes.items()}
 
     def _state(self, layer: int, number: int) -> Any:
         """The hidden states [1, L, .] of a text after that number of layers, as the layers take them."""
@@ -195,7 +193,7 @@ class LayerRun:
 
     # ---- one layer
 
-    def _pass(self, layer: int, progress: Progress) -> None:
+    def _pass(self, layer: int, progress: Report) -> None:
         """Takes all texts through a layer."""
         made = self._layer(layer, self.weights)
         with self._tables(layer) as tables:
@@ -231,7 +229,7 @@ class LayerRun:
         made: DecoderLayer,
         tables: Tables | None,
         seen: SeenLayer | None,
-        report: Progress,
+        report: Report,
     ) -> Iterator[mx.array]:
         """The hidden states [1, L, .] of each text after a layer; `seen` keeps what its matrices multiply."""
         if isinstance(made.mlp, MoE) and isinstance(made.mlp.experts, OneByOne):

@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ..experts.routing import Report
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
 from ..packing.expert_parts import SCALES
@@ -30,12 +31,12 @@ from ..quant import INTEGER, Quant
 from ..rounding.gptq import TURNS, damped, gptq
 from ..rounding.methods import FIT
 from .files import read_tensors, write_tensors
-from .layers import LayerRun, Progress
-from .seen import Rows, SeenLayer, Sums, moments, rows_of, sums, weighted
+from .layers import LayerRun
+from .seen import ExpertInputs, SeenLayer, Sums, moments, rows_of, sums, weighted
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 
 GPTQ = "gptq"
-METHODS = (FIT, GPTQ)
+CALIBRATED_METHODS = (FIT, GPTQ)
 HEAD, HEAD_FILE = "lm_head", "codes-head.safetensors"
 
 
@@ -147,7 +148,7 @@ class RoundingRun(LayerRun):
         """The embedding as it is stored, so that the first layer sees what it will see."""
         return self._target
 
-    def run(self, progress: Progress = lambda share: None) -> None:
+    def run(self, progress: Report = lambda share: None) -> None:
         """As `LayerRun.run`; then the head is rounded."""
         super().run(progress)
         if (self.folder / HEAD_FILE).exists():
@@ -162,7 +163,7 @@ class RoundingRun(LayerRun):
             codes |= self._of_source(source, inputs)
         write_tensors(self.folder / HEAD_FILE, codes)
 
-    def _pass(self, layer: int, progress: Progress) -> None:
+    def _pass(self, layer: int, progress: Report) -> None:
         made = self._layer(layer, self.weights)
         seen = SeenLayer(layer, made, self._rounder.products)
         with self._tables(layer) as tables:
@@ -250,14 +251,14 @@ class _Group:
     def _rounded(self, index: int, values: mx.array, moments: mx.array, dtype: mx.Dtype) -> Codes:
         return self.rounder.rounded(values, self.unit.geometry.projections[index].quant, moments, dtype)
 
-    def _of_down(self, expert: FloatExpert, changed: FloatExpert, rows: Rows) -> tuple[mx.array, mx.array]:
+    def _of_down(self, expert: FloatExpert, changed: FloatExpert, rows: ExpertInputs) -> tuple[mx.array, mx.array]:
         """The down projection W to be rounded, and the mean moments of its inputs.
 
         Its inputs b are what the rounded gate and up give, which differ from those of the floats, a. With GPTQ's H of
         b, W + W (mean of (a - b) b^T) H^-1 has the products nearest to W a.
         """
         x, act = rows_of(rows.x), self.part.activation
-        given = Rows(changed.activations(x, act), rows.weights)
+        given = ExpertInputs(changed.activations(x, act), rows.weights)
         mean, down = self._blended(given, self.seen.down), expert.matrices[-1]
         if not self.rounder.products:
             return down, mean
@@ -266,7 +267,7 @@ class _Group:
         hessian = damped(mean, self.rounder.damping)
         return down + mx.linalg.solve(hessian, products.T, stream=mx.cpu).T, mean
 
-    def _blended(self, rows: Rows, of_all: Sums | None) -> mx.array:
+    def _blended(self, rows: ExpertInputs, of_all: Sums | None) -> mx.array:
         """The mean moments of a matrix's inputs."""
         assert of_all is not None
         x = rows_of(rows.x)

@@ -53,7 +53,7 @@ def sums(columns: int, products: bool) -> Sums:
     return Sums(np.zeros((columns, columns) if products else columns, np.float32))
 
 
-class Rows(NamedTuple):
+class ExpertInputs(NamedTuple):
     """The rows of one expert: their inputs [n, H], numpy's or MLX's, and their routing weights, float32 [n]."""
 
     x: AnyArray
@@ -112,14 +112,14 @@ class SeenLayer:
         """The sums over all inputs of the layer's routed experts; None: it has none."""
         return self.of(INPUT)
 
-    def rows(self, expert: int) -> Rows:
+    def rows(self, expert: int) -> ExpertInputs:
         """The rows that chose an expert."""
         xs, weights = [], []
         for x, ids, of_ids in zip(self._inputs, self._ids, self._weights, strict=True):
             tokens, places = np.nonzero(ids == expert)
             xs.append(rows_at(x, tokens))
             weights.append(of_ids[tokens, places])
-        return Rows(library_of(xs[0]).concatenate(xs), np.concatenate(weights))
+        return ExpertInputs(library_of(xs[0]).concatenate(xs), np.concatenate(weights))
 
     def _add(self, path: str, x: AnyArray) -> None:
         rows = rows_of(x)

@@ -7,14 +7,13 @@ import numpy as np
 
 from ..errors import RequestError, TokenizerError
 from ..files import PACKAGE
+from ..text.results import Message
 from ..text.tokenizer import TokenizerWrapper
 
 FOLDER = PACKAGE / "calibration" / "text"
 PLAIN = ("prose.txt", "code.txt")
 CHAT = "chat.json"
 WINDOW = 1024  # tokens that are read together
-
-Message = dict[str, str]
 
 
 def default_texts(tokenizer: TokenizerWrapper, window: int = WINDOW) -> list[np.ndarray]:

@@ -1,11 +1,8 @@
-"""Prints one screen about this machine: what it is, whether its values are right, its disk and memory, what fits, and
-what is missing.
+"""What several commands say of this machine: what it is, whether its values are right, and how fast its disk is.
 
 Reads and writes one temporary file to measure the disk; loads no model.
 """
 
-import argparse
-import importlib.util
 import os
 import platform
 import shutil
@@ -15,47 +12,21 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..engine.machine import Figures, default_dtype, in_gb, machine_figures
+from ..engine.machine import Figures, in_gb
 from ..engine.settings import chip, physical_ram_bytes
-from ..errors import ModelFileError, MoefluxError, RequestError
+from ..errors import ModelFileError
 from ..formats.packed import PackedExperts
 from ..formats.record import ExpertLayout, Record
-from ..installation import install_command, reinstall_command
-from ..ops import backend, native
+from ..ops import backend
 from ..ops.chips import M5_GENERATION, generation_of
 from ..ops.launch import MOST_THREADS
 from ..tools.checkup import ASKED, check_operations, runs_on, thread_limits
-from .known_models import known_models, machine_of, table
 from .planning import measure_disk
 
 PACKAGES = ("moeflux-mlx", "mlx", "numpy", "huggingface_hub", "mlx-lm")
-EXTRAS = {"server": ("starlette", "uvicorn"), "structured": ("llguidance",)}
 MEASURED_FILE = 512 << 20
 EXPERT = Record.make(2048, 512)  # reads of Qwen3.6-35B-A3B's size
 M5_MACOS, NAX = (26, 2), b"gather_qmm_rhs_nax"
-
-
-def run(options: argparse.Namespace) -> int:
-    """Prints the screen; returns 1 if a value is wrong."""
-    refuse_options_of_launches(options)
-    figures, dtype = machine_figures(), default_dtype()
-    print("\n".join([*machine_lines(figures), *thread_lines(), *matrix_lines()]))
-    lines, is_right = value_lines(dtype)
-    print("\n".join(lines))
-    disk = None if options.no_disk else print_disk(options.directory or hub_folder())
-    here = machine_of(figures, disk)
-    print("\n".join(["", *table(here, known_models(here))]))
-    missing = missing_lines()
-    if missing:
-        print("\n".join(["", *missing]))
-    return 0 if is_right else 1
-
-
-def refuse_options_of_launches(options: argparse.Namespace) -> None:
-    """Raises RequestError: an option is given that only --launches uses."""
-    for name in ("model", "variant", "backend"):
-        if getattr(options, name) is not None:
-            raise RequestError(f"--{name} is for --launches; give both")
 
 
 def machine_lines(figures: Figures) -> list[str]:
@@ -126,17 +97,6 @@ def value_lines(dtype: mx.Dtype) -> tuple[list[str], bool]:
     return lines, is_right
 
 
-def print_disk(folder: Path) -> float | None:
-    """Measures the disk below `folder` and says so; bytes per second, or None if it cannot be measured."""
-    try:
-        rate = disk_rate(folder)
-    except (MoefluxError, OSError) as error:
-        print(f"disk      not measured: {error}")
-        return None
-    print(f"disk      {rate / 1e9:.2f} GB/s reading whole experts past the page cache, at {folder}")
-    return rate
-
-
 def disk_rate(folder: Path) -> float:
     """Bytes per second of reading experts in random order from a file that is written here and removed again.
 
@@ -163,18 +123,6 @@ def hub_folder() -> Path:
 
     folder = Path(constants.HF_HUB_CACHE)
     return next(place for place in (folder, *folder.parents) if place.is_dir())
-
-
-def missing_lines() -> list[str]:
-    """What is not installed, and the command that installs it."""
-    lines = []
-    if not native.available() and mx.default_device() == mx.cpu:
-        lines.append(f"missing   native CPU kernels: install a C compiler, then {reinstall_command()}")
-    for extra, packages in EXTRAS.items():
-        absent = [name for name in packages if importlib.util.find_spec(name) is None]
-        if absent:
-            lines.append(f"missing   {' and '.join(absent)}: {install_command(extra)}")
-    return lines
 
 
 def _version(package: str) -> str | None:

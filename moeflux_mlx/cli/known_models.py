@@ -3,19 +3,15 @@
 Everything is counted from configurations; nothing is downloaded or loaded.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ..engine.budget import plan_memory
 from ..engine.kv_bits import keeping
 from ..engine.load_settings import LoadSettings
-from ..engine.locate import resolve
 from ..engine.machine import Figures, default_dtype, in_gb
-from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..files import directory, read_json
@@ -23,8 +19,7 @@ from ..formats.record import ExpertLayout
 from ..model.tensors import variant_bytes
 from ..spec import ModelArgs, variants
 from ..tools.checkup import product_rate
-from .options import gigabytes
-from .planning import figures, measure_disk, memory_in_all, routed_bytes
+from .planning import memory_in_all, routed_bytes
 
 ASSUMED_DISK = int(5e9)  # bytes per second, about what drives of Macs read
 COMFORTABLE = 5.0  # tokens per second, about as fast as people read
@@ -85,45 +80,6 @@ class Fit:
         return (0, -self.disk_bytes) if speed >= COMFORTABLE else (1, -speed)
 
 
-GGUF = (
-    "",
-    "GGUF repositories are not listed: sizes differ by quant and change with every upload. With the",
-    "package gguf installed, moeflux plan --model ORG/NAME lists the quants of one with their sizes,",
-    "and moeflux chat --model ORG/NAME:QUANT prints the size first.",
-)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Prints the table, or with --json one object."""
-    if options.context is not None and options.context < 1:
-        raise RequestError(f"--context is {options.context}; it must be at least 1")
-    here = machine(options)
-    fits = known_models(here, options.context)
-    if options.json:
-        print(json.dumps(report(here, fits)))
-        return 0
-    named = [fit for fit in fits if fit.memory_bytes is not None and fit.repository is not None]
-    commands = ["", "to try one (moeflux prints its size first; moeflux plan --model NAME downloads no weights):"]
-    commands += [f"  {fit.command}" for fit in named]
-    print("\n".join([*table(here, fits), *(commands if named else []), *GGUF]))
-    return 0
-
-
-def machine(options: argparse.Namespace) -> Machine:
-    """This machine, or the one that the options describe.
-
-    Raises:
-        RequestError: a number is out of range, or two speeds of the disk are given.
-    """
-    disk = gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
-    if options.measure_disk is not None:
-        if disk is not None:
-            raise RequestError("--measure-disk and --disk-gb-per-s exclude each other; give one of them")
-        disk = int(measure_disk(open_weights(resolve(options.measure_disk)).experts))
-    products = gigabytes("--products-gb-per-s", options.products_gb_per_s)
-    return machine_of(figures(options.ram_gb), disk, products)
-
-
 def machine_of(limits: Figures, disk: float | None, products: float | None = None) -> Machine:
     """A machine of these figures; products are measured here where their speed is not given, in about a second."""
     return Machine(limits, products or product_rate(default_dtype()), disk or ASSUMED_DISK, disk is not None)
@@ -179,14 +135,3 @@ def table(here: Machine, fits: Sequence[Fit]) -> list[str]:
         f"experts that are not in memory are read from the disk at {disk}, and a router uses all",
         "experts equally often. moeflux benchmark measures a downloaded model.",
     ]
-
-
-def report(here: Machine, fits: Sequence[Fit]) -> dict[str, object]:
-    """What --json prints: bytes, bytes per second, tokens per second."""
-    return {
-        "memory_bytes": here.figures.memory,
-        "products_bytes_per_second": here.products,
-        "disk_bytes_per_second": here.disk,
-        "disk_is_measured": here.is_measured,
-        "models": [{**asdict(fit), "command": fit.command} for fit in fits],
-    }

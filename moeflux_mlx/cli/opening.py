@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.engine import Engine, open_with
+from ..engine.locate import resolve
 from ..engine.machine import default_dtype
+from ..engine.random_weights import Shapes
+from ..engine.remote import Remote, is_remote
+from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, settings_of
-from .terminal import Progress, note
+from .terminal import ProgressLine, note
 
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
@@ -26,7 +30,7 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
     loaded, and how experts are read only if the user chose it or asked for it.
     """
     start = time.perf_counter()
-    with Progress("loading", of_bytes=True) as progress:
+    with ProgressLine("loading", of_bytes=True) as progress:
         engine = open_optional(options, model, progress=progress.update)
         engine.tokenizer  # noqa: B018  (an error in its files is said before anything is computed)
     if greeting is not None:
@@ -108,3 +112,15 @@ def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | Non
         size = min(options.prompt_cache_gb * 1e9, 2.0**62)
         return PromptDirectory(options.prompt_cache_dir, engine.fingerprint, int(size))
     return None
+
+
+def shapes_of(options: argparse.Namespace) -> Shapes:
+    """The model's sizes, the layout of its experts and how its matrices are stored; no tensor is read."""
+    dtype = default_dtype()
+    if options.variant is not None:
+        return Shapes.of_variant(options.variant, dtype)
+    if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
+        args, layout, tensors = remote.figures()
+        return Shapes.of(args, layout, tensors, dtype)
+    weights = open_weights(resolve(options.model))
+    return Shapes.of(weights.args, weights.experts.layout, weights.shapes, dtype)

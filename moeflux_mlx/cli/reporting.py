@@ -23,7 +23,7 @@ import numpy as np
 
 from ..engine.engine import Engine, open_engine
 from ..engine.machine import default_dtype, in_gb, machine_figures, used_memory
-from ..errors import MoefluxError, RequestError
+from ..errors import MoefluxError
 from ..files import directory, replace_file, user_path
 from ..ops import backend
 from ..ops.chips import CHIPS
@@ -38,7 +38,6 @@ from .diagnosis import (
     hub_folder,
     machine_lines,
     matrix_lines,
-    refuse_options_of_launches,
     thread_lines,
     value_lines,
 )
@@ -66,16 +65,13 @@ WORDS = (
     "models moeflux nvidia python report studio test tests threads values"
 )
 
-Part = tuple[list[str], bool]  # lines, and whether everything is right
+Finding = tuple[list[str], bool]  # lines, and whether everything is right
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report part by part and keeps what there is in the file, so that a crash loses only its own part.
     Returns 1 if something is wrong or failed.
     """
-    if options.launches:
-        raise RequestError("--report and --launches exclude each other; give one of them")
-    refuse_options_of_launches(options)
     path, lines, faults = user_path(options.report), list[str](), list[str]()
     folder = options.directory and options.directory.absolute()
     places = [path.absolute(), path.absolute().parent, *([folder] if folder else [])]
@@ -86,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         lines.append(text)
 
     add(f"moeflux {described()}", f"made by moeflux doctor --report, {time.strftime('%Y-%m-%d')}")
-    report = Report(folder)
+    report = MachineReport(folder)
     for title, part in report.parts(with_disk=not options.no_disk).items():
         note(f"{title} ...")
         save(path, [*lines, f"\n{title}: began, and the program ended before it did"])
@@ -106,7 +102,7 @@ def save(path: Path, lines: Sequence[str]) -> None:
     replace_file(path, ["\n".join([*lines, ""]).encode()])
 
 
-def outcome(part: Callable[[], Part]) -> Part:
+def outcome(part: Callable[[], Finding]) -> Finding:
     """What a part gives, or that it failed: on a machine of an unknown kind any part may fail in any way, and that is
     what the report is for.
     """
@@ -116,7 +112,7 @@ def outcome(part: Callable[[], Part]) -> Part:
         return [f"failed: {type(error).__name__}: {first_lines(str(error))}"], False
 
 
-class Report:
+class MachineReport:
     """The parts of a report. `folder`: where the disk is measured; None: the Hugging Face cache.
 
     Attributes:
@@ -127,7 +123,7 @@ class Report:
         self._folder, self.left_out = folder, 0
         self._disk: float | None = None
 
-    def parts(self, with_disk: bool) -> dict[str, Callable[[], Part]]:
+    def parts(self, with_disk: bool) -> dict[str, Callable[[], Finding]]:
         """The parts by title, in their order."""
         return {
             "machine": self.machine,
@@ -151,7 +147,7 @@ class Report:
         """The known models, those that fit first."""
         return known_models(self.here)
 
-    def machine(self) -> Part:
+    def machine(self) -> Finding:
         lines = machine_lines(machine_figures())
         if backend.has_kernels():
             known = mx.device_info()
@@ -160,11 +156,11 @@ class Report:
                 lines.append("note      this GPU is virtual: values count, and times say nothing of a Mac")
         return lines, True
 
-    def memory(self) -> Part:
+    def memory(self) -> Finding:
         used = in_gb(used_memory())
         return [f"{in_gb(self.here.products, 1)}/s of 4-bit weights in products of one row; {used} in use here"], True
 
-    def disk(self) -> Part:
+    def disk(self) -> Finding:
         """Measures the disk; no room for the file is no fault of the machine."""
         try:
             self._disk = rate = disk_rate(self._folder or hub_folder())
@@ -172,7 +168,7 @@ class Report:
             return [f"not measured: {error}"], True
         return [f"{rate / 1e9:.2f} GB/s reading whole experts past the page cache"], True
 
-    def kernels(self) -> Part:
+    def kernels(self) -> Finding:
         """Compiles the kernels of the known models, those that fit first, until the time is over."""
         target = backend.name()
         if not backend.has_kernels():
@@ -198,7 +194,7 @@ class Report:
         self.left_out = len(programs) - len(done)
         return kernel_lines(done, len(programs), len(self.models), budget), not any(one.fault for one in done)
 
-    def demo(self) -> Part:
+    def demo(self) -> Finding:
         """Runs the demo model with all experts in memory and streamed: a known story, a prompt and an answer. No trial
         of launches that keep the GPU warm disturbs the times.
         """

@@ -1,4 +1,4 @@
-"""Serves models: interprets the options of `serve`, starts and stops."""
+"""Serves models for `serve` and `launch`: interprets their options, starts and stops."""
 
 import argparse
 import asyncio
@@ -14,19 +14,25 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..engine.engine import Engine
-from ..engine.locate import resolve
 from ..engine.parallel import cache_room
 from ..engine.sampling import make_logits_processors, make_sampler
 from ..errors import ModelFileError, MoefluxError, RequestError
-from ..files import read_json, user_path
+from ..files import read_json
 from ..installation import install_command
 from ..model.step import MAX_ROWS
 from ..spec import ModelArgs
 from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
-from .fetching import local_model
-from .opening import load_named, open_store
-from .options import REPETITION, SAMPLER, given, parse_template_config
+from .opening import open_store
+from .options import (
+    PENALTY,
+    REPETITION,
+    SAMPLER,
+    add_context_size,
+    add_xtc,
+    given,
+    parse_template_config,
+)
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -47,57 +53,10 @@ ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?"
 )
 HOST = re.compile(r"[a-z0-9._-]*[a-z0-9_-]")
-LEAST_KEY = 8  # letters of an API key
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 DEMO = "moeflux-demo"
+DECODE_SHARE = 1 / 3
+POOL_SHARE = 0.75  # share of the pool that a context longer than the default must leave
 IDLE_SHARE = 4  # unused sessions may take 1/4 of the plan's headroom
-
-
-def run(options: argparse.Namespace) -> int:
-    """Serves until it is stopped.
-
-    Raises:
-        RequestError: an option is wrong, the port is taken, or the extra [server] is not installed.
-        MoefluxError: the only model cannot be loaded.
-    """
-    check_installed()
-    from ..server.listen import Listener
-
-    each = _each(options)
-    loads = {model_name(one.model): partial(_load, one) for one in each}
-    # A wrong name, or the question about a download, comes at the start.
-    paths = {model_name(one.model): resolve(local_model(one), tokenizer=one.tokenizer) for one in each if len(each) > 1}
-    return serve_with(Listener, options, read_key(options), loads, greet, paths)
-
-
-def _load(options: argparse.Namespace) -> Engine:
-    return load_named(options, local_model(options))
-
-
-def _each(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options of each model."""
-    models = options.models or [None]
-    names = [model_name(model) for model in models]
-    for name in names:
-        if names.count(name) > 1:
-            raise RequestError(f"two models are called {name}; rename the directory of one")
-    if len(models) > 1 and (options.revision or options.shards_in or options.tokenizer):
-        raise RequestError("--revision, --shards-in and --tokenizer are for a single --model; leave them out")
-    if getattr(options, "ranks", None) is not None:
-        _check_for_ranks(options)
-    return [argparse.Namespace(**{**vars(options), "model": model}) for model in models]
-
-
-def _check_for_ranks(options: argparse.Namespace) -> None:
-    """Raises RequestError: several ranks do not serve so."""
-    if len(options.models or ()) > 1 or options.idle_minutes is not None:
-        raise RequestError(
-            "several ranks run one model, which stays loaded; leave out further --model and --idle-minutes"
-        )
-    if options.parallel is not None and options.parallel > 1:
-        raise RequestError(
-            f"--parallel is {options.parallel}; several ranks answer one request at a time: leave --parallel out"
-        )
 
 
 def serve_with(
@@ -120,7 +79,7 @@ def serve_with(
     from ..server.app import Served, make_app
     from ..server.guard import Rules
     from ..server.listen import bind
-    from ..server.switch import Choice, Loaded, ModelSwitch
+    from ..server.switch import Loaded, ModelChoice, ModelSwitch
 
     variables = parse_template_config(options.chat_template_config)
     _check_values(options)
@@ -148,7 +107,7 @@ def serve_with(
         name: (partial(preparer_of, options, variables, path), context_of(options, path))
         for name, path in paths.items()
     }
-    choices = [Choice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
+    choices = [ModelChoice(name, load, *made, *files.get(name, ())) for name, load in loads.items()]
     idle = None if options.idle_minutes is None else 60 * options.idle_minutes
     switch = ModelSwitch(choices, options.queue, options.decode_share, idle, announce, complain)
     served = Served(switch, options.keep_agent_headers, log=None if options.quiet else note)
@@ -210,14 +169,6 @@ def _why(error: BaseException) -> str:
     return str(error) if isinstance(error, MoefluxError) else f"the model cannot be loaded: {error!r}"
 
 
-def greet(listener: "Listener", engine: Engine, where: str) -> None:
-    """Prints that the server is ready, and its address."""
-    plan = engine.plan
-    pool = f", expert pool {plan.pool / 1e9:.2f} GB" if plan.pool else ""
-    note(f"context: {plan.context} tokens for a prompt and its answer{pool}")
-    note(f"serving at {where}/ (page) and {where}/v1 (APIs); Ctrl-C ends it")
-
-
 def check_installed() -> None:
     """Raises RequestError: what HTTP needs is missing."""
     try:
@@ -225,28 +176,6 @@ def check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequestError(f"serving needs {error.name}, which is not installed; {install_command('server')}") from None
-
-
-def read_key(options: argparse.Namespace) -> str | None:
-    """The API key, if there is one.
-
-    Raises:
-        RequestError: the file cannot be used, or a key is required and missing.
-    """
-    if options.api_key_file is None:
-        if options.host not in LOOPBACK and not options.no_key:
-            raise RequestError(
-                f"--host {options.host} lets other machines in; give --api-key-file FILE, or --no-key to let all in"
-            )
-        return None
-    path = user_path(options.api_key_file)
-    try:
-        key = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--api-key-file cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(key) < LEAST_KEY or not key.isprintable() or not key.isascii() or " " in key:
-        raise RequestError(f"--api-key-file must hold one line of at least {LEAST_KEY} letters, without spaces")
-    return key
 
 
 def model_name(model: str | None) -> str:
@@ -338,3 +267,15 @@ def admission_of(options: argparse.Namespace, engine: Engine) -> "Admission":
 
 def _written(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def add_sampling_defaults(parser: argparse.ArgumentParser) -> None:
+    default = "default: the model's generation_config.json"
+    add = parser.add_argument_group("sampling, if a request does not set it", default).add_argument
+    add("--temp", type=float, help="sampling temperature; 0: most likely token")
+    add("--top-p", type=float, help="keep the smallest set of likely tokens whose probabilities add up to this")
+    add("--top-k", type=int, help="keep this many of the most likely tokens")
+    add("--min-p", type=float, help="drop tokens whose probability is below this share of the most likely token's")
+    add_xtc(add)
+    add("--repetition-penalty", type=float, metavar="P", help=PENALTY)
+    add_context_size(add)

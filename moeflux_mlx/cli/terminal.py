@@ -110,7 +110,7 @@ def duration(seconds: float) -> str:
     return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02} s"
 
 
-class Progress:
+class ProgressLine:
     """One line on a terminal's stderr that is wiped when the work is done; elsewhere nothing, or a line now and then.
 
     What is done is counted in tokens, or in bytes.
@@ -124,7 +124,7 @@ class Progress:
         self._next_line = 0.0 if lines else float("inf")
         self._began: tuple[float, int] | None = None  # when the first part was reported, and how much was done
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         self._show(f"{self.label} ...")
         return self
 

@@ -14,13 +14,13 @@ from ..text.boundaries import Rendering
 from ..text.calls.reader import AnswerReader
 from ..text.chat_template import with_places
 from ..text.events import Reasoning, Text
+from ..text.results import Message
 from ..text.spelling import Spelling
 from ..text.tokenizer import TokenizerWrapper
 from .generation import within_limit
 from .prompt import collapsed, places_of, prompt_with_images
 from .session import Session
 
-Message = JsonDict
 Pieces = Generator[tuple[str, bool], None, None]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import MoefluxWarning
-from ..experts.resident import Progress
+from ..experts.resident import ReadProgress
 from ..experts.routed import RoutedExperts
 from ..experts.routing import RoutedExpertsCall
 from ..experts.source import ExpertLoader
@@ -199,7 +199,7 @@ def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows
     return engine
 
 
-def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress: Progress | None) -> Engine:
+def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress: ReadProgress | None) -> Engine:
     """Loads the model as planned."""
     drafts, tiles = setup.drafts, setup.tiles
     args, plan = drafts.args, drafts.plan

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 
 from ..experts.mapped import MappedExperts
-from ..experts.resident import Progress, ResidentExperts
+from ..experts.resident import ReadProgress, ResidentExperts
 from ..experts.source import ExpertLoader, IoMode
 from ..experts.streamed import StreamedExperts
 from ..formats.in_place import InPlaceExperts
@@ -20,7 +20,7 @@ from .wired import wire
 
 
 def open_experts(
-    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: Progress | None = None
+    files: ExpertFiles, args: ModelArgs, plan: MemoryPlan, progress: ReadProgress | None = None
 ) -> ExpertLoader:
     """Opens the source that `plan` requires. On Metal the wired limit is raised first: adopted memory counts."""
     release = _wire(plan)

@@ -3,8 +3,8 @@
 An Apple GPU without work lowers its clock within milliseconds, and the launches after a wait are slower. While a step
 waits for experts, a thread of its own launches a tiny kernel every few milliseconds, on a stream of its own; the thread
 of the step only sets a flag. So a launch delays neither a read nor a step, changes no result, and there is none between
-two answers. Whether the launches help is measured by the first answers (`Trial`) and stored in a file of `kept_rows`,
-for each GPU and directory of a model. Nothing here has run on an Apple GPU.
+two answers. Whether the launches help is measured by the first answers (`WarmTrial`) and stored in a file of
+`kept_rows`, for each GPU and directory of a model. Nothing here has run on an Apple GPU.
 """
 
 import statistics
@@ -37,7 +37,7 @@ WORTH = 0.02  # launches must make a token faster by this share
 
 
 @dataclass(frozen=True)
-class Measured:
+class WarmTimes:
     """The seconds of a token without launches, and with them."""
 
     off: float
@@ -52,7 +52,7 @@ class Measured:
         return f"{verdict}: a token took {self.on * 1e3:.1f} ms with launches and {self.off * 1e3:.1f} ms without"
 
 
-class Trial:
+class WarmTrial:
     """Compares turns of `TURN` tokens without and with launches. Their order cancels a steady drift, and the median of
     a turn ignores pauses between two answers.
     """
@@ -79,11 +79,11 @@ class Trial:
             self._seconds.append(seconds)
 
     @property
-    def result(self) -> Measured:
+    def result(self) -> WarmTimes:
         turns = [statistics.median(self._seconds[i * TURN : (i + 1) * TURN]) for i in range(len(ORDER))]
         off = statistics.mean(turn for turn, launches in zip(turns, ORDER, strict=True) if not launches)
         on = statistics.mean(turn for turn, launches in zip(turns, ORDER, strict=True) if launches)
-        return Measured(off, on)
+        return WarmTimes(off, on)
 
 
 class KeepWarm:
@@ -110,15 +110,15 @@ class KeepWarm:
         first: int,
         *,
         always: bool = False,
-        measured: Measured | None = None,
+        measured: WarmTimes | None = None,
         is_filling: Callable[[], bool] = lambda: False,
         on_mains: Callable[[], bool] = lambda: True,
-        keep: Callable[[Measured], object] = lambda measured: None,
+        keep: Callable[[WarmTimes], object] = lambda measured: None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.measured, self.launched = measured, 0
         self._first, self._always = first, always
-        self._trial = None if always or measured else Trial()
+        self._trial = None if always or measured else WarmTrial()
         self._make_launch, self._keep, self._clock = make_launch, keep, clock
         self._is_filling, self._on_mains = is_filling, on_mains
         self._launch: Callable[[], object] | None = None
@@ -267,17 +267,17 @@ def keep_warm_file() -> Path:
     return file_of("keep_warm.json")
 
 
-def read_measured(file: Path) -> list[tuple[Row, Measured]]:
+def read_measured(file: Path) -> list[tuple[Row, WarmTimes]]:
     """Everything in the file: the GPU, MLX's version and the directory of a model, with the result."""
     rows = [(row, row.get("off"), row.get("on")) for row in read_rows(file) if row.keys() >= {"gpu", "mlx", "model"}]
     return [
-        ({name: row[name] for name in ("gpu", "mlx", "model")}, Measured(off, on))
+        ({name: row[name] for name in ("gpu", "mlx", "model")}, WarmTimes(off, on))
         for row, off, on in rows
         if isinstance(off, float) and isinstance(on, float) and min(off, on) > 0
     ]
 
 
-def keep_measured(key: Row, measured: Measured) -> None:
+def keep_measured(key: Row, measured: WarmTimes) -> None:
     """Stores a result in place of that of another version of MLX. If that is impossible, the next start measures
     again.
     """

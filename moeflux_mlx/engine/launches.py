@@ -32,7 +32,7 @@ from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
 from ..ops.grouped import GroupedRows
 from ..ops.kernel_files import Program
-from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Place, Reason
+from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, InputPlace, Kernel, Reason
 from ..ops.records import Records
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
@@ -45,11 +45,11 @@ from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 
 TOKENS = (1, 4, 512)  # one, a few, and many
-Run = Callable[[Any, Any], object]  # takes activations and a function that makes caches
+Compute = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
 
 @dataclass(frozen=True)
-class Step:
+class PartLaunches:
     """What a part of a model runs for a number of tokens.
 
     Args:
@@ -78,7 +78,7 @@ def launches_of(
     tokens: Sequence[int] = TOKENS,
     sequences: Sequence[int] = (),
     rows: Sequence[int] = (),
-) -> Generator[Step, None, None]:
+) -> Generator[PartLaunches, None, None]:
     """Lists what each kind of mixer and feed-forward part, and lm_head, run on the backend `target` with these tiles.
     `sequences`: numbers of sequences for which a step with one token of each is listed too. `rows`: the same for steps
     of several tokens of one sequence, which check drafts.
@@ -92,7 +92,7 @@ def launches_of(
                 noted = Noted(tiles, missing)
                 with noted.listening():
                     run(_activations(shapes, count), caches)
-                yield Step(part, layers, count, noted.asked_for(), noted.refused, noted.programs, is_later)
+                yield PartLaunches(part, layers, count, noted.asked_for(), noted.refused, noted.programs, is_later)
 
 
 class Noted(Tiles):
@@ -132,7 +132,7 @@ class Noted(Tiles):
         return self.runs
 
     def _kernel(
-        self, kernel: Kernel, target: str, constants: str, threads: int, places: tuple[Place, ...]
+        self, kernel: Kernel, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]
     ) -> Callable[..., list[mx.array]]:
         name = f"{kernel.name}[{kernel.form}]" if kernel.form else kernel.name
 
@@ -210,9 +210,9 @@ def _activations(shapes: Shapes, tokens: int) -> AnyArray:
     return mx.zeros(size, shapes.dtype)
 
 
-def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Run, bool]]:
-    """Name, layers and call of each kind of part, and whether it is a listed part later in a text (`Step.is_later`).
-    Then the call takes only single tokens.
+def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]:
+    """Name, layers and call of each kind of part, and whether it is a listed part later in a text
+    (`PartLaunches.is_later`). Then the call takes only single tokens.
     """
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
@@ -270,7 +270,7 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     return module.mixed(x, norm, made, *_chosen(mixer, x))
 
 
-def _late(mix: Run, dtype: mx.Dtype, length: int) -> Run:
+def _late(mix: Compute, dtype: mx.Dtype, length: int) -> Compute:
     """`mix` with caches of `length` positions."""
 
     def filled(mixer: Any) -> Any:
@@ -304,7 +304,7 @@ def _sums(args: ModelArgs, layer: int) -> tuple[int, int]:
     return streams_before(args.connections, layer), streams_before(args.connections, layer + 1)
 
 
-def _between(shapes: Shapes, rule: Connections, layer: int) -> Run:
+def _between(shapes: Shapes, rule: Connections, layer: int) -> Compute:
     """The computations between the streams and the parts of a layer, by kind."""
     args = shapes.args
     made = connection(rule, args.hidden_size, args.rms_norm_eps, layer)
@@ -319,14 +319,14 @@ def _between(shapes: Shapes, rule: Connections, layer: int) -> Run:
     return run
 
 
-def _behind(shapes: Shapes, rule: Connections) -> Run:
+def _behind(shapes: Shapes, rule: Connections) -> Compute:
     """Joins the streams after the last layer."""
     made = connection(rule, shapes.args.hidden_size, shapes.args.rms_norm_eps, None)
     _fill(made, "model.hc_head.", shapes)
     return lambda x, _: made.last(spread(x, streams_before(rule, shapes.args.num_hidden_layers)))
 
 
-def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Run:
+def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Compute:
     """Adds n-grams to the streams, with rows of zeros."""
     args = shapes.args
     made, streams = NGramLayer(part, args.hidden_size, args.rms_norm_eps, layer), part.channels // args.hidden_size

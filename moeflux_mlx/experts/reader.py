@@ -27,7 +27,7 @@ SHARE_BYTES = 256 << 10  # worth waking a thread for; smaller reads share a thre
 BATCH_BYTES = 2 << 20  # the same if a thread makes its reads at once; its scratch memory holds more
 READS_BYTES = 5 << 8  # bytes kept for one expert in pieces: 0.8 to 1.1 KB if there are nine
 LOST = errno.EIO, errno.ENODEV, errno.ENXIO, errno.ESTALE  # the system's errors for a drive that is gone
-Check = Callable[[int, int, memoryview], None]
+RecordCheck = Callable[[int, int, memoryview], None]
 Arrange = Callable[[int, int, memoryview], None]
 DEFAULT_WORKERS = (
     8  # reads at once per drive: from eight on, records of megabytes reach the limit of every drive measured
@@ -58,7 +58,7 @@ class ExpertReader:
         direct: bool = True,
         workers: int = DEFAULT_WORKERS,
         preadv: Preadv = os.preadv,
-        check: Check | None = None,
+        check: RecordCheck | None = None,
         arrange: Arrange | None = None,
         drive_of: DriveOf = device_of,
     ):

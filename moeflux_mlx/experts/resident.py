@@ -29,8 +29,8 @@ PORTION_BYTES = 32 << 20  # bytes of a portion of a layer; while one portion is 
 TOUCHED_BYTES = 16 << 20  # bytes of fresh memory that a thread clears at a time
 BATCH_BYTES = 4 << 20  # bytes for a thread that makes several reads at once
 
-Progress = Callable[[int, int], object]
-Check = Callable[[int, int, np.ndarray], None]
+ReadProgress = Callable[[int, int], object]
+WordsCheck = Callable[[int, int, np.ndarray], None]
 T = TypeVar("T")
 
 
@@ -76,9 +76,9 @@ class ResidentExperts(WholeExperts):
         files: ExpertFiles,
         decision: str = "",
         *,
-        check: Check | None = None,
-        arrange: Check | None = None,
-        progress: Progress | None = None,
+        check: WordsCheck | None = None,
+        arrange: WordsCheck | None = None,
+        progress: ReadProgress | None = None,
         direct: bool = True,
         preadv: Preadv = os.preadv,
     ):
@@ -104,7 +104,7 @@ def kept(rows: np.ndarray) -> np.ndarray | mx.array:
     return adopt(rows, "a layer of experts") if backend.name() == "metal" else on_device(rows)
 
 
-def _read(files: ExpertFiles, opened: OpenFiles, progress: Progress) -> Portions:
+def _read(files: ExpertFiles, opened: OpenFiles, progress: ReadProgress) -> Portions:
     """Yields all layers in filled portions; up to a layer of the following ones is being read meanwhile."""
     done, total = 0, sum(record.size for record in files.layout.records.values()) * files.layout.num_experts
     pool, is_over = ThreadPoolExecutor(DEFAULT_WORKERS, "expert-loader"), False

@@ -11,9 +11,10 @@ import math
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import lru_cache
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -108,7 +109,15 @@ class Lease:
             self.release()
 
 
-ON_DISK, IN_MEMORY, ARRIVING, HIT, MISSED = range(5)  # the values of `ExpertLoader.expert_states`
+ON_DISK, IN_MEMORY, ARRIVING = range(3)  # where a record is
+
+
+class Observer(Protocol):
+    """Is told of requests, in the thread that runs the model."""
+
+    def requested(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
+        """`ids` of `layer` were requested: the different `keys`, and whether each was in memory."""
+        ...
 
 
 class ExpertLoader(ABC):
@@ -125,7 +134,7 @@ class ExpertLoader(ABC):
         reads_ahead: whether `hint` does anything.
         counts_rows: whether to count for `asked_by_row`.
         is_filling: whether the last call read experts into memory that was free.
-        asking: numbers from 1 to 255 of the texts whose rows are computed, in order, or of the only text.
+        observer: is told of each request, if there is one.
     """
 
     mode: IoMode
@@ -136,7 +145,7 @@ class ExpertLoader(ABC):
     reads_ahead: bool = False
     counts_rows: bool = False
     is_filling: bool = False
-    asking: Sequence[int] = ()
+    observer: Observer | None = None
 
     def __init__(self, layout: ExpertLayout, decision: str):
         self.layout, self.decision = layout, decision or self.mode.value
@@ -145,50 +154,13 @@ class ExpertLoader(ABC):
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._forgetting: list[Callable[[], object]] = []
-        self._asked: dict[Key, int] = {}  # since the last `expert_states`, if somebody watches
-        self._askers: dict[Key, int] = {}  # the last asker of each expert
-        self._is_watched = False
 
-    def watch(self, wanted: bool) -> None:
-        """Switches on or off that `expert_states` and `last_askers` record what is requested and for whom."""
-        self._is_watched, self._asked, self._askers = wanted, {}, {}
-
-    def expert_states(self) -> np.ndarray:
-        """uint8 [layers that have experts, experts]: ON_DISK, IN_MEMORY, ARRIVING, or, if it was requested since the
-        last call and somebody watches, HIT or MISSED. Called by the thread that runs the model.
+    def places(self) -> list[tuple[Key, int]]:
+        """IN_MEMORY or ARRIVING of each expert that is not only on disk; mapped experts count as in memory. Called by
+        the thread that runs the model.
         """
-        states = self._by_place([*self._places(), *self._asked.items()])
-        self._asked = {}
-        return states
-
-    def last_askers(self) -> np.ndarray:
-        """uint8 [layers that have experts, experts]: which of `asking` requested an expert last while somebody watched;
-        0: none. Called by the thread that runs the model.
-        """
-        return self._by_place(self._askers.items())
-
-    def _by_place(self, values: Iterable[tuple[Key, int]]) -> np.ndarray:
-        """uint8 [layers that have experts, experts] with these values, and 0 elsewhere."""
-        rows = {layer: row for row, layer in enumerate(self.layout.moe_layers)}
-        filled = np.zeros((len(rows), self.layout.num_experts), np.uint8)
-        for (layer, expert), value in values:
-            filled[rows[layer], expert] = value
-        return filled
-
-    def _places(self) -> list[tuple[Key, int]]:
-        """The state of each expert that is not only on disk; mapped experts count as in memory."""
         every = range(self.layout.num_experts)
         return [((layer, expert), IN_MEMORY) for layer in self.layout.moe_layers for expert in every]
-
-    def _note_asked(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
-        if not self._is_watched:
-            return
-        self._asked.update((key, HIT if there else MISSED) for key, there in zip(keys, ready, strict=True))
-        if len(self.asking) == 1:
-            self._askers.update(dict.fromkeys(keys, self.asking[0]))
-        elif ids.ndim == 2 and len(ids) == len(self.asking):
-            rows = zip(self.asking, ids.tolist(), strict=True)
-            self._askers.update(((layer, expert), asker) for asker, row in rows for expert in row)
 
     @property
     def stats(self) -> LoaderStats:

@@ -27,7 +27,7 @@ from .memory import allow_memory
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
-from .reader import DEFAULT_WORKERS, Arrange, Check, ExpertReader
+from .reader import DEFAULT_WORKERS, Arrange, ExpertReader, RecordCheck
 from .reads import IN_A_STEP, WARM_READS
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
@@ -86,7 +86,7 @@ class StreamedExperts(ExpertLoader):
         host_bytes: int = 0,
         host_limit: Callable[[int], int] | None = None,
         reader: ExpertReader | None = None,
-        check: Check | None = None,
+        check: RecordCheck | None = None,
         arrange: Arrange | None = None,
     ):
         super().__init__(packed.layout, decision)
@@ -302,7 +302,8 @@ class StreamedExperts(ExpertLoader):
             lease.release()
             raise
         self._warming.feed()
-        self._note_asked(layer, ids, keys, ready)
+        if self.observer is not None:
+            self.observer.requested(layer, ids, keys, ready)
         self.usage.note(layer, ids)
         if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
             self._rows_asked.note(layer, ids, lease.ready)
@@ -311,10 +312,9 @@ class StreamedExperts(ExpertLoader):
     def asked_by_row(self) -> list[Asked]:
         return self._rows_asked.counts()
 
-    def _places(self) -> list[tuple[Key, int]]:
-        return [
-            (key, IN_MEMORY if pool[key].read is None else ARRIVING) for pool in self.pools for key in pool.records()
-        ]
+    def places(self) -> list[tuple[Key, int]]:
+        places = ((key, pool[key]) for pool in self.pools for key in pool.records())
+        return [(key, IN_MEMORY if place.read is None else ARRIVING) for key, place in places]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
         return [] if self._closed or self._in_interlude else self._reads.guess(keys)

@@ -36,16 +36,17 @@ class WholeExperts(ExpertLoader):
         blob = self.layers.get(layer)
         if not isinstance(blob, np.ndarray):
             return None
-        if self._is_watched:
+        if self.observer is not None:
             keys = asked_for(layer, ids)[0]
-            self._note_asked(layer, ids, keys, [True] * len(keys))
+            self.observer.requested(layer, ids, keys, [True] * len(keys))
         return Records(blob, self.layout.records[layer])
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
         keys, inverse = asked_for(layer, ids)
         there = [True] * len(keys)
-        self._note_asked(layer, ids, keys, there)
+        if self.observer is not None:
+            self.observer.requested(layer, ids, keys, there)
         return Lease(self, keys, inverse, there)
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

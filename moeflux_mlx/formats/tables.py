@@ -52,7 +52,7 @@ class RowForm:
         return sum(self.part_bytes)
 
 
-class Place(NamedTuple):
+class FileRows(NamedTuple):
     """The place of consecutive rows in a file, and the number of bytes of each."""
 
     path: Path
@@ -70,7 +70,7 @@ class TableFiles:
 
     form: RowForm
     starts: Sequence[int]
-    shards: Sequence[Sequence[Place]]
+    shards: Sequence[Sequence[FileRows]]
     rows: int
     token_map: np.ndarray | None = field(default=None, compare=False)
 
@@ -126,7 +126,7 @@ def _opened(path: Path, args: ModelArgs, layer: int, part: NGrams, tensors: Mapp
             f"{part.rows} of {sorted(forms)}; convert the checkpoint again"
         )
     starts = [sum(tensor.shape[0] for tensor in shards[:i]) for i in range(len(shards))]
-    places = [(Place(tensor.file, tensor.offset, tensor.shape[-1]),) for tensor in shards]
+    places = [(FileRows(tensor.file, tensor.offset, tensor.shape[-1]),) for tensor in shards]
     return TableFiles(forms[widths.pop()], starts, places, rows, read_token_map(path, args, part))
 
 

@@ -20,7 +20,7 @@ from ..cli.options import (
 from ..cli.ranks import add_rank_options, together
 from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
 from ..cli.run import Parser, execute
-from ..cli.terminal import Interruption, Progress, note, peak_memory_gb, unsafe_letters
+from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
 from ..engine.generation import GenerationResponse, within_limit, xtc_special_tokens
 from ..engine.prompt import places_of, prompt_with_images, read_images
 from ..engine.session import Session
@@ -71,7 +71,7 @@ def stream(
     session: Session, tokens: Sequence[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
 ) -> int:
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
-    progress = Progress("prompt")
+    progress = ProgressLine("prompt")
     last, code, dropped = None, 0, unsafe_letters(sys.stdout)
     with Interruption(at_once=True) as interruption:
 

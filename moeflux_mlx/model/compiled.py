@@ -22,7 +22,7 @@ from ..experts.source import ExpertLoader
 from ..ops.backend import AnyArray
 from ..ops.rows import StepRows
 
-Run = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each cache, and other arrays
+Forward = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each cache, and other arrays
 # The most graphs of a step, for each thread. A step has one for each way in which its caches are traced: for
 # DeepSeek-V4's up to five rows of one sequence that are 32, by where entries end among the rows, and the same again
 # whenever the entries' capacity grows; for several sequences it is each combination of their capacities.
@@ -44,7 +44,7 @@ class DecodeStep:
     Traces keep the model's arrays until `forget`.
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Forward):
         self._run = run
         # By thread, because MLX keeps traces by thread, and with a function forgets those of its last caller only; then
         # by the ways in which caches are traced and the sizes of all arrays, the graph used last at the end.

@@ -14,7 +14,7 @@ from ..ops.elementwise import sigmoid, split
 from ..ops.gated_streams import Behind, gated_mean, injected, takes_token, token_mean
 from ..ops.streams import (
     Mapping,
-    Rule,
+    StreamRule,
     carried,
     found_in,
     gathered,
@@ -34,7 +34,7 @@ class Connection(nn.Module):
 
     kept_float32: ClassVar[tuple[str, ...]] = ("fn", "base", "scale")
 
-    def __init__(self, rule: Rule, hidden_size: int, eps: float, is_last: bool = False):
+    def __init__(self, rule: StreamRule, hidden_size: int, eps: float, is_last: bool = False):
         super().__init__()
         n = rule.streams
         rows = n if is_last else rule.weights

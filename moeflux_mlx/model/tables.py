@@ -9,7 +9,7 @@ from ..kinds import NGrams
 from ..layers import Caches
 from ..ops.ngrams import row_numbers
 from ..ops.rows import StepRows
-from .tokens import Rows
+from .tokens import TableRows
 
 
 class TableReader(Protocol):
@@ -17,7 +17,7 @@ class TableReader(Protocol):
 
     token_map: np.ndarray | None
 
-    def begin(self, numbers: np.ndarray) -> Rows:
+    def begin(self, numbers: np.ndarray) -> TableRows:
         """Begins to read the rows int64 [B, L, heads]."""
         ...
 
@@ -33,7 +33,7 @@ class Tables:
     def __init__(self, parts: Mapping[int, NGrams], readers: Mapping[int, TableReader]):
         self.parts, self.readers = parts, readers
 
-    def begin(self, tokens: np.ndarray, layers: Sequence[Caches] | Mapping[int, Caches]) -> dict[int, Rows]:
+    def begin(self, tokens: np.ndarray, layers: Sequence[Caches] | Mapping[int, Caches]) -> dict[int, TableRows]:
         """Begins to read what tokens [B, L] want, after what the caches of `layers` have absorbed; by layer."""
         return {
             layer: self.readers[layer].begin(_numbers(tokens, layers[layer][-1], part, self.readers[layer].token_map))

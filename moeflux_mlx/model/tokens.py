@@ -11,7 +11,7 @@ from ..errors import RequestError
 from ..ops.backend import AnyArray
 
 
-class Rows(Protocol):
+class TableRows(Protocol):
     """Rows of a table that are being read, for the n-grams of tokens [B, L]."""
 
     @property
@@ -48,7 +48,7 @@ class Tokens:
     """
 
     ids: mx.array
-    tables: Mapping[int, Rows] = field(default_factory=dict)
+    tables: Mapping[int, TableRows] = field(default_factory=dict)
     start: int = 0
 
     @classmethod

@@ -25,7 +25,7 @@ def to_e4m3(x: Array, block: int, first: int | None = None) -> Any:
     """x with each block of its last axis rounded to E4M3 (OCP 8-bit floats) times a power of two, the least with which
     no value exceeds the largest code. `first`: of a single row only so many values, the others stay as they are.
     """
-    return _rounded(x, Rule(block, 1e-4, E4M3_MOST, 3, -6), first)
+    return _rounded(x, RoundingRule(block, 1e-4, E4M3_MOST, 3, -6), first)
 
 
 def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> Any:
@@ -33,10 +33,10 @@ def to_e2m1(x: Array, block: int, has_e4m3_scale: bool = False) -> Any:
     `to_e4m3`; or times a sixth of the block's largest value, which is rounded to E4M3 itself.
     """
     least = E2M1_MOST * (2.0**-9 if has_e4m3_scale else 2.0**-126)
-    return _rounded(x, Rule(block, least, E2M1_MOST, 1, 0, has_e4m3_scale))
+    return _rounded(x, RoundingRule(block, least, E2M1_MOST, 1, 0, has_e4m3_scale))
 
 
-class Rule(NamedTuple):
+class RoundingRule(NamedTuple):
     """Blocks, whose largest value counts as `least` if it is less; and their codes: the `largest`, the bits behind the
     first one, and the lowest exponent. `has_e4m3_scale`: scales are not powers of two.
     """
@@ -49,7 +49,7 @@ class Rule(NamedTuple):
     has_e4m3_scale: bool = False
 
 
-def _rounded(x: Any, rule: Rule, first: int | None = None) -> Any:
+def _rounded(x: Any, rule: RoundingRule, first: int | None = None) -> Any:
     library = library_of(x)
     if library is mx and not refusal(backend.name(), rule.block):
         return plan(backend.name(), x.dtype, x.shape, first, rule)(x)[0]
@@ -74,7 +74,7 @@ def refusal(target: str, block: int) -> Reason | None:
 
 
 @planned("block_rounding")
-def plan(target: str, dtype: mx.Dtype, shape: Shape, first: int | None, rule: Rule) -> Launch:
+def plan(target: str, dtype: mx.Dtype, shape: Shape, first: int | None, rule: RoundingRule) -> Launch:
     count = prod(shape)
     template = {"X": dtype, "ALL": count, "N": count if first is None else first, "T": THREADS, "BLOCK": rule.block}
     template |= {"LEAST": rule.least, "LARGEST": rule.largest, "INVERSE": 1 / rule.largest, "BITS": rule.bits}

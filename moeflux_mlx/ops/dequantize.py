@@ -11,7 +11,7 @@ from . import backend
 from .backend import FLOATS
 from .forms import DTYPES, code_number, form_of, unpacked_float32
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, require
-from .records import ONE_ARRAY, Arrays, Records, check_blob, is_read, places_of, unread_reason, words_of
+from .records import ONE_ARRAY, RecordArrays, Records, check_blob, is_read, places_of, unread_reason, words_of
 from .tiles import planned, tile_of
 
 LARGEST_INDEX = 2**31 - 1
@@ -52,7 +52,7 @@ def plan(
     dtype: mx.Dtype,
     record: Record,
     which: int,
-    arrays: Arrays = ONE_ARRAY,
+    arrays: RecordArrays = ONE_ARRAY,
 ) -> Launch | Reason:
     """The launch for gate and up, or up alone (0), or for down (1)."""
     check_blob(blob, record)

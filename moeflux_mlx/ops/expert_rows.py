@@ -19,7 +19,7 @@ from . import backend
 from .backend import FLOATS
 from .forms import form_of
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
-from .records import ONE_ARRAY, Arrays, Records, biases_of, check_blob, is_read, places_of, unread_reason
+from .records import ONE_ARRAY, RecordArrays, Records, biases_of, check_blob, is_read, places_of, unread_reason
 from .tiles import planned, tile_of
 
 PLACES = Kernel("expert_places", "ids count", "starts source places")
@@ -126,7 +126,7 @@ def plan_rows(
     dtype: mx.Dtype,
     record: Record,
     is_last: bool,
-    arrays: Arrays = ONE_ARRAY,
+    arrays: RecordArrays = ONE_ARRAY,
 ) -> Launch | Reason:
     """The launch for gate and up, or for down (`is_last`)."""
     check_blob(blob, record)

@@ -37,7 +37,17 @@ from .launch import (
 )
 from .linear import check_activations, linear, pays, row_by_row
 from .matrix import Weights, inputs_of
-from .records import ONE_ARRAY, Arrays, Records, biases_of, check_blob, is_read, places_of, unread_reason, words_of
+from .records import (
+    ONE_ARRAY,
+    RecordArrays,
+    Records,
+    biases_of,
+    check_blob,
+    is_read,
+    places_of,
+    unread_reason,
+    words_of,
+)
 from .route import Choice, beside, choice_template, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
@@ -352,7 +362,7 @@ def plan_gate_up(
     slots: Shape,
     record: Record,
     joined: Activation | None = None,
-    arrays: Arrays = ONE_ARRAY,
+    arrays: RecordArrays = ONE_ARRAY,
 ) -> Launch | Reason:
     _check_slots(blob, slots, x[0], record, least=0 if joined else 1)
     kernel = Kernel("expert_gate_up", f"x {arrays.names} slots codes scales biases", "act")
@@ -391,7 +401,7 @@ def _first_launch(
     record: Record,
     top_k: int,
     joined: Activation | None,
-    arrays: Arrays = ONE_ARRAY,
+    arrays: RecordArrays = ONE_ARRAY,
 ) -> Launch | Reason:
     """The launch of gate and up for a number of slots; `joined`: also of a shared expert with that activation."""
     check_activations("x", x, dtype)
@@ -447,7 +457,7 @@ def plan_down(
     record: Record,
     joined: bool = False,
     gates: int = 0,
-    arrays: Arrays = ONE_ARRAY,
+    arrays: RecordArrays = ONE_ARRAY,
     row: int = 0,
 ) -> Launch | Reason:
     check_activations("act", act, dtypes[0], rank=3)

@@ -23,7 +23,7 @@ from .rope import Rope, turned
 from .seen import SeenSizes
 from .tiles import planned
 
-Rule = Indexer | KeyBlocks | HeadBlocks
+IndexRule = Indexer | KeyBlocks | HeadBlocks
 SCORES = Kernel(
     "index_scores",
     "q key weights q_weight k_weight k_bias periods eps magnitude scale positions turning keys recent",
@@ -210,13 +210,13 @@ def best(scores: Array, top: int, library: Any) -> Array:
 # ---- the kernels for one token
 
 
-def takes_step(rule: Rule) -> bool:
+def takes_step(rule: IndexRule) -> bool:
     """Whether the kernels here choose for single tokens."""
     return not refusal(backend.name(), True, rule)
 
 
 @planned("index")
-def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
+def refusal(target: str, is_alone: bool, rule: IndexRule) -> Reason | None:
     """Why the kernels do not choose for a token alone, or for several."""
     if target == "ops":
         return NO_KERNELS
@@ -232,12 +232,12 @@ def refusal(target: str, is_alone: bool, rule: Rule) -> Reason | None:
     return Reason(f"index keys of {width} values are not a multiple of 8") if width % 8 else None
 
 
-def indexer_of(rule: Rule) -> Indexer:
+def indexer_of(rule: IndexRule) -> Indexer:
     """The indexer of a rule, which may be one itself."""
     return rule if isinstance(rule, Indexer) else rule.indexer
 
 
-def sizes_of(rule: Rule) -> SeenSizes:
+def sizes_of(rule: IndexRule) -> SeenSizes:
     """What a token sees by the rule."""
     if isinstance(rule, Indexer):
         return SeenSizes(rule.top, 1, False, 1)
@@ -253,12 +253,12 @@ def choose_step(made: Projections, cache: Stepping, rule: Indexer | HeadBlocks) 
         None: the token attends to all positions, so there are no queries.
     """
     held = cache.held(made.keys.dtype)
-    chosen, recent = _choose_kernel(made, held.keys, held.recent, Place(held.positions), rule)
+    chosen, recent = _choose_kernel(made, held.keys, held.recent, TokenPlace(held.positions), rule)
     cache.advance(recent)
     return chosen
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """A token's place: `positions` as in `Held`, or an array of which only the first number, the token's place in the
     cache, is given; then `position` [1] is the rotary position.
     """
@@ -267,7 +267,7 @@ class Place(NamedTuple):
     position: mx.array | None = None
 
 
-def choose_blocks_step(made: Projections, place: Place, rule: KeyBlocks) -> mx.array:
+def choose_blocks_step(made: Projections, place: TokenPlace, rule: KeyBlocks) -> mx.array:
     """Chooses blocks for one token: int32 [1, 1, top], ascending.
 
     Args:
@@ -279,7 +279,7 @@ def choose_blocks_step(made: Projections, place: Place, rule: KeyBlocks) -> mx.a
 
 
 def _choose_kernel(
-    made: Projections, keys: mx.array, recent: mx.array | None, place: Place, rule: Rule
+    made: Projections, keys: mx.array, recent: mx.array | None, place: TokenPlace, rule: IndexRule
 ) -> tuple[mx.array | None, mx.array]:
     """What is chosen, and if there are `recent` keys, these with the token's own."""
     key_norm, rope, scale, query_norm, rotates_last = made.terms
@@ -338,7 +338,7 @@ class Kinds(NamedTuple):
 def plan(
     target: str,
     types: tuple[mx.Dtype, mx.Dtype],
-    rule: Rule,
+    rule: IndexRule,
     kinds: Kinds,
     keys: tuple[int, ...],
     rotation: tuple[int, bool],

@@ -81,16 +81,16 @@ def in_turn(joined: mx.array, *parts: mx.array) -> list[ArrayPiece]:
 # The value of a kernel's input: an array, a part of one, or a number, which becomes a constant of the text.
 Input = mx.array | ArrayPiece | float
 # An input's array index, first byte and type; or its value.
-Place = tuple[int, int, mx.Dtype | None] | float
+InputPlace = tuple[int, int, mx.Dtype | None] | float
 
 
-def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.array], tuple[Place, ...]]:
+def placed(inputs: Sequence[Input], apart: Sequence[int] = ()) -> tuple[list[mx.array], tuple[InputPlace, ...]]:
     """The arrays that contain the inputs, each once, and the place of each input. MLX's work on the host grows with the
     number of arrays. `apart`: inputs that always get their own array, because a text must not depend on whether two
     of them happen to be the same.
     """
     arrays: list[mx.array] = []
-    places: list[Place] = []
+    places: list[InputPlace] = []
     indices: dict[int, int] = {}
     for number, given in enumerate(inputs):
         if isinstance(given, float):
@@ -175,12 +175,12 @@ class Kernel:
         several = [bool(one.arrays) for one in inputs_of(self.inputs) for _ in one.passed]
         return [i for i, is_one_of_several in enumerate(several) if is_one_of_several]
 
-    def build(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
+    def build(self, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Any:
         """MLX's object for it, compiled at first use."""
         make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
         return make(**asdict(self.text(target, constants, threads, places)))
 
-    def text(self, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> "KernelText":
+    def text(self, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> "KernelText":
         """What MLX is given of it.
 
         The headers that the text needs go before it. CUDA's build hashes the text at every launch, so it is given the
@@ -202,7 +202,7 @@ class Kernel:
         header = "".join([UNFUSED, *texts[:-1], threads_named(threads)])
         return KernelText(name, names, outputs, header, first + source)
 
-    def _named(self, places: tuple[Place, ...]) -> tuple[list[str], str]:
+    def _named(self, places: tuple[InputPlace, ...]) -> tuple[list[str], str]:
         """Names of the arrays that are handed over, and the lines that declare inputs which are none of them."""
         names: dict[int, str] = {}
         inputs, joined = _several(self.inputs)
@@ -287,7 +287,7 @@ def _constant(name: str, value: int | float | mx.Dtype | str) -> str:
 
 
 @cache
-def built(kernel: Kernel, target: str, constants: str, threads: int, places: tuple[Place, ...]) -> Any:
+def built(kernel: Kernel, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Any:
     """The function that a launch calls, made once. What a stand-in makes is not kept, as it would keep the stand-in."""
     return kernel.build(target, constants, threads, places)
 

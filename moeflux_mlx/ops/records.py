@@ -24,7 +24,7 @@ ROW_BITS = 24
 THREADS = 128  # of a threadgroup that copies words
 
 
-class Arrays(NamedTuple):
+class RecordArrays(NamedTuple):
     """How a kernel's text takes the records.
 
     Args:
@@ -41,7 +41,7 @@ class Arrays(NamedTuple):
         return f"blob*{self.number}" if self.number else "blob"
 
 
-ONE_ARRAY = Arrays()
+ONE_ARRAY = RecordArrays()
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Records:
         assert not self.in_buffers
         return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
 
-    def inputs(self, tokens: int = 0) -> tuple[tuple[AnyArray, ...], Shape, Arrays]:
+    def inputs(self, tokens: int = 0) -> tuple[tuple[AnyArray, ...], Shape, RecordArrays]:
         """A kernel's inputs for `tokens` tokens of a step, or for a prompt (0), the shape of an array of records, and
         how the text takes them.
 
@@ -77,9 +77,9 @@ class Records:
         each number has its own text.
         """
         if self.in_buffers:
-            return self.memory, self.memory[0].shape, Arrays(len(self.memory), ROW_BITS)
+            return self.memory, self.memory[0].shape, RecordArrays(len(self.memory), ROW_BITS)
         if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
-            return self.memory, (len(self.memory), self.memory[0].size), Arrays(len(self.memory))
+            return self.memory, (len(self.memory), self.memory[0].size), RecordArrays(len(self.memory))
         return (self.blob,), self.blob.shape, ONE_ARRAY
 
     def for_mlx(self, slots: np.ndarray) -> "tuple[Records, np.ndarray]":
@@ -123,7 +123,7 @@ def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
 
 
 @planned("records", 256)
-def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, arrays: Arrays) -> Launch | Reason:
+def plan_words(target: str, blob: Shape, slots: Shape, unit: int, units: int, arrays: RecordArrays) -> Launch | Reason:
     """MLX's operations would copy a buffer for each of them, or take each record by itself."""
     if target == "ops":
         return NO_KERNELS

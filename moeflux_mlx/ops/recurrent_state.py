@@ -8,7 +8,7 @@ from .backend import AnyArray
 STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 floats a lane at 128 columns
 
 
-class State(Protocol):
+class RecurrentState(Protocol):
     """The layer's state of one text or a batch of them; None before the first token."""
 
     @property

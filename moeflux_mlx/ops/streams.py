@@ -19,7 +19,7 @@ from .norm import rms_norm
 from .tiles import MAX_TOKENS, planned
 
 PRODUCTS = Kernel("streams_products", "h fn", "made")
-Rule = HyperConnections | IndependentConnections
+StreamRule = HyperConnections | IndependentConnections
 GATHER = Kernel("streams_gather", "h made base scale", "x mixing")
 NEXT = Kernel("streams_next", "h out mixing fn", "next made")
 SCATTER = Kernel("streams_scatter", "h out mixing", "next")
@@ -47,7 +47,7 @@ def spread(x: Array, streams: int) -> AnyArray:
     return x if streams == 1 else backend.library_of(x).concatenate([x] * streams, axis=-1)
 
 
-def gathered(h: AnyArray, by: Mapping, rule: Rule, eps: float) -> tuple[AnyArray, AnyArray]:
+def gathered(h: AnyArray, by: Mapping, rule: StreamRule, eps: float) -> tuple[AnyArray, AnyArray]:
     """Computes a part's input [B, L, D] from the streams h [B, L, n * D], and the weights for adding its output. These
     are float32 [B, L, n + n * n]: the output's weight in each stream, then the weight of stream j in stream k, with
     those of one j next to each other; or [B, L, n] if the streams are not mixed.
@@ -71,7 +71,7 @@ def mapped(h: AnyArray, by: Mapping, rule: HyperConnections, eps: float) -> tupl
     return mixing[..., count:], mixing[..., :count]
 
 
-def _mapped(h: AnyArray, by: Mapping, rule: Rule, eps: float) -> tuple[AnyArray, AnyArray]:
+def _mapped(h: AnyArray, by: Mapping, rule: StreamRule, eps: float) -> tuple[AnyArray, AnyArray]:
     """The weights [B, L, n] float32 of the sum, and those of `gathered`, by plain operations."""
     made, base, scale = _made(h, by, eps)
     n = rule.streams
@@ -107,7 +107,9 @@ def found_in(values: AnyArray, count: int) -> AnyArray:
     return first + second + third
 
 
-def gathered_behind(h: AnyArray, out: AnyArray, mixing: AnyArray, by: Mapping, rule: Rule, eps: float) -> AnyArray:
+def gathered_behind(
+    h: AnyArray, out: AnyArray, mixing: AnyArray, by: Mapping, rule: StreamRule, eps: float
+) -> AnyArray:
     """The streams behind a part (`scattered`), and what `gathered` makes of them for the next part."""
     if not _takes_token(h, rule):
         streams = scattered(h, out, mixing, rule)
@@ -117,12 +119,12 @@ def gathered_behind(h: AnyArray, out: AnyArray, mixing: AnyArray, by: Mapping, r
     return streams, *_from_products(launches, streams, made, by)
 
 
-def _takes_token(h: AnyArray, rule: Rule) -> bool:
+def _takes_token(h: AnyArray, rule: StreamRule) -> bool:
     return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule)
 
 
 @planned("streams")
-def refusal(target: str, tokens: int, rule: Rule) -> Reason | None:
+def refusal(target: str, tokens: int, rule: StreamRule) -> Reason | None:
     """Why the kernels do not take this number of tokens or of streams."""
     if target == "ops":
         return NO_KERNELS
@@ -148,7 +150,7 @@ def _from_products(launches: Gather, h: AnyArray, made: mx.array, by: Mapping) -
 
 
 @planned("streams")
-def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: Rule, eps: float) -> Gather:
+def plan_gather(target: str, width: int, dtype: mx.Dtype, rule: StreamRule, eps: float) -> Gather:
     n, D = rule.streams, width // rule.streams
     rows, is_mixed = rule.weights, isinstance(rule, HyperConnections)
     template = {"X": dtype, "N": n, "D": D, "O": rows, "SG": THREADS // 32, "MIXED": int(is_mixed)}
@@ -177,7 +179,7 @@ def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> AnyA
     return rows * (weight if isinstance(h, mx.array) else view(weight))
 
 
-def last_sum(h: Array, by: Mapping, rule: Rule, eps: float) -> AnyArray:
+def last_sum(h: Array, by: Mapping, rule: StreamRule, eps: float) -> AnyArray:
     """The one stream [B, L, D] behind the last layer."""
     made, base, scale = _made(h, by, eps)
     return _sum(h, sigmoid(made * scale[0] + base) + rule.eps, rule)
@@ -200,7 +202,7 @@ def doubly_stochastic(comb: AnyArray, rule: HyperConnections) -> AnyArray:
     return comb
 
 
-def scattered(h: AnyArray, out: AnyArray, mixing: AnyArray, rule: Rule) -> AnyArray:
+def scattered(h: AnyArray, out: AnyArray, mixing: AnyArray, rule: StreamRule) -> AnyArray:
     """The streams [B, L, n * D] behind a part whose output is out [B, L, D], added as `gathered` said."""
     (B, L, width), n = h.shape, rule.streams
     if _takes_token(h, rule):
@@ -234,7 +236,7 @@ def _made(h: Array, by: Mapping, eps: float) -> tuple[AnyArray, AnyArray, AnyArr
     return made.reshape(*h.shape[:2], -1), base, scale
 
 
-def _sum(h: AnyArray, weights: AnyArray, rule: Rule) -> AnyArray:
+def _sum(h: AnyArray, weights: AnyArray, rule: StreamRule) -> AnyArray:
     """Hyper-connections round the weights like the streams; independent ones sum in float32."""
     return weighed(h, weights) if isinstance(rule, IndependentConnections) else _weighed(h, weights.astype(h.dtype))
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..families.names import is_aside
 from ..formats.checkpoint import Tensor, read_bytes
 from .resident import TensorFile
-from .sources import Written
+from .sources import WrittenTensor
 
 NAME = "aside.safetensors"
 
@@ -28,8 +28,8 @@ class Copied:
         return (self.tensor,)
 
     @property
-    def written(self) -> tuple[Written, ...]:
-        return (Written(self.tensor.name, self.tensor.dtype, self.tensor.shape),)
+    def written(self) -> tuple[WrittenTensor, ...]:
+        return (WrittenTensor(self.tensor.name, self.tensor.dtype, self.tensor.shape),)
 
     def arrays(self) -> Iterator[mx.array]:
         """Yields the tensor's bytes."""

@@ -38,10 +38,9 @@ from .source_format import SourceFormat
 from .supply import Supply, find_supply
 from .unit import Unit
 from .wanted import Wanted
-from .writer import Output, check_space, reserved, writing
+from .writer import ByteProgress, Output, check_space, reserved, writing
 
 PACKED, MLX = LAYOUTS = "packed", "mlx"
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def convert(
     also: Sequence[str | Path] = (),
     layout: str = PACKED,
     tokenizer: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> ConversionReport:
     """Converts a checkpoint into a packed model directory; resumes one that was interrupted.
 
@@ -256,7 +255,7 @@ def _left_out(output: Output, plan: ConversionPlan) -> int:
 
 
 def _at_once(
-    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool
+    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: ByteProgress, verify: bool
 ) -> tuple[list[str], list[str]]:
     """File by file, from a complete checkpoint; returns as `_write`."""
     kept, repaired = _write(output, plan, report, plan.total_bytes * (1 + verify))
@@ -269,7 +268,7 @@ def _at_once(
 
 
 def _by_shards(
-    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: Progress, verify: bool, supply: Supply
+    output: Output, plan: ConversionPlan, checkpoint: Checkpoint, report: ByteProgress, verify: bool, supply: Supply
 ) -> tuple[list[str], list[str]]:
     """Shard by shard; each is deleted once it is packed and read back. Returns as `_write`."""
     supply.listing.write(output)
@@ -328,7 +327,7 @@ def _stamp(file: Path) -> str:
     return f"{file.name} {status.st_size} {status.st_mtime_ns}\n"
 
 
-def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int) -> tuple[list[str], list[str]]:
+def _write(output: Output, plan: ConversionPlan, progress: ByteProgress, total: int) -> tuple[list[str], list[str]]:
     """All large files; returns the names of those that an earlier run had finished, intact and damaged ones."""
     kept: list[str] = []
     repaired: list[str] = []
@@ -347,7 +346,7 @@ def _write(output: Output, plan: ConversionPlan, progress: Progress, total: int)
     return kept, repaired
 
 
-def _advance(progress: Progress, start: int, total: int, name: str) -> Callable[[int], None]:
+def _advance(progress: ByteProgress, start: int, total: int, name: str) -> Callable[[int], None]:
     done = start
 
     def advance(size: int) -> None:
@@ -391,7 +390,7 @@ def _write_small_files(output: Output, checkpoint: Checkpoint, plan: ConversionP
         output.put(name, data)
 
 
-def _verify(output: Output, checkpoint: Checkpoint, plan: ConversionPlan, progress: Progress) -> None:
+def _verify(output: Output, checkpoint: Checkpoint, plan: ConversionPlan, progress: ByteProgress) -> None:
     done = total = plan.total_bytes
     for unit in plan.units:
         output.compare(unit, _advance(progress, done, 2 * total, f"verify {unit.name}"))

@@ -23,7 +23,7 @@ SCALES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpertPart:
     """One projection of one expert: every `step`-th row from `start` to `stop` of a matrix, and its bias."""
 
     matrix: Matrix
@@ -33,11 +33,15 @@ class Part:
     bias: Tensor | None = None
 
     @property
-    def in_place(self) -> "Part":
+    def in_place(self) -> "ExpertPart":
         """The rows that lie in its place of a record whose rows of gate and up alternate: a half of all, one after
         another; itself, where rows are apart."""
         half = self.stop // self.step
-        return self if self.step == 1 else Part(self.matrix, self.start * half, (self.start + 1) * half, 1, self.bias)
+        return (
+            self
+            if self.step == 1
+            else ExpertPart(self.matrix, self.start * half, (self.start + 1) * half, 1, self.bias)
+        )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -92,7 +96,7 @@ class Experts(Protocol):
         """Everything that is stored for gate, if there is one, up and down: a stack of all experts, or one of each."""
         ...
 
-    def parts(self, expert: int) -> list[Part]:
+    def parts(self, expert: int) -> list[ExpertPart]:
         """Gate, if there is one, up and down of one expert."""
         ...
 
@@ -126,13 +130,13 @@ class FusedExperts:
     def matrices(self) -> Sequence[list[Matrix]]:
         return [self.gate_up], [self.gate_up], [self.down]
 
-    def parts(self, expert: int) -> list[Part]:
+    def parts(self, expert: int) -> list[ExpertPart]:
         rows, both = self.width, 2 * self.width
         gate, up = ((0, both, 2), (1, both, 2)) if self.interleaved else ((0, rows, 1), (rows, both, 1))
         matrix, bias = self.gate_up[expert], _entry(self.gate_up_bias, expert)
         return [
-            Part(matrix, *gate, bias),
-            Part(matrix, *up, bias),
+            ExpertPart(matrix, *gate, bias),
+            ExpertPart(matrix, *up, bias),
             _whole(self.down[expert], _entry(self.down_bias, expert)),
         ]
 
@@ -157,7 +161,7 @@ class StackedExperts:
     def matrices(self) -> Sequence[list[Matrix]]:
         return [[stack] for stack in self.stacks]
 
-    def parts(self, expert: int) -> list[Part]:
+    def parts(self, expert: int) -> list[ExpertPart]:
         pairs = zip(self.stacks, self.stacked_biases, strict=True)
         return [_whole(stack[expert], _entry(bias, expert)) for stack, bias in pairs]
 
@@ -177,7 +181,7 @@ class SingleExperts:
         parts = (part for expert in range(self.args.num_experts) for part in self.parts(expert))
         return [part.bias for part in parts if part.bias is not None]
 
-    def parts(self, expert: int) -> list[Part]:
+    def parts(self, expert: int) -> list[ExpertPart]:
         paths = ((f"{self.stem}experts.{expert}.{projection}", shape) for projection, shape in _shapes(self.args))
         return [
             _whole(
@@ -194,8 +198,8 @@ def _shapes(args: ModelArgs) -> Iterator[tuple[str, tuple[int, int]]]:
         yield name, (H, I) if name == PROJECTIONS[-1] else (I, H)
 
 
-def _whole(matrix: Matrix, bias: Tensor | None) -> Part:
-    return Part(matrix, 0, matrix.shape[0], bias=bias)
+def _whole(matrix: Matrix, bias: Tensor | None) -> ExpertPart:
+    return ExpertPart(matrix, 0, matrix.shape[0], bias=bias)
 
 
 def _entry(stack: Tensor | None, index: int) -> Tensor | None:

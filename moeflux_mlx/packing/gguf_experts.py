@@ -17,7 +17,7 @@ from ..formats.checkpoint import Tensor
 from ..formats.in_place import InPlaceExperts, Spread
 from ..formats.record import ExpertLayout, Field, Projection
 from ..quant import GLOBAL_SCALE, GRID
-from .expert_parts import Part
+from .expert_parts import ExpertPart
 from .gguf_forms import grids, rearrange
 from .gguf_tensors import GgufMatrix
 from .layer_files import LayerFile
@@ -78,7 +78,7 @@ def ranges_of(file: LayerFile, count: int) -> tuple[Ranges, ...]:
     return tuple(map(_ranges, file.geometry.projections, zip(*experts, strict=True)))
 
 
-def _ranges(projection: Projection, parts: Sequence[Part]) -> Ranges:
+def _ranges(projection: Projection, parts: Sequence[ExpertPart]) -> Ranges:
     matrix, bias = parts[0].matrix, projection.bias
     biases = [part.bias.rows(part.start, part.stop) for part in parts if part.bias is not None]
     is_stored = bias is None or all(type(one) is Tensor and one.dtype == bias.dtype for one in biases)

@@ -45,7 +45,7 @@ from ..formats.record import ITEM_BYTES
 from ..quant import GGUF_MODES, GRID, SUPER, Quant
 from .gguf_tables import SEPARATE, grid_of
 
-Arrays = tuple[np.ndarray, ...]
+BlockArrays = tuple[np.ndarray, ...]
 BLOCK = 32
 TYPES = {"U32": "<u4", "F16": "<f2", "U8": "u1"}  # of a part's values
 
@@ -60,7 +60,7 @@ def _load() -> ModuleType | None:
 _native = _load()
 
 
-class Form(NamedTuple):
+class GgufForm(NamedTuple):
     """Args:
     quant: our form.
     weights, nbytes: of a stored block.
@@ -70,7 +70,7 @@ class Form(NamedTuple):
     quant: Quant
     weights: int
     nbytes: int
-    unpack: Callable[[np.ndarray], Arrays]
+    unpack: Callable[[np.ndarray], BlockArrays]
 
 
 def _nibbles(stored: np.ndarray) -> np.ndarray:
@@ -100,31 +100,31 @@ def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")[:, 0]
 
 
-def _q4_0(blocks: np.ndarray) -> Arrays:
+def _q4_0(blocks: np.ndarray) -> BlockArrays:
     return _nibbles(blocks[:, 2:]), _halves(blocks, 0)
 
 
-def _q4_1(blocks: np.ndarray) -> Arrays:
+def _q4_1(blocks: np.ndarray) -> BlockArrays:
     return _nibbles(blocks[:, 4:]), _halves(blocks, 0), _halves(blocks, 2)
 
 
-def _q5_0(blocks: np.ndarray) -> Arrays:
+def _q5_0(blocks: np.ndarray) -> BlockArrays:
     return _fives(blocks[:, 6:], blocks[:, 2:6]), _halves(blocks, 0)
 
 
-def _q5_1(blocks: np.ndarray) -> Arrays:
+def _q5_1(blocks: np.ndarray) -> BlockArrays:
     return _fives(blocks[:, 8:], blocks[:, 4:8]), _halves(blocks, 0), _halves(blocks, 2)
 
 
-def _q8_0(blocks: np.ndarray) -> Arrays:
+def _q8_0(blocks: np.ndarray) -> BlockArrays:
     return blocks[:, 2:] ^ 0x80, _halves(blocks, 0)
 
 
-def _mxfp4(blocks: np.ndarray) -> Arrays:
+def _mxfp4(blocks: np.ndarray) -> BlockArrays:
     return _nibbles(blocks[:, 1:]), np.ascontiguousarray(blocks[:, 0])
 
 
-def _nvfp4(blocks: np.ndarray) -> Arrays:
+def _nvfp4(blocks: np.ndarray) -> BlockArrays:
     return _nibbles(blocks[:, 4:].reshape(-1, 8)).reshape(-1, 32), blocks[:, :4].copy()
 
 
@@ -151,24 +151,24 @@ def _stream(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(each.reshape(len(codes), -1), axis=-1, bitorder="little")
 
 
-def _q2_k(blocks: np.ndarray) -> Arrays:
+def _q2_k(blocks: np.ndarray) -> BlockArrays:
     return _stream(_two_bits(blocks[:, 16:80]), 2), blocks[:, :16].copy(), blocks[:, 80:].copy().view("<f2")
 
 
-def _q3_k(blocks: np.ndarray) -> Arrays:
+def _q3_k(blocks: np.ndarray) -> BlockArrays:
     codes = _two_bits(blocks[:, 32:96]) | _one_bit(blocks[:, :32]) << 2
     return _stream(codes, 3), blocks[:, 96:108].copy(), _halves(blocks, 108)
 
 
-def _q4_k(blocks: np.ndarray) -> Arrays:
+def _q4_k(blocks: np.ndarray) -> BlockArrays:
     return _stream(_four_bits(blocks[:, 16:], 32), 4), blocks[:, :16].copy()
 
 
-def _q5_k(blocks: np.ndarray) -> Arrays:
+def _q5_k(blocks: np.ndarray) -> BlockArrays:
     return _stream(_four_bits(blocks[:, 48:], 32) | _one_bit(blocks[:, 16:48]) << 4, 5), blocks[:, :16].copy()
 
 
-def _q6_k(blocks: np.ndarray) -> Arrays:
+def _q6_k(blocks: np.ndarray) -> BlockArrays:
     codes = _four_bits(blocks[:, :128], 64) | _two_bits(blocks[:, 128:192]) << 4
     return _stream(codes, 6), blocks[:, 192:208].copy(), _halves(blocks, 208)
 
@@ -178,33 +178,33 @@ def _of(mode: str) -> Quant:
 
 
 FORMS = {
-    "Q4_0": Form(_of("q4_0"), BLOCK, 18, _q4_0),
-    "Q4_1": Form(_of("q4_1"), BLOCK, 20, _q4_1),
-    "Q5_0": Form(_of("q5_0"), BLOCK, 22, _q5_0),
-    "Q5_1": Form(_of("q5_1"), BLOCK, 24, _q5_1),
-    "Q8_0": Form(_of("q8_0"), BLOCK, 34, _q8_0),
-    "Q2_K": Form(_of("q2_k"), SUPER, 84, _q2_k),
-    "Q3_K": Form(_of("q3_k"), SUPER, 110, _q3_k),
-    "Q4_K": Form(_of("q4_k"), SUPER, 144, _q4_k),
-    "Q5_K": Form(_of("q5_k"), SUPER, 176, _q5_k),
-    "Q6_K": Form(_of("q6_k"), SUPER, 210, _q6_k),
-    "MXFP4": Form(Quant(4, BLOCK, "mxfp4"), BLOCK, 17, _mxfp4),
-    "NVFP4": Form(Quant(4, 16, "nvfp4"), 64, 36, _nvfp4),
-    "IQ4_NL": Form(_of("iq4_nl"), BLOCK, 18, SEPARATE["IQ4_NL"]),
-    "IQ4_XS": Form(_of("iq4_xs"), SUPER, 136, SEPARATE["IQ4_XS"]),
-    "IQ3_XXS": Form(_of("iq3_xxs"), SUPER, 98, SEPARATE["IQ3_XXS"]),
-    "IQ3_S": Form(_of("iq3_s"), SUPER, 110, SEPARATE["IQ3_S"]),
-    "IQ2_XXS": Form(_of("iq2_xxs"), SUPER, 66, SEPARATE["IQ2_XXS"]),
-    "IQ2_XS": Form(_of("iq2_xs"), SUPER, 74, SEPARATE["IQ2_XS"]),
-    "IQ2_S": Form(_of("iq2_s"), SUPER, 82, SEPARATE["IQ2_S"]),
-    "IQ1_S": Form(_of("iq1_s"), SUPER, 50, SEPARATE["IQ1_S"]),
-    "IQ1_M": Form(_of("iq1_m"), SUPER, 56, SEPARATE["IQ1_M"]),
-    "TQ1_0": Form(_of("tq1_0"), SUPER, 54, SEPARATE["TQ1_0"]),
-    "TQ2_0": Form(_of("tq2_0"), SUPER, 66, SEPARATE["TQ2_0"]),
+    "Q4_0": GgufForm(_of("q4_0"), BLOCK, 18, _q4_0),
+    "Q4_1": GgufForm(_of("q4_1"), BLOCK, 20, _q4_1),
+    "Q5_0": GgufForm(_of("q5_0"), BLOCK, 22, _q5_0),
+    "Q5_1": GgufForm(_of("q5_1"), BLOCK, 24, _q5_1),
+    "Q8_0": GgufForm(_of("q8_0"), BLOCK, 34, _q8_0),
+    "Q2_K": GgufForm(_of("q2_k"), SUPER, 84, _q2_k),
+    "Q3_K": GgufForm(_of("q3_k"), SUPER, 110, _q3_k),
+    "Q4_K": GgufForm(_of("q4_k"), SUPER, 144, _q4_k),
+    "Q5_K": GgufForm(_of("q5_k"), SUPER, 176, _q5_k),
+    "Q6_K": GgufForm(_of("q6_k"), SUPER, 210, _q6_k),
+    "MXFP4": GgufForm(Quant(4, BLOCK, "mxfp4"), BLOCK, 17, _mxfp4),
+    "NVFP4": GgufForm(Quant(4, 16, "nvfp4"), 64, 36, _nvfp4),
+    "IQ4_NL": GgufForm(_of("iq4_nl"), BLOCK, 18, SEPARATE["IQ4_NL"]),
+    "IQ4_XS": GgufForm(_of("iq4_xs"), SUPER, 136, SEPARATE["IQ4_XS"]),
+    "IQ3_XXS": GgufForm(_of("iq3_xxs"), SUPER, 98, SEPARATE["IQ3_XXS"]),
+    "IQ3_S": GgufForm(_of("iq3_s"), SUPER, 110, SEPARATE["IQ3_S"]),
+    "IQ2_XXS": GgufForm(_of("iq2_xxs"), SUPER, 66, SEPARATE["IQ2_XXS"]),
+    "IQ2_XS": GgufForm(_of("iq2_xs"), SUPER, 74, SEPARATE["IQ2_XS"]),
+    "IQ2_S": GgufForm(_of("iq2_s"), SUPER, 82, SEPARATE["IQ2_S"]),
+    "IQ1_S": GgufForm(_of("iq1_s"), SUPER, 50, SEPARATE["IQ1_S"]),
+    "IQ1_M": GgufForm(_of("iq1_m"), SUPER, 56, SEPARATE["IQ1_M"]),
+    "TQ1_0": GgufForm(_of("tq1_0"), SUPER, 54, SEPARATE["TQ1_0"]),
+    "TQ2_0": GgufForm(_of("tq2_0"), SUPER, 66, SEPARATE["TQ2_0"]),
 }
 
 
-def repacked(kind: str, stored: np.ndarray) -> Arrays:
+def repacked(kind: str, stored: np.ndarray) -> BlockArrays:
     """Blocks of one of `FORMS` in our form.
 
     Args:

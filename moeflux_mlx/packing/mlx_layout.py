@@ -29,7 +29,7 @@ from .layer_files import LayerFile
 from .matrix import Matrix
 from .recipe import layer_of
 from .resident import ResidentPlan, TensorFile, in_files, override
-from .sources import DTYPES, MatrixSource, PlainSource, Source, Written
+from .sources import DTYPES, MatrixSource, PlainSource, Source, WrittenTensor
 
 CENTRED = ("minimax_m3_vl",)  # families whose norms mlx-lm stores as weight - 1, too
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -197,7 +197,7 @@ class Plain:
         return self.source.tensors
 
     @property
-    def written(self) -> tuple[Written, ...]:
+    def written(self) -> tuple[WrittenTensor, ...]:
         (one,) = self.source.written
         return (replace(one, dtype=self.source.tensor.dtype),)
 
@@ -217,7 +217,7 @@ class OneScale:
         return self.source.tensors
 
     @property
-    def written(self) -> tuple[Written, ...]:
+    def written(self) -> tuple[WrittenTensor, ...]:
         return tuple(
             replace(one, shape=()) if one.name.endswith(f".{GLOBAL_SCALE}") else one for one in self.source.written
         )
@@ -244,11 +244,11 @@ class StackSource:
         return self.layer.geometry.projections[self.index].fields
 
     @property
-    def written(self) -> tuple[Written, ...]:
+    def written(self) -> tuple[WrittenTensor, ...]:
         count = self.layer.layout.num_experts
         shapes = ((count,) if one.part == GLOBAL_SCALE else (count, *one.shape) for one in self._fields)
         pairs = zip(self._fields, shapes, strict=True)
-        return tuple(Written(f"{self.path}.{one.part}", one.dtype, shape) for one, shape in pairs)
+        return tuple(WrittenTensor(f"{self.path}.{one.part}", one.dtype, shape) for one, shape in pairs)
 
     def arrays(self) -> Iterator[mx.array]:
         """Yields the bytes of each field of all experts."""

@@ -50,8 +50,8 @@ MIXERS = ("self_attn", "linear_attn", "mamba", "conv")  # modules of a layer
 FLOAT = "float"
 _LAYERS = re.compile(r"(\d+)-(\d+)|(-?\d+)")
 
-Form = Quant | None  # None: as the checkpoint has it
-Forms = Mapping[str, Form]  # by part
+QuantChoice = Quant | None  # None: as the checkpoint has it
+Forms = Mapping[str, QuantChoice]  # by part
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Recipe:
                 has = f"the model has {num_layers}, from 0 to {num_layers - 1}"
                 raise ConfigError(f"recipe {self.name} names the layers {key!r}; {has}")
 
-    def form(self, part: str, layer: int | None = None, num_layers: int = 0) -> Form:
+    def form(self, part: str, layer: int | None = None, num_layers: int = 0) -> QuantChoice:
         """The form of a part, in a layer of a model with `num_layers` or outside of its layers (None)."""
         parts = [self.parts]
         parts += [own for key, own in self.layers if layer is not None and layer in _numbers(key, num_layers)]
@@ -151,7 +151,7 @@ class Recipe:
         usual = ROUTER if part == ROUTER_PART else default
         return next((one[part] for one in reversed(parts) if part in one), usual)
 
-    def of_matrix(self, args: ModelArgs, path: str) -> Form:
+    def of_matrix(self, args: ModelArgs, path: str) -> QuantChoice:
         """The form of a resident matrix, by its module path in a model."""
         layer = layer_of(path)
         return self.form(part_of(args, path), layer, args.num_hidden_layers)
@@ -202,7 +202,7 @@ def read_recipe(folder: Path) -> Recipe | None:
     return Recipe.of(path) if path.is_file() else None
 
 
-def _forms(content: JsonObject, where: str, layers: str = "") -> dict[str, Form]:
+def _forms(content: JsonObject, where: str, layers: str = "") -> dict[str, QuantChoice]:
     allowed = [part for part in PARTS if not layers or part not in OF_MODEL]
     unknown = next((key for key in content if key not in allowed), None)
     if unknown is not None:
@@ -211,7 +211,7 @@ def _forms(content: JsonObject, where: str, layers: str = "") -> dict[str, Form]
     return {part: _form(part, value, where) for part, value in content.items()}
 
 
-def _form(part: str, value: Any, where: str) -> Form:
+def _form(part: str, value: Any, where: str) -> QuantChoice:
     if value == FLOAT and part not in EXPERT_PARTS:
         return None
     if type(value) is int:
@@ -227,7 +227,7 @@ def _form(part: str, value: Any, where: str) -> Form:
     return parse(f"{part} in {where}", value)
 
 
-def _stated(form: Form) -> Any:
+def _stated(form: QuantChoice) -> Any:
     """The shortest value in a file."""
     if form is None:
         return FLOAT

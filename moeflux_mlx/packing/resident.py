@@ -41,7 +41,7 @@ File = TypeVar("File")
 FusedPieces = tuple[tuple[str, np.ndarray], ...]
 
 
-class Part(NamedTuple):
+class TensorRows(NamedTuple):
     """Some `rows` of a tensor that is `stored` with `total`."""
 
     stored: str
@@ -108,7 +108,7 @@ def plan_resident(
     shards = _shards(args, tensors, form.block[0])
     fused = _fused_matrices(args, tensors, shards)
     parted = {
-        f"{part}.weight": Part(f"{path}.weight", rows, sum(len(own) for _, own in pieces))
+        f"{part}.weight": TensorRows(f"{path}.weight", rows, sum(len(own) for _, own in pieces))
         for path, pieces in fused.items()
         for part, rows in pieces
         if f"{part}.weight" in ours.plain
@@ -192,7 +192,7 @@ def _plain_source(
     ours: Needed,
     tensors: Mapping[str, Tensor],
     centred: bool,
-    part: Part | None,
+    part: TensorRows | None,
 ) -> PlainSource | TableSource:
     """`part`: of what it is a part; None: it is stored by itself.
 

@@ -17,7 +17,7 @@ from .resident import ResidentFile, array_bytes
 from .sources import MatrixSource, PlainSource, Source
 
 
-class Part(Protocol):
+class FileBytes(Protocol):
     """Neighbouring bytes of such a file."""
 
     @property
@@ -75,7 +75,7 @@ class ResidentSamples:
 
     def __init__(self, file: ResidentFile):
         self.name, self.size = file.name, file.size
-        self._parts: list[Part] = [Header(file.header), *(part for one in file.sources for part in _parts(one))]
+        self._parts: list[FileBytes] = [Header(file.header), *(part for one in file.sources for part in _parts(one))]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -95,7 +95,7 @@ class ResidentSamples:
         return data
 
 
-def _parts(source: Source) -> Iterator[Part]:
+def _parts(source: Source) -> Iterator[FileBytes]:
     for index, (written, tensor) in enumerate(zip(source.written, _as_they_lie(source), strict=True)):
         same = type(tensor) is Tensor and (tensor.dtype, tensor.shape) == (written.dtype, written.shape)
         yield Stored(tensor) if tensor is not None and same else Made(source, index)

@@ -24,9 +24,7 @@ from .resident import TensorFile, array_bytes
 from .sources import Source
 from .supply import Supply
 from .unit import Bytes, Unit
-from .writer import READ_BYTES, Output, begin_again, check_space, deletes_source, writing
-
-Progress = Callable[[int, int, str], None]
+from .writer import READ_BYTES, ByteProgress, Output, begin_again, check_space, deletes_source, writing
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Scattering:
         repaired: files that an earlier run had finished and that had other bytes now.
     """
 
-    def __init__(self, output: Output, units: Sequence[Unit], supply: Supply, progress: Progress, verify: bool):
+    def __init__(self, output: Output, units: Sequence[Unit], supply: Supply, progress: ByteProgress, verify: bool):
         self.output, self.supply, self.verify = output, supply, verify
         self.journal = Journal(output)
         self.sizes = {shard.name: shard.size for shard in supply.listing.shards}
@@ -223,7 +221,7 @@ class Scattering:
 class Advance:
     """Calls a progress callback with the bytes done and the current file."""
 
-    def __init__(self, progress: Progress, done: int, total: int):
+    def __init__(self, progress: ByteProgress, done: int, total: int):
         self._progress, self.done, self.total, self._what = progress, done, total, ""
 
     def say(self, what: str) -> None:
@@ -237,7 +235,7 @@ class Advance:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenUnit:
     """The output of a job: places in its file, and a digest of the bytes there."""
 
     spans: list[tuple[int, int]]
@@ -254,7 +252,7 @@ def most_at_once(sizes: Mapping[str, int], jobs: Sequence[Job]) -> int:
     return max((sum(sizes[one] for one in last if order[one] <= i <= last[one]) for i in order.values()), default=0)
 
 
-def _write(job: Job, file: BinaryIO, finished: bool) -> Written:
+def _write(job: Job, file: BinaryIO, finished: bool) -> WrittenUnit:
     spans, digest = [], hashlib.sha256()
     for offset, data in job.writes():
         view = memoryview(data)
@@ -263,7 +261,7 @@ def _write(job: Job, file: BinaryIO, finished: bool) -> Written:
         done = len(view) if finished else 0
         while done < len(view):
             done += os.pwrite(file.fileno(), view[done : done + READ_BYTES], offset + done)
-    return Written(spans, digest.digest())
+    return WrittenUnit(spans, digest.digest())
 
 
 def _digest(chunks: Iterable[Bytes]) -> bytes:

@@ -23,7 +23,7 @@ DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: 
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenTensor:
     """One tensor of the output."""
 
     name: str
@@ -39,7 +39,7 @@ class Source(Protocol):
     """Tensors that are made together; `arrays` yields them in the order of `written`."""
 
     @property
-    def written(self) -> tuple[Written, ...]: ...
+    def written(self) -> tuple[WrittenTensor, ...]: ...
 
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
@@ -64,13 +64,13 @@ class PlainSource:
         return (self.tensor,)
 
     @property
-    def written(self) -> tuple[Written, ...]:
+    def written(self) -> tuple[WrittenTensor, ...]:
         shape = self.tensor.shape
         if self.rows is not None:
             shape = (len(self.rows), *shape[1:])
         if self.convolution:
             shape = (shape[0], shape[2], shape[1])
-        return (Written(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
+        return (WrittenTensor(self.name, "F32" if self.centred else self.tensor.dtype, shape),)
 
     def arrays(self) -> Iterator[mx.array]:
         values = finite(self.tensor, self.tensor.read())
@@ -93,8 +93,8 @@ class TableSource:
         return (self.tensor,)
 
     @property
-    def written(self) -> tuple[Written, ...]:
-        return (Written(self.name, "U32", self.tensor.shape),)
+    def written(self) -> tuple[WrittenTensor, ...]:
+        return (WrittenTensor(self.name, "U32", self.tensor.shape),)
 
     def arrays(self) -> Iterator[mx.array]:
         yield self.tensor.read().astype(mx.uint32)
@@ -124,9 +124,11 @@ class MatrixSource:
         return None if self.dense else self.made or self.matrix.quant
 
     @property
-    def written(self) -> tuple[Written, ...]:
+    def written(self) -> tuple[WrittenTensor, ...]:
         return tuple(
-            Written(f"{path}.{suffix}", dtype, shape if rows is None or suffix == GRID else (len(rows), *shape[1:]))
+            WrittenTensor(
+                f"{path}.{suffix}", dtype, shape if rows is None or suffix == GRID else (len(rows), *shape[1:])
+            )
             for path, rows in self.pieces
             for suffix, dtype, shape in self._parts()
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import ModelFileError
 from ..formats.checkpoint import Tensor
-from ..formats.tables import NARROW, STEM, WIDE, Place, RowForm, TableFiles, read_token_map
+from ..formats.tables import NARROW, STEM, WIDE, FileRows, RowForm, TableFiles, read_token_map
 from ..kinds import NGrams
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
@@ -20,7 +20,7 @@ from .recipe import TABLES
 from .resident import TensorFile, in_files
 from .rounding import Rounding
 from .source_format import SourceFormat
-from .sources import DTYPES, Written
+from .sources import DTYPES, WrittenTensor
 from .wanted import Wanted
 
 HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
@@ -50,8 +50,8 @@ class Shard:
         return RowForm(self.matrix.shape[1], self.matrix.quant, NARROW if is_narrow else WIDE)
 
     @property
-    def written(self) -> tuple[Written, ...]:
-        return (Written(self.name, "U8", (self.matrix.shape[0], self.form.row_bytes)),)
+    def written(self) -> tuple[WrittenTensor, ...]:
+        return (WrittenTensor(self.name, "U8", (self.matrix.shape[0], self.form.row_bytes)),)
 
     def arrays(self) -> Iterator[mx.array]:
         """Rows of bytes."""
@@ -106,9 +106,9 @@ class Table:
         return TableFiles(form, starts, places, sum(lengths), self.token_map)
 
 
-def _places(matrix: Matrix, form: RowForm) -> tuple[Place, ...]:
+def _places(matrix: Matrix, form: RowForm) -> tuple[FileRows, ...]:
     tensors = zip(matrix.tensors, form.part_bytes, strict=True)
-    return tuple(Place(tensor.file, tensor.offset, nbytes) for tensor, nbytes in tensors)
+    return tuple(FileRows(tensor.file, tensor.offset, nbytes) for tensor, nbytes in tensors)
 
 
 class TableFile(TensorFile):

@@ -28,6 +28,7 @@ READ_BYTES = 1 << 22
 HOLE_BYTES = 1 << 18  # zeros that are not written
 
 Advance = Callable[[int], None]
+ByteProgress = Callable[[int, int, str], None]  # called with the bytes that are done, all bytes, and what is done
 
 
 def deletes_source(origin: object) -> bool:

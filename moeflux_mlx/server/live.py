@@ -11,6 +11,7 @@ from ..engine.engine import Engine
 from ..engine.machine import used_memory
 from ..experts.stats import LoaderStats
 from ..files import JsonDict
+from .expert_map import ExpertMap
 from .running import Running, Totals
 
 EVERY = 0.5  # seconds between pictures
@@ -43,13 +44,15 @@ def _rate(tokens: int, seconds: float) -> float:
 class Watch:
     """Attributes:
     latest: the last picture, None before the first.
+    asking: the numbers of those for whom experts are requested, in the order of their rows.
     """
 
     def __init__(self) -> None:
         self.latest: JsonDict | None = None
         self._watchers = 0
         self._taken = 0.0
-        self._is_on = False
+        self._map: ExpertMap | None = None  # while somebody watches
+        self.asking: Sequence[int] = ()
         self._before = self._request = Counts()
         self._numbers: dict[str, int] = {}
 
@@ -72,7 +75,7 @@ class Watch:
 
     def forget(self, totals: Totals) -> None:
         """Forgets the unloaded model."""
-        self.latest, self._is_on = None, False
+        self.latest, self._map = None, None
         self._before = self._request = Counts(requests=replace(totals))
 
     def number(self, one: Running) -> int:
@@ -84,22 +87,29 @@ class Watch:
             self._numbers.clear()
         return self._numbers.setdefault(name, len(self._numbers) + 1)
 
+    def compute(self, computed: Sequence[Running]) -> None:
+        """Experts are requested for these from now on, in the order of their rows."""
+        self.asking = [self.number(one) for one in computed]
+
     def look(self, engine: Engine, running: Sequence[Running], queue: int, totals: Totals) -> None:
         """Takes a picture of the running requests, if one is due."""
         now = time.perf_counter()
-        if bool(self._watchers) != self._is_on:
-            self._is_on = bool(self._watchers)
-            engine.experts.watch(self._is_on)
-            self._before = _counts(engine, totals)
-            self._taken = now
-        if not self._is_on or now - self._taken < EVERY:
+        if self._watchers and self._map is None:
+            self._map = ExpertMap(engine.experts, lambda: self.asking)
+            self._before, self._taken = _counts(engine, totals), now
+        elif not self._watchers and self._map is not None:
+            self._map.end()
+            self._map = None
+        if self._map is None or now - self._taken < EVERY:
             return
-        self.latest = self._picture(engine, running, queue, _counts(engine, totals))
+        self.latest = self._picture(engine, self._map, running, queue, _counts(engine, totals))
         self._taken = now
 
-    def _picture(self, engine: Engine, running: Sequence[Running], queue: int, counts: Counts) -> JsonDict:
+    def _picture(
+        self, engine: Engine, experts: ExpertMap, running: Sequence[Running], queue: int, counts: Counts
+    ) -> JsonDict:
         before, self._before = self._before, counts
-        layout, states = engine.experts.layout, engine.experts.expert_states()
+        layout = engine.experts.layout
         return {
             "model": engine.path.name,
             "busy": bool(running),
@@ -107,8 +117,8 @@ class Watch:
             "context": engine.plan.context,
             "layers": [int(layer) for layer in layout.moe_layers],
             "experts": layout.num_experts,
-            "map": base64.b64encode(states.tobytes()).decode(),
-            "askers": base64.b64encode(engine.experts.last_askers().tobytes()).decode(),
+            "map": base64.b64encode(experts.states().tobytes()).decode(),
+            "askers": base64.b64encode(experts.last_askers().tobytes()).decode(),
             **counts.rates_since(before),
             "request": counts.rates_since(self._request),
             "memory": {

@@ -23,7 +23,7 @@ from ..text.calls.registry import CALL_MARKERS
 from ..text.events import CallEnd
 from ..text.grammar import is_strict
 from ..text.history import History
-from ..text.replay import Answer, AnswerStore
+from ..text.replay import AnswerStore, GivenAnswer
 from ..text.structured import Constrainer, Mask, is_installed
 from ..text.switches import switches
 from ..text.tokenizer import TokenizerWrapper
@@ -87,7 +87,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenAnswer:
     """An answer as the model wrote it.
 
     Args:
@@ -255,11 +255,11 @@ class Preparer:
             images = [self.vision.image(files[source]) for source in sources]
         return with_images(tokens, images, self.vision.token)
 
-    def remember(self, prepared: Prepared, answer: Written) -> None:
+    def remember(self, prepared: Prepared, answer: WrittenAnswer) -> None:
         """Keeps the exact text of an answer with calls, for a later request that repeats it in its history."""
         if answer.ids:
             calls = tuple((call.name, call.arguments) for call in answer.calls)
-            self.answers.keep(Answer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
+            self.answers.keep(GivenAnswer(answer.ids, calls, answer.text, answer.raw, prepared.opened))
 
     def _mask(self, request: Request, inside_reasoning: bool, opening: str, begun: str) -> Callable[[], Mask] | None:
         """The mask of allowed tokens if the request requires a form; `begun` is the beginning of the answer."""

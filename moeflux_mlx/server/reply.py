@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ..text.events import CallEnd, Text
 from .job import Job
 from .listen import FILLER
-from .prepare import Prepared, Written
+from .prepare import Prepared, WrittenAnswer
 from .request import Failed, Finish, ServerEvent
 from .wire.ids import Ids
 from .wire.replies import Reply
@@ -65,10 +65,10 @@ class Events:
         self._text += [event.text] if isinstance(event, Text) else []
         return event
 
-    def written(self, ids: Ids) -> Written:
+    def written(self, ids: Ids) -> WrittenAnswer:
         """The answer as the model wrote it, available after the last event; `ids` are the client's ids of the calls."""
         named = tuple(ids.calls[call.index] for call in self._calls if call.index in ids.calls)
-        return Written(named, self._calls, "".join(self._text), self.job.raw)
+        return WrittenAnswer(named, self._calls, "".join(self._text), self.job.raw)
 
     def cancel(self) -> None:
         self._worker.cancel(self.job)

@@ -30,7 +30,7 @@ GROUP_SECONDS = 5.0  # seconds that requests for the loaded model may overtake a
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """A model that can be loaded.
 
     Args:
@@ -73,7 +73,7 @@ class Loaded:
         seconds: how long loading took.
     """
 
-    choice: Choice
+    choice: ModelChoice
     worker: Worker
     preparer: Preparer
     seconds: float
@@ -90,7 +90,7 @@ class Loaded:
 class _Waiting:
     """A request that waits for its model."""
 
-    choice: Choice
+    choice: ModelChoice
     turn: "asyncio.Future[Loaded]"
     since: float = field(default_factory=time.monotonic)
 
@@ -115,7 +115,7 @@ class ModelSwitch:
 
     def __init__(
         self,
-        choices: Sequence[Choice],
+        choices: Sequence[ModelChoice],
         waiting: int = 64,
         decode_share: float = 1 / 3,
         idle_seconds: float | None = None,
@@ -126,7 +126,7 @@ class ModelSwitch:
         self._limit, self._decode_share = waiting, decode_share
         self._idle_seconds, self._on_loaded, self._on_failed = idle_seconds, on_loaded, on_failed
         self.loaded: Loaded | None = None
-        self.loading: Choice | None = None
+        self.loading: ModelChoice | None = None
         self.error: BaseException | None = None
         self.failures: dict[str, str] = {}
         self.descriptions: dict[str, Description] = {}
@@ -168,7 +168,7 @@ class ModelSwitch:
         failure = self.failures.get(name)
         return {"value": "unloaded", **({"failed": True, "error": failure} if failure else {})}
 
-    def find(self, name: str) -> Choice:
+    def find(self, name: str) -> ModelChoice:
         """The model of that name; the first one if no name is given; the only one for any name if there is only one.
 
         Raises:
@@ -200,7 +200,7 @@ class ModelSwitch:
         described = self.descriptions.get(choice.name)
         return described.preparer if described else None
 
-    async def _describe(self, choice: Choice, describe: Callable[[], Preparer]) -> None:
+    async def _describe(self, choice: ModelChoice, describe: Callable[[], Preparer]) -> None:
         try:
             preparer = await asyncio.to_thread(describe)
             features = await asyncio.to_thread(features_of, preparer)
@@ -256,7 +256,7 @@ class ModelSwitch:
             self._worker.begin_stop()
         return self._thread.stop(seconds)
 
-    async def _wait(self, choice: Choice) -> Loaded:
+    async def _wait(self, choice: ModelChoice) -> Loaded:
         if self.queue >= self._limit:
             raise QueueFullError(self.queue)
         waiting = _Waiting(choice, self._loop.create_future())
@@ -304,10 +304,10 @@ class ModelSwitch:
                 one.turn.set_result(loaded)
         self._go_on()
 
-    def _begin_change(self, choice: Choice | None) -> None:
+    def _begin_change(self, choice: ModelChoice | None) -> None:
         self._change = self._loop.create_task(self._changed(choice))
 
-    async def _changed(self, choice: Choice | None) -> None:
+    async def _changed(self, choice: ModelChoice | None) -> None:
         """Unloads the loaded model, and then loads `choice`, if there is one."""
         self.loaded = None
         if self._worker is not None:
@@ -336,7 +336,7 @@ class ModelSwitch:
         self._change = None
         self._go_on()
 
-    async def _load(self, choice: Choice) -> Loaded | None:
+    async def _load(self, choice: ModelChoice) -> Loaded | None:
         began = time.monotonic()
         begun, on_ready = self._signal()
         self._ended, on_end = self._signal()
@@ -386,7 +386,7 @@ def _ending() -> BadRequestError:
     return BadRequestError(CANCELLED.message, None, CANCELLED.status, CANCELLED.code)
 
 
-def _cannot_load(choice: Choice) -> BadRequestError:
+def _cannot_load(choice: ModelChoice) -> BadRequestError:
     """The error for the client; /v1/models and the log say more."""
     message = f"the model {choice.name} cannot be loaded; look at the server's log"
     return BadRequestError(message, "model", 500, "server_error")

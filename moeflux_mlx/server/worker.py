@@ -10,7 +10,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -40,7 +40,7 @@ class QueueFullError(BadRequestError):
 
 
 @dataclass
-class State:
+class WorkerState:
     """The worker's state, which other threads may read at any time.
 
     Args:
@@ -119,7 +119,7 @@ class Worker:
         self._load, self._make_sessions, self._make_admission = load, make_sessions, make_admission
         self._on_ready, self._on_end = on_ready, on_end
         self.waiting = waiting
-        self.state, self.totals, self.watch = State(), totals, watch
+        self.state, self.totals, self.watch = WorkerState(), totals, watch
         self._pace = Pace(decode_share, totals)
         self._jobs: list[Job] = []
         self._wake = threading.Condition()
@@ -250,7 +250,7 @@ class Worker:
             prompt = min(prompts, key=lambda one: one.due)
             self._pace.begin_prompt()
             self._before = replace(engine.experts.stats)
-            self._asks(engine, [prompt])
+            self.watch.compute([prompt])
             prompt.compute_prompt()
             self._count_asked(engine, prompt)
             self._pace.pause_prompt(bool(self._answering()))
@@ -279,7 +279,7 @@ class Worker:
             self._forget_over()
         self._look()
         self._before = replace(engine.experts.stats)
-        self._asks(engine, [prompt])
+        self.watch.compute([prompt])
         pace.begin_prompt()
         if any(one.in_prompt and one.overtakes(prompt) for one in self.state.running):
             raise Stopped
@@ -295,7 +295,7 @@ class Worker:
         assert self._admission is not None
         began = time.perf_counter()
         taking = self._admission.may_step(self._answering(), self.state.running)[:MAX_ROWS]
-        self._asks(engine, taking)
+        self.watch.compute(taking)
         try:
             outcomes = advance_answers([one.answer for one in taking]) if taking else []
         except (DeviceError, RequestError) as error:
@@ -308,10 +308,6 @@ class Worker:
             self._pace.stepped(time.perf_counter() - began)
         for one, outcome in zip(taking, outcomes, strict=True):
             one.take(outcome)
-
-    def _asks(self, engine: Engine, computed: Sequence[Running]) -> None:
-        """Sets for whom experts are requested from now on, in the order of their rows."""
-        engine.experts.asking = [self.watch.number(one) for one in computed]
 
     def _answering(self) -> list[Running]:
         return [one for one in self.state.running if not one.in_prompt and not one.is_over]

@@ -83,7 +83,7 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Messages(Channels):
+class MessageChannels(Channels):
     """Reasoning in messages: an answer is a few messages, whose first tags say which are reasoning."""
 
     @property
@@ -114,7 +114,7 @@ class Messages(Channels):
 START, CHANNEL, MESSAGE, END, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"
 CALL, RETURN = "<|call|>", "<|return|>"  # what ends an answer
 # <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>, channel analysis: OpenAI's harmony, docs/format.md.
-HARMONY = Messages(
+HARMONY = MessageChannels(
     start=f"{CHANNEL}analysis{MESSAGE}",
     end=END,
     header=f"{START}assistant",
@@ -124,7 +124,7 @@ HARMONY = Messages(
 )
 BEGIN, CONTENT, CALLS = "<|begin|>", "<|content|>", "<|calls|>"
 # <|begin|>assistant<|think|>TEXT<|end|>, <|begin|>assistant<|content|>TEXT<|flush|>: vLLM's parsers of Solar Open.
-SOLAR = Messages(
+SOLAR = MessageChannels(
     start="<|think|>",
     end=END,
     header=f"{BEGIN}assistant",

@@ -18,7 +18,6 @@ from ..files import JsonDict, JsonObject, read_json
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
-Message = JsonObject
 
 # Longer than any context window, and small enough for any machine.
 MAX_PROMPT_CHARS = 1 << 26
@@ -49,7 +48,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[JsonObject],
         *,
         tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = True,

@@ -14,14 +14,14 @@ from typing import cast
 
 from ..errors import MoefluxError
 from ..files import JsonDict, JsonObject, JsonValue
+from .boundaries import Messages
 from .calls.registry import dialect_of
 from .chat_template import REASONING_KEYS
-from .replay import Answer, AnswerStore, StandIn
+from .replay import AnswerStore, GivenAnswer, StandIn
 from .results import apart, in_order
 from .tokenizer import TokenizerWrapper
 from .untrusted import Guard
 
-Messages = Sequence[JsonObject]
 PROBE = {"probed": "argument"}
 ASKED = {"role": "user", "content": "probed question"}
 
@@ -130,7 +130,9 @@ class History:
             return marked + (self.channels.skipping(prompt) + lead + text if text else ""), False
         return marked + thought + (self.channels.closing + lead + text if text else ""), not text
 
-    def _replayed(self, messages: Messages, answers: Mapping[int, Answer], render: Callable[[Messages], str]) -> str:
+    def _replayed(
+        self, messages: Messages, answers: Mapping[int, GivenAnswer], render: Callable[[Messages], str]
+    ) -> str:
         """The prompt with the `answers` exactly as written, except for those that the template hides."""
         if self.dialect is None:
             return render(messages)
@@ -186,7 +188,7 @@ class History:
             arguments = json.dumps(arguments or {}, ensure_ascii=False)
         return {"id": f"call_{n}", "type": "function", **call, "function": {**function, "arguments": arguments}}
 
-    def _numbered(self, messages: list[JsonDict], known: Mapping[int, Answer]) -> list[JsonDict]:
+    def _numbered(self, messages: list[JsonDict], known: Mapping[int, GivenAnswer]) -> list[JsonDict]:
         """The messages with ids of calls as the model writes them, or has written them where the answer is `known`."""
         if self.dialect is None or self.dialect.id is None or self.dialect.id_form is None:
             return messages

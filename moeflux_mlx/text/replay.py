@@ -15,11 +15,9 @@ from .channels import Channels
 from .chat_template import REASONING_KEYS
 from .latest import Latest
 
-Message = JsonObject
-
 
 @dataclass(frozen=True)
-class Answer:
+class GivenAnswer:
     """An answer with calls.
 
     Attributes:
@@ -36,7 +34,7 @@ class Answer:
     raw: str
     opened: str = ""
 
-    def is_of(self, message: Message) -> bool:
+    def is_of(self, message: JsonObject) -> bool:
         """Whether a message of the history has the same content for a client."""
         calls = [call.get("function") or {} for call in message["tool_calls"]]
         said = [(call.get("name"), _loaded(call.get("arguments"))) for call in calls]
@@ -52,12 +50,12 @@ class AnswerStore:
     """
 
     def __init__(self, max_answers: int = 4096, max_chars: int = 1 << 25):
-        self._answers: Latest[tuple[str, ...], Answer] = Latest(max_answers, max_chars)
+        self._answers: Latest[tuple[str, ...], GivenAnswer] = Latest(max_answers, max_chars)
 
-    def keep(self, answer: Answer) -> None:
+    def keep(self, answer: GivenAnswer) -> None:
         self._answers.keep(answer.ids, answer, len(answer.raw))
 
-    def find(self, message: Message) -> Answer | None:
+    def find(self, message: JsonObject) -> GivenAnswer | None:
         """The answer behind this message of a history; None if it is not stored or the message was changed."""
         answer = self._answers.find(tuple(call.get("id") for call in message.get("tool_calls") or ()))
         return answer if answer is not None and answer.is_of(message) else None
@@ -70,7 +68,7 @@ class StandIn:
         arguments: of its call, in the form that the template takes.
     """
 
-    def __init__(self, answer: Answer, dialect: Dialect, channels: Channels, arguments: JsonValue):
+    def __init__(self, answer: GivenAnswer, dialect: Dialect, channels: Channels, arguments: JsonValue):
         self._answer, self._channels = answer, channels
         self._reasoning, self._content, self._name = (
             f"{word}{secrets.token_hex(8)}" for word in ("why", "said", "call")
@@ -80,7 +78,7 @@ class StandIn:
         self._id = (dialect.id or "{name}").format(name=self._name, index=0)
         self._arguments = arguments
 
-    def message(self, message: Message) -> JsonDict:
+    def message(self, message: JsonObject) -> JsonDict:
         function = {"name": self._name, "arguments": self._arguments}
         call = {**message["tool_calls"][0], "id": self._id, "function": function}
         return {

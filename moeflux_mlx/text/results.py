@@ -10,7 +10,7 @@ from itertools import islice
 from ..errors import RequestError
 from ..files import JsonDict, JsonObject
 
-Message = JsonDict
+Message = JsonDict  # of a chat, as a template takes it
 
 
 def in_order(messages: Sequence[Message]) -> list[Message]:

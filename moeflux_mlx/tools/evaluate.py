@@ -30,7 +30,7 @@ Opens = Callable[[], Engine | Reader]  # a `LayerReader` is for models that do n
 
 
 @dataclass(frozen=True)
-class Measured:
+class Losses:
     """The result for one model and text; arrays have an entry for each predicted token.
 
     Args:
@@ -52,7 +52,7 @@ class Measured:
     kl: np.ndarray | None = None
     same: np.ndarray | None = None
 
-    def where(self, chosen: np.ndarray) -> "Measured":
+    def where(self, chosen: np.ndarray) -> "Losses":
         """The result for some of the predicted tokens, bool [predicted]."""
         arrays: Any = {name: one[chosen] for name, one in vars(self).items() if isinstance(one, np.ndarray)}
         return replace(self, **arrays)
@@ -98,7 +98,7 @@ def evaluate(
     window: int = WINDOW,
     most: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> Measured:
+) -> Losses:
     """Measures the model that `opens` opens on `text`, and its distance from the one that `against` opens.
 
     Args:
@@ -171,7 +171,7 @@ def _cut(reader: Reader, texts: Sequence[str], window: int, most: int | None) ->
     return cut
 
 
-def _measured(reader: Reader, cut: _Cut, window: int, reference: Reference | None, progress: Progress) -> Measured:
+def _measured(reader: Reader, cut: _Cut, window: int, reference: Reference | None, progress: Progress) -> Losses:
     passed, total = (0, cut.tokens) if reference is None else (cut.tokens, 2 * cut.tokens)
     columns, head = [], None
     step = max(1, LOGITS_BYTES // (4 * reader.args.vocab_size))
@@ -188,7 +188,7 @@ def _measured(reader: Reader, cut: _Cut, window: int, reference: Reference | Non
     place = np.concatenate([np.arange(1, len(ids)) for ids in cut.windows])
     text = np.repeat(cut.texts, [len(ids) - 1 for ids in cut.windows])
     against = {} if reference is None else {"reference_nll": reference_nll, "kl": kl, "same": same}
-    return Measured(cut.tokens, window, nll, place, text, **against)
+    return Losses(cut.tokens, window, nll, place, text, **against)
 
 
 def _columns(q: mx.array, p: mx.array, wanted: mx.array) -> list[np.ndarray]:

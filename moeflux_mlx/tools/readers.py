@@ -19,7 +19,7 @@ from ..ops import backend, native
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 
-Report = Callable[[int], object]  # called with the number of tokens done
+TokensDone = Callable[[int], object]  # called with the number of tokens done
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Reader(Protocol):
     @property
     def tokenizer(self) -> TokenizerWrapper: ...
 
-    def hidden(self, windows: Sequence[list[int]], report: Report) -> Iterator[np.ndarray]:
+    def hidden(self, windows: Sequence[list[int]], report: TokensDone) -> Iterator[np.ndarray]:
         """The rows [N, hidden_size] float32 that the head takes, of each window."""
         ...
 
@@ -70,7 +70,7 @@ class EngineReader:
     def __init__(self, engine: Engine):
         self._engine, self.args, self.tokenizer = engine, engine.model.args, engine.tokenizer
 
-    def hidden(self, windows: Sequence[list[int]], report: Report) -> Iterator[np.ndarray]:
+    def hidden(self, windows: Sequence[list[int]], report: TokensDone) -> Iterator[np.ndarray]:
         model, done = self._engine.model, 0
         for window in windows:
             tokens, cache, at, rows = mx.array([window]), model.make_cache(), 0, []
@@ -109,7 +109,7 @@ class LayerReader:
         self._folder = tempfile.TemporaryDirectory(prefix="moeflux-layers-")
         self._run: LayerRun | None = None
 
-    def hidden(self, windows: Sequence[list[int]], report: Report) -> Iterator[np.ndarray]:
+    def hidden(self, windows: Sequence[list[int]], report: TokensDone) -> Iterator[np.ndarray]:
         total = sum(map(len, windows))
         texts = [np.array(window) for window in windows]
         self._run = LayerRun(self._weights, texts, Path(self._folder.name), self._dtype)

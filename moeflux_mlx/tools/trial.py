@@ -44,7 +44,7 @@ def others(make: Callable[[], Launch], launch: Launch, spot: str, kernel: str, t
     return filter(is_other, neighbours(launch.target, kernel, tile))
 
 
-class Trial:
+class TileTrial:
     """Tries a sample with other tiles: which are possible, and whether their values are right.
 
     Attributes:
@@ -78,7 +78,7 @@ class Trial:
             return self._sample.make()
 
 
-class Bench(Trial):
+class Bench(TileTrial):
     """Times a trial with several copies of its matrices, so that none is in a cache when it is used again.
 
     `turn` is held while measuring.

@@ -48,7 +48,7 @@ from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.tables import open_readers
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.formats.record import ExpertLayout
-from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
+from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tables import Tables
@@ -101,7 +101,7 @@ def random_tables(args: ModelArgs) -> Tables | None:
             path = Path(folder) / str(layer)
             path.write_bytes(rows.tobytes())
             form = RowForm(part.width, TABLE_QUANT, "BF16")
-            files[layer] = TableFiles(form, [0], [[Place(path, 0, rows.shape[1])]], part.rows)
+            files[layer] = TableFiles(form, [0], [[FileRows(path, 0, rows.shape[1])]], part.rows)
         return Tables(args.ngrams, open_readers(files)) if files else None  # open files outlive their names
 
 

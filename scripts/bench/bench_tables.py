@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from moeflux_mlx.experts.tables import TableReader
-from moeflux_mlx.formats.tables import NARROW, Place, RowForm, TableFiles
+from moeflux_mlx.formats.tables import NARROW, FileRows, RowForm, TableFiles
 from moeflux_mlx.kinds import NGrams
 from moeflux_mlx.ops.ngrams import row_numbers
 from moeflux_mlx.quant import Quant
@@ -59,7 +59,7 @@ def sparse_table(folder: Path, part: NGrams, form: RowForm, in_parts: bool, rows
             file.truncate(part.rows * nbytes)
             for row in rows.tolist():
                 os.pwrite(file.fileno(), rng.integers(0, 60, nbytes, np.uint8).tobytes(), row * nbytes)
-        places.append(Place(path, 0, nbytes))
+        places.append(FileRows(path, 0, nbytes))
     return TableFiles(form, [0], [places], part.rows)
 
 

@@ -7,7 +7,6 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx import benchmark
-from moeflux_mlx.cli import benchmarking
 
 SHORT = ["--prompt-tokens", "5", "20", "--max-tokens", "4", "--rounds", "2"]
 
@@ -33,7 +32,7 @@ def test_table_and_json(capsys, tiny):
     "mapped, words", [(0.6401, "mapped files (0.64 GB at the end),"), (None, "mapped files, which")]
 )
 def test_the_peak_says_that_mapped_files_count(mapped, words):
-    line = benchmarking.memory_line({"planned_gb": 0.78, "peak_gb": 1.42, "mapped_gb": mapped, "mlx_gb": 0.5})
+    line = benchmark.memory_line({"planned_gb": 0.78, "peak_gb": 1.42, "mapped_gb": mapped, "mlx_gb": 0.5})
     assert line.startswith("memory: 0.78 GB planned, 1.42 GB at the peak with pages of ") and words in line
 
 
@@ -77,7 +76,7 @@ def test_a_peer_takes_turns(monkeypatch, capsys, tiny):
     def peer(engine):
         return lambda prompt, count: (order.append(len(prompt)) for _ in range(count))
 
-    monkeypatch.setattr(benchmarking, "mlx_lm_steps", peer)
+    monkeypatch.setattr(benchmark, "mlx_lm_steps", peer)
     assert benchmark.main([*SHORT, *tiny, "--against", "mlx-lm", "--json"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert order == [16] * 4 + ([5] * 4 + [20] * 4) * 2

@@ -99,7 +99,7 @@ def test_a_prompt_that_was_saved_with_the_packed_model_is_continued(capfd, check
 
 def test_loading_shows_its_progress(capfd, checkpoint, monkeypatch):
     shown = []
-    monkeypatch.setattr(terminal.Progress, "_show", lambda self, text: shown.append(text))
+    monkeypatch.setattr(terminal.ProgressLine, "_show", lambda self, text: shown.append(text))
     command(capfd, "--model", checkpoint, *BASE)
     assert any(re.fullmatch(r"loading \d+\.\d/\d+\.\d GB", text) for text in shown)
     told = []

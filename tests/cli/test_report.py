@@ -59,9 +59,9 @@ def short(monkeypatch):
 
 def reduce(patch, *titles):
     """Reduces the report to the parts with these titles."""
-    whole = reporting.Report.parts
+    whole = reporting.MachineReport.parts
     patch.setattr(
-        reporting.Report, "parts", lambda self, **given: {title: whole(self, **given)[title] for title in titles}
+        reporting.MachineReport, "parts", lambda self, **given: {title: whole(self, **given)[title] for title in titles}
     )
 
 
@@ -162,7 +162,7 @@ def test_a_virtual_gpu_is_said_to_be_one(monkeypatch):
     monkeypatch.setattr(reporting.backend, "has_kernels", lambda: True)
     monkeypatch.setattr(reporting, "machine_figures", lambda: None)
     monkeypatch.setattr(reporting, "machine_lines", lambda figures: [])
-    lines, is_right = reporting.Report(None).machine()
+    lines, is_right = reporting.MachineReport(None).machine()
     assert lines[0] == "device    architecture air64_v27, memory_size 7" and is_right
     assert "times say nothing of a Mac" in lines[1] and "abc" not in str(lines)
 
@@ -245,7 +245,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
     def broken(self):
         raise OSError(2, "cannot read", "/Users/ann/secret/model")
 
-    monkeypatch.setattr(reporting.Report, "memory", broken)
+    monkeypatch.setattr(reporting.MachineReport, "memory", broken)
     reduce(monkeypatch, "memory", "demo model")
     text = report(tmp_path, code=1)
     assert "memory:\n  failed: FileNotFoundError: [Errno 2] cannot read: 'PATH'" in text
@@ -253,7 +253,7 @@ def test_a_part_that_fails_is_a_line_and_the_others_follow(monkeypatch, tmp_path
 
 
 def test_a_crash_leaves_what_there_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(reporting.Report, "demo", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(reporting.MachineReport, "demo", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     reduce(monkeypatch, "values", "demo model")
     text = report(tmp_path, code=130)
     assert "values    product   right" in text and text.endswith(
@@ -276,7 +276,7 @@ def broken(self):
     raise OSError(f"{os.environ['HF_TOKEN']} of {os.environ['USER']} on {platform.node()}, {os.getcwd()}/x, "
                   f"{sys.prefix} {os.environ['HOME']}/a model {os.environ['OPENAI_API_KEY']} file:///var/x:1")
 
-reporting.Report.memory = broken
+reporting.MachineReport.memory = broken
 reporting.ROUNDS, reporting.ANSWER = 1, 8
 sys.exit(doctor.main(["--no-disk", "--report"]))
 """
@@ -325,7 +325,7 @@ def test_a_folder_that_is_given_is_taken_out_as_a_whole(monkeypatch, tmp_path):
         raise OSError(f"{place} is full")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reporting.Report, "parts", lambda self, **given: {"disk": self.disk})
+    monkeypatch.setattr(reporting.MachineReport, "parts", lambda self, **given: {"disk": self.disk})
     monkeypatch.setattr(reporting, "disk_rate", full)
     assert doctor.main(["--directory", "my own models", "--report", "sent.txt"]) == 0
     assert "not measured: PATH is full" in Path("sent.txt").read_text()

@@ -195,7 +195,7 @@ def test_several_ranks_answer_one_request_at_a_time():
         models=None, revision=None, shards_in=None, ranks=object(), idle_minutes=None, parallel=4
     )
     with pytest.raises(RequestError, match="--parallel is 4; several ranks answer one request at a time"):
-        serving.run(options)
+        serve.run(options)
 
 
 def test_a_model_that_cannot_be_loaded(capsys):

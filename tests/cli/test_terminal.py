@@ -44,7 +44,7 @@ def test_a_system_without_figures_gives_no_mapped_memory(tmp_path):
 def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
     out = Terminal()
     monkeypatch.setattr(terminal.sys, "stderr", out)
-    progress = terminal.Progress("prompt")
+    progress = terminal.ProgressLine("prompt")
     shown = []
     for seconds, done in ((0, 1000), (1, 1100), (10, 2000), (40, 5000)):
         clock[0] = 100.0 + seconds
@@ -63,7 +63,7 @@ def test_a_long_prompt_says_how_long_it_will_take(clock, monkeypatch):
 def test_without_a_terminal_nothing_is_shown(clock, monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(terminal.sys, "stderr", out)
-    progress = terminal.Progress("prompt")
+    progress = terminal.ProgressLine("prompt")
     progress.update(1, 2)
     progress.close()
     assert out.getvalue() == ""
@@ -72,7 +72,7 @@ def test_without_a_terminal_nothing_is_shown(clock, monkeypatch):
 def test_without_a_terminal_long_work_writes_a_line_now_and_then(clock, monkeypatch):
     out = io.StringIO()
     monkeypatch.setattr(terminal.sys, "stderr", out)
-    with terminal.Progress("reading", lines=True) as progress:
+    with terminal.ProgressLine("reading", lines=True) as progress:
         for seconds in range(0, 61, 5):
             clock[0] = 100.0 + seconds
             progress.update(seconds, 80)

@@ -29,8 +29,8 @@ from moeflux_mlx.engine.keep_warm import (
     POWER_SECONDS,
     TURN,
     KeepWarm,
-    Measured,
-    Trial,
+    WarmTimes,
+    WarmTrial,
     keep_measured,
     keep_warm_file,
     keep_warm_of,
@@ -201,7 +201,7 @@ def test_the_thread_ends_with_its_object(closes, sleeps, monkeypatch):
 
 @pytest.mark.parametrize(("always", "launches"), [(True, True), (False, False)])
 def test_on_battery_launches_are_made_only_if_asked_for(always, launches):
-    scene = Scene(always=always, measured=Measured(0.2, 0.1))
+    scene = Scene(always=always, measured=WarmTimes(0.2, 0.1))
     scene.is_powered = False
     for _ in range(100):
         scene.step(0.1, 0.1)
@@ -209,7 +209,7 @@ def test_on_battery_launches_are_made_only_if_asked_for(always, launches):
 
 
 def test_power_is_asked_for_again_after_a_minute():
-    scene = Scene(measured=Measured(0.2, 0.1))
+    scene = Scene(measured=WarmTimes(0.2, 0.1))
     scene.is_powered = False
     scene.step(0.1, 0.1)
     scene.is_powered = True
@@ -219,7 +219,7 @@ def test_power_is_asked_for_again_after_a_minute():
 
 
 def test_an_idle_hour_has_no_question_of_power():
-    scene = Scene(measured=Measured(0.2, 0.1))
+    scene = Scene(measured=WarmTimes(0.2, 0.1))
     scene.step(0.1, 0.1)
     assert scene.asked == 1
     scene.passes(3600.0)
@@ -330,12 +330,12 @@ def test_a_token_that_fills_the_pool_in_a_later_layer_does_not_count():
 
 
 def test_a_trial_takes_equally_many_turns_of_both():
-    trial, order = Trial(), []
+    trial, order = WarmTrial(), []
     while not trial.is_over:
         order.append(trial.launches)
         trial.add(2.0 if trial.launches else 3.0)
     trial.add(1000.0)
-    assert trial.result == Measured(3.0, 2.0) and not trial.launches
+    assert trial.result == WarmTimes(3.0, 2.0) and not trial.launches
     assert len(order) == ALL and sum(order) == ALL / 2
     assert sum(i for i, on in enumerate(order) if on) == sum(i for i, on in enumerate(order) if not on)
 
@@ -344,10 +344,10 @@ def test_results_are_stored_by_gpu_and_model():
     def key(gpu, mlx="0.32.4", model="/models/a"):
         return {"gpu": gpu, "mlx": mlx, "model": model}
 
-    keep_measured(key("M1"), Measured(0.2, 0.1))
-    keep_measured(key("M3"), Measured(0.3, 0.1))
-    keep_measured(key("M1", model="/models/b"), Measured(0.4, 0.1))
-    keep_measured(key("M1", "0.33.0"), Measured(0.5, 0.1))
+    keep_measured(key("M1"), WarmTimes(0.2, 0.1))
+    keep_measured(key("M3"), WarmTimes(0.3, 0.1))
+    keep_measured(key("M1", model="/models/b"), WarmTimes(0.4, 0.1))
+    keep_measured(key("M1", "0.33.0"), WarmTimes(0.5, 0.1))
     found = {(one["gpu"], one["mlx"], one["model"]): measured.off for one, measured in read_measured(keep_warm_file())}
     assert found == {
         ("M3", "0.32.4", "/models/a"): 0.3,
@@ -358,7 +358,7 @@ def test_results_are_stored_by_gpu_and_model():
 
 @pytest.mark.parametrize("value", ['"fast"', "-1.0", "0.0", "null", "1"])
 def test_a_damaged_result_is_not_used(value):
-    keep_measured({"gpu": "M1", "mlx": "1", "model": "m"}, Measured(0.25, 0.125))
+    keep_measured({"gpu": "M1", "mlx": "1", "model": "m"}, WarmTimes(0.25, 0.125))
     assert read_measured(keep_warm_file())
     keep_warm_file().write_text(keep_warm_file().read_text().replace("0.125", value))
     assert not read_measured(keep_warm_file())
@@ -369,7 +369,7 @@ def test_a_result_that_cannot_be_stored_is_measured_again(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("moeflux_mlx.engine.kept_rows.replace_file", full)
-    keep_measured({"gpu": "M1", "mlx": "1", "model": "m"}, Measured(0.25, 0.125))
+    keep_measured({"gpu": "M1", "mlx": "1", "model": "m"}, WarmTimes(0.25, 0.125))
 
 
 # ---- where it is used
@@ -408,7 +408,7 @@ def test_where_launches_are_made(mode, target, io_mode, monkeypatch):
 def test_a_stored_result_is_used_and_a_new_mlx_measures_again(monkeypatch):
     monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
     with standing_in(backend="metal"):
-        keep_warm_of("auto", PATH, Source(IoMode.PREAD))._keep(Measured(0.5, 0.25))
+        keep_warm_of("auto", PATH, Source(IoMode.PREAD))._keep(WarmTimes(0.5, 0.25))
         assert "on: a token took 250.0 ms" in keep_warm_of("auto", PATH, Source(IoMode.PREAD)).said
         assert keep_warm_of("on", PATH, Source(IoMode.PREAD)).said == "keep-warm: on"
         monkeypatch.setattr(keep_warm, "mlx_version", lambda: "99")
@@ -522,7 +522,7 @@ def test_commands_pass_the_option_on_and_say_what_is_done(plain_operations, monk
 
     def made(mode, path, source):
         modes.append(mode)
-        return KeepWarm(lambda: lambda: None, 1, measured=Measured(0.02, 0.015))
+        return KeepWarm(lambda: lambda: None, 1, measured=WarmTimes(0.02, 0.015))
 
     monkeypatch.setattr(opening, "keep_warm_of", made)
     options = ["--model", str(PATH), "--expert-io", "pread", "-m", "2", "-p", "a", "--keep-warm", "on"]

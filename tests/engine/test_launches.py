@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
-from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.model.weights import arrange
@@ -42,7 +42,7 @@ class Counting:
 def said(family, target, tokens):
     """Returns the list for a whole model, and the steps."""
     with standing_in(backend=target):
-        shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+        shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     steps = [
         step for step in launches.launches_of(shapes, target) if step.tokens == tokens and "resident" not in step.part
     ]
@@ -58,7 +58,7 @@ def said(family, target, tokens):
 def test_layers_that_take_what_another_handed_on_are_listed(family, target):
     """Lists the launches of a prompt that is longer than the budget, of several sequences and of several rows."""
     with standing_in(backend=target):
-        shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+        shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     steps = list(launches.launches_of(shapes, target, tokens=(1, 512), sequences=(3,), rows=(2,)))
     assert {512, 1, 3, 2} <= {step.tokens for step in steps if step.part.endswith("attention")}
 
@@ -178,7 +178,7 @@ def test_nothing_is_computed_for_a_list(monkeypatch):
 
 def test_layers_in_other_forms_are_listed_separately(cpu_device):
     with standing_in(backend="metal"):
-        shapes = screen.shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
+        shapes = shapes_of(Namespace(variant="qwen3-30b-a3b", model=None))
     path = next(path for path in shapes.quants if path.startswith("model.layers.5.self_attn."))
     shapes.quants[path] = Quant(8, 64)
     steps = [step for step in launches.launches_of(shapes, "metal") if step.part == "attention" and step.tokens == 1]

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_directory
 
 from moeflux_mlx import plan as plan_command
-from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx import tune as screen
 from moeflux_mlx.engine import pool_sizes
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.engine.machine import Figures

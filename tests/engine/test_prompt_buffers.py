@@ -11,7 +11,7 @@ from math import prod
 import mlx.core as mx
 import pytest
 
-from moeflux_mlx.cli.tuning import shapes_of
+from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine import launches
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.launches import Noted

@@ -25,7 +25,7 @@ from moeflux_mlx.experts.mapped import MappedExperts
 from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
-from moeflux_mlx.experts.source import HIT, IN_MEMORY, MISSED, ON_DISK, IoMode
+from moeflux_mlx.experts.source import IoMode
 from moeflux_mlx.experts.staging import Staging
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
@@ -626,48 +626,3 @@ class LoaderMachine(RuleBasedStateMachine):
 
 TestLoaderMachine = LoaderMachine.TestCase
 TestLoaderMachine.settings = settings(max_examples=examples(30), stateful_step_count=20, deadline=None)
-
-
-def test_the_view_of_where_experts_are(packed):
-    with_pool = opened(packed, IoMode.PREAD, cache_bytes=4 * packed.layout.expert_stride, least_slots=2)
-    layers = packed.layout.moe_layers
-    assert with_pool.expert_states().tolist() == [[ON_DISK] * EXPERTS] * len(layers)
-    with with_pool.request(layers[0], np.array([1, 2])) as lease:
-        lease.wait()
-    assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK, ON_DISK]
-    with_pool.watch(True)
-    with with_pool.request(layers[0], np.array([2, 3])) as lease:
-        lease.wait()
-    assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, HIT, MISSED, ON_DISK, ON_DISK]
-    assert with_pool.expert_states()[0].tolist() == [ON_DISK, IN_MEMORY, IN_MEMORY, IN_MEMORY, ON_DISK, ON_DISK]
-    with_pool.close()
-
-
-@pytest.mark.parametrize("mode", [IoMode.PREAD, IoMode.MMAP])
-def test_the_view_of_who_requested_an_expert_last(packed, mode):
-    options = {"cache_bytes": 4 * packed.layout.expert_stride, "least_slots": 4} if mode is IoMode.PREAD else {}
-    loader, layer = opened(packed, mode, **options), packed.layout.moe_layers[0]
-    row = loader.layout.moe_layers.index(layer)
-
-    def ask(asking, *ids):
-        loader.asking = asking
-        loader.request(layer, np.array(ids)).release()
-        return loader.last_askers()[row].tolist()
-
-    assert ask([7], [0, 1]) == [0] * EXPERTS, "nobody looks"
-    loader.watch(True)
-    assert ask([7], [0, 1], [1, 2]) == [7, 7, 7, 0, 0, 0], "a prompt, or drafts"
-    assert ask([8, 9], [1, 3], [2, 3]) == [7, 8, 9, 9, 0, 0]
-    assert ask([8, 9], [0, 1]) == [7, 8, 9, 9, 0, 0], "of whom nobody knows"
-    assert not loader.last_askers()[[i for i in range(len(loader.layout.moe_layers)) if i != row]].any()
-    loader.watch(False)
-    assert not loader.last_askers().any()
-    loader.close()
-
-
-def test_the_view_of_mapped_experts(packed):
-    mapped = opened(packed, IoMode.MMAP)
-    mapped.watch(True)
-    mapped.request(packed.layout.moe_layers[0], np.array([4])).release()
-    assert (mapped.expert_states() == HIT).sum() == 1 and (mapped.expert_states() == IN_MEMORY).all()
-    mapped.close()

@@ -20,7 +20,7 @@ from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import stamps, tables
 from moeflux_mlx.experts.tables import FEW, TableReader
-from moeflux_mlx.formats.tables import Place, RowForm, TableFiles
+from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.quant import Quant
 
 WIDTH = 32
@@ -59,7 +59,7 @@ def written(path, form, rows, lengths, in_parts, seed=0):
         for j, part in enumerate(own if in_parts else [np.concatenate(own, axis=1)]):
             file = path / f"{i}-{j}"
             file.write_bytes(b"before" + np.ascontiguousarray(part).tobytes())
-            places.append(Place(file, 6, part.shape[1]))
+            places.append(FileRows(file, 6, part.shape[1]))
         shards.append(places)
         starts.append(at)
         at += length

@@ -142,9 +142,9 @@ def check_key_blocks(offset=40, rotates_last=False):
     terms = index.IndexTerms(None, Rope(ROTATION), 0.3, norm_of(width, rng), rotates_last)
     queries, keys = (mx.array(rng.normal(size=(1, *shape)).astype(np.float32)) for shape in ((1, 120), (256, 56)))
     position, made = offset + 7, index.Projections(queries, keys, None, terms)
-    place = index.Place(mx.array([offset, 0, 256, position], mx.int32))
+    place = index.TokenPlace(mx.array([offset, 0, 256, position], mx.int32))
     if rotates_last:
-        place = index.Place(mx.array([offset]), mx.array([position]))
+        place = index.TokenPlace(mx.array([offset]), mx.array([position]))
     found = index.choose_blocks_step(made, place, blocks)
     made = index.Index(terms.queries(queries, heads, position), keys[..., 16:], mx.ones((1, 1, heads)))
     assert mx.array_equal(found, index.choose(made, mx.array([(offset + 1) // 4]), blocks.indexer))

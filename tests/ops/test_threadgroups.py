@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import tiny_directory
 
-from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend, launch, linear
 from moeflux_mlx.ops.tiles import CODE, LIMITS, Tile, Tiles, using
@@ -83,10 +83,10 @@ def forget():
                 value.cache_clear()
 
 
-def shapes_of(name):
+def shapes_of_model(name):
     """Returns the shapes of a named variant, or of a tiny model of a family."""
     tiny = None if name in variants() else tiny_directory(name)
-    return screen.shapes_of(Namespace(variant=None if tiny else name, model=tiny))
+    return shapes_of(Namespace(variant=None if tiny else name, model=tiny))
 
 
 def layers(monkeypatch, shapes, tiles=CODE):
@@ -103,7 +103,7 @@ def test_every_launch_names_its_threads_and_every_gpu_allows_them(launches, monk
     shapes = []
 
     def run(tiles):
-        shapes[:] = shapes or [shapes_of(name)]
+        shapes[:] = shapes or [shapes_of_model(name)]
         layers(monkeypatch, shapes[0], tiles)
 
     for tiles in (CODE, Most()):
@@ -115,7 +115,7 @@ def test_every_launch_names_its_threads_and_every_gpu_allows_them(launches, monk
 @pytest.mark.parametrize("name", ["qwen3.5-397b-a17b", "cogito-v2-671b"])
 def test_launches_do_not_depend_on_limits(launches, monkeypatch, name):
     """So the bits of every start, and of all ranks, are those of one text in one grid."""
-    launched = [launches(lambda: layers(monkeypatch, shapes_of(name)), limits_of(seed)) for seed in range(4)]
+    launched = [launches(lambda: layers(monkeypatch, shapes_of_model(name)), limits_of(seed)) for seed in range(4)]
     assert all(one == launched[0] for one in launched)
 
 

@@ -16,7 +16,6 @@ from minmax import convert
 from small_hub import SmallHub, connected
 from tiny_models import tiny_directory
 
-from moeflux_mlx.cli import conversion
 from moeflux_mlx.convert import main
 from moeflux_mlx.errors import ConfigError, ModelFileError
 from moeflux_mlx.families.names import canonical_name
@@ -710,7 +709,7 @@ def test_control_c_names_the_command_that_continues(monkeypatch, tmp_path, capsy
     def interrupted(**_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion, "convert", interrupted)
+    monkeypatch.setattr("moeflux_mlx.convert.convert", interrupted)
     assert main(["--hf-path", "x", "--mlx-path", str(tmp_path)]) == 130
     assert "run the same command again to resume" in capsys.readouterr().err
 

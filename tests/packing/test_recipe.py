@@ -12,7 +12,6 @@ from test_convert import check_kept, stored, write_tiny
 from test_small_floats import FORMS, write_model
 from tiny_models import on_cpu
 
-from moeflux_mlx.cli.planning import described_variant
 from moeflux_mlx.convert import main
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import open_weights
@@ -23,6 +22,7 @@ from moeflux_mlx.formats.record import PROJECTIONS
 from moeflux_mlx.model.tensors import needed, resident_bytes, token_bytes
 from moeflux_mlx.packing.recipe import PARTS, RECIPES, Recipe, part_of, read_recipe
 from moeflux_mlx.packing.suggest import unfinished_error
+from moeflux_mlx.plan import described_variant
 from moeflux_mlx.plan import main as plan
 from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs

@@ -29,7 +29,7 @@ from moeflux_mlx.server.listen import Listener, bind
 from moeflux_mlx.server.prepare import Defaults
 from moeflux_mlx.server.request import Sampling
 from moeflux_mlx.server.sessions import Sessions
-from moeflux_mlx.server.switch import Choice, ModelSwitch
+from moeflux_mlx.server.switch import ModelChoice, ModelSwitch
 from moeflux_mlx.text.boundaries import shared_length
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -78,7 +78,7 @@ class Live:
         defaults = Defaults(Sampling(temperature=0.0), {}, fetch)
         loads = load if isinstance(load, dict) else {"tiny": load}
         choices = [
-            Choice(
+            ModelChoice(
                 name,
                 make,
                 lambda engine: Sessions(engine.session, sessions, idle),
@@ -254,14 +254,8 @@ class FakeExperts:
         self.stats, self.closed, self.pool_bytes, self.host_bytes = LoaderStats(), False, 0, 0
         self.layout = types.SimpleNamespace(moe_layers=(0, 1), num_experts=4)
 
-    def watch(self, wanted):
-        pass
-
-    def expert_states(self):
-        return np.arange(8, dtype=np.uint8).reshape(2, 4) % 5
-
-    def last_askers(self):
-        return np.zeros((2, 4), np.uint8)
+    def places(self):
+        return [((i // 4, i % 4), i % 3) for i in range(8)]
 
     def interlude(self):
         return contextlib.nullcontext()

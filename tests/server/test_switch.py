@@ -366,7 +366,7 @@ def test_a_client_that_waits_for_a_model_is_told_that_the_server_ends():
 
 
 def test_a_request_that_is_cancelled_when_its_turn_has_come_gives_the_model_back():
-    one = switch.Choice(
+    one = switch.ModelChoice(
         "a",
         Loads("a").of["a"],
         lambda engine: Sessions(engine.session, 1, 1 << 30),

@@ -23,6 +23,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.engine.engine import open_engine
 from moeflux_mlx.ops import grouped, interrupt, native
 from moeflux_mlx.server.admission import Admission
+from moeflux_mlx.server.expert_map import ExpertMap
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import Watch
 from moeflux_mlx.server.model_thread import ModelThread
@@ -265,9 +266,9 @@ def test_an_expert_is_put_down_to_whoever_asked_for_it():
     bench, asks = Bench(engine), [Ask(1, 4, None, 0, None, client) for client in "ab"]
 
     def last_askers(run):
-        engine.experts.watch(True)
+        experts = ExpertMap(engine.experts, lambda: bench.worker.watch.asking)
         run()
-        return engine.experts.last_askers()
+        return experts.last_askers()
 
     alone = [last_askers(lambda ask=ask, n=n: bench.answer_alone(ask, n)) for n, ask in enumerate(asks)]
     assert [set(np.unique(numbers)) for numbers in alone] == [{0, 1}, {0, 2}]

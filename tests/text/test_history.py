@@ -20,7 +20,7 @@ from moeflux_mlx.text.calls.tool_call import QWEN_XML
 from moeflux_mlx.text.channels import THINK
 from moeflux_mlx.text.events import CallEnd, Reasoning, Text
 from moeflux_mlx.text.history import History
-from moeflux_mlx.text.replay import Answer, AnswerStore
+from moeflux_mlx.text.replay import AnswerStore, GivenAnswer
 from moeflux_mlx.text.tokenizer import load_tokenizer
 from moeflux_mlx.text.untrusted import Guard
 
@@ -43,7 +43,7 @@ def answered(history, store, prompt, raw, ids, tools=TOOLS):
     ends = [event for event in events if isinstance(event, CallEnd)]
     text = "".join(event.text for event in events if isinstance(event, Text))
     calls = tuple((end.name, end.arguments) for end in ends)
-    store.keep(Answer(ids, calls, text, raw, channels.opened_by(prompt)))
+    store.keep(GivenAnswer(ids, calls, text, raw, channels.opened_by(prompt)))
     sent = [
         {"id": i, "type": "function", "function": {"name": end.name, "arguments": json.loads(end.arguments)}}
         for i, end in zip(ids, ends, strict=True)
@@ -178,7 +178,7 @@ def test_a_call_inside_reasoning_is_shown_only_with_the_reasoning(tokenizers):
 
 def test_the_store_is_bounded():
     def answer(name, size=10):
-        return Answer((name,), (("f", "{}"),), "", "r" * size)
+        return GivenAnswer((name,), (("f", "{}"),), "", "r" * size)
 
     def message(name):
         return {"tool_calls": [{"id": name, "function": {"name": "f", "arguments": {}}}]}

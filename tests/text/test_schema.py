@@ -18,7 +18,7 @@ from moeflux_mlx.text.calls.invoke import DEEPSEEK_V4
 from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.reader import AnswerReader
 from moeflux_mlx.text.calls.registry import DIALECTS
-from moeflux_mlx.text.calls.schema import Shape, variants
+from moeflux_mlx.text.calls.schema import ValueShape, variants
 from moeflux_mlx.text.calls.tool_call import QWEN_JSON, QWEN_XML
 from moeflux_mlx.text.calls.typed import JSON_TYPES
 from moeflux_mlx.text.grammar import calls_grammar
@@ -262,9 +262,9 @@ def test_the_items_of_a_list_are_resolved_once():
 def test_a_large_merge_ends_early():
     large = {"properties": {f"p{n}": INTEGER for n in range(2000)}}
     schema = {"allOf": [{"$ref": "#/$defs/o"}] * 3, "$defs": {"o": large}}
-    assert Shape(schema, schema).keys == large["properties"].keys()
+    assert ValueShape(schema, schema).keys == large["properties"].keys()
     schema["allOf"], begin = schema["allOf"] * 500, process_time()
-    assert not Shape(schema, schema).keys and process_time() - begin < 1
+    assert not ValueShape(schema, schema).keys and process_time() - begin < 1
 
 
 def test_alternatives_that_differ_in_words_alone_are_one():
@@ -319,7 +319,7 @@ def test_types_that_are_written_need_no_guess(constrainer):
     ],
 )
 def test_types_of_a_parameter(schema, types):
-    assert Shape(schema, schema).inner("k").types == types
+    assert ValueShape(schema, schema).inner("k").types == types
 
 
 @pytest.mark.parametrize("dialect", [QWEN_XML, MINIMAX_M3], ids=lambda dialect: dialect.name)

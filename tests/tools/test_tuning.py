@@ -17,7 +17,7 @@ from tiny_models import tiny_directory
 
 from metal import msl
 from moeflux_mlx import tune as command
-from moeflux_mlx.cli import tuning as screen
+from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine import random_weights
 from moeflux_mlx.engine import tiles as file_of
 from moeflux_mlx.errors import RequestError
@@ -191,7 +191,7 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host, m
         if sample.kernel in met:
             continue
         met.add(sample.kernel)
-        trial = trials.Trial(spot, sample)
+        trial = trials.TileTrial(spot, sample)
         other = next(trial.around(TILES[backend.name()][sample.kernel]), None)
         assert other is None or trial.is_right(other), (spot, other)
         trial.wanted = [out * 1.05 for out in trial.wanted]
@@ -209,7 +209,7 @@ def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monke
     spots = [spot for spot, sample in found.items() if sample.kernel == "expert_rows"]
     assert [spot.split()[1] for spot in spots] == ["2x64x128", "1x128x64"]
     for spot in spots:
-        trial = trials.Trial(spot, found[spot])
+        trial = trials.TileTrial(spot, found[spot])
         assert trial.is_right(next(trial.around(TILES["metal"]["expert_rows"])))
 
 
@@ -252,14 +252,14 @@ def test_every_family_has_layers_to_try(host, monkeypatch, family):
             mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ],
     )
-    shapes = screen.shapes_of(Namespace(variant=None, model=tiny_directory(family)))
+    shapes = shapes_of(Namespace(variant=None, model=tiny_directory(family)))
     assert "qmv" in {sample.kernel for sample in tuning.samples(shapes).values()}
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # limits of registers, and of threads on Metal
 def test_a_tile_that_does_not_build_is_not_right(host, kind):
     spot, sample = next(iter(tiny_samples()))
-    trial = trials.Trial(spot, sample)
+    trial = trials.TileTrial(spot, sample)
 
     def refused(*inputs):
         raise kind("too many")
@@ -393,7 +393,7 @@ def test_nothing_is_begun_when_the_time_is_over(monkeypatch, seconds, done):
 def cached(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(file_of, "gpu_name", lambda: "a made-up GPU")
-    monkeypatch.setattr(screen, "gpu_name", lambda: "a made-up GPU")
+    monkeypatch.setattr(command, "gpu_name", lambda: "a made-up GPU")
     return tmp_path / "moeflux" / "tiles.json"
 
 
@@ -417,8 +417,8 @@ def alone(shapes, spots, seconds):
 
 
 def test_tiles_are_found_stored_shown_used_and_forgotten(host, cached, monkeypatch, capsys):
-    monkeypatch.setattr(screen, "shapes_of", lambda options: tiny_shapes())
-    monkeypatch.setattr(screen, "crew", alone)
+    monkeypatch.setattr(command, "shapes_of", lambda options: tiny_shapes())
+    monkeypatch.setattr(command, "crew", alone)
     assert command.main(["--variant", variants()[0]]) == 0
     out = capsys.readouterr().out
     assert "2.00 times as fast as rows" in out and "a made-up GPU" in out

@@ -20,7 +20,7 @@ from ...ops.backend import Array, arange, library_of, view
 from ...ops.block_rounding import to_e2m1, to_e4m3
 from ...ops.elementwise import softmax
 from ...ops.gather_rows import gather_rows
-from ...ops.index import Index, Place, Projections, choose, choose_blocks_step, choose_in_blocks
+from ...ops.index import Index, Projections, TokenPlace, choose, choose_blocks_step, choose_in_blocks
 from ...ops.launch import NO_KERNELS, SEVERAL, SHARED_BYTES, Input, Kernel, Launch, Reason, Shape, ceildiv
 from ...ops.norm import Norm
 from ...ops.rope import Rope
@@ -50,7 +50,7 @@ class Seen(NamedTuple):
     chosen: Any = None
 
 
-class Part(NamedTuple):
+class QueryBlock(NamedTuple):
     """Some of the tokens, the keys and entries that they may see, and what was chosen for each; None: all entries."""
 
     rows: slice
@@ -72,7 +72,7 @@ def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx
     rule = KeyBlocks(compressor.ratio, indexer)
     target = backend.name()
     if library is mx and not (refusal(target, B * count, mixer) or index.refusal(target, B * count == 1, rule)):
-        return choose_blocks_step(made, Place(_number(seen.first), _number(position)), rule)
+        return choose_blocks_step(made, TokenPlace(_number(seen.first), _number(position)), rule)
     late, ended = _late(made, seen, whole, position, mixer)
     return choose(late, ended, indexer)
 
@@ -127,10 +127,10 @@ def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) 
     return results[0] if len(results) == 1 else library.concatenate(results, axis=1)
 
 
-def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
+def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[QueryBlock]:
     everything, whole = slice(None), count - (0 if seen.chosen is None else seen.chosen.shape[1])
     if count == 1:
-        yield Part(everything, everything, everything, seen.chosen)
+        yield QueryBlock(everything, everything, everything, seen.chosen)
         return
     size, before = mixer.rows_at_once(count, seen.first + count), seen.keys.shape[1] - count
     starts = *range(0, whole, size), *range(whole, count, size)
@@ -138,10 +138,10 @@ def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[Part]:
         keys = slice(max(before + start - mixer.window + 1, 0), before + end)
         entries = slice((seen.first + end) // mixer.seen_ratio if mixer.seen_ratio else 0)
         chosen = None if start < whole else seen.chosen[:, start - whole : end - whole]
-        yield Part(slice(start, end), keys, entries, chosen)
+        yield QueryBlock(slice(start, end), keys, entries, chosen)
 
 
-def _of_part(q: Any, part: Part, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
+def _of_part(q: Any, part: QueryBlock, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
     own = seen.first + (part.rows.start or 0) + arange(rows, library)

@@ -15,7 +15,7 @@ from ...ops import backend
 from ...ops.backend import AnyArray, Array, contiguous, leave, library_of, view
 from ...ops.elementwise import float32, split
 from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
-from ...ops.recurrent_state import State
+from ...ops.recurrent_state import RecurrentState
 from ...ops.rows import RowSizes, StepRows
 from ...ops.tiles import planned
 from .spec import ShortConv
@@ -24,7 +24,7 @@ STEP = Kernel("conv_step", "projected conv taps", "out next_conv")
 THREADS = 256  # of a threadgroup
 
 
-def short_conv(projected: Array, state: State | StepRows, weight: mx.array, sizes: ShortConv) -> Array:
+def short_conv(projected: Array, state: RecurrentState | StepRows, weight: mx.array, sizes: ShortConv) -> Array:
     """The mixer from its input projection to its output projection; updates `state`.
 
     Args:
@@ -48,7 +48,7 @@ def short_conv(projected: Array, state: State | StepRows, weight: mx.array, size
     return _on_operations(projected, state, weight, sizes)
 
 
-def _on_operations(projected: Any, state: State, weight: mx.array, sizes: ShortConv) -> AnyArray:
+def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library = library_of(projected)

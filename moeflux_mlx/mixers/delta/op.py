@@ -32,7 +32,7 @@ from ...ops.launch import (
     require,
 )
 from ...ops.norm import rms_norm
-from ...ops.recurrent_state import STATE_ROWS, State
+from ...ops.recurrent_state import STATE_ROWS, RecurrentState
 from ...ops.rows import ALONE, RowSizes, StepRows
 from ...ops.tiles import MAX_TOKENS, lanes_of, planned, tile_of
 from .channel_op import channel_delta, log_decays
@@ -76,7 +76,7 @@ def delta(
     z: Array,
     b: Array,
     a: Array,
-    state: State | StepRows,
+    state: RecurrentState | StepRows,
     w: DeltaWeights,
     sizes: Delta,
     joined: Array | None = None,
@@ -130,7 +130,7 @@ def refusal(target: str, sequences: int, sizes: Delta) -> Reason | None:
 
 
 def _delta_ops(
-    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: RecurrentState, w: DeltaWeights, sizes: Delta
 ) -> mx.array:
     B, L, _ = qkv.shape
     recurrent = state.recurrent
@@ -154,7 +154,7 @@ def _delta_ops(
     return out.reshape(B, L, -1)
 
 
-def _convolve(qkv: mx.array, state: State, w: DeltaWeights, sizes: Delta) -> tuple[mx.array, mx.array]:
+def _convolve(qkv: mx.array, state: RecurrentState, w: DeltaWeights, sizes: Delta) -> tuple[mx.array, mx.array]:
     """silu(causal depthwise convolution), whose output t sees inputs t - taps + 1 .. t, and its last inputs."""
     B, keep = qkv.shape[0], sizes.taps - 1
     before = mx.zeros((B, keep, sizes.channels), qkv.dtype) if state.conv is None else state.conv
@@ -201,7 +201,7 @@ def decay_rate(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
 
 
 def _delta_native(
-    qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, state: State, w: DeltaWeights, sizes: Delta
+    qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, state: RecurrentState, w: DeltaWeights, sizes: Delta
 ) -> np.ndarray:
     B, L, _ = qkv.shape
     if state.conv is None or state.recurrent is None:
@@ -272,7 +272,7 @@ def _on_kernels(
     return out
 
 
-def _begun(state: State, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.array]:
+def _begun(state: RecurrentState, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.array, mx.array]:
     """A sequence's two arrays, zeros before its first token."""
     if state.conv is not None and state.recurrent is not None:
         return state.conv.astype(dtype), state.recurrent
@@ -304,7 +304,7 @@ def plan(rows: RowSizes, target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.
 
 
 def _many_on_kernels(
-    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: State, w: DeltaWeights, sizes: Delta
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, state: RecurrentState, w: DeltaWeights, sizes: Delta
 ) -> mx.array:
     """`delta` for several tokens of one sequence: [1, L, value width]."""
     L = qkv.shape[1]

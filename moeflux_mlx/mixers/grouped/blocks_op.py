@@ -18,7 +18,17 @@ from ...ops import backend, gpu_time, index, native
 from ...ops.backend import AnyArray, Array, arange, library_of, view
 from ...ops.elementwise import float32, sigmoid
 from ...ops.gather_rows import gather_rows
-from ...ops.index import Index, Place, Projections, append_keys, best, choose, choose_blocks_step, choose_step, slices
+from ...ops.index import (
+    Index,
+    Projections,
+    TokenPlace,
+    append_keys,
+    best,
+    choose,
+    choose_blocks_step,
+    choose_step,
+    slices,
+)
 from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
 from ...ops.rope import Rope
@@ -65,7 +75,7 @@ def attend_blocks(
         if isinstance(blocks, HeadBlocks):
             chosen = choose_step(made, caches[1], blocks)
         else:
-            chosen = None if whole else choose_blocks_step(made, Place(own.held(k.dtype).positions), blocks)
+            chosen = None if whole else choose_blocks_step(made, TokenPlace(own.held(k.dtype).positions), blocks)
         seen = None if chosen is None else SeenBlocks(chosen, blocks.ratio, by_head)
         return attend(q, k, v, own, **terms._asdict(), joined=joined, seen=seen)
     first, position, library = own.offset, own.position, library_of(q)

@@ -16,7 +16,7 @@ from ...kinds import Indexer, KeyBlocks
 from ...ops import backend, gpu_time, index, native
 from ...ops.backend import AnyArray, Array, arange, library_of, view
 from ...ops.gather_rows import gather_rows
-from ...ops.index import Index, Place, Projections, append_keys, choose, choose_blocks_step, choose_step, slices
+from ...ops.index import Index, Projections, TokenPlace, append_keys, choose, choose_blocks_step, choose_step, slices
 from ...ops.norm import Norm
 from ...ops.positions import Positions
 from ...ops.rope import Rope
@@ -87,12 +87,12 @@ def attend_indexed(
             index_queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]
             late = Index(index_queries, index_keys, made.weights[:, whole:] * made.terms.scale)
             chosen.positions = choose(late, offset + 1 + whole + arange(L - whole, library_of(q)), indexer)
-    held = Held(latents, keys, mask, offset, whole, chosen.positions if whole < L else None)
+    held = HeldLatents(latents, keys, mask, offset, whole, chosen.positions if whole < L else None)
     at_once, matrices = indexer.rows_at_once(0, kv.shape[-1]), Matrices(key, value, scale, sinks)
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, matrices)
 
 
-def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index.Rule) -> bool:
+def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index.IndexRule) -> bool:
     """Whether the kernels for one token attend."""
     if not isinstance(q, mx.array):
         return False
@@ -127,7 +127,7 @@ def attend_pools(
     whole = cache.whole(L)
     if _takes_step(q, B * L == 1, kv.shape[-1] - rotated, rotated, blocks):
         if not whole:
-            place = Place(cache.held(kv.dtype).positions)
+            place = TokenPlace(cache.held(kv.dtype).positions)
             chosen = SeenBlocks(choose_blocks_step(made, place, blocks), blocks.ratio)
         return attend_latent(q, kv, cache, queries, key, value, norm=norm, rope=rope, scale=scale, seen=chosen)
     first, position = cache.offset, cache.position
@@ -139,7 +139,7 @@ def attend_pools(
         late = Index(index_queries, made.keys, made.weights[:, whole:] * made.terms.scale)
         places = first + whole + arange(L - whole, library)
         chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
-    held = Held(latents, keys, mask, first, whole, chosen, has_gaps=True)
+    held = HeldLatents(latents, keys, mask, first, whole, chosen, has_gaps=True)
     at_once = blocks.indexer.rows_at_once(0, blocks.ratio * kv.shape[-1])
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, Matrices(key, value, scale))
 
@@ -155,7 +155,7 @@ def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: An
     return library.concatenate([positions, library.broadcast_to(tails, (B, *tails.shape))], axis=-1)
 
 
-class Held(NamedTuple):
+class HeldLatents(NamedTuple):
     """What tokens attend over: latents [B, P, N] and rotated keys [B, P, R], up to the last of the tokens or to more
     that `mask` hides; the first token's place; how many attend to all that they see, and what the others do to.
     `has_gaps`: -1 among that stands for no position."""
@@ -184,7 +184,7 @@ def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArra
 # ---- attention
 
 
-def _ops(q_nope: mx.array, q_pe: mx.array, held: Held, at_once: int, matrices: Matrices) -> mx.array:
+def _ops(q_nope: mx.array, q_pe: mx.array, held: HeldLatents, at_once: int, matrices: Matrices) -> mx.array:
     """[B, L, heads * v] of queries [B, heads, L, .]; latents are gathered for a few tokens at a time."""
     (B, _, L, _), whole, (key, value, scale, sinks), parts = q_nope.shape, held.whole, matrices, []
     if whole:
@@ -225,7 +225,7 @@ def _gathered_ops(
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts)).swapaxes(0, 1)
 
 
-def _native(q_nope: np.ndarray, q_pe: np.ndarray, held: Held, at_once: int, matrices: Matrices) -> np.ndarray:
+def _native(q_nope: np.ndarray, q_pe: np.ndarray, held: HeldLatents, at_once: int, matrices: Matrices) -> np.ndarray:
     """[B, L, heads * v] of queries [B, L, heads, .]."""
     (B, L), rows = q_nope.shape[:2], []
     for b in range(B):
@@ -240,7 +240,7 @@ def _text_native(
     latents: np.ndarray,
     keys: np.ndarray,
     chosen: np.ndarray | None,
-    held: Held,
+    held: HeldLatents,
     matrices: Matrices,
 ) -> np.ndarray:
     """[L, heads, v] of one text."""

@@ -31,7 +31,7 @@ from ...ops.launch import (
     ceildiv,
 )
 from ...ops.norm import rms_norm
-from ...ops.recurrent_state import STATE_ROWS, State
+from ...ops.recurrent_state import STATE_ROWS, RecurrentState
 from ...ops.rows import RowSizes, StepRows
 from ...ops.tiles import planned
 from .spec import CHUNK, Mamba2
@@ -65,7 +65,7 @@ class MambaWeights:
         return given if self.pieces is None else self.pieces
 
 
-def mamba(projected: Array, state: State | StepRows, w: MambaWeights, sizes: Mamba2) -> Array:
+def mamba(projected: Array, state: RecurrentState | StepRows, w: MambaWeights, sizes: Mamba2) -> Array:
     """The mixer from its input projection to its output projection; updates `state`.
 
     Args:
@@ -94,7 +94,7 @@ def mamba(projected: Array, state: State | StepRows, w: MambaWeights, sizes: Mam
     return whole
 
 
-def _on_operations(projected: Any, state: State, w: MambaWeights, sizes: Mamba2) -> AnyArray:
+def _on_operations(projected: Any, state: RecurrentState, w: MambaWeights, sizes: Mamba2) -> AnyArray:
     """`mamba` of the next tokens of one text or of a batch."""
     batch, length, _ = projected.shape
     library: Any = library_of(projected)

@@ -30,7 +30,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Step:
+class BlockStep:
     """`what` is "open", "grow" by `text`, or "close"."""
 
     what: str
@@ -39,7 +39,7 @@ class Step:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Answer:
+class WireAnswer:
     """Folds events into blocks. The last event sets `finish` or `failed`."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class Answer:
     def over(self) -> bool:
         return self.finish is not None or self.failed is not None
 
-    def take(self, event: ServerEvent) -> list[Step]:
+    def take(self, event: ServerEvent) -> list[BlockStep]:
         """The steps of an event; events after the last one make none."""
         return [] if self.over else list(self._steps(event))
 
-    def _steps(self, event: ServerEvent) -> Iterator[Step]:
+    def _steps(self, event: ServerEvent) -> Iterator[BlockStep]:
         if isinstance(event, (Text, Reasoning)):
             yield from self._said("text" if isinstance(event, Text) else "reasoning", event.text)
         elif isinstance(event, CallStart):
@@ -73,7 +73,7 @@ class Answer:
         else:
             yield from self._note(event)
 
-    def _note(self, event: ServerEvent) -> Iterator[Step]:
+    def _note(self, event: ServerEvent) -> Iterator[BlockStep]:
         if isinstance(event, Accepted):
             self.accepted = event
         elif isinstance(event, (Finish, Failed)):
@@ -86,32 +86,32 @@ class Answer:
         block = self._open
         return block if block and block.kind == "call" and index in (None, block.call) else None
 
-    def _said(self, kind: str, text: str) -> Iterator[Step]:
+    def _said(self, kind: str, text: str) -> Iterator[BlockStep]:
         if not text:
             return
         if self._open is None or self._open.kind != kind:
             yield from self._begin(Block(kind, len(self.blocks)))
         yield from self._grow(text)
 
-    def _begin(self, block: Block) -> Iterator[Step]:
+    def _begin(self, block: Block) -> Iterator[BlockStep]:
         yield from self._close(whole=self._calling() is None)
         self.blocks.append(block)
         self._open = block
-        yield Step("open", block)
+        yield BlockStep("open", block)
 
-    def _grow(self, text: str) -> Iterator[Step]:
+    def _grow(self, text: str) -> Iterator[BlockStep]:
         assert self._open is not None
         logprobs, self._logprobs = self._logprobs, ()
         if not text:
             return
         self._open.pieces.append(text)
         self._open.logprobs.extend(logprobs)
-        yield Step("grow", self._open, text, logprobs)
+        yield BlockStep("grow", self._open, text, logprobs)
 
-    def _close(self, whole: bool) -> Iterator[Step]:
+    def _close(self, whole: bool) -> Iterator[BlockStep]:
         if self._open is not None:
             self._open.whole = whole
-            yield Step("close", self._open)
+            yield BlockStep("close", self._open)
         self._open = None
 
     def of(self, kind: str) -> list[Block]:

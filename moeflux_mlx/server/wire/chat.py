@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 
 from ...files import JsonDict, JsonObject, JsonValue
+from ...text.results import Message
 from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
 from . import conversation, settings, tools
-from .answer import Answer, Block, Step
+from .answer import Block, BlockStep, WireAnswer
 from .fields import Fields, check, wrong
 from .ids import Ids
 from .images import without_images
@@ -60,14 +61,14 @@ def _tool(item: Fields) -> tools.Tool:
     return tools.tool(item.object("function") or item)
 
 
-def _messages(fields: Fields, keep_agent_headers: bool) -> list[conversation.Message]:
+def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     messages = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "at least one message")
     return conversation.paired(messages, "messages")
 
 
-def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:
+def _message(item: Fields, keep_agent_headers: bool) -> Message:
     role = item.required_text("role")
     if role in ("system", "developer"):
         text = conversation.system_text(texts(item, "content"), keep_agent_headers)
@@ -81,7 +82,7 @@ def _message(item: Fields, keep_agent_headers: bool) -> conversation.Message:
     raise item.wrong("role", "system, developer, user, assistant or tool")
 
 
-def _assistant(item: Fields) -> conversation.Message:
+def _assistant(item: Fields) -> Message:
     if item.get("audio") is not None:
         raise unserved(Fields({"type": "audio"}, item.name("audio")), "audio")
     reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
@@ -90,7 +91,7 @@ def _assistant(item: Fields) -> conversation.Message:
     )
 
 
-def _call(item: Fields) -> conversation.Message:
+def _call(item: Fields) -> Message:
     function = item.object("function")
     if function is None:
         raise item.wrong("function", "a name and arguments")
@@ -122,7 +123,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _reply(answer: Answer, ids: Ids) -> JsonDict:
+def _reply(answer: WireAnswer, ids: Ids) -> JsonDict:
     calls = [_called(block, ids) for block in answer.calls()]
     message: JsonDict = {"role": "assistant", "content": answer.text("text") or (None if calls else "")}
     if reasoning := answer.text("reasoning"):
@@ -169,7 +170,7 @@ class ChatReply(Reply):
         begun, self._begun = self._begun, True
         return [] if begun else [self._delta({"role": "assistant", "content": None})]
 
-    def step(self, step: Step) -> Iterable[bytes]:
+    def step(self, step: BlockStep) -> Iterable[bytes]:
         if step.block.kind == "call":
             yield from self._call_step(step)
         elif step.what == "grow" and step.block.kind == "reasoning":
@@ -180,7 +181,7 @@ class ChatReply(Reply):
                 choice["logprobs"] = {"content": [_logprob(token) for token in step.logprobs], "refusal": None}
             yield self._chunk([choice])
 
-    def _call_step(self, step: Step) -> Iterable[bytes]:
+    def _call_step(self, step: BlockStep) -> Iterable[bytes]:
         # Indices count the calls that the client sees.
         index = self.answer.of("call").index(step.block)
         if step.what == "open":

@@ -6,7 +6,7 @@ from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from . import settings
-from .answer import Step
+from .answer import BlockStep
 from .fields import LARGEST, Fields, check
 from .ids import Ids
 from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
@@ -119,7 +119,7 @@ class CompletionReply(Reply):
         if isinstance(event, PromptProgress) and self.request.extra.get("return_progress"):
             yield self._chunk([_choice("")], prompt_progress=progress(event, self.answer))
 
-    def step(self, step: Step) -> Iterable[bytes]:
+    def step(self, step: BlockStep) -> Iterable[bytes]:
         if step.what != "grow" or step.block.kind != "text":
             return
         choice = _choice(step.text)

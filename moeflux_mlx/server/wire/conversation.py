@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from ...errors import BadRequestError, RequestError
 from ...files import JsonDict, JsonValue
-from ...text.results import in_order
+from ...text.results import Message, in_order
 from .fields import Fields, check
-
-Message = JsonDict
 
 # Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
 # another.

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ...files import JsonDict, JsonValue
 from ..request import Accepted, Finish, Request, ServerEvent
-from .answer import Answer, Block, Step
+from .answer import Block, BlockStep, WireAnswer
 from .ids import Ids
 from .messages_request import read
 from .replies import Reply, anthropic_error, folded
@@ -51,7 +51,7 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _failure(answer: Answer) -> JsonDict:
+def _failure(answer: WireAnswer) -> JsonDict:
     failed = answer.failed
     assert failed is not None
     return anthropic_error(failed.status, failed.code, failed.message, failed.param)
@@ -79,7 +79,7 @@ def _call(block: Block, ids: Ids) -> JsonDict:
     return {"type": "tool_use", "id": ids.call(block.call, "toolu_"), "name": block.name, "input": {}}
 
 
-def _stopped(answer: Answer) -> JsonDict:
+def _stopped(answer: WireAnswer) -> JsonDict:
     assert answer.finish is not None
     reason = _STOP[answer.reason()]
     return {"stop_reason": reason, "stop_sequence": answer.finish.stop_sequence if reason == "stop_sequence" else None}
@@ -129,7 +129,7 @@ class MessageReply(Reply):
         }
         yield _event("message_start", message=message)
 
-    def step(self, step: Step) -> Iterable[bytes]:
+    def step(self, step: BlockStep) -> Iterable[bytes]:
         block = step.block
         if step.what == "open":
             yield _event("content_block_start", index=block.index, content_block=_empty(block, self.ids))

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject
+from ...text.results import Message
 from ..request import Request
 from . import conversation, settings, tools
-from .conversation import Message
 from .fields import Fields, check, shown
 from .images import without_images
 from .parts import joined, texts, unserved

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ...files import JsonDict
 from ..request import Failed, Finish, PromptProgress, Request, ServerEvent
-from .answer import Answer, Step
+from .answer import BlockStep, WireAnswer
 from .ids import Ids
 
 NO_THREADS = "thread_unsupported_request"
@@ -32,7 +32,7 @@ class Reply(ABC):
 
     def __init__(self, request: Request, ids: Ids):
         self.request, self.ids = request, ids
-        self.answer = Answer()
+        self.answer = WireAnswer()
         self.created = ids.now()
 
     def events(self, event: ServerEvent) -> list[bytes]:
@@ -62,7 +62,7 @@ class Reply(ABC):
         """The events before an event's steps."""
 
     @abstractmethod
-    def step(self, step: Step) -> Iterable[bytes]:
+    def step(self, step: BlockStep) -> Iterable[bytes]:
         """One step of the answer."""
 
     @abstractmethod
@@ -70,9 +70,9 @@ class Reply(ABC):
         """The events after an event's steps."""
 
 
-def folded(events: Iterable[ServerEvent]) -> Answer:
+def folded(events: Iterable[ServerEvent]) -> WireAnswer:
     """The answer that all `events` make."""
-    answer = Answer()
+    answer = WireAnswer()
     for event in events:
         answer.take(event)
     if not answer.over:
@@ -85,7 +85,7 @@ def openai_error(status: int, code: str | None, message: str, param: str | None 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def openai_failure(answer: Answer) -> JsonDict:
+def openai_failure(answer: WireAnswer) -> JsonDict:
     """The error that a failed answer is."""
     failed = answer.failed
     assert failed is not None
@@ -133,7 +133,7 @@ def openai_usage(finish: Finish) -> JsonDict:
     }
 
 
-def progress(event: PromptProgress, answer: Answer) -> JsonDict:
+def progress(event: PromptProgress, answer: WireAnswer) -> JsonDict:
     """The progress of the prompt, in llama.cpp's form."""
     cached = answer.accepted.cached_tokens if answer.accepted else 0
     return {"total": event.total, "cache": cached, "processed": event.done}

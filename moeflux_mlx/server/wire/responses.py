@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ...files import JsonDict, JsonValue
 from ..request import Failed, Finish, Request, Sampling, ServerEvent, TokenLogprob
-from .answer import Answer, Block, Step
+from .answer import Block, BlockStep, WireAnswer
 from .ids import Ids
 from .replies import Reply, folded, openai_error, openai_failure
 from .responses_request import read, sealed
@@ -52,18 +52,18 @@ def whole(request: Request, events: Iterable[ServerEvent], ids: Ids | None = Non
     }
 
 
-def _completed(answer: Answer, now: int) -> int | None:
+def _completed(answer: WireAnswer, now: int) -> int | None:
     """When it was completed, if it was."""
     return now if _status(answer) == "completed" else None
 
 
-def _status(answer: Answer) -> str:
+def _status(answer: WireAnswer) -> str:
     if answer.over:
         return "failed" if answer.failed else "incomplete" if answer.reason() == "length" else "completed"
     return "in_progress"
 
 
-def _response(request: Request, id: str, created: int, status: str, answer: Answer) -> JsonDict:
+def _response(request: Request, id: str, created: int, status: str, answer: WireAnswer) -> JsonDict:
     """All of a response but its output, in the order in which people read it."""
     return {
         "id": id,
@@ -200,7 +200,7 @@ class ResponseReply(Reply):
         """The first event, if it has not been sent."""
         return [] if self._number else [self._state("response.created", "in_progress")]
 
-    def step(self, step: Step) -> Iterable[bytes]:
+    def step(self, step: BlockStep) -> Iterable[bytes]:
         block = step.block
         if self.answer.failed:
             return  # a client keeps what is done, and asks again: it would have it twice
@@ -214,7 +214,7 @@ class ResponseReply(Reply):
         if step.what == "close" and (block.whole or block.kind != "call"):
             yield self._event("response.output_item.done", output_index=block.index, item=self._items.done(block))
 
-    def _part_step(self, step: Step) -> Iterable[bytes]:
+    def _part_step(self, step: BlockStep) -> Iterable[bytes]:
         block = step.block
         _, part_event, text_event, place = _PARTS[self._items.form(block)]
         parts, texts, where = f"response.{part_event}", f"response.{text_event}", {place: 0}
@@ -230,7 +230,7 @@ class ResponseReply(Reply):
             yield self._inside(block, f"{texts}.done", **where, text=block.text, **logprobs)
             yield self._inside(block, f"{parts}.done", **where, part=part)
 
-    def _call_step(self, step: Step) -> Iterable[bytes]:
+    def _call_step(self, step: BlockStep) -> Iterable[bytes]:
         block = step.block
         if self._items.kind(block) == "custom":
             # The text is inside a JSON string, so it is sent when that has ended.

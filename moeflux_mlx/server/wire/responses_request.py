@@ -5,9 +5,9 @@ import binascii
 from collections.abc import Mapping
 
 from ...files import JsonDict, JsonObject
+from ...text.results import Message
 from ..request import Request
 from . import conversation, settings, tools
-from .conversation import Message
 from .fields import Fields, check
 from .images import without_images
 from .parts import joined, texts
@@ -99,12 +99,12 @@ def _refuse_state(fields: Fields) -> None:
         raise fields.wrong("background", f"false: {_KEPT}")
 
 
-def _choice(fields: Fields) -> tools.Choice:
+def _choice(fields: Fields) -> tools.ToolChoice:
     """A required tool that OpenAI's server would run is ignored here."""
     value = fields.get("tool_choice")
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
-        return tools.Choice()
+        return tools.ToolChoice()
     return tools.choice(fields)
 
 

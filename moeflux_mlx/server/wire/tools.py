@@ -31,20 +31,20 @@ def name_of(tool: JsonObject) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """`mode` is "auto", "none", "required" or a name in a list; `allowed` the tools that are left, None for all."""
 
     mode: str | Sequence[str] = "auto"
     allowed: Sequence[str] | None = None
 
 
-def choice(body: Fields) -> Choice:
+def choice(body: Fields) -> ToolChoice:
     """OpenAI's `tool_choice` in the forms of both its APIs: a word, one tool, or a word and a list of tools."""
     value = body.get("tool_choice")
     if value is None:
-        return Choice()
+        return ToolChoice()
     if isinstance(value, str) and value in _MODES:
-        return Choice(_MODES[value])
+        return ToolChoice(_MODES[value])
     if not isinstance(value, Mapping):
         raise body.wrong("tool_choice", "auto, none, required, or an object that names a function")
     fields = Fields(value, "tool_choice")
@@ -52,31 +52,31 @@ def choice(body: Fields) -> Choice:
     if kind == "allowed_tools":
         return _allowed(fields.object("allowed_tools") or fields)
     if kind in ("function", "custom"):
-        return Choice([(fields.object(kind) or fields).required_text("name")])
+        return ToolChoice([(fields.object(kind) or fields).required_text("name")])
     raise fields.wrong("type", "function, custom or allowed_tools")
 
 
-def _allowed(fields: Fields) -> Choice:
+def _allowed(fields: Fields) -> ToolChoice:
     mode = fields.text("mode") or "auto"
     if mode not in _MODES:
         raise fields.wrong("mode", "auto or required")
     own = [tool for tool in fields.objects("tools") if tool.text("type") in ("function", "custom")]
-    return Choice(_MODES[mode], [(tool.object("function") or tool).required_text("name") for tool in own])
+    return ToolChoice(_MODES[mode], [(tool.object("function") or tool).required_text("name") for tool in own])
 
 
-def anthropic_choice(body: Fields) -> Choice:
+def anthropic_choice(body: Fields) -> ToolChoice:
     fields = body.object("tool_choice")
     if fields is None:
-        return Choice()
+        return ToolChoice()
     kind = fields.required_text("type")
     if kind == "tool":
-        return Choice([fields.required_text("name")])
+        return ToolChoice([fields.required_text("name")])
     if kind not in _MODES:
         raise fields.wrong("type", "auto, any, tool or none")
-    return Choice(_MODES[kind])
+    return ToolChoice(_MODES[kind])
 
 
-def chosen(tools: Sequence[Tool], choice: Choice) -> tuple[Sequence[Tool], str | Sequence[str]]:
+def chosen(tools: Sequence[Tool], choice: ToolChoice) -> tuple[Sequence[Tool], str | Sequence[str]]:
     """The tools that the choice allows, and the matching requirement for the answer."""
     names = [name_of(tool) for tool in tools]
     wanted = choice.mode if not isinstance(choice.mode, str) else choice.allowed or ()

@@ -10,12 +10,12 @@ from ..channels import COHERE
 from .call import Call
 from .dialect import Dialect
 from .json_form import SPARE, members
-from .steps import Malformed, Steps, optional, skip, skip_space
+from .steps import Malformed, Parsing, optional, skip, skip_space
 
 CALL_BEGIN, CALL_END = "<|START_ACTION|>", "<|END_ACTION|>"
 
 
-def action(call: Call) -> Steps[str]:
+def action(call: Call) -> Parsing[str]:
     """Parses the text after `<|START_ACTION|>`: a list, or one call alone."""
     char = yield from skip_space()
     if char == "[":
@@ -23,12 +23,12 @@ def action(call: Call) -> Steps[str]:
     return (yield from _one(call, char))
 
 
-def another(call: Call) -> Steps[str]:
+def another(call: Call) -> Parsing[str]:
     """Parses the text after a comma behind a call."""
     return (yield from _one(call, (yield from skip_space())))
 
 
-def _one(call: Call, char: str) -> Steps[str]:
+def _one(call: Call, char: str) -> Parsing[str]:
     if char != "{":
         raise Malformed(char)
     char = yield from members(call)

@@ -3,7 +3,7 @@
 from .call import Call
 from .dialect import Body, Dialect
 from .json_form import arguments_before, without_arguments
-from .steps import Steps, literal, optional, skip_space, until, until_one
+from .steps import Parsing, literal, optional, skip_space, until, until_one
 
 SECTION_BEGIN, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -11,7 +11,7 @@ FENCE = "```"
 TYPE = "function"  # of every call in V3's form
 
 
-def deepseek(call: Call) -> Steps[str]:
+def deepseek(call: Call) -> Parsing[str]:
     """Parses the text after `<｜tool▁call▁begin｜>`: V3's with type and fence, or V3.1's without."""
     head, end = yield from until_one([CALL_SEP, CALL_END])
     if end == CALL_END:
@@ -32,7 +32,7 @@ def deepseek(call: Call) -> Steps[str]:
     return (yield from _deepseek_end(call, char, fenced=True))
 
 
-def _deepseek_end(call: Call, char: str, fenced: bool) -> Steps[str]:
+def _deepseek_end(call: Call, char: str, fenced: bool) -> Parsing[str]:
     if fenced:
         yield from arguments_before([FENCE], call, char)
         char = yield from skip_space()
@@ -40,7 +40,7 @@ def _deepseek_end(call: Call, char: str, fenced: bool) -> Steps[str]:
     return (yield from optional(SECTION_END, (yield)))
 
 
-def deepseek_section(call: Call) -> Steps[str]:
+def deepseek_section(call: Call) -> Parsing[str]:
     """Parses the text after `<｜tool▁calls▁begin｜>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from deepseek(call))

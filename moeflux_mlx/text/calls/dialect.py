@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from ...files import JsonObject
 from ..channels import THINK, Channels
 from .call import Call
-from .steps import Steps
+from .steps import Parsing
 from .tags import Tags
 
-Body = Callable[[Call], Steps[str]]
+Body = Callable[[Call], Parsing[str]]
 
 
 @dataclass(frozen=True)

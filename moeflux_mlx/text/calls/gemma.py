@@ -12,7 +12,7 @@ from .json_form import SPARE
 from .steps import (
     MAX_NESTED,
     Malformed,
-    Steps,
+    Parsing,
     Write,
     json_string,
     literal,
@@ -28,7 +28,7 @@ ENDS = frozenset(",}]")
 WORDS = {"None": "null", "True": "true", "False": "false"}  # as templates write them in past calls
 
 
-def gemma(call: Call) -> Steps[str]:
+def gemma(call: Call) -> Parsing[str]:
     """Parses the text after `<|tool_call>`."""
     yield from literal(["call:"], (yield from skip_space()))
     name, char = yield from until_one(["{", CALL_END, CALL_BEGIN, "\n"], or_end=True)
@@ -45,7 +45,7 @@ def gemma(call: Call) -> Steps[str]:
     return (yield from optional(CALL_END, (yield), SPARE))
 
 
-def _members(end: str, write: Write, has_keys: bool, depth: int = MAX_NESTED) -> Steps[None]:
+def _members(end: str, write: Write, has_keys: bool, depth: int = MAX_NESTED) -> Parsing[None]:
     """An object or a list behind its opening bracket, as JSON."""
     if not depth:
         raise Malformed("")
@@ -66,7 +66,7 @@ def _members(end: str, write: Write, has_keys: bool, depth: int = MAX_NESTED) ->
     write(end)
 
 
-def _key(first: str) -> Steps[str]:
+def _key(first: str) -> Parsing[str]:
     """The key that begins with `first`, up to its colon."""
     if first not in ("<", '"'):
         if first in ENDS or not first:
@@ -78,7 +78,7 @@ def _key(first: str) -> Steps[str]:
     return str(parsed("".join(pieces)))
 
 
-def _value(first: str, write: Write, depth: int) -> Steps[str]:
+def _value(first: str, write: Write, depth: int) -> Parsing[str]:
     """Passes on the value that begins with `first` as JSON, and returns the character after it."""
     if first == "<":
         yield from literal([QUOTE], first)
@@ -109,7 +109,7 @@ def _is_json(word: str) -> bool:
     return True
 
 
-def _string(write: Write) -> Steps[None]:
+def _string(write: Write) -> Parsing[None]:
     """Reads up to the closing quote, as a JSON string."""
     write('"')
     held = ""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ...files import JsonValue
-from .schema_rules import Rule, SchemaRules, quoted
+from .schema_rules import MemberRule, SchemaRules, quoted
 
 QUOTE = '<|"|>'
 # What arguments may be.
@@ -37,7 +37,7 @@ class GemmaRules(SchemaRules):
 
     writes_types = True
 
-    def members(self, members: Sequence[Rule]) -> str:
+    def members(self, members: Sequence[MemberRule]) -> str:
         return f'"{{" {_joined(members, is_first=True)} "}}"'
 
     def any_members(self, value: str) -> str:
@@ -53,7 +53,7 @@ class GemmaRules(SchemaRules):
         return TYPE_RULES.get(kind, "argument")
 
 
-def _joined(members: Sequence[Rule], is_first: bool) -> str:
+def _joined(members: Sequence[MemberRule], is_first: bool) -> str:
     """Members with commas between them."""
     if not members:
         return ""

@@ -14,12 +14,12 @@ from ..channels import CALL, CHANNEL, CONSTRAIN, HARMONY, MESSAGE, START
 from .call import Call
 from .dialect import Dialect
 from .json_form import SPARE, last_arguments
-from .steps import Steps, Switched, optional, skip_space, until_one
+from .steps import Parsing, Switched, optional, skip_space, until_one
 
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
-def message(call: Call) -> Steps[str]:
+def message(call: Call) -> Parsing[str]:
     """Parses the text after `<|start|>` or, because a prompt may end with the former, `<|channel|>`.
 
     Raises:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from .call import Call
 from .dialect import Dialect
 from .json_form import arguments_before
-from .steps import Steps, literal, optional, skip_space
+from .steps import Parsing, literal, optional, skip_space
 from .tagged import parameters
 from .tags import Tags
 from .tool_call import bare_name
@@ -31,7 +31,7 @@ def hunyuan(suffix: str) -> Dialect:
     key, value = ((f"<{name}{suffix}>", f"</{name}{suffix}>") for name in ("arg_key", "arg_value"))
     tags = Tags(key, value, (call_end, json_end), after=end, opens=(call_begin, begin))
 
-    def one(call: Call) -> Steps[str]:
+    def one(call: Call) -> Parsing[str]:
         """Parses the text after `<tool_call>`."""
         call.start((yield from bare_name((yield from skip_space()))))
         held = yield from literal([separator, key[0], call_end], "<")
@@ -42,7 +42,7 @@ def hunyuan(suffix: str) -> Dialect:
         yield from arguments_before(tags.ends, call, held)
         return (yield from optional(end, (yield)))
 
-    def section(call: Call) -> Steps[str]:
+    def section(call: Call) -> Parsing[str]:
         """Parses the text after `<tool_calls>`."""
         yield from literal([call_begin], (yield from skip_space()))
         return (yield from one(call))

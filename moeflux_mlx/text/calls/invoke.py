@@ -6,7 +6,7 @@ from dataclasses import replace
 from .call import Call
 from .dialect import Dialect
 from .json_form import without_arguments
-from .steps import Steps, literal, skip_space, until_one
+from .steps import Parsing, literal, skip_space, until_one
 from .tagged import parameters
 from .tags import Tags
 
@@ -23,7 +23,7 @@ def invoking(
     section_begin, section_end = section
     tags = replace(tags, after=section_end, opens=(section_begin, opening))
 
-    def invoke(call: Call) -> Steps[str]:
+    def invoke(call: Call) -> Parsing[str]:
         """Parses the text after `opening`."""
         call_name, end = yield from until_one(['">', '"\n', *CLOSED])
         call.start(call_name.strip())
@@ -31,7 +31,7 @@ def invoking(
             return (yield from without_arguments(call, section_end))
         return (yield from parameters(call, tags))
 
-    def first(call: Call) -> Steps[str]:
+    def first(call: Call) -> Parsing[str]:
         """Parses the text after the section's tag."""
         yield from literal([opening], (yield from skip_space()))
         return (yield from invoke(call))

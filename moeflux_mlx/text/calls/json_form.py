@@ -6,21 +6,21 @@ The arguments pass through as they are once the name is known.
 from collections.abc import Sequence
 
 from .call import Call
-from .steps import Malformed, Steps, json_string, json_value, literal, optional, parsed, skip, skip_space
+from .steps import Malformed, Parsing, json_string, json_value, literal, optional, parsed, skip, skip_space
 
 END = "</tool_call>"
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 SPARE = "}"  # models write one too many behind a call, which is skipped
 
 
-def qwen_json(call: Call, end: str = END) -> Steps[str]:
+def qwen_json(call: Call, end: str = END) -> Parsing[str]:
     """Parses the text after `<tool_call>{`, up to the tag `end`."""
     char = yield from members(call)
     call.check(char)
     return (yield from optional(end, char, SPARE))
 
 
-def members(call: Call, key: str = "") -> Steps[str]:
+def members(call: Call, key: str = "") -> Parsing[str]:
     """Parses the name and the arguments of a call up to its closing brace, which may be missing before a tag; returns
     the character behind them. `key`: the first key, if it has been read.
     """
@@ -46,7 +46,7 @@ def members(call: Call, key: str = "") -> Steps[str]:
     return (yield)
 
 
-def _member(call: Call, key: str) -> Steps[str]:
+def _member(call: Call, key: str) -> Parsing[str]:
     """The value of one key of the call, and the character after it."""
     first = yield from skip_space()
     if key in NAMES:
@@ -59,7 +59,7 @@ def _member(call: Call, key: str) -> Steps[str]:
     return (yield from json_value(first, lambda piece: None))
 
 
-def arguments(call: Call, first: str) -> Steps[str]:
+def arguments(call: Call, first: str) -> Parsing[str]:
     """An object as it is; one that is written as a string, or null or [] for none, is taken for what it means."""
     if first == "{":
         return (yield from json_value(first, call.write))
@@ -75,7 +75,7 @@ def arguments(call: Call, first: str) -> Steps[str]:
     return char
 
 
-def arguments_before(ends: Sequence[str], call: Call, char: str) -> Steps[str]:
+def arguments_before(ends: Sequence[str], call: Call, char: str) -> Parsing[str]:
     """The last part of a call whose name is known: `arguments` that begin with `char`, if any, and one of `ends`, which
     is returned.
     """
@@ -87,7 +87,7 @@ def arguments_before(ends: Sequence[str], call: Call, char: str) -> Steps[str]:
     return end
 
 
-def last_arguments(call: Call, follower: str, char: str) -> Steps[str]:
+def last_arguments(call: Call, follower: str, char: str) -> Parsing[str]:
     """The same for a call that needs no end: `arguments`, or nothing before `follower` or the end of the answer.
 
     Returns the character behind them.
@@ -100,13 +100,13 @@ def last_arguments(call: Call, follower: str, char: str) -> Steps[str]:
     return char
 
 
-def without_arguments(call: Call, end: str) -> Steps[str]:
+def without_arguments(call: Call, end: str) -> Parsing[str]:
     """A call whose tag is closed at once, and the tag `end` behind it, if it comes."""
     call.check("")
     return (yield from optional(end, (yield)))
 
 
-def _string() -> Steps[str]:
+def _string() -> Parsing[str]:
     """The value of a JSON string whose opening quote has been read."""
     pieces: list[str] = []
     yield from json_string(pieces.append)

@@ -8,14 +8,14 @@ import re
 from .call import Call
 from .dialect import Dialect
 from .json_form import arguments_before, without_arguments
-from .steps import Malformed, Steps, literal, optional, skip_space, until_one
+from .steps import Malformed, Parsing, literal, optional, skip_space, until_one
 
 SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL_BEGIN, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
-def kimi(call: Call) -> Steps[str]:
+def kimi(call: Call) -> Parsing[str]:
     """Parses the text after `<|tool_call_begin|>`."""
     text, end = yield from until_one([ARGUMENTS, CALL_END])
     call_id = ID.fullmatch(text.strip())
@@ -28,7 +28,7 @@ def kimi(call: Call) -> Steps[str]:
     return (yield from optional(SECTION_END, (yield)))
 
 
-def section(call: Call) -> Steps[str]:
+def section(call: Call) -> Parsing[str]:
     """Parses the text after `<|tool_calls_section_begin|>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from kimi(call))

@@ -12,7 +12,7 @@ from ..channels import END_OF_MESSAGE, OPEN_SPAN, RESPONSE, SEP, SPANS, span
 from .call import Call
 from .dialect import Dialect
 from .json_form import arguments_before
-from .steps import Steps, literal, optional, skip_space, until, until_one
+from .steps import Parsing, literal, optional, skip_space, until, until_one
 from .tagged import parameters
 from .tags import Tags
 
@@ -30,7 +30,7 @@ TAGS = Tags(
 )
 
 
-def invoke(call: Call) -> Steps[str]:
+def invoke(call: Call) -> Parsing[str]:
     """Parses the text after `<|open|>call tool="`."""
     name, _ = yield from until_one(['"'])
     yield from until(SEP)
@@ -43,7 +43,7 @@ def invoke(call: Call) -> Steps[str]:
     return (yield from optional(TOOLS[1], (yield)))
 
 
-def first(call: Call) -> Steps[str]:
+def first(call: Call) -> Parsing[str]:
     """Parses the text after `<|open|>tools<|sep|>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from invoke(call))

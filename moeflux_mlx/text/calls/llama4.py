@@ -9,12 +9,12 @@ from ..channels import PYTHON
 from .call import Call
 from .dialect import Dialect
 from .json_form import SPARE, members
-from .steps import Steps, optional
+from .steps import Parsing, optional
 
 BEGIN, CALL_BEGIN = "".join(PYTHON), '{"name"'
 
 
-def llama4(call: Call) -> Steps[str]:
+def llama4(call: Call) -> Parsing[str]:
     """Parses the text after `{"name"`."""
     char = yield from members(call, "name")
     call.check(char)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from . import json_form
 from .call import Call
-from .steps import Steps, skip_space
+from .steps import Parsing, skip_space
 from .tagged import parameters
 from .tags import Tags
 from .tool_call import GLM, QWEN_JSON, bare_name
@@ -22,7 +22,7 @@ KEY, VALUE = ((f"<longcat_arg_{part}>", f"</longcat_arg_{part}>") for part in ("
 PAIRS = Tags(KEY, VALUE, (CALL_END,), opens=(CALL_BEGIN,))
 
 
-def longcat(call: Call) -> Steps[str]:
+def longcat(call: Call) -> Parsing[str]:
     """Parses the text after `<longcat_tool_call>`."""
     char = yield from skip_space()
     if char == "{":

@@ -16,8 +16,8 @@ from .dialect import Dialect
 from .invoke import CLOSED
 from .json_form import without_arguments
 from .minimax_rules import ARGUMENTS, ITEM, MARK, MiniMaxRules
-from .schema import Shape
-from .steps import MAX_NESTED, Malformed, Steps, Write, literal, optional, skip_space, until, until_one
+from .schema import ValueShape
+from .steps import MAX_NESTED, Malformed, Parsing, Write, literal, optional, skip_space, until, until_one
 from .typed import TypedText
 
 TAG = f"{MARK}<"
@@ -26,26 +26,26 @@ INVOKE = f'{TAG}invoke name="'
 EMPTY = {"array": "[]", "object": "{}"}
 
 
-def invoke(call: Call) -> Steps[str]:
+def invoke(call: Call) -> Parsing[str]:
     """Parses the text after `MARK<invoke name="`."""
     name, end = yield from until_one(['">', *CLOSED])
     call.start(name.strip())
     if end in CLOSED:
         return (yield from without_arguments(call, SECTION[1]))
     yield from literal([TAG], (yield from skip_space()))
-    arguments = Shape(call.schema, call.schema)
+    arguments = ValueShape(call.schema, call.schema)
     yield from _members("invoke", (yield from until(">")), arguments, call.write, is_list=False)
     call.check("")
     return (yield from optional(SECTION[1], (yield)))
 
 
-def section(call: Call) -> Steps[str]:
+def section(call: Call) -> Parsing[str]:
     """Parses the text after `MARK<tool_call>`."""
     yield from literal([INVOKE], (yield from skip_space()))
     return (yield from invoke(call))
 
 
-def _members(tag: str, name: str, shape: Shape, write: Write, is_list: bool) -> Steps[None]:
+def _members(tag: str, name: str, shape: ValueShape, write: Write, is_list: bool) -> Parsing[None]:
     """The members or items of a value up to `</tag>`; `name` is what the first of their tags names.
 
     Raises:
@@ -72,7 +72,7 @@ def _nowhere(_piece: str) -> None:
     pass
 
 
-def _read(tag: str, shape: Shape, write: Write, following: Set[str]) -> Steps[str]:
+def _read(tag: str, shape: ValueShape, write: Write, following: Set[str]) -> Parsing[str]:
     """A value up to `MARK</tag>`: members or items, or a text; spaces before the first of them are no text yet.
 
     Returns "", or which tag of `following` came in place of the closing one.

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ...files import JsonValue
-from .schema_rules import Rule, SchemaRules, quoted
+from .schema_rules import MemberRule, SchemaRules, quoted
 
 MARK = "]<]minimax[>["  # one token, before every tag of a call
 ITEM = "item"
@@ -36,7 +36,7 @@ class MiniMaxRules(SchemaRules):
 
     writes_types = False
 
-    def members(self, members: Sequence[Rule]) -> str:
+    def members(self, members: Sequence[MemberRule]) -> str:
         rules = [
             (f"{quoted(f'<{key}>')} {value} {quoted(f'</{key}>')} MARK", is_required)
             for key, value, is_required in members

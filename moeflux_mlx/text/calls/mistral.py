@@ -3,12 +3,12 @@
 from .call import Call
 from .dialect import Dialect
 from .json_form import SPARE, last_arguments
-from .steps import Malformed, Steps, optional, skip_space, until_one
+from .steps import Malformed, Parsing, optional, skip_space, until_one
 
 CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
 
-def mistral(call: Call) -> Steps[str]:
+def mistral(call: Call) -> Parsing[str]:
     """Parses the text after `[TOOL_CALLS]`."""
     name, end = yield from until_one([ARGUMENTS, CALL_BEGIN, "\n"], or_end=True)
     if not end and call.is_cut:

@@ -16,7 +16,7 @@ from .call import Call
 from .dialect import Body, Dialect
 from .harmony import GPT_OSS
 from .solar import SOLAR_OPEN
-from .steps import Malformed, Steps, Switched
+from .steps import Malformed, Parsing, Switched
 
 HEADERS: dict[Channels, Dialect] = {HARMONY: GPT_OSS, SOLAR: SOLAR_OPEN}  # the readers of messages' headers
 
@@ -55,7 +55,7 @@ class AnswerReader:
         self._after_call = False
         self._said: set[bool] = set()  # whether there has been reasoning, or text
         self._markers = self._awaited()
-        self._body: Steps[str] | None = None
+        self._body: Parsing[str] | None = None
 
     @property
     def in_call(self) -> bool:
@@ -174,7 +174,7 @@ class AnswerReader:
         self._body = body(self._call)
         next(self._body)
 
-    def _read_call(self, body: Steps[str], char: str) -> str:
+    def _read_call(self, body: Parsing[str], char: str) -> str:
         self._call.raw.append(char)
         back = ""
         try:
@@ -202,7 +202,7 @@ class AnswerReader:
         self._say("".join(self._call.raw).removesuffix(rest))
         return rest
 
-    def _at_end(self, body: Steps[str]) -> str | None:
+    def _at_end(self, body: Parsing[str]) -> str | None:
         """The characters that a call read too far, if the end of the text completes it; None if it is incomplete."""
         try:
             body.send("")

@@ -27,7 +27,7 @@ PART = 32  # steps that a part takes, besides one for each name and value
 MAX_ALTERNATIVES = 256  # unions that hold together multiply
 
 
-class Shape:
+class ValueShape:
     """What a schema, a part of `root`, says of a value. It is resolved once, however many values have it.
 
     Attributes:
@@ -40,14 +40,14 @@ class Shape:
         self._alternatives, self._root, self.depth = variants(schema, root), root, depth
         self.types = allowed_types(self._alternatives) or STRING
         self.keys = frozenset(key for one in self._alternatives for key in _properties(one))
-        self._inner: dict[str | None, Shape] = {}
+        self._inner: dict[str | None, ValueShape] = {}
 
-    def inner(self, key: str | None) -> "Shape":
+    def inner(self, key: str | None) -> "ValueShape":
         """The shape of the member `key` of this object, or with None of the items of this list."""
         if key not in self._inner:
             parts = [one.get("items") if key is None else _member(key, one) for one in self._alternatives]
             schema = {"anyOf": [part for part in parts if isinstance(part, Mapping)]}
-            self._inner[key] = Shape(schema, self._root, self.depth + 1)
+            self._inner[key] = ValueShape(schema, self._root, self.depth + 1)
         return self._inner[key]
 
 

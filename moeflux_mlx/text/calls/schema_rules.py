@@ -21,7 +21,7 @@ LIMITS = (
 MAX_DEPTH = 8  # of nested values
 MAX_VALUES = 1024  # in a call
 MAX_TEXT = 1 << 20  # characters of an object's rule: Gemma's commas repeat a value's rule for each member before it
-Rule = tuple[str, str, bool]  # key, rule of its value, whether it is required
+MemberRule = tuple[str, str, bool]  # key, rule of its value, whether it is required
 
 
 class SchemaRules(ABC):
@@ -46,7 +46,7 @@ class SchemaRules(ABC):
         return self.either([self._object(None, one, MAX_DEPTH) for one in enforceable(self._root)])
 
     @abstractmethod
-    def members(self, members: Sequence[Rule]) -> str:
+    def members(self, members: Sequence[MemberRule]) -> str:
         """The members of an object in order; those that are not required may be left out."""
 
     @abstractmethod

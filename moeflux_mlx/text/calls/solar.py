@@ -13,13 +13,13 @@ from ..channels import BEGIN, CALLS, SOLAR
 from .call import Call
 from .dialect import Dialect
 from .json_form import arguments_before, without_arguments
-from .steps import Malformed, Steps, Switched, literal, optional, skip_space, until, until_one
+from .steps import Malformed, Parsing, Switched, literal, optional, skip_space, until, until_one
 
 TOOL_CALLS = "<|tool_calls|>"
 CALL_BEGIN, NAME, ARGUMENTS, CALL_END = (f"<|tool_call:{part}|>" for part in ("begin", "name", "args", "end"))
 
 
-def message(call: Call) -> Steps[str]:
+def message(call: Call) -> Parsing[str]:
     """Parses the text after `<|begin|>`.
 
     Raises:
@@ -35,13 +35,13 @@ def message(call: Call) -> Steps[str]:
     raise Switched(inside=f"<|{tag}|>" == SOLAR.start)
 
 
-def section(call: Call) -> Steps[str]:
+def section(call: Call) -> Parsing[str]:
     """Parses the text after `<|tool_calls|>`."""
     yield from literal([CALL_BEGIN], (yield from skip_space()))
     return (yield from solar(call))
 
 
-def solar(call: Call) -> Steps[str]:
+def solar(call: Call) -> Parsing[str]:
     """Parses the text after `<|tool_call:begin|>`."""
     yield from until(NAME)
     name, end = yield from until_one([ARGUMENTS, CALL_END])

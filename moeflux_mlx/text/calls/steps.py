@@ -11,7 +11,7 @@ from typing import TypeVar
 from ...files import JsonValue
 
 T = TypeVar("T")
-Steps = Generator[None, str, T]
+Parsing = Generator[None, str, T]
 Write = Callable[[str], object]
 
 MAX_NESTED = 64  # values inside each other: every level is one of Python's stack
@@ -37,7 +37,7 @@ class Switched(Exception):
         self.inside = inside
 
 
-def skip_space() -> Steps[str]:
+def skip_space() -> Parsing[str]:
     """The first character that is no space."""
     char = yield
     while char.isspace():
@@ -45,7 +45,7 @@ def skip_space() -> Steps[str]:
     return char
 
 
-def literal(options: Sequence[str], held: str = "") -> Steps[str]:
+def literal(options: Sequence[str], held: str = "") -> Parsing[str]:
     """Reads one of `options`; `held` is the part already read."""
     while held not in options:
         char = (yield) if any(option.startswith(held) for option in options) else ""
@@ -55,13 +55,13 @@ def literal(options: Sequence[str], held: str = "") -> Steps[str]:
     return held
 
 
-def until(end: str, held: str = "") -> Steps[str]:
+def until(end: str, held: str = "") -> Parsing[str]:
     """Reads up to the character or tag `end`, on one line."""
     text, _ = yield from until_one([end], held)
     return text
 
 
-def until_one(ends: Sequence[str], held: str = "", or_end: bool = False) -> Steps[tuple[str, str]]:
+def until_one(ends: Sequence[str], held: str = "", or_end: bool = False) -> Parsing[tuple[str, str]]:
     """Reads up to one of the characters or tags `ends`, on one line; returns the text before it, and which it is.
 
     `or_end`: the text may also end; then the second is "".
@@ -77,7 +77,7 @@ def until_one(ends: Sequence[str], held: str = "", or_end: bool = False) -> Step
     return held.removesuffix(end), end
 
 
-def skip(spare: str, char: str) -> Steps[tuple[str, str]]:
+def skip(spare: str, char: str) -> Parsing[tuple[str, str]]:
     """Reads spaces and characters of `spare`, `char` of them; returns them, and the character behind them."""
     skipped = ""
     while char and (char.isspace() or char in spare):
@@ -86,7 +86,7 @@ def skip(spare: str, char: str) -> Steps[tuple[str, str]]:
     return skipped, char
 
 
-def optional(end: str, char: str, spare: str = "") -> Steps[str]:
+def optional(end: str, char: str, spare: str = "") -> Parsing[str]:
     """Reads spaces, characters of `spare` and the tag `end`, `char` of them. If something else comes, returns what was
     read, without those of `spare` on the first line.
     """
@@ -101,7 +101,7 @@ def optional(end: str, char: str, spare: str = "") -> Steps[str]:
     return ""
 
 
-def json_value(first: str, write: Write) -> Steps[str]:
+def json_value(first: str, write: Write) -> Parsing[str]:
     """Passes on the value that begins with `first`, and returns the character after it.
 
     Brackets are counted and strings followed; whether it is JSON otherwise, `parsed` says of the whole.
@@ -120,7 +120,7 @@ def json_value(first: str, write: Write) -> Steps[str]:
     return first
 
 
-def _json_inside(first: str, write: Write) -> Steps[None]:
+def _json_inside(first: str, write: Write) -> Parsing[None]:
     write(first)
     depth = 1
     while depth:
@@ -134,7 +134,7 @@ def _json_inside(first: str, write: Write) -> Steps[None]:
         write(char)
 
 
-def json_string(write: Write) -> Steps[None]:
+def json_string(write: Write) -> Parsing[None]:
     """The string after its opening quote; line breaks that a model forgot to escape are escaped."""
     write('"')
     escaped = False

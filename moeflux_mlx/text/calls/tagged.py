@@ -14,15 +14,15 @@ from dataclasses import replace
 from .call import Call
 from .json_form import arguments_before
 from .repair import Repair, Span
-from .schema import STRING, Shape
-from .steps import Malformed, Steps, Write, literal, optional, skip_space, until_one
+from .schema import STRING, ValueShape
+from .steps import Malformed, Parsing, Write, literal, optional, skip_space, until_one
 from .tags import Tags
 from .typed import JSON_TYPES, TypedText, as_json
 
 LOOK_BACK = 1024  # characters in which the end of a call and the beginning of the next stand
 
 
-def parameters(call: Call, tags: Tags, held: str = "") -> Steps[str]:
+def parameters(call: Call, tags: Tags, held: str = "") -> Parsing[str]:
     """Reads parameters up to the end of the call, `held` of the first tag; returns what it read too far."""
     reading = _Parameters(call, tags)
     try:
@@ -44,14 +44,14 @@ class _Parameters:
 
     def __init__(self, call: Call, tags: Tags):
         self._call, self._tags = call, tags
-        self._shape = Shape(call.schema, call.schema)
+        self._shape = ValueShape(call.schema, call.schema)
         self._spans: list[Span] = []
         self._begins_lines = False
         self._repair: Repair | None = None  # where there is doubt
         self._followers = (tags.key[0], *tags.ends)  # what may follow a closing tag
         self._begins = frozenset({"\n", tags.value[1][0], *(tag[0] for tag in self._followers)})
 
-    def read(self, held: str) -> Steps[str]:
+    def read(self, held: str) -> Parsing[str]:
         """Reads all parameters strictly, and returns the tag that ends the call."""
         held = held or (yield from skip_space())
         if held == "{":  # the arguments as JSON, though they should be in tags
@@ -80,7 +80,7 @@ class _Parameters:
         self._call.settle("{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in values.items()) + "}")
         return None if stop is None else text[stop:]
 
-    def _parameter(self) -> Steps[str]:
+    def _parameter(self) -> Parsing[str]:
         """Reads the parameter behind `key[0]`, and returns the tag that follows its closing tag."""
         key, has_line = yield from self._key()
         kind = (yield from literal(self._tags.kinds)) if self._tags.kinds else ""
@@ -92,7 +92,7 @@ class _Parameters:
         value.end()
         return tag
 
-    def _key(self) -> Steps[tuple[str, bool]]:
+    def _key(self) -> Parsing[tuple[str, bool]]:
         """A key up to its value, and whether its line ended before the tag did, which is accepted of a known key."""
         closing, opening = self._tags.key[1], self._tags.value[0]
         broken = closing[:-1] + "\n"
@@ -104,7 +104,7 @@ class _Parameters:
             yield from literal([opening], (yield from skip_space()))
         return key, end == broken
 
-    def _value(self, key: str, kind: str, has_line: bool, write: Write) -> Steps[str]:
+    def _value(self, key: str, kind: str, has_line: bool, write: Write) -> Parsing[str]:
         """Passes on a value, where it is lined without one line break before and one after it."""
         raw, held = self._call.raw, ""
         char = yield

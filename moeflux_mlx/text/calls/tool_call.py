@@ -18,7 +18,7 @@ from . import json_form
 from .call import Call
 from .dialect import Body, Dialect
 from .json_form import END, without_arguments
-from .steps import MAX_NAME, Malformed, Steps, literal, skip_space, until_one
+from .steps import MAX_NAME, Malformed, Parsing, literal, skip_space, until_one
 from .tagged import parameters
 from .tags import Tags
 
@@ -30,7 +30,7 @@ LINES = Tags(
 PAIRS = Tags(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), (END,), opens=(TOOL_CALL,))
 
 
-def tool_call(call: Call) -> Steps[str]:
+def tool_call(call: Call) -> Parsing[str]:
     """Parses the text after `<tool_call>`: JSON, tags, or the name of a tool and its arguments in pairs, if any."""
     char = yield from skip_space()
     if char == "{":
@@ -42,7 +42,7 @@ def tool_call(call: Call) -> Steps[str]:
     return (yield from parameters(call, PAIRS, "<"))
 
 
-def bare_name(text: str) -> Steps[str]:
+def bare_name(text: str) -> Parsing[str]:
     """The name that begins with `text`, up to the next tag, whose first character is read."""
     while not text.endswith("<"):
         char = yield
@@ -52,7 +52,7 @@ def bare_name(text: str) -> Steps[str]:
     return text[:-1].strip()
 
 
-def function(call: Call) -> Steps[str]:
+def function(call: Call) -> Parsing[str]:
     """Parses the text after `<function=`."""
     name, end = yield from until_one(["/>", ">", "\n"])
     call.start(name.strip())
