@@ -163,29 +163,32 @@ class Stack:
         return outputs[0], split(outputs[0], *self.ends[:-1])
 
 
+Caches = Sequence[Any]  # of a layer
+
+
 class MixerModule(nn.Module):
     """A mixer in three parts: the work before the caches, the mixing, and the work after it.
 
     `begin` and `end` treat each row by itself and use no cache, so rows of several sequences go through them together.
     """
 
-    def __call__(self, x: Array, norm: "RMSNorm", cache: Any, *more: Any) -> Array:
+    def __call__(self, x: Array, norm: "RMSNorm", caches: Caches, *more: Any) -> Array:
         """x plus the mixer's output for norm(x)."""
         parts = self.begin(x, norm)
-        return self.end(self.mix(parts, cache, *more), parts, x)
+        return self.end(self.mix(parts, caches, *more), parts, x)
 
-    def mixed(self, x: Array, norm: "RMSNorm | None", cache: Any, *more: Any) -> Array:
+    def mixed(self, x: Array, norm: "RMSNorm | None", caches: Caches, *more: Any) -> Array:
         """The mixer's output for norm(x) or x, without the residual."""
         parts = self.begin(x, norm)
-        return self.end(self.mix(parts, cache, *more), parts, None)
+        return self.end(self.mix(parts, caches, *more), parts, None)
 
     def begin(self, x: Array, norm: "RMSNorm | None") -> list[Array]:
         """The inputs of `mix` and `end`, from norm(x) or x."""
         raise NotImplementedError
 
-    def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        """[B, L, .] from the results of `begin`; `cache`, or the caches of the rows (`StepRows`), absorb the
-        tokens.
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+        """[B, L, .] from the results of `begin`. The layer's caches absorb the tokens, the mixer's own first; each is a
+        `LayerCache`, its traced stand-in, or `StepRows`.
         """
         raise NotImplementedError
 

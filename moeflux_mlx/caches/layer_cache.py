@@ -1,7 +1,8 @@
-"""The common interface of all caches; a cache holds one layer's state of a text.
+"""The common interface of all caches; a cache holds the state of a text for one part of a layer.
 
-Each cache knows its bytes for a text of any length, its part of a snapshot, how to go back to an earlier position or to
-any row of the last step (`Model.step`), and its traced stand-in in a compiled step.
+A layer has a tuple of caches: the mixer's, and behind it one of an indexer's keys or of n-grams, if it has them. Each
+cache knows its bytes for a text of any length, its part of a snapshot, how to go back to an earlier position or to any
+row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,20 @@ class LayerCache(Generic[LayerPart]):
 
     Attributes:
         stored_dtype: of the arrays that a snapshot holds.
-        counts: a snapshot says how many positions there are.
+        counts: of a layer's first cache, a snapshot says how many positions there are.
+        extends_rows: in a snapshot, each row of its array is behind that row of the last array of the cache before.
         restored: (the arrays that a snapshot holds, each as a numpy array; the number of positions; the dtype of
             entries) -> the state that they were taken of.
         axes: the rotary positions [3, L] of the next rows, if some belong to an image; else None.
         position: the next token's rotary position: its place `offset` plus the shift; or `axes`.
         shifts: ascending places, each with the difference between rotary positions and places from there on.
-        last_step: marks the last step (`Model.step`) in the cache of a text's first layer, until the text goes another
-            way than onwards; then None.
+        last_step: marks the last step (`Model.step`) in a text's first cache, until the text goes another way than
+            onwards; then None.
     """
 
     stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<f4")
     counts: bool
+    extends_rows: ClassVar[bool] = False
     restored: Callable[..., State]
     state: State
     offset: int
@@ -68,11 +71,6 @@ class LayerCache(Generic[LayerPart]):
 
     def _shifts_at(self, position: int) -> Shifts:
         return tuple(one for one in self.shifts if one[0] <= position)
-
-    @property
-    def of_mixer(self) -> Any:
-        """The cache that the layer's mixer takes, without one that serves another part of the layer."""
-        return self
 
     def fetched_bytes(self, positions: int, itemsize: int) -> int:
         """Bytes that a prompt's block needs to read `positions` positions as values of `itemsize` bytes."""
@@ -106,6 +104,10 @@ class LayerCache(Generic[LayerPart]):
     def bytes_for(self, positions: int, itemsize: int) -> int:
         """Bytes of one text with that many positions, with entries of `itemsize` bytes."""
         raise NotImplementedError
+
+    def step_bytes(self, positions: int, itemsize: int) -> int:
+        """Bytes that the next token reads and writes after that many positions."""
+        return self.bytes_for(positions, itemsize)
 
     def stored_shapes(self, length: int) -> tuple[Shape, ...]:
         """The shapes of the arrays that a snapshot of `length` positions holds."""

@@ -171,28 +171,6 @@ class FixedChosenKeys(FixedKeys):
         return 0
 
 
-class FixedState:
-    """A recurrent cache's two arrays; what it computes depends on no position."""
-
-    num_inputs: ClassVar[int] = 2
-    num_later: ClassVar[int] = 0
-    num_outputs: ClassVar[int] = 2
-
-    def __init__(self, conv: mx.array, recurrent: mx.array, *_: object):
-        self.absorb(conv, recurrent, 0)
-
-    def absorb(self, conv: mx.array, recurrent: mx.array, tokens: int) -> None:
-        """Takes both arrays as they are after more tokens."""
-        self.conv, self.recurrent = conv, recurrent
-
-    def go_on(self, *_: object) -> None:
-        """No position matters."""
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.conv, self.recurrent]
-
-
 @dataclass(frozen=True)
 class EntriesKind:
     """Makes a `FixedEntries`.
@@ -259,58 +237,6 @@ class FixedEntries:
         self.arrays = [ring, *entries]
         places = self.offset - (self.offset - arange(slots, mx)) % slots
         return ring[:, 0], places, entries[0][:, 0] if entries else None
-
-
-@dataclass(frozen=True)
-class JoinedKind:
-    """Makes a `FixedJoined` of what makes the stand-ins of both caches."""
-
-    own: Any
-    beside: Any
-
-    @property
-    def num_inputs(self) -> int:
-        return int(self.own.num_inputs + self.beside.num_inputs)
-
-    @property
-    def num_later(self) -> int:
-        return int(self.own.num_later + self.beside.num_later)
-
-    @property
-    def num_outputs(self) -> int:
-        return int(self.own.num_outputs + self.beside.num_outputs)
-
-    def __call__(self, *given: Any) -> "FixedJoined":
-        arrays, places = given[:-3], given[-3:]
-        count = self.own.num_inputs
-        return FixedJoined(self.own(*arrays[:count], *places), self.beside(*arrays[count:], *places))
-
-
-class FixedJoined:
-    """The stand-ins of a mixer's cache and of the one beside it."""
-
-    def __init__(self, own: Any, beside: Any):
-        self.own, self.beside = own, beside
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*self.own.arrays, *self.beside.arrays]
-
-    @property
-    def num_later(self) -> int:
-        return int(self.own.num_later + self.beside.num_later)
-
-    def go_on(self, *later: Any) -> None:
-        """The next token of the same step."""
-        arrays, places, count = later[:-3], later[-3:], self.own.num_later
-        self.own.go_on(*arrays[:count], *places)
-        self.beside.go_on(*arrays[count:], *places)
-
-    @property
-    def position(self) -> mx.array:
-        """The rotary position of the next token, an int32 array of no axes."""
-        position: mx.array = self.own.position
-        return position
 
 
 def up_to(position: int | mx.array, capacity: int) -> mx.array:

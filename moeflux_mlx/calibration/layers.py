@@ -21,7 +21,7 @@ from ..experts.tables import open_readers
 from ..files import read_json
 from ..kinds import streams_before
 from ..layers import LastProduct
-from ..mixers.registry import make_cache, stored_forms
+from ..mixers.registry import make_caches, stored_forms
 from ..model.decoder import Model
 from ..model.layer import DecoderLayer, MixedRows
 from ..model.moe import MoE
@@ -270,11 +270,11 @@ class LayerRun:
         self, layer: int, number: int, made: DecoderLayer, tables: Tables | None, chosen: "_Choices"
     ) -> MixedRows:
         """A text's rows behind the mixer of a layer."""
-        tokens, cache = _ids(self.texts[number]), make_cache(self.args.mixers[layer])
-        inputs = Tokens(tokens, tables.begin(np.array(tokens), {layer: cache}) if tables else {})
+        tokens, caches = _ids(self.texts[number]), make_caches(self.args.mixers[layer])
+        inputs = Tokens(tokens, tables.begin(np.array(tokens), {layer: caches}) if tables else {})
         span = Span(tokens, 0, PromptSizes().block, reached=(layer, None), inputs=inputs)
         span.chosen.update(chosen.of(number, self._entered))
-        mixed = made.mix_span(self._state(layer, number), cache, span, ignore_report)
+        mixed = made.mix_span(self._state(layer, number), caches, span, ignore_report)
         mx.eval([array for array in mixed.arrays if isinstance(array, mx.array)])
         chosen.keep(number, span)
         return mixed

@@ -31,12 +31,12 @@ class HeadDrafts:
         model: a model with a draft head.
 
     Attributes:
-        cache: the cache of the head's layer.
+        cache: the caches of the head's layer.
     """
 
     def __init__(self, model: Model):
         self._model, self._head = model, cast(DraftHead, model.head)
-        self.cache: LayerCache = self._head.make_cache()
+        self.cache: list[LayerCache] = self._head.make_cache()
         self._tokens: list[int] = []  # the known tokens of the text
         self._start = self._rows = 0  # position of the first row; number of rows made from the model's hidden states
         self._waiting: list[AnyArray] = []  # hidden states of the next positions, each [1, n, hidden_size]
@@ -47,12 +47,12 @@ class HeadDrafts:
 
     @property
     def nbytes(self) -> int:
-        return self.cache.nbytes + sum(part.nbytes for part in self._waiting)
+        return sum(one.nbytes for one in self.cache) + sum(part.nbytes for part in self._waiting)
 
     def copy(self) -> "HeadDrafts":
         """A copy with the same text."""
         other = HeadDrafts(self._model)
-        other.cache, other._tokens = self.cache.copy(), list(self._tokens)
+        other.cache, other._tokens = [one.copy() for one in self.cache], list(self._tokens)
         other._start, other._rows, other._shown = self._start, self._rows, self._shown
         other._waiting = list(self._waiting)
         return other
@@ -62,10 +62,10 @@ class HeadDrafts:
         token.
         """
         self._absorb()
-        cache, rows = self.cache.copy(), min(self._rows, length)
-        if self._start or not rows or not cache.reaches(rows):
+        cache, rows = [one.copy() for one in self.cache], min(self._rows, length)
+        if self._start or not rows or not _reaches(cache, rows):
             return b""
-        cache.go_back(rows, None)
+        _go_back(cache, rows)
         return head_rows(cache)
 
     def restore(self, data: bytes, text: Sequence[int]) -> None:
@@ -74,14 +74,14 @@ class HeadDrafts:
         """
         self._restart(0)
         if load_head_rows(self.cache, data, self._model.activation_dtype):
-            self._rows = self._shown = self.cache.offset
+            self._rows = self._shown = self.cache[0].offset
             self._cut(len(text))
         self._tokens = list(text)
 
     def begin(self, text: Sequence[int]) -> None:
         """Sets the text; the rows of the prefix that it shares with the previous text are kept."""
         waiting = sum(part.shape[1] for part in self._waiting)
-        if self.cache.offset < self._rows or self._shown != self._start + self._rows + waiting:
+        if self.cache[0].offset < self._rows or self._shown != self._start + self._rows + waiting:
             self._restart(0)
         self._cut(shared_length(self._tokens, text))
         self._tokens = list(text)
@@ -116,7 +116,7 @@ class HeadDrafts:
         if self._out is None:
             return []
         if not self._drafted:
-            self.cache.go_back(self._rows, None)
+            _go_back(self.cache, self._rows)
             self._drafted = [self._head.next(self._out)]
         if len(self._drafted) == 1:
             self._next_out = self._out
@@ -142,7 +142,7 @@ class HeadDrafts:
         if count < 1:
             return
         waiting, rest = _divided(self._waiting, count)
-        self.cache.go_back(self._rows, None)
+        _go_back(self.cache, self._rows)
         self._drafted = []
         last = self._model.args.vocab_size - 1  # an image's rows have keys instead of tokens
         tokens = [min(token, last) for token in self._tokens[first + 1 : first + 1 + count]]
@@ -150,12 +150,12 @@ class HeadDrafts:
         self._rows, self._waiting = self._rows + count, [leave(part) * 1 for part in rest]  # copied, to free the block
         self._drafted = [] if drafted is None else [drafted]
         if isinstance(self._out, mx.array):
-            mx.async_eval(self._out, *(array for array in self.cache.state[:-1] if array is not None))
+            mx.async_eval(self._out, [array for one in self.cache for array in one.state[:-1] if array is not None])
 
     def _cut(self, length: int) -> None:
         """Forgets everything after the first `length` tokens, and those too if the cache cannot go back that far."""
         rows = min(max(length - self._start, 0), self._rows)
-        if not self.cache.reaches(rows):
+        if not _reaches(self.cache, rows):
             self._restart(max(length, self._start))
             return
         kept = max(length - self._start - self._rows, 0)
@@ -163,14 +163,24 @@ class HeadDrafts:
         self._drafted, self._shown = [], min(self._shown, max(length, self._start))
         if rows < self._rows:
             self._rows, self._out = rows, None
-            self.cache.go_back(rows, None)
+            _go_back(self.cache, rows)
 
     def _restart(self, position: int) -> None:
         """Forgets all rows; the next ones begin at `position`."""
         self.cache, self._waiting, self._drafted, self._out = self._head.make_cache(), [], [], None
         self._start = self._shown = position
         self._rows = 0
-        self.cache.shift(position)
+        for one in self.cache:
+            one.shift(position)
+
+
+def _reaches(cache: Sequence[LayerCache], rows: int) -> bool:
+    return all(one.reaches(rows) for one in cache)
+
+
+def _go_back(cache: Sequence[LayerCache], rows: int) -> None:
+    for one in cache:
+        one.go_back(rows, None)
 
 
 def _divided(parts: Sequence[AnyArray], count: int) -> tuple[list[AnyArray], list[AnyArray]]:

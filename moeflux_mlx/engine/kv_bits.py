@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from ..errors import RequestError
-from ..mixers.registry import make_cache
+from ..mixers.registry import make_caches
 from ..ops.kv_rows import BITS
 from ..spec import ModelArgs
 from .machine import in_gb
@@ -45,8 +45,9 @@ def keeping(args: ModelArgs, asked: int | str, dtype: mx.Dtype | None) -> ModelA
 
 def token_bytes(args: ModelArgs) -> int:
     """Bytes of keys and values in 16 bits that a token adds to a long text."""
-    caches = [make_cache(mixer) for mixer in args.with_kv_bits(None).mixers if mixer.rounds_keys]
-    return sum((one.bytes_for(2 * LONG, 2) - one.bytes_for(LONG, 2)) // LONG for one in caches)
+    mixers = (mixer for mixer in args.with_kv_bits(None).mixers if mixer.rounds_keys)
+    caches = (cache for mixer in mixers for cache in make_caches(mixer))
+    return sum((cache.bytes_for(2 * LONG, 2) - cache.bytes_for(LONG, 2)) // LONG for cache in caches)
 
 
 def state_lines(args: ModelArgs, context: int, itemsize: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Connections, Dense, Mixer, NGrams, streams_before
 from ..layers import Linear, RMSNorm, Weight
-from ..mixers.registry import make_cache, module_of, stored_forms
+from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
 from ..model.ngrams import NGramLayer
 from ..model.streams import connection
@@ -83,7 +83,7 @@ def launches_of(
     `sequences`: numbers of sequences for which a step with one token of each is listed too. `rows`: the same for steps
     of several tokens of one sequence, which check drafts.
     """
-    cases = [(count, make_cache) for count in tokens] + [(count, partial(_caches, count)) for count in sequences]
+    cases = [(count, make_caches) for count in tokens] + [(count, partial(_caches, count)) for count in sequences]
     cases += [(count, partial(_rows, count)) for count in rows]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
@@ -247,14 +247,14 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     yield "lm_head", (), lambda x, _: head(norm(x[:, last] if x.shape[1] > MAX_TOKENS else x)), False
 
 
-def _caches(count: int, mixer: Any) -> StepRows:
+def _caches(count: int, mixer: Any) -> list[StepRows]:
     """The caches of several sequences with one row each."""
-    return StepRows([make_cache(mixer) for _ in range(count)], lambda row: None)
+    return [StepRows(caches) for caches in zip(*(make_caches(mixer) for _ in range(count)), strict=True)]
 
 
-def _rows(count: int, mixer: Any) -> StepRows:
-    """The cache of a sequence with several rows."""
-    return StepRows([make_cache(mixer)] * count, lambda row: None)
+def _rows(count: int, mixer: Any) -> list[StepRows]:
+    """The caches of a sequence with several rows."""
+    return [StepRows([cache] * count) for cache in make_caches(mixer)]
 
 
 def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: AnyArray, caches: Any) -> Any:
@@ -262,22 +262,23 @@ def _mix(args: ModelArgs, mixer: Mixer, module: Any, norm: RMSNorm | None, x: An
     residual.
     """
     made = caches(mixer)
-    rows = len(made.caches) if isinstance(made, StepRows) else 0
+    rows = len(made[0].caches) if isinstance(made[0], StepRows) else 0
     if args.connections is None:
         return module(x, norm, made, *_chosen(mixer, x, rows))
     if rows:
-        return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_cache) for i in range(rows)]
-    return module.mixed(x, norm, made.of_mixer, *_chosen(mixer, x))
+        return [_mix(args, mixer, module, norm, x[:, i : i + 1], make_caches) for i in range(rows)]
+    return module.mixed(x, norm, made, *_chosen(mixer, x))
 
 
 def _late(mix: Compute, dtype: mx.Dtype, length: int) -> Compute:
     """`mix` with caches of `length` positions."""
 
     def filled(mixer: Any) -> Any:
-        cache: Any = make_cache(mixer)
-        stored = (np.zeros(shape, cache.stored_dtype) for shape in cache.stored_shapes(length))
-        cache.state = cache.restored(*stored, length, dtype)
-        return cache
+        caches: Any = make_caches(mixer)
+        for cache in caches:
+            stored = (np.zeros(shape, cache.stored_dtype) for shape in cache.stored_shapes(length))
+            cache.state = cache.restored(*stored, length, dtype)
+        return caches
 
     return lambda x, caches: mix(x, filled)
 
@@ -330,7 +331,7 @@ def _of_ngrams(shapes: Shapes, layer: int, part: NGrams) -> Compute:
     args = shapes.args
     made, streams = NGramLayer(part, args.hidden_size, args.rms_norm_eps, layer), part.channels // args.hidden_size
     _fill(made, f"model.layers.{layer}.ple.", shapes)
-    return lambda x, _: made(spread(x, streams), None, cast(Any, make_cache(args.mixers[layer])).beside)
+    return lambda x, _: made(spread(x, streams), None, cast(Any, make_caches(args.mixers[layer])[-1]))
 
 
 def _forward(module: Any, norm: RMSNorm | None, x: AnyArray, _: Any) -> AnyArray:

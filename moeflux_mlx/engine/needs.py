@@ -10,7 +10,7 @@ from ..experts.shares import taken
 from ..experts.waves import UNDER_WAY, wave_size
 from ..formats.record import ExpertLayout
 from ..kinds import Mixer
-from ..mixers.registry import make_cache, untrimmable_bytes
+from ..mixers.registry import each_cache, make_caches, untrimmable_bytes
 from ..model.span import PromptSizes
 from ..ops.arrangement import STEPS
 from ..ops.causal_parts import SCORES
@@ -63,8 +63,9 @@ def runtime_bytes(layout: ExpertLayout, demand: Demand) -> int:
 
 def state_bytes(args: ModelArgs, context: int, itemsize: int) -> int:
     """Bytes of one sequence's caches with `context` positions, in whole growth steps, including a draft head's."""
-    kinds = [*args.mixer_counts.items(), *([(args.draft_head.mixer, 1)] if args.draft_head else [])]
-    return sum(count * make_cache(mixer).bytes_for(context, itemsize) for mixer, count in kinds)
+    head = make_caches(args.draft_head.mixer) if args.draft_head else ()
+    caches = [*each_cache(args.mixer_counts), *((cache, 1) for cache in head)]
+    return sum(count * cache.bytes_for(context, itemsize) for cache, count in caches)
 
 
 def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, context: int, sizes: PromptSizes) -> int:
@@ -90,9 +91,9 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     streams += span * (chosen + lent + sum(part.row_bytes for part in args.ngrams.values()))
     streams += 2 * demand.dense
     block = _mixer_bytes(args, min(sizes.block, span), demand, context) + _mixing_bytes(args, sizes.block, span, demand)
-    caches = [make_cache(mixer) for mixer in args.mixer_counts]
-    block += max(cache.bytes_for(context, demand.itemsize) for cache in caches)
-    block += max(cache.fetched_bytes(context, demand.itemsize) for cache in caches)
+    layers = [make_caches(mixer) for mixer in args.mixer_counts]
+    block += max(sum(cache.bytes_for(context, demand.itemsize) for cache in caches) for caches in layers)
+    block += max(sum(cache.fetched_bytes(context, demand.itemsize) for cache in caches) for caches in layers)
     return max(streams + max(block, _experts_bytes(args, layout, demand, span)), demand.encoding)
 
 

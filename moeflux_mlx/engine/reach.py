@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
 from ..kinds import product_operations
-from ..mixers.registry import make_cache
+from ..mixers.registry import each_cache
 from ..model.tensors import needed, variant_bytes
 from ..ops import gpu_time
 from ..ops.chips import CHIPS, FAMILY, Chip, gpu_limits
@@ -130,12 +130,9 @@ class Reach:
 
     @property
     def state(self) -> int:
-        """Bytes of keys of `POSITIONS` positions, and of recurrent states, which count no positions and are written
-        back."""
-        caches = [(make_cache(mixer), count) for mixer, count in self.args.mixer_counts.items()]
-        return sum(
-            count * (1 if cache.counts else 2) * cache.bytes_for(POSITIONS, DTYPE.size) for cache, count in caches
-        )
+        """Bytes that a token reads and writes of caches with `POSITIONS` positions."""
+        caches = each_cache(self.args.mixer_counts)
+        return sum(count * cache.step_bytes(POSITIONS, DTYPE.size) for cache, count in caches)
 
     @property
     def token(self) -> int:

@@ -1,12 +1,14 @@
-"""All ways of mixing tokens: the cache of a layer with one, and its module. Nothing else knows them all.
+"""All ways of mixing tokens: the caches of a layer with one, and its module. Nothing else knows them all.
 
 A cache has mlx-lm's protocol and is made for the part of a layer that it serves. Most caches of attention grow in steps
 and can be trimmed; a `Ring` holds the newest positions and goes back a few; a `RecurrentCache` holds a state that has
-absorbed every token and goes back to states that were kept. A `JoinedCache` combines a mixer's cache with a second one.
+absorbed every token and goes back to states that were kept.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import ModuleType
+from typing import Any
 
 import mlx.nn as nn
 
@@ -45,11 +47,27 @@ USUAL: frozenset[str] = frozenset()  # no other form than the usual ones
 FORMS = frozenset(name for _, module in PARTS_OF.values() for name in module.FORMS)
 
 
-def make_cache(mixer: Mixer) -> LayerCache:
-    """An empty cache for a layer with this mixer."""
+def make_caches(mixer: Mixer) -> tuple[LayerCache, ...]:
+    """The empty caches of a layer with this mixer, the mixer's own first."""
     cache, _ = PARTS_OF[type(mixer)]
-    made: LayerCache = cache.make_cache(mixer)
+    made: tuple[LayerCache, ...] = cache.make_caches(mixer)
     return made
+
+
+def cache_numbers(mixers: Sequence[Mixer]) -> tuple[range, ...]:
+    """For each layer, the numbers of its caches among all of a text."""
+    counts = [len(make_caches(mixer)) for mixer in mixers]
+    return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
+
+
+def by_layer(numbers: Iterable[range], cache: Sequence[Any]) -> list[list[Any]]:
+    """The caches of each layer, of all of a text; `numbers`: from `cache_numbers`."""
+    return [[cache[i] for i in own] for own in numbers]
+
+
+def each_cache(mixers: Mapping[Mixer, int]) -> Iterator[tuple[LayerCache, int]]:
+    """An empty cache of each kind in a model, and how many there are. `mixers`: number of layers of each kind."""
+    return ((cache, count) for mixer, count in mixers.items() for cache in make_caches(mixer))
 
 
 def stored_forms(names: Iterable[str]) -> frozenset[str]:
@@ -70,4 +88,4 @@ def untrimmable_bytes(mixers: Mapping[Mixer, int], itemsize: int) -> int:
     """Bytes of one text's states in the layers whose caches cannot be cut, with entries of `itemsize` bytes. `mixers`:
     number of layers of each kind.
     """
-    return sum(count * make_cache(mixer).kept_bytes(itemsize) for mixer, count in mixers.items())
+    return sum(count * cache.kept_bytes(itemsize) for cache, count in each_cache(mixers))

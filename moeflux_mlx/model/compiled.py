@@ -22,14 +22,14 @@ from ..experts.source import ExpertLoader
 from ..ops.backend import AnyArray
 from ..ops.rows import StepRows
 
-Forward = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each layer's cache, and other arrays
+Forward = Callable[..., list[mx.array]]  # called with the tokens, the stand-in of each cache, and other arrays
 # The most graphs of a step, for each thread. A step has one for each way in which its caches are traced: for
 # DeepSeek-V4's up to five rows of one sequence that are 32, by where entries end among the rows, and the same again
 # whenever the entries' capacity grows; for several sequences it is each combination of their capacities.
 MOST_GRAPHS = 64
 _BYTES = attrgetter("nbytes")
-Kind = tuple[int, Sequence[Any]]  # a number of rows, and what makes the stand-in of each layer's cache
-Begin = Callable[[int, int], None]  # called with the numbers of a row and of a layer before its cache absorbs the row
+Kind = tuple[int, Sequence[Any]]  # a number of rows, and what makes the stand-in of each cache
+Begin = Callable[[int, int], None]  # called with the numbers of a row and of a cache before that absorbs the row
 
 
 @lru_cache(64)
@@ -61,9 +61,9 @@ class DecodeStep:
         if tokens.shape[:2] != (1, len(sequences)):
             return False
         runs = _runs(sequences)
-        layers = ((layer, count) for cache, count in runs for layer in cache)
+        caches = ((one, count) for cache, count in runs for one in cache)
         # One row always has a stand-in.
-        refused = any(layer.empty() or (count > 1 and layer.traced(count) is None) for layer, count in layers)
+        refused = any(one.empty() or (count > 1 and one.traced(count) is None) for one, count in caches)
         return not refused
 
     def __call__(
@@ -88,10 +88,10 @@ class DecodeStep:
         for text in texts:
             number, own = text.kind
             for row in range(text.first, text.first + number):
-                for i, (layer, kind) in enumerate(zip(text.cache, own, strict=True)):
+                for i, (one, kind) in enumerate(zip(text.cache, own, strict=True)):
                     if begin is not None:
                         begin(row, i)
-                    layer.take_step(list(islice(left, kind.num_outputs)))
+                    one.take_step(list(islice(left, kind.num_outputs)))
         return list(map(order.undo, outputs[:count]))
 
     def _graph(self, kinds: Sequence[Kind], arrays: Sequence[mx.array]) -> Any:
@@ -111,8 +111,8 @@ class DecodeStep:
             for count, own in kinds:
                 standing = _Standing(own, count, left)
                 rows += ((standing, row) for row in range(count))
-            layers = [_caches(rows, i) for i in range(len(kinds[0][1]))]
-            out = list(self._run(tokens, rows[0][0].layers if len(rows) == 1 else layers, *left))
+            caches = rows[0][0].caches if len(rows) == 1 else [_step_rows(rows, i) for i in range(len(kinds[0][1]))]
+            out = list(self._run(tokens, caches, *left))
             return out + [array for one, row in rows for array in one.arrays(row)]
 
         return run
@@ -146,10 +146,10 @@ class _Text(NamedTuple):
         arrays = list[Any]()
         for row in range(count):
             arrays += _scalar(cache[0].offset + row), _scalar(cache[0].position + row)
-        for layer in cache:
-            layer.reserve(count)
-            arrays += layer.step_arrays(count)
-        return cls(cache, first, (count, tuple(layer.traced(count) for layer in cache)), arrays)
+        for one in cache:
+            one.reserve(count)
+            arrays += one.step_arrays(count)
+        return cls(cache, first, (count, tuple(one.traced(count) for one in cache)), arrays)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -181,32 +181,34 @@ class _Standing:
 
     def __init__(self, kinds: Sequence[Any], count: int, arrays: Iterator[mx.array]):
         self._places = [_place(arrays) for _ in range(count)]
-        self.layers: list[Traced] = []
-        self._later: list[list[mx.array]] = []  # the arrays of each layer for the rows after the first
+        self.caches: list[Traced] = []
+        self._later: list[list[mx.array]] = []  # the arrays of each cache for the rows after the first
         for kind in kinds:
-            self.layers.append(kind(*islice(arrays, kind.num_inputs), *self._places[0]))
+            self.caches.append(kind(*islice(arrays, kind.num_inputs), *self._places[0]))
             self._later.append(list(islice(arrays, kind.num_later * (count - 1))))
-        self._before: dict[tuple[int, int], list[mx.array]] = {}  # by layer and row, after that row
+        self._before: dict[tuple[int, int], list[mx.array]] = {}  # by cache and row, after that row
 
-    def begin(self, layer: int, row: int) -> None:
-        """Called when the layer's cache has absorbed the rows before this one."""
+    def begin(self, i: int, row: int) -> None:
+        """Called when cache number i has absorbed the rows before this one."""
         if row:
-            cache = self.layers[layer]
-            self._before[layer, row - 1] = cache.arrays
-            later = self._later[layer][(row - 1) * cache.num_later : row * cache.num_later]
+            cache = self.caches[i]
+            self._before[i, row - 1] = cache.arrays
+            later = self._later[i][(row - 1) * cache.num_later : row * cache.num_later]
             cache.go_on(*later, *self._places[row])
 
     def arrays(self, row: int) -> list[mx.array]:
         """The arrays of all caches after the row."""
-        return [array for i, cache in enumerate(self.layers) for array in self._before.get((i, row), cache.arrays)]
+        return [array for i, cache in enumerate(self.caches) for array in self._before.get((i, row), cache.arrays)]
 
 
-def _caches(rows: Sequence[tuple[_Standing, int]], layer: int) -> StepRows:
-    def begin(i: int) -> None:
-        standing, row = rows[i]
-        standing.begin(layer, row)
+def _step_rows(rows: Sequence[tuple[_Standing, int]], i: int) -> StepRows:
+    """The stand-in of cache number i of each row's sequence."""
 
-    return StepRows([standing.layers[layer] for standing, _ in rows], begin)
+    def begin(number: int) -> None:
+        standing, row = rows[number]
+        standing.begin(i, row)
+
+    return StepRows([standing.caches[i] for standing, _ in rows], begin)
 
 
 def _place(arrays: Iterator[mx.array]) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:

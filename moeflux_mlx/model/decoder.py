@@ -15,7 +15,7 @@ from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
-from ..mixers.registry import USUAL, make_cache
+from ..mixers.registry import USUAL, by_layer, cache_numbers, make_caches
 from ..ops import backend, gpu_time, native
 from ..ops.backend import AnyArray, Array
 from ..ops.limits import within_limits
@@ -102,6 +102,7 @@ class Model(nn.Module):
         self._tables = tables
         self.drafting = Drafting() if drafting is None else drafting
         self._tabled = tuple(args.ngrams)  # the layers that have n-grams, in order
+        self._cache_numbers = cache_numbers(args.mixers)
         self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, forms)
@@ -238,8 +239,8 @@ class Model(nn.Module):
             check_vocabulary(cast(Any, tokens.item()) if tokens.size == 1 else np.array(tokens), self.args.vocab_size)
 
     def check_cache(self, cache: object) -> None:
-        """Raises RequestError: it is not a list with one cache per layer."""
-        if isinstance(cache, Sequence) and len(cache) == len(self.layers):
+        """Raises RequestError: it is not a list with the caches of all layers."""
+        if isinstance(cache, Sequence) and len(cache) == sum(map(len, self._cache_numbers)):
             return
         form = f"{len(cache)} caches" if isinstance(cache, Sequence) else f"a cache of type {type(cache).__name__}"
         raise RequestError(f"{form} for {len(self.layers)} layers; use model.make_cache()")
@@ -292,8 +293,8 @@ class Model(nn.Module):
         """
         rows = []
         for row, cache in enumerate(sequences):
-            for layer in range(len(cache)):
-                step.begin(row, layer)
+            for i in range(len(cache)):
+                step.begin(row, i)
             rows.append(self._compute(tokens[:, row : row + 1], cache))
         return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
@@ -313,8 +314,8 @@ class Model(nn.Module):
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
         h, chosen = self.embedded(tokens), Chosen()
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
-            h = layer(h, layer_cache, chosen, inputs)
+        for layer, caches in zip(self.layers, by_layer(self._cache_numbers, cache), strict=True):
+            h = layer(h, caches, chosen, inputs)
         return h
 
     def draft_states(self, span: Span, start: int, end: int) -> AnyArray:
@@ -345,30 +346,30 @@ class Model(nn.Module):
         return logits[:, 0]
 
     def _through_layers(self, span: Span, cache: Sequence[Any], report: Report) -> None:
-        count = len(self.layers)
+        count, layers = len(self.layers), by_layer(self._cache_numbers, cache)
         if span.hidden is None:
             self._expect(span)
             span.inputs = self._begin_inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
-            i = span.layer
-            span.begin(i, cache[i])
+            i, own = span.layer, layers[span.layer]
+            span.begin(self._cache_numbers[i].start, own)
             try:
-                h = self.layers[i].pass_span(
-                    span.hidden, cache[i], span, lambda share, done=i: report((done + share) / count)
-                )
+                h = self.layers[i].pass_span(span.hidden, own, span, lambda share, i=i: report((i + share) / count))
                 h = span.images.deepened(h, span.start, i, self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
             except BaseException:
-                span.undo(i, cache[i])
+                span.undo(own)
                 raise
             span.reached = i + 1, h
             backend.give_back(h)
 
     def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
-        return Tokens(tokens, self._tables.begin(np.array(tokens), cache) if self._tables else {})
+        return Tokens(
+            tokens, self._tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self._tables else {}
+        )
 
     def _expect(self, span: Span) -> None:
         """Begins to read the experts of the first layer with experts while the layers before it are computed."""
@@ -395,5 +396,5 @@ class Model(nn.Module):
         return self.model.dtype
 
     def make_cache(self) -> list[LayerCache]:
-        """An empty cache for each layer."""
-        return [make_cache(mixer) for mixer in self.args.mixers]
+        """The empty caches of a text: those of the first layer, then those of the next one, and so on."""
+        return [cache for mixer in self.args.mixers for cache in make_caches(mixer)]

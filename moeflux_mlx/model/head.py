@@ -15,8 +15,8 @@ import numpy as np
 from ..caches.layer_cache import LayerCache
 from ..experts.routing import RoutedExpertsCall, ignore_report
 from ..families.registry import FAMILIES
-from ..layers import Linear, RMSNorm
-from ..mixers.registry import USUAL, make_cache
+from ..layers import Caches, Linear, RMSNorm
+from ..mixers.registry import USUAL, make_caches
 from ..ops import backend
 from ..ops.backend import AnyArray
 from ..ops.seen import Chosen
@@ -91,12 +91,12 @@ class DraftHead(nn.Module):
         if self._experts is not None:
             self._experts.source.close()
 
-    def make_cache(self) -> LayerCache:
-        """An empty cache of its layer."""
-        return make_cache(self.args.mixers[0])
+    def make_cache(self) -> list[LayerCache]:
+        """The empty caches of its layer."""
+        return list(make_caches(self.args.mixers[0]))
 
     def absorb(
-        self, hidden: Sequence[AnyArray], tokens: Sequence[int], cache: LayerCache, draft: bool = False
+        self, hidden: Sequence[AnyArray], tokens: Sequence[int], cache: Sequence[LayerCache], draft: bool = False
     ) -> tuple[AnyArray, mx.array | None]:
         """Takes hidden states, in parts [1, ., hidden_size], with the tokens after them.
 
@@ -105,18 +105,18 @@ class DraftHead(nn.Module):
         """
         ids = mx.array(list(tokens), mx.uint32)[None]
         with self._computing() as shared:
-            if self._steps and len(tokens) <= MAX_OF_SEQUENCE and self._steps[0].takes(ids, [[cache]] * len(tokens)):
+            if self._steps and len(tokens) <= MAX_OF_SEQUENCE and self._steps[0].takes(ids, [cache] * len(tokens)):
                 return self._in_a_step(hidden, ids, cache, draft)
             x = self._joined(shared.embed(ids), hidden)
             out = backend.contiguous(self._normed(x, cache)[:, -1:])
         return out, self.next(out) if draft else None
 
     def _in_a_step(
-        self, hidden: Sequence[AnyArray], ids: mx.array, cache: LayerCache, draft: bool
+        self, hidden: Sequence[AnyArray], ids: mx.array, cache: Sequence[LayerCache], draft: bool
     ) -> tuple[AnyArray, mx.array | None]:
         """`absorb` by a compiled step."""
         states = mx.concatenate([backend.leave(part) for part in hidden], axis=1)
-        out, *token = self._steps[draft](ids, [[cache]] * ids.shape[1], states)
+        out, *token = self._steps[draft](ids, [cache] * ids.shape[1], states)
         return out[:, -1:], token[0] if token else None
 
     def next(self, out: AnyArray) -> mx.array:
@@ -124,11 +124,11 @@ class DraftHead(nn.Module):
         with self._computing() as shared:
             return mx.argmax(backend.leave(shared.logits(out)), axis=-1)
 
-    def follow(self, out: AnyArray, token: mx.array, cache: LayerCache) -> tuple[AnyArray, mx.array]:
+    def follow(self, out: AnyArray, token: mx.array, cache: Sequence[LayerCache]) -> tuple[AnyArray, mx.array]:
         """Uses `out` as the hidden state before the drafted `token` [1, 1]; returns the output and the next token."""
         with self._computing() as shared:
-            if self._steps and self._steps[1].takes(token, [[cache]]):
-                out, token = self._steps[1](token, [[cache]], out)
+            if self._steps and self._steps[1].takes(token, [cache]):
+                out, token = self._steps[1](token, [cache], out)
                 return out, token
             out = self._normed(self._joined(shared.embed(token), [out]), cache)
         return out, self.next(out)
@@ -136,7 +136,7 @@ class DraftHead(nn.Module):
     def _row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
         """The function that is compiled."""
         assert self._shared is not None
-        return [self._normed(self._joined(self._shared.embed(token), [hidden]), caches[0])]
+        return [self._normed(self._joined(self._shared.embed(token), [hidden]), caches)]
 
     def _drafting_row(self, token: mx.array, caches: Sequence[Any], hidden: mx.array) -> list[mx.array]:
         """The function that is compiled, including the token after the last row."""
@@ -158,10 +158,10 @@ class DraftHead(nn.Module):
         h = mx.concatenate([backend.leave(part) for part in hidden], axis=1).astype(embedded.dtype)
         return self.fc(mx.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
 
-    def _normed(self, x: AnyArray, cache: Any) -> AnyArray:
+    def _normed(self, x: AnyArray, cache: Caches) -> AnyArray:
         """The layer's normed output for x [1, n, hidden_size]."""
         layer, count = self.model.layers[0], x.shape[1]
         if count <= MAX_TOKENS:
             return self.model.norm(layer(x, cache, Chosen()))
-        span = Span(mx.zeros((1, count), mx.uint32), cache.offset, count)
+        span = Span(mx.zeros((1, count), mx.uint32), cache[0].offset, count)
         return self.model.norm(layer.pass_span(x, cache, span, ignore_report))

@@ -11,11 +11,11 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..layers import MixerModule, Output, norm_of
+from ..layers import Caches, MixerModule, Output, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
-from ..ops.rows import StepRows
+from ..ops.rows import StepRows, begin_row
 from ..ops.seen import Chosen
 from ..spec import ModelArgs
 from .compiled import DecodeStep, by_case
@@ -80,22 +80,24 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, MoE):
             self._step = by_case(self._choose, experts)
 
-    def __call__(self, h: Array, cache: Any, chosen: Chosen | None = None, tokens: Tokens | None = None) -> AnyArray:
-        """`chosen`: the choice of the last layer with an indexer for these tokens; None before the first layer.
-        `tokens`: may be None for a layer that reads none.
+    def __call__(
+        self, h: Array, caches: Caches, chosen: Chosen | None = None, tokens: Tokens | None = None
+    ) -> AnyArray:
+        """`caches`: as of `MixerModule.mix`. `chosen`: the choice of the last layer with an indexer for these tokens;
+        None before the first layer. `tokens`: may be None for a layer that reads none.
         """
         chosen = chosen or Chosen()
-        if not self.residual.takes_rows and isinstance(cache, StepRows):
-            return self._of_rows(h, cache, chosen, tokens)
-        if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [[cache]]):
+        if not self.residual.takes_rows and isinstance(caches[0], StepRows):
+            return self._of_rows(h, caches, chosen, tokens)
+        if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [caches]):
             arrays = [one for one in chosen.handed if one is not None]
             step = self._step(self.mlp.should_predict(1), tuple(one is not None for one in chosen.handed))
             if tokens is not None and self._reads_tokens:
                 arrays += tokens.arrays(self._tables)
-            handed, kept, *parts = step(h, [[cache]], *arrays)
+            handed, kept, *parts = step(h, [caches], *arrays)
             chosen.take(handed)
             return self.residual.added(self.mlp.run_experts(BeforeExperts(*parts)), *kept)
-        x, *kept = self._mixed(h, cache, chosen, tokens)
+        x, *kept = self._mixed(h, caches, chosen, tokens)
         return self.residual.added(self.mlp.forward(x, self._second_norm, self._ids(x, tokens)), *kept)
 
     def _choose(
@@ -108,27 +110,24 @@ class DecoderLayer(nn.Module):
         chosen.take([next(left) if is_given else None for is_given in given])
         of_tokens = list(left)
         tokens = Tokens.of(self._tables, *of_tokens) if of_tokens else None
-        x, *kept = self._mixed(h, caches[0], chosen, tokens)
+        x, *kept = self._mixed(h, caches, chosen, tokens)
         return [chosen.handed, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
 
-    def _of_rows(self, h: Array, cache: StepRows, chosen: Chosen, tokens: Tokens | None) -> AnyArray:
+    def _of_rows(self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
         rows = []
-        for i, one in enumerate(cache.caches):
-            cache.begin(i)
+        for i in range(h.shape[1]):
             own = tokens.at(i, i + 1) if tokens is not None and self._reads_tokens else None
-            rows.append(self._mixed(h[:, i : i + 1], one, chosen.of_row(i), own))
+            rows.append(self._mixed(h[:, i : i + 1], begin_row(caches, i), chosen.of_row(i), own))
         library = backend.library_of(h)
         x = library.concatenate([x for x, *_ in rows], axis=1)
         out = self.mlp.forward(x, self._second_norm, self._ids(x, tokens))
         made = [self.residual.added(out[:, i : i + 1], *kept) for i, (_, *kept) in enumerate(rows)]
         return library.concatenate(made, axis=1)
 
-    def _mixed(self, h: Array, cache: Any, chosen: Chosen, tokens: Tokens | None) -> tuple[AnyArray, ...]:
+    def _mixed(self, h: Array, caches: Caches, chosen: Chosen, tokens: Tokens | None) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and what `Residual.added` takes with its output."""
-        if "ple" not in self:
-            return self.residual.mixed(h, cache, chosen)
-        return self.residual.mixed(self.ple(h, tokens, cache.beside), cache.own, chosen)
+        return self.residual.mixed(self.ple(h, tokens, caches[-1]) if "ple" in self else h, caches, chosen)
 
     def _ids(self, x: Array, tokens: Tokens | None) -> AnyArray:
         """The ids as an array of x's kind, if the layer reads them."""
@@ -150,28 +149,29 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def pass_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> AnyArray:
+    def pass_span(self, h: Array, caches: Sequence[LayerCache], span: Span, report: Report) -> AnyArray:
         """The layer over a span: its mixer block by block, its experts over all rows."""
-        parts = self.mix_span(h, cache, span, lambda share: report(MIXER_SHARE * share))
+        parts = self.mix_span(h, caches, span, lambda share: report(MIXER_SHARE * share))
         return self.finish_rows(parts, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
 
-    def mix_span(self, h: Array, cache: LayerCache, span: Span, report: Report) -> MixedRows:
+    def mix_span(self, h: Array, caches: Sequence[LayerCache], span: Span, report: Report) -> MixedRows:
         """The mixer over a span, block by block, and all that each token's feed-forward part needs before the experts.
 
         At most two blocks are in flight, so that only their temporaries are in memory.
         """
         parts: list[tuple[Any, ...]] = []
         kept: list[AnyArray] = []
-        cache.expect(span.length)
-        for start, end in span.blocks(cache):
+        for cache in caches:
+            cache.expect(span.length)
+        for start, end in span.blocks(caches):
             tokens = span.inputs.at(start, end) if span.inputs is not None and self._reads_tokens else None
             self._relieve()
-            x, *kept = self._mixed(backend.contiguous(h[:, start:end]), cache, span.chosen[start], tokens)
+            x, *kept = self._mixed(backend.contiguous(h[:, start:end]), caches, span.chosen[start], tokens)
             self._relieve()
             prepared: AnyArray = self.mlp.prepare(x, self._second_norm, self._ids(x, tokens))  # up to where rows meet
             part = *kept, *prepared
-            backend.start(*part, *cache.state[:-1])
-            span.passed(span.layer, end, cache)
+            backend.start(*part, *(array for cache in caches for array in cache.state[:-1]))
+            span.passed(end, caches)
             if parts:
                 backend.finish(parts[-1][0])
             parts.append(part)

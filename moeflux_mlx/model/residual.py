@@ -6,7 +6,7 @@ and with what it kept of them it adds the part's output.
 
 from typing import Any, ClassVar
 
-from ..layers import MixerModule, Output, RMSNorm
+from ..layers import Caches, MixerModule, Output, RMSNorm
 from ..ops.backend import AnyArray, Array
 from ..ops.seen import Chosen
 
@@ -19,9 +19,9 @@ class OneStream:
     def __init__(self, mixer: MixerModule, norm: Any):
         self.mixer, self.norm = mixer, norm
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and what `added` takes with its output."""
-        return (self.mixer(h, self.norm, cache, chosen),)
+        return (self.mixer(h, self.norm, caches, chosen),)
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         """The streams behind the layer, from the feed-forward part's output."""
@@ -35,18 +35,18 @@ class NormedStream(OneStream):
         super().__init__(mixer, norm)
         self.output = output
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
-        return (self.output(h, self.mixer.mixed(h, self.norm, cache, chosen)),)
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
+        return (self.output(h, self.mixer.mixed(h, self.norm, caches, chosen)),)
 
 
 class ParallelStream(OneStream):
     """One stream, of which both parts take the norm: h + mixer(norm(h)) + mlp(norm(h))."""
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and the stream with the mixer's output."""
         x = self.norm(h)
         parts = self.mixer.begin(x, None)
-        return x, self.mixer.end(self.mixer.mix(parts, cache, chosen), parts, h)
+        return x, self.mixer.end(self.mixer.mix(parts, caches, chosen), parts, h)
 
     def added(self, out: AnyArray, *kept: AnyArray) -> AnyArray:
         return kept[0] + out
@@ -62,10 +62,10 @@ class SeveralStreams:
     def __init__(self, mixer: MixerModule, norm: RMSNorm | None, before: Any, behind: Any):
         self.mixer, self.norm, self.before, self.behind = mixer, norm, before, behind
 
-    def mixed(self, h: Array, cache: Any, chosen: Chosen) -> tuple[AnyArray, ...]:
+    def mixed(self, h: Array, caches: Caches, chosen: Chosen) -> tuple[AnyArray, ...]:
         """The feed-forward part's input, and for `added` the streams behind the mixer and how they are mixed."""
         x, *mixing = self.before.gather(h)
-        out = self.mixer.mixed(x, self.norm, cache, chosen)
+        out = self.mixer.mixed(x, self.norm, caches, chosen)
         streams, x, *mixing = self.behind.gather_behind(h, out, *mixing)
         return x, streams, *mixing
 

@@ -37,14 +37,14 @@ class Span:
         tokens: as the model takes them.
         start: number of tokens in the caches before them.
         block: tokens that a mixer handles at once.
-        keep: ascending numbers of the span's tokens after which the states of layers that cannot be cut are kept.
+        keep: ascending numbers of the span's tokens after which the states of caches that cannot be cut are kept.
         images: of the text, at places as the caches count them.
 
     Attributes:
         reached: number of finished layers, and the output of the last of them, [B, N, hidden_size]; None at first.
         inputs: the layers' inputs besides hidden states; None until the span begins.
         chosen: for the start of each block, what layers hand on to later ones.
-        kept: for each of `keep` the states of the layers that cannot be cut, by layer.
+        kept: for each of `keep` the states of the caches that cannot be cut, by their number in the text.
     """
 
     tokens: mx.array
@@ -56,7 +56,8 @@ class Span:
     inputs: Tokens | None = None
     chosen: dict[int, Chosen] = field(default_factory=lambda: defaultdict(Chosen))
     kept: dict[int, dict[int, Arrays]] = field(default_factory=dict)
-    _before: dict[int, Arrays | None] = field(default_factory=dict)  # states of layers that are done or in work
+    _before: dict[int, Arrays | None] = field(default_factory=dict)  # states of caches that have begun
+    _first: int = 0  # the number of the layer's first cache among those of the text
 
     @property
     def length(self) -> int:
@@ -80,46 +81,57 @@ class Span:
         chosen += sum(rows.nbytes for rows in self.inputs.tables.values()) if self.inputs else 0
         return states + chosen + (0 if self.hidden is None else self.hidden.nbytes)
 
-    def blocks(self, cache: LayerCache) -> Iterator[tuple[int, int]]:
-        """Start and end of what the mixer of `cache` takes in turn: blocks, cut where its state is to be kept.
+    def blocks(self, caches: Sequence[LayerCache]) -> Iterator[tuple[int, int]]:
+        """Start and end of what the mixer with these caches takes in turn: blocks, cut where its state is to be kept.
 
-        The cache knows the rotary positions of the images in each, and of what follows them.
+        The caches know the rotary positions of the images in each, and of what follows them.
         """
         ends = set(range(self.block, self.length, self.block)) | {self.length}
-        if not cache.is_trimmable():
+        if not all(cache.is_trimmable() for cache in caches):
             ends |= set(self.keep)
         start = 0
         for end in sorted(ends):
-            cache.axes = self.images.positions(self.start + start, self.start + end)
+            axes = self.images.positions(self.start + start, self.start + end)
+            for cache in caches:
+                cache.axes = axes
             yield start, end
-            cache.axes = None
-            for place, by in self.images.shifts(self.start + start, self.start + end):
-                cache.shift(by, place)
+            for cache in caches:
+                cache.axes = None
+                for place, by in self.images.shifts(self.start + start, self.start + end):
+                    cache.shift(by, place)
             start = end
 
-    def begin(self, layer: int, cache: LayerCache) -> None:
-        """Begins a layer; if the layer was interrupted in an earlier attempt, that is undone."""
-        self.undo(layer, cache)
-        self._before[layer] = cache.kept()
+    def begin(self, first: int, caches: Sequence[LayerCache]) -> None:
+        """Begins a layer, whose caches are those from number `first` of the text on; if the layer was interrupted in an
+        earlier attempt, that is undone.
+        """
+        self._first = first
+        self.undo(caches)
+        self._before |= {i: cache.kept() for i, cache in enumerate(caches, first)}
 
-    def passed(self, layer: int, end: int, cache: LayerCache) -> None:
-        """Records that the mixer of `layer` has absorbed the first `end` tokens."""
-        kept = cache.kept() if end in self.keep else None
-        if kept is not None:
-            self.kept.setdefault(end, {})[layer] = kept
+    def passed(self, end: int, caches: Sequence[LayerCache]) -> None:
+        """Records that the layer's mixer has absorbed the first `end` tokens."""
+        for i, cache in enumerate(caches, self._first):
+            kept = cache.kept() if end in self.keep else None
+            if kept is not None:
+                self.kept.setdefault(end, {})[i] = kept
 
-    def undo(self, layer: int, cache: LayerCache) -> None:
-        """Takes the cache of a layer that has begun back to where the span starts."""
+    def undo(self, caches: Sequence[LayerCache]) -> None:
+        """Takes the caches of the layer that has begun back to where the span starts."""
+        for i, cache in enumerate(caches, self._first):
+            self._undo(i, cache)
+
+    def _undo(self, i: int, cache: LayerCache) -> None:
         cache.axes = None
-        if layer in self._before:
-            cache.go_back(self.start, self._before[layer])
+        if i in self._before:
+            cache.go_back(self.start, self._before[i])
             for states in self.kept.values():
-                states.pop(layer, None)
-            del self._before[layer]  # last, so that an interruption before leaves a way back
+                states.pop(i, None)
+            del self._before[i]  # last, so that an interruption before leaves a way back
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
-        """Takes all caches back to the start of the span."""
-        for layer in list(self._before):
-            self.undo(layer, caches[layer])
+        """Takes all caches of the text back to the start of the span."""
+        for i in list(self._before):
+            self._undo(i, caches[i])
         self.reached, self.kept = (0, None), {}
         self.chosen.clear()

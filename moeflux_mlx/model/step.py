@@ -21,7 +21,7 @@ class SequenceRows:
     """The next tokens of one sequence.
 
     Args:
-        cache: a cache for each layer, from `Model.make_cache`; it may be empty.
+        cache: from `Model.make_cache`; it may be empty.
         tokens: ids in order. An array need not be evaluated yet: on a GPU its ids are assumed to be in the vocabulary.
     """
 
@@ -41,9 +41,9 @@ class _Absorbing:
         self.ways: list[list[Arrays | None]] = [[None] * len(rows.cache) for _ in range(rows.count)]
         self.ways[0] = [layer.way_back() for layer in rows.cache]
 
-    def begin(self, row: int, layer: int) -> None:
-        """The cache of the layer has absorbed the rows before this one."""
-        self.ways[row][layer] = self.cache[layer].way_back()
+    def begin(self, row: int, i: int) -> None:
+        """Cache number i has absorbed the rows before this one."""
+        self.ways[row][i] = self.cache[i].way_back()
 
     def go_back(self, rows: int) -> None:
         """Keeps the first `rows` rows."""
@@ -88,17 +88,17 @@ class Step:
 
     @property
     def caches(self) -> list[StepRows]:
-        """The caches of each layer that absorb the rows; they notify the step when a row begins."""
-        return [self._of_layer(layer) for layer in range(len(self.sequences[0].cache))]
+        """For each cache of a sequence, those that absorb the rows; they notify the step when a row begins."""
+        return [self._of_number(i) for i in range(len(self.sequences[0].cache))]
 
-    def _of_layer(self, layer: int) -> StepRows:
-        return StepRows([one.cache[layer] for one, _ in self._places], lambda row: self.begin(row, layer))
+    def _of_number(self, i: int) -> StepRows:
+        return StepRows([one.cache[i] for one, _ in self._places], lambda row: self.begin(row, i))
 
-    def begin(self, row: int, layer: int) -> None:
-        """The cache of the layer has absorbed the rows of the same sequence before this one."""
+    def begin(self, row: int, i: int) -> None:
+        """Cache number i of the row's sequence has absorbed the rows before this one."""
         absorbing, own = self._places[row]
         if own:
-            absorbing.begin(own, layer)
+            absorbing.begin(own, i)
 
     def start(self, sequence: int) -> int:
         """The position where a sequence's rows begin."""

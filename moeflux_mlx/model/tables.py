@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..kinds import NGrams
+from ..layers import Caches
 from ..ops.ngrams import row_numbers
 from ..ops.rows import StepRows
 from .tokens import TableRows
@@ -32,16 +33,16 @@ class Tables:
     def __init__(self, parts: Mapping[int, NGrams], readers: Mapping[int, TableReader]):
         self.parts, self.readers = parts, readers
 
-    def begin(self, tokens: np.ndarray, caches: Sequence[Any] | Mapping[int, Any]) -> dict[int, TableRows]:
-        """Begins to read what tokens [B, L] want, after what `caches`, one per layer, have absorbed; by layer."""
+    def begin(self, tokens: np.ndarray, layers: Sequence[Caches] | Mapping[int, Caches]) -> dict[int, TableRows]:
+        """Begins to read what tokens [B, L] want, after what the caches of `layers` have absorbed; by layer."""
         return {
-            layer: self.readers[layer].begin(_numbers(tokens, caches[layer], part, self.readers[layer].token_map))
+            layer: self.readers[layer].begin(_numbers(tokens, layers[layer][-1], part, self.readers[layer].token_map))
             for layer, part in self.parts.items()
         }
 
 
 def _numbers(tokens: np.ndarray, cache: Any, part: NGrams, token_map: np.ndarray | None) -> np.ndarray:
-    """The rows int64 [B, L, heads] of tokens [B, L]."""
+    """The rows int64 [B, L, heads] of tokens [B, L], behind those of the n-grams' cache."""
     if not isinstance(cache, StepRows):
         return row_numbers(np.concatenate([_before(cache, len(tokens), part), tokens], axis=1), part, token_map)
     texts: dict[int, np.ndarray] = {}  # the last tokens of each sequence
@@ -55,5 +56,5 @@ def _numbers(tokens: np.ndarray, cache: Any, part: NGrams, token_map: np.ndarray
 
 def _before(cache: Any, count: int, part: NGrams) -> np.ndarray:
     """The last tokens that a cache has absorbed, for a number of texts."""
-    kept = cache.beside.recurrent
+    kept = cache.recurrent
     return np.full((count, part.longest - 1), part.end) if kept is None else np.array(kept)

@@ -1,4 +1,4 @@
-"""The rows of a step: for each the cache of its sequence. An operation says which of them it computes together."""
+"""The rows of a step: for each the caches of its sequence. An operation says which of them it computes together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ ALONE = RowSizes()
 
 @dataclass(frozen=True)
 class StepRows:
-    """Replaces one layer's cache if the rows [1, R, ...] belong to several sequences, or several to one.
+    """Replaces one cache of a layer if the rows [1, R, ...] belong to several sequences, or several to one.
 
     Args:
         caches: the cache of each row, in order; the rows of one sequence are consecutive and have the same cache.
@@ -115,3 +115,24 @@ class StepRows:
                 size = 1 << (min(most, end - start).bit_length() - 1)
                 yield slice(start, start + size)
                 start += size
+
+
+def begin_row(rows: Sequence[StepRows], i: int) -> list[Any]:
+    """Begins a row in all caches of a layer, and returns the caches of its sequence."""
+    for one in rows:
+        one.begin(i)
+    return [one.caches[i] for one in rows]
+
+
+def each_alone(rows: Sequence[StepRows], parts: Sequence[AnyArray], compute: Callable[..., AnyArray]) -> AnyArray:
+    """The results of all rows [1, R, ...], computed one by one.
+
+    Args:
+        rows: for each cache of a layer.
+        parts: arrays [1, R, ...].
+        compute: (the number of the row, the caches of its sequence, *its parts) -> its results.
+    """
+    results = [
+        compute(i, begin_row(rows, i), *(part[:, i : i + 1] for part in parts)) for i in range(len(rows[0].caches))
+    ]
+    return results[0] if len(results) == 1 else library_of(results[0]).concatenate(results, axis=1)

@@ -35,13 +35,14 @@ and give wrong text; they must not be loaded. This module knows no files, tokens
 import io
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from ..caches.layer_cache import FLOAT_BYTES, LayerCache, State
+from ..caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
 from ..errors import (
     BadMagicError,
     BadVersionError,
@@ -53,7 +54,7 @@ from ..errors import (
     SnapshotError,
     TruncatedError,
 )
-from ..mixers.registry import make_cache
+from ..mixers.registry import by_layer, cache_numbers, make_caches
 from ..spec import ModelArgs
 
 MAGIC = 0x4D464C58
@@ -97,11 +98,12 @@ def state_size(model: Stateful | ModelArgs, cache_or_length: Sequence[LayerCache
     """
     args = model if isinstance(model, ModelArgs) else model.args
     length = cache_or_length if isinstance(cache_or_length, int) else _length(args, cache_or_length)
-    return 4 * len(_header(args)) + sum(_layer_bytes(make_cache(mixer), length) for mixer in args.mixers)
+    return 4 * len(_header(args)) + sum(_layer_bytes(make_caches(mixer), length) for mixer in args.mixers)
 
 
-def _layer_bytes(layer: LayerCache, length: int) -> int:
-    return 4 * layer.counts + layer.stored_dtype.itemsize * sum(map(math.prod, layer.stored_shapes(length)))
+def _layer_bytes(caches: Sequence[LayerCache], length: int) -> int:
+    sizes = (one.stored_dtype.itemsize * math.prod(shape) for one in caches for shape in one.stored_shapes(length))
+    return 4 * caches[0].counts + sum(sizes)
 
 
 def save_state(model: Stateful, cache: Sequence[LayerCache]) -> bytes:
@@ -130,33 +132,51 @@ def state_parts(model: Stateful, cache: Sequence[LayerCache]) -> Iterator[memory
     header, length = _header(args), _length(args, cache)
     _wait_for_all(model, cache)
     yield memoryview(struct.pack(f"<{len(header)}I", *header))
-    for layer in cache:
-        yield from _layer_parts(layer, length)
+    for caches in by_layer(cache_numbers(args.mixers), cache):
+        yield from _layer_parts(caches, length)
 
 
-def _layer_parts(layer: LayerCache, length: int) -> Iterator[memoryview]:
-    if layer.counts:
+def _layer_parts(caches: Sequence[LayerCache], length: int) -> Iterator[memoryview]:
+    if caches[0].counts:
         yield memoryview(struct.pack("<i", length))
-    for array, shape in zip(layer.stored(), layer.stored_shapes(length), strict=True):
-        if math.prod(shape):
-            yield _bytes(mx.zeros(shape) if array is None else array, layer.stored_dtype)
+    arrays = (array for one in caches for array in one.stored())
+    for dtype, shapes in _stored_arrays(caches, length):
+        parts = [mx.zeros(shape) if array is None else array for shape, array in zip(shapes, arrays, strict=False)]
+        array = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        if array.size:
+            yield _bytes(array, dtype)
 
 
-def head_rows(cache: LayerCache) -> bytes:
-    """The bytes after a snapshot that hold a draft head's cache: `HEAD`, and a layer as in a snapshot."""
-    mx.eval([array for array in cache.state[:-1] if array is not None])
-    return b"".join([HEAD, *_layer_parts(cache, cache.offset)])
+def _stored_arrays(caches: Sequence[LayerCache], length: int) -> list[tuple[np.dtype[Any], list[Shape]]]:
+    """The dtype of each array that a snapshot has of a layer, and the shapes of the caches' arrays whose rows are one
+    behind the other in it.
+    """
+    arrays = list[tuple[np.dtype[Any], list[Shape]]]()
+    for one in caches:
+        shapes = list(one.stored_shapes(length))
+        if one.extends_rows:
+            arrays[-1][1].extend(shapes)
+        else:
+            arrays += [(one.stored_dtype, [shape]) for shape in shapes]
+    return arrays
 
 
-def load_head_rows(cache: LayerCache, data: bytes, dtype: mx.Dtype) -> bool:
-    """Replaces the state of a draft head's cache by what `head_rows` gave; whether `data` is that of such a cache."""
+def head_rows(cache: Sequence[LayerCache]) -> bytes:
+    """The bytes after a snapshot that hold the caches of a draft head: `HEAD`, and a layer as in a snapshot."""
+    mx.eval([array for one in cache for array in one.state[:-1] if array is not None])
+    return b"".join([HEAD, *_layer_parts(cache, cache[0].offset)])
+
+
+def load_head_rows(cache: Sequence[LayerCache], data: bytes, dtype: mx.Dtype) -> bool:
+    """Replaces the state of a draft head's caches by what `head_rows` gave; whether `data` is that of such caches."""
     start = len(HEAD) + 4
-    if not cache.counts or data[: len(HEAD)] != HEAD or len(data) < start:
+    if not cache[0].counts or data[: len(HEAD)] != HEAD or len(data) < start:
         return False
     length = struct.unpack_from("<i", data, len(HEAD))[0]
     if not 0 <= length <= MAX_LENGTH or len(data) - len(HEAD) != _layer_bytes(cache, length):
         return False
-    cache.state = _read([cache], memoryview(data), len(HEAD), length, dtype)[0]
+    for one, state in zip(cache, _read([cache], memoryview(data), len(HEAD), length, dtype), strict=True):
+        one.state = state
     return True
 
 
@@ -174,7 +194,7 @@ def load_state(model: Stateful, cache: Sequence[LayerCache], data: bytes | bytea
     view = memoryview(data).cast("B")
     start, length = _checked(args, view)
     _wait_for_all(model, cache)
-    states = _read(cache, view, start, length, model.activation_dtype)
+    states = _read(by_layer(cache_numbers(args.mixers), cache), view, start, length, model.activation_dtype)
     mx.eval([array for state in states for array in state[:-1] if array is not None])
     for layer, state in zip(cache, states, strict=True):
         layer.state = state
@@ -204,7 +224,7 @@ def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
     if not full:
         raise SnapshotError("no layer has attention, so nothing in a snapshot would tell its length")
     interval = full[0] + 1
-    is_alike = len({make_cache(args.mixers[i]).stored_shapes(1) for i in full}) == 1
+    is_alike = len({tuple(one.stored_shapes(1) for one in make_caches(args.mixers[i])) for i in full}) == 1
     is_regular = full == list(range(interval - 1, args.num_hidden_layers, interval))
     parts = [mixer.mflx for mixer in args.mixers if mixer.mflx is not None]
     if not (is_alike and is_regular and len(parts) == args.num_hidden_layers):
@@ -216,7 +236,7 @@ def _mflx(args: ModelArgs) -> tuple[int, ...] | None:
 
 
 def _check_caches(args: ModelArgs, cache: Sequence[LayerCache]) -> None:
-    if [layer.part for layer in cache] != list(args.mixers):
+    if [one.part for one in cache] != [one.part for mixer in args.mixers for one in make_caches(mixer)]:
         raise RequestError(
             f"{len(cache)} caches do not fit this {args.model_type} model of {args.num_hidden_layers} layers; "
             "use model.make_cache()"
@@ -294,14 +314,14 @@ def _check_header(args: ModelArgs, view: memoryview) -> int:
 def _attention_lengths(args: ModelArgs, view: memoryview, offset: int) -> Iterator[tuple[int, int]]:
     """(layer, length) of each attention layer; walks the whole body, so that a short one is found."""
     for layer, mixer in enumerate(args.mixers):
-        cache, length = make_cache(mixer), 0
-        if cache.counts:
+        caches, length = make_caches(mixer), 0
+        if caches[0].counts:
             _check_room(view, layer, offset, 4)
             length = struct.unpack_from("<i", view, offset)[0]
             _check_length(layer, length)
-        need = _layer_bytes(cache, length)
+        need = _layer_bytes(caches, length)
         _check_room(view, layer, offset, need)
-        if cache.counts:
+        if caches[0].counts:
             yield layer, length
         offset += need
 
@@ -323,14 +343,20 @@ def _check_length(layer: int, length: int) -> None:
         )
 
 
-def _read(cache: Sequence[LayerCache], view: memoryview, offset: int, length: int, dtype: mx.Dtype) -> list[State]:
-    """New arrays for every layer of a checked snapshot."""
+def _read(
+    layers: Iterable[Sequence[LayerCache]], view: memoryview, offset: int, length: int, dtype: mx.Dtype
+) -> list[State]:
+    """New arrays for every cache of a checked snapshot."""
     states: list[State] = []
-    for layer in cache:
-        offset += 4 * layer.counts
-        arrays = []
-        for shape in layer.stored_shapes(length):
-            arrays.append(np.frombuffer(view, layer.stored_dtype, math.prod(shape), offset).reshape(shape))
-            offset += arrays[-1].nbytes
-        states.append(layer.restored(*arrays, length, dtype))
+    for caches in layers:
+        offset += 4 * caches[0].counts
+        arrays = list[np.ndarray]()
+        for stored, shapes in _stored_arrays(caches, length):
+            widths = [shape[-1] for shape in shapes]
+            shape = *shapes[0][:-1], sum(widths)
+            array = np.frombuffer(view, stored, math.prod(shape), offset).reshape(shape)
+            offset += array.nbytes
+            arrays += np.split(array, np.cumsum(widths[:-1], dtype=int), axis=-1)
+        left = iter(arrays)
+        states += [one.restored(*islice(left, len(one.stored_shapes(length))), length, dtype) for one in caches]
     return states

@@ -21,7 +21,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import streams_before
 from ..layers import Linear
-from ..mixers.registry import USUAL, make_cache
+from ..mixers.registry import USUAL, make_caches
 from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
 from ..ops import backend
@@ -139,7 +139,7 @@ class TrialLayer:
 
     def __call__(self, x: mx.array) -> mx.array:
         tokens = Tokens(mx.zeros(x.shape[:2], mx.uint32))
-        out: mx.array = self._layer(spread(x, self._streams), make_cache(self._mixer), None, tokens)
+        out: mx.array = self._layer(spread(x, self._streams), make_caches(self._mixer), None, tokens)
         return out[..., : x.shape[-1]]
 
 

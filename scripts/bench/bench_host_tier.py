@@ -66,7 +66,7 @@ def opened(options: argparse.Namespace, on_host: bool) -> Engine:
         dtype=mx.bfloat16,
         expert_io="pread",
         expert_cache_bytes=int(options.share * total),
-        host_bytes=2 * total if on_host else 0,
+        host_bytes=2 * total if on_host else None,
         prefetch=options.prefetch,
         warm_start="off",
         context=512,

@@ -17,7 +17,7 @@ from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.launches import Noted
 from moeflux_mlx.engine.needs import activation_bytes
 from moeflux_mlx.mixers.mamba import op as mamba
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.span import PromptSizes
 from moeflux_mlx.model.tensors import layer_values
 from moeflux_mlx.ops import gpu_time
@@ -77,8 +77,9 @@ class Graph:
             caches = []
 
             def cache_of(mixer):
-                caches.append(make_cache(mixer))
-                return caches[-1]
+                made = make_caches(mixer)
+                caches.extend(made)
+                return made
 
             out = run(x, cache_of)
             outputs = [out] if isinstance(out, mx.array) else [one for one in out if isinstance(one, mx.array)]

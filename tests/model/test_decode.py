@@ -19,6 +19,7 @@ from moeflux_mlx.experts import mapped
 from moeflux_mlx.kinds import streams_before
 from moeflux_mlx.mixers.delta.spec import Delta
 from moeflux_mlx.mixers.grouped import op as attend
+from moeflux_mlx.mixers.registry import cache_numbers
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.tokens import Tokens
 from moeflux_mlx.ops import backend, launch, linear
@@ -218,8 +219,8 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
     """Counts the operations of a compiled step's graph that are not views. Compiling joins small operations."""
     monkeypatch.setattr(linear, "PAYS_FROM", 0)
     model = make_resident(monkeypatch, family, mx.bfloat16)
-    cache, token = model.make_cache(), mx.array([[7]])
-    widths = [model.args.hidden_size * streams_before(model.args.connections, i) for i in range(len(cache))]
+    cache, token, numbers = model.make_cache(), mx.array([[7]]), cache_numbers(model.args.mixers)
+    widths = [model.args.hidden_size * streams_before(model.args.connections, i) for i in range(len(model.layers))]
     inputs = {width: mx.zeros((1, 1, width), mx.bfloat16) for width in widths}
     mx.eval(model(mx.array([list(range(5, 36))]), cache), inputs, token)  # the next token ends entries and blocks
     monkeypatch.setattr(backend, "name", lambda: "metal")
@@ -235,12 +236,13 @@ def test_a_layer_is_at_most_so_many_launches(monkeypatch, tmp_path, family):
                 part.arrange()  # sizes that the kernels accept
     chosen = mx.arange(4)[None, None]
     for layer in model.args.moe_layers:
-        own, module = cache[layer], model.layers[layer]
-        own.reserve(1)
-        mx.eval([array for array in own.state[:-1] if array is not None], chosen)
+        own, module = [cache[i] for i in numbers[layer]], model.layers[layer]
+        for one in own:
+            one.reserve(1)
+            mx.eval([array for array in one.state[:-1] if array is not None], chosen)
         lent = model.args.layers[layer].mixer.borrowed
-        step = DecodeStep(lambda x, caches, *more, m=module, n=lent: [m(x, caches[0], *given(*more, n))])
-        mx.export_to_dot(str(tmp_path / "graph"), step(inputs[widths[layer]], [[own]], chosen, token)[0])
+        step = DecodeStep(lambda x, caches, *more, m=module, n=lent: [m(x, caches, *given(*more, n))])
+        mx.export_to_dot(str(tmp_path / "graph"), step(inputs[widths[layer]], [own], chosen, token)[0])
         names = re.findall(r'label ?= ?"(\w+)", shape=rectangle', (tmp_path / "graph").read_text())
         launched = [name for name in names if name not in VIEWS]
         assert 5 < len(launched) <= MOST.get((family, layer), MOST.get(family, 10)), launched

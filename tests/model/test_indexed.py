@@ -16,7 +16,7 @@ from metal import msl
 from moeflux_mlx import kinds, layers
 from moeflux_mlx.kinds import GatedConnections, HyperConnections, IndependentConnections, Indexer, Residual
 from moeflux_mlx.mixers.latent import module
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
@@ -181,33 +181,39 @@ def test_weights_of_heads_that_are_left_out(monkeypatch, family):
 @msl.needed
 @pytest.mark.usefixtures("plain_operations", "cpu_device")
 @pytest.mark.parametrize("before", [10, 20])
-def test_the_stand_in_of_both_caches_takes_rows_of_one_text(before):
+def test_the_stand_ins_of_both_caches_take_rows_of_one_text(before):
     """Checks kernels, with the bits of single tokens. 12 positions are attended to."""
     model = tiny_model("deepseek_v32", mx.float32)
     layer, rng = model.layers[0], np.random.default_rng(0)
     x = mx.array(rng.normal(size=(1, before + 2, model.args.hidden_size)).astype(np.float32))
-    one, other = (make_cache(model.args.mixers[0]) for _ in range(2))
-    mix = lambda row, cache: layer.mixer.mixed(x[:, row : row + 1], layer.input_layernorm, cache)  # noqa: E731
-    for cache in (one, other):
-        layer.mixer.mixed(x[:, :before], layer.input_layernorm, cache)
+    one, other = (make_caches(model.args.mixers[0]) for _ in range(2))
+    mix = lambda row, caches: layer.mixer.mixed(x[:, row : row + 1], layer.input_layernorm, caches)  # noqa: E731
+    for caches in (one, other):
+        layer.mixer.mixed(x[:, :before], layer.input_layernorm, caches)
     with msl.launching():
         want = [mix(before + i, one) for i in range(2)]
-        other.reserve(2)
-        kind, arrays, places = other.traced(2), other.step_arrays(2), [mx.array(before + i) for i in range(2)]
-        stand_in = kind(*arrays[: kind.num_inputs], places[0], places[0], None)
-        got = [mix(before, stand_in)]
-        stand_in.go_on(*arrays[kind.num_inputs :], places[1], places[1], None)
-        got.append(mix(before + 1, stand_in))
-        for _ in range(2):
-            other.take_step(stand_in.arrays)
-        assert all(map(mx.array_equal, got, want)) and other.offset == before + 2
-        for a, b in zip(one.state[:3], other.state[:3], strict=True):
-            assert mx.array_equal(a[..., : before + 2, :], b[..., : before + 2, :])
+        places, stand_ins, later = [mx.array(before + i) for i in range(2)], [], []
+        for cache in other:
+            cache.reserve(2)
+            kind, arrays = cache.traced(2), cache.step_arrays(2)
+            stand_ins.append(kind(*arrays[: kind.num_inputs], places[0], places[0], None))
+            later.append(arrays[kind.num_inputs :])
+        got = [mix(before, stand_ins)]
+        for stand_in, arrays in zip(stand_ins, later, strict=True):
+            stand_in.go_on(*arrays, places[1], places[1], None)
+        got.append(mix(before + 1, stand_ins))
+        for cache, stand_in in zip(other, stand_ins, strict=True):
+            for _ in range(2):
+                cache.take_step(stand_in.arrays)
+        assert all(map(mx.array_equal, got, want)) and [cache.offset for cache in other] == [before + 2] * 2
+        for a, b in zip(one, other, strict=True):
+            for left, right in zip(a.state[:2], b.state[:2], strict=True):
+                assert mx.array_equal(left[..., : before + 2, :], right[..., : before + 2, :])
 
 
 def test_a_layer_that_reuses_a_choice_has_no_keys():
     args = tiny_model("glm_moe_dsa", mx.float32, "hub").args
     own, shared = (args.mixers[i] for i in (0, 1))
     assert shared == replace(own, indexer=replace(own.indexer, reuses=True))
-    model = tiny_model("glm_moe_dsa", mx.float32, "hub")
-    assert [layer.bytes_for(256, 4) // 1024 for layer in model.make_cache()[:2]] == [64 + 16 + 48, 64 + 16]
+    sizes = [sum(one.bytes_for(256, 4) // 1024 for one in make_caches(mixer)) for mixer in (own, shared)]
+    assert sizes == [64 + 16 + 48, 64 + 16]

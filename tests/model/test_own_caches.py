@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 
 from moeflux_mlx import kinds
 from moeflux_mlx.caches.traced import REACH
+from moeflux_mlx.mixers.registry import cache_numbers
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.state.snapshot import load_state, save_state
@@ -93,12 +94,15 @@ def test_attention_goes_back_a_few_positions_with_nothing_kept(family):
     model, tokens = opened(family)
     cache, fresh = model.make_cache(), model.make_cache()
     logits(model, tokens, (40,), cache)
-    blocks = cache[2]
-    assert blocks.reaches(40 - REACH) and not blocks.reaches(24) and not cache[1].reaches(39)
-    assert blocks.trim(5) == 5 and blocks.offset == blocks.own.offset == blocks.beside.offset == 35
+    linear, own = cache_numbers(model.args.mixers)[1:3]
+    blocks = [cache[i] for i in own]
+    assert all(one.reaches(40 - REACH) for one in blocks) and not blocks[1].reaches(24)
+    assert not cache[linear.start].reaches(39)
+    assert all(one.trim(5) == 5 and one.offset == 35 for one in blocks)
     logits(model, tokens, (35,), fresh)
-    for got, wanted in zip(blocks.stored(), fresh[2].stored(), strict=True):
-        np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-5)
+    for i in own:
+        for got, wanted in zip(cache[i].stored(), fresh[i].stored(), strict=True):
+            np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-5)
 
 
 def test_a_cache_takes_the_memory_that_it_states(family):

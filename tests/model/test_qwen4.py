@@ -58,9 +58,9 @@ def test_rows_are_asked_for_before_the_first_layer(model, monkeypatch):
     """The rows of all tokens of a prompt are requested once, and those of a single token at once."""
     asked, right = [], tables.Tables.begin
 
-    def begin(self, tokens, caches):
-        asked.append((tokens.shape, caches[0].offset, caches[1].offset))
-        return right(self, tokens, caches)
+    def begin(self, tokens, layers):
+        asked.append((tokens.shape, layers[0][0].offset, layers[1][0].offset))
+        return right(self, tokens, layers)
 
     monkeypatch.setattr(tables.Tables, "begin", begin)
     assert error(model, (60, 1, 1, 2)) < TOLERANCE

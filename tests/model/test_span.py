@@ -178,7 +178,7 @@ def test_an_interruption_between_two_layers_is_undone(monkeypatch):
         start(*arrays)
         if len(calls) == 2 and len(arrays) == 1:
             monkeypatch.setattr(backend, "start", start)
-            monkeypatch.setattr(Span, "undo", lambda self, i, cache: None)
+            monkeypatch.setattr(Span, "undo", lambda self, caches: None)
             raise Stop
 
     monkeypatch.setattr(backend, "start", interrupted)
@@ -252,8 +252,8 @@ def test_blocks_end_where_a_state_must_be_kept():
     span = Span(mx.zeros((1, 20), mx.uint32), 0, 8, [3, 16, 18])
     recurrent, attention = cache[0], cache[-1]
     assert not recurrent.is_trimmable() and attention.is_trimmable()
-    assert list(span.blocks(recurrent)) == [(0, 3), (3, 8), (8, 16), (16, 18), (18, 20)]
-    assert list(span.blocks(attention)) == [(0, 8), (8, 16), (16, 20)]
+    assert list(span.blocks([recurrent])) == [(0, 3), (3, 8), (8, 16), (16, 18), (18, 20)]
+    assert list(span.blocks([attention])) == [(0, 8), (8, 16), (16, 20)]
 
 
 @pytest.mark.parametrize("name, options", [("span", {"span": 0}), ("prefill_step_size", {"block": -1})])

@@ -19,7 +19,7 @@ from moeflux_mlx.mixers.delta import op as delta
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent import op as latent
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model import compiled
 from moeflux_mlx.model.compiled import DecodeStep
 from moeflux_mlx.model.step import SequenceRows
@@ -210,7 +210,7 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch):
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
     made = []
     one = DecodeStep(lambda tokens, caches, *more: made.append(caches[0].keys.shape[2]) or [tokens])
-    layers = {length: make_cache(GroupedQuery(1, 1, 8, None)) for length in (10, 300, 600)}
+    layers = {length: make_caches(GroupedQuery(1, 1, 8, None))[0] for length in (10, 300, 600)}
     for length, layer in layers.items():
         layer.append(*(mx.zeros((1, 1, length, 8)) for _ in range(2)))
     for length in (10, 300, 10, 600, 10, 600, 300, 10):
@@ -231,7 +231,7 @@ def test_every_order_of_sequences_has_the_same_graph():
         caches[0].each([tokens], absorbed)
         return [tokens + other]
 
-    step, layers = DecodeStep(run), {length: make_cache(GroupedQuery(1, 1, 8, None)) for length in (10, 300, 600)}
+    step, layers = DecodeStep(run), {length: make_caches(GroupedQuery(1, 1, 8, None))[0] for length in (10, 300, 600)}
     for length, layer in layers.items():
         layer.append(*(mx.zeros((1, 1, length, 8)) for _ in range(2)))
     for turn, order in enumerate(itertools.permutations(layers)):
@@ -246,7 +246,7 @@ def test_every_order_of_sequences_has_the_same_graph():
 def test_the_graphs_of_a_text_with_drafts_are_kept_together():
     """The rows of one sequence are at every place among the entries of 4 and of 16 positions."""
     mixers = tiny_model("deepseek_v4", mx.float32).args.mixer_counts
-    caches, ways = [make_cache(mixer) for mixer in mixers], set()
+    caches, ways = [cache for mixer in mixers for cache in make_caches(mixer)], set()
     for place in range(100):
         for cache in caches:
             cache.offset = place

@@ -15,7 +15,7 @@ from moeflux_mlx.kinds import Activation, Experts, QueryGrowth, QueryScale, Rota
 from moeflux_mlx.layers import MLP, Linear, RMSNorm, Stack
 from moeflux_mlx.mixers.grouped.module import Attention
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
 from moeflux_mlx.ops import native
@@ -160,9 +160,9 @@ def test_attention_with_each_switch(case, array):
 
 
 def check_attention(part, array):
-    layer, norm, cache = filled(Attention(part, HIDDEN, EPS)), RMSNorm(HIDDEN, EPS), make_cache(part)
+    layer, norm, caches = filled(Attention(part, HIDDEN, EPS)), RMSNorm(HIDDEN, EPS), make_caches(part)
     x = np.random.default_rng(1).normal(size=(1, CUTS[-1], HIDDEN)).astype(np.float32)
-    parts = [layer(array(x[:, start:end]), norm, cache) for start, end in pairwise(CUTS)]
+    parts = [layer(array(x[:, start:end]), norm, caches) for start, end in pairwise(CUTS)]
     got, want = np.concatenate([wide(one) for one in parts], axis=1)[0], wanted(layer, part, norm, wide(x[0]))
     assert np.abs(got - want).max() < 2e-5 * np.abs(want).max()
 

@@ -12,7 +12,7 @@ from moeflux_mlx.kinds import QueryGrowth, Rotation, Yarn
 from moeflux_mlx.layers import RMSNorm
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.ops import backend, kv_rows
 from moeflux_mlx.ops.rope import Rope
 from moeflux_mlx.ops.rows import StepRows
@@ -66,7 +66,7 @@ class Layer:
         self.tokens, self.positions = [], []
 
     def cache(self):
-        return make_cache(self.part)
+        return make_caches(self.part)[0]
 
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)

@@ -17,7 +17,7 @@ from moeflux_mlx.mixers.delta.spec import ChannelDecay, Delta
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.latent import op as latent
 from moeflux_mlx.mixers.latent.op import HeadMatrices
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.ops import backend, experts, native
 from moeflux_mlx.ops import route as router
@@ -231,7 +231,7 @@ def test_the_delta_rule_holds_what_is_planned(decay, key_heads):
     def peak():
         tracemalloc.start()
         parts = [np.ones((1, L, width), np.float32) for width in widths]
-        delta.delta(*parts, make_cache(sizes), weights, sizes)
+        delta.delta(*parts, make_caches(sizes)[0], weights, sizes)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return most

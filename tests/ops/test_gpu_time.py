@@ -13,7 +13,6 @@ from grids import drawn
 from tiny_models import tiny_directory
 
 from moeflux_mlx.caches.entries import EntriesCache
-from moeflux_mlx.caches.joined import JoinedCache
 from moeflux_mlx.engine.budget import plan_memory
 from moeflux_mlx.engine.demand import Demand
 from moeflux_mlx.engine.engine import load_model
@@ -21,7 +20,7 @@ from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.experts.waves import wave_size, waves_of
 from moeflux_mlx.formats.record import ExpertLayout
 from moeflux_mlx.kinds import streams_before
-from moeflux_mlx.mixers.registry import USUAL, make_cache
+from moeflux_mlx.mixers.registry import USUAL, make_caches
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.layer import DecoderLayer
 from moeflux_mlx.model.span import PromptSizes, Span
@@ -115,8 +114,8 @@ def fill(cache, positions):
 
 def last_block(args, layer, positions, block):
     """Runs a layer over the last block of a prompt of this length, without its routed experts."""
-    made, cache = DecoderLayer(args, layer, None, USUAL), make_cache(args.mixers[layer])
-    for one in (cache.own, cache.beside) if isinstance(cache, JoinedCache) else (cache,):
+    made, caches = DecoderLayer(args, layer, None, USUAL), make_caches(args.mixers[layer])
+    for one in caches:
         fill(one, positions)
         one.offset = positions - block
     made.set_dtype(mx.bfloat16)
@@ -127,7 +126,7 @@ def last_block(args, layer, positions, block):
     if not mixer.has_own_choice:
         late = block - mixer.seeing_all(positions - block, block)
         span.chosen = defaultdict(lambda: Chosen(mx.zeros((1, late, mixer.handed_on), mx.int32)))
-    backend.start(made.pass_span(x, cache, span, lambda share: None))  # as between two layers
+    backend.start(made.pass_span(x, caches, span, lambda share: None))  # as between two layers
 
 
 @pytest.mark.parametrize("name, chip", drawn(variants(), CHIPS))

@@ -14,7 +14,7 @@ from moeflux_mlx.mixers.grouped.blocks_op import choose_by_head
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
 from moeflux_mlx.mixers.latent.module import LayerNorm
 from moeflux_mlx.mixers.latent.spec import Latent
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.ops import backend, index
 from moeflux_mlx.ops.launch import Launch
 from moeflux_mlx.ops.rope import Rope
@@ -36,7 +36,7 @@ class Layer:
         self.indexer, norm = Indexer(heads, width, top, rotation.interleaved), LayerNorm(width, 0.1)
         norm.weight, norm.bias = self.normal(width), self.normal(width)
         self.terms = index.IndexTerms(norm, Rope(rotation), 0.3)
-        self.cache = make_cache(Latent(1, 8, 8, 8, 8, rotation, indexer=self.indexer)).beside
+        self.cache = make_caches(Latent(1, 8, 8, 8, 8, rotation, indexer=self.indexer))[1]
 
     def normal(self, *shape):
         return mx.array(self.rng.normal(size=shape).astype(np.float32)).astype(self.dtype)
@@ -118,7 +118,7 @@ def check_blocks_by_head(before=70, heads=26, width=40, ratio=8, chosen=3):
     """
     rng, blocks = np.random.default_rng(before), HeadBlocks(ratio, Indexer(heads, width, chosen + 1))
     terms = index.IndexTerms(norm_of(width, rng), Rope(ROTATION), query_norm=norm_of(width, rng))
-    cache = make_cache(GroupedQuery(heads, heads, 32, ROTATION, blocks=blocks)).beside
+    cache = make_caches(GroupedQuery(heads, heads, 32, ROTATION, blocks=blocks))[1]
     keys, *rows = (mx.array(rng.normal(size=(1, n, width)).astype(np.float32)) for n in (before - 1, 1, 1))
     index.append_keys(cache, terms.keys(keys, 0))
     for row in rows:

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.cache import KVCache, QuantizedKVCache
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.mixers.registry import make_cache
+from moeflux_mlx.mixers.registry import make_caches
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import kv_rows, native
 
@@ -79,7 +79,7 @@ class Text(RuleBasedStateMachine):
     @initialize(windowed=st.booleans())
     def begin(self, windowed):
         self.part = WINDOW if windowed else PART
-        self.cache, self.length = make_cache(self.part), 0
+        self.cache, self.length = make_caches(self.part)[0], 0
 
     @rule(count=st.integers(2, 60))
     def absorb(self, count):
@@ -108,13 +108,13 @@ class Text(RuleBasedStateMachine):
     @precondition(lambda self: not self.part.window)
     @rule(share=st.floats(0, 1))
     def part_from_it(self, share):
-        other, self.length = make_cache(self.part), int(share * self.length)
+        other, self.length = make_caches(self.part)[0], int(share * self.length)
         other.take_from(self.cache, self.length, None)
         self.cache = other
 
     @rule()
     def save_and_restore(self):
-        shapes, other = self.cache.stored_shapes(self.length), make_cache(self.part)
+        shapes, other = self.cache.stored_shapes(self.length), make_caches(self.part)[0]
         arrays = [
             np.zeros(shape, np.uint8) if array is None else np.array(array)
             for array, shape in zip(self.cache.stored(), shapes, strict=True)
@@ -155,15 +155,15 @@ def test_after_any_operations_rows_are_those_of_their_positions():
 @pytest.mark.parametrize("part", [PART, WINDOW])
 def test_whole_in_blocks_and_one_by_one_give_the_same_bits(part):
     """The native kernel sums a row alone as it does among others."""
-    whole = feed(make_cache(part), 90)
+    whole = feed(make_caches(part)[0], 90)
     for lengths in ([40, 30, 20], [1] * 90, [31, *[1] * 40, 19]):
-        cache = make_cache(part)
+        (cache,) = make_caches(part)
         assert np.array_equal(np.concatenate([feed(cache, length) for length in lengths]), whole)
 
 
 def test_it_attends_to_rounded_rows_alone():
     """Every row is rounded, also the token's own: the results equal those of a cache with the decoded values."""
-    rounded, plain = make_cache(PART), make_cache(replace(PART, kv_bits=None))
+    (rounded,), (plain,) = make_caches(PART), make_caches(replace(PART, kv_bits=None))
     got, widths = feed(rounded, 50), (WIDTH, VALUE_WIDTH)
     k, v = (kv_rows.decode(mx.array(rows), width, mx.float32) for rows, width in zip(BYTES, widths, strict=True))
     q, k, v = mx.array(QUERIES[:, :50]), k[:, :, :50].transpose(0, 2, 1, 3), v[:, :, :50].transpose(0, 2, 1, 3)

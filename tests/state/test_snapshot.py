@@ -113,6 +113,16 @@ def test_bytes_made_from_the_description_load(family, version):
     assert save_state(model, cache) == described(model.args, 5)[0]
 
 
+def test_the_key_of_an_indexer_is_behind_the_rotated_key_of_its_position():
+    model = tiny_model("deepseek_v32", mx.float32)
+    cache = after(model, 5)
+    latents, rotated, keys = (np.array(a[0, 0, :5]) for a in (*cache[0].state[:2], cache[1].state[0]))
+    wanted = np.concatenate([latents.ravel(), np.concatenate([rotated, keys], axis=-1).ravel()])
+    header, length = 3 * 4, 4
+    got = np.frombuffer(save_state(model, cache), "<f4", len(wanted), header + length)
+    np.testing.assert_array_equal(got, wanted)
+
+
 def check_exact(model, cache):
     """Saves, decodes, restores and decodes: the bits must be the same, in the same caches and in new ones."""
     data = save_state(model, cache)

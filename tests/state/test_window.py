@@ -15,7 +15,7 @@ from moeflux_mlx.engine.budget import state_bytes
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.grouped import op as attend
 from moeflux_mlx.mixers.grouped.spec import GroupedQuery
-from moeflux_mlx.mixers.registry import make_cache, untrimmable_bytes
+from moeflux_mlx.mixers.registry import make_caches, untrimmable_bytes
 from moeflux_mlx.model.step import MAX_OF_SEQUENCE
 from moeflux_mlx.ops import backend, causal_parts
 from moeflux_mlx.spec import ModelArgs
@@ -27,7 +27,7 @@ TEXT = mx.random.normal((3, HEADS, 300, WIDTH), key=mx.random.key(0))  # a query
 
 
 def window_cache(window=5, chunked=False):
-    return make_cache(GroupedQuery(HEADS, HEADS, WIDTH, None, window=window, chunked=chunked))
+    return make_caches(GroupedQuery(HEADS, HEADS, WIDTH, None, window=window, chunked=chunked))[0]
 
 
 def feed(cache, count):

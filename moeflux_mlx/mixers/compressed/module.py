@@ -7,10 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ...caches.entries import EntriesCache
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Rotation
-from ...layers import Linear, RMSNorm, Stack, normed_with_weights
+from ...layers import Caches, Linear, RMSNorm, Stack, normed_with_weights
 from ...ops import backend
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import float32, softmax, split
@@ -136,8 +135,9 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache, *more: Any) -> Any:
+    def mixed(self, x: Any, norm: RMSNorm, caches: Caches, *more: Any) -> Any:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
+        cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
         joined, (latent, *parts) = self._inputs(x, norm)
@@ -211,8 +211,9 @@ class SharingAttention(CompressedAttention):
         pool = self.get("compressor", {})
         self._inputs = Stack(self.wq_a, self.wkv, *(pool[name] for name in ("wkv", "wgate") if name in pool))
 
-    def mixed(self, x: Any, norm: RMSNorm, cache: EntriesCache, *more: Any) -> Any:
+    def mixed(self, x: Any, norm: RMSNorm, caches: Caches, *more: Any) -> Any:
         """As `CompressedAttention.mixed`; `more`: what earlier layers hand on."""
+        cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         chosen: Chosen = (more and more[0]) or Chosen()
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)

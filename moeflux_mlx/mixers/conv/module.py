@@ -5,10 +5,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ...layers import Convolution, Linear, MixerModule, RMSNorm
+from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm
 from ...ops.backend import Array
-from ...ops.recurrent_state import RecurrentState
-from ...ops.rows import StepRows
 from .op import short_conv
 from .spec import ShortConv
 
@@ -36,8 +34,8 @@ class GatedConvolution(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]
 
-    def mix(self, parts: Sequence[Array], cache: RecurrentState | StepRows, *more: Any) -> Array:
-        return short_conv(parts[0], cache, self.conv.weight, self.mixer)
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+        return short_conv(parts[0], caches[0], self.conv.weight, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.out_proj(out, residual=x)

@@ -7,12 +7,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...layers import Convolution, Linear, MixerModule, RMSNorm, Stack, packed
+from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm, Stack, packed
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import split
 from ...ops.linear import grouped_linear
-from ...ops.recurrent_state import RecurrentState
-from ...ops.rows import StepRows
 from .op import DeltaWeights, delta
 from .spec import Delta
 
@@ -47,11 +45,11 @@ class GatedDeltaNet(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
-    def mix(self, parts: Sequence[Array], cache: RecurrentState | StepRows, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
         joined, (qkv, z, b, a) = self._inputs.parted(parts)
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps
         weights = DeltaWeights(*parameters, self._weights)
-        return delta(qkv, z, b, a, cache, weights, self.mixer, joined)
+        return delta(qkv, z, b, a, caches[0], weights, self.mixer, joined)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.out_proj(out, residual=x)
@@ -105,11 +103,11 @@ class KimiDelta(MixerModule):
         a, z = split(grouped_linear(joined[..., -2 * low.shape[-1] :], raised, 2), widths[0])
         return [qkv, z, b, a]
 
-    def mix(self, parts: Sequence[Array], cache: RecurrentState | StepRows, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
         parameters = self._taps, self.A_log, self.dt_bias, self.o_norm.weight, self.o_norm.eps
         weights = DeltaWeights(*parameters, self._weights)
         qkv, z, b, a = parts
-        return delta(qkv, z, b, a, cache, weights, self.mixer)
+        return delta(qkv, z, b, a, caches[0], weights, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.o_proj(out, residual=x)

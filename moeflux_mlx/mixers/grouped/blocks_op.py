@@ -7,6 +7,7 @@ the last whole block, or of the token's own block; the kernels for one token rea
 processed a few at a time.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -52,7 +53,7 @@ def attend_blocks(
     q: Array,
     k: Array,
     v: Array,
-    cache: Any,
+    caches: Sequence[Any],
     made: Projections,
     blocks: Blocks,
     terms: Terms,
@@ -62,25 +63,24 @@ def attend_blocks(
 
     Args:
         q, k, v: as in `attend`, q perhaps with a gate behind each query.
-        cache: of one text or a batch of them: its `own` of all positions; of `HeadBlocks`, `beside` it one of the index
-            keys.
+        caches: of one text or a batch of them: of all positions; of `HeadBlocks`, also of the index keys.
         made: of these tokens; its keys are those of all blocks that are whole after the last token, or of `HeadBlocks`
             those of the tokens, which are appended.
         joined: as in `attend`.
     """
-    (B, L, _, D), own, parts = k.shape, cache.own, []
+    (B, L, _, D), own, parts = k.shape, caches[0], []
     whole, by_head = own.whole(L), isinstance(blocks, HeadBlocks)
     if _takes_step(q, B * L == 1 and not isinstance(own.position, np.ndarray), D, v.shape[-1], blocks):
         made = made if whole < L else made._replace(queries=None)
         if isinstance(blocks, HeadBlocks):
-            chosen = choose_step(made, cache.beside, blocks)
+            chosen = choose_step(made, caches[1], blocks)
         else:
             chosen = None if whole else choose_blocks_step(made, TokenPlace(own.held(k.dtype).positions), blocks)
         seen = None if chosen is None else SeenBlocks(chosen, blocks.ratio, by_head)
         return attend(q, k, v, own, **terms._asdict(), joined=joined, seen=seen)
     first, position, library = own.offset, own.position, library_of(q)
     if by_head:
-        made = made._replace(keys=append_keys(cache.beside, made.terms.keys(made.keys, position)))
+        made = made._replace(keys=append_keys(caches[1], made.terms.keys(made.keys, position)))
     if whole:
         some = q[:, :whole], k[:, :whole], v[:, :whole]
         parts.append(attend(*some, own, **terms._asdict()))

@@ -13,7 +13,6 @@ import numpy as np
 
 from ...caches.entries import EntriesCache
 from ...caches.growing import Stepping
-from ...caches.joined import JoinedCache
 from ...caches.keys import KeyCache
 from ...caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
 from ...caches.ring import Ring
@@ -29,13 +28,17 @@ from .spec import GroupedQuery
 CODES = mx.uint8
 
 
-def make_cache(mixer: GroupedQuery) -> LayerCache:
-    """An empty cache for a layer with this mixer."""
+def make_caches(mixer: GroupedQuery) -> tuple[LayerCache, ...]:
+    """The empty caches of a layer with this mixer: keys and values; and if it attends to blocks, the keys by which they
+    are chosen.
+    """
     if mixer.blocks is not None:
-        return KVBlocksCache(mixer)
+        return KVCache(mixer), (
+            HeadKeyCache(mixer) if isinstance(mixer.blocks, HeadBlocks) else EntriesCache(mixer.blocks)
+        )
     if mixer.kv_bits == 8:
-        return QuantizedKVCache(mixer) if mixer.window is None else QuantizedWindowCache(mixer)
-    return KVCache(mixer) if mixer.window is None else WindowCache(mixer)
+        return (QuantizedKVCache(mixer) if mixer.window is None else QuantizedWindowCache(mixer),)
+    return (KVCache(mixer) if mixer.window is None else WindowCache(mixer),)
 
 
 def _takes_steps(part: GroupedQuery) -> bool:
@@ -88,15 +91,6 @@ class HeadKeyCache(KeyCache[GroupedQuery]):
 
     def takes_steps(self) -> bool:
         return _takes_steps(self.part)
-
-
-class KVBlocksCache(JoinedCache):
-    """Keys and values of all positions, and the keys of their blocks, or those by which blocks are chosen."""
-
-    def __init__(self, part: GroupedQuery):
-        blocks = part.blocks
-        beside: LayerCache = HeadKeyCache(part) if isinstance(blocks, HeadBlocks) else EntriesCache(blocks)
-        super().__init__(part, KVCache(part), beside)
 
 
 class _FixedRows(FixedCache):

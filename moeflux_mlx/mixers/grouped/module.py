@@ -10,14 +10,14 @@ import mlx.nn as nn
 
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation
-from ...layers import Linear, MixerModule, RMSNorm, Stack, packed
+from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, packed
 from ...ops.backend import AnyArray, Array
 from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, takes_step
 from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
-from ...ops.rows import StepRows
+from ...ops.rows import StepRows, each_alone
 from .blocks_op import Terms, attend_blocks, block_keys
 from .op import attend
 from .spec import GroupedQuery
@@ -43,12 +43,12 @@ class BlockIndexer(nn.Module):
         return [self.index_qk_proj]
 
     def __call__(self, outputs: Sequence[Array], cache: Any) -> Projections:
-        """For `attend_blocks`, of what `layers` made of tokens; `cache.beside` absorbs their keys."""
+        """For `attend_blocks`, of what `layers` made of tokens, whose keys `cache` absorbs."""
         queries, keys = split(outputs[0], self.blocks.indexer.heads * self.blocks.indexer.dim)
         kernels, width = PLAIN, keys.shape[-1]
         if isinstance(keys, mx.array) and keys.shape[:2] == (1, 1) and takes_step(self.blocks):
             kernels = OnKernels(pool=Pool(width, self.blocks.ratio, norm=self.k_layernorm, rope=self.block_rope).entry)
-        _, _, of_blocks = cache.beside.absorb(keys, self._keys, kernels)
+        _, _, of_blocks = cache.absorb(keys, self._keys, kernels)
         terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
         return Projections(queries, of_blocks, None, terms)
 
@@ -145,9 +145,9 @@ class Attention(MixerModule):
         apart = parts[len(parts) - len(self._apart) :]
         return joined, dict(zip(self._names, [*outputs, *apart], strict=True))
 
-    def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        if self.mixer.blocks is not None and isinstance(cache, StepRows):
-            return cache.each(parts, lambda row, *own: self.mix(own, row.cache))
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+        if self.mixer.blocks is not None and isinstance(caches[0], StepRows):
+            return each_alone(caches, parts, lambda _, own, *row: self.mix(row, own))
         B, L, _ = parts[0].shape
         joined, outputs = self._named(parts)
         q, k, v = (outputs[name] for name in ("q", "k", "k" if self.mixer.value_is_key else "v"))
@@ -160,11 +160,11 @@ class Attention(MixerModule):
         joined = joined if isinstance(joined, mx.array) and self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
-            made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], cache)
+            made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], caches[1])
             terms = Terms(norms[0], norms[1], self.rope, scale, self._weights)
-            return attend_blocks(q, k, v, cache, made, mixer.blocks, terms, None if mixer.value_norm else joined)
+            return attend_blocks(q, k, v, caches, made, mixer.blocks, terms, None if mixer.value_norm else joined)
         return attend(
-            *(q, k, v, cache),
+            *(q, k, v, caches[0]),
             q_norm=norms[0],
             k_norm=norms[1],
             rope=self.rope,

@@ -6,6 +6,7 @@ kernels for one token read them where they are. The projections of keys and valu
 so nothing else is read. Many tokens are processed a few at a time.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -44,7 +45,7 @@ from .op import (
 def attend_indexed(
     q: Array,
     kv: Array,
-    cache: Any,
+    caches: Sequence[Any],
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -60,7 +61,7 @@ def attend_indexed(
     """`attend_latent` over the positions that an indexer chooses, or without `made`, over those in `chosen`.
 
     Args:
-        cache: a cache of latents and rotated keys; with `made`, its `own`, and `beside` it one of the indexer's keys.
+        caches: one of latents and rotated keys, and with `made` one of the indexer's keys.
         made: what the indexer's matrices make of these tokens; the keys are appended, and the choice is stored in
             `chosen`.
         indexer: how many positions are chosen.
@@ -68,11 +69,11 @@ def attend_indexed(
     Returns:
         [B, L, heads * v]
     """
-    (B, L), own = q.shape[:2], cache if made is None else cache.own
+    (B, L), own = q.shape[:2], caches[0]
     whole, rotated = own.whole(L), rope.dims if rope else 0
     if _takes_step(q, B * L == 1, kv.shape[-1] - rotated, rotated, indexer):
         if made is not None:
-            chosen.positions = choose_step(made, cache.beside, indexer)
+            chosen.positions = choose_step(made, caches[1], indexer)
         seen = None if whole else SeenBlocks(chosen.positions)
         around: Any = {"norm": norm, "rope": rope, "scale": scale, "sinks": sinks}
         return attend_latent(q, kv, own, queries, key, value, seen=seen, **around)
@@ -80,7 +81,7 @@ def attend_indexed(
     parts = parts_of(queries.scaled(queries(q), position), kv, norm, rope, position)
     latents, keys, mask = _append(own, *parts[2:])
     if made is not None:
-        index_keys = append_keys(cache.beside, made.terms.keys(made.keys, position))
+        index_keys = append_keys(caches[1], made.terms.keys(made.keys, position))
         chosen.positions = None
         if made.queries is not None:
             index_queries = made.terms.queries(made.queries, indexer.heads, position)[:, whole:]

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from ...caches.entries import EntriesCache
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Indexer, KeyBlocks
-from ...layers import LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
+from ...layers import Caches, LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
 from ...ops.backend import AnyArray, Array, library_of
 from ...ops.elementwise import float32, gated, split
@@ -20,10 +20,9 @@ from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
 from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import ConstantNorm, Norm
 from ...ops.observe import observe
-from ...ops.positions import Steps
 from ...ops.query_scale import grown_queries
 from ...ops.rope import Rope, mscale
-from ...ops.rows import StepRows
+from ...ops.rows import StepRows, each_alone
 from ...ops.seen import Chosen
 from .chosen_op import attend_indexed, attend_pools
 from .op import HeadMatrices, Queries, Up, attend_latent
@@ -104,11 +103,11 @@ class MLA(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
-    def mix(self, parts: Sequence[Array], cache: Steps | StepRows, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
         around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
-        return attend_latent(q, kv, cache, self._queries(), self._key(), self._value(), **around)
+        return attend_latent(q, kv, caches[0], self._queries(), self._key(), self._value(), **around)
 
     def _queries(self) -> Queries:
         up = Up(self.q_b_proj, self.q_a_layernorm) if "q_b_proj" in self else None
@@ -254,21 +253,21 @@ class IndexedMLA(MLA):
     def _outputs(self, parts: Sequence[Array]) -> list[Array]:
         return super()._outputs(parts if self.rule.reuses else parts[1 + self.rule.from_input :])
 
-    def mix(self, parts: Sequence[Array], cache: Any, *more: Chosen | None) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         """As `MLA.mix`; `more`: what the last layer with an indexer chose for these tokens."""
         chosen = (more and more[0]) or Chosen()
-        if isinstance(cache, StepRows):
-            return cache.each(parts, lambda row, *own: self._mix(own, row.cache, chosen.of_row(row.first)))
-        return self._mix(parts, cache, chosen)
+        if isinstance(caches[0], StepRows):
+            return each_alone(caches, parts, lambda i, own, *row: self._mix(row, own, chosen.of_row(i)))
+        return self._mix(parts, caches, chosen)
 
-    def _mix(self, parts: Sequence[Array], cache: Any, chosen: Chosen) -> Array:
+    def _mix(self, parts: Sequence[Array], caches: Caches, chosen: Chosen) -> Array:
         q, *others = cast(list[Any], self._outputs(parts))
-        own = cache if self.rule.reuses else cache.own
+        own = caches[0]
         kv = self._latents(others, chosen)
         made = None if self.rule.reuses else self._scored(q, others[-1], parts, own)
         self._show(kv)
         return attend_indexed(
-            *(q if not self.mixer.grows else self.softmax_scaling(q, own.position), kv, cache),
+            *(q if not self.mixer.grows else self.softmax_scaling(q, own.position), kv, caches),
             *(self._queries(), self._key(), self._value()),
             made=made,
             indexer=self.rule,
@@ -361,16 +360,17 @@ class PooledMLA(MLA):
         more: list[Any] = [] if self._floats.stacked else [wgate(float32(made[0]))]
         return [*made[1:], *more, *self._inputs.outputs(made[0])]
 
-    def mix(self, parts: Sequence[Array], cache: Any, *more: Any) -> Array:
-        if isinstance(cache, StepRows):
-            return cache.each(parts, lambda row, *own: self.mix(own, row.cache))
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+        if isinstance(caches[0], StepRows):
+            return each_alone(caches, parts, lambda _, own, *row: self.mix(row, own))
+        own, of_blocks = caches
         _, floats = self._floats.parted(parts)
         _, (q, kv, keys) = self._inputs.parted(parts[1 if self._floats.stacked else 2 :])
-        latent = None if cache.own.whole(q.shape[1]) == q.shape[1] else q
+        latent = None if own.whole(q.shape[1]) == q.shape[1] else q
         self._show(kv)
         return attend_pools(
-            *(q, kv, cache.own, self._queries(), self._key(), self._value()),
-            made=self.indexer(latent, self.q_a_layernorm, keys, floats, cache.beside),
+            *(q, kv, own, self._queries(), self._key(), self._value()),
+            made=self.indexer(latent, self.q_a_layernorm, keys, floats, of_blocks),
             blocks=self.blocks,
             norm=self._latent_norm,
             rope=self.rope,

@@ -4,6 +4,6 @@ from ...caches.recurrent import RecurrentCache
 from .spec import Mamba2
 
 
-def make_cache(mixer: Mamba2) -> RecurrentCache:
-    """An empty cache for a layer with this mixer."""
-    return RecurrentCache(mixer)
+def make_caches(mixer: Mamba2) -> tuple[RecurrentCache]:
+    """The empty cache of a layer with this mixer."""
+    return (RecurrentCache(mixer),)

@@ -6,10 +6,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...layers import Convolution, Linear, MixerModule, RMSNorm, packed
+from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm, packed
 from ...ops.backend import Array
-from ...ops.recurrent_state import RecurrentState
-from ...ops.rows import StepRows
 from .op import MambaWeights, mamba
 from .spec import Mamba2
 
@@ -46,8 +44,8 @@ class Mamba(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]
 
-    def mix(self, parts: Sequence[Array], cache: RecurrentState | StepRows, *more: Any) -> Array:
-        return mamba(parts[0], cache, self._weights, self.mixer)
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+        return mamba(parts[0], caches[0], self._weights, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:
         return self.out_proj(out, residual=x)
