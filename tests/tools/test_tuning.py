@@ -203,7 +203,7 @@ def test_every_kernel_with_a_tile_is_met_and_gives_the_same_with_another(host, m
 
 
 def test_products_on_matrix_units_are_tried_in_place_of_dequantising(host, monkeypatch):
-    monkeypatch.setattr(expert_rows, "_refusal", lambda *_: None)
+    monkeypatch.setattr(expert_rows, "refusal_on", lambda *_: None)
     found = dict(tiny_samples())
     assert not {"expert_dequantize", "prompt_experts"} & {sample.kernel for sample in found.values()}
     spots = [spot for spot, sample in found.items() if sample.kernel == "expert_rows"]
