@@ -1,5 +1,7 @@
 """The cache of n-grams."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -17,8 +19,9 @@ class NGramCache(RecurrentCache):
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
         return (self.part.remembered, self.part.channels), (self.part.longest - 1,)
 
-    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
-        """The state that `stored` was taken of, inputs in `dtype`."""
+    def restored(self, *stored: Any) -> State:
+        """The state that `stored` was taken of: the arrays, the length, and the dtype of inputs."""
+        first, second, length, dtype = stored
         if not length:
             return None, None, 0
         return mx.array(first)[None].astype(dtype), mx.array(second.astype(np.int32))[None], length

@@ -1,86 +1,117 @@
 """The cache of a recurrent mixer: a state that has absorbed every token and cannot be cut."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
-import numpy as np
 
 from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
-from .traced import FixedState
 
 
-class RecurrentCache(LayerCache[Any]):
-    """`conv`, the last raw inputs of a convolution [B, *conv_shape], and `recurrent`, float32 [B, *state_shape]; `part`
-    says both shapes.
+class Absorbed:
+    """What operations see of such a state: `arrays` [B, ...], None before the first token; and the tokens' number."""
+
+    arrays: list[Any]
+    offset = 0
+
+    @property
+    def conv(self) -> Any:
+        """The last raw inputs of a convolution."""
+        return self.arrays[0]
+
+    @property
+    def recurrent(self) -> Any:
+        """The second array."""
+        return self.arrays[1]
+
+    def absorb(self, arrays: Sequence[mx.array], tokens: int) -> None:
+        """Takes the arrays as they are after `tokens` more tokens."""
+        self.arrays = list(arrays)
+        self.offset += tokens
+
+
+class FixedState(Absorbed):
+    """The traced stand-in of a cache with two arrays; what is computed of them depends on no position."""
+
+    num_inputs: ClassVar[int] = 2
+    num_later: ClassVar[int] = 0
+    num_outputs: ClassVar[int] = 2
+
+    def __init__(self, *given: Any):
+        self.arrays = list(given[: self.num_inputs])
+
+    def go_on(self, *_: object) -> None:
+        """No position matters."""
+
+
+class RecurrentCache(Absorbed, LayerCache[Any]):
+    """Arrays [B, *shape], whose shapes `part` says: `conv` [B, *conv_shape], the last raw inputs of a convolution, and
+    `recurrent`, float32 [B, *state_shape].
     """
 
     counts = False
+    stand_in: ClassVar[Any] = FixedState
 
     def __init__(self, part: Any):
         super().__init__(part)
-        self.conv: mx.array | None = None
-        self.recurrent: mx.array | None = None
-        self.offset = 0
+        self.arrays = self._none()
+
+    def _none(self) -> list[None]:
+        return [None] * len(self.stored_shapes(0))
 
     def bytes_for(self, positions: int, itemsize: int) -> int:
         """Bytes of one text of any length; only the convolution's state has entries of `itemsize` bytes."""
-        conv, recurrent = (math.prod(shape) for shape in self.stored_shapes(positions))
-        return conv * itemsize + recurrent * FLOAT_BYTES
+        conv, *others = (math.prod(shape) for shape in self.stored_shapes(positions))
+        return conv * itemsize + sum(others) * FLOAT_BYTES
 
     def step_bytes(self, positions: int, itemsize: int) -> int:
         """Bytes that the next token reads, and writes back."""
         return 2 * self.bytes_for(positions, itemsize)
 
-    def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
-        """The shapes of the two float32 arrays that a snapshot holds."""
+    def stored_shapes(self, length: int) -> tuple[Shape, ...]:
+        """The shapes of the float32 arrays that a snapshot holds."""
         return self.part.conv_shape, self.part.state_shape
 
     def stored(self) -> Arrays:
         """The arrays of a single text in a snapshot; None stands for zeros."""
-        first, second = (None if array is None else array[0] for array in (self.conv, self.recurrent))
-        return first, second
+        return tuple(None if array is None else array[0] for array in self.arrays)
 
-    def restored(self, first: np.ndarray, second: np.ndarray, length: int, dtype: mx.Dtype) -> State:
-        """The state that `stored` was taken of, its convolution's part in `dtype`."""
-        return mx.array(first)[None].astype(dtype), mx.array(second)[None], length
+    def restored(self, *stored: Any) -> State:
+        """The state that `stored` was taken of: the arrays, the length, and the dtype of the convolution's part."""
+        conv, *others, length, dtype = stored
+        return mx.array(conv)[None].astype(dtype), *(mx.array(array)[None] for array in others), length
 
     @property
     def state(self) -> State:
-        return self.conv, self.recurrent, self.offset
+        return *self.arrays, self.offset
 
     @state.setter
     def state(self, value: State) -> None:
-        self.conv, self.recurrent, self.offset = value
+        *self.arrays, self.offset = value
         self.last_step, self.shifts = None, ()
 
-    def absorb(self, conv: mx.array, recurrent: mx.array, tokens: int) -> None:
-        """Takes both arrays as they are after `tokens` more tokens."""
-        self.conv, self.recurrent = conv, recurrent
-        self.offset += tokens
-
     def way_back(self) -> Arrays:
-        return self.conv, self.recurrent
+        return tuple(self.arrays)
 
     def row_bytes(self, itemsize: int) -> int:
         """Bytes of the way back to a row of the last step: a whole state."""
         return self.bytes_for(1, itemsize)
 
     def empty(self) -> bool:
-        return self.recurrent is None
+        return self.conv is None
 
-    def traced(self, n: int) -> type[FixedState]:
+    def traced(self, n: int) -> Any:
         """A function that makes the traced stand-in for the next n tokens."""
-        return FixedState
+        return self.stand_in
 
-    def step_arrays(self, n: int = 1) -> list[mx.array | None]:
+    def step_arrays(self, n: int = 1) -> list[mx.array]:
         """The arrays of the traced stand-in for the next n tokens."""
-        return [self.conv, self.recurrent]
+        return self.arrays
 
     def take_step(self, arrays: list[mx.array]) -> None:
         """Takes the arrays after the step."""
-        conv, recurrent = arrays
-        self.absorb(conv, recurrent, 1)
+        self.absorb(arrays, 1)
 
     def expect(self, n: int) -> None:
         """Does nothing: the cache's size does not depend on positions."""
@@ -101,7 +132,7 @@ class RecurrentCache(LayerCache[Any]):
 
     def go_back(self, position: int, kept: Arrays | None) -> None:
         """Goes back to an earlier position with its kept arrays; None: to the beginning."""
-        self.conv, self.recurrent = kept or (None, None)
+        self.arrays = list(kept or self._none())
         self.offset, self.last_step, self.shifts = position, None, self._shifts_at(position)
 
     def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:

@@ -171,28 +171,6 @@ class FixedChosenKeys(FixedKeys):
         return 0
 
 
-class FixedState:
-    """A recurrent cache's two arrays; what it computes depends on no position."""
-
-    num_inputs: ClassVar[int] = 2
-    num_later: ClassVar[int] = 0
-    num_outputs: ClassVar[int] = 2
-
-    def __init__(self, conv: mx.array, recurrent: mx.array, *_: object):
-        self.absorb(conv, recurrent, 0)
-
-    def absorb(self, conv: mx.array, recurrent: mx.array, tokens: int) -> None:
-        """Takes both arrays as they are after more tokens."""
-        self.conv, self.recurrent = conv, recurrent
-
-    def go_on(self, *_: object) -> None:
-        """No position matters."""
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.conv, self.recurrent]
-
-
 @dataclass(frozen=True)
 class EntriesKind:
     """Makes a `FixedEntries`.

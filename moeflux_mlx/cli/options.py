@@ -62,7 +62,7 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
         dtype=dtype_of(options),
         vision=not getattr(options, "no_vision", False),
         expert_cache_bytes=gigabytes("--expert-cache-gb", options.expert_cache_gb),
-        host_bytes=gigabytes("--host-gb", options.host_gb),
+        host_bytes=0 if options.host_gb == 0 else gigabytes("--host-gb", options.host_gb),
         memory_bytes=gigabytes("--memory-gb", options.memory_gb),
         **{name: value for name, value in vars(options).items() if name in names},
     )
@@ -185,7 +185,7 @@ def add_memory(add: Adder) -> None:
         type=float,
         metavar="GB",
         help="on an NVIDIA GPU: the most memory of the computer for experts that stay there after they were copied to "
-        "the GPU; default: none",
+        "the GPU; 0: none; default: all that is left",
     )
     add(
         "--memory-gb",

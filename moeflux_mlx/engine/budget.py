@@ -149,11 +149,11 @@ class Planner:
         )  # fmt: skip
 
     def _host_bytes(self, mode: IoMode) -> int:
-        """Bytes of experts that stay in the host's memory: the requested size, if there is so much."""
+        """Bytes of experts that stay in the host's memory: all, or as many as are requested and have room."""
         if mode is not IoMode.PREAD:
             return 0
-        spare = max(self.figures.host - headroom_bytes(self.figures.host), 0)
-        return taken(self.layout, min(self.demand.host_bytes, spare), 0)
+        spare, asked = max(self.figures.host - headroom_bytes(self.figures.host), 0), self.demand.host_bytes
+        return taken(self.layout, min(self.layout.total_bytes if asked is None else asked, spare), 0)
 
     def _mode(self, reason: str) -> IoMode:
         """The requested mode, or the fastest that `reason` allows."""

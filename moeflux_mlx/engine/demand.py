@@ -23,7 +23,8 @@ class Demand:
         dense: bytes of the largest layer's matrices, without routed experts, if prompts dequantise them; else 0.
         expert_io: forces a mode; None or "auto" lets the plan decide.
         expert_cache_bytes: forces the pool's size.
-        host_bytes: the most bytes of experts that stay in the host's memory, where that is not the device's.
+        host_bytes: the most bytes of experts that stay in the host's memory, where that is not the device's; None: as
+            many as have room.
         best_pool: the measured size above which a larger pool is no faster; None if it was not measured.
         drafts: number of rows after the first that a step may take back.
         head: the part of `resident` that a draft head and its experts take.
@@ -41,7 +42,7 @@ class Demand:
     dense: int = 0
     expert_io: str | None = None
     expert_cache_bytes: int | None = None
-    host_bytes: int = 0
+    host_bytes: int | None = None
     in_place: bool = False
     best_pool: int | None = None
     drafts: int = 0

@@ -79,7 +79,7 @@ SAMPLING = {"temperature": Replaced("give sampler=make_sampler(temp=...)", ...)}
 
 @public()
 def make_prompt_cache(model: Model, max_kv_size: None = None) -> list[LayerCache]:
-    """Returns an empty cache for `model`, one entry per layer, to be given to several calls in turn.
+    """Returns the empty caches of a text for `model`, one or two per layer, to be given to several calls in turn.
 
     Args:
         max_kv_size: None; caches keep every position.

@@ -21,7 +21,7 @@ from .keep_warm import MODES as KEEP_WARM
 from .warm_start import MODES as WARM_START
 
 PREFETCH = {"auto": "lookahead", "off": "off"}
-COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes", "host_bytes")
+COUNTS = ("context", "span", "prefill_step_size", "expert_cache_bytes")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class LoadSettings:
             count = getattr(self, name)
             if count is not None and (not isinstance(count, int) or count < 1):
                 raise RequestError(f"{name} is {count!r}; it must be a positive integer, or None for the best value")
+        if self.host_bytes is not None and (not isinstance(self.host_bytes, int) or self.host_bytes < 0):
+            raise RequestError(f"host_bytes is {self.host_bytes!r}; it must be 0, a positive integer, or None for all")
 
     def demand(
         self,
@@ -103,7 +105,7 @@ class LoadSettings:
             dense=dtype.size * layer_values(args) if args.quantization and dequantises() else 0,
             expert_io=self.expert_io,
             expert_cache_bytes=self.expert_cache_bytes,
-            host_bytes=self.host_bytes or 0,
+            host_bytes=self.host_bytes,
             in_place=in_place,
         )
         return demand if vision is None else demand.with_vision(vision, dtype, checked_rows(self.image_tokens))

@@ -51,5 +51,5 @@ class NGramLayer(nn.Module):
         ids = tokens.ids.astype(mx.int32)
         before = mx.full((B, self.part.longest - 1), self.part.end) if cache.recurrent is None else cache.recurrent
         last = mx.concatenate([before, ids], axis=1)[:, L:]
-        cache.absorb(inputs if isinstance(inputs, mx.array) else mx.array(inputs), last, L)
+        cache.absorb([inputs if isinstance(inputs, mx.array) else mx.array(inputs), last], L)
         return library_of(h).concatenate([h, *behind], axis=-1) if behind else h

@@ -34,12 +34,21 @@ def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.ar
     """
     (B, L, _), library = q.shape, library_of(q)
     own, more = (scale, bias) if library is mx else (view(scale), view(bias))
-    # Shaped so that MLX joins all of it in one launch for a single token.
     first = offset if isinstance(offset, mx.array) else library.array(offset)
     places = first.reshape(1, 1, 1) if L == 1 else library.arange(L)[:, None, None] + first
-    factors = library.log1p(places.astype(library.float32)) * own[:, None].astype(library.float32)
-    factors = factors + more[:, None].astype(library.float32)
+    factors = (_factors_of_one if L == 1 and library is mx else _factors)(places, own, more)
     return (q.reshape(B, L, len(scale), -1) * factors).astype(q.dtype).reshape(q.shape)
+
+
+def _factors(places: AnyArray, scale: AnyArray, bias: AnyArray) -> AnyArray:
+    """[L, heads, 1] of places [L, 1, 1]."""
+    library = library_of(places)
+    logs = library.log1p(places.astype(library.float32))
+    return logs * scale[:, None].astype(library.float32) + bias[:, None].astype(library.float32)
+
+
+# Compiled, a product and a sum round once: a layer outside of the compiled step must round like one inside of it.
+_factors_of_one = mx.compile(_factors)
 
 
 def score_scale(positions: Sequence[mx.array], scale: float, by: QueryFactor | None) -> Input:

@@ -1,5 +1,6 @@
 """What recurrent operations share: the state of a layer, and how many of its rows a simdgroup of a GPU holds."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from .backend import AnyArray
@@ -10,9 +11,13 @@ STATE_ROWS = 4  # rows of a head's state in one simdgroup's registers: 4 x 4 flo
 class RecurrentState(Protocol):
     """The layer's state of one text or a batch of them; None before the first token."""
 
-    conv: AnyArray  # [B, taps - 1, channels], the convolution's last inputs
-    recurrent: AnyArray  # [B, value heads, value dim, key dim] float32
+    @property
+    def conv(self) -> AnyArray:
+        """[B, taps - 1, channels], the convolution's last inputs."""
 
-    def absorb(self, conv: AnyArray, recurrent: AnyArray, tokens: int) -> None:
-        """Takes both arrays as they are after `tokens` more tokens."""
-        ...
+    @property
+    def recurrent(self) -> AnyArray:
+        """[B, value heads, value dim, key dim] float32, if the operation has it."""
+
+    def absorb(self, arrays: Sequence[AnyArray], tokens: int) -> None:
+        """Takes both arrays, or the only one, as they are after `tokens` more tokens."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from bench_stream import medians, quartiles, warm
+from bench_stream import damp, medians, quartiles, warm
 
 from moeflux_mlx.engine.engine import Engine, open_engine
 from moeflux_mlx.engine.generation import generate_step
@@ -56,21 +56,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-tokens", type=int, default=32)
     made.add_argument("--temp", type=float, default=5.0, help="of sampling: text that repeats would repeat experts")
     made.add_argument("--prefetch", default="auto")
+    made.add_argument(
+        "--damping", type=float, default=1.0, help="as bench_stream.py's; less: routing is foretold better"
+    )
     return made
 
 
 def opened(options: argparse.Namespace, on_host: bool) -> Engine:
     total = open_weights(options.model).experts.layout.total_bytes
-    return open_engine(
+    engine = open_engine(
         options.model,
         dtype=mx.bfloat16,
         expert_io="pread",
         expert_cache_bytes=int(options.share * total),
-        host_bytes=2 * total if on_host else None,
+        host_bytes=None if on_host else 0,
         prefetch=options.prefetch,
         warm_start="off",
         context=512,
     )
+    if options.damping != 1:
+        damp(engine.model, options.damping)
+    return engine
 
 
 def fill(source: StreamedExperts) -> None:

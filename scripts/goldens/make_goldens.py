@@ -38,7 +38,7 @@ import oracle  # noqa: E402
 LENGTH = 40
 REPEATED = slice(20, 28)
 MARGIN = 1e-4
-CANDIDATES, CANDIDATES_OF_KIN = 500, 100
+CANDIDATES, CANDIDATES_OF_KIN, OF_ROUNDING = 500, 100, 400  # few texts keep their rounded keys under noise
 CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
@@ -300,9 +300,9 @@ def of_rounding_mlx_lm(family, weights):
 
     mx.set_default_device(mx.cpu)
     models, hashes = [], with_engram(family, weights, deepseek_v41)
-    for seed in range(6):
+    for seed in range(10):
         model = deepseek_v41.Model(deepseek_v41.ModelArgs.from_dict({**goldens.config(family), "engram_layer_ids": ()}))
-        noise = np.random.default_rng(seed).normal(size=weights["embed.weight"].shape) * (6e-7 if seed else 0)
+        noise = np.random.default_rng(seed).normal(size=weights["embed.weight"].shape) * (2e-6 if seed else 0)
         noisy = {**weights, "embed.weight": weights["embed.weight"] * (1 + noise)}
         made = model.sanitize({name: mx.array(w.astype(np.float32)) for name, w in noisy.items()})
         model.load_weights(list(made.items()))
@@ -562,7 +562,7 @@ def make_kin(family):
     others = {"g9v3": of_rapid_mlx, "kimi_k3": of_mlx_lm, "deepseek_v41": of_rounding_mlx_lm}
     run_model = others.get(family, of_transformers)(family, goldens.dequantised(family))
     best = (-1.0, None)
-    for seed in range(CANDIDATES_OF_KIN):
+    for seed in range(OF_ROUNDING if others.get(family) is of_rounding_mlx_lm else CANDIDATES_OF_KIN):
         best = max(best, (run_model(candidate_of_kin(family, seed))[1], seed))
     tokens = candidate_of_kin(family, best[1])
     logits, _ = run_model(tokens)

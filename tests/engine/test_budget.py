@@ -704,11 +704,15 @@ def test_experts_stay_on_the_host_as_far_as_asked_and_as_there_is_room():
     args, layout = named("qwen3.5-397b-a17b")
     card = Figures(24 * GB, name="free GPU memory", copies=True, host=64 * GB)
     demand = Demand(8 * GB, 1000, 2, host_bytes=40 * GB)
-    made, without = plan_memory(args, layout, card, demand), plan_memory(args, layout, card, Demand(8 * GB, 1000, 2))
+    made, without = (
+        plan_memory(args, layout, card, demand),
+        plan_memory(args, layout, card, replace(demand, host_bytes=0)),
+    )
     assert 0.99 * 40 * GB < made.host <= 40 * GB and replace(made, host=0, demand=without.demand) == without
     assert without.host == 0 and made.total == without.total
     most = plan_memory(args, layout, card, replace(demand, host_bytes=1000 * GB)).host
     assert 0.99 * (64 * GB - headroom_bytes(64 * GB)) < most <= 64 * GB - headroom_bytes(64 * GB)
+    assert plan_memory(args, layout, card, replace(demand, host_bytes=None)).host == most
     assert plan_memory(args, layout, replace(card, host=0), demand).host == 0
     whole = replace(card, memory=1000 * GB)
     assert plan_memory(args, layout, whole, demand).mode is not IoMode.PREAD

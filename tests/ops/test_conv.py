@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal import msl
-from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.mixers.conv import op as operation
+from moeflux_mlx.mixers.conv.cache import ConvCache
 from moeflux_mlx.mixers.conv.op import short_conv
 from moeflux_mlx.mixers.conv.spec import ShortConv
 from moeflux_mlx.ops import backend
@@ -36,7 +36,7 @@ def summed(projected, weight, sizes=SIZES):
 
 def error(make, projected, weight, lengths):
     """Returns the error of calls of these lengths. `make` converts activations."""
-    cache, calls = RecurrentCache(SIZES), np.split(projected, np.cumsum(lengths)[:-1], axis=1)
+    cache, calls = ConvCache(SIZES), np.split(projected, np.cumsum(lengths)[:-1], axis=1)
     assert cache.empty()
     got = np.concatenate([np.array(short_conv(make(call), cache, mx.array(weight), SIZES)) for call in calls], axis=1)
     assert cache.offset == projected.shape[1] and not cache.empty()
@@ -69,8 +69,8 @@ def test_faults_would_be_seen(monkeypatch, make, fault):
     elif fault == "an activation":
         monkeypatch.setattr(operation, "float32", lambda x: x / (1 + (np if make is np.array else mx).exp(-x)))
     else:
-        monkeypatch.setattr(operation, "_absorb", lambda state, conv, tokens: None)
-    cache, got = RecurrentCache(SIZES), []
+        monkeypatch.setattr(ConvCache, "absorb", lambda self, arrays, tokens: None)
+    cache, got = ConvCache(SIZES), []
     for piece in (projected[:, :9], projected[:, 9:10], projected[:, 10:]):
         got.append(np.array(short_conv(make(piece), cache, mx.array(weight), SIZES)))
     want = summed(projected[0], drawn(1, 1, 12)[1])
@@ -83,7 +83,7 @@ def tokens_on_the_kernel(sizes, dtype):
     projected, weight = drawn(1, 4, 5, sizes)
     rows = mx.array(projected).astype(dtype).swapaxes(0, 1)  # [5, 4, .]
     taps = mx.array(weight).astype(dtype)
-    together, alone = ([RecurrentCache(sizes) for _ in range(4)] for _ in range(2))
+    together, alone = ([ConvCache(sizes) for _ in range(4)] for _ in range(2))
     assert not operation.refusal(backend.name(), 1, 1)
     for row in rows:
         outs = short_conv(row[None], StepRows(together, lambda i: None), taps, sizes)
@@ -111,7 +111,7 @@ def test_tokens_on_the_kernel(sizes, dtype, limit):
 def test_the_kernel_continues_a_prompt():
     """The state that MLX's operations leave is the kernel's, and the other way round."""
     projected, weight = drawn(2, 1, 12)
-    cache, taps = RecurrentCache(SIZES), mx.array(weight)
+    cache, taps = ConvCache(SIZES), mx.array(weight)
     with msl.launching():
         ends = (0, 7, 8, 9, 12)
         parts = [

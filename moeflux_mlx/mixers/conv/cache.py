@@ -1,9 +1,25 @@
-"""The cache of a gated short convolution: the last inputs of the convolution, beside a state without values."""
+"""The cache of a gated short convolution: the convolution's last inputs."""
 
-from ...caches.recurrent import RecurrentCache
+from ...caches.layer_cache import Shape
+from ...caches.recurrent import FixedState, RecurrentCache
 from .spec import ShortConv
 
 
 def make_caches(mixer: ShortConv) -> tuple[RecurrentCache]:
     """The empty cache of a layer with this mixer."""
-    return (RecurrentCache(mixer),)
+    return (ConvCache(mixer),)
+
+
+class _FixedConv(FixedState):
+    """The traced stand-in."""
+
+    num_inputs = num_outputs = 1
+
+
+class ConvCache(RecurrentCache):
+    """`conv` [B, *conv_shape] alone."""
+
+    stand_in = _FixedConv
+
+    def stored_shapes(self, length: int) -> tuple[Shape]:
+        return (self.part.conv_shape,)

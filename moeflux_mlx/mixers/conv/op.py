@@ -63,16 +63,8 @@ def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, size
         for i in range(sizes.taps):
             total = total + float32(inputs[:, i : i + length]) * float32(taps[:, i, 0])
         out = (float32(C) * total).astype(projected.dtype)
-    _absorb(state, leave(contiguous(inputs[:, length:])), length)
+    state.absorb([leave(contiguous(inputs[:, length:]))], length)
     return out
-
-
-def _absorb(state: RecurrentState, conv: mx.array, tokens: int) -> None:
-    """Takes the convolution's last inputs after `tokens` more. The state has matrices without values from then on,
-    because a recurrent cache that has none has absorbed no token.
-    """
-    none = mx.array(np.zeros((len(conv), 0, 0, 0), np.float32)) if state.recurrent is None else state.recurrent
-    state.absorb(conv, none, tokens)
 
 
 # ---- the kernel, for the rows of a step on a GPU
@@ -95,7 +87,7 @@ def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: Sho
     launch = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, weight.dtype, sizes)
     out, *after = launch(projected, *convs, weight)
     for state, conv in zip(rows.absorbing(), after, strict=True):
-        _absorb(state, conv, 1)
+        state.absorb([conv], 1)
     return out
 
 

@@ -33,11 +33,6 @@ class ShortConv(Mixer):
         return self.taps - 1, self.channels
 
     @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """The shape of one text's matrices, of which there are none."""
-        return 0, 0, 0
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """The widths of the rows that its operations take."""
         return (self.channels,)

@@ -147,7 +147,7 @@ def _delta_ops(
         q, k = _unit(q) * sizes.key_dim**-0.5, _unit(k)
         made, recurrent = channel_delta(q, k, v, decays, beta, recurrent, is_bounded)
         out = made.astype(qkv.dtype)
-    state.absorb(conv, recurrent, L)
+    state.absorb([conv, recurrent], L)
     z = z.reshape(B, L, sizes.value_heads, sizes.value_dim).astype(mx.float32)
     gates = nn.silu(z) if sizes.gate == "silu" else mx.sigmoid(z)
     out = rms_norm(out, w.norm, w.eps) * gates.astype(out.dtype)
@@ -219,7 +219,7 @@ def _delta_native(
     taps = np.ascontiguousarray(view(w.conv).reshape(sizes.channels, -1).T)
     steps = [_recur(qkv[i], decay[i], beta[i], conv[i], recurrent[i], taps, sizes) for i in range(B)]
     out, conv, recurrent = (stack(list(part)) for part in zip(*steps, strict=True))
-    state.absorb(mx.array(conv), mx.array(recurrent), L)
+    state.absorb([mx.array(conv), mx.array(recurrent)], L)
     out, z = rms_norm(out, w.norm, w.eps), z.reshape(out.shape)
     return (activate(z, out) if sizes.gate == "silu" else sigmoid(z) * out).reshape(B, L, -1)
 
@@ -268,7 +268,7 @@ def _on_kernels(
     out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
     count = len(rows.caches)
     for state, conv, recurrent in zip(rows.absorbing(), made[:count], made[count:], strict=True):
-        state.absorb(conv, recurrent, 1)
+        state.absorb([conv, recurrent], 1)
     return out
 
 
@@ -314,7 +314,7 @@ def _many_on_kernels(
     steps = gated_delta if L <= MAX_TOKENS else gated_delta_tokens
     state_of = recurrent.reshape(recurrent.shape[1:])
     out, recurrent = steps(qkv, a, b, w.A_log, w.dt_bias, state_of, sizes.key_heads, sizes.channel_decay)
-    state.absorb(conv[None], recurrent[None], L)
+    state.absorb([conv[None], recurrent[None]], L)
     return gated_norm(out, z.reshape(out.shape), w.norm, w.eps, sizes.gate).reshape(1, L, -1)
 
 

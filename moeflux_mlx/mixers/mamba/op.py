@@ -113,7 +113,7 @@ def _on_operations(projected: Any, state: RecurrentState, w: MambaWeights, sizes
         y, S = scan(x, B, C, dt, -library.exp(A_log), S)
         y = activate(float32(z), (y + D[:, None] * x).reshape(z.shape))
         y = y.reshape(batch, length, sizes.groups, -1)
-    state.absorb(leave(contiguous(padded[:, length:])), leave(S), length)
+    state.absorb([leave(contiguous(padded[:, length:])), leave(S)], length)
     return (rms_norm(y, None, w.eps).reshape(z.shape) * norm).astype(projected.dtype)
 
 
@@ -202,7 +202,7 @@ def _on_kernels(projected: mx.array, rows: StepRows, w: MambaWeights, sizes: Mam
     *parameters, weight = w.inputs
     out, *after = step(projected, *convs, *recurrents, *parameters)
     for state, conv, recurrent in zip(rows.absorbing(), after[:count], after[count:], strict=True):
-        state.absorb(conv, recurrent, 1)
+        state.absorb([conv, recurrent], 1)
     return norm(out, weight, w.eps)[0]
 
 
