@@ -186,7 +186,7 @@ def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, m
         layer, "pass_span", lambda self, *rest: calls.append(rest[0].shape[1]) or pass_span(self, *rest)
     )
     longer = [*text(), 1, 2, 3]
-    assert session.known(longer) == session._half.span.length * done // len(session.model.layers)
+    assert session.known(longer) == session.half.span.length * done // len(session.model.layers)
     list(session.respond(longer, max_tokens=1))
     layers = len(session.model.layers)
     assert calls == [30] * (layers - done) + [33] * layers, "the layers before were computed again"
