@@ -7,9 +7,9 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import DeviceError, ExpertIOError, RequestError
-from ..model.step import MAX_ROWS
+from ..model.step import MAX_ROWS, Step
 from ..ops.limits import within_limits
-from .decoding import Decoding
+from .decoding import Chosen, Decoding, choose_likeliest
 
 Outcome = tuple[int, mx.array] | Exception  # a token and its logprobs [vocab_size], or the error
 Made = TypeVar("Made")
@@ -68,7 +68,7 @@ def _share_step(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:
     except (ExpertIOError, RequestError):
         taken = [attempt(one.take_own_row) for one in decodings]
     else:
-        taken = [attempt(partial(one.take_row, step, i)) for i, one in enumerate(decodings)]
+        taken = _take_rows(decodings, step)
     return {one: error for one, error in zip(decodings, taken, strict=True) if error is not None}
 
 
@@ -78,8 +78,18 @@ def _run_ahead(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:
         step = decodings[0].model.step([one.rows for one in decodings])
     except (ExpertIOError, RequestError):
         return {}  # the error is raised again when these rows are needed
-    taken = [attempt(partial(one.take_row, step, i, ahead=True)) for i, one in enumerate(decodings)]
+    taken = _take_rows(decodings, step, ahead=True)
     return {one: error for one, error in zip(decodings, taken, strict=True) if error is not None}
+
+
+def _take_rows(decodings: Sequence[Decoding], step: Step, ahead: bool = False) -> list[Exception | None]:
+    """Begins to choose each decoding's next token from its row of the step: if all take the likeliest, at once."""
+    chosen = list[Chosen | None]([None] * len(decodings))
+    if len(decodings) > 1 and all(one.takes_likeliest for one in decodings):
+        with within_limits():
+            chosen = list(choose_likeliest(step.logits))
+    rows = zip(decodings, range(len(decodings)), chosen, strict=True)
+    return [attempt(partial(one.take_row, step, i, ahead, own)) for one, i, own in rows]
 
 
 def attempt(act: Callable[[], Made]) -> Made | Exception:

@@ -102,6 +102,18 @@ class OwnStep:
                 self._experts.take_back(self.followed)
 
 
+def choose_likeliest(logits: mx.array) -> list[Chosen]:
+    """Begins to choose the most likely token after each row of logits [R, vocab_size], as `greedy` chooses it alone; on
+    a GPU few launches take all rows.
+    """
+    logprobs = log_softmax(logits.astype(mx.float32))
+    tokens, are_broken = greedy(logprobs), mx.isnan(logprobs[:, 0])
+    rows = [slice(i, i + 1) for i in range(len(logits))]
+    chosen = [(tokens[row], logprobs[row].reshape(-1), are_broken[row]) for row in rows]
+    mx.async_eval(chosen)
+    return chosen
+
+
 class Decoding:
     """Chooses the tokens that follow a prompt.
 
@@ -183,7 +195,12 @@ class Decoding:
     def _choice(self, logits: mx.array) -> Chosen:
         """Chooses from logits [1, vocab_size] float32."""
         logprobs = log_softmax(logits)
-        return self.sampler(logprobs), logprobs[0], mx.isnan(logprobs[0, :1])
+        return self.sampler(logprobs), logprobs.reshape(-1), mx.isnan(logprobs[:, 0])
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether it chooses as `choose_likeliest` does."""
+        return self.sampler is greedy and not self.processors
 
     def _go_on(self, chosen: Chosen) -> None:
         """Takes the next token, which the host may not know yet."""
@@ -212,13 +229,16 @@ class Decoding:
                 self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, step.is_cold)
         return token, logprobs
 
-    def take_row(self, step: Step, sequence: int, ahead: bool = False) -> None:
-        """Calls `take` with the logits that `step` has computed for `rows`. `ahead`: the host may not know the row's
-        token yet.
+    def take_row(self, step: Step, sequence: int, ahead: bool = False, chosen: Chosen | None = None) -> None:
+        """Calls `take` with the logits that `step` has computed for `rows`, or takes what was `chosen` from them.
+        `ahead`: the host may not know the row's token yet.
         """
         self._step = OwnStep(step, [], ahead, sequence)
         self.asked += self._step.asked
-        self.take(self._step.next_logits)
+        if chosen is None:
+            self.take(self._step.next_logits)
+        else:
+            self._go_on(chosen)
 
     def take_own_row(self) -> None:
         """Makes a step of this row alone and calls `take_row`."""
@@ -281,10 +301,8 @@ class Decoding:
         made = self.model.step([SequenceRows(self.cache, tokens)])
         self._step = step = OwnStep(made, drafts, ahead, experts=self.model.experts)
         self.asked += step.asked
-        if step.drafted and self.sampler is greedy and not self.processors:  # no choice depends on one before it
-            logits = step.logits.astype(mx.float32)
-            step.chosen = [self._choice(logits[row : row + 1]) for row in range(step.rows_left)]
-            mx.async_eval(step.chosen)
+        if step.drafted and self.takes_likeliest:  # no choice depends on one before it
+            step.chosen = choose_likeliest(step.logits)
 
     @property
     def may_run_ahead(self) -> bool:
