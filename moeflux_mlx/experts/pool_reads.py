@@ -7,7 +7,7 @@ records.
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -222,6 +222,11 @@ class PoolReads:
         slot.read = self.reader.prepare(*key, pool.memory(slot))
         pool.put(key, slot)  # first: a read in progress has an owner
         self.reader.submit(slot.read, purpose)
+
+    def count_hits(self, slots: Iterable[Slot]) -> None:
+        """Counts requests of records that are in memory."""
+        for slot in slots:
+            self._count(slot)
 
     def _count(self, slot: Slot) -> None:
         if slot.read is None:

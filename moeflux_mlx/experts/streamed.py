@@ -29,6 +29,7 @@ from .pool_reads import PoolReads
 from .pools import Pools
 from .reader import DEFAULT_WORKERS, Arrange, ExpertReader, RecordCheck
 from .reads import IN_A_STEP, WARM_READS
+from .record_table import RecordTable
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
 from .warming import Usage, Warming
@@ -308,6 +309,28 @@ class StreamedExperts(ExpertLoader):
         if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
             self._rows_asked.note(layer, ids, lease.ready)
         return lease
+
+    def table(self, layer: int) -> RecordTable | None:
+        pool = self.pools.of[layer]
+        if not pool.copied:
+            return None
+        self._reads.collect()
+        return pool.table(layer, self.layout.records[layer], self.layout.num_experts)
+
+    def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
+        pool, experts = self.pools.of[layer], ids.ravel().tolist()
+        keys = [(layer, expert) for expert in experts]
+        slots = [table.slots.get(expert) for expert in experts]
+        if any(slot is None or pool.get(key) is not slot for key, slot in zip(keys, slots, strict=True)):
+            return False
+        pool.ranking.request(keys)
+        self._reads.count_hits(pool[key] for key in keys)
+        if self.observer is not None:
+            self.observer.requested(layer, ids, keys, [True] * len(keys))
+        self.usage.note(layer, ids)
+        if self.counts_rows:
+            self._rows_asked.note(layer, ids, np.ones(ids.shape, bool))
+        return True
 
     def asked_by_row(self) -> list[Asked]:
         return self._rows_asked.counts()

@@ -29,6 +29,7 @@ from .drafting import Drafting
 from .head import DraftHead, Shared
 from .images import ImageEncoder
 from .layer import DecoderLayer
+from .optimistic import OptimisticLayers
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
 from .streams import connection
@@ -113,12 +114,14 @@ class Model(nn.Module):
         self._head: Callable[[], DraftHead | None] = lambda: None  # in a function, so that it is not a submodule
         self.vision: ImageEncoder | None = None
         self.decode_step: DecodeStep | None = None
+        self.optimistic: OptimisticLayers | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
             for layer in self.layers:
                 layer.compile(self.experts)
+            self.optimistic = OptimisticLayers(self.layers, self._cache_numbers, self.experts)
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
@@ -313,8 +316,10 @@ class Model(nn.Module):
                 raise
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
-        h, chosen = self.embedded(tokens), Chosen()
-        for layer, caches in zip(self.layers, by_layer(self._cache_numbers, cache), strict=True):
+        h, chosen, of_layers = self.embedded(tokens), Chosen(), by_layer(self._cache_numbers, cache)
+        if self.optimistic is not None and tokens.size == 1:
+            return self.optimistic.pass_layers(h, of_layers, inputs)
+        for layer, caches in zip(self.layers, of_layers, strict=True):
             h = layer(h, caches, chosen, inputs)
         return h
 
