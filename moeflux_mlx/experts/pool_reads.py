@@ -7,16 +7,17 @@ records.
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from ..errors import ExpertIOError
-from ..formats.record import Key
+from ..formats.record import ExpertLayout, Key
 from .pool import Slot, SlotPool
 from .pools import Pools
 from .reader import ExpertReader
 from .reads import GUESSED, REQUESTED, WARMING, as_they_end
+from .record_table import RecordTable
 from .source import TooManyExpertsError
 from .stats import LoaderStats
 
@@ -110,6 +111,25 @@ class PoolReads:
         pool.ranking.use(key, uses)
         self._submit(pool, key, slot, WARMING)
         self.stats.warmed += 1
+        return True
+
+    def table(self, layer: int, layout: ExpertLayout) -> RecordTable | None:
+        """As `ExpertLoader.table`."""
+        self.collect()
+        pool = self.pools.of[layer]
+        return pool.table(layer, layout.records[layer], layout.num_experts) if pool.copied else None
+
+    def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
+        """Counts uses of a layer's records if all were in the table, and have stayed there since; returns whether."""
+        pool = self.pools.of[keys[0][0]]
+        slots = [pool.get(key) for key in keys]
+        if any(
+            slot is None or slot is not table.slots.get(expert) for slot, (_, expert) in zip(slots, keys, strict=True)
+        ):
+            return False
+        pool.ranking.request(keys)
+        for slot in filter(None, slots):
+            self._count(slot)
         return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
@@ -222,11 +242,6 @@ class PoolReads:
         slot.read = self.reader.prepare(*key, pool.memory(slot))
         pool.put(key, slot)  # first: a read in progress has an owner
         self.reader.submit(slot.read, purpose)
-
-    def count_hits(self, slots: Iterable[Slot]) -> None:
-        """Counts requests of records that are in memory."""
-        for slot in slots:
-            self._count(slot)
 
     def _count(self, slot: Slot) -> None:
         if slot.read is None:

@@ -303,33 +303,27 @@ class StreamedExperts(ExpertLoader):
             lease.release()
             raise
         self._warming.feed()
-        if self.observer is not None:
-            self.observer.requested(layer, ids, keys, ready)
-        self.usage.note(layer, ids)
+        self._note_use(layer, ids, keys, ready)
         if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
             self._rows_asked.note(layer, ids, lease.ready)
         return lease
 
+    def _note_use(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
+        if self.observer is not None:
+            self.observer.requested(layer, ids, keys, ready)
+        self.usage.note(layer, ids)
+
     def table(self, layer: int) -> RecordTable | None:
-        pool = self.pools.of[layer]
-        if not pool.copied:
-            return None
-        self._reads.collect()
-        return pool.table(layer, self.layout.records[layer], self.layout.num_experts)
+        return self._reads.table(layer, self.layout)
 
     def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
-        pool, experts = self.pools.of[layer], ids.ravel().tolist()
-        keys = [(layer, expert) for expert in experts]
-        slots = [table.slots.get(expert) for expert in experts]
-        if any(slot is None or pool.get(key) is not slot for key, slot in zip(keys, slots, strict=True)):
+        keys = [(layer, expert) for expert in ids.ravel().tolist()]
+        if not self._reads.use(keys, table):
             return False
-        pool.ranking.request(keys)
-        self._reads.count_hits(pool[key] for key in keys)
-        if self.observer is not None:
-            self.observer.requested(layer, ids, keys, [True] * len(keys))
-        self.usage.note(layer, ids)
+        self._note_use(layer, ids, keys, [True] * len(keys))
         if self.counts_rows:
             self._rows_asked.note(layer, ids, np.ones(ids.shape, bool))
+        self.relieve()
         return True
 
     def asked_by_row(self) -> list[Asked]:

@@ -27,10 +27,11 @@ from ..ops.seen import Chosen
 from .compiled import DecodeStep, by_case
 from .layer import DecoderLayer
 from .moe import BeforeExperts
+from .tokens import Tokens
 
-TOGETHER = 4  # the most layers of a group
+TOGETHER = 4  # layers of a group; groups end at multiples of this, so that there are few graphs
 AHEAD = 2  # groups that are queued at once
-LEAST_SHARE = 0.85  # share of layers without a missing expert from which on layers are queued ahead
+LEAST_SHARE = 0.85  # share of layers whose experts are in the pool, from which on layers are queued ahead
 MEMORY = 0.98  # weight of the past in this share
 
 
@@ -40,21 +41,17 @@ class Group:
 
     Attributes:
         first: the number of the first layer.
-        tables: the records that each layer may use. They keep these in memory until the group was computed.
+        tables: the records that each layer may use.
         parts: of each layer what it hands on, what its residual keeps, and its `BeforeExperts`.
         out: of the last layer.
-        take: advances the caches of so many layers.
+        take: advances the caches of so many of the layers.
     """
 
     first: int
     tables: list[RecordTable]
-    parts: list[tuple[Any, Any, BeforeExperts]]
+    parts: list[tuple[list[Any], list[Any], BeforeExperts]]
     out: mx.array
     take: Callable[[int], None]
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.tables)
 
 
 class OptimisticLayers:
@@ -64,80 +61,92 @@ class OptimisticLayers:
         experts: serves their experts.
 
     Attributes:
-        share: the share of the last layers that lacked no expert.
-        together: layers of a group.
+        share: the share of the last layers whose experts were in the pool.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], cache_numbers: Sequence[range], experts: ExpertLoader):
         self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
         self._step = by_case(self._compute, experts)
-        self.share, self.together = 1.0, TOGETHER
-        self._held: list[list[RecordTable]] = []  # of groups that the GPU may still compute
+        self.share = 1.0
+        self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
 
-    def pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Any) -> AnyArray:
-        """The output of the last layer for the streams h [1, 1, .]; `caches` and `inputs` as a layer takes them."""
-        chosen, queued, at = Chosen(), deque[Group](), 0
-        given = chosen.handed
-        before = h
-        while at < len(self._layers) or queued:
-            while len(queued) < AHEAD and (group := self._queue(at, before, given, caches)) is not None:
+    def pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
+        """The output of the last layer for a token's streams h [1, 1, .]; `caches` and `inputs` as layers take them."""
+        try:
+            return self._pass_layers(h, caches, inputs)
+        finally:
+            mx.eval([group.out for group in self._begun])  # of dropped groups; the host has waited for the others
+            self._begun.clear()
+
+    def _pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
+        chosen, queued, number = Chosen(), deque[Group](), 0
+        while number < len(self._layers) or queued:
+            while len(queued) < AHEAD and (group := self._queue(number, h, chosen, caches)) is not None:
                 queued.append(group)
-                at, before, given = group.stop, group.out, group.parts[-1][0]
+                number, h = number + len(group.tables), group.out
+                chosen.take(group.parts[-1][0])
             if not queued:
-                chosen.take(given)
-                misses = self._experts.stats.misses
-                h = before = self._layers[at](before, caches[at], chosen, inputs)
-                given = chosen.handed
-                self._note(self._experts.stats.misses == misses)
-                at += 1
+                h = self._at_once(number, h, caches[number], chosen, inputs)
+                number += 1
                 continue
             group = queued.popleft()
-            missing = self._accept(group)
-            if missing is not None:
-                self._held += [one.tables for one in queued]
+            accepted = self._accept(group)
+            if accepted < len(group.tables):
                 queued.clear()
-                at, (given, kept, parts) = missing + 1, group.parts[missing - group.first]
-                layer = self._layers[missing]
-                before = layer.residual.added(layer.mlp.run_experts(parts), *kept)
-        return before
+                number = group.first + accepted + 1
+                handed, kept, before = group.parts[accepted]
+                layer = self._layers[number - 1]
+                h = layer.residual.added(layer.mlp.run_experts(before), *kept)
+                chosen.take(handed)
+        return h
 
-    def _queue(self, first: int, h: AnyArray, given: Sequence[Any], caches: Sequence[Caches]) -> Group | None:
-        """Begins to compute layers from `first` on; None if that is not possible or will not pay."""
+    def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
+        """A layer for whose choice the host waits."""
+        stats = self._experts.stats
+        before = stats.misses, stats.host_hits, stats.prefetch_hits
+        h = self._layers[number](h, caches, chosen, inputs)
+        if self._layers[number].may_be_queued:
+            self._note((stats.misses, stats.host_hits, stats.prefetch_hits) == before)
+        return h
+
+    def _queue(self, first: int, h: AnyArray, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
+        """Begins to compute layers from `first` on; None: not possible, or it would not pay."""
         if self.share < LEAST_SHARE or not isinstance(h, mx.array):
             return None
-        tables = []
-        for number in range(first, min(first + self.together, len(self._layers))):
-            layer = self._layers[number]
-            table = self._experts.table(number) if layer.may_be_queued else None
-            if table is None or not DecodeStep.takes(h, [caches[number]]):
+        tables = list[RecordTable]()
+        for number in range(first, min(first - first % TOGETHER + TOGETHER, len(self._layers))):
+            may_be = self._layers[number].may_be_queued and DecodeStep.takes(h, [caches[number]])
+            table = self._experts.table(number) if may_be else None
+            if table is None:
                 break
             tables.append(table)
         if not tables:
             return None
-        own = list(chain.from_iterable(caches[first : first + len(tables)]))
+        own = caches[first : first + len(tables)]
+        given = chosen.handed
         step = self._step(first, len(tables), tuple(one is not None for one in given))
-        arrays = [one for one in given if one is not None]
-        (parts, out), take = step.start(h, [own], *(table.memory for table in tables), *arrays)
-        mx.async_eval(out, [one for *_, before in parts for one in before[6]])
-        counts = [len(caches[number]) for number in range(first, first + len(tables))]
+        arrays = [*(table.memory for table in tables), *(one for one in given if one is not None)]
+        (parts, out), take = step.start(h, [list(chain.from_iterable(own))], *arrays)
         read = [(handed, kept, BeforeExperts(*before)) for handed, kept, before in parts]
-        return Group(first, tables, read, out, lambda layers: take(sum(counts[:layers])))
+        group = Group(first, tables, read, out, lambda layers: take(sum(map(len, own[:layers]))))
+        self._begun.append(group)
+        mx.async_eval(out, [one.host_copy or one.ids for *_, one in read])
+        return group
 
-    def _accept(self, group: Group) -> int | None:
-        """Waits for a group, and advances caches up to the first layer that lacked an expert, or all; its number."""
-        missing = None
-        for number, table, (_, _, before) in zip(
-            range(group.first, group.stop), group.tables, group.parts, strict=True
-        ):
+    def _accept(self, group: Group) -> int:
+        """Waits for a group, and advances the caches of the layers before the first one that lacked an expert, and of
+        this one. Returns how many are accepted whole.
+        """
+        accepted = 0
+        for table, (*_, before) in zip(group.tables, group.parts, strict=True):
             ids = read_ids(before.ids, before.host_copy)
-            is_hit = self._experts.accept(number, ids, table)
+            is_hit = self._experts.accept(group.first + accepted, ids, table)
             self._note(is_hit)
             if not is_hit:
-                missing = number
                 break
-        group.take(group.stop - group.first if missing is None else missing + 1 - group.first)
-        self._held = [group.tables]  # earlier ones are over, because the GPU computes in order
-        return missing
+            accepted += 1
+        group.take(min(accepted + 1, len(group.tables)))
+        return accepted
 
     def _note(self, is_hit: bool) -> None:
         self.share = MEMORY * self.share + (1 - MEMORY) * is_hit
