@@ -63,7 +63,7 @@ TILES = {
     "cuda": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=4, ahead=2),
         "expert_down_combine": Tile(rows=4, lanes=16, ahead=4, narrow=256),
-        "expert_gate_up_planes": Tile(rows=1, lanes=16, simdgroups=8, ahead=4),
+        "expert_gate_up_planes": Tile(rows=2, lanes=16, simdgroups=8, ahead=4),
         "expert_down_combine_planes": Tile(rows=4, lanes=8, ahead=2),
         "expert_gate_up_grids": Tile(rows=1, lanes=16, simdgroups=8),
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
