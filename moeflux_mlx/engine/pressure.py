@@ -181,6 +181,7 @@ class PoolLimit:
         pace: how fast the pool shrinks and grows.
 
     Attributes:
+        sources, clock: as given.
         room: bytes that pool and computation together could take at the last check before the system ends the process.
     """
 
@@ -192,7 +193,7 @@ class PoolLimit:
         used: Callable[[], int] = used_memory,
         pace: Pace = PACE,
     ):
-        self._sources, self._most, self._clock, self._used, self._pace = sources, most, clock, used, pace
+        self.sources, self._most, self.clock, self._used, self._pace = sources, most, clock, used, pace
         self._limit, self._now, self.room = float(most), float(most), math.inf
         self._looked = self._grows = -math.inf  # the time of the last look, and the earliest of the next step
         self._cut, self._cut_at = 0.0, -math.inf  # the last cut, and its time
@@ -207,13 +208,13 @@ class PoolLimit:
 
     def __call__(self, pool: int) -> int:
         """Bytes that the pool may take; it now takes `pool` bytes."""
-        self._pool, now = pool, self._clock()
+        self._pool, now = pool, self.clock()
         if now - self._looked >= EVERY:
             self._look(now)
         return int(self._now)
 
     def _look(self, now: float) -> None:
-        spares = [source.spare(self._pool) for source in self._sources]
+        spares = [source.spare(self._pool) for source in self.sources]
         spare = min((one.nbytes for one in spares), default=math.inf)
         taken = self._used() - self._pool - self._others
         cut = max((one.cut for one in spares), default=0.0)

@@ -80,7 +80,7 @@ class Model(nn.Module):
         tables: reads the rows of n-grams; None: there are none, or zeros replace them.
 
     Attributes:
-        args, sizes, tiles, cpu_activations: as given.
+        args, sizes, tiles, cpu_activations, tables: as given.
         drafting: of all its texts.
         experts: the source of routed experts, an `ExpertLoader`.
         head: its draft head, or None.
@@ -99,7 +99,7 @@ class Model(nn.Module):
         tables: Tables | None = None,
     ):
         super().__init__()
-        self._tables = tables
+        self.tables = tables
         self.drafting = Drafting() if drafting is None else drafting
         self._tabled = tuple(args.ngrams)  # the layers that have n-grams, in order
         self._cache_numbers = cache_numbers(args.mixers)
@@ -368,7 +368,7 @@ class Model(nn.Module):
     def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
         return Tokens(
-            tokens, self._tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self._tables else {}
+            tokens, self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
         )
 
     def _expect(self, span: Span) -> None:

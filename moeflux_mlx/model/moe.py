@@ -340,12 +340,12 @@ class InputScalingMoE(MoE):
 
     def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
-        x, weights = _scaled_input(before.x, before.weights)
+        x, weights = scaled_input(before.x, before.weights)
         return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
         _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
-        x, weights = _scaled_input(x, weights)
+        x, weights = scaled_input(x, weights)
         return beside, x, ids, weights
 
     def _choice(self, logits: AnyArray) -> None:
@@ -357,7 +357,7 @@ class InputScalingMoE(MoE):
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
 
 
-def _scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
+def scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
     """x [..., D] times weights [..., 1], and as many weights of 1."""
     few = isinstance(x, mx.array) and weights.size <= MAX_TOKENS
     ones = backend.constant(1.0, weights.shape) if few else backend.library_of(x).ones_like(weights)

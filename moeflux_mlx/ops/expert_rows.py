@@ -46,11 +46,12 @@ def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
     """Why the kernels do not compute the experts of a prompt with activations of `dtype`. Without `record`: why those
     of no form.
     """
-    return _refusal(backend.name(), dtype, record)
+    return refusal_on(backend.name(), dtype, record)
 
 
 @planned("expert_rows")
-def _refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
+def refusal_on(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
+    """As `refusal`, on the backend `target`."""
     if target == "metal" and (record is None or not tile_of(target, "prompt_experts").kernel):
         return Reason("moeflux tune has not chosen our kernel")
     return units_refusal(target, dtype, record)

@@ -37,30 +37,33 @@ class Sessions:
         make: makes a new session.
         count: the most sessions to keep, at least 1.
         max_bytes: the most bytes of all sessions that are not in use.
+
+    Attributes:
+        kept: the sessions, those in use too.
     """
 
     def __init__(self, make: Callable[[], Session], count: int, max_bytes: int):
         self._make, self._count, self._max_bytes = make, count, max_bytes
-        self._kept: list[KeptSession] = []
+        self.kept: list[KeptSession] = []
         self._clock = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sessions that are not in use."""
-        return sum(kept.session.nbytes for kept in self._kept if not kept.busy)
+        return sum(kept.session.nbytes for kept in self.kept if not kept.busy)
 
     def known(self, tokens: Sequence[int]) -> int:
         """How many tokens of the prompt are already computed."""
-        return max((self._knows(kept, tokens) for kept in self._kept), default=0)
+        return max((self._knows(kept, tokens) for kept in self.kept), default=0)
 
     def take(self, tokens: Sequence[int], hint: str | None = None) -> KeptSession:
         """The session to continue with, to be returned with `give_back`. `hint` decides between sessions that know
         equally much.
         """
-        known = {kept: self._knows(kept, tokens) for kept in self._kept}
+        known = {kept: self._knows(kept, tokens) for kept in self.kept}
         best = max(known, key=lambda kept: (known[kept], not kept.busy, kept.hint == hint, kept.used), default=None)
         if best is None or not known[best]:
             chosen = self._new(self._make)
@@ -91,14 +94,14 @@ class Sessions:
 
     def _new(self, make: Callable[[], Session]) -> KeptSession:
         made = KeptSession(make())
-        while len(self._kept) >= self._count and self._drop_oldest():
+        while len(self.kept) >= self._count and self._drop_oldest():
             pass
-        self._kept.append(made)
+        self.kept.append(made)
         return made
 
     def _drop_oldest(self, besides: KeptSession | None = None) -> bool:
-        idle = [kept for kept in self._kept if not kept.busy and kept is not besides]
+        idle = [kept for kept in self.kept if not kept.busy and kept is not besides]
         if not idle:
             return False
-        self._kept.remove(min(idle, key=lambda kept: (len(kept.session.tokens) > SMALL, kept.used)))
+        self.kept.remove(min(idle, key=lambda kept: (len(kept.session.tokens) > SMALL, kept.used)))
         return True

@@ -241,9 +241,9 @@ def test_dequantised_matrices_and_streams_under_way_are_planned():
         return activation_bytes(args, layout, demand, span, PromptSizes(span, 512))
 
     assert planned(512, dense=1000) - planned(512) == 2000
-    mixed = [needs._mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
+    mixed = [needs.mixing_bytes(args, 512, span, Demand(resident=0, itemsize=2)) for span in (512, 1024, 4096)]
     assert mixed == [2 * GatedConnections.copies * tokens * width * 2 for tokens in (512, 1024, 1024)]
-    assert needs._mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0
+    assert needs.mixing_bytes(args, 512, 512, Demand(resident=0, native=True)) == 0
     assert planned(1024) > planned(512) + mixed[0]
 
 
@@ -425,10 +425,10 @@ def test_the_pool_is_opened_with_the_figures_of_metal(monkeypatch):
         experts.request(0, np.array([0])).release()
         sizes[buffer] = pool.held_bytes
         assert 0 < sizes[buffer] <= buffer and pool.fit(1) >= needs.least_slots(first.model.args)
-        limit, most = experts._limit, first.plan.most
+        limit, most = experts.limit, first.plan.most
         clock, source = [time.monotonic() + 60], mock.Mock()
-        monkeypatch.setattr(limit, "_clock", lambda clock=clock: clock[0])
-        monkeypatch.setattr(limit, "_sources", [source])
+        monkeypatch.setattr(limit, "clock", lambda clock=clock: clock[0])
+        monkeypatch.setattr(limit, "sources", [source])
         source.spare.return_value = Spare(cut=CUT)
         for seconds, share in [(0, 7 / 8), (9, 7 / 8), (1, 6 / 8)]:
             clock[0] += seconds

@@ -286,7 +286,7 @@ def test_a_call_for_which_there_is_no_memory_is_refused(tmp_path):
     clock = Clock()
     limit = PoolLimit([ControlGroup(folder)], engine.plan.most, clock)
     breath = Breath(engine.model.args, engine.experts.layout, engine.plan, limit)
-    engine.experts._allowance, engine.experts._limit = breath, limit
+    engine.experts.allowance, engine.experts.limit = breath, limit
     tokens = mx.array([[3, 1, 4, 1, 5]])
     before = engine.model(tokens)
     write_group(folder, 2, GB, GB - 100)

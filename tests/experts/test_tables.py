@@ -85,7 +85,7 @@ def test_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept)
         for start, end in ((0, len(numbers)), (len(numbers) // 2, len(numbers))):
             got = np.array(pending.take(start, end).astype(mx.float32))[0]
             np.testing.assert_array_equal(got, wanted[numbers[start:end]])
-    assert len(reader._kept) <= kept
+    assert len(reader.kept) <= kept
     reader.close()
 
 
@@ -107,7 +107,7 @@ def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
     numbers = np.random.default_rng(1).integers(0, 100, (1, FEW, 2))
     got = np.array(reader.begin(numbers).take(3, 9).astype(mx.float32))[0]
     np.testing.assert_array_equal(got, wanted[numbers[0, 3:9]].reshape(6, -1))
-    assert reader.rows_read == len(np.unique(numbers)) == len(read) and not reader._kept
+    assert reader.rows_read == len(np.unique(numbers)) == len(read) and not reader.kept
     reader.close()
 
 

@@ -161,7 +161,7 @@ def test_a_prompt_that_goes_first_and_fails_affects_nobody(capfd):
 def test_one_that_is_cancelled_meanwhile_ends_at_once():
     """Its session can be used again, and the others continue: a half-computed prompt, an answer next to a prompt."""
     with Live(engine) as live:
-        order, sessions = [], live.worker._sessions
+        order, sessions = [], live.worker.sessions
         story = answering(live, order)
         long = begun(live, order)
         short = Client(live, SHORT, order)
@@ -171,7 +171,7 @@ def test_one_that_is_cancelled_meanwhile_ends_at_once():
         wait_for(lambda: len(order) == 3)
         assert story.reply == long.reply == 503 and said(short) == "An owl."
         assert live.models.totals.cancelled == 2
-        wait_for(lambda: not any(kept.busy for kept in sessions._kept))  # the last answer ends before it is free
+        wait_for(lambda: not any(kept.busy for kept in sessions.kept))  # the last answer ends before it is free
 
 
 def test_all_running_requests_end_with_the_server():
@@ -259,7 +259,7 @@ def test_an_answer_that_must_wait_goes_on_when_another_has_ended(monkeypatch):
     """If two answers outgrow the memory, no answer is lost and nothing hangs."""
     monkeypatch.setattr(admission, "AHEAD", 8)
     with Live(engine) as live:
-        live.worker._admission.nbytes, order = 150, []
+        live.worker.admission.nbytes, order = 150, []
         live.worker.state.engine.script = lambda prompt: "</think>" + "word " * 20
         clients = [Client(live, f"{n}", order) for n in range(3)]
         wait_for(lambda: len(order) == 3)

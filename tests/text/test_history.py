@@ -413,7 +413,7 @@ def test_every_marker_is_broken_and_no_text_changes(guards, data):
     ids = guard.encode("x" + protected["b"])
     controls = {tokenizer.convert_tokens_to_ids(marker) for marker in tokenizer.markers if len(marker) > 1}
     assert not controls & set(ids)
-    if "exact" in str(tokenizer._path) or "bpe" in str(tokenizer._path):
+    if "exact" in str(tokenizer.path) or "bpe" in str(tokenizer.path):
         assert tokenizer.decode(ids) == "x" + text
     if not any(marker in text for marker in tokenizer.markers):
         assert ids == tokenizer.encode("x" + text, add_special_tokens=False)
