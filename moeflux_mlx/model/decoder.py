@@ -26,7 +26,7 @@ from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from .compiled import DecodeStep
 from .drafting import Drafting
-from .head import DraftHead, Shared
+from .head import DraftHead, SharedParts
 from .images import ImageEncoder
 from .layer import DecoderLayer
 from .span import PromptSizes, Span
@@ -146,7 +146,7 @@ class Model(nn.Module):
         head's experts are closed with the model's.
         """
         assert self.experts is not None
-        head.bind(Shared(self._embed, self._compute_logits, self._computing))
+        head.bind(SharedParts(self._embed, self._compute_logits, self._computing))
         self._head = lambda: head
         self.experts.at_close(head.close)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Experts, Residual
-from ..layers import MLP, Linear, Output, RMSNorm, Stack
+from ..layers import MLP, Linear, OutputNorm, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
 from ..ops.backend import AnyArray, Array
@@ -282,7 +282,7 @@ class NormedMoE(MoE):
             self.shared_input_norm = RMSNorm(hidden_size, eps)
             self.shared_output_norm, self.routed_output_norm = (RMSNorm(hidden_size, eps) for _ in range(2))
         if residual.output_norms:
-            self.output = Output(hidden_size, eps, residual.layer_scale)
+            self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
 
     def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Of the stream with a norm of its own if the shared expert is normed; its last norm follows later."""

@@ -93,10 +93,10 @@ TILES = {
 }
 
 
-Changes = Mapping[str, Mapping[str, int]]  # fields of the kernels' tiles, by kernel
+TileChanges = Mapping[str, Mapping[str, int]]  # fields of the kernels' tiles, by kernel
 # What `moeflux tune` tries on a GPU, one after the other: each is kept if it is right and faster than what was found
 # before it. On an H200 other tiles made decode only 1.01 times as fast (results.tsv, "all kernels with a tile").
-TRIED: Mapping[str, tuple[Changes, ...]] = {
+TRIED: Mapping[str, tuple[TileChanges, ...]] = {
     "cuda": (),
     "metal": (
         {name: {"halves": 1} for name in ("expert_gate_up", "expert_down_combine", "qmv", "qmv_large")},
@@ -110,7 +110,7 @@ TRIED: Mapping[str, tuple[Changes, ...]] = {
 }
 
 
-def joined(changes: Iterable[Changes]) -> Changes:
+def joined(changes: Iterable[TileChanges]) -> TileChanges:
     """All of the changes together; of two that set the same field, the later one counts."""
     together: dict[str, dict[str, int]] = {}
     for one in changes:
@@ -122,7 +122,7 @@ def joined(changes: Iterable[Changes]) -> Changes:
 class Tiles:
     """A choice of tiles: the built-in ones with the changes `found`."""
 
-    def __init__(self, found: Changes | None = None):
+    def __init__(self, found: TileChanges | None = None):
         self.found = found or {}
 
     def tile(self, target: str, kernel: str) -> Tile:
