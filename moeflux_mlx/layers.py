@@ -264,7 +264,7 @@ def norm_of(residual: Residual, dims: int, eps: float) -> RMSNorm | LayerNorm:
     return LayerNorm(dims, eps, has_bias=False) if residual.centred else RMSNorm(dims, eps)
 
 
-class Output(nn.Module):
+class OutputNorm(nn.Module):
     """Adds a part's output to the stream: (h + norm(made)) * layer_scalar, the factor only if `has_scalar`."""
 
     def __init__(self, dims: int, eps: float, has_scalar: bool = False):

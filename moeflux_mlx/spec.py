@@ -196,7 +196,7 @@ class ModelArgs:
             eos_token_ids=_eos_token_ids(generation_config or {}, config, text or {}),
             **FAMILIES[model_type].read(body),
         )
-        _check(args)
+        check_args(args)
         return args
 
     @classmethod
@@ -249,8 +249,8 @@ def _eos_token_ids(*configs: JsonObject) -> tuple[int, ...]:
     return ()
 
 
-def _check(args: ModelArgs) -> None:
-    """Checks conditions between fields."""
+def check_args(args: ModelArgs) -> None:
+    """Checks conditions between fields. Raises ConfigError."""
     if len({layer.residual for layer in args.layers}) > 1:
         raise ConfigError("layers differ in their residuals, which is not implemented")
     if not args.moe_layers:

@@ -1,21 +1,28 @@
 #!/usr/bin/env python3
-"""Checks the shape of the package: where ways of mixing tokens are named, and how long modules and functions are.
+"""Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, and how
+often tests reach for private names.
 
     scripts/structure.py
 
 A way of mixing tokens is known to its own folder in `mixers/` and to the readers of configurations; everything else
 asks it. A module of more than 400 lines needs a reason in `LONG`; no function has more than 60, besides its docstring.
-Prints each fault and fails if there is one. tests/test_imports.py checks that imports point down without cycles.
+Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
+`PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
+down without cycles.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
 PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
+TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
-MODULE_LINES, FUNCTION_LINES = 400, 60
+MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES = 400, 60, 60
+PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
+OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
 ONE_OPERATION = "one mixer's operation: kernels, twin, native form and chooser"
 LONG = {  # module: why it is longer
     "mixers/delta/op.py": ONE_OPERATION,
@@ -71,6 +78,44 @@ def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
     return found + long_modules(lengths, reasons)
 
 
+def definitions(tree: ast.Module) -> Iterator[str]:
+    """The functions, classes, variables and attributes that a module defines, and what it imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(getattr(node, "ctx", None), ast.Store):
+            yield getattr(node, "attr", None) or getattr(node, "id", "")
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def uses(tree: ast.Module, own: set[str]) -> Iterator[tuple[int, str]]:
+    """The lines and names of attributes of objects that are not `own`, of imports and of calls of `setattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) not in own:
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and "setattr" in (getattr(node.func, "attr", 0), getattr(node.func, "id", 0)):
+            yield from ((node.lineno, str(one.value)) for one in node.args[:2] if isinstance(one, ast.Constant))
+
+
+def private_places(package: Path, tests: Path) -> list[str]:
+    """Where tests reach for private names of the package, of which another module of the tests may have its own."""
+    parsed = (ast.parse(file.read_text("utf-8")) for file in package.rglob("*.py"))
+    private = {name for tree in parsed for name in definitions(tree) if PRIVATE.fullmatch(name)} - {OF_TUPLES}
+    files = sorted(tests.rglob("*.py"))
+    own = {"self", "cls", *(file.stem for file in files)}
+    return [
+        f"{file.relative_to(tests)}:{line} reaches for {match[1]}"
+        for file in files
+        for line, name in sorted(uses(ast.parse(file.read_text("utf-8")), own))
+        if (match := PRIVATE.fullmatch(name)) and match[1] in private
+    ]
+
+
 if __name__ == "__main__":
-    found = faults(PACKAGE)
+    found, places = faults(PACKAGE), private_places(PACKAGE, TESTS)
+    if len(places) > PRIVATE_PLACES:
+        found += [*places, f"tests reach for private names in {len(places)} places, more than {PRIVATE_PLACES}"]
     sys.exit("\n".join(found) if found else 0)

@@ -77,3 +77,23 @@ def test_a_reason_belongs_to_a_long_module():
 
 def test_the_package_has_this_shape():
     assert structure.faults(structure.PACKAGE) == []
+
+
+REACHING = """
+import helper
+from moeflux_mlx.ops import _planned
+thing._kept = thing.__doc__ = self._kept = helper._kept
+monkeypatch.setattr(thing, "_planned", thing.public)
+monkeypatch.setattr("moeflux_mlx.ops._planned", thing._replace(kept=thing._unknown))
+"""
+
+
+def test_tests_that_reach_for_private_names_are_seen(package, tmp_path_factory):
+    (package / "module.py").write_text("class Thing:\n    _kept = _replace = 0\n\n\ndef _planned():\n    pass\n")
+    tests = tmp_path_factory.mktemp("tests")
+    (tests / "helper.py").touch()
+    (tests / "test_thing.py").write_text(REACHING)
+    named = [(3, "_planned"), (4, "_kept"), (5, "_planned"), (6, "_planned")]
+    want = [f"test_thing.py:{line} reaches for {name}" for line, name in named]
+    assert structure.private_places(package, tests) == want
+    assert len(structure.private_places(structure.PACKAGE, structure.TESTS)) <= structure.PRIVATE_PLACES

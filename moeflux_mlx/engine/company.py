@@ -13,7 +13,7 @@ from ..text.tokenizer import TokenizerWrapper
 from .budget import Planner
 from .memory_plan import MemoryPlan
 from .session import Session
-from .weights import Weights
+from .weights import ModelWeights
 
 
 class Agreed(Protocol):
@@ -39,13 +39,13 @@ class Agreed(Protocol):
 class Company(Protocol):
     """All processes that run the model, including this one."""
 
-    def io_mode(self, asked: str, weights: Weights) -> str:
+    def io_mode(self, asked: str, weights: ModelWeights) -> str:
         """The I/O mode of this process if the user asked for `asked`."""
         ...
 
     def meet(
         self,
-        weights: Weights,
+        weights: ModelWeights,
         planner: Planner,
         dtype: mx.Dtype,
         bits: int,

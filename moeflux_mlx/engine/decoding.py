@@ -29,7 +29,7 @@ Chosen = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab
 Proposed = Sequence[int] | mx.array  # drafts
 
 
-class _OwnStep:
+class OwnStep:
     """This text's rows of a step, and how far they have been followed.
 
     Args:
@@ -147,8 +147,8 @@ class Decoding:
         self._last = prompt  # tokens that they have not seen yet
         self._logits: mx.array | None = logits
         self._next: Chosen | None = None  # the host may not know it yet
-        self._step: _OwnStep | None = None  # the last step of this decoding
-        self._followed: _OwnStep | None = None  # the step whose row the handed-out token follows
+        self._step: OwnStep | None = None  # the last step of this decoding
+        self._followed: OwnStep | None = None  # the step whose row the handed-out token follows
         self._runs_ahead = model.decode_step is not None and not logits_processors
         self._drafting = drafts
         if drafts is None and model.drafting.kind == "lookup":
@@ -204,7 +204,7 @@ class Decoding:
             step = self._followed
             if self.may_run_ahead:
                 self._begin_step([], ahead=True)
-                self.take(cast(_OwnStep, self._step).next_logits)
+                self.take(cast(OwnStep, self._step).next_logits)
             token, logprobs = self.known(chosen)
         if step is not None:
             step.seconds += time.perf_counter() - begun
@@ -216,7 +216,7 @@ class Decoding:
         """Calls `take` with the logits that `step` has computed for `rows`. `ahead`: the host may not know the row's
         token yet.
         """
-        self._step = _OwnStep(step, [], ahead, sequence)
+        self._step = OwnStep(step, [], ahead, sequence)
         self.asked += self._step.asked
         self.take(self._step.next_logits)
 
@@ -238,7 +238,7 @@ class Decoding:
         if self._next is None and self._logits is not None:
             self.take(self._logits)
         elif self._next is None:
-            step = cast(_OwnStep, self._step)
+            step = cast(OwnStep, self._step)
             if step.chosen:
                 self._go_on(step.chosen[step.followed])
             else:
@@ -279,7 +279,7 @@ class Decoding:
         elif drafts:
             tokens = [cast(int, self._last.item()), *drafts]
         made = self.model.step([SequenceRows(self.cache, tokens)])
-        self._step = step = _OwnStep(made, drafts, ahead, experts=self.model.experts)
+        self._step = step = OwnStep(made, drafts, ahead, experts=self.model.experts)
         self.asked += step.asked
         if step.drafted and self.sampler is greedy and not self.processors:  # no choice depends on one before it
             logits = step.logits.astype(mx.float32)

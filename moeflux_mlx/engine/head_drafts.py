@@ -32,15 +32,18 @@ class HeadDrafts:
 
     Attributes:
         cache: the caches of the head's layer.
+        tokens: the known tokens of the text.
+        start: the position of the first row.
+        rows: number of rows made from the model's hidden states.
+        shown: number of positions up to the last one whose hidden state is known.
     """
 
     def __init__(self, model: Model):
         self._model, self._head = model, cast(DraftHead, model.head)
         self.cache: list[LayerCache] = self._head.make_cache()
-        self._tokens: list[int] = []  # the known tokens of the text
-        self._start = self._rows = 0  # position of the first row; number of rows made from the model's hidden states
+        self.tokens: list[int] = []
+        self.start = self.rows = self.shown = 0
         self._waiting: list[AnyArray] = []  # hidden states of the next positions, each [1, n, hidden_size]
-        self._shown = 0  # number of positions up to the last one whose hidden state is known
         self._out: AnyArray = None  # the head's output for the last row
         self._next_out: AnyArray = None  # the head's output for the last drafted token but one
         self._drafted: list[mx.array] = []  # drafted tokens [1, 1]; all but the last have a row at the end of the cache
@@ -52,8 +55,8 @@ class HeadDrafts:
     def copy(self) -> "HeadDrafts":
         """A copy with the same text."""
         other = HeadDrafts(self._model)
-        other.cache, other._tokens = [one.copy() for one in self.cache], list(self._tokens)
-        other._start, other._rows, other._shown = self._start, self._rows, self._shown
+        other.cache, other.tokens = [one.copy() for one in self.cache], list(self.tokens)
+        other.start, other.rows, other.shown = self.start, self.rows, self.shown
         other._waiting = list(self._waiting)
         return other
 
@@ -62,8 +65,8 @@ class HeadDrafts:
         token.
         """
         self._absorb()
-        cache, rows = [one.copy() for one in self.cache], min(self._rows, length)
-        if self._start or not rows or not _reaches(cache, rows):
+        cache, rows = [one.copy() for one in self.cache], min(self.rows, length)
+        if self.start or not rows or not _reaches(cache, rows):
             return b""
         _go_back(cache, rows)
         return head_rows(cache)
@@ -74,37 +77,37 @@ class HeadDrafts:
         """
         self._restart(0)
         if load_head_rows(self.cache, data, self._model.activation_dtype):
-            self._rows = self._shown = self.cache[0].offset
+            self.rows = self.shown = self.cache[0].offset
             self._cut(len(text))
-        self._tokens = list(text)
+        self.tokens = list(text)
 
     def begin(self, text: Sequence[int]) -> None:
         """Sets the text; the rows of the prefix that it shares with the previous text are kept."""
         waiting = sum(part.shape[1] for part in self._waiting)
-        if self.cache[0].offset < self._rows or self._shown != self._start + self._rows + waiting:
+        if self.cache[0].offset < self.rows or self.shown != self.start + self.rows + waiting:
             self._restart(0)
-        self._cut(shared_length(self._tokens, text))
-        self._tokens = list(text)
+        self._cut(shared_length(self.tokens, text))
+        self.tokens = list(text)
 
     def absorb_span(self, span: Span) -> None:
         """Takes the hidden states of a span that has passed all layers of the model."""
         for start in range(0, span.length, span.block):
             end = min(start + span.block, span.length)
-            self._show(self._model.draft_states(span, start, end), span.start + start)
+            self.show(self._model.draft_states(span, start, end), span.start + start)
             self._absorb()
 
     def add(self, token: int, hidden: AnyArray = None) -> None:
         """Appends `token` to the text; `hidden` as in `Drafts`, None if the head has it already."""
-        self._tokens.append(token)
+        self.tokens.append(token)
         self._drafted = []
         if hidden is not None:
-            self._show(hidden, len(self._tokens) - 2)
+            self.show(hidden, len(self.tokens) - 2)
         if len(self._waiting) >= MOST_WAITING:
             self._absorb()
 
     def may_propose(self) -> bool:
         """Whether the hidden state of the last position is known."""
-        return self._shown == len(self._tokens) - 1
+        return self.shown == len(self.tokens) - 1
 
     def propose(self, count: int) -> Sequence[int] | mx.array:
         """Proposes at most `count` tokens, each the most likely one; none if the last position's hidden state is not
@@ -116,7 +119,7 @@ class HeadDrafts:
         if self._out is None:
             return []
         if not self._drafted:
-            _go_back(self.cache, self._rows)
+            _go_back(self.cache, self.rows)
             self._drafted = [self._head.next(self._out)]
         if len(self._drafted) == 1:
             self._next_out = self._out
@@ -126,50 +129,50 @@ class HeadDrafts:
         mx.async_eval(self._drafted)
         return mx.concatenate([token.reshape(-1) for token in self._drafted[:count]])
 
-    def _show(self, hidden: AnyArray, position: int) -> None:
+    def show(self, hidden: AnyArray, position: int) -> None:
         """Takes hidden states [1, n, hidden_size] of the positions from `position` on."""
-        if position < self._shown:
+        if position < self.shown:
             self._cut(position)
-        if position != self._shown:
+        if position != self.shown:
             self._restart(position)
         self._waiting.append(hidden)
-        self._shown += hidden.shape[1]
+        self.shown += hidden.shape[1]
 
     def _absorb(self, draft: bool = False) -> None:
         """Makes the rows of all waiting hidden states whose next tokens are known, and a draft if `draft` is set."""
-        first = self._start + self._rows
-        count = min(self._shown, len(self._tokens) - 1) - first
+        first = self.start + self.rows
+        count = min(self.shown, len(self.tokens) - 1) - first
         if count < 1:
             return
         waiting, rest = _divided(self._waiting, count)
-        _go_back(self.cache, self._rows)
+        _go_back(self.cache, self.rows)
         self._drafted = []
         last = self._model.args.vocab_size - 1  # an image's rows have keys instead of tokens
-        tokens = [min(token, last) for token in self._tokens[first + 1 : first + 1 + count]]
+        tokens = [min(token, last) for token in self.tokens[first + 1 : first + 1 + count]]
         self._out, drafted = self._head.absorb(waiting, tokens, self.cache, draft)
-        self._rows, self._waiting = self._rows + count, [leave(part) * 1 for part in rest]  # copied, to free the block
+        self.rows, self._waiting = self.rows + count, [leave(part) * 1 for part in rest]  # copied, to free the block
         self._drafted = [] if drafted is None else [drafted]
         if isinstance(self._out, mx.array):
             mx.async_eval(self._out, [array for one in self.cache for array in one.state[:-1] if array is not None])
 
     def _cut(self, length: int) -> None:
         """Forgets everything after the first `length` tokens, and those too if the cache cannot go back that far."""
-        rows = min(max(length - self._start, 0), self._rows)
+        rows = min(max(length - self.start, 0), self.rows)
         if not _reaches(self.cache, rows):
-            self._restart(max(length, self._start))
+            self._restart(max(length, self.start))
             return
-        kept = max(length - self._start - self._rows, 0)
+        kept = max(length - self.start - self.rows, 0)
         self._waiting = _divided(self._waiting, kept)[0]
-        self._drafted, self._shown = [], min(self._shown, max(length, self._start))
-        if rows < self._rows:
-            self._rows, self._out = rows, None
+        self._drafted, self.shown = [], min(self.shown, max(length, self.start))
+        if rows < self.rows:
+            self.rows, self._out = rows, None
             _go_back(self.cache, rows)
 
     def _restart(self, position: int) -> None:
         """Forgets all rows; the next ones begin at `position`."""
         self.cache, self._waiting, self._drafted, self._out = self._head.make_cache(), [], [], None
-        self._start = self._shown = position
-        self._rows = 0
+        self.start = self.shown = position
+        self.rows = 0
         for one in self.cache:
             one.shift(position)
 

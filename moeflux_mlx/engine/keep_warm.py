@@ -102,6 +102,10 @@ class KeepWarm:
 
     Attributes:
         launched: number of launches.
+        keep: as given.
+        trial: the trial that is being made, or None.
+        thread: the thread that launches; None before the first wait.
+        wake: ends the thread's sleep when it is set.
     """
 
     def __init__(
@@ -118,8 +122,8 @@ class KeepWarm:
     ):
         self.measured, self.launched = measured, 0
         self._first, self._always = first, always
-        self._trial = None if always or measured else WarmTrial()
-        self._make_launch, self._keep, self._clock = make_launch, keep, clock
+        self.trial = None if always or measured else WarmTrial()
+        self._make_launch, self.keep, self._clock = make_launch, keep, clock
         self._is_filling, self._on_mains = is_filling, on_mains
         self._launch: Callable[[], object] | None = None
         self._begun: float | None = None  # when the step that runs began, if a trial counts it
@@ -127,13 +131,13 @@ class KeepWarm:
         self._waits, self._last = 0, (0, -inf)  # the number of waits; the one that was seen last, and since when
         self._slept = self._is_parked = False  # the thread sleeps until it is woken, which clears only the second
         self._seen = self._asked = -inf  # when a step was seen to wait, and when the power was asked for
-        self._wake = threading.Event()
-        weakref.finalize(self, self._wake.set)
-        self._thread: threading.Thread | None = None
+        self.wake = threading.Event()
+        weakref.finalize(self, self.wake.set)
+        self.thread: threading.Thread | None = None
 
     def __call__(self, layer: int, rows: int) -> "KeepWarm":
         """A context manager in which a step of `rows` rows waits for experts of `layer`."""
-        trial = self._trial
+        trial = self.trial
         if trial is not None and layer == self._first:
             now = self._clock()
             if self._begun is not None:
@@ -148,11 +152,11 @@ class KeepWarm:
         self._waits += 1
         if self._is_parked:
             self._is_parked = False
-            self._wake.set()
-        elif self._thread is None and self._is_needed:
-            self._thread = threading.Thread(target=_beat, args=(weakref.ref(self), self._wake), name="keep-warm")
-            self._thread.daemon = True
-            self._thread.start()
+            self.wake.set()
+        elif self.thread is None and self._is_needed:
+            self.thread = threading.Thread(target=_beat, args=(weakref.ref(self), self.wake), name="keep-warm")
+            self.thread.daemon = True
+            self.thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._is_waiting = False
@@ -165,10 +169,10 @@ class KeepWarm:
         """What the thread does again and again: launches if a step waits. Returns the seconds until the next time,
         infinite if it is woken for it; None: there will be none.
         """
-        now, trial = self._clock(), self._trial
+        now, trial = self._clock(), self.trial
         if trial is not None and trial.is_over:
-            self.measured, self._trial = trial.result, None
-            self._keep(self.measured)
+            self.measured, self.trial = trial.result, None
+            self.keep(self.measured)
         if not self._is_needed:
             return None
         if self._waits != self._last[0]:
@@ -176,7 +180,7 @@ class KeepWarm:
         is_waiting = self._is_waiting and now - self._last[1] < LONGEST
         if is_waiting and not self._always and now - self._asked >= POWER_SECONDS:
             self._is_powered, self._asked = self._on_mains(), now
-        may_launch = self._always or (self._is_powered and (self._trial is None or self._trial.launches))
+        may_launch = self._always or (self._is_powered and (self.trial is None or self.trial.launches))
         if is_waiting and may_launch:
             self._launch = self._launch or self._make_launch()
             self._launch()
@@ -192,7 +196,7 @@ class KeepWarm:
     def close(self) -> None:
         """Ends the thread."""
         self.is_closed = True
-        self._wake.set()
+        self.wake.set()
 
     @property
     def said(self) -> str:
@@ -201,7 +205,7 @@ class KeepWarm:
             return "keep-warm: on"
         if self.measured is not None:
             return f"keep-warm: {self.measured}"
-        trial = self._trial
+        trial = self.trial
         done = f"{trial.tokens if trial else 0} of {TURN * len(ORDER)}"
         return f"keep-warm: {done} tokens compared, by turns with and without launches"
 

@@ -90,7 +90,7 @@ def activation_bytes(args: ModelArgs, layout: ExpertLayout, demand: Demand, cont
     lent = 2 * demand.itemsize * max(mixer.lent for mixer in args.mixer_counts)  # with rotated keys, and without
     streams += span * (chosen + lent + sum(part.row_bytes for part in args.ngrams.values()))
     streams += 2 * demand.dense
-    block = _mixer_bytes(args, min(sizes.block, span), demand, context) + _mixing_bytes(args, sizes.block, span, demand)
+    block = _mixer_bytes(args, min(sizes.block, span), demand, context) + mixing_bytes(args, sizes.block, span, demand)
     layers = [make_caches(mixer) for mixer in args.mixer_counts]
     block += max(sum(cache.bytes_for(context, demand.itemsize) for cache in caches) for caches in layers)
     block += max(sum(cache.fetched_bytes(context, demand.itemsize) for cache in caches) for caches in layers)
@@ -117,7 +117,7 @@ def _mixer_bytes(args: ModelArgs, tokens: int, demand: Demand, context: int) -> 
     )
 
 
-def _mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int:
+def mixing_bytes(args: ModelArgs, block: int, span: int, demand: Demand) -> int:
     """Bytes of the streams on their way into and out of both parts of a layer, of two blocks if the span has several.
     The CPU frees each array as soon as it is used.
     """

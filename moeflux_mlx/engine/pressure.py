@@ -59,12 +59,12 @@ class Spare(NamedTuple):
     cut: float = 0.0
 
 
-class Source(Protocol):
+class SpareSource(Protocol):
     def spare(self, pool: int) -> Spare:
         """Bytes that the machine can spare while the pool takes `pool` bytes; infinity if the source does not know."""
 
 
-class Group:
+class ControlGroup:
     """The limit of one control group of Linux, version 1 or 2 (memory.max and memory.high, memory.limit_in_bytes).
 
     Half of the headroom that a plan leaves is kept free. Pages of files do not count as used: the kernel drops them.
@@ -181,18 +181,19 @@ class PoolLimit:
         pace: how fast the pool shrinks and grows.
 
     Attributes:
+        sources, clock: as given.
         room: bytes that pool and computation together could take at the last check before the system ends the process.
     """
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[SpareSource],
         most: int,
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], int] = used_memory,
         pace: Pace = PACE,
     ):
-        self._sources, self._most, self._clock, self._used, self._pace = sources, most, clock, used, pace
+        self.sources, self._most, self.clock, self._used, self._pace = sources, most, clock, used, pace
         self._limit, self._now, self.room = float(most), float(most), math.inf
         self._looked = self._grows = -math.inf  # the time of the last look, and the earliest of the next step
         self._cut, self._cut_at = 0.0, -math.inf  # the last cut, and its time
@@ -207,13 +208,13 @@ class PoolLimit:
 
     def __call__(self, pool: int) -> int:
         """Bytes that the pool may take; it now takes `pool` bytes."""
-        self._pool, now = pool, self._clock()
+        self._pool, now = pool, self.clock()
         if now - self._looked >= EVERY:
             self._look(now)
         return int(self._now)
 
     def _look(self, now: float) -> None:
-        spares = [source.spare(self._pool) for source in self._sources]
+        spares = [source.spare(self._pool) for source in self.sources]
         spare = min((one.nbytes for one in spares), default=math.inf)
         taken = self._used() - self._pool - self._others
         cut = max((one.cut for one in spares), default=0.0)
@@ -234,9 +235,9 @@ class PoolLimit:
         self._looked = now
 
 
-def sources(figures: Figures) -> list[Source]:
+def sources(figures: Figures) -> list[SpareSource]:
     """All sources of this machine; none on an NVIDIA GPU."""
-    given: list[Source] = [] if figures.limit is None else [Process(figures.limit)]
+    given: list[SpareSource] = [] if figures.limit is None else [Process(figures.limit)]
     if figures.name == "free GPU memory":
         return []
     if sys.platform == "darwin":
@@ -244,11 +245,11 @@ def sources(figures: Figures) -> list[Source]:
     return [*given, *host_sources()]
 
 
-def host_sources() -> list[Source]:
+def host_sources() -> list[SpareSource]:
     """The sources of Linux for the host's memory."""
     groups = memory_groups()
     stalls = [Stalls(groups[0] / "memory.pressure")] if groups else []
-    return [*map(Group, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
+    return [*map(ControlGroup, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
 
 
 def _read(file: Path) -> str:

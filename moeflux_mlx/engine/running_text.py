@@ -70,6 +70,8 @@ class RunningText:
         reuse: where the tokens of the last prompt came from.
         drafts: the state of the draft head for this text, or None.
         save_error: the error of saving the last prompt in the store, or None.
+        to_store: the lengths of which the store gets the text after the answer, with the states that cannot be cut.
+        half: the span in which the last prompt was stopped, or None.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class RunningText:
         self.tokens: list[int] = []
         self.reuse = Reuse()
         self.save_error: PromptCacheError | SnapshotError | None = None
-        self._to_store: list[tuple[int, dict[int, Arrays]]] = []  # lengths, and states that cannot be cut
-        self._half: Half | None = None
+        self.to_store: list[tuple[int, dict[int, Arrays]]] = []
+        self.half: Half | None = None
         self._step: Step | None = None  # the last step, until the next operation
         self._answering = False  # whether an answer is being decoded
 
@@ -143,7 +145,7 @@ class RunningText:
         if not keep_half:
             self._drop_half()
         apart = any(layer.offset != len(self.tokens) for layer in self.cache)
-        if self._answering or (apart and self._half is None):
+        if self._answering or (apart and self.half is None):
             self._go_back(len(self.tokens))
 
     def step(self, tokens: Sequence[int]) -> mx.array:
@@ -191,14 +193,14 @@ class RunningText:
     @property
     def nbytes(self) -> int:
         """Bytes of the caches, the kept states, those of the last step, a half-done span, and a draft head's state."""
-        half = self._half.span.nbytes if self._half is not None else 0
+        half = self.half.span.nbytes if self.half is not None else 0
         step = self._step.nbytes if self._step is not None else 0
         drafts = self.drafts.nbytes if self.drafts is not None else 0
         return sum(layer.nbytes for layer in self.cache) + self.points.nbytes + step + half + drafts
 
     def known(self, prompt: Sequence[int]) -> int:
         """How many tokens of `prompt` are already computed; a half-done span counts in proportion to its layers."""
-        half = self._half
+        half = self.half
         if half is not None and list(prompt[: len(self.tokens) + half.span.length]) == self.tokens + half.tokens:
             return len(self.tokens) + half.span.length * half.span.layer // len(self.model.layers)
         shared = shared_length(self.tokens, prompt[:-1])
@@ -209,7 +211,7 @@ class RunningText:
         ends = sorted({n for n in boundaries if 0 < n < len(prompt)}) or [len(prompt) - 1]
         if self.points.can_trim:  # the other states can be cut from the last one
             ends = ends[-1:]
-        self.save_error, self._to_store = None, []
+        self.save_error, self.to_store = None, []
         prefill = self._prefill(prompt, ends)
         start = len(self.tokens)
         try:
@@ -228,7 +230,7 @@ class RunningText:
             self._reuse(prompt)
         else:
             self.reuse = Reuse(len(prompt), len(self.tokens), 0)
-        start, self._half = len(self.tokens), None
+        start, self.half = len(self.tokens), None
         if self.drafts is not None:
             self.drafts.begin(prompt)
         keep = self._worth_keeping(len(prompt), ends)
@@ -247,11 +249,11 @@ class RunningText:
 
     def _taken_up(self, prompt: list[int], ends: list[int]) -> Span | None:
         """The half-done span, if `prompt` begins with it and it keeps the states that `ends` require; else None."""
-        if self._half is None:
+        if self.half is None:
             return None
-        start, known = len(self.tokens), self.tokens + self._half.tokens
+        start, known = len(self.tokens), self.tokens + self.half.tokens
         wanted = {n - start for n in self._worth_keeping(len(prompt), ends) if n in ends and n <= len(known)}
-        span = self._half.span
+        span = self.half.span
         return span if prompt[: len(known)] == known and wanted <= set(span.keep) else None
 
     def _worth_keeping(self, end: int, ends: list[int]) -> list[int]:
@@ -267,9 +269,9 @@ class RunningText:
         return untrimmable_bytes(self.model.args.mixer_counts, self.model.activation_dtype.size)
 
     def _drop_half(self) -> None:
-        if self._half is not None:
-            self._half.span.drop(self.cache)
-            self._half = None
+        if self.half is not None:
+            self.half.span.drop(self.cache)
+            self.half = None
             self.points.set_apart(0)
 
     def _reuse(self, prompt: list[int]) -> None:
@@ -300,10 +302,10 @@ class RunningText:
         """Records which part of `prompt` `prefill` has computed."""
         start = len(self.tokens)
         self.tokens = prompt[: start + prefill.done]
-        half, self._half = prefill.half, None
+        half, self.half = prefill.half, None
         if half is not None:
             at = len(self.tokens)
-            self._half = Half(half, prompt[at : at + half.length])
+            self.half = Half(half, prompt[at : at + half.length])
         self.points.set_apart(half.nbytes if half is not None else 0)
         kept = {start + n: states for n, states in prefill.kept.items()}
         for position, states in sorted(kept.items()):
@@ -312,7 +314,7 @@ class RunningText:
         if half is not None and half.nbytes > self.points.max_bytes:
             self._drop_half()
         if self.store is not None:
-            self._to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
+            self.to_store = [(end, kept.get(end, {})) for end in ends if start < end <= len(self.tokens)]
 
     def _append(self, token: int, keep: bool) -> None:
         """Records that the caches have absorbed a token of an answer. `keep`: they hold no draft, so the state may be
@@ -340,7 +342,7 @@ class RunningText:
 
     def _save_states(self, prompt: list[int]) -> None:
         """Gives the kept states to the store. An error is noted instead of raised, because the answer matters more."""
-        for end, states in self._to_store:
+        for end, states in self.to_store:
             caches = [_cut(layer, end, states.get(i)) for i, layer in enumerate(self.cache)]
             if any(layer.offset != end for layer in caches):
                 continue  # an error rewound further, or the state was not kept
@@ -350,7 +352,7 @@ class RunningText:
                 self.store.save(self.model, caches, prompt[:end], behind)
             except (PromptCacheError, SnapshotError) as error:
                 self.save_error = error
-        self._to_store = []
+        self.to_store = []
 
 
 def _cut(layer: LayerCache, length: int, kept: Arrays | None) -> LayerCache:

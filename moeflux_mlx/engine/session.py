@@ -88,7 +88,7 @@ class Session(RunningText):
 
         This session does not change; arrays are shared until one of the two writes to them.
         """
-        whole = self._half is None and length >= len(self.tokens)
+        whole = self.half is None and length >= len(self.tokens)
         reached = len(self.tokens) if whole else self.points.nearest(min(length, len(self.tokens)))
         other = self._blank(
             store=self.store,

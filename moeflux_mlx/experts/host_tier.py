@@ -21,38 +21,41 @@ class HostTier:
     Args:
         ranking: of the pool on the GPU; its counts are those of the host's records too.
         records: the most records, until `resize`.
+
+    Attributes:
+        kept: the place of each record.
     """
 
     def __init__(self, places: Places, ranking: Ranking, records: int):
         self.places, self.records = places, records
         self.ranking = ranking.beside()
-        self._kept: dict[Key, int] = {}
+        self.kept: dict[Key, int] = {}
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._kept
+        return key in self.kept
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     @property
     def owned(self) -> list[int]:
         """The places of all records."""
-        return list(self._kept.values())
+        return list(self.kept.values())
 
     def take(self, key: Key) -> int:
         """The place of a record, which belongs to the caller from now on."""
-        place = self._kept.pop(key)
+        place = self.kept.pop(key)
         self.ranking.leave(key)
         return place
 
     def keep(self, key: Key, place: int) -> None:
         """Takes over a place with a record; frees it, or another one, if there is no room."""
-        if not self.records or key in self._kept:
+        if not self.records or key in self.kept:
             self.places.put(place)
             return
-        while len(self._kept) >= self.records:
+        while len(self.kept) >= self.records:
             self.give_up()
-        self._kept[key] = place
+        self.kept[key] = place
         self.ranking.enter(key)
 
     def give_up(self) -> None:
@@ -64,12 +67,12 @@ class HostTier:
     def resize(self, records: int) -> None:
         """Keeps at most so many records from now on."""
         self.records = records
-        while len(self._kept) > records:
+        while len(self.kept) > records:
             self.give_up()
 
     def move(self) -> None:
         """Moves records out of memory that goes, as long as there are free places elsewhere, and drops the others."""
-        for key, place in list(self._kept.items()):
+        for key, place in list(self.kept.items()):
             if self.places.goes(place):
                 self.take(key)
                 if self.places.free:
@@ -81,10 +84,10 @@ class HostTier:
 
     def clear(self) -> None:
         """Forgets all records."""
-        while self._kept:
+        while self.kept:
             self.give_up()
 
     def reconcile(self, slots: Collection[int]) -> None:
         """Ranks exactly the records that are there. Those whose places slots own belong to these."""
-        self._kept = {key: place for key, place in self._kept.items() if place not in slots}
-        self.ranking.reset(self._kept)
+        self.kept = {key: place for key, place in self.kept.items() if place not in slots}
+        self.ranking.reset(self.kept)

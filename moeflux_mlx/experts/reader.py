@@ -47,6 +47,9 @@ class ExpertReader:
         arrange: called likewise whenever a record has been read, before `check`, to bring what was read to its form.
         drive_of: returns a file's drive, as for `OpenFiles`.
 
+    Attributes:
+        queues: the queue of each drive.
+
     Raises:
         ExpertIOError: a file cannot be opened.
     """
@@ -66,7 +69,7 @@ class ExpertReader:
         self._check, self._checked, self._arrange = check, set[Key](), arrange
         self._in_pieces: dict[Key, Shares] = {}
         self._where, self._files = files, OpenFiles(files.sizes, direct=direct, preadv=preadv, drive_of=drive_of)
-        self._drives = [DriveQueue() for _ in range(self._files.drives)]
+        self.queues = [DriveQueue() for _ in range(self._files.drives)]
         self._closed = False
         self._process = os.getpid()
         self._lock = threading.Lock()  # used only among the reading threads
@@ -87,7 +90,7 @@ class ExpertReader:
     @property
     def drives(self) -> int:
         """The number of drives."""
-        return len(self._drives)
+        return len(self.queues)
 
     @property
     def note(self) -> str:
@@ -123,7 +126,7 @@ class ExpertReader:
     def submit(self, read: Read, purpose: int = REQUESTED) -> Read:
         """Queues a read made by `prepare`. Raises ExpertIOError: the reader is closed."""
         for drive, count in read.waiting.items():
-            self._drives[drive].put(read, count, purpose)
+            self.queues[drive].put(read, count, purpose)
         read.is_queued = True
         if self._closed:  # the reader may have been closed after the threads last looked
             read.cancel()
@@ -155,7 +158,7 @@ class ExpertReader:
 
     def limit_warming(self, reads: int) -> None:
         """Sets the most reads of a drive at once that fill free memory."""
-        for queue in self._drives:
+        for queue in self.queues:
             queue.warm_reads = reads
 
     def promote(self, read: Read, purpose: int = REQUESTED) -> None:
@@ -163,34 +166,34 @@ class ExpertReader:
         old place then have nothing left to take.
         """
         for drive, count in read.waiting.items():
-            self._drives[drive].put(read, count, purpose)
+            self.queues[drive].put(read, count, purpose)
 
     def close(self) -> None:
         """Cancels queued reads, waits for running ones, and closes the files. May be called more than once."""
         if os.getpid() != self._process:
             return
         self._closed = True
-        for queue in self._drives:
+        for queue in self.queues:
             queue.wake.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():  # the garbage collector may call this from anywhere
                 thread.join()
-        for queue in self._drives:
+        for queue in self.queues:
             queue.clear()  # reads submitted in the meantime
         self._files.close()
 
     def _work(self, drive: int) -> None:
-        queue = self._drives[drive]
+        queue = self.queues[drive]
         while not self._closed:
             queue.wake.get()
-            while (following := self._next(drive)) is not None:
+            while (following := self.next_read(drive)) is not None:
                 self._serve(*following, drive)
         queue.wake.put(None)  # for the other threads
 
-    def _next(self, drive: int) -> tuple[Read, int] | None:
+    def next_read(self, drive: int) -> tuple[Read, int] | None:
         """The read that goes next, and its purpose. It counts as in progress before another thread asks for its own."""
         with self._lock:
-            following = self._drives[drive].next()
+            following = self.queues[drive].next()
             if following is not None:
                 self._count(1, following[1], drive)
         return following
@@ -226,7 +229,7 @@ class ExpertReader:
 
     def _count(self, change: int, purpose: int, drive: int) -> None:
         """Counts shares that begin and end."""
-        self._drives[drive].active[purpose] += change
+        self.queues[drive].active[purpose] += change
         active, seconds, since = self._busy
         now = time.perf_counter()
         if not active:

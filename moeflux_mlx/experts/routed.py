@@ -75,7 +75,7 @@ class RoutedExperts:
             whole = self.source.whole(routing.layer) if isinstance(x, mx.array) else None
             rows = routing.ids.size
             if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
-                return _at_once(routing, x, whole, residual, shared, report)
+                return at_once(routing, x, whole, residual, shared, report)
             reads_ahead = self.lookahead.prefetch != "off"
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
         records = self.source.whole(routing.layer)
@@ -134,7 +134,7 @@ class RoutedExperts:
         return cast(Any, self._compiled[place])
 
 
-def _at_once(
+def at_once(
     routing: Routing, x: mx.array, records: Records, residual: mx.array, shared: mx.array | None, report: Report
 ) -> mx.array:
     """All experts of a prompt, which are in memory; the host does not wait for the ids. The bits are those of

@@ -113,7 +113,7 @@ class Lease:
 ON_DISK, IN_MEMORY, ARRIVING = range(3)  # where a record is
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Is told of requests, in the thread that runs the model."""
 
     def requested(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
@@ -146,7 +146,7 @@ class ExpertLoader(ABC):
     reads_ahead: bool = False
     counts_rows: bool = False
     is_filling: bool = False
-    observer: Observer | None = None
+    observer: RequestObserver | None = None
 
     def __init__(self, layout: ExpertLayout, decision: str):
         self.layout, self.decision = layout, decision or self.mode.value

@@ -61,7 +61,7 @@ class StreamedExperts(ExpertLoader):
         reader: replaces the default reader (direct I/O), in tests.
 
     Attributes:
-        usage: counts the experts of steps.
+        usage: counts the experts of steps. reads: those into the pools. allowance, limit: as given.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -107,10 +107,10 @@ class StreamedExperts(ExpertLoader):
         if any(pool.staging is not None and pool.staging.host.records for pool in self.pools):
             allow_memory(host_bytes)
             self.at_close(partial(allow_memory, -host_bytes))
-        self._reads = PoolReads(self.pools, self.reader, self._least, self._stats)
+        self.reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
-        self._warming = Warming(self._reads, self.layout, self.usage.counts)
-        self._allowance, self._limit, self._host_limit = allowance, limit, host_limit
+        self._warming = Warming(self.reads, self.layout, self.usage.counts)
+        self.allowance, self.limit, self._host_limit = allowance, limit, host_limit
         if limit is not None or host_limit is not None:
             self._start("pool-watch", StreamedExperts.relieve_between_calls, WATCH_SECONDS)
 
@@ -122,7 +122,7 @@ class StreamedExperts(ExpertLoader):
     def reset_stats(self) -> None:
         with self._lock:
             super().reset_stats()
-            self._reads.stats = self._stats
+            self.reads.stats = self._stats
             self._busy_before = self.reader.busy_seconds
 
     @property
@@ -153,17 +153,17 @@ class StreamedExperts(ExpertLoader):
         """
         with self._alone():
             self._check_open()
-            return self._reads.resize(nbytes)
+            return self.reads.resize(nbytes)
 
     def _breathe(self, tokens: int) -> None:
         """Follows the allowed size: shrinks at once, but does not grow for a small gain."""
         with self._alone():
-            self.relieve(may_grow=self._allowance is None)
-        if self._allowance is None:
+            self.relieve(may_grow=self.allowance is None)
+        if self.allowance is None:
             return
-        nbytes = self._allowance(tokens, self.pools.device_bytes)
-        if self._limit is not None:
-            nbytes = min(nbytes, self._limit(self.pools.held_bytes))
+        nbytes = self.allowance(tokens, self.pools.device_bytes)
+        if self.limit is not None:
+            nbytes = min(nbytes, self.limit(self.pools.held_bytes))
         if self.pools.is_due(nbytes):
             self.resize(nbytes)
 
@@ -172,7 +172,7 @@ class StreamedExperts(ExpertLoader):
         shares of earlier steps that used them.
         """
         with self._alone():
-            self._warming = Warming(self._reads, self.layout, rates)
+            self._warming = Warming(self.reads, self.layout, rates)
         self._start("pool-feed", StreamedExperts.warm_between_calls, FEED_SECONDS)
 
     def warm_between_calls(self) -> bool:
@@ -181,7 +181,7 @@ class StreamedExperts(ExpertLoader):
 
     def _read_on(self) -> None:
         self.reader.limit_warming(WARM_READS)
-        self._reads.collect()
+        self.reads.collect()
         self.relieve()
         for pool in self.pools:
             pool.finish_copies()  # a lazy array belongs to the thread that made it
@@ -190,18 +190,18 @@ class StreamedExperts(ExpertLoader):
         """Returns memory that the machine is short of, during a call or between two; leased records stay. What is left
         is filled by `warm`.
         """
-        if self._limit is not None:
+        if self.limit is not None:
             before = self.pools.held_bytes
-            nbytes = self._limit(before)
+            nbytes = self.limit(before)
             if self.pools.is_due(nbytes, may_grow):
-                self._reads.resize(nbytes)
+                self.reads.resize(nbytes)
                 mx.clear_cache()
-                self._reads.stats.given_back += max(before - self.pools.held_bytes, 0)
+                self.reads.stats.given_back += max(before - self.pools.held_bytes, 0)
         if self._host_limit is not None and (before := self.pools.host_bytes):
-            self._reads.resize_host(self._host_limit(before))
+            self.reads.resize_host(self._host_limit(before))
             if self.pools.host_bytes < before:
                 mx.clear_cache()
-                self._reads.stats.given_back += before - self.pools.host_bytes
+                self.reads.stats.given_back += before - self.pools.host_bytes
         self._warming.feed()
 
     def relieve_between_calls(self) -> bool:
@@ -242,7 +242,7 @@ class StreamedExperts(ExpertLoader):
         not waited for.
         """
         is_own = self._guards_of == threading.get_ident()
-        self._reads.reconcile([] if is_own else self._guards)
+        self.reads.reconcile([] if is_own else self._guards)
         if not is_own:  # the thread that made lazy arrays can evaluate them, at the end of this turn
             self._guards = []
 
@@ -296,9 +296,9 @@ class StreamedExperts(ExpertLoader):
         lease = Lease(self, keys, inverse, ready)
         if not any(pool.is_leased for pool in self.pools):  # the smallest pool holds only one lease
             self.relieve()
-        self._reads.collect()
+        self.reads.collect()
         try:
-            self.is_filling |= self._reads.admit(self.pools.of[layer], keys, ready)
+            self.is_filling |= self.reads.admit(self.pools.of[layer], keys, ready)
         except BaseException:
             lease.release()
             raise
@@ -334,7 +334,7 @@ class StreamedExperts(ExpertLoader):
         return [(key, IN_MEMORY if place.read is None else ARRIVING) for key, place in places]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
-        return [] if self._closed or self._in_interlude else self._reads.guess(keys)
+        return [] if self._closed or self._in_interlude else self.reads.guess(keys)
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         self.pools.intend(layer, ids)
@@ -366,26 +366,26 @@ class StreamedExperts(ExpertLoader):
 
     def wait_for(self, layer: int) -> None:
         with self._alone():
-            self._reads.take_in([key for key in self.in_flight if key[0] == layer])
+            self.reads.take_in([key for key in self.in_flight if key[0] == layer])
 
     def drain(self) -> None:
         with self._alone():
-            self._reads.take_in(self.in_flight)
+            self.reads.take_in(self.in_flight)
 
     def invalidate(self) -> None:
         with self._alone():
-            self._reads.take_in(self.in_flight)
+            self.reads.take_in(self.in_flight)
             self._warming.stop()
             in_use = any(pool.pinned_besides([]) for pool in self.pools)
             for pool in [] if in_use else self.pools:
-                self._reads.empty(pool)
+                self.reads.empty(pool)
         if in_use:
             raise RuntimeError("the expert pool cannot be emptied while a lease of experts is in use")
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         if self._closed:
             return [ExpertIOError(CLOSED)]
-        return self._reads.finish(keys) if keys else []
+        return self.reads.finish(keys) if keys else []
 
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
@@ -403,9 +403,9 @@ class StreamedExperts(ExpertLoader):
     def _let_go(self) -> None:
         with self._alone():
             self.reader.close()
-            self._reads.take_in(self.in_flight)
+            self.reads.take_in(self.in_flight)
             for pool in self.pools:
-                self._reads.empty(pool)
+                self.reads.empty(pool)
                 pool.give_back()
             self.pools.clear()
 

@@ -33,7 +33,7 @@ RowParts = tuple[list[int], list[int], int]  # of a part of some rows: files by 
 Chunk = tuple[Sequence[int], list[RowParts]]  # some rows, and their parts
 
 
-class TableReader:
+class FileTable:
     """The rows of one table.
 
     Args:
@@ -43,6 +43,7 @@ class TableReader:
     Attributes:
         token_map: as of `files`.
         rows_read, bytes_read: what has been read from files so far.
+        kept: the rows in memory as bytes, the most recently used one last.
 
     Raises:
         ExpertIOError: a file cannot be opened.
@@ -51,7 +52,7 @@ class TableReader:
     def __init__(self, files: TableFiles, kept_bytes: int = KEPT_BYTES):
         self.token_map = files.token_map
         self.files, self._most = files, kept_bytes // files.form.row_bytes
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self.kept: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self.rows_read = self.bytes_read = 0
         self._paths, self._descriptors, self._stamps = files.paths, list[int](), Stamps()
@@ -107,11 +108,11 @@ class TableReader:
         missing = []
         with self._lock:
             for place, row in enumerate(rows.tolist()):
-                data = self._kept.get(row)
+                data = self.kept.get(row)
                 if data is None:
                     missing.append(place)
                     continue
-                self._kept.move_to_end(row)
+                self.kept.move_to_end(row)
                 target[place] = np.frombuffer(data, np.uint8)
         return missing
 
@@ -119,9 +120,9 @@ class TableReader:
         """Keeps some of the rows that have been read."""
         with self._lock:
             for place in places:
-                self._kept[int(rows[place])] = target[place].tobytes()
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+                self.kept[int(rows[place])] = target[place].tobytes()
+            while len(self.kept) > self._most:
+                self.kept.popitem(last=False)
 
     def _work(self, target: memoryview, chunks: list[Chunk], reads: "list[Future[None]]") -> None:
         """The work of one thread: takes chunks from the end until none is left. If they have to be fetched from the
@@ -167,7 +168,7 @@ class PendingRows:
 
     def __init__(
         self,
-        reader: TableReader,
+        reader: FileTable,
         rows: np.ndarray,
         target: np.ndarray,
         reads: list["Future[None]"],
@@ -223,12 +224,12 @@ def _opened(path: Path) -> int:
     return descriptor
 
 
-def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, TableReader]:
+def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, FileTable]:
     """The readers by layer. Raises ExpertIOError: a file cannot be opened."""
-    readers: dict[int, TableReader] = {}
+    readers: dict[int, FileTable] = {}
     try:
         for layer, files in tables.items():
-            readers[layer] = TableReader(files)
+            readers[layer] = FileTable(files)
     except ExpertIOError:
         for reader in readers.values():
             reader.close()

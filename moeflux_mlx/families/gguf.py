@@ -198,8 +198,8 @@ def neighbours_apart(heads: int, rows: int) -> Change:
     return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
-Config = JsonDict
-Changes = Callable[[Config, str, tuple[int, ...]], Change | None]
+GgufConfig = JsonDict
+Changes = Callable[[GgufConfig, str, tuple[int, ...]], Change | None]
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class GgufFamily:
         change: (config, name behind "model.layers.N.", stored shape) -> what undoes llama.cpp's change; None: nothing.
     """
 
-    config: Callable[[Metadata], Config]
+    config: Callable[[Metadata], GgufConfig]
     names: tuple[tuple[str, str], ...]
     change: Changes = lambda config, name, shape: None
 

@@ -42,17 +42,20 @@ class DecodeStep:
     """Runs a model, or a part of it, for rows: the next tokens of one sequence or of several.
 
     Traces keep the model's arrays until `forget`.
+
+    Attributes:
+        graphs: the traces by thread, then by the ways in which caches are traced and the sizes of all arrays.
     """
 
     def __init__(self, run: Forward):
         self._run = run
-        # By thread, because MLX keeps traces by thread, and with a function forgets those of its last caller only; then
-        # by the ways in which caches are traced and the sizes of all arrays, the graph used last at the end.
-        self._graphs: dict[int, dict[Any, Any]] = {}
+        # By thread, because MLX keeps traces by thread, and with a function forgets those of its last caller only. The
+        # graph used last is at the end.
+        self.graphs: dict[int, dict[Any, Any]] = {}
 
     def forget(self) -> None:
         """Frees the traces and what they keep."""
-        self._graphs = {}
+        self.graphs = {}
 
     @staticmethod
     def takes(tokens: mx.array, sequences: Sequence[Sequence[LayerCache]]) -> bool:
@@ -109,7 +112,7 @@ class DecodeStep:
 
     def _graph(self, kinds: Sequence[Kind], arrays: Sequence[mx.array]) -> Any:
         """The graph for such caches and arrays; of too many the one that was not used for longest is freed."""
-        own = self._graphs.setdefault(threading.get_ident(), {})  # another thread may call `forget` at any time
+        own = self.graphs.setdefault(threading.get_ident(), {})  # another thread may call `forget` at any time
         key = kinds, tuple(map(_BYTES, arrays))  # which tell a layer's capacities apart
         graph = own.pop(key, None) or mx.compile(self._trace(kinds))
         own[key] = graph

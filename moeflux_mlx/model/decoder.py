@@ -26,7 +26,7 @@ from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from .compiled import DecodeStep
 from .drafting import Drafting
-from .head import DraftHead, Shared
+from .head import DraftHead, SharedParts
 from .images import ImageEncoder
 from .layer import DecoderLayer
 from .optimistic import OptimisticLayers
@@ -81,7 +81,7 @@ class Model(nn.Module):
         tables: reads the rows of n-grams; None: there are none, or zeros replace them.
 
     Attributes:
-        args, sizes, tiles, cpu_activations: as given.
+        args, sizes, tiles, cpu_activations, tables: as given.
         drafting: of all its texts.
         experts: the source of routed experts, an `ExpertLoader`.
         head: its draft head, or None.
@@ -100,7 +100,7 @@ class Model(nn.Module):
         tables: Tables | None = None,
     ):
         super().__init__()
-        self._tables = tables
+        self.tables = tables
         self.drafting = Drafting() if drafting is None else drafting
         self._tabled = tuple(args.ngrams)  # the layers that have n-grams, in order
         self._cache_numbers = cache_numbers(args.mixers)
@@ -149,7 +149,7 @@ class Model(nn.Module):
         head's experts are closed with the model's.
         """
         assert self.experts is not None
-        head.bind(Shared(self._embed, self._compute_logits, self._computing))
+        head.bind(SharedParts(self._embed, self._compute_logits, self._computing))
         self._head = lambda: head
         self.experts.at_close(head.close)
 
@@ -373,7 +373,7 @@ class Model(nn.Module):
     def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
         return Tokens(
-            tokens, self._tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self._tables else {}
+            tokens, self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
         )
 
     def _expect(self, span: Span) -> None:

@@ -11,7 +11,7 @@ from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
 from ..experts.routing import Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..layers import Caches, MixerModule, Output, norm_of
+from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
@@ -22,7 +22,7 @@ from .compiled import DecodeStep, by_case
 from .feed_forward import feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
-from .residual import NormedStream, OneStream, ParallelStream, Residual, SeveralStreams
+from .residual import NormedStream, OneStream, ParallelStream, ResidualWay, SeveralStreams
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
     h = x + mixer(norm(x)); out = h + mlp(norm(h)).
     """
 
-    residual: Residual
+    residual: ResidualWay
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
             self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer) for _ in range(2))
             self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)
         elif spec.residual.output_norms:
-            self.mixer_output = Output(*sizes)
+            self.mixer_output = OutputNorm(*sizes)
             self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
         else:
             kind = ParallelStream if spec.residual.parallel else OneStream
@@ -150,7 +150,7 @@ class DecoderLayer(nn.Module):
         return library.concatenate(made, axis=1)
 
     def _mixed(self, h: Array, caches: Caches, chosen: Chosen, tokens: Tokens | None) -> tuple[AnyArray, ...]:
-        """The feed-forward part's input, and what `Residual.added` takes with its output."""
+        """The feed-forward part's input, and what `ResidualWay.added` takes with its output."""
         return self.residual.mixed(self.ple(h, tokens, caches[-1]) if "ple" in self else h, caches, chosen)
 
     def _ids(self, x: Array, tokens: Tokens | None) -> AnyArray:

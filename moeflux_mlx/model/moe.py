@@ -9,7 +9,7 @@ import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Experts, Residual
-from ..layers import MLP, Linear, Output, RMSNorm, Stack
+from ..layers import MLP, Linear, OutputNorm, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
 from ..ops.backend import AnyArray, Array
@@ -285,7 +285,7 @@ class NormedMoE(MoE):
             self.shared_input_norm = RMSNorm(hidden_size, eps)
             self.shared_output_norm, self.routed_output_norm = (RMSNorm(hidden_size, eps) for _ in range(2))
         if residual.output_norms:
-            self.output = Output(hidden_size, eps, residual.layer_scale)
+            self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
 
     def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Of the stream with a norm of its own if the shared expert is normed; its last norm follows later."""
@@ -343,12 +343,12 @@ class InputScalingMoE(MoE):
 
     def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
         before = super().choose(residual, norm, predict, tokens)
-        x, weights = _scaled_input(before.x, before.weights)
+        x, weights = scaled_input(before.x, before.weights)
         return before._replace(residual=before.beside, x=x, weights=weights, host_copy=[], beside=None)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
         _, x, ids, weights, beside = super().prepare(residual, norm, tokens)
-        x, weights = _scaled_input(x, weights)
+        x, weights = scaled_input(x, weights)
         return beside, x, ids, weights
 
     def _choice(self, logits: AnyArray) -> None:
@@ -360,7 +360,7 @@ class InputScalingMoE(MoE):
         return None if shared is None else shared.rows(x, residual.reshape(x.shape)).reshape(residual.shape)
 
 
-def _scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
+def scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
     """x [..., D] times weights [..., 1], and as many weights of 1."""
     few = isinstance(x, mx.array) and weights.size <= MAX_TOKENS
     ones = backend.constant(1.0, weights.shape) if few else backend.library_of(x).ones_like(weights)

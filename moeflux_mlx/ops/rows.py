@@ -10,7 +10,7 @@ from .backend import AnyArray, library_of
 
 # Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
 TOGETHER = {"metal": 4, "cuda": 8}
-Begin = Callable[[int], None]
+BeginRow = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StepRows:
     """
 
     caches: Sequence[Any]
-    begin: Begin = lambda row: None
+    begin: BeginRow = lambda row: None
     first: int = 0
 
     @property

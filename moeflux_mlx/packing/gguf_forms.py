@@ -57,7 +57,7 @@ def _load() -> ModuleType | None:
         return None
 
 
-_native = _load()
+extension = _load()  # None if it is not built
 
 
 class GgufForm(NamedTuple):
@@ -235,8 +235,8 @@ def rearrange(kind: str, memory: np.ndarray, places: Sequence[int], start: int =
     """
     form = FORMS[kind]
     count = ((len(memory) - start) if nbytes is None else nbytes) // form.nbytes
-    if _native is not None:
-        _native.rearrange(kind, memory, False, start, count, *places[1:])
+    if extension is not None:
+        extension.rearrange(kind, memory, False, start, count, *places[1:])
         return
     blocks = memory[start : start + count * form.nbytes].reshape(count, form.nbytes)
     for place, part in zip(places, form.unpack(blocks), strict=True):

@@ -49,7 +49,7 @@ def _load() -> ModuleType | None:
         return None
 
 
-_native = _load()
+extension = _load()  # None if it is not built
 
 
 def fit_affine(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype) -> Fitted:
@@ -65,7 +65,7 @@ def fit_affine(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dt
         words, scales and biases, as `mx.quantize` returns them.
     """
     assert quant.mode == "affine" and dtype in KINDS, (quant, dtype)
-    fit = _fit_ops if _native is None else _fit_native
+    fit = fit_ops if extension is None else fit_native
     return fit(values, quant, np.ascontiguousarray(weights, np.float32), dtype)
 
 
@@ -74,8 +74,8 @@ def _shrinks(bits: int) -> np.ndarray:
     return np.linspace(LEAST[bits], MOST, STARTS).astype(np.float32)
 
 
-def _fit_native(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype, least: int = 0) -> Fitted:
-    """`least`: 1 and 2 leave faster instruction sets out, for tests."""
+def fit_native(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype, least: int = 0) -> Fitted:
+    """`fit_affine` in the C extension. `least`: 1 and 2 leave faster instruction sets out, for tests."""
     is_half = values.dtype == mx.bfloat16
     x = view(values if is_half else values.astype(mx.float32))
     rows, columns = x.shape
@@ -87,7 +87,7 @@ def _fit_native(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.D
     def fit(start: int) -> None:
         part = slice(start, start + step)
         given = x[part], weights, _shrinks(quant.bits), len(x[part]), columns
-        cast(Any, _native).fit(*given, *form, words[part], scales[part], biases[part])
+        cast(Any, extension).fit(*given, *form, words[part], scales[part], biases[part])
 
     starts = range(0, rows, step)
     if len(starts) == 1:
@@ -167,7 +167,8 @@ def _min_to_max(low: mx.array, high: mx.array, top: float) -> Line:
     return mx.where(is_zero, scale, edge / mx.where(is_zero, 1, zero)), mx.where(is_zero, 0, edge)
 
 
-def _fit_ops(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype) -> Fitted:
+def fit_ops(values: mx.array, quant: Quant, weights: np.ndarray, dtype: mx.Dtype) -> Fitted:
+    """The twin of `fit_native`."""
     rows, columns = values.shape
     w = mx.array(weights).reshape(-1, quant.group_size)
     made, step = list[Fitted](), max(1, CHUNK_VALUES // columns)

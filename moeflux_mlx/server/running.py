@@ -23,7 +23,7 @@ from .answering import Answering
 from .job import Job
 from .prepare import sampler_settings
 from .request import Accepted, Failed, Finish, PromptProgress, Sampling
-from .sessions import Kept, Sessions
+from .sessions import KeptSession, Sessions
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
 OVERTAKING = 4  # a prompt overtakes the rest of one that is this many times as long
@@ -69,7 +69,7 @@ class Running:
         self.left = self.set_aside = self.tokens = 0
         self.asked = Asked()
         self._came = totals.computed_tokens
-        self._kept: Kept | None = None
+        self._kept: KeptSession | None = None
         self._answer: Answer | None = None
         self._answering: Answering | None = None
         self._cached = 0  # tokens of the prompt that were known

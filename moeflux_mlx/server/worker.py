@@ -58,7 +58,7 @@ class WorkerState:
         return self.engine is not None
 
 
-class Pace:
+class TurnPace:
     """Divides the time between prompts and answers.
 
     Args:
@@ -102,6 +102,9 @@ class Worker:
     totals, watch: count and show what is done.
     on_ready: called in the worker's thread when the model is loaded or loading has failed.
     on_end: called there when the model is no longer in memory.
+
+    Attributes:
+        sessions, admission: those of the loaded engine, None without one.
     """
 
     def __init__(
@@ -120,12 +123,12 @@ class Worker:
         self._on_ready, self._on_end = on_ready, on_end
         self.waiting = waiting
         self.state, self.totals, self.watch = WorkerState(), totals, watch
-        self._pace = Pace(decode_share, totals)
+        self._pace = TurnPace(decode_share, totals)
         self._jobs: list[Job] = []
         self._wake = threading.Condition()
         self._stopping = False
-        self._sessions: Sessions | None = None
-        self._admission: Admission | None = None
+        self.sessions: Sessions | None = None
+        self.admission: Admission | None = None
         self._before = LoaderStats()  # the counts when the prompt began or continued
 
     def begin_stop(self) -> None:
@@ -178,7 +181,7 @@ class Worker:
         try:
             self._run()
         finally:
-            self._sessions = self.state.engine = None
+            self.sessions = self.state.engine = None
             gc.collect()  # a model and its experts refer to each other
             mx.clear_cache()
             self._on_end()
@@ -202,7 +205,7 @@ class Worker:
         """Loads the engine; it is closed if what belongs to it cannot be made."""
         engine = self._load()
         try:
-            self._sessions, self._admission = self._make_sessions(engine), self._make_admission(engine)
+            self.sessions, self.admission = self._make_sessions(engine), self._make_admission(engine)
         except BaseException:
             engine.experts.close()
             raise
@@ -218,13 +221,13 @@ class Worker:
             while not (self.state.running or self._jobs or self._stopping):
                 self._wake.wait(self.watch.patience)
                 if not self._jobs:
-                    self._look()
+                    self.look()
         self._admit()
         return bool(self.state.running)
 
     def _admit(self) -> None:
         """Begins all jobs that may run."""
-        engine, sessions, admission, running = self.state.engine, self._sessions, self._admission, self.state.running
+        engine, sessions, admission, running = self.state.engine, self.sessions, self.admission, self.state.running
         assert engine is not None and sessions is not None and admission is not None
         while not self._stopping and (job := self._taken(admission)) is not None:
             if not running:
@@ -258,7 +261,7 @@ class Worker:
             with suppress(DeviceError):  # the answers have already been told
                 self._step(engine)
         self._forget_over()
-        self._look()
+        self.look()
 
     def _between(self, prompt: Running) -> None:
         """Called between two waves or blocks of a prompt: admits jobs, and gives the answers their share of the time.
@@ -277,7 +280,7 @@ class Worker:
             with engine.experts.interlude(), interruptible(go_on):
                 self._step(engine)
             self._forget_over()
-        self._look()
+        self.look()
         self._before = replace(engine.experts.stats)
         self.watch.compute([prompt])
         pace.begin_prompt()
@@ -292,9 +295,9 @@ class Worker:
 
     def _step(self, engine: Engine) -> None:
         """Computes the next token of all answers that have room for it."""
-        assert self._admission is not None
+        assert self.admission is not None
         began = time.perf_counter()
-        taking = self._admission.may_step(self._answering(), self.state.running)[:MAX_ROWS]
+        taking = self.admission.may_step(self._answering(), self.state.running)[:MAX_ROWS]
         self.watch.compute(taking)
         try:
             outcomes = advance_answers([one.answer for one in taking]) if taking else []
@@ -322,7 +325,8 @@ class Worker:
     def _forget_over(self) -> None:
         self.state.running[:] = [one for one in self.state.running if not one.is_over]
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Shows what is done; called between any two parts of the work."""
         if self.state.engine is not None:
             self.watch.look(self.state.engine, self.state.running, self.queue, self.totals)
 

@@ -74,7 +74,7 @@ class RankedExperts:
         experts = np.array(ids, np.int64)
         return experts[self.dealing.expected(layer, experts) == self.rank].tolist()
 
-    def _dealt(self, layer: int, ids: np.ndarray) -> np.ndarray:
+    def dealt_to(self, layer: int, ids: np.ndarray) -> np.ndarray:
         """The process that computes each pair of token and expert, in the ids' shape; the same on all processes."""
         if self.dealing is not None and len(ids) <= MAX_TOKENS:
             return self.dealing.deal(layer, ids)
@@ -111,7 +111,7 @@ class RankedExperts:
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
     ) -> tuple[Any, np.ndarray]:
         """The rows of all pairs, and the index of each pair's row, int32 [T, K]."""
-        owner = self._dealt(routing.layer, ids)
+        owner = self.dealt_to(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
         dtype = _dtype(x)
@@ -122,7 +122,7 @@ class RankedExperts:
 
         try:
             self._stop_if_wanted()
-            rows = self._own_rows(routing, ids, weights, x, mine, watched)
+            rows = self.own_rows(routing, ids, weights, x, mine, watched)
             self._stop_if_wanted()
         except BaseException as error:  # the other processes wait for these rows and must learn of the error
             failure, rows = error, _zeros((len(mine), x.shape[1]), dtype)
@@ -136,7 +136,7 @@ class RankedExperts:
         if self.exchange.pending is not None:
             raise self.exchange.pending
 
-    def _own_rows(
+    def own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
     ) -> Any:
         """The outputs of this process's experts for the pairs `mine`, [len(mine), H]: in x's dtype if there are many,
@@ -156,7 +156,7 @@ class RankedExperts:
                 return _zeros((0, x.shape[1]), _dtype(x))
             lease.wait()
             records, slots = lease.records()
-            rows = _rows(x, tokens, slots, records, weights.reshape(-1)[mine])
+            rows = pair_rows(x, tokens, slots, records, weights.reshape(-1)[mine])
             lease.release(None if records.lasting or isinstance(rows, np.ndarray) else rows)
             return rows
 
@@ -263,7 +263,7 @@ def _float32(rows: AnyArray) -> np.ndarray:
     return rows if isinstance(rows, np.ndarray) else np.array(leave(rows).astype(mx.float32))
 
 
-def _rows(x: AnyArray, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> AnyArray:
+def pair_rows(x: AnyArray, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> AnyArray:
     """expert(slots[p])(x[tokens[p]]) for each pair, float32 [P, H]; on MLX's side times its weight.
 
     A pair goes through the kernels as it does among all of its token's, so its bits are the same: on MLX's side the

@@ -87,7 +87,7 @@ class ChatTemplate:
             )
         if name not in self._compiled:
             try:
-                self._compiled[name] = _environment().from_string(self._templates[name])
+                self._compiled[name] = make_environment().from_string(self._templates[name])
             except Exception as error:  # the template is a stranger's program: any failure is its own
                 raise _refused("cannot be compiled", error) from error
         return self._compiled[name]
@@ -190,7 +190,8 @@ def _refused(what: str, error: Exception) -> TokenizerError:
     return TokenizerError(f"the chat template {what}: {reason}; --ignore-chat-template sends the text as it is")
 
 
-def _environment() -> "Environment":
+def make_environment() -> "Environment":
+    """Where templates run: as transformers sets it up, and without access to Python's own objects."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(

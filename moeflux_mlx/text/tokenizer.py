@@ -78,6 +78,7 @@ class TokenizerWrapper:
             (text_config included) and the tokenizer's own; those of `channels` in any case.
         think_start, think_end, think_start_id, think_end_id: the tags round a model's reasoning, None unless
             the vocabulary has both as single tokens.
+        vocabulary, path: as given.
 
     Args:
         vocabulary: the opened tokenizer file.
@@ -89,8 +90,8 @@ class TokenizerWrapper:
     """
 
     def __init__(self, vocabulary: Vocabulary, path: Path, config: JsonObject):
-        self._vocabulary = vocabulary
-        self._path = path
+        self.vocabulary = vocabulary
+        self.path = path
         self._config = config
         self._special_tokens = {**vocabulary.special_tokens, **_named_tokens(config)}
         self.bos_token = self._special_tokens.get("bos_token")
@@ -129,11 +130,11 @@ class TokenizerWrapper:
     @property
     def detokenizer(self) -> StreamingDetokenizer:
         """A new streaming detokenizer."""
-        return StreamingDetokenizer(self._vocabulary)
+        return StreamingDetokenizer(self.vocabulary)
 
     def get_vocab(self) -> dict[str, int]:
         """Token -> id, added tokens included."""
-        return self._vocabulary.get_vocab()
+        return self.vocabulary.get_vocab()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text.
@@ -148,8 +149,8 @@ class TokenizerWrapper:
         _check_unicode(text)
         add_bos = self._config.get("add_bos_token")
         if not add_special_tokens or add_bos is None:
-            return self._vocabulary.encode(text, add_special_tokens)
-        ids = self._vocabulary.encode(text, False)
+            return self.vocabulary.encode(text, add_special_tokens)
+        ids = self.vocabulary.encode(text, False)
         return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
 
     def encode_after(self, text: str) -> list[int]:
@@ -159,16 +160,16 @@ class TokenizerWrapper:
             RequestError: as `encode`.
         """
         _check_unicode(text)
-        return self._vocabulary.encode_after(text)
+        return self.vocabulary.encode_after(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes, perhaps part of a character, that a token stands for; b"" for an unknown id."""
-        return self._vocabulary.token_bytes(token_id)
+        return self.vocabulary.token_bytes(token_id)
 
     @property
     def markers(self) -> frozenset[str]:
         """Tokens that `encode` finds in text as they are written, such as "<|im_end|>"."""
-        return self._vocabulary.markers
+        return self.vocabulary.markers
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of the token ids; ids the vocabulary lacks are left out, invalid UTF-8 becomes U+FFFD."""
@@ -182,8 +183,8 @@ class TokenizerWrapper:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
         """Id of a token, or ids of a list of tokens; None for a string that is not a token."""
         if isinstance(tokens, str):
-            return self._vocabulary.token_to_id(tokens)
-        return [self._vocabulary.token_to_id(token) for token in tokens]
+            return self.vocabulary.token_to_id(tokens)
+        return [self.vocabulary.token_to_id(token) for token in tokens]
 
     def apply_chat_template(
         self,
@@ -215,16 +216,16 @@ class TokenizerWrapper:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(find_templates(self._path, self._config), self._special_tokens)
+        return ChatTemplate(find_templates(self.path, self._config), self._special_tokens)
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
         """Ids of the tokens that are not text: control tokens, and those that the model's files name."""
         named = (self._id_of(token) for token in self._special_tokens.values())
-        return self._vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
+        return self.vocabulary.special_ids | {token_id for token_id in named if token_id is not None}
 
     def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self._vocabulary.token_to_id(token)
+        return None if token is None else self.vocabulary.token_to_id(token)
 
 
 def _named_tokens(config: JsonObject) -> dict[str, str]:

@@ -15,7 +15,7 @@ DECODING = threading.Lock()  # one picture at a time in a process: it may be lar
 _KEPT: dict[tuple[bytes, Processor, int], np.ndarray] = {}
 
 
-class Reader:
+class PictureReader:
     """Reads images for one model; any number of threads may use it.
 
     Args:
@@ -55,13 +55,14 @@ class ReadImage:
     """An image of a text, which is encoded when its rows are first requested.
 
     Attributes:
+        levels: its pixels, uint8 [rows, columns, 3].
         digest: of its pixels and how they are cut.
         length: rows of embeddings.
         grid: rows and columns of them, where rotary positions follow these; else None.
     """
 
     def __init__(self, levels: np.ndarray, processor: Processor, by_axes: bool):
-        self._levels = levels
+        self.levels = levels
         self._rows: ImageRows | None = None
         down, across = (length // processor.factor for length in levels.shape[:2])
         self.length, self.grid = down * across, (down, across) if by_axes else None
@@ -72,7 +73,7 @@ class ReadImage:
         rows = self._rows
         if rows is None:
             assert encoder is not None  # a model that was loaded has one
-            rows = self._rows = encoder.encode(self._levels)
+            rows = self._rows = encoder.encode(self.levels)
         return rows
 
     def forget(self) -> None:

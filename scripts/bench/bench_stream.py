@@ -736,21 +736,23 @@ def damp(model, factor: float) -> None:
     routed = model.layers[model.args.moe_layers[0]].mlp.experts
 
     class Damped:
-        def wants_guess(self, layer, tokens):
-            return routed.wants_guess(layer, tokens)
-
-        def expect(self, layer, tokens):
-            routed.expect(layer, tokens)
+        def __getattr__(self, name):
+            return getattr(routed, name)
 
         def __call__(self, routing, x, h_mid, *rest):
             return h_mid + factor * (routed(routing, x, h_mid, *rest) - h_mid)
 
     embedding = model.model.embed_tokens
-    for part in (embedding, *(model.layers[index].self_attn.o_proj for index in model.args.moe_layers)):
+    for part in (embedding, *(last_of(model.layers[index]) for index in model.args.moe_layers)):
         part.scales *= model.args.hidden_size**0.5 if part is embedding else factor
         part.biases *= model.args.hidden_size**0.5 if part is embedding else factor
     for index in model.args.moe_layers:
         model.layers[index].mlp.experts = Damped()
+
+
+def last_of(layer):
+    """The matrix whose product a layer's mixer adds to the residual stream."""
+    return layer.self_attn.o_proj if "self_attn" in layer else layer.linear_attn.out_proj
 
 
 def median(values) -> float:

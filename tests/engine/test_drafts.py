@@ -217,7 +217,7 @@ def test_the_comparison_sees_faults(monkeypatch, fault):
     if fault == "late":
         monkeypatch.setattr(Step, "rewind", faulty_rewind)
     elif fault == "too many":
-        monkeypatch.setattr(decoding._OwnStep, "follow", one_too_many)
+        monkeypatch.setattr(decoding.OwnStep, "follow", one_too_many)
     else:
         set_drafts = drafts
 

@@ -174,7 +174,7 @@ def shown(model, text, start=0):
     drafts = HeadDrafts(model)
     hidden = np.array(model.hidden(mx.array([text])))
     drafts.begin(text[:-1])
-    drafts._show(hidden[:, start:-1], start)
+    drafts.show(hidden[:, start:-1], start)
     drafts.add(text[-1])
     return drafts
 
@@ -191,13 +191,13 @@ def check_rows(session, model, apart):
     """
     drafts = session.drafts
     drafts.propose(1)
-    start = drafts._start
+    start = drafts.start
     assert start == 0 or (start - 1 in apart and not all(one.is_trimmable() for one in drafts.cache))
-    fresh = shown(model, drafts._tokens, start)
+    fresh = shown(model, drafts.tokens, start)
     fresh.propose(1)
-    assert drafts._rows == fresh._rows == len(drafts._tokens) - 1 - start
-    kept = [row for row in range(drafts._rows) if start + row not in apart]
-    for own, wanted in zip(rows_of(drafts, drafts._rows), rows_of(fresh, drafts._rows), strict=True):
+    assert drafts.rows == fresh.rows == len(drafts.tokens) - 1 - start
+    kept = [row for row in range(drafts.rows) if start + row not in apart]
+    for own, wanted in zip(rows_of(drafts, drafts.rows), rows_of(fresh, drafts.rows), strict=True):
         assert np.abs(own[..., kept, :] - wanted[..., kept, :]).max(initial=0) < 2e-3
 
 
@@ -208,7 +208,7 @@ class Guided(HeadDrafts):
 
     def propose(self, count):
         own = super().propose(count)
-        self.told.text = list(self._tokens)
+        self.told.text = list(self.tokens)
         return self.told.propose(count) if len(own) else []
 
 
@@ -278,7 +278,7 @@ def test_a_model_that_runs_ahead_says_the_same_with_a_head(monkeypatch, family):
     check_texts(model, plain, family, TURNS[:2], 7, (True, False), 4)
     drafts = shown(model, LIST)
     compiled = np.array(drafts.propose(4))
-    assert all(step._graphs for step in model.head._steps)
+    assert all(step.graphs for step in model.head._steps)
     monkeypatch.setattr(model.head, "_steps", [])
     assert np.array_equal(shown(model, LIST).propose(4), compiled)
 
@@ -318,14 +318,14 @@ def twice(self, token, hidden=None, add=HeadDrafts.add):
     add(self, token, None if hidden is None else mx.concatenate([hidden, hidden], axis=1))
 
 
-def too_many(self, token, add=decoding._OwnStep.follow):
+def too_many(self, token, add=decoding.OwnStep.follow):
     """Follows a row that the text did not take."""
     self.followed += 1
     return bool(self.rows_left)
 
 
-FAULTS = {"late": (decoding._OwnStep, "next_hidden", property(late)), "twice": (HeadDrafts, "add", twice)}
-FAULTS |= {"too many": (decoding._OwnStep, "follow", too_many)}
+FAULTS = {"late": (decoding.OwnStep, "next_hidden", property(late)), "twice": (HeadDrafts, "add", twice)}
+FAULTS |= {"too many": (decoding.OwnStep, "follow", too_many)}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -367,7 +367,7 @@ def test_what_a_head_was_not_shown_it_does_without():
     said_by(session, PROMPT, 4, 4)
     session.step([3, 4, 5])
     said_by(session, [*session.tokens, 6, 7], 4, 4)
-    assert session.drafts._start == len(PROMPT) + 3 + 3, "what it said but for the last token, and the step's tokens"
+    assert session.drafts.start == len(PROMPT) + 3 + 3, "what it said but for the last token, and the step's tokens"
 
 
 def copies(cache):
@@ -380,13 +380,13 @@ def test_rows_begin_anew_where_the_cache_does_not_go_back():
     drafts, hidden = shown(model, LIST), np.array(model.hidden(mx.array(TOKENS[None])))
     assert len(drafts.propose(2)) and drafts.saved(36) and not drafts.saved(10)
     drafts.begin(LIST[:36])
-    assert (drafts._start, drafts._rows, drafts._shown) == (0, 36, 36)
+    assert (drafts.start, drafts.rows, drafts.shown) == (0, 36, 36)
     drafts.begin(LIST[:10])
-    assert (drafts._start, drafts._rows, drafts._shown) == (10, 0, 10) and not len(drafts.propose(1))
-    drafts._show(hidden[:, 10:12], 10)
+    assert (drafts.start, drafts.rows, drafts.shown) == (10, 0, 10) and not len(drafts.propose(1))
+    drafts.show(hidden[:, 10:12], 10)
     for token in LIST[10:13]:
         drafts.add(token)
-    assert len(drafts.propose(1)) and (drafts._start, drafts._rows) == (10, 2)
+    assert len(drafts.propose(1)) and (drafts.start, drafts.rows) == (10, 2)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe"])
@@ -445,21 +445,21 @@ def test_what_a_head_knows_is_saved_with_a_prompt(tmp_path, family, kv_bits):
         loaded.load(tmp_path / "with", print_)
         assert save_state(other, loaded.cache) == save_state(model, session.cache)
         if other is model:
-            rows = loaded.drafts._rows
-            assert rows == len(session.tokens) == session.drafts._rows
+            rows = loaded.drafts.rows
+            assert rows == len(session.tokens) == session.drafts.rows
             for own, wanted in zip(rows_of(loaded.drafts, rows), rows_of(session.drafts, rows), strict=True):
                 assert np.array_equal(own, wanted)
         loaded.save(tmp_path / "without", print_, {})
     loaded = session_of(model, family)
     loaded.load(tmp_path / "without", print_)
-    assert loaded.drafts._rows == 0 and same(said_by(loaded, [*loaded.tokens, 5], 5, 5), next_of(session, [5]))
+    assert loaded.drafts.rows == 0 and same(said_by(loaded, [*loaded.tokens, 5], 5, 5), next_of(session, [5]))
     longer = [*PROMPT, *PROMPT]
     for used, known in ((model, True), (plain, False)):
         store = PromptDirectory(tmp_path / str(known), print_)
         said_by(session_of(used, family, store=store), longer, 6, 6)
         again = session_of(model, family, store=store)
         said_by(again, longer[:-1] + [3, 4], 3, 3)
-        assert again.reuse.disk > 0 and (again.drafts._start == 0) == known
+        assert again.reuse.disk > 0 and (again.drafts.start == 0) == known
 
 
 def next_of(session, more):
@@ -473,9 +473,9 @@ def test_rows_of_another_head_are_ignored():
     other = HeadDrafts(model)
     for damaged in (b"", b"HEAD", saved[:-1], saved + b"0", b"HEAD\xff\xff\xff\xff" + saved[8:], b"TAIL" + saved[4:]):
         other.restore(damaged, LIST)
-        assert other._rows == 0 and other.propose(2) == []
+        assert other.rows == 0 and other.propose(2) == []
     other.restore(saved, LIST)
-    assert other._rows == len(LIST) - 1
+    assert other.rows == len(LIST) - 1
 
 
 # ---- which head, and whether ----

@@ -65,7 +65,7 @@ class Scene:
             on_mains=self._power,
             **options,
         )
-        self.warm._thread = threading.current_thread()  # none is started
+        self.warm.thread = threading.current_thread()  # none is started
 
     def _power(self):
         self.asked += 1
@@ -75,8 +75,8 @@ class Scene:
         """Lets the time pass; the thread looks when it wanted to, or when it is woken."""
         end = self.now + seconds
         while True:
-            if self.warm._wake.is_set():
-                self.warm._wake.clear()
+            if self.warm.wake.is_set():
+                self.warm.wake.clear()
                 self.next = self.now
             if self.next is None or self.next > end:
                 break
@@ -124,7 +124,7 @@ def test_between_answers_the_thread_sleeps_and_the_next_wait_wakes_it():
     assert len(scene.launches) > begin + 20
     for _ in range(100):  # waits that are over before the thread looks: it does not fall asleep and is not woken again
         scene.step(0.0, 0.01)
-        assert not scene.warm._wake.is_set()
+        assert not scene.warm.wake.is_set()
 
 
 def test_a_launch_that_does_not_end_delays_no_step():
@@ -144,8 +144,8 @@ def test_a_launch_that_does_not_end_delays_no_step():
     assert time.perf_counter() - begin < 1.0 and warm.launched == 0
     hangs.set()
     warm.close()
-    warm._thread.join(10)
-    assert not warm._thread.is_alive()
+    warm.thread.join(10)
+    assert not warm.thread.is_alive()
 
 
 def test_an_error_of_a_step_ends_its_wait():
@@ -174,8 +174,8 @@ def test_an_error_of_a_launch_ends_the_launches_quietly(capsys):
 
     warm = KeepWarm(lambda: fails, 0, always=True)
     with warm(0, 1):
-        warm._thread.join(10)
-    assert not warm._thread.is_alive() and not capsys.readouterr().err
+        warm.thread.join(10)
+    assert not warm.thread.is_alive() and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("sleeps", [False, True])
@@ -184,7 +184,7 @@ def test_the_thread_ends_with_its_object(closes, sleeps, monkeypatch):
     monkeypatch.setattr(keep_warm, "PATIENCE", 0.0 if sleeps else PATIENCE)
     warm = KeepWarm(lambda: lambda: None, 0, always=True)
     with warm(0, 1):
-        thread = warm._thread
+        thread = warm.thread
     while sleeps and not warm._is_parked:
         time.sleep(0.001)
     time.sleep(0.01)
@@ -269,7 +269,7 @@ def run_trial(scene, seconds):
     """Runs steps until the trial is over; `seconds` returns those of a step, by its number and whether it launches."""
     turns, count = [], 0
     while not scene.kept:
-        launches = scene.warm._trial.launches
+        launches = scene.warm.trial.launches
         before = len(scene.launches)
         waits = seconds(count, launches) - 0.1
         scene.step(waits, 0.1)
@@ -408,7 +408,7 @@ def test_where_launches_are_made(mode, target, io_mode, monkeypatch):
 def test_a_stored_result_is_used_and_a_new_mlx_measures_again(monkeypatch):
     monkeypatch.setattr(keep_warm, "gpu_name", lambda: "Apple M1")
     with standing_in(backend="metal"):
-        keep_warm_of("auto", PATH, Source(IoMode.PREAD))._keep(WarmTimes(0.5, 0.25))
+        keep_warm_of("auto", PATH, Source(IoMode.PREAD)).keep(WarmTimes(0.5, 0.25))
         assert "on: a token took 250.0 ms" in keep_warm_of("auto", PATH, Source(IoMode.PREAD)).said
         assert keep_warm_of("on", PATH, Source(IoMode.PREAD)).said == "keep-warm: on"
         monkeypatch.setattr(keep_warm, "mlx_version", lambda: "99")
@@ -470,8 +470,8 @@ def test_a_streamed_answer_launches_and_keeps_its_bits(plain_operations, slow_di
     most = engine.experts.stats.wait_seconds / EVERY + 12 * len(engine.experts.layout.moe_layers)
     assert warm.launched <= most
     engine.experts.close()
-    warm._thread.join(10)
-    assert not warm._thread.is_alive()
+    warm.thread.join(10)
+    assert not warm.thread.is_alive()
 
 
 @pytest.mark.skipif(mx.is_available(mx.gpu), reason="a step that a GPU compiles refers to the experts too")

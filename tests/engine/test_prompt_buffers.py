@@ -51,13 +51,13 @@ def attention(q, k, v, *, scale, mask=None, sinks=None):
 @pytest.fixture
 def waits(monkeypatch):
     """Returns the results for which `gpu_time.in_turn` waits, in order; operations leave their inputs in the graph."""
-    results, kernel = [], Noted._kernel
+    results, kernel = [], Noted.kernel
 
     def linked(noted, *given):
         call = kernel(noted, *given)
         return lambda *, inputs, **rest: mx.depends(call(inputs=inputs, **rest), list(inputs))
 
-    monkeypatch.setattr(Noted, "_kernel", linked)
+    monkeypatch.setattr(Noted, "kernel", linked)
     monkeypatch.setattr(mx, "contiguous", lambda x, *_: made_of(x.shape, x.dtype, x))
     monkeypatch.setattr(mx.fast, "rms_norm", lambda x, *_: made_of(x.shape, x.dtype, x))
     monkeypatch.setattr(mx.fast, "rope", lambda x, *_, **__: made_of(x.shape, x.dtype, x))

@@ -108,8 +108,8 @@ def test_the_same_prompt_again_computes_one_token():
 def test_the_comparison_sees_a_state_that_is_one_percent_off(family):
     session = make(family)
     check(session, text(), boundaries=[40])
-    kept = session.points._kept[40]
-    session.points._kept[40] = {i: (conv, recurrent * 1.01) for i, (conv, recurrent) in kept.items()}
+    states = session.points.states_at(40)
+    states |= {i: (conv, recurrent * 1.01) for i, (conv, recurrent) in states.items()}
     with pytest.raises(AssertionError):
         check(session, text()[:50])
 
@@ -178,15 +178,15 @@ def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, m
     session = make(family, span=40, prefill_step_size=16)
     with pytest.raises(Stopped):
         list(session.respond(text(), prompt_progress_callback=stop_at(20)))
-    assert session.tokens == [] and 0 < session._half.span.layer < len(session.model.layers)
-    assert session.points.set_aside == session._half.span.nbytes > 0
-    done, layer = session._half.span.layer, type(session.model.layers[0])
+    assert session.tokens == [] and 0 < session.half.span.layer < len(session.model.layers)
+    assert session.points.set_aside == session.half.span.nbytes > 0
+    done, layer = session.half.span.layer, type(session.model.layers[0])
     calls, pass_span = [], layer.pass_span
     monkeypatch.setattr(
         layer, "pass_span", lambda self, *rest: calls.append(rest[0].shape[1]) or pass_span(self, *rest)
     )
     longer = [*text(), 1, 2, 3]
-    assert session.known(longer) == session._half.span.length * done // len(session.model.layers)
+    assert session.known(longer) == session.half.span.length * done // len(session.model.layers)
     list(session.respond(longer, max_tokens=1))
     layers = len(session.model.layers)
     assert calls == [30] * (layers - done) + [33] * layers, "the layers before were computed again"

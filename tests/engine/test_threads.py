@@ -111,7 +111,7 @@ def test_every_thread_has_a_compiled_step(family, monkeypatch):
     model = make_resident(monkeypatch, family)
     want = answer(model, 3)
     assert np.array_equal(in_thread(answer, model, 3), want)
-    assert len(model.decode_step._graphs) == 2
+    assert len(model.decode_step.graphs) == 2
 
 
 CHILD = """

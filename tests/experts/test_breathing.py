@@ -162,7 +162,7 @@ class HostMachine(BreathingMachine):
     @rule(share=st.integers(0, ALL))
     def resize_host(self, share):
         with self.loader._alone():
-            self.loader._reads.resize_host(share * self.stride)
+            self.loader.reads.resize_host(share * self.stride)
         assert len(self.pool.staging.host) <= share
 
     @rule()
@@ -182,7 +182,7 @@ class HostMachine(BreathingMachine):
 
     @invariant()
     def what_stays_is_the_files(self):
-        for key, place in self.pool.staging.host._kept.items():
+        for key, place in self.pool.staging.host.kept.items():
             truth = self.truth[key[0]][key[1], : self.words]
             assert np.array_equal(self.pool.places.row(place)[: self.words], truth)
 
@@ -496,9 +496,18 @@ def test_an_error_from_the_allowance_ends_only_the_call(packed):
     loader, stride = breathing(packed, allowance=lambda tokens, held: 1 // tokens)
     with pytest.raises(ZeroDivisionError), loader.turn(0):
         pass
+    taken = threading.Event()
+
+    def take_turn():
+        with loader.turn(1):
+            taken.set()
+
+    other = threading.Thread(target=take_turn, daemon=True)
     with loader.turn(1):
-        assert loader._lock._is_owned()
-    assert not loader._lock._is_owned()
+        other.start()
+        assert not taken.wait(0.05)
+    assert taken.wait(10)
+    other.join()
     loader.close()
 
 

@@ -47,8 +47,8 @@ class Mac:
         self.adopted -= nbytes
 
     def limit(self, most):
-        source = MacOS(self._level, lambda: 0, self.room, self._clock)
-        limit = PoolLimit([source], most, self._clock, lambda: self.adopted, PACE_OF_METAL)
+        source = MacOS(self._level, lambda: 0, self.room, self.clock)
+        limit = PoolLimit([source], most, self.clock, lambda: self.adopted, PACE_OF_METAL)
         limit.begin(most // 4)  # temporaries of a call, of which the level says nothing
         return limit
 
@@ -57,7 +57,7 @@ class Mac:
             self._short = self.now
         return self.raised if self.now - self._short <= LAG else 1
 
-    def _clock(self):
+    def clock(self):
         return self.now
 
 
@@ -68,7 +68,7 @@ class Run:
         stride = packed.layout.expert_stride
         self.mac, self.rng, self.nbytes = Mac(SLOTS * stride), np.random.default_rng(0), SLOTS * stride
         self.loader = StreamedExperts(packed, cache_bytes=self.nbytes, least_slots=8, adopt=self.mac.adopt)
-        self.loader._limit = self.mac.limit(self.nbytes)
+        self.loader.limit = self.mac.limit(self.nbytes)
         self.pool = self.loader.pools[0]
         self.experts = packed.layout.num_experts
 
@@ -160,7 +160,7 @@ def test_a_limit_of_bytes_is_never_exceeded(run):
     for sixteenths, eighths in [(15.9, 7), (13.9, 6), (9, 4)]:
         allowed = int(sixteenths * run.nbytes / 16)
         sources = [Process(allowed, lambda: run.mac.adopted)]
-        run.loader._limit = PoolLimit(sources, run.nbytes, run.mac._clock, lambda: run.mac.adopted, PACE_OF_METAL)
+        run.loader.limit = PoolLimit(sources, run.nbytes, run.mac.clock, lambda: run.mac.adopted, PACE_OF_METAL)
         run.seconds(3)
         assert run.mac.adopted == eighths * run.nbytes // 8
         assert run.loader.stats.given_back == run.nbytes - run.mac.adopted
@@ -236,7 +236,7 @@ def test_a_buffer_that_is_leased_goes_later(packed):
     """Leased records are in three of six buffers, of which two must go."""
     allowed = [ALL]
     loader, mac, stride = adopting(packed)
-    loader._limit = lambda held: allowed[0] * stride
+    loader.limit = lambda held: allowed[0] * stride
     for layer in (0, 1):
         read(loader, layer, range(EXPERTS)).release()
     lease = read(loader, 0, range(EXPERTS))
@@ -258,7 +258,7 @@ def test_a_buffer_goes_once_the_leases_that_use_it_have_ended(packed):
     """The pool has its new size, but each buffer has a leased record."""
     allowed = [ALL]
     loader, mac, stride = adopting(packed)
-    loader._limit = lambda held: allowed[0] * stride
+    loader.limit = lambda held: allowed[0] * stride
     for layer in (0, 1):
         read(loader, layer, range(EXPERTS)).release()
     leases = [read(loader, layer, [0, 2, 4]) for layer in (0, 1)]
@@ -298,7 +298,7 @@ def test_a_cut_takes_one_buffer_of_records_of_every_size(tmp_path):
     clock, level = [0.0], [2]
     mac = MacOS(lambda: level[0], lambda: 0, 1 << 40, lambda: clock[0])
     most = loader.pools.nbytes
-    loader._limit = PoolLimit([mac], most, lambda: clock[0], lambda: 0, PACE_OF_METAL)
+    loader.limit = PoolLimit([mac], most, lambda: clock[0], lambda: 0, PACE_OF_METAL)
     assert min(buffers) >= 7
     for cut in range(1, 6):
         clock[0] += PACE_OF_METAL.pause

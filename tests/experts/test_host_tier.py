@@ -67,7 +67,7 @@ def test_what_was_used_least_goes_first(packed):  # noqa: F811
             use(made, 0, expert)
         made.drain()
         made.pools[0].finish_copies()
-    assert set(made.pools[0].staging.host._kept) == {(0, 1), (0, 2), (0, 4), (0, 5)}
+    assert set(made.pools[0].staging.host.kept) == {(0, 1), (0, 2), (0, 4), (0, 5)}
     made.close()
 
 
@@ -82,8 +82,8 @@ def test_the_records_used_most_move_out_of_memory_that_goes(packed, monkeypatch)
                 for _ in range(3 if (layer, expert) in often else 1):
                     use(made, layer, expert)
     before, host = made.host_bytes, made.pools[0].staging.host
-    made._reads.resize_host(5 * packed.layout.expert_stride)
-    assert set(host._kept) == often and made.host_bytes < before
+    made.reads.resize_host(5 * packed.layout.expert_stride)
+    assert set(host.kept) == often and made.host_bytes < before
     for layer, expert in sorted(often):
         assert use(made, layer, expert) == [True]
     made.close()
@@ -94,7 +94,7 @@ def test_a_row_is_not_used_again_before_its_copy_is_done(loader, monkeypatch):
         use(loader, 0, expert)
     monkeypatch.setattr(mx, "async_eval", lambda *_: None)
     assert len(loader.hint([(0, 0), (0, 1)])) == 2
-    loader._reads.resize_host(0)
+    loader.reads.resize_host(0)
     for row in loader.pools[0].places.free:
         loader.pools[0].places.row(row)[:] = 7
     assert use(loader, 0, 0, 1) == [True, True]

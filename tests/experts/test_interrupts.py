@@ -140,7 +140,7 @@ def model(request, small_waves, monkeypatch):  # noqa: F811
     made = streamed(path, **options) if options else load_model(path, dtype=mx.float32, expert_io="mmap")
     if request.param == "warming":
         rates = np.ones((len(made.args.moe_layers), made.args.num_experts))
-        made.experts._warming = Endless(made.experts._reads, made.experts.layout, rates)
+        made.experts._warming = Endless(made.experts.reads, made.experts.layout, rates)
     yield made
     made.experts.close()
     assert set(threading.enumerate()) <= threads

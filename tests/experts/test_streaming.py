@@ -410,7 +410,7 @@ def test_others_take_steps_between_the_waves_of_a_prompt(fails, copied, prefetch
         use_plain_operations(monkeypatch)
     path, tokens = tiny_directory("qwen3_moe"), mx.array(np.random.default_rng(1).integers(0, 248, (1, 40)))
     model = streamed(path, prefetch, least_slots=8 * TOP_K, cache_bytes=1, copied=copied)
-    model.experts._allowance = lambda tokens, held: breaths.append(tokens) or 64 * 16384
+    model.experts.allowance = lambda tokens, held: breaths.append(tokens) or 64 * 16384
     breaths, loader = [], model.experts
     alone = np.array(model.advance(Span(tokens, 0, 16), model.make_cache()))
     steps = [

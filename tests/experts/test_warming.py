@@ -118,11 +118,11 @@ def test_what_is_requested_goes_first(packed):  # noqa: F811
 
 def test_a_share_counts_before_another_thread_asks(packed):  # noqa: F811
     reader = ExpertReader(packed, workers=0)
-    queue = reader._drives[0]
+    queue = reader.queues[0]
     for purpose in (REQUESTED, WARMING):
         queue.put(Read(0, 0, memoryview(b""), {}), 1, purpose)
-    assert reader._next(0)[1] == REQUESTED and queue.active == [1, 0, 0]
-    assert reader._next(0) is None
+    assert reader.next_read(0)[1] == REQUESTED and queue.active == [1, 0, 0]
+    assert reader.next_read(0) is None
     reader.close()
 
 

@@ -634,13 +634,13 @@ def test_mistakes_in_engram(monkeypatch, mistake):
             layer.ple.arrange()
         else:
             layer.ple.part = part
-    model._tables.parts = {i: model.layers[i].ple.part for i in model.args.ngrams}
+    model.tables.parts = {i: model.layers[i].ple.part for i in model.args.ngrams}
     assert error(model, "deepseek_v41") > 10 * TOLERANCE
 
 
 def test_tokens_that_are_hashed_themselves(monkeypatch):
     model = load_model(tiny_directory("deepseek_v41", "hub"), dtype=mx.float32)
-    for reader in model._tables.readers.values():
+    for reader in model.tables.readers.values():
         reader.token_map = None
     assert error(model, "deepseek_v41") > 10 * TOLERANCE
 
@@ -798,7 +798,7 @@ LLAMA4 = {
         layer.self_attn.mixer.query_scale and _switch(layer, query_scale=QueryScale(0.7, 5))
     ),
     "queries and keys in norms without rotation too": lambda layer, patch: _switch(layer, norm="unit"),
-    "outputs that are scaled": lambda layer, patch: patch.setattr(moe, "_scaled_input", lambda *given: given),
+    "outputs that are scaled": lambda layer, patch: patch.setattr(moe, "scaled_input", lambda *given: given),
     "a softmax": lambda layer, patch: hasattr(layer.mlp, "rule") and _set_rule(layer, score="softmax"),
 }
 

@@ -29,11 +29,11 @@ def test_logits_are_as_exact_as_those_of_plain_operations(family, monkeypatch):
     """Loads outside the harness, which knows no memory of a GPU."""
     models = [load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io=mode) for mode in ("resident", "pread")]
     exact = logits_of(load_model(tiny_directory(family), dtype=mx.float32))
-    refusal, calls = expert_rows._refusal, []
+    refusal, calls = expert_rows.refusal_on, []
     with msl.launching():
-        monkeypatch.setattr(expert_rows, "_refusal", lambda *_: Reason("they take turns"))
+        monkeypatch.setattr(expert_rows, "refusal_on", lambda *_: Reason("they take turns"))
         plain = logits_of(models[0])
-        monkeypatch.setattr(expert_rows, "_refusal", lambda *of: calls.append(of) or refusal(*of))
+        monkeypatch.setattr(expert_rows, "refusal_on", lambda *of: calls.append(of) or refusal(*of))
         with using(Chosen({"prompt_experts": replace(TILES[backend.name()]["prompt_experts"], kernel=1)})):
             resident, streamed = map(logits_of, models)
             assert not any(refusal(*of) for of in calls)

@@ -145,9 +145,9 @@ def test_ngrams_that_begin_anew_with_a_call(monkeypatch):
 
 def test_hashes_of_another_layer(monkeypatch):
     model = load_model(tiny_directory(FAMILY, "hub"), dtype=mx.float32)
-    parts = dict(model._tables.parts)
+    parts = dict(model.tables.parts)
     parts[3] = replace(parts[3], multipliers=parts[1].multipliers)
-    model._tables.parts = parts
+    model.tables.parts = parts
     assert error(model) > 10 * TOLERANCE
 
 

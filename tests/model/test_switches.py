@@ -20,7 +20,7 @@ from moeflux_mlx.model.moe import MoE
 from moeflux_mlx.model.tensors import needed
 from moeflux_mlx.ops import native
 from moeflux_mlx.ops.rope import Rope
-from moeflux_mlx.spec import ModelArgs, _check
+from moeflux_mlx.spec import ModelArgs, check_args
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
 HIDDEN, EPS = 48, 1e-2
@@ -266,11 +266,11 @@ def test_layers_may_differ_in_their_limits_alone():
     shared = [replace(one, shared=SharedExpert(64, activation=one.activation)) for one in layers]
     for parts in (layers, shared, [experts, layers[0]]):
         made = replace(args, layers=tuple(replace(args.layers[0], feed_forward=part) for part in parts))
-        _check(made)
+        check_args(made)
         layout = ExpertLayout.from_args(made)
         assert [layout.records[i].activation for i in (0, 1)] == [part.activation for part in parts]
         stated = to_json(layout)
         assert stated["format_version"] == 1 and from_json(stated, made, "layout.json") == layout
     for other in (replace(experts, width=64), replace(experts, biases=True), shared[0]):
         with pytest.raises(ConfigError, match="layer 1 has other experts than layer 0"):
-            _check(replace(args, layers=(args.layers[0], replace(args.layers[0], feed_forward=other))))
+            check_args(replace(args, layers=(args.layers[0], replace(args.layers[0], feed_forward=other))))

@@ -229,11 +229,11 @@ def test_what_the_kernels_do_not_take(host):
     with pytest.raises(RequestError, match="float32"):
         rows.plan_rows("cuda", (1, record.size // 4), 1, 1, mx.float32, record, False)
     assert rows.refusal(mx.float32, record) and rows.refusal(mx.float32)
-    assert "moeflux tune" in rows._refusal("metal", mx.bfloat16, record)
+    assert "moeflux tune" in rows.refusal_on("metal", mx.bfloat16, record)
     with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], kernel=1)})):
-        assert all(rows._refusal("metal", dtype, record) is None for dtype in LIMITS)
-        assert rows._refusal("metal", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))
-    assert "float32" in rows._refusal("cuda", mx.float32, record)
+        assert all(rows.refusal_on("metal", dtype, record) is None for dtype in LIMITS)
+        assert rows.refusal_on("metal", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))
+    assert "float32" in rows.refusal_on("cuda", mx.float32, record)
     for one in (record, Record.make(64, 64, (Quant(4, 32, "mxfp4"),) * 3)):
-        assert rows._refusal("cuda", mx.bfloat16, one) is None
-    assert rows._refusal("cuda", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))  # rows of 96 columns
+        assert rows.refusal_on("cuda", mx.bfloat16, one) is None
+    assert rows.refusal_on("cuda", mx.bfloat16, Record.make(96, 64, (Quant(4, 32),) * 3))  # rows of 96 columns

@@ -282,7 +282,7 @@ def test_the_bits_of_a_sum_of_rows(host, make):
     pairs = list(np.ndindex(case.slots.shape))
     tokens, slots = np.array([t for t, _ in pairs]), np.array([case.slots[pair] for pair in pairs])
     weights = np.array([case.weights[pair] for pair in pairs])
-    rows = several_experts._rows(make(case.x), tokens, slots, Records(make(case.blob), case.record), weights)
+    rows = several_experts.pair_rows(make(case.x), tokens, slots, Records(make(case.blob), case.record), weights)
     beside = case.weights if make is np.array else np.ones_like(case.weights)
     where = np.arange(case.slots.size, dtype=np.int32).reshape(case.slots.shape)
     whole = grouped.combined(rows, where, make(beside), make(case.mid), None)

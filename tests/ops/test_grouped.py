@@ -241,7 +241,7 @@ def test_matrix_units_give_the_same_bits_in_waves_too(shared, monkeypatch):
     counts, waves = np.bincount(ids.reshape(-1), minlength=E), [np.array([4, 1]), np.array([0, 5, 2, 3])]
     with msl.launching(), using(Chosen({"expert_rows": TILES["cuda"]["expert_rows"]})):
         routing = Routing(0, mx.array(ids), weights)
-        want = routed._at_once(routing, x, Records(blob, record), residual, beside, ignore_report)
+        want = routed.at_once(routing, x, Records(blob, record), residual, beside, ignore_report)
         cases = (blob, waves, None), (moved, [elsewhere[wave] for wave in waves], None), (blob, waves, 10)
         for memory, slots, most in cases:
             monkeypatch.setattr(grouped, "most_rows", lambda record, most=most: most)
@@ -264,7 +264,7 @@ def test_rows_for_several_command_buffers_go_in_waves(monkeypatch):
     source = SimpleNamespace(layout=None, reads_ahead=False, at_close=lambda call: None)
     source.whole = lambda layer: random_records(record, 4)
     experts, asked = routed.RoutedExperts(source, "off"), []
-    monkeypatch.setattr(routed, "_at_once", lambda *given: asked.append("at once"))
+    monkeypatch.setattr(routed, "at_once", lambda *given: asked.append("at once"))
     monkeypatch.setattr(routed, "in_waves", lambda *given: asked.append("in waves"))
     x, ids = mx.zeros((20, 64), mx.bfloat16), mx.zeros((20, 2), mx.int32)
     with msl.launching():

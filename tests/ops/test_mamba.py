@@ -75,13 +75,13 @@ def test_calls_of_any_lengths_match_the_recurrence(make, seed, texts, lengths):
 @pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("fault", ["state", "later tokens", "order of groups"])
 def test_faults_would_be_seen(monkeypatch, fault):
-    right = operation._chunk
+    right = operation.chunk
     wrong = {
         "state": lambda x, B, C, decay, S: right(x, B, C, decay, 0 * S),
         "later tokens": lambda x, B, C, decay, S: right(x, B, C, 0.9 * decay, S),
         "order of groups": lambda x, B, C, decay, S: right(x, B[:, ::-1], C[:, ::-1], decay, S),
     }
-    monkeypatch.setattr(operation, "_chunk", wrong[fault])
+    monkeypatch.setattr(operation, "chunk", wrong[fault])
     for lengths in ([CHUNK + 5], [9] + [1] * 5):
         assert error(np.array, *drawn(1, 1, sum(lengths)), lengths) > 100 * TOLERANCE
 

@@ -7,7 +7,7 @@ import pytest
 from moeflux_mlx.packing import gguf_forms
 from moeflux_mlx.packing.gguf_forms import FORMS, rearrange, repacked
 
-needs_native = pytest.mark.skipif(gguf_forms._native is None, reason="the native form is not built")
+needs_native = pytest.mark.skipif(gguf_forms.extension is None, reason="the native form is not built")
 COUNTS = (1, 2, 31, 32, 33, 100)  # the native form copies up to 32 blocks before it rearranges them
 
 
@@ -36,7 +36,7 @@ def test_bytes_are_those_of_numpy(kind, is_portable):
         wanted = memory.copy()
         for place, part in zip(places, parts, strict=True):
             wanted[place : place + part.size] = part
-        gguf_forms._native.rearrange(kind, memory, is_portable, start, count, *places[1:])
+        gguf_forms.extension.rearrange(kind, memory, is_portable, start, count, *places[1:])
         is_free = slice(places[-1] - gap, places[-1])  # the blocks' last bytes may lie there
         memory[is_free] = wanted[is_free]
         assert np.array_equal(memory, wanted), count
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_numpy(kind, is_portable):
 def test_without_the_extension_the_bytes_are_the_same(kind, monkeypatch):
     rows = blocks_of(kind, 24).reshape(2, 3, -1)
     made = repacked(kind, rows)
-    monkeypatch.setattr(gguf_forms, "_native", None)
+    monkeypatch.setattr(gguf_forms, "extension", None)
     again = repacked(kind, rows)
     assert [part.dtype for part in made] == [part.dtype for part in again]
     assert [part.tobytes() for part in made] == [part.tobytes() for part in again]  # NaN too
@@ -72,7 +72,7 @@ def test_without_the_extension_the_bytes_are_the_same(kind, monkeypatch):
 def test_what_leaves_the_memory_is_refused(kind, start, count, places):
     memory = np.zeros(1440, np.uint8)
     with pytest.raises(ValueError, match=f"blocks of type {kind} at byte {start} do not fit in 1440 bytes"):
-        gguf_forms._native.rearrange(kind, memory, False, start, count, *places)
+        gguf_forms.extension.rearrange(kind, memory, False, start, count, *places)
 
 
 def test_read_only_memory_is_refused():

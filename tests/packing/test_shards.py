@@ -20,7 +20,7 @@ from tiny_models import child_environment
 from moeflux_mlx.convert import convert, main
 from moeflux_mlx.errors import ModelFileError, MoefluxWarning, RequestError
 from moeflux_mlx.formats.packed import STATE
-from moeflux_mlx.packing import shards, writer
+from moeflux_mlx.packing import shards
 from moeflux_mlx.packing.journal import JOURNAL, SHARDS, Listing
 from moeflux_mlx.packing.supply import INCOMING
 from moeflux_mlx.packing.writer import PARTIAL
@@ -379,14 +379,14 @@ def test_a_deleted_and_lost_shard_is_reported(own, tmp_path):
 @pytest.mark.parametrize("ends_at", ["packed_experts/layer_01.bin", STATE])
 def test_ended_between_a_file_s_name_and_its_note_nothing_is_lost(own, whole, tmp_path, monkeypatch, ends_at):
     """The shards are already deleted. The file may get its name before the note, or after it."""
-    real, out = writer._rename, tmp_path / "out"
+    real, out = os.replace, tmp_path / "out"
 
     def rename(partial, file):
         real(partial, file)
-        if file == out / ends_at and not list(own.glob("*.safetensors")):
+        if Path(file) == out / ends_at and not list(own.glob("*.safetensors")):
             raise Stopped
 
-    monkeypatch.setattr(writer, "_rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
     with pytest.raises(Stopped):
         convert(own, out, delete_source=True)
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from moeflux_mlx.rounding.weights import group_weights
 pytestmark = pytest.mark.usefixtures("cpu_device")
 FORMS = [Quant(bits, 64) for bits in AFFINE_BITS] + [Quant(bits, group) for bits in (2, 5) for group in (32, 128)]
 FLOATS = [Quant(4, 32, "mxfp4"), Quant(4, 16, "nvfp4"), Quant(8, 32, "mxfp8")]
-needs_native = pytest.mark.skipif(affine._native is None, reason="the native form is not built")
+needs_native = pytest.mark.skipif(affine.extension is None, reason="the native form is not built")
 
 
 def drawn(seed, *shape, dtype=mx.bfloat16):
@@ -78,7 +78,7 @@ def test_the_twin_has_the_bits_of_the_native_form(dtype):
     importance = mx.array(np.random.default_rng(0).exponential(1, 256).astype(np.float32))
     for seed, quant in enumerate(FORMS):
         given = drawn(seed, 21, 256, dtype=dtype), quant, group_weights(importance, 256, quant.group_size), dtype
-        assert equal(affine._fit_native(*given), affine._fit_ops(*given)), quant
+        assert equal(affine.fit_native(*given), affine.fit_ops(*given)), quant
 
 
 @needs_native
@@ -86,8 +86,8 @@ def test_every_instruction_set_has_the_same_bits():
     for dtype in (mx.bfloat16, mx.float16):
         for quant in FORMS:
             given = drawn(8, 21, 256, dtype=dtype), quant, group_weights(None, 256, quant.group_size), dtype
-            parts = affine._fit_native(*given)
-            assert all(equal(parts, affine._fit_native(*given, least)) for least in (1, 2)), quant
+            parts = affine.fit_native(*given)
+            assert all(equal(parts, affine.fit_native(*given, least)) for least in (1, 2)), quant
 
 
 @needs_native
@@ -96,7 +96,7 @@ def test_the_extension_refuses_wrong_sizes(rows, bits, group):
     out = np.zeros((2, 32), np.uint8), np.zeros((2, 1), np.float32), np.zeros((2, 1), np.float32)
     with pytest.raises(ValueError):
         given = np.zeros((2, 64), np.float32), np.ones(64, np.float32), np.ones(1, np.float32)
-        affine._native.fit(*given, rows, 64, bits, group, False, 0, 1, 1, 0, *out)
+        affine.extension.fit(*given, rows, 64, bits, group, False, 0, 1, 1, 0, *out)
 
 
 @pytest.mark.parametrize("quant", [*FORMS, *FLOATS], ids=str)
@@ -146,7 +146,7 @@ def test_rows_in_any_chunks_have_the_same_bits(rows, groups, quant, data):
 
 def test_a_chunk_of_the_module_changes_nothing(monkeypatch):
     values, quant = drawn(3, 50, 128), Quant(4, 64)
-    forms = [affine._fit_ops] if affine._native is None else [affine._fit_ops, affine._fit_native]
+    forms = [affine.fit_ops] if affine.extension is None else [affine.fit_ops, affine.fit_native]
     given = values, quant, group_weights(None, 128, 64), mx.bfloat16
     for fit in forms:
         whole = fit(*given)

@@ -60,7 +60,7 @@ def test_sixty_four_clients_are_served_in_turn():
             thread.join()
         assert all(whole for _, whole in order) and len(order) == 64
         assert sum(abs(place - n) for place, (n, _) in enumerate(order)) / 64 < 16  # in about the order they came
-        assert len(live.worker._sessions) <= 4
+        assert len(live.worker.sessions) <= 4
 
 
 def test_clients_that_disconnect():

@@ -14,7 +14,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import admission, worker
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
-from moeflux_mlx.server.prepare import Prepared
+from moeflux_mlx.server.prepare import PreparedRequest
 
 LONG, SHORT = "the lake " * 80, "an owl"
 ANSWER = "</think>An owl."
@@ -161,7 +161,7 @@ def test_a_prompt_that_goes_first_and_fails_affects_nobody(capfd):
 def test_one_that_is_cancelled_meanwhile_ends_at_once():
     """Its session can be used again, and the others continue: a half-computed prompt, an answer next to a prompt."""
     with Live(engine) as live:
-        order, sessions = [], live.worker._sessions
+        order, sessions = [], live.worker.sessions
         story = answering(live, order)
         long = begun(live, order)
         short = Client(live, SHORT, order)
@@ -171,7 +171,7 @@ def test_one_that_is_cancelled_meanwhile_ends_at_once():
         wait_for(lambda: len(order) == 3)
         assert story.reply == long.reply == 503 and said(short) == "An owl."
         assert live.models.totals.cancelled == 2
-        wait_for(lambda: not any(kept.busy for kept in sessions._kept))  # the last answer ends before it is free
+        wait_for(lambda: not any(kept.busy for kept in sessions.kept))  # the last answer ends before it is free
 
 
 def test_all_running_requests_end_with_the_server():
@@ -229,7 +229,7 @@ def test_subagents_compute_their_common_prompt_once():
 
 
 def job(client="", tokens=100, limit=50):
-    return Job(Prepared(None, [0] * tokens, max_tokens=limit), print, client)
+    return Job(PreparedRequest(None, [0] * tokens, max_tokens=limit), print, client)
 
 
 def running(tokens, set_aside=None, client=""):
@@ -259,7 +259,7 @@ def test_an_answer_that_must_wait_goes_on_when_another_has_ended(monkeypatch):
     """If two answers outgrow the memory, no answer is lost and nothing hangs."""
     monkeypatch.setattr(admission, "AHEAD", 8)
     with Live(engine) as live:
-        live.worker._admission.nbytes, order = 150, []
+        live.worker.admission.nbytes, order = 150, []
         live.worker.state.engine.script = lambda prompt: "</think>" + "word " * 20
         clients = [Client(live, f"{n}", order) for n in range(3)]
         wait_for(lambda: len(order) == 3)

@@ -91,8 +91,8 @@ def test_a_top_p_of_nothing_takes_the_likeliest(chat):
 
 
 def test_a_conversation_is_known_by_its_header_or_field(live, chat):
-    taken, take = [], live.worker._sessions.take
-    live.worker._sessions.take = lambda tokens, hint=None: taken.append(hint) or take(tokens, hint)
+    taken, take = [], live.worker.sessions.take
+    live.worker.sessions.take = lambda tokens, hint=None: taken.append(hint) or take(tokens, hint)
     for more in (
         {"extra_headers": {"X-Claude-Code-Session-Id": "a"}},
         {"extra_headers": {"session_id": "b"}},
@@ -100,7 +100,7 @@ def test_a_conversation_is_known_by_its_header_or_field(live, chat):
         {},
     ):
         chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=1, **more)
-    live.worker._sessions.take = take
+    live.worker.sessions.take = take
     assert taken == ["a", "b", "c", None]
 
 

@@ -27,7 +27,7 @@ from moeflux_mlx.server.expert_map import ExpertMap
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import Watch
 from moeflux_mlx.server.model_thread import ModelThread
-from moeflux_mlx.server.prepare import Prepared
+from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Failed, Finish, Request, Sampling, Text
 from moeflux_mlx.server.running import Totals
 from moeflux_mlx.server.sessions import Sessions
@@ -145,7 +145,7 @@ class Bench:
         tokens[0] = 201 + number
         sampling = Sampling(temperature=0.0 if ask.seed is None else 0.9, seed=ask.seed)
         broken = ask.end[1] if ask.end is not None and ask.end[0] == "broken" else None
-        prepared = Prepared(
+        prepared = PreparedRequest(
             Request("completions", "tiny", prompt=tokens, sampling=sampling),
             tokens,
             max_tokens=ask.limit,
@@ -162,7 +162,7 @@ class Bench:
         """Returns the events of the request alone, with a prompt that is computed whole: a GPU gives a continued one
         other bits.
         """
-        self.worker._sessions._kept.clear()
+        self.worker.sessions.kept.clear()
         if (ask, number) not in self.alone:
             padded = [None] * number + [ask]
             heard, over, jobs = [], threading.Event(), {}
@@ -197,7 +197,7 @@ def check(bench, asks):
         assert (text, how) == (wanted, wanted_how) or (cut and (text.startswith(wanted) or wanted.startswith(text)))
     worker = bench.worker
     assert worker.state.running == [] and worker.queue == 0
-    assert not any(kept.busy for kept in worker._sessions._kept)
+    assert not any(kept.busy for kept in worker.sessions.kept)
     assert all(not pool.is_leased for pool in getattr(bench.engine.experts, "pools", []))
 
 
@@ -393,7 +393,7 @@ def test_mixed_requests_and_departures_leave_nothing_behind(count):
             list(threads.map(one, range(count)))
             wait_for(lambda: not live.worker.state.running and not live.models.queue)
             wait_for(lambda: live.models.loaded.uses == 0)
-            assert live.models.totals.failed == 0 and not any(kept.busy for kept in live.worker._sessions._kept)
+            assert live.models.totals.failed == 0 and not any(kept.busy for kept in live.worker.sessions.kept)
             assert by_chat(chat, claude, 3)
 
 
@@ -404,7 +404,8 @@ def test_a_cancelled_prompt_ends_within_a_block(name, monkeypatch):
     bench, fresh = (Bench(open_engine(tiny_directory("qwen3_moe"))) for _ in range(2))
     ask, jobs, heard = Ask(200, 4, None, 0, None, "a"), {}, []
     monkeypatch.setattr(interrupt, "PIECE_WORK", 1)
-    compute, calls = getattr(native.extension(), name), []
+    extension, calls = native.extension(), []
+    compute = getattr(extension, name)
 
     def counting(*given):
         calls.append(len(given[0]))
@@ -412,7 +413,7 @@ def test_a_cancelled_prompt_ends_within_a_block(name, monkeypatch):
             jobs[0].cancel()
         return compute(*given)
 
-    monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(**{**vars(native._native), name: counting}))
+    monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(**{**vars(extension), name: counting}))
     bench.submit(ask, 0, lambda _, event: heard.append(event), jobs)
     wait_for(lambda: heard and bench.is_over(heard))
     assert heard[-1].code == "cancelled" and calls == [16, 16, 16]

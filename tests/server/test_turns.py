@@ -78,7 +78,7 @@ def test_the_map_shows_which_conversation_requested_an_expert_last(monkeypatch):
 
 def test_a_conversation_that_cannot_be_kept_ends_no_other(alone, capfd):
     with Live(demo_engine) as live:
-        sessions = live.worker._sessions
+        sessions = live.worker.sessions
         right = sessions.give_back
 
         def fails(*given):
@@ -93,7 +93,7 @@ def test_a_conversation_that_cannot_be_kept_ends_no_other(alone, capfd):
 def test_a_client_that_comes_back_goes_on(alone):
     """What an abandoned request has computed is not computed again, and the answer is the same."""
     with Live(lambda: demo_engine(span=128, prefill_step_size=64)) as live:
-        look = live.worker._look
+        look = live.worker.look
 
         def look_and_leave():
             look()
@@ -101,10 +101,10 @@ def test_a_client_that_comes_back_goes_on(alone):
                 if 300 < one.progress[0] < one.progress[1]:
                     one.job.cancel()
 
-        live.worker._look = look_and_leave
+        live.worker.look = look_and_leave
         with pytest.raises(HTTPError, match="503"):
             ask(live, LONG)
-        live.worker._look = look
+        live.worker.look = look
         said, cached = ask(live, LONG)
         assert cached >= 200 and said == alone[1]
 

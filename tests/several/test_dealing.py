@@ -67,8 +67,8 @@ def test_the_bits_of_one_process(family):
         for layer in model.args.moe_layers:
             experts = model.layers[layer].mlp.experts
             experts.dealing = dealing
-            right = experts._dealt
-            experts._dealt = lambda layer, ids, right=right: seen(layer, ids, right(layer, ids))
+            right = experts.dealt_to
+            experts.dealt_to = lambda layer, ids, right=right: seen(layer, ids, right(layer, ids))
         return logits_of(model, lengths, 12)
 
     def seen(layer, ids, ranks):

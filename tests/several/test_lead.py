@@ -140,7 +140,7 @@ def test_a_prompt_that_was_stopped_continues():
     with Pair("qwen3_moe") as pair:
         session, prompt = pair.session(), prompt_of(48)
         answer(session, prompt, stop_at=20)
-        assert session.points.set_aside > 0 and pair.follower.sessions[session.number]._half is not None
+        assert session.points.set_aside > 0 and pair.follower.sessions[session.number].half is not None
         alone = Session(load_model(tiny_directory("qwen3_moe"), dtype=mx.float32, span=16), pair.tokenizer)
         assert answer(session, prompt) == answer(alone, prompt)
 
@@ -162,13 +162,13 @@ def test_an_error_inside_rank_0s_model_ends_all():
     with Pair("qwen3_moe") as pair:
         session = pair.session()
         layer = pair.models[0].layers[1]
-        right = layer._mixed
+        right = layer.pass_span
 
         def interrupted(*given):
-            layer._mixed = right
+            layer.pass_span = right
             raise KeyboardInterrupt
 
-        layer._mixed = interrupted
+        layer.pass_span = interrupted
         with pytest.raises(KeyboardInterrupt):
             list(session.respond(prompt_of(20)))
         with pytest.raises(RankError, match="connection between the ranks is lost"):

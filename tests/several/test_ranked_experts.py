@@ -179,13 +179,13 @@ def test_an_interruption_of_one_rank_stops_all():
         model = ranked("qwen3_moe", exchange, Owners((1, 1)))
         experts = model.layers[model.args.moe_layers[1]].mlp.experts
         if rank == 0:
-            right = experts._own_rows
+            right = experts.own_rows
 
             def interrupted(*given):
                 right(*given)
                 raise KeyboardInterrupt
 
-            experts._own_rows = interrupted
+            experts.own_rows = interrupted
         logits_of(model)
 
     first, second = together(2, work)

@@ -107,9 +107,9 @@ def test_what_is_kept_for_the_store_does_not_double_the_caches(tmp_path, family)
     session = Session(tiny_model(family, mx.float32), tokenizer, store=store)
     responses = session.respond(text(), boundaries=[20, 30], max_tokens=8)
     next(responses)
-    ends = [end for end, _ in session._to_store]
+    ends = [end for end, _ in session.to_store]
     assert ends == ([30] if session.points.can_trim else [20, 30])
-    for _, kept in session._to_store:
+    for _, kept in session.to_store:
         assert not any(session.cache[i].is_trimmable() for i in kept)
     list(responses)
     for end in ends:

@@ -67,7 +67,7 @@ def test_goldens_cover_every_template_and_case():
 
 @pytest.mark.parametrize("fault", ["tojson", "trim_blocks", "lstrip_blocks", "autoescape", "reasoning", "ascii"])
 def test_goldens_notice_a_planted_fault(monkeypatch, fault):
-    make = chat_template._environment
+    make = chat_template.make_environment
 
     def faulty():
         environment = make()
@@ -88,7 +88,7 @@ def test_goldens_notice_a_planted_fault(monkeypatch, fault):
     if fault == "reasoning":
         monkeypatch.setattr(chat_template, "_with_reasoning", lambda message: message)
     else:
-        monkeypatch.setattr(chat_template, "_environment", faulty)
+        monkeypatch.setattr(chat_template, "make_environment", faulty)
     assert mismatches() != []
 
 

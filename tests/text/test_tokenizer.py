@@ -701,7 +701,7 @@ def test_long_text_is_encoded_as_short_text_is(bpe, monkeypatch):
 
 def test_text_after_other_text_without_any_marker(spm_dirs):
     tokenizer = load_tokenizer(spm_dirs["prefix"])
-    tokenizer._vocabulary.markers = frozenset()
+    tokenizer.vocabulary.markers = frozenset()
     for text in ("fox", "日fox", "🙂", "", "  x", "qfox"):
         assert b"".join(tokenizer.token_bytes(token) for token in tokenizer.encode_after(text)) == text.encode()
 

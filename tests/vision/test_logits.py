@@ -57,7 +57,7 @@ def test_pixels_are_those_of_transformers(models, family):
     mean, deviation = (np.array(values)[:, None, None] for values in (processor.mean, processor.deviation))
     for number in range(2):
         image = vision.image(image_goldens.png(family, number))
-        patches = processor.patches(image._levels)
+        patches = processor.patches(image.levels)
         levels = (patches if patches.ndim == 4 else patches[:, :, 0]) * deviation + mean
         np.testing.assert_array_equal(np.rint(levels * 255), stored[f"pixels{number}"])
         _, down, across = stored[f"grid{number}"]

@@ -18,7 +18,7 @@ from ...ops.index import IndexTerms, Projections, takes_step
 from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
 from ...ops.rows import StepRows, each_alone
-from .blocks_op import Terms, attend_blocks, block_keys
+from .blocks_op import BlockTerms, attend_blocks, block_keys
 from .op import attend
 from .spec import GroupedQuery
 
@@ -161,7 +161,7 @@ class Attention(MixerModule):
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
             made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], caches[1])
-            terms = Terms(norms[0], norms[1], self.rope, scale, self._weights)
+            terms = BlockTerms(norms[0], norms[1], self.rope, scale, self._weights)
             return attend_blocks(q, k, v, caches, made, mixer.blocks, terms, None if mixer.value_norm else joined)
         return attend(
             *(q, k, v, caches[0]),

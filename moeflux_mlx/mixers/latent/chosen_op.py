@@ -23,8 +23,8 @@ from ...ops.rope import Rope
 from ...ops.seen import Chosen, SeenBlocks
 from .op import (
     ABSORB_AT_MOST,
+    AttentionMask,
     HeadMatrices,
-    Mask,
     Matrices,
     Queries,
     absorb_native,
@@ -162,14 +162,14 @@ class HeldLatents(NamedTuple):
 
     latents: AnyArray
     keys: AnyArray
-    mask: Mask
+    mask: AttentionMask
     offset: Any
     whole: int
     chosen: AnyArray
     has_gaps: bool = False
 
 
-def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, Mask]:
+def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, AttentionMask]:
     """Appends the tokens; returns latents [B, P, N] and rotated keys [B, P, R] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
     entry = k_pe.reshape(B, 1, L, k_pe.shape[-1])

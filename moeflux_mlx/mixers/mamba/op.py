@@ -155,13 +155,13 @@ def scan(x: Array, B: Array, C: Array, dt: Array, A: Array, state: Array) -> tup
     parts = []
     for start in range(0, L, CHUNK):
         some = slice(start, start + CHUNK)
-        y, S = _chunk(x[..., some, :], B[..., some, :], C[..., some, :], decay[..., some], S)
+        y, S = chunk(x[..., some, :], B[..., some, :], C[..., some, :], decay[..., some], S)
         parts.append(y)
     y = parts[0] if len(parts) == 1 else library_of(x).concatenate(parts, axis=3)
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, L, heads, P), S.reshape(state.shape)
 
 
-def _chunk(x: AnyArray, B: AnyArray, C: AnyArray, decay: AnyArray, S: AnyArray) -> tuple[AnyArray, AnyArray]:
+def chunk(x: AnyArray, B: AnyArray, C: AnyArray, decay: AnyArray, S: AnyArray) -> tuple[AnyArray, AnyArray]:
     """`scan` of a few tokens: what the state before them gives, and what each gives to those behind it."""
     T, library = x.shape[-2], library_of(x)
     if T == 1:
