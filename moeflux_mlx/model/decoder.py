@@ -63,8 +63,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype of the last norm."""
-        norm = self.norm if "norm" in self else self.hc_head.hc_norm
-        return norm.weight.dtype
+        return (self.norm if "norm" in self else self.hc_head.hc_norm).weight.dtype
 
 
 class Model(nn.Module):
@@ -119,8 +118,6 @@ class Model(nn.Module):
             self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
-            for layer in self.layers:
-                layer.compile(self.experts)
             self.optimistic = OptimisticLayers(self.layers, self._cache_numbers, self.experts)
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
@@ -345,8 +342,7 @@ class Model(nn.Module):
         with self._turn(span.tokens.size):
             self._check(span.tokens, cache)
             self._through_layers(span, cache, report)
-            last = backend.contiguous(span.hidden[:, -1:])
-            logits = backend.leave(self.last_product(self.model.normed(last)))
+            logits = backend.leave(self.last_product(self.model.normed(backend.contiguous(span.hidden[:, -1:]))))
             mx.eval(logits)
         return logits[:, 0]
 
@@ -372,9 +368,8 @@ class Model(nn.Module):
 
     def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
-        return Tokens(
-            tokens, self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
-        )
+        rows = self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
+        return Tokens(tokens, rows)
 
     def _expect(self, span: Span) -> None:
         """Begins to read the experts of the first layer with experts while the layers before it are computed."""

@@ -55,7 +55,9 @@ class Group:
 
 
 class OptimisticLayers:
-    """Args:
+    """Runs a token through layers, which it compiles.
+
+    Args:
         layers: of the model.
         cache_numbers: of each layer.
         experts: serves their experts.
@@ -66,6 +68,8 @@ class OptimisticLayers:
 
     def __init__(self, layers: Sequence[DecoderLayer], cache_numbers: Sequence[range], experts: ExpertLoader):
         self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
+        for layer in layers:
+            layer.compile(experts)
         self._step = by_case(self._compute, experts)
         self.share = 1.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables

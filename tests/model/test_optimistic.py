@@ -13,7 +13,7 @@ from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
-from moeflux_mlx.mixers.registry import stored_forms
+from moeflux_mlx.mixers.registry import cache_numbers, stored_forms
 from moeflux_mlx.model import optimistic
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.optimistic import OptimisticLayers
@@ -21,7 +21,7 @@ from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import fill, read_resident
 from moeflux_mlx.spec import ModelArgs
 
-EXPERTS, TOP_K, TOKENS = 16, 4, 14
+EXPERTS, TOP_K, TOKENS = 16, 4, 9
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +42,8 @@ def opened(family, records=None, ahead=True, preadv=os.preadv, **options):
     experts = RoutedExperts(source, "off")
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
-    for layer in model.layers:
-        layer.compile(source)
-    if ahead:
-        model.optimistic = OptimisticLayers(model.layers, model._cache_numbers, source)
+    made = OptimisticLayers(model.layers, cache_numbers(args.mixers), source)
+    model.optimistic = made if ahead else None
     return model
 
 
@@ -74,21 +72,31 @@ def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
     assert made[0][2] and made[0][3]
 
 
-def test_few_records_read_ahead_are_queued_in_groups(monkeypatch):
+def calls(monkeypatch, source, name):
+    """Returns a list of the layers for which a method of the source is called from now on."""
+    layers, call = [], getattr(source, name)
+    monkeypatch.setattr(source, name, lambda layer, *given: layers.append(layer) or call(layer, *given))
+    return layers
+
+
+def test_records_that_are_there_are_not_requested(monkeypatch):
     model = opened("qwen3_moe")
     run(model, tokens_of("qwen3_moe"))
-    begun, at_once = [], []
-    queue, wait = OptimisticLayers._queue, OptimisticLayers._at_once
-    monkeypatch.setattr(OptimisticLayers, "_queue", lambda *given: begun.append(queue(*given)) or begun[-1])
-    monkeypatch.setattr(OptimisticLayers, "_at_once", lambda *given: at_once.append(1) or wait(*given))
+    cache, layers = model.make_cache(), list(range(len(model.layers)))
+    requested, accepted = (calls(monkeypatch, model.experts, name) for name in ("request", "accept"))
+    mx.eval(model(mx.array([[1]]), cache))
+    assert (requested, accepted) == (layers, [])  # a cache without a token has no graph
+    run_one = [tokens_of("qwen3_moe")[0]]
+    requested.clear()
+    mx.eval(model(mx.array([run_one]), cache))
+    assert accepted[-1] == layers[-1] and len(requested) < len(layers)
+    requested.clear(), accepted.clear()
     cache = model.make_cache()
-    model(mx.array([[1]]), cache)
-    assert len(at_once) == len(model.layers)  # a cache without a token has no graph
-    begun.clear()
-    model(mx.array([[2]]), cache)
+    mx.eval(model(mx.array([[1]]), cache))
+    requested.clear()
+    mx.eval(model(mx.array([run_one]), cache))
+    assert (requested, accepted) == ([], layers)
     model.experts.close()
-    sizes = [len(group.tables) for group in begun if group is not None]
-    assert sum(sizes) >= len(model.layers) and len(at_once) == len(model.layers)
 
 
 def test_a_record_that_goes_while_its_layer_is_queued_is_read_again(monkeypatch):
@@ -98,36 +106,33 @@ def test_a_record_that_goes_while_its_layer_is_queued_is_read_again(monkeypatch)
     model.experts.close()
     model = opened("qwen3_moe")
     run(model, tokens)
-    accept, gone = OptimisticLayers._accept, []
+    accept, gone = model.experts.accept, []
 
-    def accept_later(self, group):
+    def accept_later(layer, ids, table):
         if len(gone) < 5:
-            pool = model.experts.pools.of[group.first]
-            gone.extend(key for key in pool.records() if key[0] == group.first)
-            for key in gone:
-                if key in pool:
-                    pool.drop(key)
-        return accept(self, group)
+            gone.append((layer, int(ids[0, -1])))
+            model.experts.pools.of[layer].drop(gone[-1])
+        return accept(layer, ids, table)
 
-    monkeypatch.setattr(OptimisticLayers, "_accept", accept_later)
+    monkeypatch.setattr(model.experts, "accept", accept_later)
     misses = model.experts.stats.misses
     assert np.array_equal(run(model, tokens), want)
-    assert gone and model.experts.stats.misses > misses
+    assert model.experts.stats.misses == misses + len(gone)
     model.experts.close()
 
 
 def test_layers_wait_while_many_lack_experts(monkeypatch):
     monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.85)
+    tokens = tokens_of("qwen3_moe")
     model = opened("qwen3_moe", 6, least_slots=TOP_K)
-    started = []
-    start = optimistic.DecodeStep.start
-    run(model, tokens_of("qwen3_moe") * 2)
-    assert model.optimistic.share < 0.85
-    monkeypatch.setattr(
-        optimistic.DecodeStep, "start", lambda *given, **more: started.append(1) or start(*given, **more)
-    )
-    monkeypatch.setattr(model.optimistic, "_step", None)
-    run(model, tokens_of("qwen3_moe", 4))
+    for _ in range(3):
+        run(model, tokens)
+    accepted = calls(monkeypatch, model.experts, "accept")
+    run(model, tokens)
+    assert not accepted
+    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
+    run(model, tokens)
+    assert accepted
     model.experts.close()
 
 
