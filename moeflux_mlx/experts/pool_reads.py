@@ -122,14 +122,11 @@ class PoolReads:
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
         """Counts uses of a layer's records if all were in the table, and have stayed there since; returns whether."""
         pool = self.pools.of[keys[0][0]]
-        slots = [pool.get(key) for key in keys]
-        if any(
-            slot is None or slot is not table.slots.get(expert) for slot, (_, expert) in zip(slots, keys, strict=True)
-        ):
+        if any(key not in pool or pool[key] is not table.slots.get(key[1]) for key in keys):
             return False
         pool.ranking.request(keys)
-        for slot in filter(None, slots):
-            self._count(slot)
+        for key in keys:
+            self._count(pool[key])
         return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

@@ -162,3 +162,33 @@ def test_a_failed_read_leaves_a_step_that_can_be_repeated():
         got.append(np.array(step.logits[0]))
     model.experts.close()
     assert failures > 2 and np.array_equal(np.stack(got), want)
+
+
+def test_a_table_has_the_records_of_the_pool():
+    model = opened("qwen3_moe")
+    run(model, tokens_of("qwen3_moe"))
+    source, pool = model.experts, model.experts.pools[0]
+
+    def rows(table):
+        return {expert: np.array(table.memory[expert]) for expert in table.slots}
+
+    before = source.table(1)
+    assert before is source.table(1)
+    assert {(1, expert) for expert in before.slots} == {key for key in pool.records() if key[0] == 1}
+    kept, gone = list(before.slots)[:2]
+    was = rows(before)
+    assert all(np.array_equal(was[expert], np.array(slot.device)) for expert, slot in before.slots.items())
+    pool.drop((1, gone))
+    after = source.table(1)
+    assert gone not in after.slots and gone in before.slots
+    assert not np.array_equal(was[gone], np.array(after.memory[gone]))
+    assert np.array_equal(was[kept], np.array(after.memory[kept]))
+    with source.turn(1), source.request(1, np.array([gone])) as lease:
+        lease.wait()
+    assert np.array_equal(rows(source.table(1))[gone], was[gone])
+    ids = np.array([[gone, kept]])
+    assert not source.accept(1, ids, before) and not source.accept(1, ids, after)
+    assert source.accept(1, ids, source.table(1))
+    source.invalidate()
+    assert source.table(1) is None
+    source.close()
