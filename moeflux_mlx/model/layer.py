@@ -9,7 +9,7 @@ import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..caches.traced import Traced
-from ..experts.routing import Report, RoutedExpertsCall
+from ..experts.routing import FromTables, Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
@@ -127,15 +127,11 @@ class DecoderLayer(nn.Module):
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether `optimistic` may compute the layer: all its sums are parts of kernels, so that their bits do not
-        depend on the graph.
+        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
+        its end is part of a kernel, so that no bit depends on which layers share a graph.
         """
-        return (
-            self._step is not None
-            and type(self.mlp) is MoE
-            and type(self.residual) is OneStream
-            and not self._reads_tokens
-        )
+        is_plain = type(self.mlp) is MoE and type(self.residual) is OneStream and not self._reads_tokens
+        return is_plain and isinstance(self.mlp.experts, FromTables)
 
     def _of_rows(self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""

@@ -16,12 +16,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..experts.record_table import RecordTable
-from ..experts.routing import Routing
+from ..experts.routing import FromTables
 from ..experts.source import ExpertLoader
 from ..layers import Caches
 from ..ops.backend import AnyArray
-from ..ops.experts import expert_ffn
-from ..ops.records import Records
 from ..ops.route import read_ids
 from ..ops.seen import Chosen
 from .compiled import DecodeStep, by_case
@@ -164,11 +162,8 @@ class OptimisticLayers:
         for number, memory in zip(range(first, first + count), arrays[:count], strict=True):
             layer = self._layers[number]
             kept, before = layer.choose(h, list(islice(stands, len(self._cache_numbers[number]))), chosen)
-            records = Records(memory, self._experts.layout.records[number])
-
-            def compute(routing: Routing, x: Any, residual: Any, shared: Any, records: Records = records) -> Any:
-                return expert_ffn(x, routing.ids, records, routing.weights, residual, shared)
-
+            assert isinstance(layer.mlp.experts, FromTables)
+            compute = layer.mlp.experts.from_table(number, memory)
             h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
             parts.append((chosen.handed, kept, tuple(before)))
         return [parts, h]
