@@ -1,18 +1,16 @@
-"""`python -m moeflux_mlx.tune`: the fastest tiles of the kernels on this GPU, and the best size of a pool."""
+"""`python -m moeflux_mlx.tune`: the best size of a pool, and faster tiles of the kernels on an Apple GPU."""
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 
 from .cli.run import Parser, execute  # first: where MLX is missing, it says so
 
 # isort: split
 import mlx.core as mx
-from tqdm import tqdm
 
 from .cli.opening import shapes_of
 from .cli.options import add_variant
@@ -37,8 +35,8 @@ from .experts.source import IoMode
 from .files import user_path
 from .model.tensors import resident_bytes
 from .ops import backend
-from .ops.tiles import Tile
-from .tools.tuning import Result, crew, kept, samples
+from .ops.tiles import TRIED, Changes
+from .tools.tuning import Result, tune
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
 ANSWER = 256  # tokens of an answer with which a pool is measured
@@ -61,10 +59,10 @@ def run(options: argparse.Namespace) -> int:
     if not options.minutes > 0:
         raise RequestError(f"--minutes is {options.minutes}; it must be positive")
     shapes = shapes_of(options)  # a wrong model is refused where no GPU computes, too
-    if backend.has_kernels():
+    if TRIED.get(backend.name()):
         find(shapes, options.minutes, file)
     else:
-        print("there are no tiles to tune: no GPU computes here, and the CPU's kernels have none")
+        print("there are no tiles to tune: only on Apple GPUs others than the built-in ones may be faster")
     if options.model is not None and Path(options.model).is_dir():
         find_pool(Path(options.model), options.minutes)
     return 0
@@ -111,34 +109,25 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
 
 
 def find(shapes: Shapes, minutes: float, file: Path) -> None:
-    """Searches every kernel at these shapes, and keeps what is faster at once."""
-    spots, results = list(samples(shapes)), list[Result]()
-    with (
-        tqdm(total=len(spots), unit="kernel", disable=not sys.stderr.isatty()) as bar,
-        closing(crew(shapes, spots, 60 * minutes)) as search,
-    ):
-        for result in search:
-            results.append(result)
-            keep(file, kept([result]), [result.spot])
-            tqdm.write(line_of(result), file=sys.stdout)
-            bar.update()
-    if len(results) < len(spots):
-        print(f"{len(spots) - len(results)} were not tried: the time was over; --minutes gives more")
-    print(f"{len(kept(results))} of {len(results)} kernels and shapes have faster tiles on {gpu_name()}; see {file}")
+    """Tries other tiles at these shapes, and keeps those that are right and faster."""
+    found: Changes = {}
+    for result in tune(shapes, 60 * minutes):
+        print(line_of(result), flush=True)
+        found = result.found
+    keep(file, found)
+    print(f"{len(found)} kernels have faster tiles on {gpu_name()}; see {file}")
 
 
 def line_of(result: Result) -> str:
-    if result.best == result.code:
-        verdict = f"{spelled(result.code)} of the code stays"
-    else:
-        verdict = f"{spelled(result.best)}, {result.gain:.2f} times as fast as {spelled(result.code)}"
-    return f"{result.spot}: {1e6 * result.seconds:.1f} us a launch; {verdict}"
+    """What a trial gave."""
+    verdict = f"{result.gain:.2f} times as fast" if result.gain else "wrong, or refused by the GPU"
+    return f"{spelled(result.changes)}: {verdict}{', kept' if result.is_kept else ''}"
 
 
-def spelled(tile: Tile) -> str:
-    """The fields that are not 0."""
-    values = ((one.name, getattr(tile, one.name)) for one in fields(tile))
-    return " ".join(f"{name} {value}" for name, value in values if value)
+def spelled(changes: Changes) -> str:
+    """The fields of the tiles, by kernel."""
+    fields = {kernel: (f"{name} {value}" for name, value in values.items()) for kernel, values in changes.items()}
+    return ", ".join(f"{kernel} {' '.join(each)}" for kernel, each in fields.items())
 
 
 def shown_pools(file: Path) -> list[str]:
@@ -169,16 +158,16 @@ def shown(file: Path) -> list[str]:
     for entry in read_entries(file):
         state = ", found with another MLX or other kernels: not used" if entry.is_stale else ""
         lines.append(f"{entry.gpu}, MLX {entry.mlx}{state}")
-        lines += [f"  {spot}: {spelled(tile)}" for spot, tile in sorted(entry.tiles.items())]
+        lines += [f"  {spelled({kernel: values})}" for kernel, values in sorted(entry.tiles.items())]
     return lines
 
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "tune",
-        "Find the fastest tiles of each kernel on this GPU at a model's shapes, and store them for all later runs; the "
-        "last bits of outputs may change. If --model is a directory and does not fit in memory, also find the best "
-        "size of its expert pool. Takes one to three minutes.",
+        "If --model is a directory and does not fit in memory, find the best size of its expert pool. On an Apple GPU "
+        "also try other tiles of the kernels at the model's shapes and keep the faster ones; the last bits of outputs "
+        "may change. The results are stored for all later runs. Takes one to three minutes.",
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument("--model", help="directory, or Hugging Face repo id (only shapes are read); default: demo")

@@ -4,14 +4,14 @@ from moeflux_mlx.ops.tiles import TILES, Tile, Tiles
 
 
 class Chosen(Tiles):
-    """Gives these tiles to their kernels for any shape and GPU; other kernels keep the tiles of the code."""
+    """Gives these tiles to their kernels for any GPU; other kernels keep the tiles of the code."""
 
     def __init__(self, by_kernel: dict[str, Tile] | None = None):
         super().__init__()
         self.by_kernel = by_kernel or {}
 
-    def tile(self, target: str, kernel: str, shape: str) -> Tile:
-        return self.by_kernel.get(kernel) or super().tile(target, kernel, shape)
+    def tile(self, target: str, kernel: str) -> Tile:
+        return self.by_kernel.get(kernel) or super().tile(target, kernel)
 
 
 OF_CUDA = TILES["cuda"]

@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
+from .traced import Traced
 
 
 class Absorbed:
     """What operations see of such a state: `arrays` [B, ...], None before the first token; and the tokens' number."""
 
     arrays: list[Any]
-    offset = 0
+    offset: Any = 0
 
     @property
     def conv(self) -> Any:
@@ -28,21 +29,11 @@ class Absorbed:
     def absorb(self, arrays: Sequence[mx.array], tokens: int) -> None:
         """Takes the arrays as they are after `tokens` more tokens."""
         self.arrays = list(arrays)
-        self.offset += tokens
+        self.offset = self.offset + tokens  # not in place: all stand-ins of a step have the same array
 
 
-class FixedState(Absorbed):
+class FixedState(Absorbed, Traced):
     """The traced stand-in of a cache with two arrays; what is computed of them depends on no position."""
-
-    num_inputs: ClassVar[int] = 2
-    num_later: ClassVar[int] = 0
-    num_outputs: ClassVar[int] = 2
-
-    def __init__(self, *given: Any):
-        self.arrays = list(given[: self.num_inputs])
-
-    def go_on(self, *_: object) -> None:
-        """No position matters."""
 
 
 class RecurrentCache(Absorbed, LayerCache[Any]):

@@ -3,9 +3,9 @@
 Where control flow depends on the position, each case has a graph of its own: a cache's `traced` says which case it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -31,66 +31,56 @@ class OnKernels(NamedTuple):
 PLAIN = OnKernels()
 
 
-class Traced(Protocol):
-    """The traced stand-in of a cache: arrays of fixed shape, and positions that are arrays."""
+class Traced:
+    """The traced stand-in of a cache.
 
-    @property
-    def num_later(self) -> int:
-        """Arrays besides, for each later token of the same step."""
-        ...
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """As they are after the token."""
-        ...
-
-    def go_on(self, *later: Any) -> None:
-        """The next token of the same step: its `num_later` arrays, place, rotary position and mask."""
-        ...
-
-
-class FixedCache:
-    """Two arrays [1, heads, capacity, width], full to `offset` (an int32 array of no axes, like `position`).
-
-    `seen` gives the mask [1, 1, 1, capacity] of what one new token sees, the same for all layers.
+    Attributes:
+        num_inputs: number of arrays that it is made of, before the first token's place.
+        num_later: number of arrays besides its place that each later token of the same step has.
+        num_outputs: length of `arrays`.
+        arrays: of fixed shape, as they are after the token.
+        offset, position: the token's place and rotary position, int32 arrays of no axes.
     """
 
     num_inputs: ClassVar[int] = 2
     num_later: ClassVar[int] = 0
     num_outputs: ClassVar[int] = 2
+    arrays: list[Any]
+    offset: Any
+    position: Any
 
-    def __init__(
-        self,
-        keys: mx.array,
-        values: mx.array,
-        offset: mx.array,
-        position: mx.array,
-        seen: Callable[[int], mx.array],
-    ):
-        self.keys, self.values = keys, values
-        self.go_on(offset, position, seen)
+    def __init__(self, *given: Any):
+        """`given`: the arrays, and what `go_on` takes of the first token."""
+        count = len(given) - self.num_later - 3
+        self.arrays = list(given[:count])
+        self.go_on(*given[count:])
 
-    def go_on(self, offset: mx.array, position: mx.array, seen: Callable[[int], mx.array]) -> None:
-        """The place, rotary position and mask of the next token."""
-        self.offset, self.position, self._seen = offset, position, seen
+    def go_on(self, *later: Any) -> None:
+        """Begins a token: its `num_later` arrays, place, rotary position, and a function that gives the mask
+        [1, 1, 1, capacity] of what it sees, the same for all layers.
+        """
+        self.offset, self.position, self._seen = later
+
+
+class FixedCache(Traced):
+    """Two arrays [1, heads, capacity, width], full to `offset`."""
 
     @property
-    def arrays(self) -> list[mx.array]:
-        return [self.keys, self.values]
+    def capacity(self) -> int:
+        return cast(int, self.arrays[0].shape[2])
 
     @property
     def row(self) -> mx.array:
         """Of the next position."""
-        return self.offset
+        return cast(mx.array, self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        start = self.row[None]
-        self.keys = mx.slice_update(self.keys, keys, start, axes=(2,))
-        self.values = mx.slice_update(self.values, values, start, axes=(2,))
-        return self.keys, self.values
+        pairs, start = zip(self.arrays, (keys, values), strict=True), self.row[None]
+        first, second = self.arrays = [mx.slice_update(array, new, start, axes=(2,)) for array, new in pairs]
+        return first, second
 
     def mask(self, length: int) -> mx.array:
-        return self._seen(self.keys.shape[2])
+        return self._seen(self.capacity)
 
     def whole(self, length: int) -> int:
         return length
@@ -111,54 +101,38 @@ class FixedRing(FixedCache):
 
     @property
     def row(self) -> mx.array:
-        return self.offset % self.keys.shape[2]
+        return self.offset % self.capacity
 
     def mask(self, length: int) -> mx.array:
-        return seen_in_ring(self.offset, self.keys.shape[2])
+        return seen_in_ring(self.offset, self.capacity)
 
 
 class FixedChunks(FixedRing):
     """The same of a token that sees its own chunk of as many positions."""
 
     def mask(self, length: int) -> mx.array:
-        return seen_in_ring(self.offset, self.keys.shape[2], chunked=True)
+        return seen_in_ring(self.offset, self.capacity, chunked=True)
 
 
-class FixedKeys:
+class FixedKeys(Traced):
     """Two arrays that a step reads, and the newest entries, which it copies with its own."""
 
-    num_inputs: ClassVar[int] = 4
-    num_later: ClassVar[int] = 1
-    num_outputs: ClassVar[int] = 1
+    num_inputs, num_later, num_outputs = 4, 1, 1
 
-    def __init__(
-        self,
-        keys: mx.array,
-        values: mx.array,
-        recent: mx.array,
-        positions: mx.array,
-        *_: object,
-    ):
-        self._held = Held(keys, values, recent, positions)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self._held.recent]
-
-    @property
-    def position(self) -> mx.array:
-        """The rotary position of the next token, an int32 array of no axes."""
-        return self._held.positions[3]
+    def __init__(self, keys: mx.array, values: mx.array, *given: Any):
+        self._cached = keys, values
+        super().__init__(*given)
 
     def held(self, dtype: mx.Dtype, here: bool = False, n: int = 1) -> Held:
-        return self._held
+        return Held(*self._cached, self.arrays[0], self._positions)
 
     def advance(self, recent: mx.array) -> None:
-        self._held = self._held._replace(recent=recent)
+        self.arrays = [recent]
 
-    def go_on(self, positions: mx.array, *_: object) -> None:
-        """The place of the next token among what is held."""
-        self._held = self._held._replace(positions=positions)
+    def go_on(self, *later: Any) -> None:
+        """As of all stand-ins; the array is the token's `Held.positions`."""
+        self._positions, *place = later
+        super().go_on(*place)
 
     def whole(self, length: int) -> int:
         return length
@@ -196,22 +170,16 @@ class EntriesKind:
         return self.num_inputs
 
     def __call__(self, *given: Any) -> "FixedEntries":
-        return FixedEntries(self, given[:-3], *given[-3:-1])
+        return FixedEntries(self, *given)
 
 
-class FixedEntries:
+class FixedEntries(Traced):
     """A ring [B, 1, slots, row] of what is remembered of the newest positions, and if there are any all entries
     [B, 1, capacity, entry]."""
 
-    num_later: ClassVar[int] = 0
-
-    def __init__(self, kind: EntriesKind, arrays: Sequence[mx.array], offset: mx.array, position: mx.array):
-        self._kind, self._ends, self.arrays = kind, iter(kind.ends), list(arrays)
-        self.go_on(offset, position)
-
-    def go_on(self, offset: mx.array, position: mx.array, *_: object) -> None:
-        """The place and rotary position of the next token."""
-        self.offset, self.position = offset, position
+    def __init__(self, kind: EntriesKind, *given: Any):
+        super().__init__(*given)
+        self._kind, self._ends = kind, iter(kind.ends)
 
     def whole(self, length: int) -> int:
         return length if self._kind.sees_all else 0

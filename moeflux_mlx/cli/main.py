@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": ("moeflux_mlx.plan", "show the memory that a model needs and the speed that a disk allows"),
     "evaluate": ("moeflux_mlx.evaluate", "measure how well a model predicts a text, also against another"),
     "benchmark": ("moeflux_mlx.benchmark", "measure how fast a model runs on this machine"),
-    "tune": ("moeflux_mlx.tune", "find the fastest kernel tiles and the best size of the expert pool"),
+    "tune": ("moeflux_mlx.tune", "find the best size of the expert pool and faster kernel tiles"),
     "ranks": ("moeflux_mlx.ranks", "prepare several machines to run one model"),
     "list": ("moeflux_mlx.list", "list the downloaded models"),
     "remove": ("moeflux_mlx.remove", "delete a downloaded model"),

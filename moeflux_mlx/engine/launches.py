@@ -114,8 +114,8 @@ class Noted(Tiles):
         stack.enter_context(np.errstate(all="ignore"))  # the values are arbitrary, because nothing is computed
         return stack
 
-    def tile(self, target: str, kernel: str, shape: str) -> Tile:
-        return self._tiles.tile(target, kernel, shape)
+    def tile(self, target: str, kernel: str) -> Tile:
+        return self._tiles.tile(target, kernel)
 
     def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         made = super().plan(operation, make, given)

@@ -1,9 +1,9 @@
 """Chooses the tiles of a model: the built-in ones, or those that `moeflux tune` found on this GPU and stored in a file.
 
-    {"version": 1, "found": [{"gpu": ..., "mlx": ..., "kernels": ..., "tiles": {SPOT: {"rows": 4, ...}, ...}}, ...]}
+    {"version": 2, "found": [{"gpu": ..., "mlx": ..., "kernels": ..., "tiles": {KERNEL: {"rows": 8, ...}, ...}}, ...]}
 
 There is one entry for each GPU. It names the MLX version and the kernels' source for which its tiles were found; with
-others they are not used. A spot is a kernel with the shape and form of its matrices (`ops.tiles.spot_of`).
+others they are not used. It has the fields in which a kernel's tile differs from the built-in one.
 """
 
 import hashlib
@@ -11,8 +11,7 @@ import importlib.metadata
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,20 @@ import mlx.core as mx
 from ..errors import ModelFileError, MoefluxWarning, RequestError
 from ..files import directory, kept_files, read_json, replace_file, user_path
 from ..ops import backend
-from ..ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable
+from ..ops.tiles import CODE, TILES, TRIED, Changes, Tiles
 
-VERSION = 1
-REMEDY = "moeflux tune finds them anew"
-NAMES = {field.name for field in fields(Tile)}
+VERSION = 2
+REMEDY = "moeflux tune finds them anew, and moeflux tune --reset removes the file"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The tiles found on one GPU, by spot, with the versions of MLX and of the kernels."""
+    """The tiles found on one GPU, with the versions of MLX and of the kernels."""
 
     gpu: str
     mlx: str
     kernels: str
-    tiles: Mapping[str, Tile]
+    tiles: Changes
 
     @property
     def is_stale(self) -> bool:
@@ -59,8 +57,8 @@ def mlx_version() -> str:
 
 @cache
 def kernels_digest() -> str:
-    """The digest of the source of all kernels and of their built-in tiles."""
-    digest = hashlib.sha256(repr((TILES, TUNED)).encode())
+    """The digest of the source of all kernels and of their tiles."""
+    digest = hashlib.sha256(repr((TILES, TRIED)).encode())
     for file in sorted(file for file in directory("metal").iterdir() if file.suffix in (".metal", ".h")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -92,7 +90,7 @@ def _usable(file: Path) -> Tiles:
     try:
         entry = next((one for one in read_entries(file) if one.gpu == gpu_name()), None)
     except ModelFileError as error:
-        warnings.warn(f"{error}; the code's tiles are used, {REMEDY}", MoefluxWarning, stacklevel=3)
+        warnings.warn(f"{error}; the built-in tiles are used, {REMEDY}", MoefluxWarning, stacklevel=3)
         return CODE
     if entry is None:
         return CODE
@@ -126,39 +124,35 @@ def _entry(row: Any) -> Entry:
     return Entry(**names, tiles=parse_tiles(row["tiles"]))
 
 
-def parse_tiles(tiles: Any) -> dict[str, Tile]:
-    """Tiles by spot, of parsed JSON.
+def parse_tiles(tiles: Any) -> Changes:
+    """Tiles by kernel, of parsed JSON.
 
     Raises:
-        ValueError, TypeError, AttributeError: no kernel can have these tiles.
+        ValueError, TypeError, AttributeError: `moeflux tune` tries no such tiles.
     """
-    parsed = {spot: Tile(**values) for spot, values in tiles.items()}
-    for spot, tile in parsed.items():
-        if not is_usable(spot.partition(" ")[0], tile):
-            raise ValueError(f"{spot} cannot have the tile {tile}")
+    parsed = {kernel: dict(values) for kernel, values in tiles.items()}
+    for kernel, values in parsed.items():
+        for field, value in values.items():
+            if type(value) is not int or not is_tried(kernel, field, value):
+                raise ValueError(f"{kernel} cannot have {field} {value}")
     return parsed
 
 
-def tiles_json(tiles: Mapping[str, Tile]) -> dict[str, dict[str, int]]:
-    """The JSON that `parse_tiles` reads."""
-    return {spot: asdict(tile) for spot, tile in sorted(tiles.items())}
+def is_tried(kernel: str, field: str, value: int) -> bool:
+    """Whether some GPU is given this."""
+    return any(changes.get(kernel, {}).get(field) == value for tried in TRIED.values() for changes in tried)
 
 
-def keep(file: Path, tiles: Mapping[str, Tile], spots: Iterable[str]) -> None:
-    """Writes the tiles found on this GPU: `tiles` for those of `spots` whose tiles differ from the built-in ones.
+def keep(file: Path, tiles: Changes) -> None:
+    """Writes the tiles found on this GPU in place of those found there before.
 
-    Usable entries for other spots and GPUs stay in the file. The file is replaced atomically.
+    Usable entries for other GPUs stay in the file. The file is replaced atomically.
     """
     try:
         before = read_entries(file) if file.exists() else []
     except ModelFileError:
         before = []
-    own = next((one for one in before if one.gpu == gpu_name() and not one.is_stale), None)
-    old = {} if own is None else dict(own.tiles)
-    for spot in spots:
-        old.pop(spot, None)
-    entry = Entry(gpu_name(), mlx_version(), kernels_digest(), {**old, **tiles})
+    entry = Entry(gpu_name(), mlx_version(), kernels_digest(), tiles)
     rows = [*(one for one in before if one.gpu != entry.gpu), entry]
-    entries = [{"gpu": one.gpu, "mlx": one.mlx, "kernels": one.kernels, "tiles": tiles_json(one.tiles)} for one in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, [json.dumps({"version": VERSION, "found": entries}, indent=1).encode()])
+    replace_file(file, [json.dumps({"version": VERSION, "found": [asdict(one) for one in rows]}, indent=1).encode()])

@@ -64,7 +64,7 @@ def plan(
     first, last = matrices[0], matrices[-1]
     count, rows, columns = len(matrices), first.rows, first.columns
     form, is_table = form_of(first), first.quant.codes == TABLE
-    tile = tile_of(target, "expert_dequantize", f"{count}x{rows}x{columns} {form}")
+    tile = tile_of(target, "expert_dequantize")
     template = {"X": dtype, "COUNT": count, "ROWS": rows, "COLS": columns, "WORDS": blob[1]}
     template |= {"ROW_BITS": arrays.row_bits, **form.record_template}
     template |= {"R": tile.rows, "SG": tile.simdgroups} | ({} if is_table else {"KIND": code_number(first.quant)})

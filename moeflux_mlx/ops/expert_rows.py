@@ -7,7 +7,6 @@ themselves, so the host does not wait for the router. A row's bits do not depend
 expert's record is.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -53,7 +52,7 @@ def refusal(dtype: mx.Dtype, record: Record | None = None) -> Reason | None:
 @planned("expert_rows")
 def refusal_on(target: str, dtype: mx.Dtype, record: Record | None) -> Reason | None:
     """As `refusal`, on the backend `target`."""
-    if target == "metal" and (record is None or not tile_of(target, "prompt_experts", shapes_of(record)).kernel):
+    if target == "metal" and (record is None or not tile_of(target, "prompt_experts").kernel):
         return Reason("moeflux tune has not chosen our kernel")
     return units_refusal(target, dtype, record)
 
@@ -65,12 +64,6 @@ def units_refusal(target: str, dtype: mx.Dtype, record: Record | None) -> Reason
     if target == "cuda" and dtype == mx.float32:
         return Reason("the matrix units do not multiply float32")
     return None if record is None else form_refusal(record)
-
-
-@cache
-def shapes_of(record: Record) -> str:
-    """The matrices of an expert, as the tile `prompt_experts` has them."""
-    return ", ".join(f"{one.rows}x{one.columns} {form_of(one)}" for one in record.projections)
 
 
 @planned("expert_rows")
@@ -138,7 +131,7 @@ def plan_rows(
     first, last = (record.down, record.down) if is_last else (record.gate, record.up)
     require(pairs * max(first.rows, first.columns) < 1 << 32, f"{pairs} rows are more than 32 bits can number")
     form, activation = form_of(first), record.activation
-    tile = tile_of(target, "expert_rows", f"{2 - is_last}x{first.rows}x{first.columns} {form}")
+    tile = tile_of(target, "expert_rows")
     template: Template = {"X": dtype, "ROWS": first.rows, "COLS": first.columns, "WORDS": blob[1]}
     template["ROW_BITS"] = arrays.row_bits
     template |= places_of("FIRST", first) | places_of("LAST", last) | form.record_template

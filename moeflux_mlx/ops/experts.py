@@ -117,13 +117,22 @@ class Shared:
 
 
 def chosen_ffn(
-    x: mx.array, choice: Choice, records: Records, residual: mx.array, shared: mx.array | Shared | None
+    x: mx.array,
+    choice: Choice,
+    records: Records,
+    residual: mx.array,
+    shared: mx.array | Shared | None,
+    experts: int | None = None,
 ) -> mx.array:
-    """`expert_ffn` with all experts of a layer, whose records are in order; the first kernel chooses."""
+    """`expert_ffn` with all experts of a layer, whose records are in order; the first kernel chooses.
+
+    `experts`: the number of all experts, if it is known that the choice is among the first ones, whose records these
+    are; None: as many as there are records.
+    """
     if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
         shared = shared.rows(x)
     joined = shared if isinstance(shared, Shared) else None
-    made = chosen_gate_up(x, choice, records, joined, len(records.blob))
+    made = chosen_gate_up(x, choice, records, joined, len(records.blob) if experts is None else experts)
     if isinstance(made, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias, choice.scales)
         return expert_ffn(x, ids, records, weights, residual, shared)
@@ -414,11 +423,10 @@ def _first_launch(
     form = form_of(record.gate).for_experts(target, dtype)
     if form.room(hidden) > PLANES_BYTES - form.near:
         form = form_of(record.gate)
-    shape = f"{inner}x{hidden} {form}"
-    tile = tile_of(target, _spot("expert_gate_up", form), shape)
+    tile = tile_of(target, _tile_name("expert_gate_up", form))
     lanes = lanes_of(form.chunks(hidden), tile.lanes)
     has_own = kernel.name == "expert_choice" and kernel.name in TILES[target]
-    cut = tile_of(target, kernel.name, shape) if has_own else tile  # rows and simdgroups, which change no bit
+    cut = tile_of(target, kernel.name) if has_own else tile  # rows and simdgroups, which change no bit
     template = {"X": dtype, "H": hidden, "I": inner, "K": top_k, "SHARED": int(has_shared)}
     template |= {"WORDS": blob[1], "ROW_BITS": arrays.row_bits}
     template |= places_of("GATE", record.gate) | places_of("UP", record.up) | form.record_template
@@ -432,7 +440,7 @@ def _first_launch(
     return Launch(target, replace(kernel, form=form.header_of(tile)), template, groups, 32 * cut.simdgroups, outputs)
 
 
-def _spot(kernel: str, form: Form) -> str:
+def _tile_name(kernel: str, form: Form) -> str:
     """The name of its tile."""
     kind = "grids" if form.near and kernel == "expert_gate_up" else "planes"
     return f"{kernel}_{kind}" if form.planes else kernel
@@ -474,7 +482,7 @@ def plan_down(
     if reason is not None:
         return reason
     form = form_of(record.down).for_experts(target, dtypes[0])
-    tile = tile_of(target, _spot("expert_down_combine", form), f"{hidden}x{inner} {form}")
+    tile = tile_of(target, _tile_name("expert_down_combine", form))
     lanes = down_lanes(tile, hidden, form.chunks(inner))
     template: Template = {"H": hidden, "I": inner, "K": top_k, "WORDS": blob[1], "ROW_BITS": arrays.row_bits}
     template |= places_of("DOWN", record.down) | combine_types(dtypes) | form.record_template

@@ -20,7 +20,7 @@ from .backend import AnyArray, Array, view
 from .chips import M5_GENERATION, generation_of
 from .combine import combine
 from .dequantize import Dense, dense, dequantized_records, linear_biases, views
-from .expert_rows import expert_rows, shapes_of, starts_of
+from .expert_rows import expert_rows, starts_of
 from .experts import expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, is_computed, settings
 from .gather_rows import gather_rows
@@ -213,7 +213,7 @@ def dense_from(target: str, record: Record) -> int:
     """The number of rows from which such an expert is dequantised in a prompt."""
     if not all(part.quant.is_of_mlx and is_computed(target, part.quant) for part in record.projections):
         return 1
-    return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts", shapes_of(record)).dense
+    return PLAIN_DENSE if target == "ops" else tile_of(target, "prompt_experts").dense
 
 
 def block_rows(target: str) -> int:

@@ -295,8 +295,8 @@ def plan(
         return NO_KERNELS
     if rows * quant.fewest(columns) < LEAST_ELEMENTS:
         return Reason(f"{rows * quant.fewest(columns)} scales are fewer than {LEAST_ELEMENTS}")
-    spot, chunks = f"{rows}x{columns} {form}", form.chunks(columns)
-    tile = tile_of(target, "qmv_large" if rows * columns >= LARGE else "qmv", spot)  # it decides the bits of every row
+    chunks = form.chunks(columns)
+    tile = tile_of(target, "qmv_large" if rows * columns >= LARGE else "qmv")  # it decides the bits of every row
     lanes = lanes_of(chunks, tile.lanes)
     blocks = ceildiv(rows * lanes, tile.rows * 32)
     split = split_of(tile, blocks, chunks, lanes)
@@ -305,7 +305,7 @@ def plan(
     name, turns = "qmv", ceildiv(tokens, ROWS_AT_ONCE)
     template["AHEAD"] = form.ahead(tile.ahead) if tokens <= 3 else 1  # for more rows there are too few registers
     if tokens > 1:  # as many rows of the matrix as suit several rows of x
-        name, template["R"] = "qmv_tokens", tile_of(target, "qmv_tokens", spot).rows
+        name, template["R"] = "qmv_tokens", tile_of(target, "qmv_tokens").rows
         blocks = ceildiv(rows * lanes, template["R"] * 32)
         template["T"] = 3 if tokens == 3 else 2 * ceildiv(tokens, 2 * turns)  # above 3 a text for every two numbers
     grid = (ceildiv(blocks * split, tile.simdgroups), turns)

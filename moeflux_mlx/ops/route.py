@@ -309,7 +309,7 @@ def plan_logits(
         return Reason(f"{hidden} columns are not a multiple of {MULTIPLE}")
     if form and not (is_read(form.quant, hidden) and rows * form.quant.fewest(hidden) >= LEAST_ELEMENTS):
         return Reason(f"no kernel reads {rows} rows of {hidden} columns in {form}")
-    tile = tile_of(target, "router", f"{rows}x{hidden} {form}")
+    tile = tile_of(target, "router")
     blocks = ceildiv(rows, tile.rows)
     template = {"X": dtypes[0], "H": hidden, "O": rows, "R": tile.rows, "SG": tile.simdgroups, "BLOCKS": blocks}
     template |= {"BIASED": int(has_bias), "NORM": int(has_norm)}

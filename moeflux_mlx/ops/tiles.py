@@ -4,7 +4,7 @@ A model is computed with one choice of tiles (`using`); the makers of launches c
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -93,73 +93,41 @@ TILES = {
 }
 
 
-# The fields of a kernel's tile that make a difference, in the order of trying, and their possible sizes.
-TUNED = {
-    "expert_gate_up": ("rows", "lanes", "simdgroups", "ahead", "halves"),
-    "expert_choice": ("rows", "simdgroups"),  # all else is that of "expert_gate_up", because it decides the bits
-    "expert_down_combine": ("rows", "lanes", "ahead", "narrow", "halves"),
-    "expert_gate_up_planes": ("rows", "lanes", "simdgroups", "ahead"),
-    "expert_down_combine_planes": ("rows", "ahead"),
-    "expert_gate_up_grids": ("rows", "lanes", "simdgroups", "ahead"),
-    "qmv": ("rows", "lanes", "simdgroups", "ahead", "spread", "halves"),
-    "qmv_large": ("rows", "lanes", "simdgroups", "ahead", "spread", "halves"),
-    "qmv_tokens": ("rows",),  # all else is that of "qmv" or "qmv_large", because it decides a row's bits
-    "router": ("rows", "simdgroups"),
-    "delta_step": ("rows",),
-    "gated_delta_tokens": ("rows", "lanes", "simdgroups", "ahead"),
-    "expert_dequantize": ("rows", "simdgroups"),
-    "expert_rows": ("rows", "simdgroups", "ahead"),
-    # MLX's product with codes uses the matrix units of an M5, as its dense one does; `expert_rows` does not.
-    "prompt_experts": ("kernel", "dense"),
-}
-# On these backends a field makes a difference to these kernels only: Metal's text does nothing with `ahead`, and on
-# CUDA shifts are as fast as other instructions.
-ONLY = {("metal", "ahead"): ("gated_delta_tokens", "expert_rows"), ("cuda", "halves"): (), ("cuda", "kernel"): ()}
-LIMITS = {
-    "rows": (1, 8),
-    "lanes": (4, 32),
-    "simdgroups": (1, 8),
-    "ahead": (1, 8),
-    "spread": (512, 8192),
-    "narrow": (64, 1024),
-    "dense": (1, 1024),
-    "halves": (1, 1),
-    "kernel": (1, 1),
+Changes = Mapping[str, Mapping[str, int]]  # fields of the kernels' tiles, by kernel
+# What `moeflux tune` tries on a GPU, one after the other: each is kept if it is right and faster than what was found
+# before it. On an H200 other tiles made decode only 1.01 times as fast (results.tsv, "all kernels with a tile").
+TRIED: Mapping[str, tuple[Changes, ...]] = {
+    "cuda": (),
+    "metal": (
+        {name: {"halves": 1} for name in ("expert_gate_up", "expert_down_combine", "qmv", "qmv_large")},
+        {"qmv": {"rows": 8}},
+        {"expert_choice": {"simdgroups": 4}},
+        {"expert_choice": {"simdgroups": 2}},
+        # MLX's product with codes uses the matrix units of an M5, as its dense one does; `expert_rows` does not.
+        {"prompt_experts": {"kernel": 1}},
+        *({"prompt_experts": {"dense": rows}} for rows in (32, 64, 128, 512, 1024)),
+    ),
 }
 
 
-def neighbours(target: str, kernel: str, tile: Tile) -> Iterator[Tile]:
-    """Tiles that differ from `tile` in one field, which is halved or doubled, or set to its smallest value if it is
-    0.
-    """
-    for name in TUNED[kernel]:
-        value, (least, most) = getattr(tile, name), LIMITS[name]
-        if kernel not in ONLY.get((target, name), TUNED):
-            continue
-        for other in (value // 2, 2 * value) if value else (least,):
-            if least <= other <= most:
-                yield replace(tile, **{name: other})
-
-
-def is_usable(kernel: str, tile: Tile) -> bool:
-    """Whether `tile` can be reached by `neighbours`."""
-    values = {name: getattr(tile, name) for name in LIMITS}
-    powers = all(type(value) is int and value & (value - 1) == 0 for value in values.values())
-    within = (value == 0 or LIMITS[name][0] <= value <= LIMITS[name][1] for name, value in values.items())
-    return kernel in TUNED and powers and all(within) and 0 not in (tile.rows, tile.lanes, tile.ahead)
+def joined(changes: Iterable[Changes]) -> Changes:
+    """All of the changes together; of two that set the same field, the later one counts."""
+    together: dict[str, dict[str, int]] = {}
+    for one in changes:
+        for kernel, values in one.items():
+            together.setdefault(kernel, {}).update(values)
+    return together
 
 
 class Tiles:
-    """A choice of tiles: the built-in ones, except for the spots (`spot_of`) in `found`."""
+    """A choice of tiles: the built-in ones with the changes `found`."""
 
-    def __init__(self, found: Mapping[str, Tile] | None = None):
+    def __init__(self, found: Changes | None = None):
         self.found = found or {}
 
-    def tile(self, target: str, kernel: str, shape: str) -> Tile:
-        """The tile of a kernel on matrices that `shape` describes. `shape` must not contain slots or tokens, which
-        differ between two ways to the same result.
-        """
-        return self.found.get(spot_of(kernel, shape)) or TILES[target][kernel]
+    def tile(self, target: str, kernel: str) -> Tile:
+        """The tile of a kernel on the backend `target`."""
+        return replace(TILES[target][kernel], **self.found.get(kernel, {}))
 
     def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
         """The result of a `planned` function of an operation with this choice."""
@@ -168,11 +136,6 @@ class Tiles:
 
 CODE = Tiles()
 _used: ContextVar[Tiles] = ContextVar("tiles", default=CODE)
-
-
-def spot_of(kernel: str, shape: str) -> str:
-    """The name of a kernel on matrices of one shape and form."""
-    return f"{kernel} {shape}"
 
 
 @contextmanager
@@ -185,9 +148,9 @@ def using(tiles: Tiles) -> Iterator[None]:
         _used.reset(token)
 
 
-def tile_of(target: str, kernel: str, shape: str) -> Tile:
+def tile_of(target: str, kernel: str) -> Tile:
     """Under the choice in use, as `Tiles.tile`."""
-    return _used.get().tile(target, kernel, shape)
+    return _used.get().tile(target, kernel)
 
 
 def planned(operation: str, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 import numpy as np
 
-from ..engine.tiles import parse_tiles, tiles_json
+from ..engine.tiles import parse_tiles
 from ..errors import RankError
 from ..formats.owners import MOST_SHARE
 from ..ops import backend, native
@@ -164,7 +164,7 @@ def share_tiles(exchange: Exchange, own: Tiles) -> Tiles:
     Raises:
         RankError: the tiles cannot be read, or no kernel can have them.
     """
-    text = json.dumps(tiles_json(own.found)).encode()
+    text = json.dumps(own.found, sort_keys=True).encode()
     text += b" " * (-len(text) % 4)
     length = int(exchange(TILES_LENGTH, np.array([len(text) // 4], np.uint32)).words[0, 0])
     if length > MOST_TILES:

@@ -1,1 +1,1 @@
-"""Programs that use an engine: evaluation of models, checks of the machine, the search for tiles and pool sizes."""
+"""Programs that use an engine: evaluation of models, checks of the machine, trials of tiles."""

@@ -5,7 +5,7 @@ allows each.
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -13,18 +13,9 @@ from ..engine.kernel_cache import CHECKED, SEQUENCES, compiler_here, threads_all
 from ..engine.launches import TOKENS, launches_of
 from ..engine.random_weights import Shapes
 from ..ops.kernel_files import Program
-from ..ops.tiles import CODE, ONLY, TUNED, Tile, Tiles
+from ..ops.tiles import CODE, TRIED, Tiles, joined
 
-SWITCHES = ("halves", "kernel")  # fields of tiles that are 0 in the code and 1 where `moeflux tune` chose so
-FEW_MODELS = 3  # whose texts with the switches on are compiled
-
-
-class Switched(Tiles):
-    """The built-in tiles with their switches on."""
-
-    def tile(self, target: str, kernel: str, shape: str) -> Tile:
-        switches = (name for name in SWITCHES if name in TUNED[kernel] and kernel in ONLY.get((target, name), TUNED))
-        return replace(super().tile(target, kernel, shape), **dict.fromkeys(switches, 1))
+FEW_MODELS = 3  # whose texts with the tiles that are tried are compiled
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,7 @@ def programs_of_variants(names: Sequence[str], target: str, dtype: mx.Dtype) -> 
     """
     seen, one_text = set[object](), ((*TOKENS, 3), (), ())
     cases = (
-        (names[:FEW_MODELS], Switched(), one_text),
+        (names[:FEW_MODELS], Tiles(joined(TRIED[target])), one_text),
         (names, CODE, one_text),
         (names, CODE, ((1,), SEQUENCES, CHECKED)),
     )

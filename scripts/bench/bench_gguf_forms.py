@@ -95,9 +95,9 @@ class Changed(Tiles):
         super().__init__()
         self.fields = fields
 
-    def tile(self, target: str, kernel: str, shape: str) -> Tile:
+    def tile(self, target: str, kernel: str) -> Tile:
         own = {name: int(value) for which, name, value in self.fields if which == kernel}
-        return replace(super().tile(target, kernel, shape), **own)
+        return replace(super().tile(target, kernel), **own)
 
 
 def under(one: Launches, tiles: Tiles) -> Launches:

@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,23 +16,13 @@ from moeflux_mlx import load_model
 from moeflux_mlx.engine import tiles
 from moeflux_mlx.errors import ModelFileError, RankError, RequestError
 from moeflux_mlx.ops import backend
-from moeflux_mlx.ops.tiles import CODE, TILES, TUNED, Tile, Tiles, is_usable, planned
+from moeflux_mlx.ops.tiles import CODE, TILES, TRIED, Tiles, joined, planned
 from moeflux_mlx.several import handshake
 from moeflux_mlx.several.group import FINE, Gathered
 
-SPOT = "qmv 8192x4096 4 bits, group_size 64, mode affine, bfloat16"
-FOUND = {SPOT: Tile(rows=8, lanes=16, simdgroups=4, ahead=2, spread=4096)}
-USABLE = st.builds(
-    Tile,
-    rows=st.sampled_from([1, 2, 4, 8]),
-    lanes=st.sampled_from([4, 8, 16, 32]),
-    simdgroups=st.sampled_from([0, 1, 2, 4, 8]),
-    ahead=st.sampled_from([1, 2, 4, 8]),
-    spread=st.sampled_from([0, 512, 8192]),
-    narrow=st.sampled_from([0, 64, 1024]),
-    halves=st.sampled_from([0, 1]),
-)
-SPOTS = st.builds(lambda kernel, shape: f"{kernel} {shape}", st.sampled_from(sorted(TUNED)), st.text(max_size=8))
+FOUND = {"qmv": {"halves": 1, "rows": 8}}
+OTHER = {"prompt_experts": {"dense": 64}}
+USABLE = st.lists(st.sampled_from(TRIED["metal"]), max_size=4).map(joined)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-4, 2**40) | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -61,10 +51,10 @@ def chosen(option="auto"):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(30))
-@given(st.dictionaries(SPOTS, USABLE, max_size=4))
+@given(USABLE)
 def test_stored_tiles_are_found(file, kept):
     file.unlink(missing_ok=True)
-    tiles.keep(file, kept, kept)
+    tiles.keep(file, kept)
     assert chosen() == (kept, [])
     assert [one.name for one in file.parent.iterdir()] == [file.name]
 
@@ -74,7 +64,7 @@ def test_stored_tiles_are_found(file, kept):
 def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
     """Bytes are changed or missing, or the JSON has another shape."""
     file.unlink(missing_ok=True)
-    tiles.keep(file, FOUND, FOUND)
+    tiles.keep(file, FOUND)
     whole = file.read_bytes()
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, len(whole) - 1))
@@ -89,16 +79,16 @@ def test_a_damaged_file_is_one_line_and_the_codes_tiles(file, data):
             case "tiles":
                 row["tiles"] = value
             case "tile":
-                row["tiles"][SPOT][data.draw(st.sampled_from(["rows", "lanes", "new", "spread"]))] = value
+                row["tiles"]["qmv"][data.draw(st.sampled_from(["rows", "lanes", "new", "halves"]))] = value
             case _:
                 held[place] = value
         file.write_text(json.dumps(held))
     chosen_tiles, said = chosen()
-    assert all(is_usable(spot.split(" ")[0], tile) for spot, tile in chosen_tiles.items())
+    assert all(tiles.is_tried(kernel, *one) for kernel, values in chosen_tiles.items() for one in values.items())
     assert len(said) <= 1 and not (said and chosen_tiles)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "found": [1]}', "\0", '{"version": 2, "found": []}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "found": [1]}', "\0", '{"version": 1, "found": []}'])
 def test_files_that_hold_no_tiles(file, text):
     file.parent.mkdir()
     file.write_text(text)
@@ -106,45 +96,33 @@ def test_files_that_hold_no_tiles(file, text):
     assert chosen_tiles == {} and len(said) == 1 and "moeflux tune finds them anew" in said[0] and "\n" not in said[0]
     with pytest.raises(ModelFileError):
         tiles.read_entries(file)
-    tiles.keep(file, FOUND, FOUND)
-    assert chosen() == (FOUND, [])
-
-
-def test_a_file_may_lack_fields_that_came_later(file):
-    """Such a field has its default, with which the kernels are those of before."""
-    tiles.keep(file, FOUND, FOUND)
-    held = json.loads(file.read_text())
-    del held["found"][0]["tiles"][SPOT]["halves"]
-    file.write_text(json.dumps(held))
+    tiles.keep(file, FOUND)
     assert chosen() == (FOUND, [])
 
 
 @pytest.mark.parametrize("field", ["mlx", "kernels"])
 def test_stale_tiles_are_one_line(file, monkeypatch, field):
-    tiles.keep(file, FOUND, FOUND)
+    tiles.keep(file, FOUND)
     monkeypatch.setattr(tiles, {"mlx": "mlx_version", "kernels": "kernels_digest"}[field], lambda: "another")
     chosen_tiles, said = chosen()
     assert chosen_tiles == {} and len(said) == 1 and "another MLX or other kernels" in said[0]
-    tiles.keep(file, {}, {})
+    tiles.keep(file, {})
     assert chosen() == ({}, []) and len(tiles.read_entries(file)) == 1
 
 
 def test_another_gpus_tiles_are_kept_and_not_used(file, monkeypatch):
-    tiles.keep(file, FOUND, FOUND)
+    tiles.keep(file, FOUND)
     monkeypatch.setattr(tiles, "gpu_name", lambda: "another GPU")
     assert chosen() == ({}, [])
-    tiles.keep(file, {}, FOUND)
+    tiles.keep(file, {})
     monkeypatch.setattr(tiles, "gpu_name", lambda: "a made-up GPU")
     assert chosen() == (FOUND, [])
 
 
-def test_shapes_of_other_models_stay_and_a_new_search_replaces_its_spot(file):
-    other = {"qmv 64x64 form": Tile(1, 8, 1)}
-    tiles.keep(file, FOUND, FOUND)
-    tiles.keep(file, other, other)
-    assert chosen()[0] == {**FOUND, **other}
-    tiles.keep(file, {}, FOUND)
-    assert chosen()[0] == other
+def test_a_new_search_replaces_what_was_found(file):
+    tiles.keep(file, FOUND)
+    tiles.keep(file, OTHER)
+    assert chosen()[0] == OTHER and len(tiles.read_entries(file)) == 1
 
 
 def test_the_digest_follows_kernels_and_tiles(monkeypatch):
@@ -157,12 +135,12 @@ def test_the_digest_follows_kernels_and_tiles(monkeypatch):
 
 
 def test_which_source_of_tiles_decides(file, monkeypatch, tmp_path):
-    tiles.keep(file, FOUND, FOUND)
+    tiles.keep(file, FOUND)
     other = tmp_path / "other.json"
-    tiles.keep(other, {"qmv 64x64 form": Tile(1, 8, 1)}, {})
-    assert list(chosen(other)[0]) == ["qmv 64x64 form"]
+    tiles.keep(other, OTHER)
+    assert chosen(other)[0] == OTHER
     monkeypatch.setenv("MOEFLUX_TILES", str(other))
-    assert list(chosen()[0]) == ["qmv 64x64 form"] and chosen("code")[0] == {}
+    assert chosen()[0] == OTHER and chosen("code")[0] == {}
     monkeypatch.setenv("MOEFLUX_TILES", "code")
     assert tiles.choose("auto") is CODE and chosen(file)[0] == FOUND
     with pytest.raises(RequestError, match="give a file that moeflux tune wrote, auto or code"):
@@ -217,15 +195,24 @@ def rank_0_says(text):
     return exchange
 
 
-@pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, "qmv 1x1 x": Tile(1, 8, 1)}])
+@pytest.mark.parametrize("own", [{}, FOUND, {**FOUND, **OTHER}])
 @pytest.mark.parametrize("first", [{}, FOUND])
 def test_all_ranks_use_the_tiles_of_rank_0(own, first):
-    text = json.dumps({spot: asdict(tile) for spot, tile in first.items()}).encode()
+    text = json.dumps(first).encode()
     assert handshake.share_tiles(rank_0_says(text), Tiles(own)).found == first
 
 
 @pytest.mark.parametrize(
-    "text", [b"[]", b"{", b'{"qmv": 1}', b'{"no 1": {"rows": 1, "lanes": 8}}', b"\xff\xff\xff\xff"]
+    "text",
+    [
+        b"[]",
+        b"{",
+        b'{"qmv": 1}',
+        b'{"no": {"rows": 8}}',
+        b'{"qmv": {"rows": 3}}',
+        b'{"qmv": {"rows": true}}',
+        b"\xff\xff\xff\xff",
+    ],
 )
 def test_wrong_tiles_of_rank_0_are_refused(text):
     with pytest.raises(RankError, match="rank 0's tiles cannot be used here"):

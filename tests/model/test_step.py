@@ -209,7 +209,7 @@ def test_the_graphs_that_were_used_last_are_kept(monkeypatch):
     """Each graph is made once for its capacities, as long as there are not too many others."""
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
     made = []
-    one = DecodeStep(lambda tokens, caches, *more: made.append(caches[0].keys.shape[2]) or [tokens])
+    one = DecodeStep(lambda tokens, caches, *more: made.append(caches[0].capacity) or [tokens])
     layers = {length: make_caches(GroupedQuery(1, 1, 8, None))[0] for length in (10, 300, 600)}
     for length, layer in layers.items():
         layer.append(*(mx.zeros((1, 1, length, 8)) for _ in range(2)))

@@ -5,23 +5,21 @@ built-in way.
 import re
 import subprocess
 from collections import Counter
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from grids import drawn, one_in_three
 from test_kernels import FLOATS, LIMITS, Experts, Fused, error
-from tile_choices import Chosen
 
 from metal import msl
 from moeflux_mlx.ops import launch, linear
 from moeflux_mlx.ops.forms import Form
-from moeflux_mlx.ops.tiles import TILES, TUNED, using
+from moeflux_mlx.ops.tiles import TILES, TRIED, Tiles, using
 from moeflux_mlx.quant import EXPERTS, Quant
 
 pytestmark = pytest.mark.usefixtures("cpu_device")
-HALVES = Chosen({name: replace(tile, halves=1) for name, tile in TILES["metal"].items() if "halves" in TUNED[name]})
+HALVES = Tiles(next(one for one in TRIED["metal"] if "halves" in one["qmv"]))
 
 
 @pytest.fixture
@@ -65,11 +63,11 @@ def test_every_code_is_exact_in_every_place(host):
 
 
 def test_only_integers_of_four_bits_are_unpacked_in_this_way():
-    tile = next(iter(HALVES.by_kernel.values()))
+    tile = HALVES.tile("metal", "qmv")
     forms = [Quant(4, 64), Quant(4, 32), Quant(8, 64), Quant(4, 32, "mxfp4")]
     names = [Form(quant, mx.bfloat16).header_of(tile) for quant in forms]
     assert names == ["affine4_halves", "affine4_halves", "affine", "e2m1"]
-    assert Form(Quant(4, 64), mx.bfloat16).header_of(replace(tile, halves=0)) == "affine4"
+    assert Form(Quant(4, 64), mx.bfloat16).header_of(TILES["metal"]["qmv"]) == "affine4"
 
 
 FAULTS = {

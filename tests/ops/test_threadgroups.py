@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from argparse import Namespace
+from itertools import islice
 
 import goldens
 import mlx.core as mx
@@ -14,7 +15,7 @@ from tiny_models import tiny_directory
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.ops import backend, launch, linear
-from moeflux_mlx.ops.tiles import CODE, LIMITS, Tile, Tiles, using
+from moeflux_mlx.ops.tiles import CODE, Tile, Tiles, using
 from moeflux_mlx.spec import variants
 from moeflux_mlx.tools import tuning
 
@@ -51,10 +52,10 @@ class Pipelines:
 
 
 class Most(Tiles):
-    """Gives every kernel the tile with the most threads that a file of tiles can have."""
+    """Gives every kernel a tile with the most threads that any tile has."""
 
-    def tile(self, target, kernel, shape):
-        return Tile(rows=1, lanes=32, simdgroups=LIMITS["simdgroups"][1], spread=LIMITS["spread"][1])
+    def tile(self, target, kernel):
+        return Tile(rows=1, lanes=32, simdgroups=8, spread=8192)
 
 
 @pytest.fixture
@@ -93,9 +94,14 @@ def layers(monkeypatch, shapes, tiles=CODE):
     """Makes one layer of each kind, and the head, launch their kernels for one token, a few tokens and a prompt."""
     for name in ("eval", "async_eval"):  # large models stay graphs that are not computed
         monkeypatch.setattr(mx, name, lambda *arrays: None)
-    for run in tuning.passes(shapes):
-        with using(tiles):
-            run()
+    kinds = islice(tuning.layers(shapes), len(tuning.kinds(shapes)))
+    for part in (*kinds, tuning.head(shapes)):
+        for tokens in (1, 512, 4):
+            with using(tiles):
+                part(mx.random.normal((1, tokens, shapes.args.hidden_size)).astype(shapes.dtype))
+    for ways in (tiles, Tiles({"prompt_experts": {"kernel": 1}})):
+        with using(ways):
+            tuning.PromptWork(shapes).run()
 
 
 @pytest.mark.parametrize("name", [*variants(), *goldens.families()])

@@ -284,7 +284,7 @@ def _begun(state: RecurrentState, dtype: mx.Dtype, sizes: Delta) -> tuple[mx.arr
 def plan(rows: RowSizes, target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.Dtype, sizes: Delta) -> Launch:
     """The launch for some rows; `taps` and `norm`: dtypes of the convolution and of the norm."""
     heads, v_dim, k_dim, count = sizes.value_heads, sizes.value_dim, sizes.key_dim, rows.count
-    own_rows = tile_of(target, "delta_step", f"{sizes.key_heads} keys, {heads}x{v_dim}x{k_dim}").rows
+    own_rows = tile_of(target, "delta_step").rows
     simdgroups = min(ceildiv(v_dim, own_rows), MOST_THREADS[target] // 32)
     template = {"X": dtype, "W": taps, "V": norm, "NK": sizes.key_heads, "NV": heads, "DK": k_dim, "DV": v_dim}
     template |= {"TAPS": sizes.taps, "R": own_rows, "SG": simdgroups, "SIGMOID": int(sizes.gate == "sigmoid")}
@@ -407,7 +407,7 @@ def plan_tokens(
 ) -> tuple[Launch, Launch]:
     """The launch that prepares the inputs of the steps, and that of the steps."""
     heads, v_dim, k_dim = state
-    tile = tile_of(target, "gated_delta_tokens", f"{key_heads} keys, {heads}x{v_dim}x{k_dim}")
+    tile = tile_of(target, "gated_delta_tokens")
     template = {"X": dtype, "NK": key_heads, "NV": heads, "DK": k_dim} | _decay(rule)
     vectors = 2 if rule is None else 3
     inputs = template | {"C": 2 * key_heads * k_dim + heads * v_dim, "SG": SIMDGROUPS}
