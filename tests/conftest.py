@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from moeflux_mlx.engine.settings import set_variables
+from moeflux_mlx.ops.cores import cores
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
@@ -30,6 +31,11 @@ settings.register_profile("full", settings.get_profile("moeflux"), max_examples=
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the whole grids too, which take minutes")
+
+
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, because many tests wait for servers, browsers and child processes."""
+    return cores() + 1
 
 
 def pytest_configure(config):
@@ -119,7 +125,6 @@ def no_extension(monkeypatch):
 def team():
     """Lets the native kernels compute in as many threads as there are cores. A test may set another number."""
     from moeflux_mlx.ops import native
-    from moeflux_mlx.ops.cores import cores
 
     if not native.available():
         yield
