@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import AnyArray
+from ..ops.launch import Shape
 
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
-Shape = tuple[int, ...]
 LayerPart = TypeVar("LayerPart")
 Same = TypeVar("Same", bound="LayerCache")
 Arrays = tuple[mx.array | None, ...]

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import NGrams
-from .layer_cache import Shape, State
+from ..ops.launch import Shape
+from .layer_cache import State
 from .recurrent import RecurrentCache
 
 

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
+from ..ops.launch import Shape
+from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, State
 from .traced import Traced
 
 
