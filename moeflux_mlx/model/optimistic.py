@@ -61,7 +61,7 @@ class OptimisticLayers:
         experts: serves their experts.
 
     Attributes:
-        share: the share of the last layers whose experts were in the pool.
+        share: the share of the last layers whose experts were in the pool, counted from none on.
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], cache_numbers: Sequence[range], experts: ExpertLoader):
@@ -69,7 +69,7 @@ class OptimisticLayers:
         for layer in layers:
             layer.compile(experts)
         self._step = by_case(self._compute, experts)
-        self.share = 1.0
+        self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
 
     def pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:

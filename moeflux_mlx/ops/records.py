@@ -110,9 +110,10 @@ def check_blob(blob: Shape, record: Record) -> None:
 
 def no_records(record: Record, slots: int) -> mx.array:
     """A table, as `Records.memory`, of records that lie apart, with no record yet."""
-    if backend.name() == "cuda":
-        return mx.zeros((slots,), mx.uint64)
-    return mx.zeros((slots, record.held_bytes // 4), mx.uint32)
+    on_cuda = backend.name() == "cuda"
+    table = mx.zeros((slots,), mx.uint64) if on_cuda else mx.zeros((slots, record.held_bytes // 4), mx.uint32)
+    mx.eval(table)  # a lazy array belongs to the thread that made it
+    return table
 
 
 def with_record(table: mx.array, slot: int, record: mx.array) -> mx.array:
