@@ -315,7 +315,6 @@ class StreamedExperts(ExpertLoader):
         keys, inverse = asked_for(layer, ids)
         if is_used := self.reads.use(keys, table):
             self._note_use(layer, ids, keys, inverse, [True] * len(keys))
-            self.relieve()
         return is_used
 
     def asked_by_row(self) -> list[Asked]:

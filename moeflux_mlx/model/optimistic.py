@@ -27,9 +27,11 @@ from .layer import DecoderLayer
 from .moe import BeforeExperts
 from .tokens import Tokens
 
-TOGETHER = 4  # layers of a group; groups end at multiples of this, so that there are few graphs
+TOGETHER = 4  # layers of a group, 8 are faster by 13 % if none lacks an expert; groups end at multiples of this
 AHEAD = 2  # groups that are queued at once
-LEAST_SHARE = 0.85  # share of layers whose experts are in the pool, from which on layers are queued ahead
+# The share of layers whose experts are in the pool, from which on layers are queued ahead: they then pay even if a
+# missing expert costs as much time as five layers whose choice is waited for.
+LEAST_SHARE = 0.9
 MEMORY = 0.98  # weight of the past in this share
 
 
@@ -148,6 +150,7 @@ class OptimisticLayers:
                 break
             accepted += 1
         group.take(min(accepted + 1, len(group.tables)))
+        self._experts.relieve()
         return accepted
 
     def _note(self, is_hit: bool) -> None:
