@@ -21,7 +21,8 @@ both). `drives` compares a model whose experts lie on several drives (`convert -
 and in a prompt that begins with an empty pool. `load` reads all experts of a model into memory and, in turn, the same
 files with bare parallel reads, into memory that is used again and into memory that is new. `host` decodes with every
 expert in the pool and nothing to read, and says what each part of the pool's work takes of a layer, and on a GPU what
-a token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice. Reported are medians; the last line is JSON.
+a token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice.
+Reported are medians; the last line is JSON.
 """
 
 import argparse
