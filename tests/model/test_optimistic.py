@@ -192,3 +192,16 @@ def test_a_table_has_the_records_of_the_pool():
     source.invalidate()
     assert source.table(1) is None
     source.close()
+
+
+def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
+    model = opened("qwen3_moe")
+    cache, tokens = model.make_cache(), tokens_of("qwen3_moe", 1)
+    for _ in range(2):
+        mx.eval(model(mx.array([tokens]), cache))
+    asked, relieve = [], model.experts.relieve
+    monkeypatch.setattr(model.experts, "relieve", lambda **given: asked.append(1) or relieve(**given))
+    mx.eval(model(mx.array([tokens]), cache))
+    groups = -(-len(model.layers) // optimistic.TOGETHER)
+    assert len(asked) == 1 + groups  # and at the beginning of the call
+    model.experts.close()
