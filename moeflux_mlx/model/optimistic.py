@@ -79,8 +79,8 @@ class OptimisticLayers:
         try:
             return self._pass_layers(h, caches, inputs)
         finally:
-            mx.eval([group.out for group in self._begun])  # of dropped groups; the host has waited for the others
-            self._begun.clear()
+            begun, self._begun = self._begun, []
+            mx.eval([group.out for group in begun])  # of dropped groups; the host has waited for the others
 
     def _pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
         chosen, queued, number = Chosen(), deque[Group](), 0
