@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced, up_to
+from ..caches.stand_in import Traced
+from ..caches.traced import up_to
 from ..experts.source import ExpertLoader
 from ..ops.backend import AnyArray
 from ..ops.rows import StepRows

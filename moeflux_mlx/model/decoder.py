@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced
+from ..caches.stand_in import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import streams_before
