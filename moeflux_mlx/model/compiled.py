@@ -122,7 +122,7 @@ class DecodeStep:
         return run
 
 
-def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
+def by_case(run: Callable[..., list[AnyArray]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
     """A function that gives the step of each case: `run` with the values of its first arguments, as many as the
     function gets. The steps keep their traces until `experts` close.
     """
