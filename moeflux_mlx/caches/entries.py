@@ -8,9 +8,10 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import AnyArray, library_of, view
+from ..ops.launch import Shape
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
-from .layer_cache import Arrays, Shape, State
+from .layer_cache import Arrays, State
 from .ring import Ring
 from .traced import PLAIN, EntriesKind, OnKernels
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from ..ops import backend
 from ..ops.backend import AnyArray, view
+from ..ops.launch import Shape
 from ..ops.positions import RECENT, Held, Rows
-from .layer_cache import Arrays, LayerCache, LayerPart, Shape, State
+from .layer_cache import Arrays, LayerCache, LayerPart, State
 from .stand_in import TracedKind
 from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
 

@@ -12,12 +12,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import AnyArray
+from ..ops.launch import Shape
 from .stand_in import TracedKind
 
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
 StoredPart: TypeAlias = Any  # of a cache in a snapshot: a numpy array, the number of positions, or a dtype
-Shape = tuple[int, ...]
 LayerPart = TypeVar("LayerPart")
 Same = TypeVar("Same", bound="LayerCache")
 Arrays = tuple[mx.array | None, ...]

@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..kinds import NGrams
-from .layer_cache import Shape, State, StoredPart
+from ..ops.launch import Shape
+from .layer_cache import State, StoredPart
 from .recurrent import RecurrentCache
 
 

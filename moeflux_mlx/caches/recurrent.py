@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from ..ops.backend import AnyArray
-from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Same, Shape, State, StoredPart
+from ..ops.launch import Shape
+from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Same, State, StoredPart
 from .stand_in import Traced, TracedKind
 
 

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
+from ..ops.launch import Shape
 from .growing import Stepping, sees_capacity
-from .layer_cache import Arrays, LayerPart, Same, Shape, State
+from .layer_cache import Arrays, LayerPart, Same, State
 from .traced import REACH, SPARE, FixedRing, seen_in_ring
 
 

@@ -96,7 +96,7 @@ class Projections(NamedTuple):
     terms: IndexTerms
 
 
-class Stepping(Protocol):
+class KeyStepping(Protocol):
     """A cache of keys that takes single tokens with the arrays of `Held`."""
 
     def held(self, dtype: mx.Dtype) -> Held:
@@ -246,7 +246,7 @@ def sizes_of(rule: IndexRule) -> SeenSizes:
     return SeenSizes(rule.chosen, rule.ratio, by_head, rule.indexer.heads if by_head else 1)
 
 
-def choose_step(made: Projections, cache: Stepping, rule: Indexer | HeadBlocks) -> mx.array | None:
+def choose_step(made: Projections, cache: KeyStepping, rule: Indexer | HeadBlocks) -> mx.array | None:
     """Appends the key of one token to `cache` and chooses for it.
 
     Returns:

@@ -118,6 +118,7 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@cache
 def text_of(name: str) -> str:
     """A file of `metal/` without comments and indentation: MLX copies and compares a kernel's text at every call."""
     lines = (line.strip() for line in (directory("metal") / name).read_text("ascii").splitlines())

@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
+from ..caches.layer_cache import FLOAT_BYTES, LayerCache, State
 from ..errors import (
     BadMagicError,
     BadVersionError,
@@ -55,6 +55,7 @@ from ..errors import (
     TruncatedError,
 )
 from ..mixers.registry import by_layer, cache_numbers, make_caches
+from ..ops.launch import Shape
 from ..spec import ModelArgs
 
 MAGIC = 0x4D464C58
