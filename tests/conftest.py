@@ -33,6 +33,7 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the whole grids too, which take minutes")
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_auto_num_workers():
     """One more than there are cores, because many tests wait for servers, browsers and child processes."""
     return cores() + 1

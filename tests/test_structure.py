@@ -111,4 +111,3 @@ def test_tests_that_reach_for_private_names_are_seen(package, tmp_path_factory):
     named = [(3, "_planned"), (4, "_kept"), (5, "_planned"), (6, "_planned")]
     want = [f"test_thing.py:{line} reaches for {name}" for line, name in named]
     assert structure.private_places(package, tests) == want
-    assert len(structure.private_places(structure.PACKAGE, structure.TESTS)) <= structure.PRIVATE_PLACES

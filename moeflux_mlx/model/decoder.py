@@ -29,6 +29,7 @@ from .drafting import Drafting
 from .head import DraftHead, SharedParts
 from .images import ImageEncoder
 from .layer import DecoderLayer
+from .optimistic import OptimisticLayers
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
 from .streams import connection
@@ -62,8 +63,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype of the last norm."""
-        norm = self.norm if "norm" in self else self.hc_head.hc_norm
-        return norm.weight.dtype
+        return (self.norm if "norm" in self else self.hc_head.hc_norm).weight.dtype
 
 
 class Model(nn.Module):
@@ -113,12 +113,12 @@ class Model(nn.Module):
         self._head: Callable[[], DraftHead | None] = lambda: None  # in a function, so that it is not a submodule
         self.vision: ImageEncoder | None = None
         self.decode_step: DecodeStep | None = None
+        self.optimistic: OptimisticLayers | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
-            for layer in self.layers:
-                layer.compile(self.experts)
+            self.optimistic = OptimisticLayers(self.layers, self._cache_numbers, self.experts)
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
@@ -313,8 +313,10 @@ class Model(nn.Module):
                 raise
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
-        h, chosen = self.embedded(tokens), Chosen()
-        for layer, caches in zip(self.layers, by_layer(self._cache_numbers, cache), strict=True):
+        h, chosen, of_layers = self.embedded(tokens), Chosen(), by_layer(self._cache_numbers, cache)
+        if self.optimistic is not None and tokens.size == 1:
+            return self.optimistic.pass_layers(h, of_layers, inputs)
+        for layer, caches in zip(self.layers, of_layers, strict=True):
             h = layer(h, caches, chosen, inputs)
         return h
 
@@ -340,8 +342,7 @@ class Model(nn.Module):
         with self._turn(span.tokens.size):
             self._check(span.tokens, cache)
             self._through_layers(span, cache, report)
-            last = backend.contiguous(span.hidden[:, -1:])
-            logits = backend.leave(self.last_product(self.model.normed(last)))
+            logits = backend.leave(self.last_product(self.model.normed(backend.contiguous(span.hidden[:, -1:]))))
             mx.eval(logits)
         return logits[:, 0]
 
@@ -367,9 +368,8 @@ class Model(nn.Module):
 
     def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
-        return Tokens(
-            tokens, self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
-        )
+        rows = self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
+        return Tokens(tokens, rows)
 
     def _expect(self, span: Span) -> None:
         """Begins to read the experts of the first layer with experts while the layers before it are computed."""

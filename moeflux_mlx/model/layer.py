@@ -9,7 +9,7 @@ import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
-from ..experts.routing import Report, RoutedExpertsCall
+from ..experts.routing import FromTables, Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
@@ -110,8 +110,28 @@ class DecoderLayer(nn.Module):
         chosen.take([next(left) if is_given else None for is_given in given])
         of_tokens = list(left)
         tokens = Tokens.of(self._tables, *of_tokens) if of_tokens else None
+        kept, before = self.choose(h, caches, chosen, predict, tokens)
+        return [chosen.handed, kept, *before]
+
+    def choose(
+        self,
+        h: mx.array,
+        caches: Sequence[Traced],
+        chosen: Chosen,
+        predict: bool = False,
+        tokens: Tokens | None = None,
+    ) -> tuple[list[AnyArray], BeforeExperts]:
+        """All before the experts, for a traced token: what `residual.added` takes besides, and what they take."""
         x, *kept = self._mixed(h, caches, chosen, tokens)
-        return [chosen.handed, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
+        return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
+        its end is part of a kernel, so that no bit depends on which layers share a graph.
+        """
+        is_plain = type(self.mlp) is MoE and type(self.residual) is OneStream and not self._reads_tokens
+        return is_plain and isinstance(self.mlp.experts, FromTables)
 
     def _of_rows(self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""

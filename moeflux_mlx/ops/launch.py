@@ -33,7 +33,7 @@ ROW = "threadgroup_position_in_grid.z"
 ARRAYS = ("*", "@")  # signs in a name that stands for several arrays (`Kernel`)
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
-    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
+    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t", mx.uint64: "uint64_t"},
 }
 
 # Metal's compiler makes one operation of a product and a sum where it chooses to, in every math mode, and may choose

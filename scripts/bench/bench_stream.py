@@ -36,6 +36,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -501,7 +502,15 @@ def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: st
     return sum(came)
 
 
-PARTS = ("request", "finish", "locate", "hint", "unpin")  # the functions of a source that a layer calls
+PARTS = (
+    "request",
+    "finish",
+    "locate",
+    "hint",
+    "unpin",
+    "table",
+    "accept",
+)  # the functions of a source that a layer calls
 
 
 def bench_host(options: argparse.Namespace) -> dict:
@@ -739,8 +748,11 @@ def damp(model, factor: float) -> None:
         def __getattr__(self, name):
             return getattr(routed, name)
 
-        def __call__(self, routing, x, h_mid, *rest):
-            return h_mid + factor * (routed(routing, x, h_mid, *rest) - h_mid)
+        def __call__(self, routing, x, h_mid, *rest, compute=routed):
+            return h_mid + factor * (compute(routing, x, h_mid, *rest) - h_mid)
+
+        def from_table(self, *given):
+            return partial(self, compute=routed.from_table(*given))
 
     embedding = model.model.embed_tokens
     for part in (embedding, *(last_of(model.layers[index]) for index in model.args.moe_layers)):

@@ -9,7 +9,7 @@ import oracle
 import pytest
 from grids import drawn, marks
 from minmax import convert
-from tiny_models import on_cpu, tiny_directory
+from tiny_models import on_cpu, tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
@@ -35,11 +35,15 @@ INT4 = {
 }
 
 
-def logits(path, family, **options):
+def run(model, family):
     """Returns the logits [T, V] of the golden's tokens from position 0 on. One token is computed alone."""
-    model = load_model(path, dtype=mx.float32, **options)
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
-    rows = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+    return np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+
+
+def logits(path, family, **options):
+    model = load_model(path, dtype=mx.float32, **options)
+    rows = run(model, family)
     model.experts.close()
     return rows
 
@@ -63,7 +67,7 @@ LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
 @pytest.mark.parametrize("family, ways", drawn(goldens.KIN, [({}, LEAST), (LEAST, {})]))
 def test_mlx_conversions_in_place_and_packed(tmp_path, family, ways):
     """Each conversion, mapped, read and resident, has the bits of the packed model that is made from the floats."""
-    wanted = logits(tiny_directory(family, "hub"), family)
+    wanted = run(tiny_model(family, mx.float32, "hub"), family)
     if not goldens.first_position(family):
         assert np.abs(wanted - goldens.golden(family)[1]).max() < TOLERANCE
     path = goldens.write_variant(tmp_path / "source", family, "mlx4")
