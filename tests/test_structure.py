@@ -22,6 +22,20 @@ match kind:
     case kinds.Mamba2():
         pass
 '''
+UNNAMED = """
+def f(a: int, *b: Any) -> AnyArray: ...
+def g(a: int, *, b: "list[Any] | None" = None): ...
+def _private(a: Any): ...
+class C:
+    kept: Any = 0
+    def f(self) -> typing.Any: ...
+    def __init__(self, given: Any): ...
+    async def g(self, **given: Any): ...
+    def h(self, make=lambda: Any) -> JsonValue:
+        def inner(one: Any): ...
+class _C:
+    def f(self) -> Any: ...
+"""
 LONG_DOCSTRING = '    """One.\n' + "\n" * 70 + '    """\n'
 
 
@@ -49,6 +63,7 @@ def package(tmp_path):
         ("class C:\n" + "".join(f"    {line}\n" for line in function(61).splitlines()), 1),
         ("\n" * 400, 0),
         ("\n" * 401, 1),
+        (UNNAMED, 4),
     ],
 )
 def test_plants_are_seen(package, text, count):

@@ -126,7 +126,7 @@ class Ring(Stepping[LayerPart]):
         super().take_back(position, way)
         self._lost = lost
 
-    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+    def take_from(self, other: "Ring[LayerPart]", position: int, kept: Arrays | None) -> None:
         """Becomes what `other` was at `position`, whose arrays are `kept` or still held; nobody writes to them."""
         if kept is None:
             self.state, self._lost = other.state, other.first

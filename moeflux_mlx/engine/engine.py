@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -43,12 +43,15 @@ from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .memory_plan import MemoryPlan
 from .random_weights import Shapes
-from .running_text import CHECKPOINT_BYTES
+from .running_text import CHECKPOINT_BYTES, TextOptions
 from .session import Session
 from .settings import allow_open_files, configure_early
 from .tiles import choose
 from .warm_start import begin_warm_start
 from .weights import ModelWeights, open_weights, with_best_pool
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The stack level of the caller of `load` in a function that `open_with` calls: between are `open_with`,
 # `within_limits`, `load`, and the two functions around it.
@@ -98,11 +101,11 @@ class Engine:
         plain = self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
         return plain.keeping(self.model.args.kv_bits)
 
-    def session(self, **options: Any) -> Session:
+    def session(self, **options: "Unpack[TextOptions]") -> Session:
         """Starts a new text; `options` as for `Session`. By default, its kept states take at most a quarter of the
         headroom of the plan.
         """
-        settings = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
+        settings: TextOptions = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
         if self.lead is not None:
             return self.lead.session(self.model, self.tokenizer, **settings)
         return Session(self.model, self.tokenizer, **settings)

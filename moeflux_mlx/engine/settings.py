@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import MoefluxWarning
 
@@ -97,7 +97,7 @@ def chip() -> str | None:
     return name.value.decode(errors="replace") if read_sysctl(b"machdep.cpu.brand_string", name, 128) else ""
 
 
-def read_sysctl(name: bytes, place: Any, size: int) -> bool:
+def read_sysctl(name: bytes, place: object, size: int) -> bool:
     """Reads a value of a Mac's system into `place`, a buffer or reference of ctypes of `size` bytes; returns whether
     the system gave it.
     """

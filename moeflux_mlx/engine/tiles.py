@@ -14,12 +14,11 @@ import warnings
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxWarning, RequestError
-from ..files import directory, kept_files, read_json, replace_file, user_path
+from ..files import JsonValue, directory, kept_files, read_json, replace_file, user_path
 from ..ops import backend
 from ..ops.tiles import CODE, TILES, TRIED, TileChanges, Tiles
 
@@ -117,14 +116,14 @@ def read_entries(file: Path) -> list[Entry]:
         raise ModelFileError(f"{file} is damaged: {error}") from None
 
 
-def _entry(row: Any) -> Entry:
+def _entry(row: JsonValue) -> Entry:
     names = {name: row[name] for name in ("gpu", "mlx", "kernels")}
     if not all(isinstance(name, str) for name in names.values()):
         raise ValueError("a name is not a string")
     return Entry(**names, tiles=parse_tiles(row["tiles"]))
 
 
-def parse_tiles(tiles: Any) -> TileChanges:
+def parse_tiles(tiles: JsonValue) -> TileChanges:
     """Tiles by kernel, of parsed JSON.
 
     Raises:

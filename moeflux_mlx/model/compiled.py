@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced, up_to
+from ..caches.stand_in import Traced
+from ..caches.traced import up_to
 from ..experts.source import ExpertLoader
 from ..ops.backend import AnyArray
 from ..ops.rows import StepRows
@@ -70,7 +71,7 @@ class DecodeStep:
         return not refused
 
     def __call__(
-        self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
+        self, tokens: mx.array, sequences: Sequence[Sequence[LayerCache]], *more: mx.array, begin: Begin | None = None
     ) -> list[AnyArray]:
         """Runs the graph on the inputs of `takes` and on `more`, and returns its arrays; advances the caches of all
         sequences, after a call of `begin`.
@@ -80,7 +81,7 @@ class DecodeStep:
         return outputs
 
     def start(
-        self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
+        self, tokens: mx.array, sequences: Sequence[Sequence[LayerCache]], *more: mx.array, begin: Begin | None = None
     ) -> tuple[list[AnyArray], Callable[[int], None]]:
         """As a call, but returns the function that advances the caches of the first layers, as many as it is told."""
         texts, first = list[_Text](), 0
@@ -134,7 +135,7 @@ class DecodeStep:
         return run
 
 
-def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
+def by_case(run: Callable[..., list[AnyArray]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
     """A function that gives the step of each case: `run` with the values of its first arguments, as many as the
     function gets. The steps keep their traces until `experts` close.
     """

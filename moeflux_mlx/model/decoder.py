@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced
+from ..caches.stand_in import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import streams_before
@@ -298,7 +298,7 @@ class Model(nn.Module):
             rows.append(self._compute(tokens[:, row : row + 1], cache))
         return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
-    def run(self, tokens: mx.array, cache: Sequence[Any]) -> AnyArray:
+    def run(self, tokens: mx.array, cache: Sequence[LayerCache]) -> AnyArray:
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
         return self.model.normed(self._run_layers(tokens, cache))
 
@@ -353,10 +353,10 @@ class Model(nn.Module):
             span.inputs = self._begin_inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
-            i, own = span.layer, layers[span.layer]
+            i, own, layer = span.layer, layers[span.layer], self.model.layers[span.layer]
             span.begin(self._cache_numbers[i].start, own)
             try:
-                h = self.layers[i].pass_span(span.hidden, own, span, lambda share, i=i: report((i + share) / count))
+                h = layer.pass_span(span.hidden, own, span, lambda share, i=i: report((i + share) / count))
                 h = span.images.deepened(h, span.start, i, self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
@@ -387,7 +387,7 @@ class Model(nn.Module):
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[DecoderLayer]:
         return self.model.layers
 
     @property

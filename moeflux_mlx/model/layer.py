@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced
+from ..caches.stand_in import Traced
 from ..experts.routing import FromTables, Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
 from ..layers import Caches, MixerModule, OutputNorm, norm_of

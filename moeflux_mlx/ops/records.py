@@ -16,7 +16,7 @@ from ..formats.record import Projection, Record
 from . import backend, forms
 from .backend import AnyArray
 from .forms import DTYPES, form_of
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .tiles import planned
 
 MAX_ARRAYS = 16  # the most arrays of records in one kernel: Metal gives a kernel at most 31 arrays
@@ -66,7 +66,7 @@ class Records:
         return isinstance(self.memory, tuple) and self.memory[0].ndim == 2
 
     @cached_property
-    def blob(self) -> Any:
+    def blob(self) -> AnyArray:
         """All of them as one array [S, words]. Buffers have none, because it would be a copy of the whole memory."""
         assert not self.in_buffers
         return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
@@ -181,7 +181,7 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
 
 
-def biases_of(**projections: Projection) -> dict[str, Any]:
+def biases_of(**projections: Projection) -> Template:
     """The text's constants about biases of products: whether there are any, their type, and words to them in a
     record.
     """

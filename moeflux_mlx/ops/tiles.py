@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 P = ParamSpec("P")
@@ -129,7 +129,7 @@ class Tiles:
         """The tile of a kernel on the backend `target`."""
         return replace(TILES[target][kernel], **self.found.get(kernel, {}))
 
-    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def plan(self, operation: str, make: Callable[..., R], given: tuple[object, ...]) -> R:
         """The result of a `planned` function of an operation with this choice."""
         return make(*given)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..engine.prompt import Prompt, places_of, with_images
 from ..engine.sampling import make_sampler
@@ -355,7 +354,7 @@ def _check_beginning(make: Callable[[], Mask]) -> None:
         raise BadRequestError(message) from error
 
 
-def sampler_settings(sampling: Sampling) -> dict[str, Any]:
+def sampler_settings(sampling: Sampling) -> JsonDict:
     """Arguments of `make_sampler`, without those that nobody has set."""
     names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     settings = {"temp": sampling.temperature, **{name: getattr(sampling, name) for name in names}}

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from ..engine.constrained import Constraint
-from ..engine.generation import GenerationResponse, xtc_special_tokens
+from ..engine.generation import GenerationResponse, SamplerOptions, xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
@@ -63,7 +62,7 @@ class Running:
         asked: the experts that its prompt requested.
     """
 
-    def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], Any]", totals: Totals):
+    def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], object]", totals: Totals):
         self.job, self._sessions, self._look, self._totals = job, sessions, look, totals
         self.progress, self.in_prompt, self.is_over = (0, 0), True, False
         self.left = self.set_aside = self.tokens = 0
@@ -227,7 +226,7 @@ class Running:
         if self.job.cancelled.is_set():
             raise Stopped
 
-    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> SamplerOptions:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """

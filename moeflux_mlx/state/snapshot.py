@@ -78,6 +78,12 @@ HEAD = b"HEAD"
 MAX_LENGTH = 1 << 20  # positions of one layer, fixed by the format's readers
 
 
+class Reading(Protocol):
+    """What a snapshot needs of a model's experts."""
+
+    def drain(self) -> None: ...
+
+
 class Stateful(Protocol):
     """The part of a model that snapshots need."""
 
@@ -85,7 +91,7 @@ class Stateful(Protocol):
     def args(self) -> ModelArgs: ...
 
     @property
-    def experts(self) -> Any: ...
+    def experts(self) -> Reading | None: ...
 
     @property
     def activation_dtype(self) -> mx.Dtype: ...
@@ -263,6 +269,7 @@ def _length(args: ModelArgs, cache: Sequence[LayerCache]) -> int:
 
 def _wait_for_all(model: Stateful, cache: Sequence[LayerCache]) -> None:
     """Waits for reads and computations that are still under way."""
+    assert model.experts is not None
     model.experts.drain()
     mx.eval([array for layer in cache for array in layer.state[:-1] if array is not None])
     mx.synchronize()

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -96,7 +95,7 @@ def _kind_of(config: JsonObject) -> EncoderKind | None:
 
 
 def vision_of(
-    config: Mapping[str, Any], settings: Mapping[str, Any], merged: Mapping[str, Tensor], args: ModelArgs
+    config: JsonObject, settings: JsonObject, merged: Mapping[str, Tensor], args: ModelArgs
 ) -> VisionFiles | None:
     """`find_vision`, of what config.json, preprocessor_config.json and the headers of a model's files say."""
     kind, vision = _kind_of(config), config.get("vision_config")

@@ -32,6 +32,7 @@ from ...ops.index import (
 from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
 from ...ops.rope import Rope
+from ...ops.rows import AnyCache
 from ...ops.seen import SeenBlocks
 from .op import attend, prepared, refusal
 
@@ -53,7 +54,7 @@ def attend_blocks(
     q: Array,
     k: Array,
     v: Array,
-    caches: Sequence[Any],
+    caches: Sequence[AnyCache],
     made: Projections,
     blocks: AnyBlocks,
     terms: BlockTerms,
@@ -123,7 +124,7 @@ def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
 
 
 def _over_chosen(
-    q: AnyArray, k: AnyArray, v: AnyArray, cache: Any, chosen: AnyArray, blocks: AnyBlocks, terms: BlockTerms
+    q: AnyArray, k: AnyArray, v: AnyArray, cache: AnyCache, chosen: AnyArray, blocks: AnyBlocks, terms: BlockTerms
 ) -> AnyArray:
     """[B, n, heads * D] of tokens that each attend to the blocks `chosen` [B, n, 1 or kv heads, .] and to their last
     positions."""
@@ -191,7 +192,7 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: AnyBlocks, scale: 
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def block_keys(rows: Array, norm: Norm, rope: Rope, first: int, ratio: int) -> AnyArray:
+def block_keys(rows: Array, norm: Norm, rope: Rope, first: int | mx.array, ratio: int) -> AnyArray:
     """Keys [B, n, D] of blocks from number `first` on, of index keys [B, n * ratio, D]; `rope` turns by numbers."""
     B, _, width = rows.shape
     library = library_of(rows)

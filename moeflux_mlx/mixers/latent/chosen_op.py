@@ -7,6 +7,7 @@ so nothing else is read. Many tokens are processed a few at a time.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from ...ops.index import Index, Projections, TokenPlace, append_keys, choose, ch
 from ...ops.norm import Norm
 from ...ops.positions import Positions
 from ...ops.rope import Rope
+from ...ops.rows import AnyCache
 from ...ops.seen import Chosen, SeenBlocks
 from .op import (
     ABSORB_AT_MOST,
@@ -45,7 +47,7 @@ from .op import (
 def attend_indexed(
     q: Array,
     kv: Array,
-    caches: Sequence[Any],
+    caches: Sequence[AnyCache],
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -103,7 +105,7 @@ def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index
 def attend_pools(
     q: Array,
     kv: Array,
-    cache: Any,
+    cache: AnyCache,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -144,7 +146,7 @@ def attend_pools(
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
-def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: Any) -> AnyArray:
+def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: ModuleType) -> AnyArray:
     """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
     `places` that no whole block has; -1 in place of some that there are not."""
     B, rows, _ = chosen.shape

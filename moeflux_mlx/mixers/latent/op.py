@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +36,7 @@ from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
 from ...ops.query_scale import scaled_queries, score_scale
 from ...ops.rope import Rope
-from ...ops.rows import ALONE, RowSizes, StepRows
+from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
@@ -323,7 +323,7 @@ def _nothing() -> mx.array:
 
 
 @lru_cache(512)
-def plan(rows: RowSizes, target: str, *given: Any) -> tuple[Launch, ...]:
+def plan(rows: RowSizes, target: str, *given: RowArgument) -> tuple[Launch, ...]:
     """The launches for some rows: of queries and keys, over pieces of positions, and of their sum. `given`: as of
     `plan_row`.
     """
