@@ -33,6 +33,13 @@ inline codes_pointer codes_record(const thread codes_pointer (&blob)[N], uint sl
   return first + size_t(slot & ((1u << row_bits) - 1)) * words;
 }
 
+#ifdef CODES_ADDRESSES
+// The same where a table has the address of each record.
+inline codes_pointer codes_record(const device uint64_t* addresses, uint slot, uint, uint = 0) {
+  return (codes_pointer)addresses[slot];
+}
+#endif
+
 // Loads eight consecutive x as floats. A row of x starts at a multiple of 16 bytes.
 inline void codes_x8(const device float* x, thread float* v) {
   const float4 a = *(const device float4*)x;

@@ -160,6 +160,7 @@ inline uint codes_over(uint word, uint mask, uint base) {
   return made;
 }
 #define CODES_READ(place) __ldg(place)  // keeps the compiler from cutting wide loads of codes in words
+#define CODES_ADDRESSES  // numbers become pointers, which no Mac has shown to compile
 #define CODES_AHEAD(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
 #define CODES_OVER(word, mask, base) codes_over(word, mask, base)
 #define CODES_NEAR_GRIDS  // a pointer may be to a threadgroup's memory, so grids are copied there

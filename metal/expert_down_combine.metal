@@ -20,6 +20,7 @@
   const uint top = threadgroup_position_in_grid.x * ROWS;
   const uint first = top + thread_index_in_simdgroup / L;
 
+  const codes_pointer own_codes = (codes_pointer)codes;  // without a shared expert, any array
   const uint tid = thread_index_in_threadgroup;
   const uint at = token * H + top + tid;
   const bool finishes = tid < ROWS && top + tid < H;
@@ -43,9 +44,9 @@
     if (TURNS > 1 && k >= K + JOINED) {
       break;
     }
-    swiglu_matrix<S, G> down = {codes, (const device S*)scales, (const device G*)biases};
+    swiglu_matrix<S, G> down = {own_codes, (const device S*)scales, (const device G*)biases};
     float weight = 1;
-    const device uint32_t* record = codes;
+    const device uint32_t* record = own_codes;
     if (k < K) {
       record = codes_record(blob, uint(slots[token * ROW + k]), WORDS, ROW_BITS);
       down = swiglu_in_record<S, G>(record, DOWN_W, DOWN_S, DOWN_B);

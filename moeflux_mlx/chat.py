@@ -24,6 +24,7 @@ from .engine.conversation import Conversation
 from .engine.engine import Engine
 from .engine.generation import xtc_special_tokens
 from .engine.running_text import Stopped
+from .engine.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
 from .files import user_path
 from .vision.sources import bytes_of
@@ -103,7 +104,7 @@ class Chat:
         self,
         conversation: Conversation,
         engine: Engine,
-        generation: dict[str, Any],
+        generation: AnswerOptions,
         *,
         hide_thinking: bool = False,
         verbose: bool = False,

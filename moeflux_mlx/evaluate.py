@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from .cli.terminal import ProgressLine, note
 from .engine.engine import Engine, open_with
 from .engine.locate import resolve
 from .errors import NotPackedError, RequestError
-from .files import read_text, user_path
+from .files import JsonDict, read_text, user_path
 from .formats.packed import STATE
 from .process import claim_process
 from .tools.evaluate import WINDOW, Losses, evaluate, perplexity
@@ -105,9 +104,9 @@ def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path
     return LayerReader(path, shards_in, dtype_of(options))
 
 
-def summary(measured: Losses) -> dict[str, Any]:
+def summary(measured: Losses) -> JsonDict:
     """The figures by name, rounded to their useful digits."""
-    result: dict[str, Any] = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
+    result: JsonDict = {"tokens": measured.tokens, "window": measured.window, "predicted": int(measured.nll.size)}
     result["perplexity"] = float(f"{measured.perplexity:.6g}")
     result["perplexity_error"] = float(f"{measured.error:.3g}")
     if measured.kl is None or measured.reference_nll is None or measured.same is None:
@@ -120,14 +119,14 @@ def summary(measured: Losses) -> dict[str, Any]:
     }
 
 
-def by_text(measured: Losses) -> list[dict[str, Any]]:
+def by_text(measured: Losses) -> list[JsonDict]:
     """`summary` of each text."""
     parts = [measured.where(measured.text == number) for number in range(int(measured.text.max()) + 1)]
     shared = ("tokens", "window")
     return [{name: value for name, value in summary(part).items() if name not in shared} for part in parts]
 
 
-def by_position(measured: Losses) -> list[dict[str, Any]]:
+def by_position(measured: Losses) -> list[JsonDict]:
     """The divergence of tokens whose place in the window is in [first, end): 1, 2 to 3, 4 to 7, and so on."""
     ends = [2**i for i in range(int(measured.place.max()).bit_length() + 1)]
     parts = [
@@ -144,7 +143,7 @@ def by_position(measured: Losses) -> list[dict[str, Any]]:
     ]
 
 
-def table(measured: Losses, result: dict[str, Any]) -> list[str]:
+def table(measured: Losses, result: JsonDict) -> list[str]:
     rows = [
         ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
         ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
@@ -161,7 +160,7 @@ def table(measured: Losses, result: dict[str, Any]) -> list[str]:
     return [f"{name:22}{value}" for name, value in rows]
 
 
-def _line(part: dict[str, Any]) -> str:
+def _line(part: JsonDict) -> str:
     """The figures of one text."""
     line = f"perplexity {part['perplexity']:.4f}"
     if "kl_mean" not in part:

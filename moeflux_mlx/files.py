@@ -116,13 +116,13 @@ def read_any_json(path: Path) -> JsonValue:
         raise ModelFileError(f"{path} cannot be read as JSON: {error}") from None
 
 
-def _untagged(value: dict[str, Any]) -> Any:
+def _untagged(value: JsonDict) -> JsonValue:
     """The float that {"__float__": "Infinity"} stands for, as transformers writes what JSON has no word for."""
     is_tagged = value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN")
     return float(value["__float__"]) if is_tagged else value
 
 
-def tagged(value: Any) -> Any:
+def tagged(value: JsonValue) -> JsonValue:
     """A value of `read_json` in a form that JSON can express."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}

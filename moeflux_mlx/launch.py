@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from .cli.fetching import local_model
 from .cli.opening import load_named
 from .cli.options import add_model_options, add_prompt_cache_options
-from .cli.programs import PROGRAMS, Address, Program
+from .cli.programs import PROGRAMS, Address, AgentProgram
 from .cli.run import Parser, execute
 from .cli.serving import DECODE_SHARE, POOL_SHARE, add_sampling_defaults, check_installed, model_name, serve_with
 from .cli.terminal import note
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     return serve_with(Companion, options, key, {model_name(options.model): partial(load, options, program)}, ready)
 
 
-def load(options: argparse.Namespace, program: Program) -> Engine:
+def load(options: argparse.Namespace, program: AgentProgram) -> Engine:
     """The options' model.
 
     Raises:
@@ -67,7 +67,7 @@ def load(options: argparse.Namespace, program: Program) -> Engine:
 
 
 def command(
-    program: Program, path: str, arguments: list[str], server: Address, folder: Path
+    program: AgentProgram, path: str, arguments: list[str], server: Address, folder: Path
 ) -> tuple[list[str], dict[str, str]]:
     """The words and the environment that start the program at `path`, pointed at the server."""
     setup = program.setup(server, folder)
@@ -81,7 +81,7 @@ def _listed(names: str | None, name: str) -> str:
     return f"{names},{name}" if names else name
 
 
-def _too_short(context: int, program: Program) -> str:
+def _too_short(context: int, program: AgentProgram) -> str:
     return f"{context} tokens at most, and {program.command} needs a context of {program.least_context}"
 
 

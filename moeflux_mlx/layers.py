@@ -6,7 +6,6 @@ A matrix is declared only with its sizes; `weights` gives it its tensor and stor
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +19,8 @@ from .ops.launch import ArrayPiece, pack
 from .ops.linear import embed, linear
 from .ops.norm import Norm, layer_norm, rms_norm
 from .ops.route import router_logits
+from .ops.rows import AnyCache
+from .ops.seen import Chosen
 from .quant import GRID, Quant
 
 
@@ -163,7 +164,7 @@ class Stack:
         return outputs[0], split(outputs[0], *self.ends[:-1])
 
 
-Caches = Sequence[Any]  # of a layer
+Caches = Sequence[AnyCache]  # of a layer
 
 
 class MixerModule(nn.Module):
@@ -172,12 +173,12 @@ class MixerModule(nn.Module):
     `begin` and `end` treat each row by itself and use no cache, so rows of several sequences go through them together.
     """
 
-    def __call__(self, x: Array, norm: "RMSNorm", caches: Caches, *more: Any) -> Array:
+    def __call__(self, x: Array, norm: "RMSNorm", caches: Caches, *more: Chosen | None) -> Array:
         """x plus the mixer's output for norm(x)."""
         parts = self.begin(x, norm)
         return self.end(self.mix(parts, caches, *more), parts, x)
 
-    def mixed(self, x: Array, norm: "RMSNorm | None", caches: Caches, *more: Any) -> Array:
+    def mixed(self, x: Array, norm: "RMSNorm | None", caches: Caches, *more: Chosen | None) -> Array:
         """The mixer's output for norm(x) or x, without the residual."""
         parts = self.begin(x, norm)
         return self.end(self.mix(parts, caches, *more), parts, None)
@@ -186,7 +187,7 @@ class MixerModule(nn.Module):
         """The inputs of `mix` and `end`, from norm(x) or x."""
         raise NotImplementedError
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         """[B, L, .] from the results of `begin`. The layer's caches absorb the tokens, the mixer's own first; each is a
         `LayerCache`, its traced stand-in, or `StepRows`.
         """
@@ -264,7 +265,7 @@ def norm_of(residual: Residual, dims: int, eps: float) -> RMSNorm | LayerNorm:
     return LayerNorm(dims, eps, has_bias=False) if residual.centred else RMSNorm(dims, eps)
 
 
-class Output(nn.Module):
+class OutputNorm(nn.Module):
     """Adds a part's output to the stream: (h + norm(made)) * layer_scalar, the factor only if `has_scalar`."""
 
     def __init__(self, dims: int, eps: float, has_scalar: bool = False):

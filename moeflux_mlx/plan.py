@@ -38,7 +38,7 @@ from .engine.locate import resolve
 from .engine.machine import default_dtype, in_gb
 from .engine.memory_plan import MemoryPlan
 from .engine.remote import Remote, is_remote
-from .engine.weights import Weights, open_weights, with_best_pool
+from .engine.weights import ModelWeights, open_weights, with_best_pool
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
@@ -79,7 +79,7 @@ class Described:
     vision: VisionFiles | NoVision | None = None
     in_place: bool = False
     disk: str = ""
-    weights: Weights | None = None
+    weights: ModelWeights | None = None
 
 
 def run(options: argparse.Namespace) -> int:

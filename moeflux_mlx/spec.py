@@ -256,7 +256,8 @@ def check_args(args: ModelArgs) -> None:
     if not args.moe_layers:
         raise ConfigError(f"none of the {args.num_hidden_layers} layers has experts")
     for i, layer in enumerate(args.layers):
-        if isinstance(layer.feed_forward, Experts) and _plain(layer.feed_forward) != _plain(args.experts):
+        own = layer.feed_forward
+        if isinstance(own, Experts) and own != args.experts and _plain(own) != _plain(args.experts):
             raise ConfigError(f"layer {i} has other experts than layer {args.moe_layers[0]}, which is not implemented")
     for mixer in dict.fromkeys(args.mixers):
         mixer.check()

@@ -28,14 +28,14 @@ from .engine.pool_sizes import best_of, keep_pool, pool_file, sizes_to_try
 from .engine.random_weights import Shapes
 from .engine.sampling import make_sampler
 from .engine.tiles import default_file, gpu_name, keep, read_entries
-from .engine.warm_start import Kept, usage_file
+from .engine.warm_start import KeptUsage, usage_file
 from .engine.weights import open_weights
 from .errors import RequestError
 from .experts.source import IoMode
 from .files import user_path
 from .model.tensors import resident_bytes
 from .ops import backend
-from .ops.tiles import TRIED, Changes
+from .ops.tiles import TRIED, TileChanges
 from .tools.tuning import Result, tune
 
 PROMPT = "Once upon a time a lighthouse keeper wrote a letter about how ships, stars and mathematics belong together."
@@ -110,7 +110,7 @@ def speed_with(path: Path, pool: int, seconds: float) -> float:
 
 def find(shapes: Shapes, minutes: float, file: Path) -> None:
     """Tries other tiles at these shapes, and keeps those that are right and faster."""
-    found: Changes = {}
+    found: TileChanges = {}
     for result in tune(shapes, 60 * minutes):
         print(line_of(result), flush=True)
         found = result.found
@@ -124,7 +124,7 @@ def line_of(result: Result) -> str:
     return f"{spelled(result.changes)}: {verdict}{', kept' if result.is_kept else ''}"
 
 
-def spelled(changes: Changes) -> str:
+def spelled(changes: TileChanges) -> str:
     """The fields of the tiles, by kernel."""
     fields = {kernel: (f"{name} {value}" for name, value in values.items()) for kernel, values in changes.items()}
     return ", ".join(f"{kernel} {' '.join(each)}" for kernel, each in fields.items())
@@ -142,7 +142,7 @@ def shown_warmth(file: Path) -> list[str]:
 
 def shown_usage(file: Path) -> list[str]:
     """The models of which it is known which experts they use."""
-    kept = ((row.get("model"), Kept.of_row(row)) for row in read_rows(file))
+    kept = ((row.get("model"), KeptUsage.of_row(row)) for row in read_rows(file))
     return [f"{model}: experts used in {one.steps:.0f} steps" for model, one in kept if one is not None]
 
 

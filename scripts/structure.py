@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, and how
-often tests reach for private names.
+"""Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, which
+public signatures have types without a name, and how often tests reach for private names.
 
     scripts/structure.py
 
 A way of mixing tokens is known to its own folder in `mixers/` and to the readers of configurations; everything else
 asks it. A module of more than 400 lines needs a reason in `LONG`; no function has more than 60, besides its docstring.
+The signature of a public function or method has no bare `Any`: the type has a name, such as `AnyArray` or `JsonValue`.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
 `PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
 down without cycles.
@@ -22,6 +23,7 @@ TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
 MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES = 400, 60, 60
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
+UNNAMED = re.compile(r"\bAny\b")
 OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
 ONE_OPERATION = "one mixer's operation: kernels, twin, native form and chooser"
 LONG = {  # module: why it is longer
@@ -66,6 +68,24 @@ def long_functions(module: PurePath, tree: ast.Module) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {node.name} has {length} lines"
 
 
+def public_functions(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions and methods whose name and whose class begin with no underscore."""
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name[0] != "_":
+            if isinstance(child, ast.ClassDef):
+                yield from public_functions(child)
+            else:
+                yield child
+
+
+def unnamed_types(module: PurePath, tree: ast.Module) -> Iterator[str]:
+    """Public functions and methods with a bare `Any` in the signature, also in one that is a string."""
+    for function in public_functions(tree):
+        annotations = [one.annotation for one in ast.walk(function.args) if isinstance(one, ast.arg)]
+        if any(one and UNNAMED.search(ast.unparse(one)) for one in [*annotations, function.returns]):
+            yield f"{module}:{function.lineno} {function.name} has Any in its signature"
+
+
 def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
     """What is wrong with the package's shape."""
     found: list[str] = []
@@ -73,7 +93,8 @@ def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
     for file in sorted(package.rglob("*.py")):
         module, text = file.relative_to(package), file.read_text("utf-8")
         tree = ast.parse(text)
-        found += [*lines_that_name(mixers, module, tree), *long_functions(module, tree)]
+        found += lines_that_name(mixers, module, tree)
+        found += [*long_functions(module, tree), *unnamed_types(module, tree)]
         lengths[module.as_posix()] = len(text.splitlines())
     return found + long_modules(lengths, reasons)
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from moeflux_mlx.engine.settings import set_variables
+from moeflux_mlx.ops.cores import cores
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), *(str(folder) for folder in HERE.iterdir() if any(folder.glob("test_*.py")))]
@@ -22,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["MOEFLUX_TILES"] = "code"  # ignore the tiles that this machine's user has tuned
 os.environ["MOEFLUX_WARM_START"] = "off"  # no test depends on what others used, or adds to the user's file
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # otherwise float32 products keep only 10 bits on an NVIDIA GPU
+os.fsync = os.fstat  # no test waits for the disk; those of what is synced replace it
 set_variables()  # as every command does, before MLX's device is used
 settings.register_profile("moeflux", deadline=None, print_blob=True, max_examples=20)
 settings.register_profile("full", settings.get_profile("moeflux"), max_examples=100)
@@ -29,6 +31,12 @@ settings.register_profile("full", settings.get_profile("moeflux"), max_examples=
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the whole grids too, which take minutes")
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, because many tests wait for servers, browsers and child processes."""
+    return cores() + 1
 
 
 def pytest_configure(config):
@@ -118,7 +126,6 @@ def no_extension(monkeypatch):
 def team():
     """Lets the native kernels compute in as many threads as there are cores. A test may set another number."""
     from moeflux_mlx.ops import native
-    from moeflux_mlx.ops.cores import cores
 
     if not native.available():
         yield

@@ -22,6 +22,20 @@ match kind:
     case kinds.Mamba2():
         pass
 '''
+UNNAMED = """
+def f(a: int, *b: Any) -> AnyArray: ...
+def g(a: int, *, b: "list[Any] | None" = None): ...
+def _private(a: Any): ...
+class C:
+    kept: Any = 0
+    def f(self) -> typing.Any: ...
+    def __init__(self, given: Any): ...
+    async def g(self, **given: Any): ...
+    def h(self, make=lambda: Any) -> JsonValue:
+        def inner(one: Any): ...
+class _C:
+    def f(self) -> Any: ...
+"""
 LONG_DOCSTRING = '    """One.\n' + "\n" * 70 + '    """\n'
 
 
@@ -49,6 +63,7 @@ def package(tmp_path):
         ("class C:\n" + "".join(f"    {line}\n" for line in function(61).splitlines()), 1),
         ("\n" * 400, 0),
         ("\n" * 401, 1),
+        (UNNAMED, 4),
     ],
 )
 def test_plants_are_seen(package, text, count):
@@ -96,4 +111,3 @@ def test_tests_that_reach_for_private_names_are_seen(package, tmp_path_factory):
     named = [(3, "_planned"), (4, "_kept"), (5, "_planned"), (6, "_planned")]
     want = [f"test_thing.py:{line} reaches for {name}" for line, name in named]
     assert structure.private_places(package, tests) == want
-    assert len(structure.private_places(structure.PACKAGE, structure.TESTS)) <= structure.PRIVATE_PLACES

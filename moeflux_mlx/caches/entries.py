@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import AnyArray, library_of, view
+from ..ops.launch import Shape
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
-from .layer_cache import Arrays, Shape, State
+from .layer_cache import Arrays, State
 from .ring import Ring
 from .traced import PLAIN, EntriesKind, OnKernels
 
@@ -62,7 +63,7 @@ class EntriesCache(Ring[Any]):
         return ring, entries if entries.size else None, length
 
     def absorb(
-        self, rows: AnyArray, make: Callable[[Any, Any, int], Any], kernels: OnKernels = PLAIN
+        self, rows: AnyArray, make: Callable[[AnyArray, int | mx.array, int], AnyArray], kernels: OnKernels = PLAIN
     ) -> tuple[AnyArray, AnyArray, AnyArray]:
         """Appends rows [B, L, row] of positions, and the entries that end with them.
 
@@ -78,7 +79,7 @@ class EntriesCache(Ring[Any]):
         first, count, here = self.offset, rows.shape[1], isinstance(rows, np.ndarray)
         if sees_capacity(count) and not self.empty():  # as in the compiled step
             self.reserve(1)
-            stand_in = self.traced(1)(*self.step_arrays(), mx.array(first), None, None)
+            stand_in = cast(EntriesKind, self.traced(1))(*self.step_arrays(), mx.array(first), None, None)
             found = stand_in.absorb(rows, make, kernels)
             self.take_step(stand_in.arrays)
             return found
@@ -106,7 +107,7 @@ class EntriesCache(Ring[Any]):
             shape = self.keys.shape[0], 1, wanted - made, self.part.entry
             self.values = grown(self.values, shape, self.keys.dtype, made, wanted, self.step)
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> EntriesKind | None:
         """A function that makes the traced stand-in for the next n tokens; None if only some of them see all entries,
         or if several would make the first entry.
         """

@@ -1,16 +1,20 @@
 """What caches of every position have in common: two arrays that grow in steps and can be cut."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
 from ..ops.backend import AnyArray, view
+from ..ops.launch import Shape
 from ..ops.positions import RECENT, Held, Rows
-from .layer_cache import Arrays, LayerCache, LayerPart, Shape, State
+from .layer_cache import Arrays, LayerCache, LayerPart, State
+from .stand_in import TracedKind
 from .traced import FixedCache, FixedChosen, FixedChosenKeys, FixedKeys, up_to
+
+Alike = TypeVar("Alike", bound="Growing[Any]")
 
 
 class Growing(LayerCache[LayerPart]):
@@ -18,7 +22,7 @@ class Growing(LayerCache[LayerPart]):
 
     step = 256
     counts = True
-    traced_whole: Any = FixedCache  # the stand-in for a token that attends to all positions
+    traced_whole: TracedKind = FixedCache  # the stand-in for a token that attends to all positions
 
     def __init__(self, part: LayerPart):
         super().__init__(part)
@@ -99,7 +103,7 @@ class Growing(LayerCache[LayerPart]):
         part: Any = self.part
         return int(part.seeing_all(self.offset, length))
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> TracedKind | None:
         """A function that makes the traced stand-in for the next n tokens; None if only some of them attend to all
         positions.
         """
@@ -167,7 +171,7 @@ class Growing(LayerCache[LayerPart]):
         self.offset, self._expected, self.last_step = position, 0, None
         self.shifts = self._shifts_at(position)
 
-    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+    def take_from(self: Alike, other: Alike, position: int, kept: Arrays | None) -> None:
         """Copies the state that `other` had at `position`; later changes of one do not affect the other."""
         capacity = -(-position // self.step) * self.step
         self._settle()
@@ -266,7 +270,7 @@ class Stepping(Growing[LayerPart]):
         self._recent = recent
         self.offset += 1
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> TracedKind | None:
         kind = super().traced(n)
         if kind is None or not self.takes_steps():
             return kind

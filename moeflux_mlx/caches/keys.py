@@ -2,9 +2,10 @@
 
 from ..kinds import Indexer
 from ..ops.backend import AnyArray
+from ..ops.launch import Shape
 from ..ops.positions import RECENT, Rows
 from .growing import Stepping
-from .layer_cache import LayerPart, Shape
+from .layer_cache import LayerPart
 
 
 class KeyCache(Stepping[LayerPart]):

@@ -6,16 +6,18 @@ row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from ..ops.backend import AnyArray
+from ..ops.launch import Shape
+from .stand_in import TracedKind
 
 FLOAT_BYTES = 4
 MOST_DRAFTS = 4  # rows of a step that may be taken back as if they had never been
-Shape = tuple[int, ...]
+StoredPart: TypeAlias = Any  # of a cache in a snapshot: a numpy array, the number of positions, or a dtype
 LayerPart = TypeVar("LayerPart")
 Same = TypeVar("Same", bound="LayerCache")
 Arrays = tuple[mx.array | None, ...]
@@ -53,7 +55,7 @@ class LayerCache(Generic[LayerPart]):
         self.shifts: Shifts = ()
 
     @property
-    def position(self) -> Any:
+    def position(self) -> int | AnyArray:
         if self.axes is not None:
             return self.axes
         return self.offset + (self.shifts[-1][1] if self.shifts else 0)
@@ -129,7 +131,7 @@ class LayerCache(Generic[LayerPart]):
         """Makes room for n more positions; there must be some already."""
         raise NotImplementedError
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> TracedKind | None:
         """A function that makes the traced stand-in for the next n tokens; None if no stand-in serves all of them."""
         raise NotImplementedError
 
@@ -157,7 +159,7 @@ class LayerCache(Generic[LayerPart]):
         """Goes back to before a row of the last step; `way` is the result of `way_back` there."""
         self.go_back(position, way)
 
-    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+    def take_from(self: Same, other: Same, position: int, kept: Arrays | None) -> None:
         """Takes the state that `other` had at `position`, where its kept state was `kept`; later changes of one do not
         affect the other.
         """

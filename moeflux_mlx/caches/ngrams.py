@@ -1,12 +1,11 @@
 """The cache of n-grams."""
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
 from ..kinds import NGrams
-from .layer_cache import Shape, State
+from ..ops.launch import Shape
+from .layer_cache import State, StoredPart
 from .recurrent import RecurrentCache
 
 
@@ -19,7 +18,7 @@ class NGramCache(RecurrentCache):
     def stored_shapes(self, length: int) -> tuple[Shape, Shape]:
         return (self.part.remembered, self.part.channels), (self.part.longest - 1,)
 
-    def restored(self, *stored: Any) -> State:
+    def restored(self, *stored: StoredPart) -> State:
         """The state that `stored` was taken of: the arrays, the length, and the dtype of inputs."""
         first, second, length, dtype = stored
         if not length:

@@ -6,23 +6,25 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Shape, State
-from .traced import Traced
+from ..ops.backend import AnyArray
+from ..ops.launch import Shape
+from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Same, State, StoredPart
+from .stand_in import Traced, TracedKind
 
 
 class Absorbed:
     """What operations see of such a state: `arrays` [B, ...], None before the first token; and the tokens' number."""
 
-    arrays: list[Any]
+    arrays: list[AnyArray]
     offset: Any = 0
 
     @property
-    def conv(self) -> Any:
+    def conv(self) -> AnyArray:
         """The last raw inputs of a convolution."""
         return self.arrays[0]
 
     @property
-    def recurrent(self) -> Any:
+    def recurrent(self) -> AnyArray:
         """The second array."""
         return self.arrays[1]
 
@@ -42,7 +44,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     """
 
     counts = False
-    stand_in: ClassVar[Any] = FixedState
+    stand_in: ClassVar[TracedKind] = FixedState
 
     def __init__(self, part: Any):
         super().__init__(part)
@@ -68,7 +70,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         """The arrays of a single text in a snapshot; None stands for zeros."""
         return tuple(None if array is None else array[0] for array in self.arrays)
 
-    def restored(self, *stored: Any) -> State:
+    def restored(self, *stored: StoredPart) -> State:
         """The state that `stored` was taken of: the arrays, the length, and the dtype of the convolution's part."""
         conv, *others, length, dtype = stored
         return mx.array(conv)[None].astype(dtype), *(mx.array(array)[None] for array in others), length
@@ -92,7 +94,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     def empty(self) -> bool:
         return self.conv is None
 
-    def traced(self, n: int) -> Any:
+    def traced(self, n: int) -> TracedKind:
         """A function that makes the traced stand-in for the next n tokens."""
         return self.stand_in
 
@@ -126,7 +128,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         self.arrays = list(kept or self._none())
         self.offset, self.last_step, self.shifts = position, None, self._shifts_at(position)
 
-    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+    def take_from(self: Same, other: Same, position: int, kept: Arrays | None) -> None:
         """Takes the state of `other` at `position`, whose arrays are `kept`; they are never written to."""
         self.go_back(position, kept)
         self.shifts = other._shifts_at(position)

@@ -6,8 +6,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
+from ..ops.launch import Shape
 from .growing import Stepping, sees_capacity
-from .layer_cache import Arrays, LayerPart, Same, Shape, State
+from .layer_cache import Arrays, LayerPart, Same, State
 from .traced import REACH, SPARE, FixedRing, seen_in_ring
 
 
@@ -125,7 +126,7 @@ class Ring(Stepping[LayerPart]):
         super().take_back(position, way)
         self._lost = lost
 
-    def take_from(self, other: Any, position: int, kept: Arrays | None) -> None:
+    def take_from(self, other: "Ring[LayerPart]", position: int, kept: Arrays | None) -> None:
         """Becomes what `other` was at `position`, whose arrays are `kept` or still held; nobody writes to them."""
         if kept is None:
             self.state, self._lost = other.state, other.first

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..ops.backend import arange
 from ..ops.positions import Held
 from .layer_cache import MOST_DRAFTS
+from .stand_in import StepInput, Traced
 
 REACH = 8  # positions that a ring can go back: the rows of one sequence in a step
 SPARE = REACH + MOST_DRAFTS  # positions of a ring beyond the window, so that rejected drafts do not limit the way back
@@ -29,37 +30,6 @@ class OnKernels(NamedTuple):
 
 
 PLAIN = OnKernels()
-
-
-class Traced:
-    """The traced stand-in of a cache.
-
-    Attributes:
-        num_inputs: number of arrays that it is made of, before the first token's place.
-        num_later: number of arrays besides its place that each later token of the same step has.
-        num_outputs: length of `arrays`.
-        arrays: of fixed shape, as they are after the token.
-        offset, position: the token's place and rotary position, int32 arrays of no axes.
-    """
-
-    num_inputs: ClassVar[int] = 2
-    num_later: ClassVar[int] = 0
-    num_outputs: ClassVar[int] = 2
-    arrays: list[Any]
-    offset: Any
-    position: Any
-
-    def __init__(self, *given: Any):
-        """`given`: the arrays, and what `go_on` takes of the first token."""
-        count = len(given) - self.num_later - 3
-        self.arrays = list(given[:count])
-        self.go_on(*given[count:])
-
-    def go_on(self, *later: Any) -> None:
-        """Begins a token: its `num_later` arrays, place, rotary position, and a function that gives the mask
-        [1, 1, 1, capacity] of what it sees, the same for all layers.
-        """
-        self.offset, self.position, self._seen = later
 
 
 class FixedCache(Traced):
@@ -119,7 +89,7 @@ class FixedKeys(Traced):
 
     num_inputs, num_later, num_outputs = 4, 1, 1
 
-    def __init__(self, keys: mx.array, values: mx.array, *given: Any):
+    def __init__(self, keys: mx.array, values: mx.array, *given: StepInput):
         self._cached = keys, values
         super().__init__(*given)
 
@@ -129,7 +99,7 @@ class FixedKeys(Traced):
     def advance(self, recent: mx.array) -> None:
         self.arrays = [recent]
 
-    def go_on(self, *later: Any) -> None:
+    def go_on(self, *later: StepInput) -> None:
         """As of all stand-ins; the array is the token's `Held.positions`."""
         self._positions, *place = later
         super().go_on(*place)
@@ -169,7 +139,7 @@ class EntriesKind:
     def num_outputs(self) -> int:
         return self.num_inputs
 
-    def __call__(self, *given: Any) -> "FixedEntries":
+    def __call__(self, *given: StepInput) -> "FixedEntries":
         return FixedEntries(self, *given)
 
 
@@ -177,7 +147,7 @@ class FixedEntries(Traced):
     """A ring [B, 1, slots, row] of what is remembered of the newest positions, and if there are any all entries
     [B, 1, capacity, entry]."""
 
-    def __init__(self, kind: EntriesKind, *given: Any):
+    def __init__(self, kind: EntriesKind, *given: StepInput):
         super().__init__(*given)
         self._kind, self._ends = kind, iter(kind.ends)
 

@@ -7,10 +7,10 @@ from typing import TypeVar
 from ..errors import ConfigError
 from .errors import Option
 
-Key = TypeVar("Key")
+Where = TypeVar("Where")
 
 
-def spend(options: Mapping[Key, Sequence[Option]], budget: int) -> dict[Key, Option]:
+def spend(options: Mapping[Where, Sequence[Option]], budget: int) -> dict[Where, Option]:
     """Chooses an option for each key, so that the sum of errors is small and that of bytes is at most `budget`.
 
     It begins with the smallest options and takes the steps along each key's lower convex hull in the order of error

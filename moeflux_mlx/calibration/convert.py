@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -31,6 +31,7 @@ from .rounding import CALIBRATED_METHODS, Calibrated, Rounder, RoundingRun
 from .texts import WINDOW, default_texts, windows
 from .weights import CheckpointWeights
 
+Option: TypeAlias = Any  # the value of a parameter of `packing.convert.convert`, which is passed on to it
 DEFAULT_TEXT = "default"
 BASE = "balanced"  # the recipe of what a budget is not about
 NamedReport = Callable[[float, str], object]  # called with the share that is done of what the name says
@@ -79,7 +80,7 @@ def convert_calibrated(
     recipe: str | Path | Recipe | None = None,
     report: NamedReport = lambda share, name: None,
     say: Callable[[str], object] = lambda line: None,
-    **options: Any,
+    **options: Option,
 ) -> ConversionReport:
     """Converts a checkpoint directory as `packing.convert.convert` does, with codes for the inputs that matrices have.
 
@@ -112,7 +113,7 @@ def convert_calibrated(
 
 
 def plan_calibrated(
-    hf_path: str | Path, calibration: Calibration, recipe: str | Path | Recipe | None = None, **options: Any
+    hf_path: str | Path, calibration: Calibration, recipe: str | Path | Recipe | None = None, **options: Option
 ) -> Needs:
     """What `convert_calibrated` with the same arguments will take. With a budget, whose recipe is not known yet, the
     size on the disk is that of the recipe that is given.
@@ -139,7 +140,7 @@ def _begun(
 _FORMS = ("q_bits", "q_group_size", "q_mode", "q_type", "expert_bits", "down_bits", "requantize")
 
 
-def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Any]) -> Wanted:
+def _wanted(recipe: str | Path | Recipe | None, options: Mapping[str, Option]) -> Wanted:
     """The forms that a conversion's options ask for."""
     return Wanted.of(recipe=recipe, **{name: options[name] for name in _FORMS if name in options})
 

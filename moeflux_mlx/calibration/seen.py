@@ -1,7 +1,7 @@
 """What a layer's matrices multiply in a run, kept in memory until the layer is rounded or measured."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +10,7 @@ import numpy as np
 from ..layers import Weight
 from ..ops.backend import AnyArray, Array, library_of
 from ..ops.elementwise import float32
+from ..ops.matrix import Weights
 
 INPUT = ""  # the name of what a layer's routed experts have as input; modules have longer ones
 
@@ -81,7 +82,7 @@ class SeenLayer:
         self._inputs = list[AnyArray]()
         self._ids, self._weights = list[np.ndarray](), list[np.ndarray]()
 
-    def observe(self, matrix: Any, x: AnyArray) -> None:
+    def observe(self, matrix: Weights, x: AnyArray) -> None:
         """Adds the rows x [..., columns] of a matrix or a stack of matrices of the layer; an `Observer`."""
         members = getattr(matrix, "members", ())
         paths = sorted(self._paths[id(one)] for one in members if id(one) in self._paths)

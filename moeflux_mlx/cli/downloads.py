@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..engine.weights import open_weights
 from ..errors import MoefluxError, RequestError, did_you_mean
@@ -13,6 +13,9 @@ from ..formats.packed import FOLDER, LAYOUT
 from ..packing.in_place import states_mlx
 from ..spec import ModelArgs
 from .terminal import agree, note
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
 
 
 def list_models(options: argparse.Namespace) -> int:
@@ -42,7 +45,7 @@ def remove_model(options: argparse.Namespace) -> int:
     return 0
 
 
-def downloaded() -> dict[str, Any]:
+def downloaded() -> "dict[str, CachedRepoInfo]":
     """The downloaded models as huggingface_hub lists them, by name."""
     import huggingface_hub as hub
 

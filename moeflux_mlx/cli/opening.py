@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ..engine.engine import Engine, open_with
 from ..engine.locate import resolve
@@ -14,15 +14,26 @@ from ..engine.random_weights import Shapes
 from ..engine.remote import Remote, is_remote
 from ..engine.weights import open_weights
 from ..errors import RequestError
+from ..experts.resident import ReadProgress
 from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, settings_of
 from .terminal import ProgressLine, note
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 DRAWING = ["--top-p", "--top-k", "--min-p", "--xtc-probability", "--seed"]
 TEMPLATE_OPTIONS = ["--system-prompt", "--chat-template-config"]
 STREAMING = ["--expert-cache-gb", "--host-gb", "--prefetch", "--keep-warm", "--warm-start"]
+
+
+class OtherSettings(TypedDict, total=False):
+    """Fields of `LoadSettings` that a command sets itself."""
+
+    progress: ReadProgress | None
+    warm_start: str
 
 
 def load_named(options: argparse.Namespace, model: str | Path | None, greeting: str | None = None) -> Engine:
@@ -52,7 +63,7 @@ def load_named(options: argparse.Namespace, model: str | Path | None, greeting: 
     return engine
 
 
-def open_optional(options: argparse.Namespace, model: str | Path | None, **others: Any) -> Engine:
+def open_optional(options: argparse.Namespace, model: str | Path | None, **others: "Unpack[OtherSettings]") -> Engine:
     """`model`, as the options of `add_model_options` say, but for `others` of its `LoadSettings`.
 
     On rank 0 of several, the others follow it.

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
@@ -16,12 +16,14 @@ from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
 from ..engine.load_settings import LoadSettings
 from ..engine.sampling import make_logits_processors, make_sampler
+from ..engine.session import AnswerOptions
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
 from ..files import JsonDict
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
+OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is that of the option
 Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
@@ -344,7 +346,7 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> dict[str, Any]:
+def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> AnswerOptions:
     """Arguments of `stream_generate`; seeds the random numbers.
 
     Raises:
@@ -360,7 +362,7 @@ def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()
     }
 
 
-def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, OptionValue]:
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

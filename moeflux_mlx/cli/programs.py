@@ -30,7 +30,7 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Setup:
+class AgentSetup:
     """The options of a program, placed before the user's own, and environment variables; None removes one."""
 
     arguments: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Program:
+class AgentProgram:
     """One that `moeflux launch` starts.
 
     Args:
@@ -51,16 +51,16 @@ class Program:
     command: str
     install: str
     least_context: int
-    setup: Callable[[Address, Path], Setup]
+    setup: Callable[[Address, Path], AgentSetup]
 
 
-def _aider(server: Address, folder: Path) -> Setup:
+def _aider(server: Address, folder: Path) -> AgentSetup:
     """https://aider.chat/docs/config/options.html: each option has a variable AIDER_NAME."""
     name = f"openai/{server.model}"
     limits = {"max_input_tokens": server.context, "max_tokens": server.context // 4}
     about = {"litellm_provider": "openai", "mode": "chat", "input_cost_per_token": 0, "output_cost_per_token": 0}
     metadata = _written(folder / "models.json", {name: {**limits, **about}})
-    return Setup(
+    return AgentSetup(
         variables={
             "AIDER_MODEL": name,
             "AIDER_WEAK_MODEL": name,
@@ -72,11 +72,11 @@ def _aider(server: Address, folder: Path) -> Setup:
     )
 
 
-def _claude(server: Address, folder: Path) -> Setup:
+def _claude(server: Address, folder: Path) -> AgentSetup:
     """https://code.claude.com/docs/en/settings: environment variables."""
     kinds = ("", "SMALL_FAST_", "DEFAULT_OPUS_", "DEFAULT_SONNET_", "DEFAULT_HAIKU_")
     models = {f"ANTHROPIC_{kind}MODEL": server.model for kind in kinds}
-    return Setup(
+    return AgentSetup(
         variables={
             **models,
             "ANTHROPIC_BASE_URL": server.url,
@@ -89,7 +89,7 @@ def _claude(server: Address, folder: Path) -> Setup:
     )
 
 
-def _codex(server: Address, folder: Path) -> Setup:
+def _codex(server: Address, folder: Path) -> AgentSetup:
     """`codex --help`: -c sets one value of its config.toml; a JSON text or number is one of TOML too."""
     provider = {
         "name": "moeflux",
@@ -101,12 +101,12 @@ def _codex(server: Address, folder: Path) -> Setup:
     values = {f"model_providers.moeflux.{name}": value for name, value in provider.items()}
     values |= {"model_provider": "moeflux", "model": server.model, "model_context_window": server.context}
     words = [word for name, value in values.items() for word in ("-c", f"{name}={json.dumps(value)}")]
-    return Setup(tuple(words), {KEY: server.key})
+    return AgentSetup(tuple(words), {KEY: server.key})
 
 
-def _goose(server: Address, folder: Path) -> Setup:
+def _goose(server: Address, folder: Path) -> AgentSetup:
     """https://block.github.io/goose/docs/guides/environment-variables."""
-    return Setup(
+    return AgentSetup(
         variables={
             "GOOSE_PROVIDER": "openai",
             "GOOSE_MODEL": server.model,
@@ -118,7 +118,7 @@ def _goose(server: Address, folder: Path) -> Setup:
     )
 
 
-def _opencode(server: Address, folder: Path) -> Setup:
+def _opencode(server: Address, folder: Path) -> AgentSetup:
     """https://opencode.ai/docs/config: OPENCODE_CONFIG names a file that is read after the user's own."""
     limit = {"context": server.context, "output": server.context // 4}
     provider = {
@@ -129,12 +129,12 @@ def _opencode(server: Address, folder: Path) -> Setup:
     }
     name = f"moeflux/{server.model}"
     config = {"provider": {"moeflux": provider}, "model": name, "small_model": name}
-    return Setup(variables={"OPENCODE_CONFIG": _written(folder / "opencode.json", config), KEY: server.key})
+    return AgentSetup(variables={"OPENCODE_CONFIG": _written(folder / "opencode.json", config), KEY: server.key})
 
 
-def _qwen(server: Address, folder: Path) -> Setup:
+def _qwen(server: Address, folder: Path) -> AgentSetup:
     """`qwen --help`, and the variables that its documentation names for servers of OpenAI's API."""
-    return Setup(
+    return AgentSetup(
         ("--auth-type", "openai", "--model", server.model),
         {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": server.key, "OPENAI_MODEL": server.model},
     )
@@ -147,10 +147,10 @@ def _written(path: Path, value: object) -> str:
 
 AGENT = 32768  # agents begin with up to 25,000 tokens
 PROGRAMS = {
-    "aider": Program("aider", "pip install aider-chat", 8192, _aider),
-    "claude": Program("claude", "npm install -g @anthropic-ai/claude-code", AGENT, _claude),
-    "codex": Program("codex", "npm install -g @openai/codex", AGENT, _codex),
-    "goose": Program("goose", "brew install block-goose-cli", AGENT, _goose),
-    "opencode": Program("opencode", "npm install -g opencode-ai", AGENT, _opencode),
-    "qwen": Program("qwen", "npm install -g @qwen-code/qwen-code", AGENT, _qwen),
+    "aider": AgentProgram("aider", "pip install aider-chat", 8192, _aider),
+    "claude": AgentProgram("claude", "npm install -g @anthropic-ai/claude-code", AGENT, _claude),
+    "codex": AgentProgram("codex", "npm install -g @openai/codex", AGENT, _codex),
+    "goose": AgentProgram("goose", "brew install block-goose-cli", AGENT, _goose),
+    "opencode": AgentProgram("opencode", "npm install -g opencode-ai", AGENT, _opencode),
+    "qwen": AgentProgram("qwen", "npm install -g @qwen-code/qwen-code", AGENT, _qwen),
 }

@@ -32,7 +32,7 @@ from .needs import (
     runtime_bytes,
     state_bytes,
 )
-from .settings import OPERATIONS, OWN, Gathered
+from .settings import OPERATIONS, OWN, BufferLimits
 
 EXPERTS_OF = {IoMode.MMAP: "mapped experts", IoMode.PREAD: "expert pool", IoMode.RESIDENT: "experts"}
 DEFAULT_CONTEXT, LEAST_CONTEXT = 8192, 512
@@ -314,7 +314,7 @@ class Planner:
         return low * KV_STEP
 
 
-def _at_once(layout: ExpertLayout, gathered: Gathered) -> int:
+def _at_once(layout: ExpertLayout, gathered: BufferLimits) -> int:
     """Bytes of the mapped layers to which one command buffer refers at most, by MLX's count of operations and words;
     Metal wires them together.
     """

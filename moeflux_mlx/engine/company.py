@@ -1,7 +1,7 @@
 """Interfaces of the other processes that run the same model with this one. Nothing here knows the transport."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
@@ -12,8 +12,12 @@ from ..ops.tiles import Tiles
 from ..text.tokenizer import TokenizerWrapper
 from .budget import Planner
 from .memory_plan import MemoryPlan
+from .running_text import TextOptions
 from .session import Session
-from .weights import Weights
+from .weights import ModelWeights
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Agreed(Protocol):
@@ -39,13 +43,13 @@ class Agreed(Protocol):
 class Company(Protocol):
     """All processes that run the model, including this one."""
 
-    def io_mode(self, asked: str, weights: Weights) -> str:
+    def io_mode(self, asked: str, weights: ModelWeights) -> str:
         """The I/O mode of this process if the user asked for `asked`."""
         ...
 
     def meet(
         self,
-        weights: Weights,
+        weights: ModelWeights,
         planner: Planner,
         dtype: mx.Dtype,
         bits: int,
@@ -58,6 +62,6 @@ class Company(Protocol):
 class Leading(Protocol):
     """The leading process, which makes the others repeat every step of its sessions."""
 
-    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: Any) -> Session:
+    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]") -> Session:
         """Starts a new text; `options` as for `Session`."""
         ...

@@ -1,13 +1,13 @@
 """A conversation: messages, and the session that knows the tokens of what has been said."""
 
 import base64
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import PromptCacheError, RequestError
-from ..files import JsonDict
+from ..files import JsonDict, JsonValue
 from ..state.fingerprint import Fingerprint
 from ..state.prompt_file import read_prompt_header
 from ..text.boundaries import Rendering
@@ -19,9 +19,18 @@ from ..text.spelling import Spelling
 from ..text.tokenizer import TokenizerWrapper
 from .generation import within_limit
 from .prompt import collapsed, places_of, prompt_with_images
-from .session import Session
+from .session import AnswerOptions, Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Pieces = Generator[tuple[str, bool], None, None]
+
+
+class AskOptions(AnswerOptions, total=False):
+    """The keywords of `Conversation.ask` that say how it answers."""
+
+    prompt_progress_callback: Callable[[int, int], object] | None
 
 
 class Conversation:
@@ -45,7 +54,7 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *map(_for_template, self.turns)]
 
-    def ask(self, text: str, images: Sequence[bytes] = (), **generation: Any) -> Pieces:
+    def ask(self, text: str, images: Sequence[bytes] = (), **generation: "Unpack[AskOptions]") -> Pieces:
         """Yields the answer in pieces (text, whether it is reasoning) to a text, with image files before it.
 
         If the iterator is closed or fails, the part that was answered stays in the conversation; a message without any
@@ -59,7 +68,7 @@ class Conversation:
         finally:
             self._keep(said[False], said[True])
 
-    def _answer(self, said: dict[bool, str], generation: dict[str, Any]) -> Pieces:
+    def _answer(self, said: dict[bool, str], generation: AskOptions) -> Pieces:
         """Yields the pieces of the answer to `messages` and appends them to `said`."""
         rendered = self.rendering.text(self.messages)
         prompt = self._with_images(self._encode(rendered))
@@ -141,7 +150,7 @@ def _for_template(turn: Message) -> Message:
     return {**rest, "content": with_places(turn["content"], len(turn["images"]))} if "images" in turn else rest
 
 
-def _are_messages(turns: list[Any]) -> bool:
+def _are_messages(turns: list[JsonValue]) -> bool:
     """Whether all are dicts of strings with at least "role" and "content", and optionally images in base64."""
     dicts = [turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= set(turn)]
     values = [value for turn in dicts for key, value in turn.items() if key != "images"]

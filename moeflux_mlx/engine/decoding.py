@@ -25,7 +25,7 @@ from .constrained import Constraint
 from .drafts import Drafts, Lookup
 from .sampling import LogitsProcessor, Sampler, greedy, make_sampler
 
-Chosen = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], whether they are NaN [1]
+ChosenToken = tuple[mx.array, mx.array, mx.array]  # a token [1], its logprobs [vocab_size], whether they are NaN [1]
 Proposed = Sequence[int] | mx.array  # drafts
 
 
@@ -53,7 +53,7 @@ class OwnStep:
         self, step: Step, drafts: Proposed, ahead: bool, sequence: int = 0, experts: ExpertLoader | None = None
     ):
         self._step, self._sequence, self._experts = step, sequence, experts
-        self.chosen: list[Chosen] = []
+        self.chosen: list[ChosenToken] = []
         self._drafts, self.ahead, self.drafted = drafts, ahead, len(drafts)
         self.is_cold = experts is not None and experts.is_filling
         rows = slice(sequence, sequence + 1 + len(drafts))
@@ -158,7 +158,7 @@ class Decoding:
         self._seen = mx.array([], mx.uint32)  # what the processors have seen; kept only if there are any
         self._last = prompt  # tokens that they have not seen yet
         self._logits: mx.array | None = logits
-        self._next: Chosen | None = None  # the host may not know it yet
+        self._next: ChosenToken | None = None  # the host may not know it yet
         self._step: OwnStep | None = None  # the last step of this decoding
         self._followed: OwnStep | None = None  # the step whose row the handed-out token follows
         self._runs_ahead = model.decode_step is not None and not logits_processors
@@ -192,7 +192,7 @@ class Decoding:
         self._go_on(self._choice(logits))
         mx.async_eval(self._next)
 
-    def _choice(self, logits: mx.array) -> Chosen:
+    def _choice(self, logits: mx.array) -> ChosenToken:
         """Chooses from logits [1, vocab_size] float32."""
         logprobs = log_softmax(logits)
         return self.sampler(logprobs), logprobs.reshape(-1), mx.isnan(logprobs[:, 0])
@@ -202,7 +202,7 @@ class Decoding:
         """Whether it chooses as `choose_likeliest` does."""
         return self.sampler is greedy and not self.processors
 
-    def _go_on(self, chosen: Chosen) -> None:
+    def _go_on(self, chosen: ChosenToken) -> None:
         """Takes the next token, which the host may not know yet."""
         self._next, self._last = chosen, chosen[0].astype(mx.uint32)
 
@@ -251,7 +251,7 @@ class Decoding:
         """
         return self._next is None and self._logits is None and (self._step is None or not self._step.rows_left)
 
-    def hand_out(self) -> Chosen:
+    def hand_out(self) -> ChosenToken:
         """Hands out the next token, which the host may not know yet, and counts it. Must not be called while a row is
         needed.
         """
@@ -263,7 +263,7 @@ class Decoding:
                 self._go_on(step.chosen[step.followed])
             else:
                 self.take(step.next_logits)
-        chosen = cast(Chosen, self._next)
+        chosen = cast(ChosenToken, self._next)
         self._followed = self._step if self._step is not None and self._step.rows_left else None
         self._next = self._logits = None
         self.count += 1
@@ -271,7 +271,7 @@ class Decoding:
             mx.clear_cache()  # buffers of a prompt's temporaries or of outgrown caches, which no later request fits
         return chosen
 
-    def known(self, chosen: Chosen) -> tuple[int, mx.array]:
+    def known(self, chosen: ChosenToken) -> tuple[int, mx.array]:
         """Waits for the token that was handed out last and returns it with its logprobs. Raises ModelFileError if they
         are NaN.
         """

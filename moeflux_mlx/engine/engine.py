@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -33,7 +33,7 @@ from .budget import Planner
 from .company import Agreed, Company, Leading
 from .expert_io import from_environment
 from .expert_source import open_experts
-from .heads import Drafts, choose_drafts, load_head
+from .heads import ChosenDrafts, choose_drafts, load_head
 from .keep_warm import KeepWarm, keep_warm_of
 from .kernel_cache import compiling
 from .keywords import LOADING, with_parameters_of
@@ -43,12 +43,15 @@ from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .memory_plan import MemoryPlan
 from .random_weights import Shapes
-from .running_text import CHECKPOINT_BYTES
+from .running_text import CHECKPOINT_BYTES, TextOptions
 from .session import Session
 from .settings import allow_open_files, configure_early
 from .tiles import choose
 from .warm_start import begin_warm_start
-from .weights import Weights, open_weights, with_best_pool
+from .weights import ModelWeights, open_weights, with_best_pool
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # The stack level of the caller of `load` in a function that `open_with` calls: between are `open_with`,
 # `within_limits`, `load`, and the two functions around it.
@@ -66,7 +69,7 @@ class Engine:
     loading.
     """
 
-    weights: Weights
+    weights: ModelWeights
     model: Model
     experts: ExpertLoader
     plan: MemoryPlan
@@ -98,11 +101,11 @@ class Engine:
         plain = self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
         return plain.keeping(self.model.args.kv_bits)
 
-    def session(self, **options: Any) -> Session:
+    def session(self, **options: "Unpack[TextOptions]") -> Session:
         """Starts a new text; `options` as for `Session`. By default, its kept states take at most a quarter of the
         headroom of the plan.
         """
-        settings = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
+        settings: TextOptions = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
         if self.lead is not None:
             return self.lead.session(self.model, self.tokenizer, **settings)
         return Session(self.model, self.tokenizer, **settings)
@@ -133,7 +136,7 @@ def open_with(settings: LoadSettings) -> Engine:
         return _seeing(engine, images, dtype, settings.image_tokens)
 
 
-def _checked_mode(expert_io: str, weights: Weights, ranks: Company | None) -> str:
+def _checked_mode(expert_io: str, weights: ModelWeights, ranks: Company | None) -> str:
     """How experts are read, as the option, the environment or the other ranks say. The directory must allow it and hold
     the experts of this process.
     """
@@ -146,7 +149,7 @@ def _checked_mode(expert_io: str, weights: Weights, ranks: Company | None) -> st
 
 
 def _planner(
-    settings: LoadSettings, weights: Weights, args: ModelArgs, dtype: mx.Dtype, images: VisionFiles | NoVision
+    settings: LoadSettings, weights: ModelWeights, args: ModelArgs, dtype: mx.Dtype, images: VisionFiles | NoVision
 ) -> Planner:
     """Plans the memory of this machine for the model."""
     resident = resident_bytes(weights.shapes, dtype)
@@ -168,7 +171,7 @@ class Setup:
         loading: is entered while the model is loaded.
     """
 
-    drafts: Drafts
+    drafts: ChosenDrafts
     tiles: Tiles
     computing: Computing
     warmth: str
@@ -176,7 +179,7 @@ class Setup:
     loading: AbstractContextManager[None]
 
 
-def _alone(drafts: Drafts, tiles: Tiles, settings: LoadSettings) -> Setup:
+def _alone(drafts: ChosenDrafts, tiles: Tiles, settings: LoadSettings) -> Setup:
     prefetch = PREFETCH[settings.prefetch]
     computing = lambda source, warm: RoutedExperts(source, prefetch, warm)  # noqa: E731
     return Setup(drafts, tiles, computing, settings.keep_warm, settings.warm_start, nullcontext())
@@ -184,7 +187,7 @@ def _alone(drafts: Drafts, tiles: Tiles, settings: LoadSettings) -> Setup:
 
 def _with_others(agreed: Agreed, args: ModelArgs, settings: LoadSettings, nbytes: int) -> Setup:
     """As all ranks have agreed; drafts, `keep_warm` and warm starts are off. `nbytes`: of all experts."""
-    drafts, prefetch = Drafts(args, agreed.plan, "off", None, ""), PREFETCH[settings.prefetch]
+    drafts, prefetch = ChosenDrafts(args, agreed.plan, "off", None, ""), PREFETCH[settings.prefetch]
     computing = lambda source, _: agreed.experts(source, prefetch)  # noqa: E731
     return Setup(drafts, agreed.tiles, computing, "off", "off", agreed.loading(nbytes))
 
@@ -199,7 +202,7 @@ def _seeing(engine: Engine, files: VisionFiles | NoVision, dtype: mx.Dtype, rows
     return engine
 
 
-def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress: ReadProgress | None) -> Engine:
+def _loaded(weights: ModelWeights, setup: Setup, dtype: mx.Dtype, bits: int, progress: ReadProgress | None) -> Engine:
     """Loads the model as planned."""
     drafts, tiles = setup.drafts, setup.tiles
     args, plan = drafts.args, drafts.plan
@@ -221,7 +224,7 @@ def _loaded(weights: Weights, setup: Setup, dtype: mx.Dtype, bits: int, progress
     return Engine(weights, model, experts, plan, drafts.reason, warm)
 
 
-def _opened_tables(weights: Weights, args: ModelArgs, experts: ExpertLoader) -> Tables | None:
+def _opened_tables(weights: ModelWeights, args: ModelArgs, experts: ExpertLoader) -> Tables | None:
     """The reader of n-gram rows, which is closed together with `experts`."""
     readers = open_readers(weights.tables)
     for reader in readers.values():

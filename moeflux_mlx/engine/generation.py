@@ -58,11 +58,16 @@ class GenerationResponse:
 Responses = Generator[GenerationResponse, None, None]
 
 
-class GenerationOptions(TypedDict, total=False):
-    """The keywords of `generate_step` that `stream_generate` and `generate` pass on."""
+class SamplerOptions(TypedDict, total=False):
+    """The keywords of `generate_step` that say how tokens are chosen."""
 
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor]
+
+
+class GenerationOptions(SamplerOptions, total=False):
+    """The keywords of `generate_step` that `stream_generate` and `generate` pass on."""
+
     prompt_cache: list[LayerCache] | None
     prefill_step_size: int | None
     span: int | None

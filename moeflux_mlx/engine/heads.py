@@ -24,14 +24,14 @@ from ..spec import ModelArgs
 from .budget import Planner
 from .machine import in_gb
 from .memory_plan import MemoryPlan
-from .weights import Weights
+from .weights import ModelWeights
 
 DRAFTS = ("auto", "off", "lookup", "head")  # sources of drafts; a directory with a head is allowed too
 LEAST_SHARE = 0.9  # share of the pool's bytes without drafts that "auto" leaves to the pool
 
 
 @dataclass(frozen=True)
-class Drafts:
+class ChosenDrafts:
     """The chosen source of drafts.
 
     Args:
@@ -54,7 +54,7 @@ class Drafts:
         return Drafting(self.kind)
 
 
-def choose_drafts(draft: str | Path, weights: Weights | None, planner: Planner, dtype: mx.Dtype) -> Drafts:
+def choose_drafts(draft: str | Path, weights: ModelWeights | None, planner: Planner, dtype: mx.Dtype) -> ChosenDrafts:
     """Chooses where a model's drafts come from.
 
     "auto" is the model's head if the plan with it keeps mode, sizes and nine tenths of the pool. Otherwise it is
@@ -74,10 +74,10 @@ def choose_drafts(draft: str | Path, weights: Weights | None, planner: Planner, 
     if is_folder and not user_path(draft).is_dir():
         raise RequestError(f"draft {str(draft)!r} is neither one of {', '.join(DRAFTS)} nor a directory")
     if draft == "off":
-        return Drafts(planner.args, planner.plan(), "off", None, "")
+        return ChosenDrafts(planner.args, planner.plan(), "off", None, "")
     looking = replace(planner, demand=replace(planner.demand, drafts=MOST_DRAFTS))
     if draft == "lookup":
-        return Drafts(planner.args, looking.plan(), "lookup", None, "drafts are looked up in the text")
+        return ChosenDrafts(planner.args, looking.plan(), "lookup", None, "drafts are looked up in the text")
     if draft == "auto":
         return _automatic(weights, planner, looking, dtype)
     head = _head(weights, planner.args, user_path(draft) if is_folder else None)
@@ -87,15 +87,15 @@ def choose_drafts(draft: str | Path, weights: Weights | None, planner: Planner, 
     return _with_head(head, looking, dtype)
 
 
-def _with_head(head: HeadWeights, looking: Planner, dtype: mx.Dtype) -> Drafts:
+def _with_head(head: HeadWeights, looking: Planner, dtype: mx.Dtype) -> ChosenDrafts:
     nbytes = head.nbytes(dtype)
     args = replace(looking.args, draft_head=head.args.layers[0])
     demand = replace(looking.demand, resident=looking.demand.resident + nbytes, head=nbytes)
     plan = replace(looking, args=args, demand=demand).plan()
-    return Drafts(args, plan, "head", head, f"drafts come from a head of {in_gb(nbytes, 3)}")
+    return ChosenDrafts(args, plan, "head", head, f"drafts come from a head of {in_gb(nbytes, 3)}")
 
 
-def _automatic(weights: Weights | None, planner: Planner, looking: Planner, dtype: mx.Dtype) -> Drafts:
+def _automatic(weights: ModelWeights | None, planner: Planner, looking: Planner, dtype: mx.Dtype) -> ChosenDrafts:
     args, plain, why = planner.args, planner.plan(), ""
     try:
         head = _head(weights, args, None)
@@ -111,10 +111,10 @@ def _automatic(weights: Weights | None, planner: Planner, looking: Planner, dtyp
     try:
         plan = looking.plan()
         if _keeps(plan, plain):
-            return Drafts(args, plan, "lookup", None, f"drafts are looked up in the text{why}")
+            return ChosenDrafts(args, plan, "lookup", None, f"drafts are looked up in the text{why}")
     except RequestError:
         pass
-    return Drafts(args, plain, "off", None, f"drafts are off: there is too little memory for them{why}")
+    return ChosenDrafts(args, plain, "off", None, f"drafts are off: there is too little memory for them{why}")
 
 
 def _keeps(plan: MemoryPlan, plain: MemoryPlan) -> bool:
@@ -123,7 +123,7 @@ def _keeps(plan: MemoryPlan, plain: MemoryPlan) -> bool:
     return alike and plan.pool >= LEAST_SHARE * plain.pool
 
 
-def _head(weights: Weights | None, args: ModelArgs, folder: Path | None) -> HeadWeights | None:
+def _head(weights: ModelWeights | None, args: ModelArgs, folder: Path | None) -> HeadWeights | None:
     """The head in `folder`, or in the model's own files."""
     if weights is None:
         return None
@@ -137,7 +137,7 @@ def _in_folder(folder: Path) -> tuple[Mapping[str, Tensor], JsonObject]:
     return merge_tensors(map(read_header, files)), read_json(config) if config.exists() else {}
 
 
-def _beside(weights: Weights) -> tuple[Mapping[str, Tensor], JsonObject]:
+def _beside(weights: ModelWeights) -> tuple[Mapping[str, Tensor], JsonObject]:
     config = read_json(weights.path / "config.json")
     if weights.checkpoint is None:
         file = weights.path / NAME

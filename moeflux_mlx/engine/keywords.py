@@ -59,7 +59,7 @@ GENERATION: Replacements = {
 
 
 def public(
-    *passed_to: Callable[..., Any], replaced: Replacements | None = None
+    *passed_to: Callable[..., object], replaced: Replacements | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a public function, whose calls then raise TypeError in its name for wrong arguments. If it passes its
     `**kwargs` to other functions, their parameters appear in its signature:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,6 +44,7 @@ from ..spec import ModelArgs
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
 
+R = TypeVar("R")
 TOKENS = (1, 4, 512)  # one, a few, and many
 Compute = Callable[[Any, Any], object]  # takes activations and a function that makes caches
 
@@ -117,7 +118,7 @@ class Noted(Tiles):
     def tile(self, target: str, kernel: str) -> Tile:
         return self._tiles.tile(target, kernel)
 
-    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def plan(self, operation: str, make: Callable[..., R], given: tuple[object, ...]) -> R:
         made = super().plan(operation, make, given)
         if isinstance(made, Reason):
             self.refused[operation] = self._missing if made is NO_KERNELS else made

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import RequestError
 from ..ops import backend, gpu_time, native
-from .settings import MOST, Gathered, gathered, physical_ram_bytes
+from .settings import MOST, BufferLimits, gathered, physical_ram_bytes
 
 WORKING_SET_SHARE = 0.9  # share of Metal's limit; from 0.95 on, MLX empties its cache of buffers at every allocation
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)  # dtypes of activations
@@ -50,7 +50,7 @@ class Figures:
     others: int = 0
     operations: float | None = None
     limit: int | None = None
-    gathered: Gathered = MOST
+    gathered: BufferLimits = MOST
     host: int = 0
 
     @property

@@ -59,12 +59,12 @@ class Spare(NamedTuple):
     cut: float = 0.0
 
 
-class Source(Protocol):
+class SpareSource(Protocol):
     def spare(self, pool: int) -> Spare:
         """Bytes that the machine can spare while the pool takes `pool` bytes; infinity if the source does not know."""
 
 
-class Group:
+class ControlGroup:
     """The limit of one control group of Linux, version 1 or 2 (memory.max and memory.high, memory.limit_in_bytes).
 
     Half of the headroom that a plan leaves is kept free. Pages of files do not count as used: the kernel drops them.
@@ -187,7 +187,7 @@ class PoolLimit:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[SpareSource],
         most: int,
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], int] = used_memory,
@@ -235,9 +235,9 @@ class PoolLimit:
         self._looked = now
 
 
-def sources(figures: Figures) -> list[Source]:
+def sources(figures: Figures) -> list[SpareSource]:
     """All sources of this machine; none on an NVIDIA GPU."""
-    given: list[Source] = [] if figures.limit is None else [Process(figures.limit)]
+    given: list[SpareSource] = [] if figures.limit is None else [Process(figures.limit)]
     if figures.name == "free GPU memory":
         return []
     if sys.platform == "darwin":
@@ -245,11 +245,11 @@ def sources(figures: Figures) -> list[Source]:
     return [*given, *host_sources()]
 
 
-def host_sources() -> list[Source]:
+def host_sources() -> list[SpareSource]:
     """The sources of Linux for the host's memory."""
     groups = memory_groups()
     stalls = [Stalls(groups[0] / "memory.pressure")] if groups else []
-    return [*map(Group, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
+    return [*map(ControlGroup, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
 
 
 def _read(file: Path) -> str:

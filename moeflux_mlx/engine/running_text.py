@@ -7,6 +7,7 @@ rest; `step` absorbs further tokens; `rewind` goes back.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import mlx.core as mx
 
@@ -53,6 +54,16 @@ class Half:
 
     span: Span
     tokens: list[int]
+
+
+class TextOptions(TypedDict, total=False):
+    """The keywords of `RunningText`."""
+
+    store: PromptStore | None
+    checkpoint_bytes: int
+    checkpoint_every: int
+    prefill_step_size: int | None
+    span: int | None
 
 
 class RunningText:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -20,9 +20,25 @@ from ..state.prompt_file import PromptHeader, load_prompt, save_prompt
 from ..text.tokenizer import TokenizerWrapper
 from .batch import Outcome, advance_together, attempt
 from .decoding import Decoding
-from .generation import GenerationResponse, Responder, Responses, check_max_tokens
+from .generation import GenerationResponse, Responder, Responses, SamplerOptions, check_max_tokens
 from .prompt import Prompt, checked_prompt
-from .running_text import RunningText
+from .running_text import RunningText, TextOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AnswerOptions(SamplerOptions, total=False):
+    """The keywords of `Session.answer` that say how tokens are chosen, and how many."""
+
+    max_tokens: int
+
+
+class ResponseOptions(AnswerOptions, total=False):
+    """The keywords of `Session.answer`."""
+
+    boundaries: Sequence[int]
+    prompt_progress_callback: Callable[[int, int], object] | None
 
 
 class Session(RunningText):
@@ -37,7 +53,7 @@ class Session(RunningText):
         last: the newest response; None before the first one.
     """
 
-    def __init__(self, model: Model, tokenizer: TokenizerWrapper, **options: Any):
+    def __init__(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]"):
         super().__init__(model, **options)
         self.tokenizer = tokenizer
         self.first_token_seconds = 0.0
@@ -51,7 +67,7 @@ class Session(RunningText):
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], object] | None = None,
         max_tokens: int = 256,
-        **choice: Any,
+        **choice: "Unpack[SamplerOptions]",
     ) -> "Answer":
         """Makes an answer to `prompt`, the token ids of the whole text so far; nothing is computed yet.
 
@@ -68,7 +84,7 @@ class Session(RunningText):
         check_max_tokens(max_tokens)
         return Answer(self, prompt, boundaries, prompt_progress_callback, max_tokens, choice)
 
-    def respond(self, prompt: Sequence[int], **options: Any) -> Responses:
+    def respond(self, prompt: Sequence[int], **options: "Unpack[ResponseOptions]") -> Responses:
         """Yields the responses of an answer; `options` as for `answer`.
 
         After the iterator is closed or an exception is raised, the session can continue, as `Answer` says.
@@ -108,7 +124,7 @@ class Session(RunningText):
                 other.points.add(position, self.points.states_at(position))
         return other
 
-    def _blank(self, **options: Any) -> "Session":
+    def _blank(self, **options: "Unpack[TextOptions]") -> "Session":
         """A new session of this kind."""
         return Session(self.model, self.tokenizer, **options)
 
@@ -149,7 +165,7 @@ class Answer:
         boundaries: Sequence[int],
         report: Callable[[int, int], object] | None,
         max_tokens: int,
-        choice: dict[str, Any],
+        choice: SamplerOptions,
     ):
         self.session = session
         self._prompt, self._boundaries, self._report = prompt, boundaries, report or (lambda done, total: None)
@@ -200,7 +216,7 @@ class Answer:
         self._responder = Responder(session.model, session.tokenizer, len(prompt), self._max_tokens)
         logits = session._sync(prompt, self._boundaries, self._report)
         self._responder.computed = session.reuse.computed
-        options: Any = {"max_tokens": self._max_tokens, **self._choice}
+        options: AnswerOptions = {"max_tokens": self._max_tokens, **self._choice}
         self._decoding = Decoding(
             *(session.model, session.cache, prompt.tokens, logits),
             draft_limit=session._draft_limit,

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import MoefluxWarning
 
@@ -32,15 +32,15 @@ CUDA_OPERATIONS = 130
 METAL_OPERATIONS, RAISED = 300, re.compile(r"Apple M[1-4]\b")
 
 
-class Gathered(NamedTuple):
+class BufferLimits(NamedTuple):
     """The most that MLX gathers in one command buffer: operations, and Mi elements of their inputs."""
 
     operations: int
     words: int
 
 
-OWN = Gathered(50, 50)  # MLX's own limits for a Max or an Ultra; 40 for other Macs
-MOST = Gathered(METAL_OPERATIONS, UNLIMITED)
+OWN = BufferLimits(50, 50)  # MLX's own limits for a Max or an Ultra; 40 for other Macs
+MOST = BufferLimits(METAL_OPERATIONS, UNLIMITED)
 
 
 def configure_mlx() -> None:
@@ -79,10 +79,10 @@ def variables_for(chip: str | None, memory: int) -> Mapping[str, int]:
     return {WORDS: words} | ({OPERATIONS: METAL_OPERATIONS} if RAISED.match(chip) else {})
 
 
-def gathered() -> Gathered:
+def gathered() -> BufferLimits:
     """What the variables say, if MLX reads them; its own values for those that are not set."""
     texts = [os.environ.get(name, "") for name in (OPERATIONS, WORDS)]
-    return Gathered(*(int(text) if text.isdigit() else own for text, own in zip(texts, OWN, strict=True)))
+    return BufferLimits(*(int(text) if text.isdigit() else own for text, own in zip(texts, OWN, strict=True)))
 
 
 def physical_ram_bytes() -> int:
@@ -97,7 +97,7 @@ def chip() -> str | None:
     return name.value.decode(errors="replace") if read_sysctl(b"machdep.cpu.brand_string", name, 128) else ""
 
 
-def read_sysctl(name: bytes, place: Any, size: int) -> bool:
+def read_sysctl(name: bytes, place: object, size: int) -> bool:
     """Reads a value of a Mac's system into `place`, a buffer or reference of ctypes of `size` bytes; returns whether
     the system gave it.
     """

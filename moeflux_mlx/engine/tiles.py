@@ -14,14 +14,13 @@ import warnings
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from ..errors import ModelFileError, MoefluxWarning, RequestError
-from ..files import directory, kept_files, read_json, replace_file, user_path
+from ..files import JsonValue, directory, kept_files, read_json, replace_file, user_path
 from ..ops import backend
-from ..ops.tiles import CODE, TILES, TRIED, Changes, Tiles
+from ..ops.tiles import CODE, TILES, TRIED, TileChanges, Tiles
 
 VERSION = 2
 REMEDY = "moeflux tune finds them anew, and moeflux tune --reset removes the file"
@@ -34,7 +33,7 @@ class Entry:
     gpu: str
     mlx: str
     kernels: str
-    tiles: Changes
+    tiles: TileChanges
 
     @property
     def is_stale(self) -> bool:
@@ -117,14 +116,14 @@ def read_entries(file: Path) -> list[Entry]:
         raise ModelFileError(f"{file} is damaged: {error}") from None
 
 
-def _entry(row: Any) -> Entry:
+def _entry(row: JsonValue) -> Entry:
     names = {name: row[name] for name in ("gpu", "mlx", "kernels")}
     if not all(isinstance(name, str) for name in names.values()):
         raise ValueError("a name is not a string")
     return Entry(**names, tiles=parse_tiles(row["tiles"]))
 
 
-def parse_tiles(tiles: Any) -> Changes:
+def parse_tiles(tiles: JsonValue) -> TileChanges:
     """Tiles by kernel, of parsed JSON.
 
     Raises:
@@ -143,7 +142,7 @@ def is_tried(kernel: str, field: str, value: int) -> bool:
     return any(changes.get(kernel, {}).get(field) == value for tried in TRIED.values() for changes in tried)
 
 
-def keep(file: Path, tiles: Changes) -> None:
+def keep(file: Path, tiles: TileChanges) -> None:
     """Writes the tiles found on this GPU in place of those found there before.
 
     Usable entries for other GPUs stay in the file. The file is replaced atomically.

@@ -31,7 +31,7 @@ ONE = 0xFFFF
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptUsage:
     """The share of steps that used each expert, float64 [layers that have experts, experts], and the number of steps,
     older ones counting less.
     """
@@ -40,7 +40,7 @@ class Kept:
     steps: float
 
     @classmethod
-    def of_row(cls, row: Row) -> "Kept | None":
+    def of_row(cls, row: Row) -> "KeptUsage | None":
         """None: it is damaged."""
         with suppress(KeyError, TypeError, ValueError, OverflowError, Base64Error):
             rates = np.frombuffer(base64.b64decode(row["rates"], validate=True), "<u2").reshape(row["shape"]) / ONE
@@ -48,11 +48,11 @@ class Kept:
             return cls(rates, steps) if rates.ndim == 2 and 0 < steps < 1e18 else None
         return None
 
-    def after(self, usage: Usage) -> "Kept":
+    def after(self, usage: Usage) -> "KeptUsage":
         """Including a session's steps."""
         earlier = self.steps * 0.5 ** (usage.steps / HALF_LIFE)
         steps = earlier + usage.steps
-        return Kept((self.rates * earlier + usage.counts) / steps, steps)
+        return KeptUsage((self.rates * earlier + usage.counts) / steps, steps)
 
     def row(self) -> Row:
         rates = np.round(self.rates.clip(0, 1) * ONE).astype("<u2")
@@ -82,10 +82,10 @@ def begin_warm_start(mode: str, model: Path, source: ExpertLoader) -> None:
             source.warm(kept.rates)
 
 
-def kept_of(key: Row, shape: tuple[int, ...]) -> Kept | None:
+def kept_of(key: Row, shape: tuple[int, ...]) -> KeptUsage | None:
     """What earlier sessions of the model have used; None: nothing, or the file is damaged."""
     rows = (row for row in read_rows(usage_file()) if row.items() >= key.items())
-    kept = next(filter(None, map(Kept.of_row, rows)), None)
+    kept = next(filter(None, map(KeptUsage.of_row, rows)), None)
     return kept if kept is not None and kept.rates.shape == shape else None
 
 
@@ -94,7 +94,7 @@ def keep(key: Row, usage: Usage, process: int) -> None:
     if not usage.steps or os.getpid() != process:
         return
     with suppress(OSError), alone(usage_file()):
-        before = kept_of(key, usage.counts.shape) or Kept(np.zeros_like(usage.counts), 0.0)
+        before = kept_of(key, usage.counts.shape) or KeptUsage(np.zeros_like(usage.counts), 0.0)
         rows = [row for row in read_rows(usage_file()) if row.get("model") != key["model"]]
         rows.append({**key, **before.after(usage).row()})
         while len(rows) > 1 and sum(len(str(row)) for row in rows) > MOST_BYTES:

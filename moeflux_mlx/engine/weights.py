@@ -31,7 +31,7 @@ from .pool_sizes import best_pool
 
 
 @dataclass(frozen=True)
-class Weights:
+class ModelWeights:
     """The places of a model's tensors.
 
     Attributes:
@@ -121,7 +121,7 @@ class Weights:
         return self.checkpoint.fingerprint(dtype, bits)
 
 
-def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
+def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> ModelWeights:
     """Args:
         shards_in: other directories in which a checkpoint's safetensors files may lie.
 
@@ -133,13 +133,13 @@ def open_weights(path: Path, shards_in: Sequence[Path] = ()) -> Weights:
         args = ModelArgs.from_file(path)
         experts = open_packed(path, args)
         check_grids(experts)
-        return Weights(path, args, experts, read_resident(path), tables=open_tables(path, args))
+        return ModelWeights(path, args, experts, read_resident(path), tables=open_tables(path, args))
     in_place = open_in_place(path, shards_in)
     lie = in_place.shapes(), in_place, in_place.tables
-    return Weights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))
+    return ModelWeights(path, in_place.args, in_place.experts, *lie, tuple(shards_in))
 
 
-def with_best_pool(demand: Demand, weights: Weights) -> Demand:
+def with_best_pool(demand: Demand, weights: ModelWeights) -> Demand:
     """The demand including the size of the pool that `moeflux tune` found, unless a size is forced."""
     if demand.expert_cache_bytes is not None:
         return demand

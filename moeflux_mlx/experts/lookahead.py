@@ -154,8 +154,9 @@ class Lookahead:
         """Gives the trial the time of a token from its first layer's request to its last layer's."""
         if layer == self.layout.moe_layers[0]:
             self._started = time.perf_counter()
-        elif layer == self.layout.moe_layers[-1] and self.prefetch != "off":
+        elif layer == self.layout.moe_layers[-1] and self.prefetch != "off" and self._started:
             self.trial.token(time.perf_counter() - self._started)
+            self._started = 0.0  # the first layer of the next token may be queued ahead (model/optimistic.py)
 
     def _read_ahead(self, layer: int, ids: list[int]) -> None:
         keys = [(layer, expert) for expert in self._owned(layer, ids)]

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import ExpertIOError
-from ..formats.record import Key
+from ..formats.record import ExpertLayout, Key
 from .pool import Slot, SlotPool
 from .pools import Pools
 from .reader import ExpertReader
 from .reads import GUESSED, REQUESTED, WARMING, as_they_end
+from .record_table import RecordTable
 from .source import TooManyExpertsError
 from .stats import LoaderStats
 
@@ -110,6 +111,22 @@ class PoolReads:
         pool.ranking.use(key, uses)
         self._submit(pool, key, slot, WARMING)
         self.stats.warmed += 1
+        return True
+
+    def table(self, layer: int, layout: ExpertLayout) -> RecordTable | None:
+        """As `ExpertLoader.table`."""
+        self.collect()
+        pool = self.pools.of[layer]
+        return pool.table(layer, layout.records[layer], layout.num_experts) if pool.copied else None
+
+    def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
+        """Counts uses of a layer's records if all were in the table, and have stayed there since; returns whether."""
+        pool = self.pools.of[keys[0][0]]
+        if any(key not in pool or pool[key] is not table.slots.get(key[1]) for key in keys):
+            return False
+        pool.ranking.request(keys)
+        for key in keys:
+            self._count(pool[key])
         return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

@@ -100,6 +100,15 @@ class RoutedExperts:
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
+    def from_table(self, layer: int, memory: mx.array) -> Callable[..., mx.array]:
+        records = Records(memory, self.source.layout.records[layer])
+
+        def compute(routing: Routing, x: mx.array, residual: mx.array, shared: Shared | None) -> mx.array:
+            ids, weights = cast(mx.array, routing.ids), cast(mx.array, routing.weights)
+            return expert_ffn(x, ids, records, weights, residual, shared)
+
+        return compute
+
     def _awaited(
         self, lease: Lease, weights: mx.array, x: mx.array, residual: mx.array, shared: mx.array | Shared | None
     ) -> mx.array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -64,6 +64,15 @@ class RoutedExpertsCall(Protocol):
 
     def wants_guess(self, layer: int, tokens: int) -> bool:
         """Whether a prediction of the experts of `layer` would be used now."""
+        ...
+
+
+@runtime_checkable
+class FromTables(Protocol):
+    """A `RoutedExpertsCall` that can compute a token's experts without a request."""
+
+    def from_table(self, layer: int, memory: mx.array) -> Callable[..., mx.array]:
+        """Computes what a call does, without a report, from the layer's `RecordTable.memory`; it can be traced."""
         ...
 
 

@@ -23,6 +23,7 @@ from ..errors import ExpertIOError
 from ..formats.record import ExpertLayout, Key
 from ..ops.records import Records
 from ..process import check_process
+from .record_table import RecordTable
 from .stats import Asked, LoaderStats
 
 Owned = Callable[[int, Sequence[int]], list[int]]  # (layer, experts) -> the experts among them that are served here
@@ -112,7 +113,7 @@ class Lease:
 ON_DISK, IN_MEMORY, ARRIVING = range(3)  # where a record is
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Is told of requests, in the thread that runs the model."""
 
     def requested(self, layer: int, ids: np.ndarray, keys: Sequence[Key], ready: Sequence[bool]) -> None:
@@ -145,7 +146,7 @@ class ExpertLoader(ABC):
     reads_ahead: bool = False
     counts_rows: bool = False
     is_filling: bool = False
-    observer: Observer | None = None
+    observer: RequestObserver | None = None
 
     def __init__(self, layout: ExpertLayout, decision: str):
         self.layout, self.decision = layout, decision or self.mode.value
@@ -253,6 +254,16 @@ class ExpertLoader(ABC):
             ExpertIOError: as `request`.
         """
         return None
+
+    def table(self, layer: int) -> RecordTable | None:
+        """The records of the layer that may be used without a request; None if there is no table of them."""
+        return None
+
+    def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
+        """As a request and the release of its lease: counts that a computation has used `ids` [1, K] of the table.
+        Returns whether the table had all of them; otherwise nothing is counted.
+        """
+        return False
 
     @property
     def is_resident(self) -> bool:

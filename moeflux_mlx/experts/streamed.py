@@ -10,7 +10,6 @@ call first rebuilds its state from the pools' tables of records.
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,6 +28,8 @@ from .pool_reads import PoolReads
 from .pools import Pools
 from .reader import DEFAULT_WORKERS, Arrange, ExpertReader, RecordCheck
 from .reads import IN_A_STEP, WARM_READS
+from .record_table import RecordTable
+from .repeating import repeat
 from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
 from .stats import Asked, LoaderStats
 from .warming import Usage, Warming
@@ -111,7 +112,7 @@ class StreamedExperts(ExpertLoader):
         self._warming = Warming(self.reads, self.layout, self.usage.counts)
         self.allowance, self.limit, self._host_limit = allowance, limit, host_limit
         if limit is not None or host_limit is not None:
-            self._start("pool-watch", StreamedExperts.relieve_between_calls, WATCH_SECONDS)
+            repeat("pool-watch", self, StreamedExperts.relieve_between_calls, WATCH_SECONDS)
 
     @property
     def stats(self) -> LoaderStats:
@@ -146,9 +147,8 @@ class StreamedExperts(ExpertLoader):
         return self.pools.host_bytes
 
     def resize(self, nbytes: int) -> int:
-        """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most the
-        pool's largest size; returns the resulting slots, which are more if more are leased. Evicts the records
-        that were used least of late.
+        """Resizes the pool to `nbytes`, in whole records, at least as many as a request may ask for and at most its
+        largest size; returns the slots, which are more if more are leased. Evicts the records used least of late.
         """
         with self._alone():
             self._check_open()
@@ -172,7 +172,7 @@ class StreamedExperts(ExpertLoader):
         """
         with self._alone():
             self._warming = Warming(self.reads, self.layout, rates)
-        self._start("pool-feed", StreamedExperts.warm_between_calls, FEED_SECONDS)
+        repeat("pool-feed", self, StreamedExperts.warm_between_calls, FEED_SECONDS)
 
     def warm_between_calls(self) -> bool:
         """Reads on for `warm`, unless a call is in progress, which does it itself. Returns whether there is more."""
@@ -217,10 +217,6 @@ class StreamedExperts(ExpertLoader):
             finally:
                 self._lock.release()
         return not self._closed
-
-    def _start(self, name: str, call: Callable[["StreamedExperts"], bool], seconds: float) -> None:
-        """Starts a thread that does not keep the loader."""
-        threading.Thread(target=_repeat, args=(weakref.ref(self), call, seconds), name=name, daemon=True).start()
 
     @property
     def in_flight(self) -> list[Key]:
@@ -302,12 +298,24 @@ class StreamedExperts(ExpertLoader):
             lease.release()
             raise
         self._warming.feed()
+        self._note_use(layer, ids, keys, inverse, ready)
+        return lease
+
+    def _note_use(self, layer: int, ids: np.ndarray, keys: list[Key], at: np.ndarray, ready: list[bool]) -> None:
         if self.observer is not None:
             self.observer.requested(layer, ids, keys, ready)
         self.usage.note(layer, ids)
         if ids.ndim == 2 and (len(ids) > 1 or self.counts_rows):
-            self._rows_asked.note(layer, ids, lease.ready)
-        return lease
+            self._rows_asked.note(layer, ids, np.array(ready)[at])
+
+    def table(self, layer: int) -> RecordTable | None:
+        return self.reads.table(layer, self.layout)
+
+    def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
+        keys, inverse = asked_for(layer, ids)
+        if is_used := self.reads.use(keys, table):
+            self._note_use(layer, ids, keys, inverse, [True] * len(keys))
+        return is_used
 
     def asked_by_row(self) -> list[Asked]:
         return self._rows_asked.counts()
@@ -326,10 +334,7 @@ class StreamedExperts(ExpertLoader):
         self.pools.note_prompt(layer, counts, tokens)
 
     def give_way(self, layer: int, ids: Sequence[int]) -> None:
-        """Makes these records the first to be evicted.
-
-        Otherwise a pass over all layers that is larger than the pool would leave nothing for the next pass.
-        """
+        """Makes these records the first to be evicted, so that a pass over all layers leaves some for the next pass."""
         self.pools.give_way(layer, ids)
 
     def take_back(self, rows: int) -> None:
@@ -391,10 +396,3 @@ class StreamedExperts(ExpertLoader):
                 self.reads.empty(pool)
                 pool.give_back()
             self.pools.clear()
-
-
-def _repeat(loader: "weakref.ref[StreamedExperts]", call: Callable[["StreamedExperts"], bool], seconds: float) -> None:
-    """A thread that calls something every so often while nothing is computed, until it says that this was all."""
-    while (experts := loader()) is not None and call(experts):
-        del experts
-        time.sleep(seconds)

@@ -33,7 +33,7 @@ RowParts = tuple[list[int], list[int], int]  # of a part of some rows: files by 
 Chunk = tuple[Sequence[int], list[RowParts]]  # some rows, and their parts
 
 
-class TableReader:
+class FileTable:
     """The rows of one table.
 
     Args:
@@ -168,7 +168,7 @@ class PendingRows:
 
     def __init__(
         self,
-        reader: TableReader,
+        reader: FileTable,
         rows: np.ndarray,
         target: np.ndarray,
         reads: list["Future[None]"],
@@ -224,12 +224,12 @@ def _opened(path: Path) -> int:
     return descriptor
 
 
-def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, TableReader]:
+def open_readers(tables: Mapping[int, TableFiles]) -> dict[int, FileTable]:
     """The readers by layer. Raises ExpertIOError: a file cannot be opened."""
-    readers: dict[int, TableReader] = {}
+    readers: dict[int, FileTable] = {}
     try:
         for layer, files in tables.items():
-            readers[layer] = TableReader(files)
+            readers[layer] = FileTable(files)
     except ExpertIOError:
         for reader in readers.values():
             reader.close()

@@ -9,12 +9,12 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..errors import ConfigError
-from ..files import JsonDict, JsonObject
+from ..files import JsonDict, JsonObject, JsonValue
 from ..kinds import Dense, Experts, LayerSpec, Llama3, Mixer, Residual, Rotation, Router, SharedExpert, Yarn
 from ..kinds.limits import LARGEST, WIDEST_HEAD
 from ..mixers.grouped.spec import GroupedQuery
@@ -24,10 +24,12 @@ MOST_LAYERS = 1024  # far beyond any model; what is made for each of them stays 
 PLAIN = Residual()
 
 
+# The value of a field of the part that a function makes, from the family: its type is the field's.
+SpecValue: TypeAlias = Any
 _MISSING = object()
 
 
-def out_of_range(name: str, value: Any, wanted: str) -> ConfigError:
+def out_of_range(name: str, value: JsonValue, wanted: str) -> ConfigError:
     return ConfigError(f"config field {name!r} is {reprlib.repr(value)}; expected {wanted}")
 
 
@@ -37,7 +39,7 @@ class Fields:
     def __init__(self, config: JsonObject):
         self.config = config
 
-    def _get(self, names: str, kind: type, default: Any) -> tuple[str, Any]:
+    def _get(self, names: str, kind: type, default: JsonValue) -> tuple[str, JsonValue]:
         """(name, value) of the first of `names` ("a|b") that is present and not null."""
         for name in names.split("|"):
             value = self.config.get(name)
@@ -58,27 +60,27 @@ class Fields:
         """The fields, with the values of `usual` where one is missing or null."""
         return Fields({**usual, **{name: value for name, value in self.config.items() if value is not None}})
 
-    def required(self, names: str, kind: type) -> Any:
+    def required(self, names: str, kind: type) -> JsonValue:
         return self._get(names, kind, _MISSING)[1]
 
-    def optional(self, names: str, kind: type, default: Any) -> Any:
+    def optional(self, names: str, kind: type, default: JsonValue) -> JsonValue:
         return self._get(names, kind, default)[1]
 
-    def count(self, names: str, default: Any = _MISSING, least: int = 1, most: int = LARGEST) -> Any:
+    def count(self, names: str, default: JsonValue = _MISSING, least: int = 1, most: int = LARGEST) -> JsonValue:
         """An integer from `least` to `most`, or the default."""
         name, value = self._get(names, int, default)
         if value is not default and not least <= value <= most:
             raise out_of_range(name, value, f"an integer from {least} to {most}")
         return value
 
-    def number(self, names: str, default: Any = _MISSING, *, least: float, most: float) -> Any:
+    def number(self, names: str, default: JsonValue = _MISSING, *, least: float, most: float) -> JsonValue:
         """A float from `least` to `most`, or the default."""
         name, value = self._get(names, float, default)
         if value is not default and not least <= value <= most:
             raise out_of_range(name, value, f"a number from {least:g} to {most:g}")
         return value
 
-    def must_equal(self, name: str, wanted: Any) -> None:
+    def must_equal(self, name: str, wanted: object) -> None:
         value = self.config.get(name)
         if value is not None and value != wanted:
             raise ConfigError(f"config field {name!r} is {reprlib.repr(value)}; only {wanted!r} is implemented")
@@ -207,7 +209,7 @@ def _yarn(read: Fields) -> Yarn:
     )
 
 
-def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQuery:
+def grouped_query(read: Fields, share: float = 1.0, **switches: SpecValue) -> GroupedQuery:
     """Attention with the usual names of its sizes; `share` as in `rotation`, `switches` from the family.
 
     A family whose `attention_bias` can be true reads it, and passes `bias`.
@@ -223,7 +225,7 @@ def grouped_query(read: Fields, share: float = 1.0, **switches: Any) -> GroupedQ
 WIDTHS = "moe_intermediate_size|expert_hidden_dim"  # names of a routed expert's width
 
 
-def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTHS, **rule: Any) -> Experts:
+def experts(read: Fields, shared: SharedExpert | None = None, width: str = WIDTHS, **rule: SpecValue) -> Experts:
     """Routed experts with the usual names of their sizes; `rule` has further fields of the router."""
     count, top_k = read.count("num_experts|num_local_experts|n_routed_experts"), read.count("num_experts_per_tok")
     return Experts(Router(count, top_k, **rule), read.count(width), shared)
@@ -235,7 +237,7 @@ def shared_expert(read: Fields) -> SharedExpert | None:
     return SharedExpert(width) if width else None
 
 
-def grouped_experts(read: Fields, **rule: Any) -> Experts:
+def grouped_experts(read: Fields, **rule: SpecValue) -> Experts:
     """Routed experts in groups with a shared one, in DeepSeek's spelling; `rule` is what the router has besides."""
     return experts(
         read,
@@ -267,7 +269,7 @@ def sparse_layers(read: Fields) -> tuple[int, ...]:
     return tuple(i for i in range(layer_count(read)) if i not in dense and (i + 1) % step == 0)
 
 
-def layer_kinds(read: Fields, name: str, known: Sequence[Any]) -> list[Any] | None:
+def layer_kinds(read: Fields, name: str, known: Sequence[JsonValue]) -> list[JsonValue] | None:
     """A list that has one of the `known` values for each layer, if there is one.
 
     Raises:
@@ -289,7 +291,7 @@ def one_full_in(every: int, count: int) -> list[str]:
     return [SLIDING if (i + 1) % every else FULL for i in range(count)]
 
 
-def rotating_in_windows(read: Fields, usual: Sequence[str], **switches: Any) -> list[GroupedQuery]:
+def rotating_in_windows(read: Fields, usual: Sequence[str], **switches: SpecValue) -> list[GroupedQuery]:
     """Attention whose layers with a window rotate queries and keys, while the others see all positions and encode none.
 
     Reads `layer_types`; without this field the layers are of the kinds `usual`. `switches` as in `grouped_query`.

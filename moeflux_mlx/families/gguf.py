@@ -9,13 +9,14 @@ import itertools
 import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from ..errors import ConfigError, ModelFileError
-from ..files import JsonDict, JsonObject
+from ..files import JsonDict, JsonObject, JsonValue
 
+T = TypeVar("T")
 MISSING = object()
 ROPE_TYPES = ("none", "yarn")
 SIGMOID = 2  # a value of `expert_gating_func`
@@ -34,7 +35,7 @@ class Metadata:
         self._entries, self.tensors, self.slowed = entries, tensors, slowed
         self.architecture = self.anywhere("general.architecture", str)
 
-    def anywhere(self, key: str, kind: type, default: Any = MISSING) -> Any:
+    def anywhere(self, key: str, kind: type, default: JsonValue = MISSING) -> JsonValue:
         """The value of a whole key.
 
         Raises:
@@ -48,16 +49,16 @@ class Metadata:
             raise ModelFileError(f"GGUF metadata {key!a} {what}")
         return value
 
-    def count(self, key: str, default: Any = MISSING) -> Any:
+    def count(self, key: str, default: JsonValue = MISSING) -> JsonValue:
         """An integer of this architecture."""
         return self.anywhere(f"{self.architecture}.{key}", int, default)
 
-    def number(self, key: str, default: Any = MISSING) -> Any:
+    def number(self, key: str, default: JsonValue = MISSING) -> JsonValue:
         """A float of this architecture, as short as float32 needs it: 1e-6, not 9.999999974752427e-07."""
         value = self.anywhere(f"{self.architecture}.{key}", float, default)
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
-    def flag(self, key: str, default: Any = MISSING) -> Any:
+    def flag(self, key: str, default: JsonValue = MISSING) -> JsonValue:
         """A truth value of this architecture."""
         return self.anywhere(f"{self.architecture}.{key}", bool, default)
 
@@ -70,7 +71,7 @@ class Metadata:
             return int(value[0])
         return int(self.count(key))
 
-    def each_layer(self, key: str, kind: type) -> list[Any]:
+    def each_layer(self, key: str, kind: type[T]) -> list[T]:
         """The values of a key that has one for each layer.
 
         Raises:
@@ -81,7 +82,7 @@ class Metadata:
             raise ConfigError(f"GGUF metadata {self.architecture}.{key} has no {kind.__name__} for each layer")
         return list(values[: self.layers])
 
-    def must_equal(self, key: str, wanted: Any) -> None:
+    def must_equal(self, key: str, wanted: object) -> None:
         """Raises ConfigError: the key has another value."""
         value = self._entries.get(f"{self.architecture}.{key}")
         if value is not None and value != wanted:
@@ -198,8 +199,8 @@ def neighbours_apart(heads: int, rows: int) -> Change:
     return Change(rows=stored.swapaxes(1, 2).reshape(-1))
 
 
-Config = JsonDict
-Changes = Callable[[Config, str, tuple[int, ...]], Change | None]
+GgufConfig = JsonDict
+Changes = Callable[[GgufConfig, str, tuple[int, ...]], Change | None]
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class GgufFamily:
         change: (config, name behind "model.layers.N.", stored shape) -> what undoes llama.cpp's change; None: nothing.
     """
 
-    config: Callable[[Metadata], Config]
+    config: Callable[[Metadata], GgufConfig]
     names: tuple[tuple[str, str], ...]
     change: Changes = lambda config, name, shape: None
 

@@ -1,7 +1,6 @@
 """Qwen2-MoE, Qwen3, Qwen3-Next and Qwen3.5."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from .fields import (
     Fields,
     FusedRows,
     HeadNames,
+    SpecValue,
     by_axes,
     common,
     experts,
@@ -76,7 +76,7 @@ def _hybrid(read: Fields, attention: GroupedQuery, normalise: bool) -> JsonDict:
     return {**common(read), "layers": layers(read, mixers, moe, sparse_layers(read))}
 
 
-def delta(read: Fields, **switches: Any) -> Delta:
+def delta(read: Fields, **switches: SpecValue) -> Delta:
     """Linear attention; `switches`: what the family knows of it besides."""
     return Delta(
         key_heads=read.count("linear_num_key_heads"),

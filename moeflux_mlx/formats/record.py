@@ -22,9 +22,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 from ..errors import ConfigError
+from ..files import JsonValue
 from ..kinds import SILU, Activation
 from ..quant import EXPERTS, GLOBAL_SCALE, GRID, MINIMA, SUPERS, Quant, Quantization
 from ..spec import ModelArgs
@@ -154,7 +154,7 @@ class Record:
         return hash((self.geometry, self.activation, self.interleaved))
 
     @property
-    def geometry(self) -> tuple[Any, ...]:
+    def geometry(self) -> tuple[tuple[Projection, ...], int]:
         """The part of a record that a file states."""
         return self.projections, self.stride
 
@@ -233,7 +233,7 @@ def projections_of(matrices: int) -> tuple[str, ...]:
     return PROJECTIONS[-matrices:]
 
 
-def floating_dtype(fields: Iterable[tuple[Any, Any]]) -> str:
+def floating_dtype(fields: Iterable[tuple[JsonValue, JsonValue]]) -> str:
     """The first dtype of scales and biases among `fields`, names and dtypes; that of bfloat16 where none is floating.
 
     A file may have brought them, so they can be anything.

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, cast
+from typing import cast
 
 from ..cli.fetching import local_model
 from ..cli.interrupts import INTERRUPTED
@@ -23,8 +23,9 @@ from ..cli.run import Parser, execute
 from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
 from ..engine.generation import GenerationResponse, within_limit, xtc_special_tokens
 from ..engine.prompt import places_of, prompt_with_images, read_images
-from ..engine.session import Session
+from ..engine.session import AnswerOptions, Session
 from ..errors import RequestError
+from ..files import JsonDict
 from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stream(
-    session: Session, tokens: Sequence[int], boundaries: list[int], generation: dict[str, Any], verbose: bool
+    session: Session, tokens: Sequence[int], boundaries: list[int], generation: AnswerOptions, verbose: bool
 ) -> int:
     """Prints the text as it comes, then the statistics, also after Ctrl-C."""
     progress = ProgressLine("prompt")
@@ -113,7 +114,7 @@ def read_prompt(words: list[str], option: str | None) -> str:
 
 
 def encode(
-    tokenizer: TokenizerWrapper, prompt: str, options: argparse.Namespace, template_config: dict[str, Any]
+    tokenizer: TokenizerWrapper, prompt: str, options: argparse.Namespace, template_config: JsonDict
 ) -> list[int]:
     """Token ids of the prompt, through the chat template unless it is ignored."""
     if options.ignore_chat_template:
@@ -122,8 +123,8 @@ def encode(
     return cast(list[int], tokenizer.apply_chat_template(messages, add_generation_prompt=True, **template_config))
 
 
-def messages_of(prompt: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": with_places(prompt, len(options.image))}]
+def messages_of(prompt: str, options: argparse.Namespace) -> list[JsonDict]:
+    messages: list[JsonDict] = [{"role": "user", "content": with_places(prompt, len(options.image))}]
     if options.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": options.system_prompt})
     return messages

@@ -1,10 +1,11 @@
 """The choice of positions for a token that does not attend to all of them."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from .rotation import Rotation
 
+Place: TypeAlias = Any  # of tokens: an int, or an integer array of numpy or MLX
 INDEX_VALUES = 1 << 24  # the most values of index scores, or of gathered entries, at once
 
 
@@ -89,7 +90,7 @@ class KeyBlocks:
         """How many of the tokens from a place on attend to all positions that they see."""
         return min(max((self.indexer.top + 1) * self.ratio - 1 - first, 0), count)
 
-    def whole(self, place: Any) -> Any:
+    def whole(self, place: Place) -> Place:
         """Blocks among which the token at a place chooses."""
         return (place + 1) // self.ratio
 
@@ -122,7 +123,7 @@ class HeadBlocks:
         """How many of the tokens from a place on attend to all positions that they see."""
         return min(max(self.most - first, 0), count)
 
-    def whole(self, place: Any) -> Any:
+    def whole(self, place: Place) -> Place:
         """Blocks among which the token at a place chooses: those before its own."""
         return place // self.ratio
 

@@ -8,7 +8,7 @@ absorbed every token and goes back to states that were kept.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import mlx.nn as nn
 
@@ -33,6 +33,7 @@ from .mamba import cache as mamba_cache
 from .mamba import module as mamba
 from .mamba.spec import Mamba2
 
+T = TypeVar("T")
 PARTS_OF: dict[type[Mixer], tuple[ModuleType, ModuleType]] = {
     GroupedQuery: (grouped_cache, grouped),
     Latent: (latent_cache, latent),
@@ -60,7 +61,7 @@ def cache_numbers(mixers: Sequence[Mixer]) -> tuple[range, ...]:
     return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
 
 
-def by_layer(numbers: Iterable[range], cache: Sequence[Any]) -> list[list[Any]]:
+def by_layer(numbers: Iterable[range], cache: Sequence[T]) -> list[list[T]]:
     """The caches of each layer, of all of a text; `numbers`: from `cache_numbers`."""
     return [[cache[i] for i in own] for own in numbers]
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced, up_to
+from ..caches.stand_in import Traced
+from ..caches.traced import up_to
 from ..experts.source import ExpertLoader
 from ..ops.backend import AnyArray
 from ..ops.rows import StepRows
@@ -70,11 +71,19 @@ class DecodeStep:
         return not refused
 
     def __call__(
-        self, tokens: mx.array, sequences: Sequence[Sequence[Any]], *more: mx.array, begin: Begin | None = None
+        self, tokens: mx.array, sequences: Sequence[Sequence[LayerCache]], *more: mx.array, begin: Begin | None = None
     ) -> list[AnyArray]:
         """Runs the graph on the inputs of `takes` and on `more`, and returns its arrays; advances the caches of all
         sequences, after a call of `begin`.
         """
+        outputs, take = self.start(tokens, sequences, *more, begin=begin)
+        take(len(sequences[0]))
+        return outputs
+
+    def start(
+        self, tokens: mx.array, sequences: Sequence[Sequence[LayerCache]], *more: mx.array, begin: Begin | None = None
+    ) -> tuple[list[AnyArray], Callable[[int], None]]:
+        """As a call, but returns the function that advances the caches of the first layers, as many as it is told."""
         texts, first = list[_Text](), 0
         for cache, count in _runs(sequences):
             texts.append(_Text.of(cache, first, count))
@@ -87,15 +96,20 @@ class DecodeStep:
         graph = self._graph(kinds, [*state, *more])
         outputs = graph(order.permute(tokens), *state, *map(order.permute, more))
         count = len(outputs) - sum(number * kind.num_outputs for number, own in kinds for kind in own)
-        left = islice(outputs, count, None)
-        for text in texts:
-            number, own = text.kind
-            for row in range(text.first, text.first + number):
-                for i, (one, kind) in enumerate(zip(text.cache, own, strict=True)):
-                    if begin is not None:
-                        begin(row, i)
-                    one.take_step(list(islice(left, kind.num_outputs)))
-        return list(map(order.undo, outputs[:count]))
+
+        def take(layers: int) -> None:
+            left = islice(outputs, count, None)
+            for text in texts:
+                number, own = text.kind
+                for row in range(text.first, text.first + number):
+                    for i, (layer, kind) in enumerate(zip(text.cache, own, strict=True)):
+                        arrays = list(islice(left, kind.num_outputs))
+                        if i < layers:
+                            if begin is not None:
+                                begin(row, i)
+                            layer.take_step(arrays)
+
+        return list(map(order.undo, outputs[:count])), take
 
     def _graph(self, kinds: Sequence[Kind], arrays: Sequence[mx.array]) -> Any:
         """The graph for such caches and arrays; of too many the one that was not used for longest is freed."""
@@ -121,7 +135,7 @@ class DecodeStep:
         return run
 
 
-def by_case(run: Callable[..., list[Any]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
+def by_case(run: Callable[..., list[AnyArray]], experts: ExpertLoader) -> Callable[..., DecodeStep]:
     """A function that gives the step of each case: `run` with the values of its first arguments, as many as the
     function gets. The steps keep their traces until `experts` close.
     """

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced
+from ..caches.stand_in import Traced
 from ..errors import RequestError
 from ..experts.routing import Report, RoutedExpertsCall, ignore_report
 from ..kinds import streams_before
@@ -26,9 +26,10 @@ from ..ops.tiles import CODE, MAX_TOKENS, Tiles, using
 from ..spec import ModelArgs
 from .compiled import DecodeStep
 from .drafting import Drafting
-from .head import DraftHead, Shared
+from .head import DraftHead, SharedParts
 from .images import ImageEncoder
 from .layer import DecoderLayer
+from .optimistic import OptimisticLayers
 from .span import PromptSizes, Span
 from .step import SequenceRows, Step, checked_rows
 from .streams import connection
@@ -62,8 +63,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype of the last norm."""
-        norm = self.norm if "norm" in self else self.hc_head.hc_norm
-        return norm.weight.dtype
+        return (self.norm if "norm" in self else self.hc_head.hc_norm).weight.dtype
 
 
 class Model(nn.Module):
@@ -113,12 +113,12 @@ class Model(nn.Module):
         self._head: Callable[[], DraftHead | None] = lambda: None  # in a function, so that it is not a submodule
         self.vision: ImageEncoder | None = None
         self.decode_step: DecodeStep | None = None
+        self.optimistic: OptimisticLayers | None = None
         if self.experts is not None and self.experts.is_resident:
             self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
-            for layer in self.layers:
-                layer.compile(self.experts)
+            self.optimistic = OptimisticLayers(self.layers, self._cache_numbers, self.experts)
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
@@ -146,7 +146,7 @@ class Model(nn.Module):
         head's experts are closed with the model's.
         """
         assert self.experts is not None
-        head.bind(Shared(self._embed, self._compute_logits, self._computing))
+        head.bind(SharedParts(self._embed, self._compute_logits, self._computing))
         self._head = lambda: head
         self.experts.at_close(head.close)
 
@@ -298,7 +298,7 @@ class Model(nn.Module):
             rows.append(self._compute(tokens[:, row : row + 1], cache))
         return [mx.concatenate(list(parts), axis=1) for parts in zip(*rows, strict=True)]
 
-    def run(self, tokens: mx.array, cache: Sequence[Any]) -> AnyArray:
+    def run(self, tokens: mx.array, cache: Sequence[LayerCache]) -> AnyArray:
         """The normed hidden states [B, L, hidden_size] before `last_product`, on the CPU as a numpy array."""
         return self.model.normed(self._run_layers(tokens, cache))
 
@@ -313,8 +313,10 @@ class Model(nn.Module):
                 raise
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
-        h, chosen = self.embedded(tokens), Chosen()
-        for layer, caches in zip(self.layers, by_layer(self._cache_numbers, cache), strict=True):
+        h, chosen, of_layers = self.embedded(tokens), Chosen(), by_layer(self._cache_numbers, cache)
+        if self.optimistic is not None and tokens.size == 1:
+            return self.optimistic.pass_layers(h, of_layers, inputs)
+        for layer, caches in zip(self.layers, of_layers, strict=True):
             h = layer(h, caches, chosen, inputs)
         return h
 
@@ -340,8 +342,7 @@ class Model(nn.Module):
         with self._turn(span.tokens.size):
             self._check(span.tokens, cache)
             self._through_layers(span, cache, report)
-            last = backend.contiguous(span.hidden[:, -1:])
-            logits = backend.leave(self.last_product(self.model.normed(last)))
+            logits = backend.leave(self.last_product(self.model.normed(backend.contiguous(span.hidden[:, -1:]))))
             mx.eval(logits)
         return logits[:, 0]
 
@@ -352,10 +353,10 @@ class Model(nn.Module):
             span.inputs = self._begin_inputs(span.tokens, cache)
             span.reached = 0, span.images.embedded(self.embedded(span.tokens), span.start, self.vision)
         while span.layer < count:
-            i, own = span.layer, layers[span.layer]
+            i, own, layer = span.layer, layers[span.layer], self.model.layers[span.layer]
             span.begin(self._cache_numbers[i].start, own)
             try:
-                h = self.layers[i].pass_span(span.hidden, own, span, lambda share, i=i: report((i + share) / count))
+                h = layer.pass_span(span.hidden, own, span, lambda share, i=i: report((i + share) / count))
                 h = span.images.deepened(h, span.start, i, self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned
@@ -367,9 +368,8 @@ class Model(nn.Module):
 
     def _begin_inputs(self, tokens: mx.array, cache: Sequence[Any]) -> Tokens:
         """Returns the layers' inputs besides hidden states; begins to read the rows of tables."""
-        return Tokens(
-            tokens, self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
-        )
+        rows = self.tables.begin(np.array(tokens), by_layer(self._cache_numbers, cache)) if self.tables else {}
+        return Tokens(tokens, rows)
 
     def _expect(self, span: Span) -> None:
         """Begins to read the experts of the first layer with experts while the layers before it are computed."""
@@ -387,7 +387,7 @@ class Model(nn.Module):
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property
-    def layers(self) -> list[Any]:
+    def layers(self) -> list[DecoderLayer]:
         return self.model.layers
 
     @property

@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from ..experts.routing import Report, ignore_report
 from ..kinds import Dense, Residual
-from ..layers import MLP, Output, RMSNorm
+from ..layers import MLP, OutputNorm, RMSNorm
 from ..ops.backend import Array
 
 PLAIN = Residual()
@@ -39,7 +39,7 @@ class DenseMLP(MLP):
         super().__init__(hidden_size, part.width, part.activation)
         self._adds = residual.connections is None and not residual.parallel  # otherwise the residual adds its output
         if residual.output_norms:
-            self.output = Output(hidden_size, eps, residual.layer_scale)
+            self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
 
     def forward(self, residual: Array, norm: RMSNorm | None, tokens: None = None) -> Array:
         """`residual` [B, L, D] plus the MLP's output for it, normed."""

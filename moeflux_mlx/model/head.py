@@ -29,7 +29,7 @@ from .step import MAX_OF_SEQUENCE
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedParts:
     """The parts that a head shares with its model.
 
     Args:
@@ -68,7 +68,7 @@ class DraftHead(nn.Module):
         self.enorm, self.hnorm = (RMSNorm(args.hidden_size, args.rms_norm_eps) for _ in range(2))
         self.fc = Linear(2 * args.hidden_size, args.hidden_size)
         self.model = _Layers(args, experts, forms)
-        self._shared: Shared | None = None
+        self._shared: SharedParts | None = None
         self._experts = experts
         self._steps: list[DecodeStep] = []  # for a few rows on a GPU with the experts: without and with a draft
         if experts is not None and experts.source.is_resident:
@@ -82,7 +82,7 @@ class DraftHead(nn.Module):
         names = FAMILIES[self.args.model_type].head
         return names is None or names.takes_normed
 
-    def bind(self, shared: Shared) -> None:
+    def bind(self, shared: SharedParts) -> None:
         """Connects the head with the model that has `shared`."""
         self._shared = shared
 
@@ -145,7 +145,7 @@ class DraftHead(nn.Module):
         return [out, mx.argmax(self._shared.logits(out[:, -1:]), axis=-1)]
 
     @contextmanager
-    def _computing(self) -> Iterator[Shared]:
+    def _computing(self) -> Iterator[SharedParts]:
         assert self._shared is not None, "the head is bound to no model"
         with self._shared.computing():
             yield self._shared

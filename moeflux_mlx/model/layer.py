@@ -8,10 +8,10 @@ import mlx.nn as nn
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..caches.traced import Traced
-from ..experts.routing import Report, RoutedExpertsCall
+from ..caches.stand_in import Traced
+from ..experts.routing import FromTables, Report, RoutedExpertsCall
 from ..experts.source import ExpertLoader
-from ..layers import Caches, MixerModule, Output, norm_of
+from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
 from ..ops import backend
 from ..ops.backend import AnyArray, Array
@@ -22,7 +22,7 @@ from .compiled import DecodeStep, by_case
 from .feed_forward import feed_forward_of
 from .moe import BeforeExperts, MoE
 from .ngrams import NGramLayer
-from .residual import NormedStream, OneStream, ParallelStream, Residual, SeveralStreams
+from .residual import NormedStream, OneStream, ParallelStream, ResidualWay, SeveralStreams
 from .span import MIXER_SHARE, Span
 from .streams import connection
 from .tokens import Tokens
@@ -45,7 +45,7 @@ class DecoderLayer(nn.Module):
     h = x + mixer(norm(x)); out = h + mlp(norm(h)).
     """
 
-    residual: Residual
+    residual: ResidualWay
 
     def __init__(self, args: ModelArgs, layer: int, experts: RoutedExpertsCall | None, forms: frozenset[str]):
         super().__init__()
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
             self.attn_hc, self.ffn_hc = (connection(connections, *sizes, layer) for _ in range(2))
             self.residual = SeveralStreams(self.mixer, self.get("input_layernorm"), self.attn_hc, self.ffn_hc)
         elif spec.residual.output_norms:
-            self.mixer_output = Output(*sizes)
+            self.mixer_output = OutputNorm(*sizes)
             self.residual = NormedStream(self.mixer, self.input_layernorm, self.mixer_output)
         else:
             kind = ParallelStream if spec.residual.parallel else OneStream
@@ -110,8 +110,28 @@ class DecoderLayer(nn.Module):
         chosen.take([next(left) if is_given else None for is_given in given])
         of_tokens = list(left)
         tokens = Tokens.of(self._tables, *of_tokens) if of_tokens else None
+        kept, before = self.choose(h, caches, chosen, predict, tokens)
+        return [chosen.handed, kept, *before]
+
+    def choose(
+        self,
+        h: mx.array,
+        caches: Sequence[Traced],
+        chosen: Chosen,
+        predict: bool = False,
+        tokens: Tokens | None = None,
+    ) -> tuple[list[AnyArray], BeforeExperts]:
+        """All before the experts, for a traced token: what `residual.added` takes besides, and what they take."""
         x, *kept = self._mixed(h, caches, chosen, tokens)
-        return [chosen.handed, kept, *self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))]
+        return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
+        its end is part of a kernel, so that no bit depends on which layers share a graph.
+        """
+        is_plain = type(self.mlp) is MoE and type(self.residual) is OneStream and not self._reads_tokens
+        return is_plain and isinstance(self.mlp.experts, FromTables)
 
     def _of_rows(self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""
@@ -126,7 +146,7 @@ class DecoderLayer(nn.Module):
         return library.concatenate(made, axis=1)
 
     def _mixed(self, h: Array, caches: Caches, chosen: Chosen, tokens: Tokens | None) -> tuple[AnyArray, ...]:
-        """The feed-forward part's input, and what `Residual.added` takes with its output."""
+        """The feed-forward part's input, and what `ResidualWay.added` takes with its output."""
         return self.residual.mixed(self.ple(h, tokens, caches[-1]) if "ple" in self else h, caches, chosen)
 
     def _ids(self, x: Array, tokens: Tokens | None) -> AnyArray:

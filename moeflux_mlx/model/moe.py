@@ -9,7 +9,7 @@ import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Experts, Residual
-from ..layers import MLP, Linear, Output, RMSNorm, Stack
+from ..layers import MLP, Linear, OutputNorm, RMSNorm, Stack
 from ..ops import backend
 from ..ops.add_normed import Pair
 from ..ops.backend import AnyArray, Array
@@ -131,14 +131,17 @@ class MoE(nn.Module):
         beside = self._shared_output(residual, x, gates) if self._is_apart else None
         return BeforeExperts(residual, self._latent(x), logits, gates, *choice, predicted, beside)
 
-    def run_experts(self, before: BeforeExperts) -> AnyArray:
-        """The residual [B, L, D] plus the output of the chosen experts."""
-        assert self.experts is not None
+    def run_experts(self, before: BeforeExperts, experts: Callable[..., AnyArray] | None = None) -> AnyArray:
+        """The residual [B, L, D] plus the output of the chosen experts. `experts`: computes them, called as a
+        `RoutedExpertsCall`; None: the model's.
+        """
+        experts = experts or self.experts
+        assert experts is not None
         predicted, choice = self._as_routing(before.predicted), self._choice(before.logits)
         routing = Routing(self.layer, before.ids, before.weights, predicted, choice, before.host_copy)
         shared = None if self._is_apart else self._shared(before.gates)
         added_to = self._added_to(before.residual, before.x)
-        return self._joined(before.residual, self.experts(routing, before.x, added_to, shared), before.beside)
+        return self._joined(before.residual, experts(routing, before.x, added_to, shared), before.beside)
 
     def prepare(self, residual: Array, norm: RMSNorm | None, tokens: AnyArray = None) -> tuple[Array, ...]:
         """Computes for many tokens what depends on each token alone; `finish` takes the results of one block of tokens,
@@ -282,7 +285,7 @@ class NormedMoE(MoE):
             self.shared_input_norm = RMSNorm(hidden_size, eps)
             self.shared_output_norm, self.routed_output_norm = (RMSNorm(hidden_size, eps) for _ in range(2))
         if residual.output_norms:
-            self.output = Output(hidden_size, eps, residual.layer_scale)
+            self.output = OutputNorm(hidden_size, eps, residual.layer_scale)
 
     def _shared_output(self, residual: AnyArray, x: AnyArray, gates: AnyArray) -> AnyArray:
         """Of the stream with a norm of its own if the shared expert is normed; its last norm follows later."""

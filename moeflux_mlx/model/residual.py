@@ -6,7 +6,7 @@ and with what it kept of them it adds the part's output.
 
 from typing import Any, ClassVar
 
-from ..layers import Caches, MixerModule, Output, RMSNorm
+from ..layers import Caches, MixerModule, OutputNorm, RMSNorm
 from ..ops.backend import AnyArray, Array
 from ..ops.seen import Chosen
 
@@ -31,7 +31,7 @@ class OneStream:
 class NormedStream(OneStream):
     """One stream with a norm before the addition: h + norm(mixer(norm(h))). The feed-forward part has its own."""
 
-    def __init__(self, mixer: MixerModule, norm: Any, output: Output):
+    def __init__(self, mixer: MixerModule, norm: Any, output: OutputNorm):
         super().__init__(mixer, norm)
         self.output = output
 
@@ -74,4 +74,4 @@ class SeveralStreams:
         return self.behind.scatter(streams, out, *mixing)
 
 
-Residual = OneStream | SeveralStreams
+ResidualWay = OneStream | SeveralStreams

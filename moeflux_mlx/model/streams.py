@@ -253,7 +253,7 @@ MODULES: dict[type[Connections], Any] = {
 }
 
 
-def connection(rule: Connections, hidden_size: int, eps: float, layer: int | None) -> Any:
+def connection(rule: Connections, hidden_size: int, eps: float, layer: int | None) -> nn.Module:
     """The module between the streams and a part of a layer; None: behind the last layer."""
     if isinstance(rule, BlockSums):
         return BlockSum(hidden_size, eps, layer is not None and rule.begins(layer))

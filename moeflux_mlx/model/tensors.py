@@ -33,7 +33,7 @@ TABLE = ".tid2eid"  # the experts of each token id: integers
 # A few rows, by which scores of positions are summed, and keys of blocks are.
 INDEX_WEIGHTS = (".indexer.weights_proj", ".indexer.wgate")
 
-Shapes = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
 
 
 class Needed(NamedTuple):
@@ -41,8 +41,8 @@ class Needed(NamedTuple):
     those that are weights of convolutions.
     """
 
-    matrices: Shapes
-    plain: Shapes
+    matrices: TensorShapes
+    plain: TensorShapes
     convolutions: frozenset[str]
 
 

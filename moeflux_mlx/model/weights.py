@@ -4,6 +4,7 @@ Tensors have the model's module paths as names. A matrix is stored dense, or as 
 its shapes determine which, and the configuration must agree.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +58,7 @@ def fill(
     Raises:
         ModelFileError: a tensor is missing, unknown, misshapen, of the wrong type, or not finite.
     """
-    left = tensors
+    left, floats = tensors, dict[str, mx.array]()
     matrices = {_below(path, own): one for own, one in module.named_modules() if isinstance(one, Weight)}
     for name, matrix in matrices.items():
         _fill_weight(name, matrix, left, quantization, dtype)
@@ -67,8 +68,10 @@ def fill(
             block = _module(module, owner)
             setattr(block, leaf, _take_table(left, name, parameter.shape, block.rule.experts))
         elif not is_of_matrix(name, matrices):
-            tensor = _take_float(left, name, parameter.shape)
+            tensor = floats[name] = _take_float(left, name, parameter.shape)
             setattr(_module(module, owner), leaf, tensor.astype(kept_dtype(name, tensor, dtype)))
+    _check_finite(floats)
+    floats.clear()
     arrange(module)
     if left:
         raise ModelFileError(f"{len(left)} tensors do not belong to this model, the first is {min(left)}")
@@ -101,34 +104,36 @@ def _fill_weight(
     weight, stated = _take(left, f"{path}.weight"), (quantization or Quantization()).of(path)
     second = f"{path}.{'scales' if stated is None else stated.parts[1]}"
     if second not in left and weight.dtype in FLOATS:
-        values = _checked_float(f"{path}.weight", weight, module.shape)
-        module.weight, module.filled = values.astype(kept_dtype(f"{path}.weight", values, dtype)), True
-        mx.eval(module.weight)
+        _check_float(f"{path}.weight", weight, module.shape)
+        module.weight, module.filled = weight.astype(kept_dtype(f"{path}.weight", weight, dtype)), True
+        _check_finite({f"{path}.weight": weight}, module.weight)
         return
     if second not in left:
         raise ModelFileError(f"tensor {second} is missing; {path}.weight is {weight.dtype}")
     quant = module.quant = _geometry(path, module.shape, weight, left[second], stated)
-    module.weight = weight
-    for name in module.tensors()[1:]:
-        setattr(module, name, _beside(path, name, quant, module.shape, left, dtype))
-    if quant.is_nested and not all(map(_are_finite, float_scales(quant, *parts_of(module)[1:]))):
-        raise ModelFileError(f"tensor {second} holds NaN or infinite values; convert the checkpoint again")
-    mx.eval([module[name] for name in module.tensors()])
+    module.weight, floats = weight, dict[str, mx.array]()
+    for part in module.tensors()[1:]:
+        name = f"{path}.{part}"
+        tensor = _beside(name, part, quant, module.shape, left)
+        setattr(module, part, tensor.astype(kept_dtype(name, tensor, dtype)))
+        if tensor.dtype in FLOATS:
+            floats[name] = tensor
+    _check_finite(floats, *(module[name] for name in module.tensors()))
+    if quant.is_nested:
+        for scales in float_scales(quant, *parts_of(module)[1:]):
+            _check_finite({second: scales})
 
 
-def _beside(
-    path: str, part: str, quant: Quant, matrix: tuple[int, ...], left: dict[str, mx.array], dtype: mx.Dtype
-) -> mx.array:
-    """A part of a stored matrix that is not its codes, as it is kept."""
-    name = f"{path}.{part}"
+def _beside(name: str, part: str, quant: Quant, matrix: tuple[int, ...], left: dict[str, mx.array]) -> mx.array:
+    """A part of a stored matrix that is not its codes."""
     tensor, (shape, kind) = _take(left, name), quant.shape_of(part, matrix[:-1], matrix[-1], FLOAT)
     if kind != "U8":
-        _checked_float(name, tensor, shape)
+        _check_float(name, tensor, shape)
     else:
         _check_shape(name, tensor, shape)
         if tensor.dtype != mx.uint8:
             raise ModelFileError(f"tensor {name} is {tensor.dtype}; scales of mode {quant.mode} are uint8")
-    return tensor.astype(kept_dtype(name, tensor, dtype))
+    return tensor
 
 
 def _geometry(path: str, shape: tuple[int, ...], weight: mx.array, scales: mx.array, stated: Quant | None) -> Quant:
@@ -155,7 +160,9 @@ def _check_shape(name: str, tensor: mx.array, wanted: tuple[int, ...]) -> None:
 
 
 def _take_float(left: dict[str, mx.array], name: str, shape: tuple[int, ...]) -> mx.array:
-    return _checked_float(name, _take(left, name), shape)
+    tensor = _take(left, name)
+    _check_float(name, tensor, shape)
+    return tensor
 
 
 def _take_table(left: dict[str, mx.array], name: str, shape: tuple[int, ...], count: int) -> mx.array:
@@ -170,14 +177,16 @@ def _take_table(left: dict[str, mx.array], name: str, shape: tuple[int, ...], co
     return table
 
 
-def _checked_float(name: str, tensor: mx.array, shape: tuple[int, ...]) -> mx.array:
+def _check_float(name: str, tensor: mx.array, shape: tuple[int, ...]) -> None:
     _check_shape(name, tensor, shape)
     if tensor.dtype not in FLOATS:
         raise ModelFileError(f"tensor {name} is {tensor.dtype}; expected float32, bfloat16 or float16")
-    if not _are_finite(tensor):
-        raise ModelFileError(f"tensor {name} holds NaN or infinite values; convert the checkpoint again")
-    return tensor
 
 
-def _are_finite(values: mx.array) -> bool:
-    return bool(mx.isfinite(values).all().item())
+def _check_finite(floats: Mapping[str, mx.array], *beside: mx.array) -> None:
+    """Computes the arrays `beside` together with what it checks: each evaluation wakes a thread."""
+    finite = {name: mx.isfinite(tensor).all() for name, tensor in floats.items()}
+    mx.eval(finite, beside)
+    for name, is_finite in finite.items():
+        if not is_finite.item():
+            raise ModelFileError(f"tensor {name} holds NaN or infinite values; convert the checkpoint again")

@@ -9,6 +9,7 @@ import ctypes
 import sys
 from collections.abc import Iterable
 from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import mlx.core as mx
@@ -88,7 +89,7 @@ def leave(x: mx.array | np.ndarray) -> mx.array:
     return mx.array(x) if isinstance(x, np.ndarray) else x
 
 
-def settle_weights(parameters: Any) -> None:
+def settle_weights(parameters: object) -> None:
     """Moves weights that the native kernels will read into huge pages."""
     if mx.default_device() == mx.cpu and native.available():
         for named in tree_flatten(parameters):
@@ -100,7 +101,7 @@ def computes_at_once(x: Array) -> bool:
     return isinstance(x, np.ndarray)
 
 
-def start(*arrays: Any) -> None:
+def start(*arrays: object) -> None:
     """Begins to compute the arrays; skips None and computed ones."""
     if stand_ins().backend is None:
         mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
@@ -163,7 +164,7 @@ def view(x: AnyArray) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(x))
 
 
-def library_of(x: AnyArray) -> Any:
+def library_of(x: AnyArray) -> ModuleType:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
     return mx if isinstance(x, mx.array) else np
 
@@ -195,7 +196,7 @@ def _zeros(shape: tuple[int, ...], dtype: mx.Dtype, device: str) -> mx.array:
     return zeros
 
 
-def arange(count: int, library: Any) -> AnyArray:
+def arange(count: int, library: ModuleType) -> AnyArray:
     """int32 0 .. count - 1 in an array of numpy or MLX; MLX's is made once, because a compiled step would make it again
     in every layer for every token."""
     return np.arange(count, dtype=np.int32) if library is np else _arange(count, str(mx.default_device()))

@@ -16,7 +16,7 @@ from .tiles import planned, tile_of
 
 LARGEST_INDEX = 2**31 - 1
 
-Dense = list[mx.array]  # the arrays of a projection's form, [n, rows, ...]; of a global scale [n, 1, 1]
+DenseParts = list[mx.array]  # the arrays of a projection's form, [n, rows, ...]; of a global scale [n, 1, 1]
 
 
 def dequantized_records(records: Records, slots: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -85,14 +85,14 @@ def _dequantized_ops(records: Records, slots: mx.array, dtype: mx.Dtype) -> tupl
     return mx.concatenate(firsts, axis=1), down
 
 
-def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> list[Dense]:
+def dense(records: Records, where: np.ndarray, dtype: mx.Dtype) -> list[DenseParts]:
     """The matrices of the records in the rows `where`, each array dense; float scales and biases in `dtype`."""
     matrices = records.record.projections
     taken = iter(_taken(records, where, [field for matrix in matrices for field in matrix.codes], dtype))
     return [[next(taken) for _ in matrix.codes] for matrix in matrices]
 
 
-def views(records: Records, dtype: mx.Dtype) -> list[Dense] | None:
+def views(records: Records, dtype: mx.Dtype) -> list[DenseParts] | None:
     """The matrices of all records without a copy, as `dense` gives those of some; None if they cannot be read so.
 
     MLX's packed products on Metal and on the CPU take views whose records are far apart, except for one, of sorted

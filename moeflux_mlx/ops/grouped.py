@@ -19,7 +19,7 @@ from .arrangement import Among, Batch, arrange
 from .backend import AnyArray, Array, view
 from .chips import M5_GENERATION, generation_of
 from .combine import combine
-from .dequantize import Dense, dense, dequantized_records, linear_biases, views
+from .dequantize import DenseParts, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, starts_of
 from .experts import expert_down_combine, expert_gate_up, joined, native_refusal
 from .forms import factors, is_computed, settings
@@ -312,7 +312,7 @@ def dense_ffn(
 
 def grouped_ffn(
     x: mx.array,
-    parts: Sequence[Dense],
+    parts: Sequence[DenseParts],
     record: Record,
     owners: mx.array,
     biases: tuple[mx.array, ...] | None = None,
@@ -335,7 +335,7 @@ def grouped_ffn(
     return product(joined(firsts[0], firsts[-1], record), -1)
 
 
-def _multiply(x: mx.array, part: Dense, projection: Projection, owners: mx.array) -> mx.array:
+def _multiply(x: mx.array, part: DenseParts, projection: Projection, owners: mx.array) -> mx.array:
     quant, third = projection.quant, part[2] if len(part) > 2 else None
     biases = third if quant.has_biases else None
     product = mx.gather_qmm(x, part[0], part[1], biases, None, owners, True, **settings(quant))

@@ -7,7 +7,8 @@ which also makes its queries and its key and appends the key as `attend` appends
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -62,17 +63,17 @@ class IndexTerms(NamedTuple):
     query_norm: Norm | None = None
     rotates_last: bool = False
 
-    def keys(self, keys: Array, position: Any) -> AnyArray:
+    def keys(self, keys: Array, position: int | AnyArray) -> AnyArray:
         """The keys [B, L, D] of tokens from a rotary position on."""
         assert self.key_norm is not None
         return self._turned(self.key_norm(keys)[:, :, None], position)[:, :, 0]
 
-    def queries(self, queries: Array, heads: int, position: Any) -> AnyArray:
+    def queries(self, queries: Array, heads: int, position: int | AnyArray) -> AnyArray:
         """The queries [B, L, heads, D]."""
         queries = queries.reshape(*queries.shape[:2], heads, -1)
         return self._turned(queries if self.query_norm is None else self.query_norm(queries), position)
 
-    def _turned(self, x: Array, position: Any) -> AnyArray:
+    def _turned(self, x: Array, position: int | AnyArray) -> AnyArray:
         if self.rope is None:
             return x
         if self.rotates_last:
@@ -95,7 +96,7 @@ class Projections(NamedTuple):
     terms: IndexTerms
 
 
-class Stepping(Protocol):
+class KeyStepping(Protocol):
     """A cache of keys that takes single tokens with the arrays of `Held`."""
 
     def held(self, dtype: mx.Dtype) -> Held:
@@ -174,7 +175,7 @@ def choose_in_blocks(
     return library.concatenate(chosen, axis=1), None if marked[0] is None else library.concatenate(marked, axis=1)
 
 
-def _best_blocks(scores: AnyArray, newest: AnyArray, top: int, size: int, library: Any) -> AnyArray:
+def _best_blocks(scores: AnyArray, newest: AnyArray, top: int, size: int, library: ModuleType) -> AnyArray:
     """The blocks int32 [B, rows, top] with the largest scores [B, rows, P], and of each row the `newest`, [rows]."""
     B, rows, number = scores.shape
     room = -(-number // size)
@@ -188,14 +189,14 @@ def slices(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _scores(queries: Array, keys: Array, weights: Array, library: Any) -> Array:
+def _scores(queries: Array, keys: Array, weights: Array, library: ModuleType) -> Array:
     """sum over heads of weights * relu(queries keys): [B, rows, P] of [B, rows, heads, D], [B, P, D]."""
     B, rows, heads, width = queries.shape
     products = (queries.reshape(B, rows * heads, width) @ keys.swapaxes(-1, -2)).reshape(B, rows, heads, -1)
     return (weights[:, :, None] @ library.maximum(products, 0))[:, :, 0]
 
 
-def best(scores: Array, top: int, library: Any) -> Array:
+def best(scores: Array, top: int, library: ModuleType) -> Array:
     """The places of the `top` largest float32 scores [..., P], ascending; ties go to the first. It compares distinct
     integers: a score's bits in float order, followed by the place.
     """
@@ -245,7 +246,7 @@ def sizes_of(rule: IndexRule) -> SeenSizes:
     return SeenSizes(rule.chosen, rule.ratio, by_head, rule.indexer.heads if by_head else 1)
 
 
-def choose_step(made: Projections, cache: Stepping, rule: Indexer | HeadBlocks) -> mx.array | None:
+def choose_step(made: Projections, cache: KeyStepping, rule: Indexer | HeadBlocks) -> mx.array | None:
     """Appends the key of one token to `cache` and chooses for it.
 
     Returns:

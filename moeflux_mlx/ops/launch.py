@@ -9,7 +9,7 @@ the shapes, so the bits of a result do not depend on slot numbers or other conte
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, starmap
@@ -33,7 +33,7 @@ ROW = "threadgroup_position_in_grid.z"
 ARRAYS = ("*", "@")  # signs in a name that stands for several arrays (`Kernel`)
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "bfloat16_t", mx.float16: "float16_t"},
-    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t"},
+    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t", mx.uint64: "uint64_t"},
 }
 
 # Metal's compiler makes one operation of a product and a sum where it chooses to, in every math mode, and may choose
@@ -42,6 +42,7 @@ UNFUSED = "#pragma METAL fp contract(off)\n"
 LEAST_NAMED = 64  # an Apple compiler dropped barriers of kernels that name at most 32 threads (MoltenVK issue 2711)
 
 Shape = tuple[int, ...]
+Built = Callable[..., list[mx.array]]  # a compiled kernel: MLX's object, or what a stand-in makes
 Template = dict[str, Any]  # constants of a text by name: numbers, and types of MLX or of a header
 Outputs = Sequence[tuple[Shape, mx.Dtype]]  # shape and dtype of each
 
@@ -117,6 +118,7 @@ def ceildiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@cache
 def text_of(name: str) -> str:
     """A file of `metal/` without comments and indentation: MLX copies and compares a kernel's text at every call."""
     lines = (line.strip() for line in (directory("metal") / name).read_text("ascii").splitlines())
@@ -175,7 +177,7 @@ class Kernel:
         several = [bool(one.arrays) for one in inputs_of(self.inputs) for _ in one.passed]
         return [i for i, is_one_of_several in enumerate(several) if is_one_of_several]
 
-    def build(self, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Any:
+    def build(self, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Built:
         """MLX's object for it, compiled at first use."""
         make: Any = mx.fast.cuda_kernel if target == "cuda" else mx.fast.metal_kernel
         return make(**asdict(self.text(target, constants, threads, places)))
@@ -287,7 +289,7 @@ def _constant(name: str, value: int | float | mx.Dtype | str) -> str:
 
 
 @cache
-def built(kernel: Kernel, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Any:
+def built(kernel: Kernel, target: str, constants: str, threads: int, places: tuple[InputPlace, ...]) -> Built:
     """The function that a launch calls, made once. What a stand-in makes is not kept, as it would keep the stand-in."""
     return kernel.build(target, constants, threads, places)
 
@@ -321,7 +323,7 @@ class Launch:
         return "".join(starmap(_constant, self.template.items()))
 
     @cached_property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Sequence[object]]:
         return {
             "grid": (self.groups[0] * self.threads, *self.groups[1:], *([1] * (3 - len(self.groups)))),
             "threadgroup": (self.threads, 1, 1),

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
 from ..quant import GRID, TABLE, Quant
+from .backend import AnyArray
 from .forms import StoredForm, code_number, scale_type, third_type, unpacked, unpacked_float32
 from .launch import ArrayPiece, Input
 
@@ -20,13 +21,13 @@ class Weights(Protocol):
     def quant(self) -> Quant | None: ...
 
     @property
-    def weight(self) -> Any: ...
+    def weight(self) -> AnyArray: ...
 
     @property
-    def second(self) -> Any: ...
+    def second(self) -> AnyArray: ...
 
     @property
-    def third(self) -> Any: ...
+    def third(self) -> AnyArray: ...
 
     @property
     def pieces(self) -> list[ArrayPiece] | None:
@@ -55,14 +56,14 @@ class Part:
         return (*self.weight.shape[:-1], columns if self.quant is None else columns * 32 // self.quant.bits)
 
 
-def parts_of(w: Weights) -> list[Any]:
+def parts_of(w: Weights) -> list[AnyArray]:
     """The arrays of the matrix: its values, or those of its form."""
     if w.quant is None:
         return [w.weight]
     return [w.weight, w.second, w.third][: len(w.quant.parts)]
 
 
-def each_part(w: Weights, of_rows: Callable[[Any], Any]) -> list[Any]:
+def each_part(w: Weights, of_rows: Callable[[AnyArray], AnyArray]) -> list[AnyArray]:
     """`of_rows` of each array of the matrix; a grid, which is not a row's, stays."""
     names = ("weight",) if w.quant is None else w.quant.parts
     return [part if name == GRID else of_rows(part) for name, part in zip(names, parts_of(w), strict=True)]
@@ -74,7 +75,7 @@ def inputs_of(w: Weights) -> list[Input]:
     return [*parts, parts[-1]] if len(parts) == 2 else parts
 
 
-def stored(w: Weights) -> tuple[list[Any], StoredForm]:
+def stored(w: Weights) -> tuple[list[AnyArray], StoredForm]:
     """A matrix for metal/stored.h.metal: codes, scales and biases, or values instead of all three; and its form. With a
     global scale or codes of a table, which that text does not read, it is dequantised.
     """

@@ -42,7 +42,7 @@ from ..kinds import FORMS, SILU, Activation
 from ..quant import E4M3, E8M0, GLOBAL_UNIT, TABLE, Quant
 from .cores import cores
 from .interrupt import pieces
-from .stand_ins import stand_ins
+from .stand_ins import NativeFunctions, stand_ins
 from .tiles import MAX_TOKENS
 
 Buffer = Any  # numpy array, mx.array or memoryview
@@ -102,7 +102,7 @@ def warn_once() -> None:
     warnings.warn(MISSING + reinstall_command(), MoefluxWarning, stacklevel=3)
 
 
-def extension() -> Any:
+def extension() -> NativeFunctions:
     """The extension with the kernels, or its stand-in.
 
     Raises:

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
+from .backend import AnyArray
 from .matrix import Weights
 from .norm import Norm
 
-Observer = Callable[[Weights, Any], None]  # takes a matrix and the rows [..., columns] that it multiplies
+Observer = Callable[[Weights, AnyArray], None]  # takes a matrix and the rows [..., columns] that it multiplies
 _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
@@ -22,7 +22,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def observe(matrix: Weights, x: Any, norm: Norm | None = None) -> None:
+def observe(matrix: Weights, x: AnyArray, norm: Norm | None = None) -> None:
     """Shows the observer, if there is one, that `matrix` multiplies norm(x)."""
     observer = _observer.get()
     if observer is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -11,7 +11,7 @@ from .backend import AnyArray, Array, library_of, view
 from .launch import Input
 
 
-def query_factors(positions: Any, by: QueryFactor, library: Any) -> AnyArray:
+def query_factors(positions: AnyArray, by: QueryFactor, library: ModuleType) -> AnyArray:
     """The float32 factors of queries at integer positions, with operations of numpy or MLX."""
     if isinstance(by, QueryGrowth):
         return library.exp(by.exponent * library.log1p((positions + 1).astype(library.float32) / by.length))

@@ -16,7 +16,7 @@ from ..formats.record import Projection, Record
 from . import backend, forms
 from .backend import AnyArray
 from .forms import DTYPES, form_of
-from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv, count, require
+from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
 from .tiles import planned
 
 MAX_ARRAYS = 16  # the most arrays of records in one kernel: Metal gives a kernel at most 31 arrays
@@ -42,6 +42,7 @@ class RecordArrays(NamedTuple):
 
 
 ONE_ARRAY = RecordArrays()
+ADDRESSES = RecordArrays(row_bits=64)  # one array, of addresses; the number only makes the text another one
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Records:
 
     Args:
         memory: an array [S, words] with one record in each row: numpy's if the CPU reads it in place, else MLX's. Or a
-            tuple of MLX's arrays: buffers [rows, words], all of one shape, or records [words] that lie apart.
+            tuple of MLX's arrays: buffers [rows, words], all of one shape, or records [words] that lie apart. Or a
+            table [S] of their addresses (`with_record`).
         record: their geometry.
         lasting: the memory is never overwritten, so it may be read after the lease has ended.
     """
@@ -64,7 +66,7 @@ class Records:
         return isinstance(self.memory, tuple) and self.memory[0].ndim == 2
 
     @cached_property
-    def blob(self) -> Any:
+    def blob(self) -> AnyArray:
         """All of them as one array [S, words]. Buffers have none, because it would be a copy of the whole memory."""
         assert not self.in_buffers
         return mx.stack(list(self.memory)) if isinstance(self.memory, tuple) else self.memory
@@ -76,6 +78,8 @@ class Records:
         Records that lie apart are stacked for several tokens: a single token always has the same number of them, and
         each number has its own text.
         """
+        if isinstance(self.memory, mx.array) and self.memory.dtype == mx.uint64:
+            return (self.memory,), (len(self.memory), ceildiv(self.record.size, 16) * 4), ADDRESSES
         if self.in_buffers:
             return self.memory, self.memory[0].shape, RecordArrays(len(self.memory), ROW_BITS)
         if isinstance(self.memory, tuple) and tokens == 1 and len(self.memory) <= MAX_ARRAYS:
@@ -102,6 +106,27 @@ def check_blob(blob: Shape, record: Record) -> None:
     least = record.size // 4
     good = len(blob) == 2 and blob[1] >= least and blob[1] % 4 == 0
     require(good, f"blob is {blob}; expected [S, words], words a multiple of 4 and at least {least}")
+
+
+def no_records(record: Record, slots: int) -> mx.array:
+    """A table, as `Records.memory`, of records that lie apart, with no record yet."""
+    on_cuda = backend.name() == "cuda"
+    table = mx.zeros((slots,), mx.uint64) if on_cuda else mx.zeros((slots, record.held_bytes // 4), mx.uint32)
+    mx.eval(table)  # a lazy array belongs to the thread that made it
+    return table
+
+
+def with_record(table: mx.array, slot: int, record: mx.array) -> mx.array:
+    """The table with the record [words] in a slot: its address, which lasts as long as the array and until the host
+    reads it; without kernels a copy.
+    """
+    if table.ndim > 1:
+        return mx.slice_update(table, record[None], count(slot)[:1], axes=(0,))
+    kernel = Kernel("record_address", "addresses place record", "out")
+    launch = Launch(
+        "cuda", kernel, {"N": len(table)}, (ceildiv(len(table), THREADS), 1), THREADS, [(table.shape, mx.uint64)]
+    )
+    return launch(table, count(slot), record)[0]
 
 
 def words_of(records: Records, slots: mx.array, words: slice) -> mx.array:
@@ -156,7 +181,7 @@ def places_of(name: str, projection: Projection) -> dict[str, int]:
     return {f"{name}_W": words[0], f"{name}_S": words[1], f"{name}_B": words[-1]}
 
 
-def biases_of(**projections: Projection) -> dict[str, Any]:
+def biases_of(**projections: Projection) -> Template:
     """The text's constants about biases of products: whether there are any, their type, and words to them in a
     record.
     """

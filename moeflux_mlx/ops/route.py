@@ -176,6 +176,11 @@ def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarra
     return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
 
 
+def read_ids(ids: mx.array, host_copy: Sequence[mx.array]) -> np.ndarray:
+    """The ids [1, K], once they are computed."""
+    return read_host_copy(host_copy)[0] if host_copy else np.array(ids)
+
+
 def beside(choice: Choice) -> tuple[Input, Input]:
     """The text's inputs besides the logits; none may be missing."""
     scale: Input = choice.rule.scale if choice.scales is None else choice.scales

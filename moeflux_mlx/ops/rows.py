@@ -3,14 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from . import backend
 from .backend import AnyArray, library_of
 
 # Rows of a step that share a launch, if each has its own arrays: Metal gives a kernel at most 31 arrays.
 TOGETHER = {"metal": 4, "cuda": 8}
-Begin = Callable[[int], None]
+# What a sequence has for one part of a layer: its cache, or that cache's traced stand-in. Each operation says what it
+# needs of its own, as `positions.Positions` does for attention.
+AnyCache: TypeAlias = Any
+RowArgument: TypeAlias = Any  # of an operation's `plan_row`: what the launches of one row depend on
+BeginRow = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class StepRows:
         first: the number of the first row.
     """
 
-    caches: Sequence[Any]
-    begin: Begin = lambda row: None
+    caches: Sequence[AnyCache]
+    begin: BeginRow = lambda row: None
     first: int = 0
 
     @property
@@ -51,7 +55,7 @@ class StepRows:
         return len(self.caches) > 1 and self.caches[0] is self.caches[1]
 
     @property
-    def sequences(self) -> Sequence[Any]:
+    def sequences(self) -> Sequence[AnyCache]:
         """The cache of each sequence of rows that are computed together."""
         return self.caches[:1] if self.in_order else self.caches
 
@@ -59,7 +63,7 @@ class StepRows:
         """The sizes of rows that are computed together; `widths`: as of `RowSizes`, unless there is only one row."""
         return ALONE if len(self.caches) == 1 else RowSizes(len(self.caches), self.in_order, tuple(widths))
 
-    def absorbing(self) -> Iterator[Any]:
+    def absorbing(self) -> Iterator[AnyCache]:
         """Yields the cache that is to absorb each row, of rows that are computed together."""
         for i, cache in enumerate(self.caches):
             if i and self.in_order:
@@ -67,7 +71,7 @@ class StepRows:
             yield cache
 
     @property
-    def cache(self) -> Any:
+    def cache(self) -> AnyCache:
         """The cache of the only sequence."""
         (one,) = self.sequences
         return one
@@ -75,10 +79,10 @@ class StepRows:
     def each(
         self,
         parts: Sequence[AnyArray],
-        compute: Callable[..., Any],
+        compute: Callable[..., AnyArray],
         together: bool = False,
         in_order: bool = False,
-    ) -> Any:
+    ) -> AnyArray:
         """The results of all rows, [1, R, ...].
 
         Args:
@@ -117,7 +121,7 @@ class StepRows:
                 start += size
 
 
-def begin_row(rows: Sequence[StepRows], i: int) -> list[Any]:
+def begin_row(rows: Sequence[StepRows], i: int) -> list[AnyCache]:
     """Begins a row in all caches of a layer, and returns the caches of its sequence."""
     for one in rows:
         one.begin(i)

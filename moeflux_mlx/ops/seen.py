@@ -4,9 +4,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
+
+from .backend import AnyArray
 
 
 class SeenSizes(NamedTuple):
@@ -65,19 +67,19 @@ class Chosen:
         each row of a step, by its number.
     """
 
-    positions: Any = None
-    entries: Any = None
-    blocks: Any = None
-    latents: Any = None
-    unrotated: Any = None
+    positions: AnyArray = None
+    entries: AnyArray = None
+    blocks: AnyArray = None
+    latents: AnyArray = None
+    unrotated: AnyArray = None
     rows: "dict[int, Chosen]" = field(default_factory=dict)
 
     @property
-    def handed(self) -> list[Any]:
+    def handed(self) -> list[AnyArray]:
         """All that is handed on; None in the place of what is not there."""
         return [getattr(self, part) for part in HANDED]
 
-    def take(self, handed: Sequence[Any]) -> None:
+    def take(self, handed: Sequence[AnyArray]) -> None:
         """Replaces what is handed on."""
         for part, one in zip(HANDED, handed, strict=True):
             setattr(self, part, one)

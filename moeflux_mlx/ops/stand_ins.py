@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+NativeFunctions: TypeAlias = Any  # the native extension, or what has its functions
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,15 @@ class StandIns:
 
     backend: str | None = None
     build: Callable[..., Any] | None = None
-    extension: Any = None
+    extension: NativeFunctions = None
+
+
+class Given(TypedDict, total=False):
+    """The keywords of `standing_in`, as `StandIns` has them."""
+
+    backend: str | None
+    build: Callable[..., Any] | None
+    extension: NativeFunctions
 
 
 NONE = StandIns()
@@ -30,7 +44,7 @@ stand_ins = _used.get
 
 
 @contextmanager
-def standing_in(**given: Any) -> Iterator[None]:
+def standing_in(**given: "Unpack[Given]") -> Iterator[None]:
     """A context manager in which this thread's operations use the given stand-ins, in addition to those already in
     use.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ TILES = {
     "cuda": {
         "expert_gate_up": Tile(rows=2, lanes=32, simdgroups=4, ahead=2),
         "expert_down_combine": Tile(rows=4, lanes=16, ahead=4, narrow=256),
-        "expert_gate_up_planes": Tile(rows=1, lanes=16, simdgroups=8, ahead=4),
+        "expert_gate_up_planes": Tile(rows=2, lanes=16, simdgroups=8, ahead=4),
         "expert_down_combine_planes": Tile(rows=4, lanes=8, ahead=2),
         "expert_gate_up_grids": Tile(rows=1, lanes=16, simdgroups=8),
         "qmv": Tile(rows=4, lanes=16, simdgroups=4, ahead=2, spread=2048),
@@ -93,10 +93,10 @@ TILES = {
 }
 
 
-Changes = Mapping[str, Mapping[str, int]]  # fields of the kernels' tiles, by kernel
+TileChanges = Mapping[str, Mapping[str, int]]  # fields of the kernels' tiles, by kernel
 # What `moeflux tune` tries on a GPU, one after the other: each is kept if it is right and faster than what was found
 # before it. On an H200 other tiles made decode only 1.01 times as fast (results.tsv, "all kernels with a tile").
-TRIED: Mapping[str, tuple[Changes, ...]] = {
+TRIED: Mapping[str, tuple[TileChanges, ...]] = {
     "cuda": (),
     "metal": (
         {name: {"halves": 1} for name in ("expert_gate_up", "expert_down_combine", "qmv", "qmv_large")},
@@ -110,7 +110,7 @@ TRIED: Mapping[str, tuple[Changes, ...]] = {
 }
 
 
-def joined(changes: Iterable[Changes]) -> Changes:
+def joined(changes: Iterable[TileChanges]) -> TileChanges:
     """All of the changes together; of two that set the same field, the later one counts."""
     together: dict[str, dict[str, int]] = {}
     for one in changes:
@@ -122,14 +122,14 @@ def joined(changes: Iterable[Changes]) -> Changes:
 class Tiles:
     """A choice of tiles: the built-in ones with the changes `found`."""
 
-    def __init__(self, found: Changes | None = None):
+    def __init__(self, found: TileChanges | None = None):
         self.found = found or {}
 
     def tile(self, target: str, kernel: str) -> Tile:
         """The tile of a kernel on the backend `target`."""
         return replace(TILES[target][kernel], **self.found.get(kernel, {}))
 
-    def plan(self, operation: str, make: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def plan(self, operation: str, make: Callable[..., R], given: tuple[object, ...]) -> R:
         """The result of a `planned` function of an operation with this choice."""
         return make(*given)
 

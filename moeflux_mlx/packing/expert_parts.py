@@ -82,7 +82,7 @@ class ExpertPart:
         return dict(zip((*quant.parts, BIAS), (*codes, *bias), strict=False))
 
 
-class Experts(Protocol):
+class CheckpointExperts(Protocol):
     """The routed experts of one layer.
 
     Attributes:
@@ -220,7 +220,7 @@ def _find_bias(args: ModelArgs, tensors: Mapping[str, Tensor], name: str, shape:
     return tensors[name]
 
 
-def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, form: SourceFormat) -> Experts:
+def find_experts(args: ModelArgs, tensors: Mapping[str, Tensor], layer: int, form: SourceFormat) -> CheckpointExperts:
     """Finds the experts of `layer` in any of the three forms.
 
     Raises:

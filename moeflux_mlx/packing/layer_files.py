@@ -22,7 +22,7 @@ from ..formats.record import ExpertLayout, Quants
 from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.fingerprint import EXPERT_SAMPLES, SAMPLE_BYTES, offsets_of
-from .expert_parts import Experts
+from .expert_parts import CheckpointExperts
 from .resident import array_bytes
 from .rounding import Rounding
 from .unit import Bytes
@@ -48,7 +48,7 @@ class StoredExperts:
     is_made: bool
 
 
-def plan_experts(experts: Experts, wanted: Wanted, forms: Quants) -> StoredExperts:
+def plan_experts(experts: CheckpointExperts, wanted: Wanted, forms: Quants) -> StoredExperts:
     """Decides how a layer's experts are packed: stored codes that can be computed with are kept, others take their
     matrix's one of `forms`.
 
@@ -98,7 +98,7 @@ class LayerFile:
 
     link: Path | None = None
 
-    def __init__(self, layout: ExpertLayout, layer: int, experts: Experts, rounding: Rounding):
+    def __init__(self, layout: ExpertLayout, layer: int, experts: CheckpointExperts, rounding: Rounding):
         self.layout, self.layer, self.experts, self.rounding = layout, layer, experts, rounding
         self.name = f"{FOLDER}/{layout.file_name(layer)}"
         self.size = layout.layer_bytes(layer)

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -193,7 +192,7 @@ class Plain:
     source: PlainSource
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return self.source.tensors
 
     @property
@@ -213,7 +212,7 @@ class OneScale:
     source: MatrixSource
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return self.source.tensors
 
     @property
@@ -236,7 +235,7 @@ class StackSource:
     index: int
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
     @property

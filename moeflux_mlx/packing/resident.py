@@ -30,7 +30,7 @@ from .lookup import find_matrix
 from .matrix import Matrix
 from .sanitize import has_zero_centred_norms, is_zero_centred, lack_their_one
 from .source_format import SourceFormat
-from .sources import MatrixSource, Pieces, PlainSource, Source, TableSource
+from .sources import MatrixPieces, MatrixSource, PlainSource, Source, TableSource
 from .unit import Bytes
 from .wanted import Wanted
 
@@ -115,7 +115,7 @@ def plan_resident(
     }
     fused = {path: pieces for path, pieces in fused.items() if f"{pieces[0][0]}.weight" not in parted}
     fused_paths = {path for pieces in fused.values() for path, _ in pieces}
-    pieces_of: dict[str, Pieces] = {path: ((path, None),) for path in ours.matrices if path not in fused_paths}
+    pieces_of: dict[str, MatrixPieces] = {path: ((path, None),) for path in ours.matrices if path not in fused_paths}
     sources: list[Source] = []
     has_codes = any(name.endswith(".scales") or has_blocks(one) for name, one in tensors.items())
     as_stored = wanted.keeps_floats or has_codes
@@ -174,7 +174,9 @@ def _fused_matrices(args: ModelArgs, tensors: Mapping[str, Tensor], shards: int)
     }
 
 
-def _matrix_source(args: ModelArgs, matrix: Matrix, pieces: Pieces, wanted: Wanted, as_stored: bool) -> MatrixSource:
+def _matrix_source(
+    args: ModelArgs, matrix: Matrix, pieces: MatrixPieces, wanted: Wanted, as_stored: bool
+) -> MatrixSource:
     """Codes are copied; floats are quantised by the recipe, or stored as they are."""
     path, floats = pieces[0][0], matrix.weight.dtype if matrix.weight.dtype in FLOATS else "BF16"
     if matrix.quant is not None:

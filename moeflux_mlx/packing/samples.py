@@ -27,7 +27,7 @@ class FileBytes(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBytes:
     """A tensor that is written unchanged."""
 
     tensor: Tensor
@@ -41,7 +41,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeBytes:
     """A tensor that a conversion changes, the `index`-th that its source makes."""
 
     source: Source
@@ -98,7 +98,7 @@ class ResidentSamples:
 def _parts(source: Source) -> Iterator[FileBytes]:
     for index, (written, tensor) in enumerate(zip(source.written, _as_they_lie(source), strict=True)):
         same = type(tensor) is Tensor and (tensor.dtype, tensor.shape) == (written.dtype, written.shape)
-        yield Stored(tensor) if tensor is not None and same else Made(source, index)
+        yield StoredBytes(tensor) if tensor is not None and same else MadeBytes(source, index)
 
 
 def _as_they_lie(source: Source) -> list[Tensor | None]:

@@ -28,7 +28,7 @@ from .writer import READ_BYTES, ByteProgress, Output, begin_again, check_space, 
 
 
 @dataclass(frozen=True)
-class Job:
+class ShardJob:
     """Bytes of one file that are made together from tensors in the shards `needs`."""
 
     unit: Unit
@@ -36,7 +36,7 @@ class Job:
     writes: Callable[[], Iterator[tuple[int, Bytes]]]
 
 
-def jobs_of(unit: Unit) -> Iterator[Job]:
+def jobs_of(unit: Unit) -> Iterator[ShardJob]:
     """The jobs that make a file, without zeros."""
     if isinstance(unit, TensorFile):
         return _tensor_jobs(unit)
@@ -44,12 +44,12 @@ def jobs_of(unit: Unit) -> Iterator[Job]:
     return _layer_jobs(unit)
 
 
-def _tensor_jobs(unit: TensorFile) -> Iterator[Job]:
-    yield Job(unit, frozenset(), lambda: iter([(0, unit.header)]))
+def _tensor_jobs(unit: TensorFile) -> Iterator[ShardJob]:
+    yield ShardJob(unit, frozenset(), lambda: iter([(0, unit.header)]))
     start = len(unit.header)
     for source in unit.sources:
         needs = frozenset(tensor.file.name for tensor in source.tensors)
-        yield Job(unit, needs, partial(_in_a_row, source, start))
+        yield ShardJob(unit, needs, partial(_in_a_row, source, start))
         start += sum(one.nbytes for one in source.written)
 
 
@@ -60,7 +60,7 @@ def _in_a_row(source: Source, start: int) -> Iterator[tuple[int, Bytes]]:
         start += len(data)
 
 
-def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
+def _layer_jobs(unit: LayerFile) -> Iterator[ShardJob]:
     """One for each stored matrix: a stack of all experts, or one of one expert."""
     places: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     needs: dict[tuple[str, ...], frozenset[str]] = {}
@@ -69,7 +69,7 @@ def _layer_jobs(unit: LayerFile) -> Iterator[Job]:
             key = tuple(tensor.name for tensor in part.tensors)
             places.setdefault(key, []).append((expert, index))
             needs[key] = frozenset(tensor.file.name for tensor in part.tensors)
-    return (Job(unit, needs[key], partial(_in_records, unit, where)) for key, where in places.items())
+    return (ShardJob(unit, needs[key], partial(_in_records, unit, where)) for key, where in places.items())
 
 
 def _in_records(unit: LayerFile, where: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
@@ -110,7 +110,7 @@ class Scattering:
         if supply.takes_disk:  # downloaded bytes count too
             done += sum(self.sizes[name] for name in self.journal.done if name in self.sizes)
             total += sum(self.sizes.values())
-        self._advance = Advance(progress, done, total)
+        self._advance = Meter(progress, done, total)
 
     def run(self) -> None:
         """Packs what is missing, and releases every shard that is no longer needed.
@@ -167,19 +167,19 @@ class Scattering:
                     opened.truncate(unit.size)
                 sync_folder(file.parent)  # a shard may go only when the file's name lasts, too
 
-    def _waiting(self) -> list[Job]:
+    def _waiting(self) -> list[ShardJob]:
         """The jobs that are not done; a shard is in the journal only if all of its jobs are."""
         done = self.journal.done.keys()
         return [job for job in self._jobs if not job.needs & done]
 
-    def _check_space(self, waiting: Sequence[Job]) -> None:
+    def _check_space(self, waiting: Sequence[ShardJob]) -> None:
         """Raises ModelFileError: files and shards will not fit the disk together."""
         partials = [self.output.partial(unit).stat() for unit in self.units]
         holes = sum(max(0, status.st_size - 512 * status.st_blocks) for status in partials)
         shards = most_at_once(self.sizes, waiting) if self.supply.takes_disk else 0
         check_space(self.output.path, holes + shards)
 
-    def _pack(self, jobs: Sequence[Job], name: str) -> int:
+    def _pack(self, jobs: Sequence[ShardJob], name: str) -> int:
         """Writes the results of `jobs`, syncs them and reads them back; returns the number of bytes."""
         self._advance.say(f"pack {name}")
         with contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ class Scattering:
                     )
         return sum(length for one in written for _, length in one.spans)
 
-    def _let_go(self, ready: Sequence[Job], waiting: Sequence[Job], here: set[str], nbytes: int) -> None:
+    def _let_go(self, ready: Sequence[ShardJob], waiting: Sequence[ShardJob], here: set[str], nbytes: int) -> None:
         """Releases the shards that `ready` used and no job needs; `nbytes` were made from them."""
         used = {need for job in ready for need in job.needs}
         for name in sorted(used - {need for job in waiting for need in job.needs}):
@@ -218,7 +218,7 @@ class Scattering:
             here.discard(name)
 
 
-class Advance:
+class Meter:
     """Calls a progress callback with the bytes done and the current file."""
 
     def __init__(self, progress: ByteProgress, done: int, total: int):
@@ -242,7 +242,7 @@ class WrittenUnit:
     digest: bytes
 
 
-def most_at_once(sizes: Mapping[str, int], jobs: Sequence[Job]) -> int:
+def most_at_once(sizes: Mapping[str, int], jobs: Sequence[ShardJob]) -> int:
     """The most bytes of shards that are on the disk at once."""
     order = {name: i for i, name in enumerate(sizes)}
     last: dict[str, int] = {}  # for each shard, the shard after which its last job can be done
@@ -252,7 +252,7 @@ def most_at_once(sizes: Mapping[str, int], jobs: Sequence[Job]) -> int:
     return max((sum(sizes[one] for one in last if order[one] <= i <= last[one]) for i in order.values()), default=0)
 
 
-def _write(job: Job, file: BinaryIO, finished: bool) -> WrittenUnit:
+def _write(job: ShardJob, file: BinaryIO, finished: bool) -> WrittenUnit:
     spans, digest = [], hashlib.sha256()
     for offset, data in job.writes():
         view = memoryview(data)

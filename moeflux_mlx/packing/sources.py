@@ -18,7 +18,7 @@ from .matrix import Matrix, finite
 from .rounding import Alone, Rounding
 from .sanitize import add_one, channels_first
 
-Pieces = tuple[tuple[str, np.ndarray | None], ...]
+MatrixPieces = tuple[tuple[str, np.ndarray | None], ...]
 DTYPES = {mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.uint32: "U32", mx.uint8: "U8"}
 
 
@@ -109,7 +109,7 @@ class MatrixSource:
     """
 
     matrix: Matrix
-    pieces: Pieces
+    pieces: MatrixPieces
     made: Quant | None = None
     rounding: Rounding = Alone()
     dense: str = ""

@@ -28,7 +28,7 @@ SMALL_GROUP = 32  # for rows that are not a multiple of the usual group
 
 
 @dataclass(frozen=True)
-class Shard:
+class TableShard:
     """Rows of a table that a checkpoint has in one matrix; they are packed rounded to the form `made`, or as stored."""
 
     name: str
@@ -74,7 +74,7 @@ class Table:
     """
 
     layer: int
-    shards: tuple[Shard, ...]
+    shards: tuple[TableShard, ...]
     hashes: tuple[Tensor, ...]
     token_map: np.ndarray | None = field(default=None, compare=False)
 
@@ -140,7 +140,7 @@ def _find(layer: int, part: NGrams, tensors: Mapping[str, Tensor], form: SourceF
             break
         known = tensors if factor is None else {**_below(tensors, path), f"{path}.weight_scale": factor}
         matrix = find_matrix(known, path, (tensors[f"{path}.weight"].shape[0], part.width), form)
-        shards.append(Shard(f"model.layers.{layer}.ple.table.{i}", matrix, _made(matrix, wanted), wanted.rounding))
+        shards.append(TableShard(f"model.layers.{layer}.ple.table.{i}", matrix, _made(matrix, wanted), wanted.rounding))
     rows = sum(shard.matrix.shape[0] for shard in shards)
     if rows != part.rows:
         raise ModelFileError(f"tensors {stem}.shards have {rows} rows in all; the model needs {part.rows}")

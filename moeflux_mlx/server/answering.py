@@ -11,7 +11,7 @@ from ..text.calls.reader import AnswerReader
 from ..text.events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from ..text.stop import StopTexts
 from ..text.tokenizer import TokenizerWrapper
-from .prepare import Prepared
+from .prepare import PreparedRequest
 from .request import Finish, Logprobs, ServerEvent, TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
@@ -31,7 +31,7 @@ class Answering:
         raw: everything that the model wrote.
     """
 
-    prepared: Prepared
+    prepared: PreparedRequest
     tokenizer: TokenizerWrapper
     done: bool = False
     is_calling: bool = False

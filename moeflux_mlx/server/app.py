@@ -33,12 +33,12 @@ from .guard import BUSY, MAX_BODY, BodyError, Guard, Rules
 from .image_pool import ImagePool
 from .live import EVERY, Watch
 from .log import LEFT, RequestLog
-from .prepare import Prepared, Preparer
+from .prepare import PreparedRequest, Preparer
 from .reply import EVENTS, KEEPALIVE, Events, EventStream, disconnected, whole
 from .request import Failed, Request, ServerEvent
 from .switch import Loaded, ModelSwitch
 from .wire import chat, completions, health, messages, metrics, models, tokenize
-from .wire.fields import Fields, parse
+from .wire.fields import Body, parse
 from .wire.ids import Ids
 from .wire.replies import Reply, error_headers
 from .wire.responses_items import StoredResponses
@@ -88,7 +88,7 @@ class Served:
         async with self._large if len(data) > LARGE_BODY else contextlib.nullcontext():
             return await asyncio.to_thread(make, data)
 
-    async def prepare(self, http: HttpRequest, preparer: Preparer, asked: Request) -> Prepared:
+    async def prepare(self, http: HttpRequest, preparer: Preparer, asked: Request) -> PreparedRequest:
         """Prepares a request in a separate thread. Raises BadRequestError: as `Preparer` and `ImagePool.run`."""
         if asked.images.sources:
             return await self.images.run(lambda: preparer(asked))
@@ -132,7 +132,7 @@ class Served:
         loop = asyncio.get_running_loop()
         try:
             body = await loop.run_in_executor(self._counter, parse, data)
-            name = Fields(body).text("model") or ""
+            name = Body(body).text("model") or ""
             if (preparer := await self.models.preparer(name)) is not None:
                 return await loop.run_in_executor(self._counter, make, preparer, body)
             async with self.model(http, name) as loaded:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .prepare import Prepared
+from .prepare import PreparedRequest
 from .request import ServerEvent
 
 
@@ -16,7 +16,7 @@ class Job:
     client: the client; clients take turns, regardless of the number of their jobs.
     """
 
-    prepared: Prepared
+    prepared: PreparedRequest
     emit: Callable[[ServerEvent], None]
     client: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)

@@ -41,7 +41,7 @@ class PatientProtocol(H11Protocol):
     header_seconds = HEADER_SECONDS
     read_seconds = READ_SECONDS
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # a server has such ones
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # any unread data is watched, and no more is added to it
         self._deadline: asyncio.TimerHandle | None = None

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..engine.prompt import Prompt, places_of, with_images
 from ..engine.sampling import make_sampler
@@ -60,7 +59,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request ready to be computed.
 
     Args:
@@ -136,7 +135,7 @@ class Preparer:
         self._constrainer: Constrainer | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, request: Request) -> Prepared:
+    def __call__(self, request: Request) -> PreparedRequest:
         """Prepares a request. Raises BadRequestError if it cannot be served."""
         _check_end(request.messages)
         with _refusing():
@@ -144,7 +143,7 @@ class Preparer:
             sampling = self._sampling(request.sampling)
         return self.fitted(replace(prompt, request=replace(request, sampling=sampling)))
 
-    def fitted(self, prepared: Prepared) -> Prepared:
+    def fitted(self, prepared: PreparedRequest) -> PreparedRequest:
         """A request that was prepared with the same files, with this context.
 
         Raises:
@@ -183,7 +182,7 @@ class Preparer:
         failed = context_exceeded(count, self.context, at_least)
         return BadRequestError(failed.message, None, failed.status, failed.code)
 
-    def _prompt(self, request: Request) -> Prepared:
+    def _prompt(self, request: Request) -> PreparedRequest:
         if request.prompt is None:
             return self._chat(request)
         tokens = request.prompt
@@ -194,13 +193,13 @@ class Preparer:
             raise BadRequestError("prompt is empty; expected some text", "prompt")
         if (largest := max(tokens)) >= self.vocab_size or min(tokens) < 0:
             raise BadRequestError(f"prompt has token {largest}; the largest is {self.vocab_size - 1}", "prompt")
-        return Prepared(request, list(tokens), mask=self._mask(request, False, "", ""))
+        return PreparedRequest(request, list(tokens), mask=self._mask(request, False, "", ""))
 
     def _raw(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
         return self.tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos))
 
-    def _chat(self, request: Request) -> Prepared:
+    def _chat(self, request: Request) -> PreparedRequest:
         if request.tools and request.tool_choice != "none" and self.dialect is None:
             raise BadRequestError("tools were sent; this model cannot call tools: leave them out", "tools")
         self._check_images(request)
@@ -232,7 +231,7 @@ class Preparer:
             prompt = self._with_images(tokens, sources, len(request.images.sources))
             places = places_of(prompt)
             boundaries = [places[place] for place in boundaries]
-        return Prepared(request, prompt, boundaries, 0, inside, opening, mask, opened, self.dialect)
+        return PreparedRequest(request, prompt, boundaries, 0, inside, opening, mask, opened, self.dialect)
 
     def _check_images(self, request: Request) -> None:
         """Raises RequestError: the request has images, and the model reads none."""
@@ -255,7 +254,7 @@ class Preparer:
             images = [self.vision.image(files[source]) for source in sources]
         return with_images(tokens, images, self.vision.token)
 
-    def remember(self, prepared: Prepared, answer: WrittenAnswer) -> None:
+    def remember(self, prepared: PreparedRequest, answer: WrittenAnswer) -> None:
         """Keeps the exact text of an answer with calls, for a later request that repeats it in its history."""
         if answer.ids:
             calls = tuple((call.name, call.arguments) for call in answer.calls)
@@ -355,7 +354,7 @@ def _check_beginning(make: Callable[[], Mask]) -> None:
         raise BadRequestError(message) from error
 
 
-def sampler_settings(sampling: Sampling) -> dict[str, Any]:
+def sampler_settings(sampling: Sampling) -> JsonDict:
     """Arguments of `make_sampler`, without those that nobody has set."""
     names = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
     settings = {"temp": sampling.temperature, **{name: getattr(sampling, name) for name in names}}

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from ..text.events import CallEnd, Text
 from .job import Job
 from .listen import FILLER
-from .prepare import Prepared, WrittenAnswer
+from .prepare import PreparedRequest, WrittenAnswer
 from .request import Failed, Finish, ServerEvent
 from .wire.ids import Ids
 from .wire.replies import Reply
@@ -32,7 +32,7 @@ class Events:
         QueueFullError: the queue is full.
     """
 
-    def __init__(self, worker: Worker, prepared: Prepared, client: str):
+    def __init__(self, worker: Worker, prepared: PreparedRequest, client: str):
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[ServerEvent] = asyncio.Queue()
 

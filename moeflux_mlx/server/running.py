@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from ..engine.constrained import Constraint
-from ..engine.generation import GenerationResponse, xtc_special_tokens
+from ..engine.generation import GenerationResponse, SamplerOptions, xtc_special_tokens
 from ..engine.running_text import Stopped
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
@@ -23,7 +22,7 @@ from .answering import Answering
 from .job import Job
 from .prepare import sampler_settings
 from .request import Accepted, Failed, Finish, PromptProgress, Sampling
-from .sessions import Kept, Sessions
+from .sessions import KeptSession, Sessions
 
 REPORT_EVERY = 0.25  # seconds between reports on a prompt
 OVERTAKING = 4  # a prompt overtakes the rest of one that is this many times as long
@@ -63,13 +62,13 @@ class Running:
         asked: the experts that its prompt requested.
     """
 
-    def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], Any]", totals: Totals):
+    def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], object]", totals: Totals):
         self.job, self._sessions, self._look, self._totals = job, sessions, look, totals
         self.progress, self.in_prompt, self.is_over = (0, 0), True, False
         self.left = self.set_aside = self.tokens = 0
         self.asked = Asked()
         self._came = totals.computed_tokens
-        self._kept: Kept | None = None
+        self._kept: KeptSession | None = None
         self._answer: Answer | None = None
         self._answering: Answering | None = None
         self._cached = 0  # tokens of the prompt that were known
@@ -227,7 +226,7 @@ class Running:
         if self.job.cancelled.is_set():
             raise Stopped
 
-    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> SamplerOptions:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else
         runs.
         """

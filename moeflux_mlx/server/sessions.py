@@ -17,7 +17,7 @@ SMALL = 256  # tokens; shorter texts, such as requests for titles, are dropped f
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptSession:
     """A session, the time of its last use, the position from which it may be overwritten (its last answer), and whether
     it is in use. `is_answering`: it is in use and has absorbed its prompt, so that others can branch off there.
     """
@@ -44,7 +44,7 @@ class Sessions:
 
     def __init__(self, make: Callable[[], Session], count: int, max_bytes: int):
         self._make, self._count, self._max_bytes = make, count, max_bytes
-        self.kept: list[Kept] = []
+        self.kept: list[KeptSession] = []
         self._clock = itertools.count(1)
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Sessions:
         """How many tokens of the prompt are already computed."""
         return max((self._knows(kept, tokens) for kept in self.kept), default=0)
 
-    def take(self, tokens: Sequence[int], hint: str | None = None) -> Kept:
+    def take(self, tokens: Sequence[int], hint: str | None = None) -> KeptSession:
         """The session to continue with, to be returned with `give_back`. `hint` decides between sessions that know
         equally much.
         """
@@ -78,13 +78,13 @@ class Sessions:
         chosen.busy, chosen.is_answering, chosen.hint, chosen.used = True, False, hint, next(self._clock)
         return chosen
 
-    def give_back(self, kept: Kept, answer_at: int) -> None:
+    def give_back(self, kept: KeptSession, answer_at: int) -> None:
         """Marks the session as unused; the text after `answer_at` tokens will probably not be needed again."""
         kept.busy, kept.is_answering, kept.answer_at = False, False, min(answer_at, len(kept.session.tokens))
         while self.nbytes > self._max_bytes and self._drop_oldest(besides=kept):
             pass
 
-    def _knows(self, kept: Kept, tokens: Sequence[int]) -> int:
+    def _knows(self, kept: KeptSession, tokens: Sequence[int]) -> int:
         """How many tokens `kept` saves; the last one of a running answer does not count, because it may not be absorbed
         yet.
         """
@@ -92,14 +92,14 @@ class Sessions:
             return 0
         return kept.session.known(tokens[: len(kept.session.tokens)] if kept.busy else tokens)
 
-    def _new(self, make: Callable[[], Session]) -> Kept:
-        made = Kept(make())
+    def _new(self, make: Callable[[], Session]) -> KeptSession:
+        made = KeptSession(make())
         while len(self.kept) >= self._count and self._drop_oldest():
             pass
         self.kept.append(made)
         return made
 
-    def _drop_oldest(self, besides: Kept | None = None) -> bool:
+    def _drop_oldest(self, besides: KeptSession | None = None) -> bool:
         idle = [kept for kept in self.kept if not kept.busy and kept is not besides]
         if not idle:
             return False

@@ -58,7 +58,7 @@ class WorkerState:
         return self.engine is not None
 
 
-class Pace:
+class TurnPace:
     """Divides the time between prompts and answers.
 
     Args:
@@ -123,7 +123,7 @@ class Worker:
         self._on_ready, self._on_end = on_ready, on_end
         self.waiting = waiting
         self.state, self.totals, self.watch = WorkerState(), totals, watch
-        self._pace = Pace(decode_share, totals)
+        self._pace = TurnPace(decode_share, totals)
         self._jobs: list[Job] = []
         self._wake = threading.Condition()
         self._stopping = False

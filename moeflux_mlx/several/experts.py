@@ -138,7 +138,7 @@ class RankedExperts:
 
     def own_rows(
         self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
-    ) -> Any:
+    ) -> AnyArray:
         """The outputs of this process's experts for the pairs `mine`, [len(mine), H]: in x's dtype if there are many,
         else float32.
         """

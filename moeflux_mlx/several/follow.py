@@ -12,6 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
+from ..caches.layer_cache import LayerCache
 from ..engine.running_text import Reuse
 from ..engine.session import Session
 from ..errors import MoefluxError, PromptCacheError, RankError, RankStopped
@@ -34,7 +35,7 @@ class Elsewhere:
     def refuse(self, path: Path, error: PromptCacheError) -> None:
         return None
 
-    def save(self, model: Stateful, cache: Sequence[Any], tokens: Sequence[int], behind: bytes = b"") -> None:
+    def save(self, model: Stateful, cache: Sequence[LayerCache], tokens: Sequence[int], behind: bytes = b"") -> None:
         return None
 
 

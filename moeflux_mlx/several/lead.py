@@ -10,10 +10,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
-from ..engine.generation import GenerationResponse, check_max_tokens
+import mlx.core as mx
+
+from ..engine.generation import GenerationResponse, SamplerOptions, check_max_tokens
 from ..engine.prompt import Prompt, checked_prompt
+from ..engine.running_text import TextOptions
 from ..engine.sampling import Sampler, make_sampler
 from ..engine.session import Answer, Session
 from ..errors import PromptCacheError, RankError, RequestError
@@ -26,8 +29,13 @@ from ..text.tokenizer import TokenizerWrapper
 from .group import Exchange
 from .orders import Order, send_order
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest nap is the most that a first answer after a pause waits
 PARTING_SECONDS = 3.0  # seconds in which a command with a broken connection may end by itself
+
+Option: TypeAlias = Any  # what `Answer` takes besides, which is passed on
 
 
 class Lead:
@@ -60,7 +68,7 @@ class Lead:
             send_order(self.exchange, order, *values, payload=payload)
             self._last_sent = time.monotonic()
 
-    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: Any) -> Session:
+    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]") -> Session:
         """Starts a text whose every step the other ranks repeat; `options` as for `Session`."""
         return LeadSession(self, model, tokenizer, **options)
 
@@ -100,7 +108,7 @@ class Lead:
 class LeadSession(Session):
     """A session of rank 0; every other rank has its twin, by its number."""
 
-    def __init__(self, lead: Lead, model: Model, tokenizer: TokenizerWrapper, **options: Any):
+    def __init__(self, lead: Lead, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]"):
         super().__init__(model, tokenizer, **options)
         self.lead, self.number = lead, next(lead.numbers)
         self.is_awaited = False  # whether the others wait for a token of this session
@@ -121,7 +129,7 @@ class LeadSession(Session):
         boundaries: Sequence[int] = (),
         prompt_progress_callback: Callable[[int, int], object] | None = None,
         max_tokens: int = 256,
-        **choice: Any,
+        **choice: "Unpack[SamplerOptions]",
     ) -> "LeadAnswer":
         """As `Session.answer`. What the callback raises takes effect at the next exchange of a layer."""
         prompt = checked_prompt(prompt, self.model)
@@ -132,7 +140,7 @@ class LeadSession(Session):
     def _sampling(self, sample: Sampler) -> Sampler:
         """Wraps `sample`; while it runs, the others wait for its choice."""
 
-        def chosen(logprobs: Any) -> Any:
+        def chosen(logprobs: mx.array) -> mx.array:
             self.lead.is_shared, self.is_awaited = False, True
             if error := self.lead.exchange.take_pending():
                 raise error
@@ -185,7 +193,7 @@ class LeadSession(Session):
             self.lead.send(Order.FORK, self.number, other.number, length)
         return other
 
-    def _blank(self, **options: Any) -> Session:
+    def _blank(self, **options: "Unpack[TextOptions]") -> Session:
         return LeadSession(self.lead, self.model, self.tokenizer, **options)
 
     def rewind(self, length: int) -> int:
@@ -217,7 +225,7 @@ class LeadAnswer(Answer):
     session: LeadSession
     shares_steps = False
 
-    def __init__(self, session: LeadSession, prompt: Prompt, boundaries: Sequence[int], *options: Any):
+    def __init__(self, session: LeadSession, prompt: Prompt, boundaries: Sequence[int], *options: Option):
         super().__init__(session, prompt, boundaries, *options)
         sent = [*prompt, *(n for n in boundaries if 0 < n < len(prompt))]
         self._payload = b"".join(n.to_bytes(4, "little") for n in sent)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..engine.budget import Planner
 from ..engine.memory_plan import MemoryPlan
-from ..engine.weights import Weights
+from ..engine.weights import ModelWeights
 from ..errors import RankError, RequestError
 from ..experts.source import ExpertLoader
 from ..formats.owners import Owners, RankShare
@@ -91,7 +91,7 @@ class Ranks:
         """Whether this is rank 0."""
         return self.exchange.group.rank == 0
 
-    def io_mode(self, asked: str, weights: Weights) -> str:
+    def io_mode(self, asked: str, weights: ModelWeights) -> str:
         """The I/O mode of a rank: a CPU maps experts; otherwise they go into a pool, which may hold all of the rank's
         experts.
 
@@ -105,7 +105,7 @@ class Ranks:
 
     def meet(
         self,
-        weights: Weights,
+        weights: ModelWeights,
         planner: Planner,
         dtype: mx.Dtype,
         bits: int,

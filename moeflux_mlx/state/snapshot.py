@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
+from ..caches.layer_cache import FLOAT_BYTES, LayerCache, State
 from ..errors import (
     BadMagicError,
     BadVersionError,
@@ -55,6 +55,7 @@ from ..errors import (
     TruncatedError,
 )
 from ..mixers.registry import by_layer, cache_numbers, make_caches
+from ..ops.launch import Shape
 from ..spec import ModelArgs
 
 MAGIC = 0x4D464C58
@@ -77,6 +78,12 @@ HEAD = b"HEAD"
 MAX_LENGTH = 1 << 20  # positions of one layer, fixed by the format's readers
 
 
+class Reading(Protocol):
+    """What a snapshot needs of a model's experts."""
+
+    def drain(self) -> None: ...
+
+
 class Stateful(Protocol):
     """The part of a model that snapshots need."""
 
@@ -84,7 +91,7 @@ class Stateful(Protocol):
     def args(self) -> ModelArgs: ...
 
     @property
-    def experts(self) -> Any: ...
+    def experts(self) -> Reading | None: ...
 
     @property
     def activation_dtype(self) -> mx.Dtype: ...
@@ -262,6 +269,7 @@ def _length(args: ModelArgs, cache: Sequence[LayerCache]) -> int:
 
 def _wait_for_all(model: Stateful, cache: Sequence[LayerCache]) -> None:
     """Waits for reads and computations that are still under way."""
+    assert model.experts is not None
     model.experts.drain()
     mx.eval([array for layer in cache for array in layer.state[:-1] if array is not None])
     mx.synchronize()

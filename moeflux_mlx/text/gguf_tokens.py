@@ -8,10 +8,9 @@ SentencePiece becomes `tokenizer.model`, a message of protocol buffers (sentence
 import json
 import re
 import struct
-from collections.abc import Mapping
-from typing import Any
 
 from ..errors import TokenizerError
+from ..files import JsonDict, JsonObject, JsonValue
 from .tiktoken import KIMI_WORDS
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # values of `tokenizer.ggml.token_type`
@@ -47,7 +46,7 @@ MARKER = re.compile(r"<\S+>")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def tokenizer_files(metadata: JsonObject) -> dict[str, bytes]:
     """The contents of tokenizer.json or tokenizer.model, and of tokenizer_config.json by name.
 
     Raises:
@@ -66,7 +65,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     return files
 
 
-def generation_file(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def generation_file(metadata: JsonObject) -> dict[str, bytes]:
     """The contents of generation_config.json by this name, if the metadata name tokens that end a turn.
 
     Raises:
@@ -78,11 +77,11 @@ def generation_file(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     return {"generation_config.json": _json({"eos_token_id": list(dict.fromkeys(ends))})} if ends else {}
 
 
-def _json(content: Any) -> bytes:
+def _json(content: JsonValue) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode()
 
 
-def template_of(metadata: Mapping[str, Any]) -> bytes | None:
+def template_of(metadata: JsonObject) -> bytes | None:
     """The chat template, if the file has one."""
     template = metadata.get("tokenizer.chat_template")
     return template.encode() if isinstance(template, str) else None
@@ -95,28 +94,28 @@ def _refusal(text: str) -> TokenizerError:
     )
 
 
-def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+def _texts(metadata: JsonObject, key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise _refusal(f"{key} is no list of texts")
     return value
 
 
-def _id(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> int | None:
+def _id(metadata: JsonObject, name: str, tokens: list[str]) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if value is not None and (type(value) is not int or not 0 <= value < len(tokens)):
         raise _refusal(f"tokenizer.ggml.{name}_token_id is {str(value)[:40]!a}, which is no token")
     return value
 
 
-def _config(metadata: Mapping[str, Any], tokens: list[str], adds_bos: bool) -> dict[str, Any]:
+def _config(metadata: JsonObject, tokens: list[str], adds_bos: bool) -> JsonDict:
     """`adds_bos`: where the file does not say it."""
     ids = {name: _id(metadata, one, tokens) for name, one in NAMED.items()}
     named = {name: tokens[one] for name, one in ids.items() if one is not None}
     return {**named, "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", adds_bos) is True}
 
 
-def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+def _byte_pairs(metadata: JsonObject, tokens: list[str]) -> JsonDict:
     cut = metadata.get("tokenizer.ggml.pre")
     if not isinstance(cut, str) or cut not in CUTS:
         raise _refusal(f"tokenizer.ggml.pre is {str(cut)[:40]!a}; known are {', '.join(CUTS)}")
@@ -136,7 +135,7 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
     }
 
 
-def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
+def _kinds(metadata: JsonObject, tokens: list[str]) -> list[int]:
     """The type of each token."""
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds):
@@ -144,7 +143,7 @@ def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
     return kinds
 
 
-def _added(metadata: Mapping[str, Any], tokens: list[str]) -> list[dict[str, Any]]:
+def _added(metadata: JsonObject, tokens: list[str]) -> list[JsonDict]:
     """Tokens that are found in text as they are written. Tags such as <tool_call> are text that a reader must see, also
     where a file calls them control tokens."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -155,7 +154,7 @@ def _added(metadata: Mapping[str, Any], tokens: list[str]) -> list[dict[str, Any
     ]
 
 
-def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> bytes:
+def _sentencepiece(metadata: JsonObject, tokens: list[str]) -> bytes:
     """A ModelProto: pieces, a TrainerSpec and a NormalizerSpec, by their fields' numbers in the published schema. GGUF
     has the pieces' types under the same numbers. A marker of a chat that is called a control token becomes a
     user-defined one, as text is searched for no other.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..errors import RequestError
 from ..files import JsonDict, JsonObject, JsonValue
 from .calls.dialect import Dialect
-from .calls.schema import COMPOSED, STRING, allowed_types, is_map, members, referred, types, variants
+from .calls.schema import COMPOSED, STRING, Schema, allowed_types, is_map, members, referred, types, variants
 from .calls.schema_rules import (
     MAX_TEXT,
     MAX_VALUES,
@@ -28,7 +28,6 @@ from .calls.schema_rules import (
 from .calls.tags import Tags
 from .calls.typed import CONTAINERS
 
-Schema = JsonObject
 Tools = Sequence[JsonObject]
 ANY_OBJECT: Schema = {"type": "object"}
 DATA = ("enum", "const", "default", "examples")  # keys of a schema whose values are no schemas

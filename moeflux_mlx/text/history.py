@@ -20,7 +20,7 @@ from .chat_template import REASONING_KEYS
 from .replay import AnswerStore, GivenAnswer, StandIn
 from .results import apart, in_order
 from .tokenizer import TokenizerWrapper
-from .untrusted import Guard
+from .untrusted import MarkerGuard
 
 PROBE = {"probed": "argument"}
 ASKED = {"role": "user", "content": "probed question"}
@@ -40,7 +40,7 @@ class History:
         probe = PROBE if takes_objects else json.dumps(PROBE)
         called = shown or self._called(probe)
         self.dialect = dialect_of((tokenizer.chat_template or "") + called)
-        self._guard = Guard(tokenizer, self.channels.tags | (self.dialect.markers if self.dialect else set()))
+        self._guard = MarkerGuard(tokenizer, self.channels.tags | (self.dialect.markers if self.dialect else set()))
         self._takes_objects = self.dialect is None or takes_objects
         self._takes_both = not shown or bool(self._called(PROBE, content="said", thinking="why"))
         self._takes_several = "probed_0" not in called or "probed_1" in self._called(probe, 2)

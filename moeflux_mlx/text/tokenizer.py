@@ -10,10 +10,10 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ..errors import RequestError, TokenizerError
-from ..files import JsonDict, JsonObject
+from ..files import JsonDict, JsonObject, JsonValue
 from .byte_pairs import BytePairVocabulary, listed_tokens, open_tokenizer_json
 from .channels import channels_of
 from .chat_template import ChatTemplate, find_templates
@@ -194,7 +194,7 @@ class TokenizerWrapper:
         tools: Sequence[JsonObject] | None = None,
         add_generation_prompt: bool = True,
         tokenize: bool = True,
-        **template_kwargs: Any,
+        **template_kwargs: JsonValue,
     ) -> list[int] | str:
         """The prompt for a chat, as token ids, or as text with `tokenize=False`.
 

@@ -15,7 +15,7 @@ from ..files import JsonValue
 from .tokenizer import TokenizerWrapper
 
 
-class Guard:
+class MarkerGuard:
     """Args:
     tokenizer: encodes, and knows its markers.
     own: markers that the model writes for its reasoning and its calls.

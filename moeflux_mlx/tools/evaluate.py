@@ -21,12 +21,12 @@ from ..engine.engine import Engine
 from ..engine.prefill import Progress
 from ..errors import RequestError
 from ..spec import ModelArgs
-from .readers import Head, Reader, reader_of
+from .readers import Head, TextReader, reader_of
 
 WINDOW = 1024
 LOGITS_BYTES = 64 << 20  # bytes of one model's logits at a time, in float32
 
-Opens = Callable[[], Engine | Reader]  # a `LayerReader` is for models that do not fit in memory
+Opens = Callable[[], Engine | TextReader]  # a `LayerReader` is for models that do not fit in memory
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _opened(opens: Opens) -> Iterator[Reader]:
+def _opened(opens: Opens) -> Iterator[TextReader]:
     """Opens a model for reading; at the end it is closed."""
     reader = reader_of(opens())
     try:
@@ -154,7 +154,7 @@ class _Cut(NamedTuple):
         return sum(map(len, self.windows))
 
 
-def _cut(reader: Reader, texts: Sequence[str], window: int, most: int | None) -> _Cut:
+def _cut(reader: TextReader, texts: Sequence[str], window: int, most: int | None) -> _Cut:
     limit = reader.args.max_position_embeddings
     if window > limit:
         raise RequestError(f"window {window} exceeds the {limit} tokens that the model takes")
@@ -171,7 +171,7 @@ def _cut(reader: Reader, texts: Sequence[str], window: int, most: int | None) ->
     return cut
 
 
-def _measured(reader: Reader, cut: _Cut, window: int, reference: Reference | None, progress: Progress) -> Losses:
+def _measured(reader: TextReader, cut: _Cut, window: int, reference: Reference | None, progress: Progress) -> Losses:
     passed, total = (0, cut.tokens) if reference is None else (cut.tokens, 2 * cut.tokens)
     columns, head = [], None
     step = max(1, LOGITS_BYTES // (4 * reader.args.vocab_size))

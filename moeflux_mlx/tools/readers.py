@@ -44,7 +44,7 @@ class Head:
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-class Reader(Protocol):
+class TextReader(Protocol):
     """A model that reads windows of text."""
 
     @property
@@ -65,7 +65,7 @@ class Reader(Protocol):
 
 
 class EngineReader:
-    """A `Reader` with a loaded model; each window goes through it in the spans of the memory plan."""
+    """A `TextReader` with a loaded model; each window goes through it in the spans of the memory plan."""
 
     def __init__(self, engine: Engine):
         self._engine, self.args, self.tokenizer = engine, engine.model.args, engine.tokenizer
@@ -92,7 +92,7 @@ class EngineReader:
 
 
 class LayerReader:
-    """A `Reader` that has one layer's weights and one expert in memory at a time, in floats (`LayerRun`).
+    """A `TextReader` that has one layer's weights and one expert in memory at a time, in floats (`LayerRun`).
 
     Args:
         path: a packed model, or a checkpoint in any form that `convert` reads.
@@ -126,6 +126,6 @@ class LayerReader:
         self._folder.cleanup()
 
 
-def reader_of(model: Engine | Reader) -> Reader:
+def reader_of(model: Engine | TextReader) -> TextReader:
     """The reader for what a caller has opened."""
     return EngineReader(model) if isinstance(model, Engine) else model

@@ -29,7 +29,7 @@ from ..ops.expert_rows import refusal
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
 from ..ops.streams import spread
-from ..ops.tiles import MAX_TOKENS, TRIED, Changes, Tiles, joined, using
+from ..ops.tiles import MAX_TOKENS, TRIED, TileChanges, Tiles, joined, using
 
 WORTH = 1.02  # tiles are kept if they are faster by this factor
 ROUNDS = 11  # pairs of measurements, of which the median counts
@@ -37,7 +37,7 @@ BOUND = 2e-2  # largest allowed difference relative to the largest value; float3
 LEAST_BYTES, MOST_LAYERS = 1 << 30, 32  # of layers that a token goes through: more than the caches of any GPU
 ROWS = tuple(2 ** (i // 3) for i in range(28))  # of each expert in a prompt: 1 to 512, three experts with each number
 
-Part = Callable[[mx.array], mx.array]  # takes x [1, L, H]
+LayerCall = Callable[[mx.array], mx.array]  # takes x [1, L, H]
 
 
 class Work(Protocol):
@@ -57,7 +57,7 @@ class TokenWork:
 
     def __init__(self, shapes: Shapes):
         self._x = mx.random.normal((1, 1, shapes.args.hidden_size)).astype(shapes.dtype)
-        parts, nbytes = list[Part](), 0
+        parts, nbytes = list[LayerCall](), 0
         for part in itertools.islice(layers(shapes), MOST_LAYERS):
             parts.append(part)
             nbytes += part.nbytes
@@ -156,7 +156,7 @@ def layers(shapes: Shapes) -> Iterator[TrialLayer]:
     return (TrialLayer(shapes, i) for i in itertools.cycle(kinds(shapes)))
 
 
-def head(shapes: Shapes) -> Part:
+def head(shapes: Shapes) -> LayerCall:
     """The last matrix, which gets only single tokens and a few."""
     matrix = Linear(shapes.args.hidden_size, shapes.args.vocab_size)
     fill_randomly(matrix, shapes.quants.get(shapes.args.last_matrix), shapes.dtype)
@@ -175,9 +175,9 @@ class Result:
         found: all changes that were kept until here.
     """
 
-    changes: Changes
+    changes: TileChanges
     gain: float
-    found: Changes
+    found: TileChanges
 
     @property
     def is_kept(self) -> bool:
@@ -193,7 +193,7 @@ def tune(
         compared: how many times as fast some work is with other tiles, 0 if they are wrong; None: it is measured.
     """
     end, work = time.monotonic() + seconds, cast(Any, None)
-    found: Changes = {}
+    found: TileChanges = {}
     for changes in TRIED[backend.name()]:
         if time.monotonic() >= end:
             return

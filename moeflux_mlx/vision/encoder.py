@@ -28,7 +28,7 @@ SCORES_COPIES = 2  # copies of scores in attention without a fused kernel
 
 
 @dataclass(frozen=True)
-class Kind:
+class EncoderKind:
     """How a family's images are read.
 
     Args:
@@ -112,12 +112,12 @@ def _glm(files: Any, config: Any, vision: JsonObject) -> nn.Module:
     return files.vision.VisionModel(config)
 
 
-QWEN = Kind("qwen3_vl")
+QWEN = EncoderKind("qwen3_vl")
 KINDS = {
     "qwen3_vl_moe": QWEN,
     "qwen3_5_moe": QWEN,
-    "glm4v_moe": Kind("glm4v_moe", processor="area of two", make=_glm),
-    "kimi_k25": Kind(
+    "glm4v_moe": EncoderKind("glm4v_moe", processor="area of two", make=_glm),
+    "kimi_k25": EncoderKind(
         "kimi_k25",
         processor="padded",
         token="media_placeholder_token_id|image_token_id",
@@ -147,7 +147,7 @@ class Encoder:
 
     def __init__(
         self,
-        kind: Kind,
+        kind: EncoderKind,
         vision: JsonObject,
         tensors: Mapping[str, Tensor],
         quantization: JsonObject,
@@ -163,7 +163,7 @@ class Encoder:
         mx.eval(embeddings, deep)
         return ImageRows(embeddings, deep)
 
-    def _fill(self, kind: Kind, tensors: Mapping[str, Tensor], quantization: JsonObject) -> None:
+    def _fill(self, kind: EncoderKind, tensors: Mapping[str, Tensor], quantization: JsonObject) -> None:
         named = {_renamed(kind, name): tensor for name, tensor in tensors.items()}
         for name, shape in parameter_shapes(self.module).items():
             plain = name.removeprefix("tower.")
@@ -178,7 +178,7 @@ class Encoder:
             mx.eval(self.module.parameters())
 
 
-def make_module(kind: Kind, vision: JsonObject) -> nn.Module:
+def make_module(kind: EncoderKind, vision: JsonObject) -> nn.Module:
     """The encoder's module with no weights yet.
 
     Raises:
@@ -238,7 +238,7 @@ def _files(module: str) -> _Files:
     return _Files(*parts)
 
 
-def _renamed(kind: Kind, name: str) -> str:
+def _renamed(kind: EncoderKind, name: str) -> str:
     for theirs, ours in kind.renames:
         if ours not in name or not ours:
             name = name.replace(theirs, ours)

@@ -15,7 +15,7 @@ DECODING = threading.Lock()  # one picture at a time in a process: it may be lar
 _KEPT: dict[tuple[bytes, Processor, int], np.ndarray] = {}
 
 
-class Reader:
+class PictureReader:
     """Reads images for one model; any number of threads may use it.
 
     Args:

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,9 +15,9 @@ from ..model.images import ImageRows, ImageSource
 from ..ops.limits import within_limits
 from ..packing.aside import NAME
 from ..spec import ModelArgs, family_name
-from .encoder import KINDS, SCORES_COPIES, Encoder, Kind, is_installed, not_installed, plain_name
+from .encoder import KINDS, SCORES_COPIES, Encoder, EncoderKind, is_installed, not_installed, plain_name
 from .pixels import IMAGE_ROWS, Processor, processor_of
-from .reader import Reader, ReadImage
+from .reader import PictureReader, ReadImage
 
 PREPROCESSOR = "preprocessor_config.json"
 MOST_ROWS = 1 << 16  # the most rows that may be requested
@@ -37,7 +36,7 @@ class VisionFiles:
         by_axes: whether rotary positions follow an image's rows and columns.
     """
 
-    kind: Kind
+    kind: EncoderKind
     config: JsonObject
     tensors: Mapping[str, Tensor]
     processor: Processor
@@ -70,9 +69,9 @@ class VisionFiles:
             return NoVision(str(error))
         return Vision(encoder, self.reader(rows))
 
-    def reader(self, rows: int = IMAGE_ROWS) -> Reader:
+    def reader(self, rows: int = IMAGE_ROWS) -> PictureReader:
         """Reads images of at most `rows` rows; it needs no tensors."""
-        return Reader(self.processor, self.token, self.by_axes, rows)
+        return PictureReader(self.processor, self.token, self.by_axes, rows)
 
 
 def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> VisionFiles | None:
@@ -91,12 +90,12 @@ def find_vision(path: Path, args: ModelArgs, shards_in: Sequence[Path] = ()) -> 
     return vision_of(config, settings, merge_tensors(map(read_header, files)), args)
 
 
-def _kind_of(config: JsonObject) -> Kind | None:
+def _kind_of(config: JsonObject) -> EncoderKind | None:
     return KINDS.get(config["model_type"]) or KINDS.get(family_name(config))
 
 
 def vision_of(
-    config: Mapping[str, Any], settings: Mapping[str, Any], merged: Mapping[str, Tensor], args: ModelArgs
+    config: JsonObject, settings: JsonObject, merged: Mapping[str, Tensor], args: ModelArgs
 ) -> VisionFiles | None:
     """`find_vision`, of what config.json, preprocessor_config.json and the headers of a model's files say."""
     kind, vision = _kind_of(config), config.get("vision_config")
@@ -124,7 +123,7 @@ def _size(vision: JsonObject, names: Sequence[str]) -> int:
 class Vision:
     """A model's images: a reader of pictures and the encoder of what it read. Any number of threads may use it."""
 
-    def __init__(self, encoder: Encoder, reader: Reader):
+    def __init__(self, encoder: Encoder, reader: PictureReader):
         self.encoder, self.reader, self.token, self.image = encoder, reader, reader.token, reader.image
         self._lock = threading.Lock()
 
@@ -176,7 +175,7 @@ def open_vision(
 
 def open_reader(
     path: Path, args: ModelArgs, shards_in: Sequence[Path] = (), wanted: bool = True, rows: int = IMAGE_ROWS
-) -> "Reader | NoVision":
+) -> "PictureReader | NoVision":
     """The reader that a model's `Vision` has, without the encoder's tensors.
 
     Raises:

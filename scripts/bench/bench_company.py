@@ -32,7 +32,7 @@ from moeflux_mlx.engine.decoding import Decoding
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.settings import configure_mlx
 from moeflux_mlx.server.running import Totals
-from moeflux_mlx.server.worker import Pace
+from moeflux_mlx.server.worker import TurnPace
 from moeflux_mlx.spec import ModelArgs, variants
 
 ANSWER = 200  # tokens of an answer alone
@@ -100,7 +100,7 @@ def run_prompt(model: Any, prompt: list[int], answer: Decoding | None, share: fl
     """Computes a prompt, and tokens of the answer for their share of the time; returns the prompt's seconds and the
     times of the tokens.
     """
-    pace, times = Pace(share, Totals()), list[float]()
+    pace, times = TurnPace(share, Totals()), list[float]()
 
     def between(done: int, total: int) -> None:
         pace.pause_prompt(answer is not None)

@@ -21,7 +21,8 @@ both). `drives` compares a model whose experts lie on several drives (`convert -
 and in a prompt that begins with an empty pool. `load` reads all experts of a model into memory and, in turn, the same
 files with bare parallel reads, into memory that is used again and into memory that is new. `host` decodes with every
 expert in the pool and nothing to read, and says what each part of the pool's work takes of a layer, and on a GPU what
-a token takes beyond one whose experts are resident. Reported are medians; the last line is JSON.
+a token takes beyond one whose experts are resident, and what it takes if the host waits for each router's choice.
+Reported are medians; the last line is JSON.
 """
 
 import argparse
@@ -36,6 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -501,7 +503,15 @@ def sequential_reads(sizes: dict[Path, int], wanted: int, threads: int, kind: st
     return sum(came)
 
 
-PARTS = ("request", "finish", "locate", "hint", "unpin")  # the functions of a source that a layer calls
+PARTS = (
+    "request",
+    "finish",
+    "locate",
+    "hint",
+    "unpin",
+    "table",
+    "accept",
+)  # the functions of a source that a layer calls
 
 
 def bench_host(options: argparse.Namespace) -> dict:
@@ -510,16 +520,18 @@ def bench_host(options: argparse.Namespace) -> dict:
     streamed = open_engine(options.model, expert_io="pread", expert_cache_bytes=1 << 60, **plain)
     layers, source = len(streamed.model.args.moe_layers), streamed.experts
     warm(source)
-    engines = {"streamed": streamed}
+    ways = {"streamed": partial(token_seconds, streamed, options.max_tokens)}
     if backend.has_kernels():
-        engines["resident"] = open_engine(options.model, expert_io="resident", **plain)
-    for engine in engines.values():
-        token_seconds(engine, options.max_tokens)
+        resident = open_engine(options.model, expert_io="resident", **plain)
+        ways["waiting"] = partial(waiting_seconds, streamed, options.max_tokens)
+        ways["resident"] = partial(token_seconds, resident, options.max_tokens)
+    for way in ways.values():
+        way()
     source.reset_stats()
-    runs: dict[str, list[float]] = {name: [] for name in engines}
+    runs: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
-        for name, engine in engines.items():
-            runs[name].append(token_seconds(engine, options.max_tokens))
+        for name, way in ways.items():
+            runs[name].append(way())
     parts = parts_of(streamed, options.max_tokens)
     row = {name: 1e6 * statistics.median(times) / layers for name, times in runs.items()}
     row |= {"pool": sum(parts.values()), "parts": parts, "misses": source.stats.misses, "layers": layers}
@@ -549,6 +561,15 @@ def token_seconds(engine: Engine, tokens: int) -> float:
         mx.eval(model(mx.array([[i * 37 % 251]]), cache))
         times.append(time.perf_counter() - start)
     return statistics.median(times[tokens // 4 :])
+
+
+def waiting_seconds(engine: Engine, tokens: int) -> float:
+    """As `token_seconds`, without layers that are queued ahead of their choice."""
+    ahead, engine.model.optimistic = engine.model.optimistic, None
+    try:
+        return token_seconds(engine, tokens)
+    finally:
+        engine.model.optimistic = ahead
 
 
 def parts_of(engine: Engine, tokens: int) -> dict[str, float]:
@@ -736,21 +757,26 @@ def damp(model, factor: float) -> None:
     routed = model.layers[model.args.moe_layers[0]].mlp.experts
 
     class Damped:
-        def wants_guess(self, layer, tokens):
-            return routed.wants_guess(layer, tokens)
+        def __getattr__(self, name):
+            return getattr(routed, name)
 
-        def expect(self, layer, tokens):
-            routed.expect(layer, tokens)
+        def __call__(self, routing, x, h_mid, *rest, compute=routed):
+            return h_mid + factor * (compute(routing, x, h_mid, *rest) - h_mid)
 
-        def __call__(self, routing, x, h_mid, *rest):
-            return h_mid + factor * (routed(routing, x, h_mid, *rest) - h_mid)
+        def from_table(self, *given):
+            return partial(self, compute=routed.from_table(*given))
 
     embedding = model.model.embed_tokens
-    for part in (embedding, *(model.layers[index].self_attn.o_proj for index in model.args.moe_layers)):
+    for part in (embedding, *(last_of(model.layers[index]) for index in model.args.moe_layers)):
         part.scales *= model.args.hidden_size**0.5 if part is embedding else factor
         part.biases *= model.args.hidden_size**0.5 if part is embedding else factor
     for index in model.args.moe_layers:
         model.layers[index].mlp.experts = Damped()
+
+
+def last_of(layer):
+    """The matrix whose product a layer's mixer adds to the residual stream."""
+    return layer.self_attn.o_proj if "self_attn" in layer else layer.linear_attn.out_proj
 
 
 def median(values) -> float:

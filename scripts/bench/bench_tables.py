@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from moeflux_mlx.experts.tables import TableReader
+from moeflux_mlx.experts.tables import FileTable
 from moeflux_mlx.formats.tables import NARROW, FileRows, RowForm, TableFiles
 from moeflux_mlx.kinds import NGrams
 from moeflux_mlx.ops.ngrams import row_numbers
@@ -63,7 +63,7 @@ def sparse_table(folder: Path, part: NGrams, form: RowForm, in_parts: bool, rows
     return TableFiles(form, [0], [places], part.rows)
 
 
-def waits(reader: TableReader, numbers: np.ndarray, ahead: float) -> list[float]:
+def waits(reader: FileTable, numbers: np.ndarray, ahead: float) -> list[float]:
     """Returns the seconds that each token waits for its rows [1, L, heads], without the first token."""
     times = []
     for at in range(numbers.shape[1]):
@@ -98,7 +98,7 @@ def main() -> None:
         for name, in_parts in (("packed", False), ("in place", True)):
             files = sparse_table(Path(folder), part, form, in_parts, np.unique(numbers))
             for ahead in (0.0, options.ahead_ms / 1e3):
-                reader, real = TableReader(files), os.preadv
+                reader, real = FileTable(files), os.preadv
                 os.preadv = Gate(options.reads, options.gb_per_s * 1e9, options.latency_us / 1e6)  # type: ignore[assignment]
                 try:
                     ms = 1e3 * statistics.median(waits(reader, numbers, ahead))

@@ -30,7 +30,7 @@ from moeflux_mlx.engine.expert_io import MODES, describe, reason_to_read
 from moeflux_mlx.engine.machine import Figures, group_limits, in_gb
 from moeflux_mlx.engine.needs import activation_bytes, headroom_bytes, least_pool, room, state_bytes
 from moeflux_mlx.engine.pressure import CUT, PoolLimit, Spare
-from moeflux_mlx.engine.settings import Gathered
+from moeflux_mlx.engine.settings import BufferLimits
 from moeflux_mlx.engine.wired import wire
 from moeflux_mlx.errors import MoefluxWarning, RequestError
 from moeflux_mlx.experts import pools
@@ -137,7 +137,7 @@ def test_what_a_command_buffer_refers_to_fits_what_a_mac_s_gpu_may_use():
     """A user may map more than memory, but Metal wires the files of some layers together."""
     args, layout = named("qwen3.5-397b-a17b")
     demand = Demand(6 * GB, 8192, 2, expert_io="mmap")
-    ten = Gathered(50, 1_000_000)
+    ten = BufferLimits(50, 1_000_000)
     enough = Figures(96 * GB, working_set=72 * GB, gathered=ten)
     assert layout.total_bytes > enough.memory and plan_memory(args, layout, enough, demand).mode is IoMode.MMAP
     with pytest.raises(RequestError, match="36.* GB mapped experts, .*; --expert-io pread needs no more") as refused:
@@ -145,7 +145,7 @@ def test_what_a_command_buffer_refers_to_fits_what_a_mac_s_gpu_may_use():
     way = "MLX_MAX_OPS_PER_BUFFER=50 in the environment"
     assert way not in str(refused.value)  # because it is set
     with pytest.raises(RequestError, match=f"{in_gb(layout.total_bytes)} mapped experts, .*; with {way}"):
-        plan_memory(args, layout, replace(enough, gathered=Gathered(300, 1_000_000)), demand)
+        plan_memory(args, layout, replace(enough, gathered=BufferLimits(300, 1_000_000)), demand)
     with pytest.raises(RequestError) as refused:  # as ten layers do not fit either
         plan_memory(args, layout, Figures(48 * GB, working_set=36 * GB), demand)
     assert "mapped experts" in str(refused.value) and way not in str(refused.value)
@@ -371,7 +371,7 @@ def test_what_metal_may_wire():
     for figures, mode, experts in (
         (Figures(64 * GB), "mmap", None),
         (Figures(64 * GB, 48 * GB, 36 * GB), "mmap", layout.total_bytes),
-        (Figures(24 * GB, 16 * GB, 12 * GB, gathered=Gathered(50, 1_000_000)), "mmap", 100 * GB),
+        (Figures(24 * GB, 16 * GB, 12 * GB, gathered=BufferLimits(50, 1_000_000)), "mmap", 100 * GB),
         (Figures(64 * GB, 48 * GB, 36 * GB), "pread", 2000 * layout.expert_stride),
     ):
         demand = Demand(GB, itemsize=2, expert_io=mode, expert_cache_bytes=2000 * layout.expert_stride)
@@ -666,7 +666,12 @@ def test_the_default_context():
 
 @pytest.mark.parametrize(
     ("gathered", "layers"),
-    [(Gathered(50, 1_000_000), 10), (Gathered(300, 1_000_000), 40), (Gathered(300, 2_000), 19), (Gathered(50, 50), 1)],
+    [
+        (BufferLimits(50, 1_000_000), 10),
+        (BufferLimits(300, 1_000_000), 40),
+        (BufferLimits(300, 2_000), 19),
+        (BufferLimits(50, 50), 1),
+    ],
 )
 def test_a_plan_counts_the_mapped_layers_of_a_command_buffer(gathered, layers):
     """A layer of this model has 108 Mi words. A machine that cannot hold the layers that Metal wires together is

@@ -19,7 +19,7 @@ from moeflux_mlx.engine.pressure import (
     PACE,
     PACE_OF_METAL,
     STEPS,
-    Group,
+    ControlGroup,
     MacOS,
     PoolLimit,
     Process,
@@ -63,15 +63,15 @@ def write_group(folder, version, limit, used, files=0, high="max"):
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_group_keeps_half_of_the_headroom_and_counts_no_pages_of_files(tmp_path, version):
     folder = write_group(tmp_path, version, 4 * GB, 3 * GB, files=GB)
-    assert Group(folder).spare(GB) == Spare(2 * GB - int(0.15 * 4 * GB) // 2, 2 * GB)
+    assert ControlGroup(folder).spare(GB) == Spare(2 * GB - int(0.15 * 4 * GB) // 2, 2 * GB)
     write_group(tmp_path, version, 2 * GB, 3 * GB, files=GB)
-    assert Group(folder).spare(GB) == Spare(-int(0.15 * 2 * GB) // 2, 0)
+    assert ControlGroup(folder).spare(GB) == Spare(-int(0.15 * 2 * GB) // 2, 0)
 
 
 def test_a_throttle_is_a_limit_and_no_limit_says_nothing(tmp_path):
-    assert Group(write_group(tmp_path, 2, 4 * GB, GB, high=2 * GB)).spare(0).hard == GB
-    assert Group(write_group(tmp_path, 2, "max", GB)).spare(0) == Spare(math.inf, math.inf)
-    assert Group(tmp_path / "none").spare(0) == Spare(math.inf, math.inf)
+    assert ControlGroup(write_group(tmp_path, 2, 4 * GB, GB, high=2 * GB)).spare(0).hard == GB
+    assert ControlGroup(write_group(tmp_path, 2, "max", GB)).spare(0) == Spare(math.inf, math.inf)
+    assert ControlGroup(tmp_path / "none").spare(0) == Spare(math.inf, math.inf)
 
 
 def stalls_file(folder, microseconds):
@@ -134,7 +134,7 @@ class Machine:
         self.folder, self.version, self.clock = folder, version, Clock()
         self.pool, self.most, self.limit, self.temporaries = most, most, 10 * GB, 0
         self.write()
-        self.allowed = PoolLimit([Group(folder)], most, self.clock, self.used)
+        self.allowed = PoolLimit([ControlGroup(folder)], most, self.clock, self.used)
 
     def used(self):
         return GB + self.pool + self.temporaries
@@ -284,7 +284,7 @@ def test_a_call_for_which_there_is_no_memory_is_refused(tmp_path):
     engine = open_engine(path, dtype=mx.float32, expert_io="pread")
     folder = write_group(tmp_path, 2, 10 * GB, GB)
     clock = Clock()
-    limit = PoolLimit([Group(folder)], engine.plan.most, clock)
+    limit = PoolLimit([ControlGroup(folder)], engine.plan.most, clock)
     breath = Breath(engine.model.args, engine.experts.layout, engine.plan, limit)
     engine.experts.allowance, engine.experts.limit = breath, limit
     tokens = mx.array([[3, 1, 4, 1, 5]])

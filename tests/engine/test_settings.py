@@ -15,7 +15,7 @@ from tiny_models import child_environment, tiny_directory
 from moeflux_mlx import configure_mlx, load, load_model
 from moeflux_mlx.cli.run import execute
 from moeflux_mlx.engine import settings
-from moeflux_mlx.engine.settings import OPERATIONS, OWN, WORDS, Gathered, gathered, set_variables, variables_for
+from moeflux_mlx.engine.settings import OPERATIONS, OWN, WORDS, BufferLimits, gathered, set_variables, variables_for
 from moeflux_mlx.errors import MoefluxWarning
 
 GIB = 1 << 30
@@ -79,7 +79,7 @@ def test_what_the_user_has_set_stays(unset, monkeypatch):
     monkeypatch.setenv(WORDS, "7")
     assert set_variables() and not set_variables()
     assert os.environ[WORDS] == "7" and int(os.environ[OPERATIONS]) > 100
-    assert gathered() == Gathered(int(os.environ[OPERATIONS]), 7)
+    assert gathered() == BufferLimits(int(os.environ[OPERATIONS]), 7)
 
 
 def test_variables_that_are_not_set_count_as_mlx_has_them(unset, monkeypatch):

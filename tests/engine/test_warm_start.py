@@ -20,7 +20,7 @@ from moeflux_mlx.cli.main import main
 from moeflux_mlx.engine import warm_start
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.kept_rows import read_rows
-from moeflux_mlx.engine.warm_start import HALF_LIFE, Kept, keep, kept_of, usage_file
+from moeflux_mlx.engine.warm_start import HALF_LIFE, KeptUsage, keep, kept_of, usage_file
 from moeflux_mlx.errors import RequestError
 
 PATH = tiny_directory("qwen3_moe")
@@ -220,5 +220,5 @@ def test_a_checkpoint_in_place_is_warmed_too(tmp_path):
 
 
 def test_the_numbers_are_as_documented():
-    row = Kept(np.array([[0.0, 0.5, 2.0]]), 3.0).row()
+    row = KeptUsage(np.array([[0.0, 0.5, 2.0]]), 3.0).row()
     assert row == {"shape": (1, 3), "steps": 3.0, "rates": "AAAAgP//"}

@@ -19,7 +19,7 @@ from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import ExpertIOError, ModelFileError
 from moeflux_mlx.experts import stamps, tables
-from moeflux_mlx.experts.tables import FEW, TableReader
+from moeflux_mlx.experts.tables import FEW, FileTable
 from moeflux_mlx.formats.tables import FileRows, RowForm, TableFiles
 from moeflux_mlx.quant import Quant
 
@@ -78,7 +78,7 @@ def test_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept)
     ends = [*sorted(cuts), 100]
     lengths = np.diff([0, *ends]).tolist()
     files, wanted = written(tmp_path_factory.mktemp("table"), form, 100, lengths, in_parts)
-    reader = TableReader(files, kept * form.row_bytes)
+    reader = FileTable(files, kept * form.row_bytes)
     for numbers in calls:
         rows = np.array(numbers)[None, :, None]
         pending = reader.begin(rows)
@@ -91,7 +91,7 @@ def test_rows_of_any_shards(tmp_path_factory, form, cuts, in_parts, calls, kept)
 
 def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], True)
-    reader, numbers = TableReader(files), np.array([[[5, 7], [6, 7], [50, 8]]])
+    reader, numbers = FileTable(files), np.array([[[5, 7], [6, 7], [50, 8]]])
     for _ in range(2):
         got = np.array(reader.begin(numbers).take(0, 3).astype(mx.float32))
         np.testing.assert_array_equal(got.reshape(3, 2, WIDTH), wanted[numbers[0]])
@@ -102,7 +102,7 @@ def test_each_row_is_read_once_and_kept_for_the_next_tokens(tmp_path):
 def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
     """The rows are read in file order, each once."""
     files, wanted = written(tmp_path, FORMS[2], 100, [40, 60], False)
-    reader, read, right = TableReader(files), [], os.preadv
+    reader, read, right = FileTable(files), [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read.append(offset) or right(fd, buffers, offset))
     numbers = np.random.default_rng(1).integers(0, 100, (1, FEW, 2))
     got = np.array(reader.begin(numbers).take(3, 9).astype(mx.float32))[0]
@@ -115,7 +115,7 @@ def test_rows_of_a_prompt_are_read_together_and_not_kept(tmp_path, monkeypatch):
 def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, most):
     """From the page cache one thread reads all rows of a prompt."""
     files, wanted = written(tmp_path, FORMS[0], 3000, [3000], False)
-    reader, threads, right = TableReader(files), set(), os.preadv
+    reader, threads, right = FileTable(files), set(), os.preadv
     monkeypatch.setattr(tables, "SLOW", slow)
     monkeypatch.setattr(os, "preadv", lambda *given: threads.add(threading.get_ident()) or right(*given))
     numbers = np.arange(3000).reshape(1, 1500, 2)
@@ -128,7 +128,7 @@ def test_threads_help_each_other_if_reads_are_slow(tmp_path, monkeypatch, slow, 
 def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
     """Rows that were not read are not given."""
     files, _ = written(tmp_path, FORMS[0], 20000, [20000], False)
-    reader, right, begun = TableReader(files), os.preadv, threading.Event()
+    reader, right, begun = FileTable(files), os.preadv, threading.Event()
 
     def slow(*given):
         begun.set()
@@ -148,7 +148,7 @@ def test_closing_ends_a_prompts_reads(tmp_path, monkeypatch):
 def test_a_file_that_is_written_to_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(stamps, "LOOK_SECONDS", 0)
     files, _ = written(tmp_path, FORMS[0], 10, [10], False)
-    reader = TableReader(files)
+    reader = FileTable(files)
     reader.begin(np.array([[[8]]])).take(0, 1)
     (tmp_path / "0-0").write_bytes(bytes((tmp_path / "0-0").stat().st_size + 1))
     with pytest.raises(ExpertIOError, match="0-0 was changed while in use"):
@@ -158,7 +158,7 @@ def test_a_file_that_is_written_to_is_an_error(tmp_path, monkeypatch):
 
 def test_a_file_that_ends_early_and_a_reader_that_is_closed(tmp_path):
     files, _ = written(tmp_path, FORMS[0], 10, [10], False)
-    reader = TableReader(files)
+    reader = FileTable(files)
     os.truncate(tmp_path / "0-0", 6 + 9 * 64 + 1)
     with pytest.raises(ExpertIOError, match=f"0-0 ends at byte {6 + 9 * 64 + 1}; a table's row ends at"):
         pending = reader.begin(np.array([[[9]]]))
@@ -172,7 +172,7 @@ def test_a_file_that_ends_early_and_a_reader_that_is_closed(tmp_path):
         reader.begin(np.array([[[1]]]))
     (tmp_path / "0-0").unlink()
     with pytest.raises(ExpertIOError, match="cannot be opened"):
-        TableReader(files)
+        FileTable(files)
 
 
 # ---- of a model

@@ -15,12 +15,14 @@ import moeflux_mlx.mixers.latent.module as mla
 import moeflux_mlx.ops.rope as rope
 import moeflux_mlx.ops.route as router
 from moeflux_mlx.engine.engine import load_model
+from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.kinds import Yarn
 from moeflux_mlx.layers import Weight
 from moeflux_mlx.mixers.latent import op as latent
+from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.span import PromptSizes
-from moeflux_mlx.model.weights import read_resident
+from moeflux_mlx.model.weights import fill, read_resident
 from moeflux_mlx.ops import backend, native
 from moeflux_mlx.ops.linear import multiply
 from moeflux_mlx.quant import DEFAULT, PARTS
@@ -147,6 +149,18 @@ def test_the_correction_bias_keeps_its_precision(tmp_path):
         want = stored[f"model.layers.{layer}.mlp.e_score_correction_bias"]
         assert kept.dtype == mx.float32 and mx.array_equal(kept, want)
         assert not mx.array_equal(want, want.astype(mx.bfloat16)), "rounding would go unseen"
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.scales", "lm_head.biases", "lm_head.weight"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_resident_tensor_that_is_not_finite_is_refused(name, value):
+    model, tensors = tiny_model("qwen3_moe", mx.float32), read_resident(tiny_directory("qwen3_moe"))
+    if name == "lm_head.weight":
+        parts = [tensors.pop(f"lm_head.{part}") for part in PARTS]
+        tensors[name] = mx.dequantize(*parts, 64, 4)
+    tensors[name][-1] = value
+    with pytest.raises(ModelFileError, match=f"tensor {name} holds NaN or infinite values"):
+        fill(Model(model.args, None), tensors, model.args.quantization, mx.float32)
 
 
 WAYS = [("mmap", 1), ("pread", 1), ("pread", 1 << 30)]  # how experts are read, and how many stay in memory

@@ -337,9 +337,8 @@ def test_slots_may_be_signed_or_not(host):
 @msl.needed
 def test_record_offsets_pass_4_gib():
     """Compares the addresses of records that the header's own function computes."""
-    source = (
-        "const uint i = thread_position_in_grid.x; out[i] = size_t(codes_record(nullptr, uint(slots[i]), WORDS)) / 4;"
-    )
+    record = "codes_record(codes_pointer(nullptr), uint(slots[i]), WORDS)"
+    source = f"const uint i = thread_position_in_grid.x; out[i] = size_t({record}) / 4;"
     kernel = msl.HostKernel.make(
         name="record",
         input_names=["slots"],

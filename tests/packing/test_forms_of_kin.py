@@ -9,12 +9,13 @@ import oracle
 import pytest
 from grids import drawn, marks
 from minmax import convert
-from tiny_models import on_cpu, tiny_directory
+from tiny_models import on_cpu, tiny_directory, tiny_model
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.families.registry import FAMILIES
 from moeflux_mlx.formats.checkpoint import read_bytes, read_header
+from moeflux_mlx.ops import backend
 from moeflux_mlx.packing.source_format import SourceFormat
 from moeflux_mlx.quant import Quant
 
@@ -35,11 +36,15 @@ INT4 = {
 }
 
 
-def logits(path, family, **options):
+def run(model, family):
     """Returns the logits [T, V] of the golden's tokens from position 0 on. One token is computed alone."""
-    model = load_model(path, dtype=mx.float32, **options)
     tokens, cache = mx.array(goldens.golden(family)[0])[None], model.make_cache()
-    rows = np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+    return np.array(mx.concatenate([model(tokens[:, :-1], cache), model(tokens[:, -1:], cache)], 1)[0])
+
+
+def logits(path, family, **options):
+    model = load_model(path, dtype=mx.float32, **options)
+    rows = run(model, family)
     model.experts.close()
     return rows
 
@@ -63,7 +68,7 @@ LEAST = {"expert_io": "pread", "expert_cache_bytes": 1}
 @pytest.mark.parametrize("family, ways", drawn(goldens.KIN, [({}, LEAST), (LEAST, {})]))
 def test_mlx_conversions_in_place_and_packed(tmp_path, family, ways):
     """Each conversion, mapped, read and resident, has the bits of the packed model that is made from the floats."""
-    wanted = logits(tiny_directory(family, "hub"), family)
+    wanted = run(tiny_model(family, mx.float32, "hub"), family)
     if not goldens.first_position(family):
         assert np.abs(wanted - goldens.golden(family)[1]).max() < TOLERANCE
     path = goldens.write_variant(tmp_path / "source", family, "mlx4")
@@ -181,14 +186,15 @@ def test_what_mlx_lm_makes_of_the_published_form(tmp_path, family):
     """The overrides name modules as mlx-lm's own model does. MiniMax's routers have 8 bits,
     Mistral's, OLMoE's and Qwen2-MoE's 4."""
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm needs Python 3.11")
+    if backend.name() == "cuda" and family in ("glm4_moe_air", "solar_open"):
+        pytest.skip("on CUDA, mlx-lm's logits of this family's codes are wrong; of its floats they are right")
     model, config = utils.load_model(tiny_checkpoint(family, tmp_path / "floats"), lazy=True)
     model, config = utils.quantize_model(model, config, 64, 4)
     (tmp_path / "source").mkdir()
     utils.save_model(tmp_path / "source", model, donate_model=False)
     utils.save_config(config, tmp_path / "source" / "config.json")
     model.set_dtype(mx.float32)
-    with on_cpu():  # on CUDA, mlx-lm's logits of glm4_moe are wrong
-        wanted = np.array(model(mx.array(goldens.golden(family)[0])[None])[0])
+    wanted = np.array(model(mx.array(goldens.golden(family)[0])[None])[0])
     found = logits(tmp_path / "source", family)
     assert np.abs(found - wanted).max() < TOLERANCE
     assert np.array_equal(logits(packed(tmp_path / "source"), family), found)

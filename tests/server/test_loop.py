@@ -14,7 +14,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.server import admission, worker
 from moeflux_mlx.server.admission import Admission
 from moeflux_mlx.server.job import Job
-from moeflux_mlx.server.prepare import Prepared
+from moeflux_mlx.server.prepare import PreparedRequest
 
 LONG, SHORT = "the lake " * 80, "an owl"
 ANSWER = "</think>An owl."
@@ -229,7 +229,7 @@ def test_subagents_compute_their_common_prompt_once():
 
 
 def job(client="", tokens=100, limit=50):
-    return Job(Prepared(None, [0] * tokens, max_tokens=limit), print, client)
+    return Job(PreparedRequest(None, [0] * tokens, max_tokens=limit), print, client)
 
 
 def running(tokens, set_aside=None, client=""):

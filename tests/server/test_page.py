@@ -859,7 +859,7 @@ def test_only_what_the_model_has_is_offered(open_page):
 def test_the_demo_model_offers_stories(open_page):
     assert "stories" not in open_page.see("#about") and "Write a Python function" in open_page.see("#ideas")
     open_page.load({**FEATURES, "demo": True})
-    assert "tells short stories, and nothing else" in open_page.see("#about")
+    open_page.until(lambda: "tells short stories, and nothing else" in open_page.see("#about"))
     ideas = open_page.see("#ideas button").split("|")
     assert len(ideas) == 3 and all(" story about " in idea for idea in ideas)
     open_page.click("#ideas button")

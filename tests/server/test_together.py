@@ -27,7 +27,7 @@ from moeflux_mlx.server.expert_map import ExpertMap
 from moeflux_mlx.server.job import Job
 from moeflux_mlx.server.live import Watch
 from moeflux_mlx.server.model_thread import ModelThread
-from moeflux_mlx.server.prepare import Prepared
+from moeflux_mlx.server.prepare import PreparedRequest
 from moeflux_mlx.server.request import Failed, Finish, Request, Sampling, Text
 from moeflux_mlx.server.running import Totals
 from moeflux_mlx.server.sessions import Sessions
@@ -145,7 +145,7 @@ class Bench:
         tokens[0] = 201 + number
         sampling = Sampling(temperature=0.0 if ask.seed is None else 0.9, seed=ask.seed)
         broken = ask.end[1] if ask.end is not None and ask.end[0] == "broken" else None
-        prepared = Prepared(
+        prepared = PreparedRequest(
             Request("completions", "tiny", prompt=tokens, sampling=sampling),
             tokens,
             max_tokens=ask.limit,

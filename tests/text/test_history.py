@@ -22,7 +22,7 @@ from moeflux_mlx.text.events import CallEnd, Reasoning, Text
 from moeflux_mlx.text.history import History
 from moeflux_mlx.text.replay import AnswerStore, GivenAnswer
 from moeflux_mlx.text.tokenizer import load_tokenizer
-from moeflux_mlx.text.untrusted import Guard
+from moeflux_mlx.text.untrusted import MarkerGuard
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 USER, TOOL = {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "18 C"}
@@ -407,7 +407,7 @@ def test_every_marker_is_broken_and_no_text_changes(guards, data):
     tokenizer = data.draw(st.sampled_from(guards))
     pieces = [*sorted(tokenizer.markers), "<|", "|>", "<|im_end", "a", " ", "é", "\n", "<"]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8)))
-    guard = Guard(tokenizer)
+    guard = MarkerGuard(tokenizer)
     protected = guard.protect({"a": [text, 1, None], "b": text})
     assert protected["a"][1:] == [1, None] and guard.plain(protected["b"]) == text
     ids = guard.encode("x" + protected["b"])
@@ -424,7 +424,7 @@ def test_overlapping_markers_are_all_broken(tmp_path):
     bpe.add_tokens([AddedToken("<<|a|>", special=True), AddedToken("<|a|>", special=True)])
     bpe.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
-    guard = Guard(tokenizer)
+    guard = MarkerGuard(tokenizer)
     ids = guard.encode(guard.protect("x<<|a|>"))
     assert tokenizer.decode(ids) == "x<<|a|>" and not tokenizer.all_special_ids & set(ids)
 
@@ -434,7 +434,7 @@ def test_overlapping_markers_are_all_broken(tmp_path):
 def test_a_prompt_has_the_same_tokens_beside_another_one(guards, data):
     tokenizer = data.draw(st.sampled_from(guards))
     pieces = st.lists(st.sampled_from([*sorted(tokenizer.markers), "<|im_", "fox", " ", "é", "\n", "<"]), max_size=6)
-    guard = Guard(tokenizer)
+    guard = MarkerGuard(tokenizer)
     head, *tails = ("".join(data.draw(pieces)) for _ in range(3))
     written = guard.protect("".join(data.draw(pieces)))
     one, other = (f"{head}{written}{tail}" for tail in tails)

@@ -15,7 +15,7 @@ from moeflux_mlx.errors import RequestError
 from moeflux_mlx.generate.__main__ import main
 from moeflux_mlx.vision import reader
 from moeflux_mlx.vision.pixels import Processor, read_levels
-from moeflux_mlx.vision.reader import Reader
+from moeflux_mlx.vision.reader import PictureReader
 from moeflux_mlx.vision.sources import bytes_of, image_bytes
 
 FAMILY = "qwen3_vl_moe"
@@ -121,7 +121,7 @@ def decoded(monkeypatch):
 
 
 def test_a_file_is_decoded_once_also_by_several_threads(pillow, decoded):
-    read, (one, other) = Reader(AS_IT_IS, 0, True), (image_goldens.png(FAMILY, number) for number in range(2))
+    read, (one, other) = PictureReader(AS_IT_IS, 0, True), (image_goldens.png(FAMILY, number) for number in range(2))
     with ThreadPoolExecutor(4) as threads:
         first, *others = threads.map(read.image, [one] * 4)
     assert decoded == [one] and all(image.digest == first.digest for image in others)
@@ -129,7 +129,7 @@ def test_a_file_is_decoded_once_also_by_several_threads(pillow, decoded):
 
 
 def test_the_files_used_last_are_kept(pillow, decoded, monkeypatch):
-    read, files = Reader(AS_IT_IS, 0, True), [image_goldens.png(FAMILY, number) for number in range(2)]
+    read, files = PictureReader(AS_IT_IS, 0, True), [image_goldens.png(FAMILY, number) for number in range(2)]
     sizes = [read_levels(file, AS_IT_IS, 1024).nbytes for file in files]
     monkeypatch.setattr(reader, "KEPT_BYTES", sum(sizes) - 1)
     for number in (0, 0, 1, 1, 0):

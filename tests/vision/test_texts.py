@@ -210,7 +210,7 @@ class GuidedHead(HeadDrafts):
     told: Told
 
     def propose(self, count):
-        self.told.text = list(self._tokens)
+        self.told.text = list(self.tokens)
         return self.told.propose(count) if len(super().propose(count)) else []
 
 

@@ -11,7 +11,7 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Rotation
 from ...layers import Caches, Linear, RMSNorm, Stack, normed_with_weights
 from ...ops import backend
-from ...ops.backend import Array, library_of
+from ...ops.backend import AnyArray, Array, library_of
 from ...ops.elementwise import float32, softmax, split
 from ...ops.entry_pool import Pool, pool_refusal, pooled
 from ...ops.index import IndexTerms, Projections
@@ -52,7 +52,7 @@ class Pooling(nn.Module):
         self.norm = RMSNorm(width, eps)
         self.rope = Rope(rotation, compressor.ratio)
 
-    def __call__(self, values: Array, gates: Array, first: Any, count: int) -> Array:
+    def __call__(self, values: Array, gates: Array, first: int | mx.array, count: int) -> Array:
         """So many entries [B, count, width] from number `first` on, of values and gates [B, n, ratio, .] (`pooled`)."""
         entries = self.norm(pooled(values, gates, self.ape, self.overlaps, values.shape[1] == count))
         return turned(entries[:, :, None], self.rope, first)[:, :, 0]
@@ -71,7 +71,7 @@ class SharedPooling(nn.Module):
             self.wgate = Linear(hidden_size, mixer.head_dim)
         self.norm = RMSNorm(mixer.head_dim, eps)
 
-    def __call__(self, parts: Sequence[Any], first: Any, index_key: Callable[[Any], Any]) -> Any:
+    def __call__(self, parts: Sequence[Any], first: int | mx.array, index_key: Callable[[Any], Any]) -> Any:
         """Entries from number `first` on, of values and perhaps gates [B, n, ratio, D] of their positions. `index_key`
         makes keys, which are yet to be rotated, of entries that are not rotated either.
         """
@@ -83,7 +83,7 @@ class SharedPooling(nn.Module):
         entry, key = (self._turned(one, first) for one in (made, index_key(made)))
         return library_of(made).concatenate(rounded_entry(entry, key, self.mixer), axis=-1)
 
-    def _turned(self, x: Any, first: Any) -> Any:
+    def _turned(self, x: AnyArray, first: int | mx.array) -> AnyArray:
         return turned(x[:, :, None], self.rope, first)[:, :, 0]
 
 
@@ -135,13 +135,13 @@ class CompressedAttention(nn.Module):
         inputs = [layer for pool in self._pools() for layer in (pool.wkv, pool.wgate)]
         self._inputs = Stack(self.wq_a, self.wkv, *inputs)
 
-    def mixed(self, x: Any, norm: RMSNorm, caches: Caches, *more: Any) -> Any:
+    def mixed(self, x: AnyArray, norm: RMSNorm, caches: Caches, *more: Chosen | None) -> AnyArray:
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
         joined, (latent, *parts) = self._inputs(x, norm)
-        q: Any = self.wq_b(latent, self.q_norm)
+        q: AnyArray = self.wq_b(latent, self.q_norm)
         if on_kernels:
             q, row = token_inputs(q, _behind(joined, latent, parts), self.kv_norm, self.rope, position, self.mixer)
         else:
@@ -154,7 +154,7 @@ class CompressedAttention(nn.Module):
             made = self._index(x, norm, latent, seen.entries)
             seen = seen._replace(chosen=choose_entries(made, seen, whole, position, self.mixer))
         if on_kernels:
-            out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
+            out: AnyArray = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
         else:
             out = attend_compressed(q, seen, self.attn_sink, self.mixer)
             out = turned(out, self.back, position).reshape(B, L, -1)
@@ -164,7 +164,7 @@ class CompressedAttention(nn.Module):
         own = [self.compressor] if "compressor" in self else []
         return [*own, self.indexer.compressor] if "indexer" in self else own
 
-    def _entries(self, rows: Any, first: Any, count: int) -> Any:
+    def _entries(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
         """So many from number `first` on, of what the cache has of their positions."""
         compressor = self.mixer.compressor
         assert compressor is not None
@@ -189,7 +189,7 @@ class CompressedAttention(nn.Module):
             column += 2 * values
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
-    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: Any) -> Projections:
+    def _index(self, x: Array, norm: RMSNorm, latent: Array, entries: AnyArray) -> Projections:
         own = self.indexer
         _, weights = normed_with_weights(x, norm, own.weights_proj)
         terms = IndexTerms(None, self.rope, own.scale, rotates_last=True)
@@ -211,14 +211,14 @@ class SharingAttention(CompressedAttention):
         pool = self.get("compressor", {})
         self._inputs = Stack(self.wq_a, self.wkv, *(pool[name] for name in ("wkv", "wgate") if name in pool))
 
-    def mixed(self, x: Any, norm: RMSNorm, caches: Caches, *more: Any) -> Any:
+    def mixed(self, x: AnyArray, norm: RMSNorm, caches: Caches, *more: Chosen | None) -> AnyArray:
         """As `CompressedAttention.mixed`; `more`: what earlier layers hand on."""
         cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         chosen: Chosen = (more and more[0]) or Chosen()
         on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
         joined, (latent, *parts) = self._inputs(x, norm)
-        q: Any = self.wq_b(latent, self.q_norm)
+        q: AnyArray = self.wq_b(latent, self.q_norm)
         if on_kernels:
             q, row = token_inputs(q, _behind(joined, latent, parts), self.kv_norm, self.rope, position, self.mixer)
         else:
@@ -238,12 +238,12 @@ class SharingAttention(CompressedAttention):
         if self.mixer.seen_ratio and whole < L and seen.entries is not None:
             seen = seen._replace(chosen=chosen.positions)
         if on_kernels:
-            out: Any = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
+            out: AnyArray = attend_token(q, seen, self.attn_sink, self.back, position, self.mixer)
         else:
             out = turned(attend_compressed(q, seen, self.attn_sink, self.mixer), self.back, position).reshape(B, L, -1)
         return self.wo_b(grouped_linear(out, self.wo_a, self.mixer.groups))
 
-    def _entries(self, rows: Any, first: Any, count: int) -> Any:
+    def _entries(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
         compressor = self.mixer.compressor
         assert compressor is not None
         rows = rows[..., self.mixer.head_dim :]

@@ -9,14 +9,14 @@ Tokens are handled a few at a time. One form serves MLX's arrays and numpy's; a 
 import operator
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ...kinds import KeyBlocks
 from ...ops import backend, gpu_time, index
-from ...ops.backend import Array, arange, library_of, view
+from ...ops.backend import AnyArray, Array, arange, library_of, view
 from ...ops.block_rounding import to_e2m1, to_e4m3
 from ...ops.elementwise import softmax
 from ...ops.gather_rows import gather_rows
@@ -43,11 +43,11 @@ class Seen(NamedTuple):
     [B, rows, top] that the last tokens attend to; None: all see all.
     """
 
-    first: Any
-    keys: Any
-    places: Any
-    entries: Any = None
-    chosen: Any = None
+    first: int | AnyArray
+    keys: AnyArray
+    places: AnyArray
+    entries: AnyArray = None
+    chosen: AnyArray = None
 
 
 class QueryBlock(NamedTuple):
@@ -56,10 +56,10 @@ class QueryBlock(NamedTuple):
     rows: slice
     keys: slice
     entries: slice
-    chosen: Any
+    chosen: AnyArray
 
 
-def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> Any:
+def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> AnyArray:
     """The entries that the tokens after the first `whole` attend to; the first ones attend to all: int32 [B, rows,
     top].
 
@@ -78,8 +78,8 @@ def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx
 
 
 def choose_among(
-    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: Any
-) -> tuple[Any, Any]:
+    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed, blocks: AnyArray
+) -> tuple[AnyArray, AnyArray]:
     """`choose_entries` among the entries of `blocks` int32 [B, rows, .], None: among all; and the blocks for later
     layers, which are these unless the layer marks some itself.
     """
@@ -93,7 +93,9 @@ def choose_among(
     return choose_in_blocks(late, ended, compressor.indexer, rule, among)
 
 
-def _late(made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed) -> tuple[Index, Any]:
+def _late(
+    made: Projections, seen: Seen, whole: int, position: int | mx.array, mixer: Compressed
+) -> tuple[Index, AnyArray]:
     """The queries and weights of the tokens after the first `whole`, the keys of all entries, and how many entries each
     of the tokens sees."""
     assert mixer.indexer is not None
@@ -104,19 +106,19 @@ def _late(made: Projections, seen: Seen, whole: int, position: int | mx.array, m
     return late, (seen.first + 1 + whole + tokens) // mixer.seen_ratio
 
 
-def rounded_key(key: Any, mixer: Compressed) -> Any:
+def rounded_key(key: AnyArray, mixer: Compressed) -> AnyArray:
     """A window's keys [B, L, D] as the layer uses them."""
     return to_e4m3(key, KEY_BLOCK) if mixer.rounds else key
 
 
-def rounded_entry(entry: Any, index_key: Any, mixer: Compressed) -> tuple[Any, Any]:
+def rounded_entry(entry: AnyArray, index_key: AnyArray, mixer: Compressed) -> tuple[AnyArray, AnyArray]:
     """Entries and index keys as the layers use them."""
     if not mixer.rounds:
         return entry, index_key
     return to_e2m1(entry, ENTRY_BLOCK, has_e4m3_scale=True), to_e2m1(index_key, INDEX_BLOCK)
 
 
-def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> Any:
+def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> AnyArray:
     """softmax(D ** -0.5 * q k) k over what each query sees and its head's sink: [B, L, heads, D] of q, shaped alike."""
     library = library_of(q)
     logits, results = sinks if library is mx else view(sinks), []
@@ -141,7 +143,7 @@ def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[QueryBlock]:
         yield QueryBlock(slice(start, end), keys, entries, chosen)
 
 
-def _of_part(q: Any, part: QueryBlock, seen: Seen, sinks: Any, mixer: Compressed) -> Any:
+def _of_part(q: AnyArray, part: QueryBlock, seen: Seen, sinks: AnyArray, mixer: Compressed) -> AnyArray:
     library = library_of(q)
     (B, rows, heads, width), least = q.shape, library.array(-np.inf, q.dtype)
     own = seen.first + (part.rows.start or 0) + arange(rows, library)
@@ -166,7 +168,7 @@ def _of_part(q: Any, part: QueryBlock, seen: Seen, sinks: Any, mixer: Compressed
     return out if entries is None else out + _mixed(weights[..., count:-1], entries)
 
 
-def _products(q: Any, keys: Any) -> Any:
+def _products(q: AnyArray, keys: AnyArray) -> AnyArray:
     """[B, rows, heads, n] of q [B, rows, heads, D] and keys [B, rows, n, D], or [B, 1, n, D] for all rows."""
     if keys.shape[1] > 1:
         return q @ keys.swapaxes(-1, -2)
@@ -174,7 +176,7 @@ def _products(q: Any, keys: Any) -> Any:
     return (q.reshape(B, rows * heads, width) @ keys[:, 0].swapaxes(-1, -2)).reshape(B, rows, heads, -1)
 
 
-def _mixed(weights: Any, values: Any) -> Any:
+def _mixed(weights: AnyArray, values: AnyArray) -> AnyArray:
     """[B, rows, heads, D] of weights [B, rows, heads, n] and values, as `_products` takes them."""
     if values.shape[1] > 1:
         return weights @ values

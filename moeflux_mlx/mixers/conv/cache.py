@@ -1,7 +1,7 @@
 """The cache of a gated short convolution: the convolution's last inputs."""
 
-from ...caches.layer_cache import Shape
 from ...caches.recurrent import FixedState, RecurrentCache
+from ...ops.launch import Shape
 from .spec import ShortConv
 
 

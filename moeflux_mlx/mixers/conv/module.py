@@ -1,12 +1,12 @@
 """A gated short convolution as a token mixer: the projections round its core (transformers, `Lfm2MoeShortConv`)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.nn as nn
 
 from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm
 from ...ops.backend import Array
+from ...ops.seen import Chosen
 from .op import short_conv
 from .spec import ShortConv
 
@@ -34,7 +34,7 @@ class GatedConvolution(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         return short_conv(parts[0], caches[0], self.conv.weight, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:

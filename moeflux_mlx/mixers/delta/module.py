@@ -2,7 +2,6 @@
 projections round their core."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +10,7 @@ from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm, Stack, 
 from ...ops.backend import Array, library_of
 from ...ops.elementwise import split
 from ...ops.linear import grouped_linear
+from ...ops.seen import Chosen
 from .op import DeltaWeights, delta
 from .spec import Delta
 
@@ -45,7 +45,7 @@ class GatedDeltaNet(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         joined, (qkv, z, b, a) = self._inputs.parted(parts)
         parameters = self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.norm.eps
         weights = DeltaWeights(*parameters, self._weights)
@@ -103,7 +103,7 @@ class KimiDelta(MixerModule):
         a, z = split(grouped_linear(joined[..., -2 * low.shape[-1] :], raised, 2), widths[0])
         return [qkv, z, b, a]
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         parameters = self._taps, self.A_log, self.dt_bias, self.o_norm.weight, self.o_norm.eps
         weights = DeltaWeights(*parameters, self._weights)
         qkv, z, b, a = parts

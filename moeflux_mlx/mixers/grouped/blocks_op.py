@@ -32,14 +32,15 @@ from ...ops.index import (
 from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
 from ...ops.rope import Rope
+from ...ops.rows import AnyCache
 from ...ops.seen import SeenBlocks
 from .op import attend, prepared, refusal
 
-Blocks = KeyBlocks | HeadBlocks
+AnyBlocks = KeyBlocks | HeadBlocks
 PARTS = 16  # of a prompt's attention, whose places are computed together
 
 
-class Terms(NamedTuple):
+class BlockTerms(NamedTuple):
     """The parameters of `attend_blocks`, as `attend` has them."""
 
     q_norm: Norm | None
@@ -53,10 +54,10 @@ def attend_blocks(
     q: Array,
     k: Array,
     v: Array,
-    caches: Sequence[Any],
+    caches: Sequence[AnyCache],
     made: Projections,
-    blocks: Blocks,
-    terms: Terms,
+    blocks: AnyBlocks,
+    terms: BlockTerms,
     joined: mx.array | None = None,
 ) -> AnyArray:
     """`attend` over the positions that are chosen: [B, L, heads * D].
@@ -96,7 +97,7 @@ def attend_blocks(
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
-def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: Blocks) -> bool:
+def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: AnyBlocks) -> bool:
     """Whether the kernels for one token attend."""
     if not isinstance(q, mx.array):
         return False
@@ -123,7 +124,7 @@ def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
 
 
 def _over_chosen(
-    q: AnyArray, k: AnyArray, v: AnyArray, cache: Any, chosen: AnyArray, blocks: Blocks, terms: Terms
+    q: AnyArray, k: AnyArray, v: AnyArray, cache: AnyCache, chosen: AnyArray, blocks: AnyBlocks, terms: BlockTerms
 ) -> AnyArray:
     """[B, n, heads * D] of tokens that each attend to the blocks `chosen` [B, n, 1 or kv heads, .] and to their last
     positions."""
@@ -144,7 +145,7 @@ def _over_chosen(
     return out * sigmoid(gates) if gates.size else out
 
 
-def _text_native(text: tuple[np.ndarray, ...], first: int, blocks: Blocks, scale: float) -> np.ndarray:
+def _text_native(text: tuple[np.ndarray, ...], first: int, blocks: AnyBlocks, scale: float) -> np.ndarray:
     """[n, heads, D] of a text's queries [n, heads, D], keys and values [kv heads, P, D], and chosen blocks [n, 1 or kv
     heads, .]."""
     (q, keys, values, chosen), rows = text, []
@@ -164,7 +165,7 @@ def _heads(places: AnyArray, part: Any) -> AnyArray:
     return [(head, places[head if len(places) > 1 else 0]) for head in heads]
 
 
-def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: float) -> mx.array:
+def _text_ops(text: tuple[mx.array, ...], first: int, blocks: AnyBlocks, scale: float) -> mx.array:
     """As `_text_native`, with plain operations."""
     (q, keys, values, chosen), parts = text, []
     kv_heads, positions, _ = keys.shape
@@ -191,7 +192,7 @@ def _text_ops(text: tuple[mx.array, ...], first: int, blocks: Blocks, scale: flo
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def block_keys(rows: Array, norm: Norm, rope: Rope, first: int, ratio: int) -> AnyArray:
+def block_keys(rows: Array, norm: Norm, rope: Rope, first: int | mx.array, ratio: int) -> AnyArray:
     """Keys [B, n, D] of blocks from number `first` on, of index keys [B, n * ratio, D]; `rope` turns by numbers."""
     B, _, width = rows.shape
     library = library_of(rows)

@@ -14,13 +14,14 @@ import numpy as np
 from ...caches.entries import EntriesCache
 from ...caches.growing import Stepping
 from ...caches.keys import KeyCache
-from ...caches.layer_cache import FLOAT_BYTES, LayerCache, Shape, State
+from ...caches.layer_cache import FLOAT_BYTES, LayerCache, State
 from ...caches.ring import Ring
 from ...caches.traced import FixedCache, FixedChunks, FixedRing
 from ...kinds import HeadBlocks, Indexer
 from ...ops import index
 from ...ops.backend import AnyArray
 from ...ops.kv_rows import decode, encode, row_bytes
+from ...ops.launch import Shape
 from ...ops.positions import RECENT, Held, Rows
 from . import op as attend
 from .spec import GroupedQuery

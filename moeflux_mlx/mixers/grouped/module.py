@@ -17,8 +17,9 @@ from ...ops.entry_pool import Pool
 from ...ops.index import IndexTerms, Projections, takes_step
 from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
-from ...ops.rows import StepRows, each_alone
-from .blocks_op import Terms, attend_blocks, block_keys
+from ...ops.rows import AnyCache, StepRows, each_alone
+from ...ops.seen import Chosen
+from .blocks_op import BlockTerms, attend_blocks, block_keys
 from .op import attend
 from .spec import GroupedQuery
 
@@ -42,7 +43,7 @@ class BlockIndexer(nn.Module):
         """The layers that read the input."""
         return [self.index_qk_proj]
 
-    def __call__(self, outputs: Sequence[Array], cache: Any) -> Projections:
+    def __call__(self, outputs: Sequence[Array], cache: AnyCache) -> Projections:
         """For `attend_blocks`, of what `layers` made of tokens, whose keys `cache` absorbs."""
         queries, keys = split(outputs[0], self.blocks.indexer.heads * self.blocks.indexer.dim)
         kernels, width = PLAIN, keys.shape[-1]
@@ -52,7 +53,7 @@ class BlockIndexer(nn.Module):
         terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
         return Projections(queries, of_blocks, None, terms)
 
-    def _keys(self, rows: AnyArray, first: Any, count: int) -> AnyArray:
+    def _keys(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
         """Keys of so many blocks from number `first` on, of their positions' index keys."""
         return block_keys(rows, self.k_layernorm, self.block_rope, first, self.blocks.ratio)
 
@@ -72,7 +73,7 @@ class HeadIndexer(nn.Module):
         """The layers that read the input."""
         return [self.q_proj, self.k_proj]
 
-    def __call__(self, outputs: Sequence[Array], cache: Any) -> Projections:
+    def __call__(self, outputs: Sequence[Array], cache: AnyCache) -> Projections:
         """For `attend_blocks`, of what `layers` made of tokens."""
         queries, keys = outputs
         return Projections(queries, keys, None, IndexTerms(self.k_norm, self.rope, query_norm=self.q_norm))
@@ -145,7 +146,7 @@ class Attention(MixerModule):
         apart = parts[len(parts) - len(self._apart) :]
         return joined, dict(zip(self._names, [*outputs, *apart], strict=True))
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         if self.mixer.blocks is not None and isinstance(caches[0], StepRows):
             return each_alone(caches, parts, lambda _, own, *row: self.mix(row, own))
         B, L, _ = parts[0].shape
@@ -161,7 +162,7 @@ class Attention(MixerModule):
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
             made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], caches[1])
-            terms = Terms(norms[0], norms[1], self.rope, scale, self._weights)
+            terms = BlockTerms(norms[0], norms[1], self.rope, scale, self._weights)
             return attend_blocks(q, k, v, caches, made, mixer.blocks, terms, None if mixer.value_norm else joined)
         return attend(
             *(q, k, v, caches[0]),

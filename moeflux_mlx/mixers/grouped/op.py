@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.backend import Array, stack, view
+from ...ops.backend import AnyArray, Array, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
 from ...ops.kv_rows import row_bytes
@@ -42,7 +42,7 @@ from ...ops.norm import Norm, rms_norm
 from ...ops.positions import RECENT, Steps
 from ...ops.query_scale import query_factors, scaled_queries, score_scale
 from ...ops.rope import Rope, angles
-from ...ops.rows import ALONE, RowSizes, StepRows
+from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 
@@ -202,7 +202,7 @@ def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: 
 
 
 def prepared(
-    x: Array, norm: Norm | None, rope: Rope | None, position: Any, query_scale: QueryFactor | None = None
+    x: Array, norm: Norm | None, rope: Rope | None, position: int | AnyArray, query_scale: QueryFactor | None = None
 ) -> Array:
     """Queries or keys [B, L, heads, D] normed, scaled and rotated, in attention's layout: [B, heads, L, D] for MLX."""
     x = scaled_queries(x if norm is None else norm(x), position, query_scale)
@@ -319,7 +319,7 @@ def _constants(terms: Terms, k: mx.array) -> list[Input]:
 
 
 @lru_cache(512)
-def plan(rows: RowSizes, target: str, *given: Any) -> tuple[Launch | None, Launch, Launch]:
+def plan(rows: RowSizes, target: str, *given: RowArgument) -> tuple[Launch | None, Launch, Launch]:
     """The launches for some rows: of several of one sequence the one that appends them, else None; that over pieces of
     positions; that of their sum. `given`: as of `plan_row`.
     """

@@ -4,10 +4,11 @@ chosen."""
 from ...caches.entries import EntriesCache
 from ...caches.growing import Stepping
 from ...caches.keys import KeyCache
-from ...caches.layer_cache import LayerCache, Shape
+from ...caches.layer_cache import LayerCache
 from ...kinds import Indexer
 from ...ops import index
 from ...ops.backend import AnyArray
+from ...ops.launch import Shape
 from ...ops.positions import RECENT, Rows
 from . import op as latent
 from .spec import Latent

@@ -7,6 +7,7 @@ so nothing else is read. Many tokens are processed a few at a time.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,11 +21,12 @@ from ...ops.index import Index, Projections, TokenPlace, append_keys, choose, ch
 from ...ops.norm import Norm
 from ...ops.positions import Positions
 from ...ops.rope import Rope
+from ...ops.rows import AnyCache
 from ...ops.seen import Chosen, SeenBlocks
 from .op import (
     ABSORB_AT_MOST,
+    AttentionMask,
     HeadMatrices,
-    Mask,
     Matrices,
     Queries,
     absorb_native,
@@ -45,7 +47,7 @@ from .op import (
 def attend_indexed(
     q: Array,
     kv: Array,
-    caches: Sequence[Any],
+    caches: Sequence[AnyCache],
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -103,7 +105,7 @@ def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index
 def attend_pools(
     q: Array,
     kv: Array,
-    cache: Any,
+    cache: AnyCache,
     queries: Queries,
     key: HeadMatrices,
     value: HeadMatrices,
@@ -144,7 +146,7 @@ def attend_pools(
     return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
-def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: Any) -> AnyArray:
+def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: ModuleType) -> AnyArray:
     """The positions [B, rows, `blocks.most`] of chosen blocks [B, rows, top], and behind them those of tokens at
     `places` that no whole block has; -1 in place of some that there are not."""
     B, rows, _ = chosen.shape
@@ -162,14 +164,14 @@ class HeldLatents(NamedTuple):
 
     latents: AnyArray
     keys: AnyArray
-    mask: Mask
+    mask: AttentionMask
     offset: Any
     whole: int
     chosen: AnyArray
     has_gaps: bool = False
 
 
-def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, Mask]:
+def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArray, AnyArray, AttentionMask]:
     """Appends the tokens; returns latents [B, P, N] and rotated keys [B, P, R] of all positions, and a token's mask."""
     B, L = latent.shape[:2]
     entry = k_pe.reshape(B, 1, L, k_pe.shape[-1])

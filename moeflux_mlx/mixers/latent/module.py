@@ -103,7 +103,7 @@ class MLA(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return self._inputs.outputs(x, norm)
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         _, (q, kv, *_) = self._inputs.parted(parts)
         self._show(kv)
         around: Any = {"norm": self._latent_norm, "rope": self.rope, "scale": self.scale, "sinks": self.get("sinks")}
@@ -329,7 +329,7 @@ class PoolScoring(nn.Module):
         _, _, joined = cache.absorb(rows, self._keys, kernels)
         return Projections(queries, joined, weights, IndexTerms(None, None, self.scale))
 
-    def _keys(self, rows: AnyArray, first: Any, count: int) -> AnyArray:
+    def _keys(self, rows: AnyArray, first: int | mx.array, count: int) -> AnyArray:
         """Keys of so many blocks, of what the cache has of their positions."""
         keys, gates = split(rows.reshape(rows.shape[0], -1, self.ratio, rows.shape[-1]), rows.shape[-1] // 2)
         return pooled(keys, gates, self.ape, False, False)
@@ -360,7 +360,7 @@ class PooledMLA(MLA):
         more: list[Any] = [] if self._floats.stacked else [wgate(float32(made[0]))]
         return [*made[1:], *more, *self._inputs.outputs(made[0])]
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         if isinstance(caches[0], StepRows):
             return each_alone(caches, parts, lambda _, own, *row: self.mix(row, own))
         own, of_blocks = caches

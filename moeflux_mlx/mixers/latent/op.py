@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -36,7 +36,7 @@ from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
 from ...ops.query_scale import scaled_queries, score_scale
 from ...ops.rope import Rope
-from ...ops.rows import ALONE, RowSizes, StepRows
+from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
 from ...quant import DEFAULT
@@ -50,7 +50,7 @@ WIDEST = 8 * 256  # columns of the latents, of which each thread of latent_query
 PIECE, ATTENDING = 128, 128  # positions and threads of one that attends
 HEADS = 8  # heads of a threadgroup, if its memory is large enough
 ABSORB_AT_MOST = 8  # query rows; beyond, expanding costs fewer multiplications than attending over 512-wide latents
-Mask = mx.array | str | None
+AttentionMask = mx.array | str | None
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def _nothing() -> mx.array:
 
 
 @lru_cache(512)
-def plan(rows: RowSizes, target: str, *given: Any) -> tuple[Launch, ...]:
+def plan(rows: RowSizes, target: str, *given: RowArgument) -> tuple[Launch, ...]:
     """The launches for some rows: of queries and keys, over pieces of positions, and of their sum. `given`: as of
     `plan_row`.
     """
@@ -392,7 +392,7 @@ def absorbed_ops(
     q_pe: mx.array,
     latent: mx.array,
     k_pe: mx.array,
-    mask: Mask,
+    mask: AttentionMask,
     matrices: Matrices,
 ) -> mx.array:
     key, value, scale, sinks = matrices
@@ -405,7 +405,7 @@ def expanded_ops(
     q_pe: mx.array,
     latent: mx.array,
     k_pe: mx.array,
-    mask: Mask,
+    mask: AttentionMask,
     matrices: Matrices,
 ) -> mx.array:
     """On Metal, a few heads at a time, because one product would expand all latents to the keys of all heads."""
@@ -424,7 +424,7 @@ def _of_heads_ops(
     q_pe: mx.array,
     latent: mx.array,
     k_pe: mx.array,
-    mask: Mask,
+    mask: AttentionMask,
     matrices: Matrices,
 ) -> mx.array:
     key, value, scale, sinks = matrices
@@ -443,7 +443,7 @@ def products(q: mx.array, q_pe: mx.array, keys: mx.array, k_pe: mx.array) -> mx.
     return scores + q_pe @ k_pe.swapaxes(-1, -2) if q_pe.shape[-1] else scores
 
 
-def softmax(scores: mx.array, mask: Mask, sinks: mx.array | None, heads: int = -3) -> mx.array:
+def softmax(scores: mx.array, mask: AttentionMask, sinks: mx.array | None, heads: int = -3) -> mx.array:
     """Of scores [B, heads, L, N], with the exponentials of sinks [heads] in the sum, if there are any. "causal": query
     row i is at position N - L + i and sees no later key. `heads`: the axis of the heads.
     """

@@ -1,13 +1,13 @@
 """Mamba-2 (arXiv:2405.21060), a state space model as a token mixer: the projections round its core."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...layers import Caches, Convolution, Linear, MixerModule, RMSNorm, packed
 from ...ops.backend import Array
+from ...ops.seen import Chosen
 from .op import MambaWeights, mamba
 from .spec import Mamba2
 
@@ -44,7 +44,7 @@ class Mamba(MixerModule):
     def begin(self, x: Array, norm: RMSNorm | None) -> list[Array]:
         return [self.in_proj(x, norm)]
 
-    def mix(self, parts: Sequence[Array], caches: Caches, *more: Any) -> Array:
+    def mix(self, parts: Sequence[Array], caches: Caches, *more: Chosen | None) -> Array:
         return mamba(parts[0], caches[0], self._weights, self.mixer)
 
     def end(self, out: Array, parts: Sequence[Array], x: Array | None) -> Array:

@@ -7,7 +7,7 @@ from ...text.results import Message
 from ..request import PromptProgress, Request, ServerEvent, TokenLogprob
 from . import conversation, settings, tools
 from .answer import Block, BlockStep, WireAnswer
-from .fields import Fields, check, wrong
+from .fields import Body, check, wrong
 from .ids import Ids
 from .images import without_images
 from .parts import joined, texts, unserved
@@ -24,7 +24,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes."""
     check(body)
     body, images = without_images(body, "messages")
-    fields = Fields(body)
+    fields = Body(body)
     _text_only(fields)
     variables = settings.template_variables(fields)
     offered, choice = tools.chosen([_tool(item) for item in fields.objects("tools")], tools.choice(fields))
@@ -49,26 +49,26 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     )
 
 
-def _text_only(fields: Fields) -> None:
+def _text_only(fields: Body) -> None:
     for kind in fields.list("modalities"):
         if kind != "text":
             raise wrong("modalities", kind, "text: this model makes no audio or images")
 
 
-def _tool(item: Fields) -> tools.Tool:
+def _tool(item: Body) -> tools.Tool:
     if (item.text("type") or "function") != "function":
         raise item.wrong("type", "function")
     return tools.tool(item.object("function") or item)
 
 
-def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
+def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
     messages = [_message(item, keep_agent_headers) for item in fields.objects("messages")]
     if not messages:
         raise fields.wrong("messages", "at least one message")
     return conversation.paired(messages, "messages")
 
 
-def _message(item: Fields, keep_agent_headers: bool) -> Message:
+def _message(item: Body, keep_agent_headers: bool) -> Message:
     role = item.required_text("role")
     if role in ("system", "developer"):
         text = conversation.system_text(texts(item, "content"), keep_agent_headers)
@@ -82,16 +82,16 @@ def _message(item: Fields, keep_agent_headers: bool) -> Message:
     raise item.wrong("role", "system, developer, user, assistant or tool")
 
 
-def _assistant(item: Fields) -> Message:
+def _assistant(item: Body) -> Message:
     if item.get("audio") is not None:
-        raise unserved(Fields({"type": "audio"}, item.name("audio")), "audio")
+        raise unserved(Body({"type": "audio"}, item.name("audio")), "audio")
     reasoning = next((value for key in _REASONING if isinstance(value := item.get(key), str) and value), None)
     return conversation.assistant(
         joined(item, "content"), reasoning, [_call(call) for call in item.objects("tool_calls")]
     )
 
 
-def _call(item: Fields) -> Message:
+def _call(item: Body) -> Message:
     function = item.object("function")
     if function is None:
         raise item.wrong("function", "a name and arguments")

@@ -7,7 +7,7 @@ from ...files import JsonDict, JsonObject, JsonValue
 from ..request import Finish, PromptProgress, Request, ServerEvent, TokenLogprob
 from . import settings
 from .answer import BlockStep
-from .fields import LARGEST, Fields, check
+from .fields import LARGEST, Body, check
 from .ids import Ids
 from .replies import Reply, folded, openai_error, openai_failure, openai_usage, progress, timings
 from .sse import DONE, encode
@@ -18,7 +18,7 @@ error = openai_error
 def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request of a body; a prompt is used unchanged, including lines that agents put into it."""
     check(body)
-    fields = Fields(body)
+    fields = Body(body)
     if fields.text("suffix"):
         raise fields.wrong("suffix", "no suffix: write the model's own fill-in tokens into the prompt")
     return Request(
@@ -35,7 +35,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     )
 
 
-def _logprobs(fields: Fields) -> int | None:
+def _logprobs(fields: Body) -> int | None:
     """The number of log-probabilities; here it is one field, in chats two."""
     value = fields.get("logprobs")
     if isinstance(value, bool):
@@ -43,7 +43,7 @@ def _logprobs(fields: Fields) -> int | None:
     return fields.integer("logprobs", 0, 20)
 
 
-def _prompt(fields: Fields) -> str | Sequence[int]:
+def _prompt(fields: Body) -> str | Sequence[int]:
     value = fields.get("prompt")
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], (str, list, tuple)):
         if len(value) > 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ...errors import BadRequestError, RequestError
 from ...files import JsonDict, JsonValue
 from ...text.results import Message, in_order
-from .fields import Fields, check
+from .fields import Body, check
 
 # Lines that agents change in the system prompt at each request; with them no prompt would share its beginning with
 # another.
@@ -39,7 +39,7 @@ def result(text: str, id: str | None, name: str | None = None) -> Message:
     return {"role": "tool", "content": text, "tool_call_id": id or "", "name": name or ""}
 
 
-def arguments(fields: Fields, key: str) -> JsonDict:
+def arguments(fields: Body, key: str) -> JsonDict:
     """A call's arguments, given as an object or as its JSON text.
 
     A text that is not an object comes from an answer that was cut short. It is kept under "input", because refusing it
@@ -50,7 +50,7 @@ def arguments(fields: Fields, key: str) -> JsonDict:
         return {}
     if isinstance(value, str):
         value = _read(value)
-    return dict(Fields(value, fields.name(key)).data)
+    return dict(Body(value, fields.name(key)).data)
 
 
 def _read(text: str) -> JsonValue:

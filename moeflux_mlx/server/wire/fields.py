@@ -89,7 +89,7 @@ _short.maxstring = _short.maxother = 60
 _short.maxlevel = 2
 
 
-class Fields:
+class Body:
     """The fields of one JSON object.
 
     Args:
@@ -152,9 +152,9 @@ class Fields:
             raise self.wrong(key, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def object(self, key: str) -> "Fields | None":
+    def object(self, key: str) -> "Body | None":
         value = self.data.get(key)
-        return None if value is None else Fields(value, self.name(key))
+        return None if value is None else Body(value, self.name(key))
 
     def list(self, key: str) -> Sequence[JsonValue]:
         value = self.data.get(key)
@@ -164,6 +164,6 @@ class Fields:
             raise self.wrong(key, "a list")
         return value
 
-    def objects(self, key: str) -> Iterator["Fields"]:
+    def objects(self, key: str) -> Iterator["Body"]:
         for place, item in enumerate(self.list(key)):
-            yield Fields(item, f"{self.name(key)}[{place}]")
+            yield Body(item, f"{self.name(key)}[{place}]")

@@ -7,7 +7,7 @@ from ...files import JsonDict, JsonObject
 from ...text.results import Message
 from ..request import Request
 from . import conversation, settings, tools
-from .fields import Fields, check, shown
+from .fields import Body, check, shown
 from .images import without_images
 from .parts import joined, texts, unserved
 from .replies import NO_THREADS
@@ -21,7 +21,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes, also one for count_tokens."""
     check(body)
     body, images = without_images(body, "messages")
-    fields = Fields(body)
+    fields = Body(body)
     _refuse_threads(fields)
     variables = settings.template_variables(fields)
     offered, choice = tools.chosen(_tools(fields), tools.anthropic_choice(fields))
@@ -45,20 +45,20 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     )
 
 
-def _refuse_threads(fields: Fields) -> None:
+def _refuse_threads(fields: Body) -> None:
     """Refuses threads; clients then send the whole conversation."""
     if fields.get("thread") is not None:
         message = "this server keeps no conversations; leave thread out, and send all messages"
         raise BadRequestError(message, "thread", code=NO_THREADS)
 
 
-def _format(fields: Fields) -> Fields | None:
+def _format(fields: Body) -> Body | None:
     """The required form of the answer, under its current or its former name."""
     config = fields.object("output_config")
     return (config and config.object("format")) or fields.object("output_format")
 
 
-def _tools(fields: Fields) -> list[tools.Tool]:
+def _tools(fields: Body) -> list[tools.Tool]:
     """The client's own tools. Tools with a type of Anthropic's run on its servers or have a schema that only its models
     know.
     """
@@ -71,7 +71,7 @@ def _tools(fields: Fields) -> list[tools.Tool]:
     return [tools.tool(item, "input_schema") for item in items]
 
 
-def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
+def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
     system = conversation.system_text(texts(fields, "system"), keep_agent_headers)
     messages = [{"role": "system", "content": system}] if system else []
     items = list(fields.objects("messages"))
@@ -84,7 +84,7 @@ def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
     return conversation.paired(messages, "messages")
 
 
-def _message(item: Fields, keep_agent_headers: bool) -> list[Message]:
+def _message(item: Body, keep_agent_headers: bool) -> list[Message]:
     role = item.required_text("role")
     if role == "user":
         return _User().messages(item)
@@ -96,11 +96,11 @@ def _message(item: Fields, keep_agent_headers: bool) -> list[Message]:
     raise item.wrong("role", "user, assistant or system")
 
 
-def _passed_over(part: Fields) -> None:
+def _passed_over(part: Body) -> None:
     return None
 
 
-def _others(item: Fields) -> JsonDict:
+def _others(item: Body) -> JsonDict:
     """Readers of the blocks that are left out, such as results of a server's tools."""
     value = item.get("content")
     kinds = (
@@ -116,13 +116,13 @@ class _User:
     def __init__(self) -> None:
         self.results: list[Message] = []
 
-    def messages(self, item: Fields) -> list[Message]:
+    def messages(self, item: Body) -> list[Message]:
         readers = {**_others(item), "tool_result": self._result, "document": _document}
         said = "\n".join(texts(item, "content", readers))
         # A message with only results adds no user message; an empty one still does.
         return [*self.results, *([{"role": "user", "content": said}] if said or not self.results else [])]
 
-    def _result(self, part: Fields) -> None:
+    def _result(self, part: Body) -> None:
         text = "\n".join(texts(part, "content", {"document": _document, "tool_reference": _reference}))
         if part.flag("is_error") and "error" not in text.lower():
             text = f"Error: {text}"
@@ -136,26 +136,26 @@ class _Assistant:
         self.thoughts: list[str] = []
         self.calls: list[Message] = []
 
-    def messages(self, item: Fields) -> list[Message]:
+    def messages(self, item: Body) -> list[Message]:
         readers = {**_others(item), "thinking": self._thought, "tool_use": self._call}
         said = "\n".join(texts(item, "content", readers))
         return [conversation.assistant(said, "\n".join(self.thoughts), self.calls)]
 
-    def _thought(self, part: Fields) -> None:
+    def _thought(self, part: Body) -> None:
         if text := part.text("thinking"):
             self.thoughts.append(text)
 
-    def _call(self, part: Fields) -> None:
+    def _call(self, part: Body) -> None:
         arguments = conversation.arguments(part, "input")
         self.calls.append(conversation.call(part.required_text("name"), arguments, part.text("id")))
 
 
-def _document(part: Fields) -> str | None:
+def _document(part: Body) -> str | None:
     source = part.object("source")
     if source is None or source.text("type") not in ("text", "content"):
         raise unserved(part, "document")
     return source.text("data") if source.text("type") == "text" else joined(source, "content")
 
 
-def _reference(part: Fields) -> str | None:
+def _reference(part: Body) -> str | None:
     return part.text("tool_name")

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 
 from ...errors import BadRequestError
 from ...files import JsonValue
-from .fields import Fields, wrong
+from .fields import Body, wrong
 
 # Part type -> the field that holds its text.
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def texts(message: Fields, key: str, others: Mapping[str, Callable[[Fields], str | None]] | None = None) -> list[str]:
+def texts(message: Body, key: str, others: Mapping[str, Callable[[Body], str | None]] | None = None) -> list[str]:
     """The texts of a field's parts, empty ones left out.
 
     Args:
@@ -27,14 +27,14 @@ def texts(message: Fields, key: str, others: Mapping[str, Callable[[Fields], str
     return [text for text in part_texts if text]
 
 
-def joined(message: Fields, key: str) -> str:
+def joined(message: Body, key: str) -> str:
     return "\n".join(texts(message, key))
 
 
-def _text(part: JsonValue, path: str, others: Mapping[str, Callable[[Fields], str | None]]) -> str | None:
+def _text(part: JsonValue, path: str, others: Mapping[str, Callable[[Body], str | None]]) -> str | None:
     if isinstance(part, str):
         return part
-    fields = Fields(part, path)
+    fields = Body(part, path)
     kind = fields.required_text("type")
     if kind in others:
         return others[kind](fields)
@@ -43,6 +43,6 @@ def _text(part: JsonValue, path: str, others: Mapping[str, Callable[[Fields], st
     return fields.text(TEXTS[kind])
 
 
-def unserved(part: Fields, kind: str) -> BadRequestError:
+def unserved(part: Body, kind: str) -> BadRequestError:
     """Refuses audio, files and other parts; images have been taken out before (`images`)."""
     return wrong(part.name("type"), kind, "a text, or an image in a message: audio and files are not read")

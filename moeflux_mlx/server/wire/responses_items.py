@@ -10,7 +10,7 @@ from ...files import JsonDict, JsonObject, JsonValue
 from ...text.latest import Latest
 from ..request import Request, ServerEvent
 from . import responses
-from .fields import Fields, shown
+from .fields import Body, shown
 from .ids import Ids
 from .sse import dumps
 
@@ -52,7 +52,7 @@ class StoredResponses:
         """An item of the input, or the one that it refers to; `named` are those that others referred to."""
         if not isinstance(item, Mapping) or (item.get("type") != REFERENCE and set(item) != {"id"}):
             return item
-        id = Fields(item, path).required_text("id")
+        id = Body(item, path).required_text("id")
         if id in named:  # a short body could ask for more text than memory holds
             raise BadRequestError(f"Duplicate item found with id {shown(id)}. Name each item once", "input")
         named.add(id)

@@ -8,7 +8,7 @@ from ...files import JsonDict, JsonObject
 from ...text.results import Message
 from ..request import Request
 from . import conversation, settings, tools
-from .fields import Fields, check
+from .fields import Body, check
 from .images import without_images
 from .parts import joined, texts
 from .responses_tools import flat, offered
@@ -21,7 +21,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     """The request that a body makes."""
     check(body)
     body, images = without_images(body, "input")
-    fields = Fields(body)
+    fields = Body(body)
     _refuse_state(fields)
     variables = settings.template_variables(fields)
     functions, known = offered(fields)
@@ -58,7 +58,7 @@ def read(body: JsonObject, *, keep_agent_headers: bool = False) -> Request:
     )
 
 
-def _echo(fields: Fields) -> JsonDict:
+def _echo(fields: Body) -> JsonDict:
     """The fields of the request that a response repeats, with OpenAI's defaults for missing ones."""
     usual = {"truncation": "disabled", "top_p": 1.0, "temperature": 1.0, "tool_choice": "auto"}
     given = {key: fields.get(key) for key in usual}
@@ -83,13 +83,13 @@ def _not_null(given: JsonObject) -> JsonDict:
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _tool_fields(item: Fields) -> JsonObject:
+def _tool_fields(item: Body) -> JsonObject:
     """A function with all of its fields; other tools as they came."""
     whole = item.get("type") == "function"
     return {**dict.fromkeys(("description", "parameters", "strict")), **item.data} if whole else item.data
 
 
-def _refuse_state(fields: Fields) -> None:
+def _refuse_state(fields: Body) -> None:
     if fields.get("response_format") is not None:
         raise fields.wrong("response_format", "null: this API has text.format in its place")
     for name in ("previous_response_id", "conversation", "prompt"):
@@ -99,7 +99,7 @@ def _refuse_state(fields: Fields) -> None:
         raise fields.wrong("background", f"false: {_KEPT}")
 
 
-def _choice(fields: Fields) -> tools.ToolChoice:
+def _choice(fields: Body) -> tools.ToolChoice:
     """A required tool that OpenAI's server would run is ignored here."""
     value = fields.get("tool_choice")
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -108,7 +108,7 @@ def _choice(fields: Fields) -> tools.ToolChoice:
     return tools.choice(fields)
 
 
-def _messages(fields: Fields, keep_agent_headers: bool) -> list[Message]:
+def _messages(fields: Body, keep_agent_headers: bool) -> list[Message]:
     first = conversation.system_text(texts(fields, "instructions"), keep_agent_headers)
     messages = [{"role": "system", "content": first}] if first else []
     value = fields.get("input")
@@ -138,7 +138,7 @@ class _Turns:
         before += self._messages
         return bool(self._messages)
 
-    def add(self, item: Fields) -> None:
+    def add(self, item: Body) -> None:
         kind = item.text("type") or "message"
         if kind == "message":
             self._message(item)
@@ -153,7 +153,7 @@ class _Turns:
         elif not kind.endswith("_call_output"):
             raise item.wrong("type", "message, reasoning, function_call, custom_tool_call, or an output of these")
 
-    def _message(self, item: Fields) -> None:
+    def _message(self, item: Body) -> None:
         role = item.required_text("role")
         if role == "assistant":
             turn, text = self._turn(), joined(item, "content")
@@ -166,12 +166,12 @@ class _Turns:
         else:
             raise item.wrong("role", "user, assistant, system or developer")
 
-    def _call(self, item: Fields, custom: bool) -> None:
+    def _call(self, item: Body, custom: bool) -> None:
         name = flat(item.required_text("name"), item.text("namespace"))
         arguments = {"input": item.text("input") or ""} if custom else conversation.arguments(item, "arguments")
         self._turn().setdefault("tool_calls", []).append(conversation.call(name, arguments, item.text("call_id")))
 
-    def _result(self, item: Fields) -> None:
+    def _result(self, item: Body) -> None:
         id = item.text("call_id")
         if not id or id not in self._passed_over:  # Codex sends the output of a shell's call as that of a function
             self._messages.append(conversation.result(joined(item, "output"), id))
@@ -188,7 +188,7 @@ class _Turns:
         return turn
 
 
-def _thought(item: Fields) -> str:
+def _thought(item: Body) -> str:
     """A reasoning item's text; clients that drop it send the sealed copy back."""
     spoken = [part.text("text") or "" for part in item.objects("content")]
     sealed = item.text("encrypted_content") or ""

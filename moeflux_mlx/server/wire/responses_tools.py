@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import BadRequestError
 from . import tools
-from .fields import Fields
+from .fields import Body
 
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -27,7 +27,7 @@ def flat(name: str, namespace: str | None) -> str:
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
-def offered(body: Fields) -> tuple[list[tools.Tool], dict[str, Known]]:
+def offered(body: Body) -> tuple[list[tools.Tool], dict[str, Known]]:
     """The functions, and a dict from flat name to the client's tool; tools that OpenAI's server would run are left
     out.
     """
@@ -38,7 +38,7 @@ def offered(body: Fields) -> tuple[list[tools.Tool], dict[str, Known]]:
     return functions, known
 
 
-def _add(item: Fields, namespace: str | None, functions: list[tools.Tool], known: dict[str, Known]) -> None:
+def _add(item: Body, namespace: str | None, functions: list[tools.Tool], known: dict[str, Known]) -> None:
     kind = item.required_text("type")
     if kind == "namespace" and namespace is None:
         for inner in item.objects("tools"):
@@ -54,7 +54,7 @@ def _add(item: Fields, namespace: str | None, functions: list[tools.Tool], known
     functions.append(_custom(item, unique) if kind == "custom" else tools.tool(item, name=unique))
 
 
-def _custom(item: Fields, name: str) -> tools.Tool:
+def _custom(item: Body, name: str) -> tools.Tool:
     """A function of one text; the grammar that it must follow is described in words."""
     description = item.text("description") or ""
     form = item.object("format")

@@ -7,7 +7,7 @@ from ...files import JsonDict, JsonObject
 from ...text.switches import LADDER
 from ..request import Sampling
 from . import unserved
-from .fields import LARGEST, Fields, wrong
+from .fields import LARGEST, Body, wrong
 
 # Variables that the server itself gives to a template, or that would replace them.
 RESERVED = frozenset(
@@ -23,7 +23,7 @@ MOST_STOPS = 64
 LEAST_TOP_P = 1e-6
 
 
-def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
+def sampling(body: Body, top_logprobs: int | None = None) -> Sampling:
     unserved.refuse(body)
     repetition = _repetition_penalty(body, "repetition_penalty")
     top_k = body.integer("top_k", -1)
@@ -45,12 +45,12 @@ def sampling(body: Fields, top_logprobs: int | None = None) -> Sampling:
     )
 
 
-def _repetition_penalty(body: Fields, name: str) -> float | None:
+def _repetition_penalty(body: Body, name: str) -> float | None:
     """A repetition penalty of 0 is mlx-lm's word for none."""
     return body.number(name, 0, 100) and body.number(name, 1e-3, 100)
 
 
-def _context_sizes(body: Fields) -> dict[str, int | None]:
+def _context_sizes(body: Body) -> dict[str, int | None]:
     """mlx-lm's size for each penalty, or llama.cpp's for all of them, where 0 is none of the text and -1 all of it."""
     last = body.integer("repeat_last_n", -1)
     names = ("repetition_context_size", "presence_context_size", "frequency_context_size")
@@ -58,19 +58,19 @@ def _context_sizes(body: Fields) -> dict[str, int | None]:
     return {name: (LARGEST if last == -1 else last) if size is None else size for name, size in sizes.items()}
 
 
-def _xtc_threshold(body: Fields) -> float | None:
+def _xtc_threshold(body: Body) -> float | None:
     """From one half on, XTC drops nothing: at most one token is more likely than that."""
     threshold = body.number("xtc_threshold", 0, 1)
     return None if threshold is None else min(threshold, 0.5)
 
 
-def _top_p(body: Fields) -> float | None:
+def _top_p(body: Body) -> float | None:
     """A top_p of 0 keeps only the likeliest token; the sampler would read 0 as no limit."""
     top_p = body.number("top_p", 0, 1)
     return None if top_p is None else max(top_p, LEAST_TOP_P)
 
 
-def _logit_bias(body: Fields) -> dict[int, float]:
+def _logit_bias(body: Body) -> dict[int, float]:
     fields = body.object("logit_bias") if body.get("logit_bias") != [] else None  # llama.cpp's default
     biases: dict[int, float] = {}
     for key in fields.data if fields else ():
@@ -83,7 +83,7 @@ def _logit_bias(body: Fields) -> dict[int, float]:
     return biases
 
 
-def logprobs(body: Fields) -> int | None:
+def logprobs(body: Body) -> int | None:
     """The number of alternatives per token's log-probability; None if no log-probabilities are requested."""
     top = body.integer("top_logprobs", 0, 20)
     if body.flag("logprobs"):
@@ -93,7 +93,7 @@ def logprobs(body: Fields) -> int | None:
     return None
 
 
-def token_limit(body: Fields) -> int | None:
+def token_limit(body: Body) -> int | None:
     """The first limit that is given; -1 is none."""
     limits = [(name, body.integer(name, -1)) for name in TOKEN_LIMITS]
     for name, limit in limits:
@@ -103,7 +103,7 @@ def token_limit(body: Fields) -> int | None:
     return None if first == -1 else first
 
 
-def stops(body: Fields, key: str = "stop") -> Sequence[str]:
+def stops(body: Body, key: str = "stop") -> Sequence[str]:
     value = body.get(key)
     texts = [value] if isinstance(value, str) else body.list(key)
     if len(texts) > MOST_STOPS or not all(isinstance(text, str) for text in texts):
@@ -111,7 +111,7 @@ def stops(body: Fields, key: str = "stop") -> Sequence[str]:
     return tuple(text for text in texts if text)
 
 
-def stream_options(body: Fields) -> JsonDict:
+def stream_options(body: Body) -> JsonDict:
     """The stream options of chats and completions, for `Request.extra`."""
     options = body.object("stream_options")
     return {
@@ -120,7 +120,7 @@ def stream_options(body: Fields) -> JsonDict:
     }
 
 
-def template_variables(body: Fields) -> JsonDict:
+def template_variables(body: Body) -> JsonDict:
     """The request's variables for the template; variables of the server's may not be replaced."""
     if body.get("chat_template") is not None:
         raise BadRequestError("chat_template cannot be sent; the model's own template is used", "chat_template")
@@ -133,7 +133,7 @@ def template_variables(body: Fields) -> JsonDict:
     return variables
 
 
-def thinking(body: Fields, variables: JsonObject) -> bool | None:
+def thinking(body: Body, variables: JsonObject) -> bool | None:
     """Whether to reason, by the most explicit of all the fields that say it."""
     for name in ("enable_thinking", "thinking"):
         if isinstance(variables.get(name), bool):
@@ -147,13 +147,13 @@ def thinking(body: Fields, variables: JsonObject) -> bool | None:
     return thinking_effort(effort(body, "reasoning_effort")) if by_kind is None else by_kind
 
 
-def thinking_kind(body: Fields) -> bool | None:
+def thinking_kind(body: Body) -> bool | None:
     """Reads {"type": "enabled" or "disabled"}; other types leave it to the model."""
     fields = body.object("thinking")
     return {"enabled": True, "disabled": False}.get(fields.text("type") or "") if fields else None
 
 
-def effort(fields: Fields | None, key: str) -> str | None:
+def effort(fields: Body | None, key: str) -> str | None:
     """How much the model should reason, in a word that all templates share."""
     word = fields.text(key) if fields else None
     if fields and word is not None and word not in LADDER:
@@ -165,7 +165,7 @@ def thinking_effort(effort: str | None) -> bool | None:
     return None if effort is None else effort != "none"
 
 
-def structure(form: Fields | None) -> JsonObject | bool | None:
+def structure(form: Body | None) -> JsonObject | bool | None:
     """The schema of `response_format` or `text.format`, in the form of `Request.schema`."""
     kind = form.required_text("type") if form else "text"
     if form is None or kind == "text":

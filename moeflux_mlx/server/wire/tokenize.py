@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...files import JsonDict, JsonObject
-from .fields import Fields, check
+from .fields import Body, check
 from .replies import openai_error
 
 error = openai_error
@@ -21,7 +21,7 @@ class Tokenize:
 
 def read(body: JsonObject) -> Tokenize:
     check(body)
-    fields = Fields(body)
+    fields = Body(body)
     content = fields.text("content")
     if content is None:
         raise fields.wrong("content", "a text")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ...errors import BadRequestError
 from ...files import JsonDict, JsonObject
-from .fields import Fields, wrong
+from .fields import Body, wrong
 
 Tool = JsonDict
 
@@ -13,7 +13,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
 
-def tool(fields: Fields, schema_key: str = "parameters", name: str | None = None) -> Tool:
+def tool(fields: Body, schema_key: str = "parameters", name: str | None = None) -> Tool:
     """A function from its name, description and schema; `name` replaces the client's name for it."""
     schema = fields.object(schema_key)
     function: JsonDict = {
@@ -38,7 +38,7 @@ class ToolChoice:
     allowed: Sequence[str] | None = None
 
 
-def choice(body: Fields) -> ToolChoice:
+def choice(body: Body) -> ToolChoice:
     """OpenAI's `tool_choice` in the forms of both its APIs: a word, one tool, or a word and a list of tools."""
     value = body.get("tool_choice")
     if value is None:
@@ -47,7 +47,7 @@ def choice(body: Fields) -> ToolChoice:
         return ToolChoice(_MODES[value])
     if not isinstance(value, Mapping):
         raise body.wrong("tool_choice", "auto, none, required, or an object that names a function")
-    fields = Fields(value, "tool_choice")
+    fields = Body(value, "tool_choice")
     kind = fields.required_text("type")
     if kind == "allowed_tools":
         return _allowed(fields.object("allowed_tools") or fields)
@@ -56,7 +56,7 @@ def choice(body: Fields) -> ToolChoice:
     raise fields.wrong("type", "function, custom or allowed_tools")
 
 
-def _allowed(fields: Fields) -> ToolChoice:
+def _allowed(fields: Body) -> ToolChoice:
     mode = fields.text("mode") or "auto"
     if mode not in _MODES:
         raise fields.wrong("mode", "auto or required")
@@ -64,7 +64,7 @@ def _allowed(fields: Fields) -> ToolChoice:
     return ToolChoice(_MODES[mode], [(tool.object("function") or tool).required_text("name") for tool in own])
 
 
-def anthropic_choice(body: Fields) -> ToolChoice:
+def anthropic_choice(body: Body) -> ToolChoice:
     fields = body.object("tool_choice")
     if fields is None:
         return ToolChoice()

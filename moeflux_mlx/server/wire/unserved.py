@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ...files import JsonValue
-from .fields import Fields
+from .fields import Body
 
 NOTHING: Sequence[JsonValue] = (None, "", [], {})
 LLAMA_SAMPLERS: Sequence[JsonValue] = (
@@ -67,7 +67,7 @@ UNSERVED: Mapping[str, Mapping[str, Sequence[JsonValue]]] = {
 }
 
 
-def refuse(body: Fields) -> None:
+def refuse(body: Body) -> None:
     """Raises BadRequestError: a field asks for something that this server does not do."""
     for reason, fields in UNSERVED.items():
         for name, neutral in fields.items():

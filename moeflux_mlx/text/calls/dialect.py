@@ -10,7 +10,7 @@ from .call import Call
 from .steps import Parsing
 from .tags import Tags
 
-Body = Callable[[Call], Parsing[str]]
+CallBody = Callable[[Call], Parsing[str]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Dialect:
     """
 
     name: str
-    openings: Mapping[str, Body]
+    openings: Mapping[str, CallBody]
     begin: str
     opening: str
     named: str
@@ -50,8 +50,8 @@ class Dialect:
     markers: frozenset[str]
     between: str = ""
     tags: Tags | None = None
-    bare: Mapping[str, Body] = field(default_factory=dict)
-    following: Mapping[str, Body] = field(default_factory=dict)
+    bare: Mapping[str, CallBody] = field(default_factory=dict)
+    following: Mapping[str, CallBody] = field(default_factory=dict)
     id: str | None = None
     id_form: re.Pattern[str] | None = None
     id_rule: str = ""

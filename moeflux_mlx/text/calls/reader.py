@@ -13,7 +13,7 @@ from ...files import JsonObject
 from ..channels import HARMONY, SOLAR, THINK, Channels
 from ..events import CallDelta, CallEnd, CallStart, Event, Reasoning, Text
 from .call import Call
-from .dialect import Body, Dialect
+from .dialect import CallBody, Dialect
 from .harmony import GPT_OSS
 from .solar import SOLAR_OPEN
 from .steps import Malformed, Parsing, Switched
@@ -130,9 +130,9 @@ class AnswerReader:
         self._spaces = "\n\n" if inside in self._said else ""
         return ""
 
-    def _awaited(self) -> dict[str, Body | bool]:
+    def _awaited(self) -> dict[str, CallBody | bool]:
         """The tags that mean something here: those that open a call, and whether reasoning follows the others."""
-        tags: dict[str, Body | bool] = {**self._channels.switches(self._inside)}
+        tags: dict[str, CallBody | bool] = {**self._channels.switches(self._inside)}
         if self._dialect is not None:
             tags |= {**self._dialect.openings, **({} if self._inside else self._dialect.bare)}
             tags |= self._dialect.following if self._after_call else {}
@@ -168,7 +168,7 @@ class AnswerReader:
             self._events.append(Reasoning(self._spaces) if self._inside else Text(self._spaces))
         self._spaces = ""
 
-    def _open_call(self, marker: str, body: Body) -> None:
+    def _open_call(self, marker: str, body: CallBody) -> None:
         self._call = Call(self._started, self._schemas, self._events.append)
         self._call.raw += marker
         self._body = body(self._call)

@@ -19,7 +19,7 @@ from .tags import Tags
 
 
 @dataclass(frozen=True)
-class Span:
+class ValuePlace:
     """A parameter in the text of a call.
 
     Attributes:
@@ -58,7 +58,7 @@ class Repair:
         """Whether `text`, the last of a value, ends with the beginning of another call behind the end of this one."""
         return re.search(self._end_before_call, text) is not None
 
-    def ended(self, text: str, spans: Sequence[Span], is_closed: bool) -> tuple[Sequence[Span], int | None]:
+    def ended(self, text: str, spans: Sequence[ValuePlace], is_closed: bool) -> tuple[Sequence[ValuePlace], int | None]:
         """The spans of the call's `text` up to its end, and the place behind that; None if it ended where it was
         closed, or has not ended.
 
@@ -74,15 +74,15 @@ class Repair:
                 return [*spans[:n], replace(span, stop=span.start + end.start())], span.start + end.end()
         return spans, None
 
-    def split(self, text: str, spans: Sequence[Span]) -> list[Span]:
+    def split(self, text: str, spans: Sequence[ValuePlace]) -> list[ValuePlace]:
         """The spans, and those that were opened inside their values."""
-        parts: list[Span] = []
+        parts: list[ValuePlace] = []
         for n, span in enumerate(spans):
             given = {other.key for other in (*parts, *spans[n:])}
             parts += self._split(text, span, given)
         return parts
 
-    def _split(self, text: str, span: Span, given: set[str]) -> list[Span]:
+    def _split(self, text: str, span: ValuePlace, given: set[str]) -> list[ValuePlace]:
         length = span.stop - span.start
         with_closing = text[span.start : span.stop + len(self._closing) + 1]
         openings = [one for one in re.finditer(self._opening, with_closing) if one.end() <= length]
@@ -95,7 +95,7 @@ class Repair:
             given.add(key)
             start = span.start + opening.end()
             parts[-1] = replace(parts[-1], stop=span.start + opening.start())
-            parts.append(Span(key, opening.groupdict().get("kind") or "", start, span.stop))
+            parts.append(ValuePlace(key, opening.groupdict().get("kind") or "", start, span.stop))
         return parts
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from .call import Call
 from .json_form import arguments_before
-from .repair import Repair, Span
+from .repair import Repair, ValuePlace
 from .schema import STRING, ValueShape
 from .steps import Malformed, Parsing, Write, literal, optional, skip_space, until_one
 from .tags import Tags
@@ -45,7 +45,7 @@ class _Parameters:
     def __init__(self, call: Call, tags: Tags):
         self._call, self._tags = call, tags
         self._shape = ValueShape(call.schema, call.schema)
-        self._spans: list[Span] = []
+        self._spans: list[ValuePlace] = []
         self._begins_lines = False
         self._repair: Repair | None = None  # where there is doubt
         self._followers = (tags.key[0], *tags.ends)  # what may follow a closing tag
@@ -110,7 +110,7 @@ class _Parameters:
         char = yield
         if char == "\n" and self._tags.lined and not has_line:
             char = yield
-        span = Span(key, kind, len(raw) - len(char), len(raw))
+        span = ValuePlace(key, kind, len(raw) - len(char), len(raw))
         self._spans.append(span)
         tag, is_first = "", True
         while not tag:

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from . import json_form
 from .call import Call
-from .dialect import Body, Dialect
+from .dialect import CallBody, Dialect
 from .json_form import END, without_arguments
 from .steps import MAX_NAME, Malformed, Parsing, literal, skip_space, until_one
 from .tagged import parameters
@@ -61,7 +61,7 @@ def function(call: Call) -> Parsing[str]:
     return (yield from parameters(call, LINES))
 
 
-_OPENINGS: dict[str, Body] = {TOOL_CALL: tool_call}
+_OPENINGS: dict[str, CallBody] = {TOOL_CALL: tool_call}
 _SECTION = (TOOL_CALL, END)
 QWEN_JSON = Dialect(
     name="qwen_json",

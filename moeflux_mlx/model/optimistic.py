@@ -1,0 +1,172 @@
+"""Layers of streamed experts that are queued ahead, in the hope that their experts are in the pool.
+
+Otherwise the host waits for each router's choice before it can name the records of the chosen experts. Here a table on
+the GPU names the record of each expert that is in the pool. Several layers are one graph, and groups of layers are
+queued before the host reads which experts the earlier ones have chosen. Where an expert was missing, the layer's result
+and all later ones are dropped: caches have not taken them yet, and the layer's inputs to its experts are kept. Nothing
+that used a missing record is used. Only a single token is queued ahead.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import mlx.core as mx
+
+from ..experts.record_table import RecordTable
+from ..experts.routing import FromTables
+from ..experts.source import ExpertLoader
+from ..layers import Caches
+from ..ops.backend import AnyArray
+from ..ops.route import read_ids
+from ..ops.seen import Chosen
+from .compiled import DecodeStep, by_case
+from .layer import DecoderLayer
+from .moe import BeforeExperts
+from .tokens import Tokens
+
+TOGETHER = 4  # layers of a group, 8 are faster by 13 % if none lacks an expert; groups end at multiples of this
+AHEAD = 2  # groups that are queued at once
+# The share of layers whose experts are in the pool, from which on layers are queued ahead: they then pay even if a
+# missing expert costs as much time as five layers whose choice is waited for.
+LEAST_SHARE = 0.9
+MEMORY = 0.98  # weight of the past in this share
+
+
+@dataclass
+class Group:
+    """Queued layers.
+
+    Attributes:
+        first: the number of the first layer.
+        tables: the records that each layer may use.
+        parts: of each layer what it hands on, what its residual keeps, and its `BeforeExperts`.
+        out: of the last layer.
+        take: advances the caches of so many of the layers.
+    """
+
+    first: int
+    tables: list[RecordTable]
+    parts: list[tuple[list[Any], list[Any], BeforeExperts]]
+    out: mx.array
+    take: Callable[[int], None]
+
+
+class OptimisticLayers:
+    """Runs a token through layers, which it compiles.
+
+    Args:
+        layers: of the model.
+        cache_numbers: of each layer.
+        experts: serves their experts.
+
+    Attributes:
+        share: the share of the last layers whose experts were in the pool, counted from none on.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], cache_numbers: Sequence[range], experts: ExpertLoader):
+        self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
+        for layer in layers:
+            layer.compile(experts)
+        self._step = by_case(self._compute, experts)
+        self.share = 0.0
+        self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
+
+    def pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
+        """The output of the last layer for a token's streams h [1, 1, .]; `caches` and `inputs` as layers take them."""
+        try:
+            return self._pass_layers(h, caches, inputs)
+        finally:
+            begun, self._begun = self._begun, []
+            mx.eval([group.out for group in begun])  # of dropped groups; the host has waited for the others
+
+    def _pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
+        chosen, queued, number = Chosen(), deque[Group](), 0
+        while number < len(self._layers) or queued:
+            while len(queued) < AHEAD and (group := self._queue(number, h, chosen, caches)) is not None:
+                queued.append(group)
+                number, h = number + len(group.tables), group.out
+                chosen.take(group.parts[-1][0])
+            if not queued:
+                h = self._at_once(number, h, caches[number], chosen, inputs)
+                number += 1
+                continue
+            group = queued.popleft()
+            accepted = self._accept(group)
+            if accepted < len(group.tables):
+                queued.clear()
+                number = group.first + accepted + 1
+                handed, kept, before = group.parts[accepted]
+                layer = self._layers[number - 1]
+                h = layer.residual.added(layer.mlp.run_experts(before), *kept)
+                chosen.take(handed)
+        return h
+
+    def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
+        """A layer for whose choice the host waits."""
+        stats = self._experts.stats
+        before = stats.misses, stats.host_hits, stats.prefetch_hits
+        h = self._layers[number](h, caches, chosen, inputs)
+        if self._layers[number].may_be_queued:
+            self._note((stats.misses, stats.host_hits, stats.prefetch_hits) == before)
+        return h
+
+    def _queue(self, first: int, h: AnyArray, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
+        """Begins to compute layers from `first` on; None: not possible, or it would not pay."""
+        if self.share < LEAST_SHARE or not isinstance(h, mx.array):
+            return None
+        tables = list[RecordTable]()
+        for number in range(first, min(first - first % TOGETHER + TOGETHER, len(self._layers))):
+            may_be = self._layers[number].may_be_queued and DecodeStep.takes(h, [caches[number]])
+            table = self._experts.table(number) if may_be else None
+            if table is None:
+                break
+            tables.append(table)
+        if not tables:
+            return None
+        own = caches[first : first + len(tables)]
+        given = chosen.handed
+        step = self._step(first, len(tables), tuple(one is not None for one in given))
+        arrays = [*(table.memory for table in tables), *(one for one in given if one is not None)]
+        (parts, out), take = step.start(h, [list(chain.from_iterable(own))], *arrays)
+        read = [(handed, kept, BeforeExperts(*before)) for handed, kept, before in parts]
+        group = Group(first, tables, read, out, lambda layers: take(sum(map(len, own[:layers]))))
+        self._begun.append(group)
+        mx.async_eval(out, [one.host_copy or one.ids for *_, one in read])
+        return group
+
+    def _accept(self, group: Group) -> int:
+        """Waits for a group, and advances the caches of the layers before the first one that lacked an expert, and of
+        this one. Returns how many are accepted whole.
+        """
+        accepted = 0
+        for table, (*_, before) in zip(group.tables, group.parts, strict=True):
+            ids = read_ids(before.ids, before.host_copy)
+            is_hit = self._experts.accept(group.first + accepted, ids, table)
+            self._note(is_hit)
+            if not is_hit:
+                break
+            accepted += 1
+        group.take(min(accepted + 1, len(group.tables)))
+        self._experts.relieve()
+        return accepted
+
+    def _note(self, is_hit: bool) -> None:
+        self.share = MEMORY * self.share + (1 - MEMORY) * is_hit
+
+    def _compute(
+        self, first: int, count: int, given: tuple[bool, ...], h: mx.array, caches: Sequence[Any], *arrays: mx.array
+    ) -> list[Any]:
+        """The function that is compiled: `count` layers, with the tables of their records first among `arrays`."""
+        left, chosen, parts, stands = iter(arrays[count:]), Chosen(), [], iter(caches)
+        chosen.take([next(left) if is_given else None for is_given in given])
+        for number, memory in zip(range(first, first + count), arrays[:count], strict=True):
+            layer = self._layers[number]
+            kept, before = layer.choose(h, list(islice(stands, len(self._cache_numbers[number]))), chosen)
+            assert isinstance(layer.mlp.experts, FromTables)
+            compute = layer.mlp.experts.from_table(number, memory)
+            h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
+            parts.append((chosen.handed, kept, tuple(before)))
+        return [parts, h]

@@ -1,0 +1,207 @@
+"""Layers that are queued ahead give the same bits as layers that wait for each choice, and count the same uses."""
+
+import os
+
+import goldens
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import tiny_directory, use_plain_operations
+
+from moeflux_mlx.errors import ExpertIOError
+from moeflux_mlx.experts.reader import ExpertReader
+from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.experts.streamed import StreamedExperts
+from moeflux_mlx.formats.packed import PackedExperts
+from moeflux_mlx.mixers.registry import cache_numbers, stored_forms
+from moeflux_mlx.model import optimistic
+from moeflux_mlx.model.decoder import Model
+from moeflux_mlx.model.optimistic import OptimisticLayers
+from moeflux_mlx.model.step import SequenceRows
+from moeflux_mlx.model.weights import fill, read_resident
+from moeflux_mlx.spec import ModelArgs
+
+EXPERTS, TOP_K, TOKENS = 16, 4, 9
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    use_plain_operations(monkeypatch)
+    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(optimistic, "TOGETHER", 2)
+
+
+def opened(family, records=None, ahead=True, preadv=os.preadv, **options):
+    """A model whose pool has room for `records` records (None: all), compiled as for a GPU."""
+    path = tiny_directory(family)
+    args, tensors = ModelArgs.from_file(path), read_resident(path)
+    packed = PackedExperts.open(path, args)
+    nbytes = 1 << 30 if records is None else records * packed.layout.held_bytes
+    reader = ExpertReader(packed, preadv=preadv)
+    source = StreamedExperts(packed, reader=reader, cache_bytes=nbytes, copied=True, **options)
+    experts = RoutedExperts(source, "off")
+    model = Model(args, experts, stored_forms(tensors))
+    fill(model, tensors, args.quantization, mx.float32)
+    made = OptimisticLayers(model.layers, cache_numbers(args.mixers), source)
+    model.optimistic = made if ahead else None
+    return model
+
+
+def tokens_of(family, count=TOKENS):
+    return goldens.golden(family, "hub")[0][:count].tolist()
+
+
+def run(model, tokens):
+    cache = model.make_cache()
+    return np.array(mx.concatenate([model(mx.array([[token]]), cache) for token in tokens], axis=1)[0])
+
+
+@pytest.mark.parametrize("records", [None, 40, 6])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
+def test_same_bits_and_counts_as_with_a_wait_for_each_choice(family, records):
+    made = []
+    for ahead in (False, True):
+        model = opened(family, records, ahead, least_slots=TOP_K)
+        tokens = tokens_of(family)
+        logits = [run(model, tokens), run(model, tokens[::-1])]
+        order = [list(pool.ranking.lowest(99, lambda key: True)) for pool in model.experts.pools]
+        made.append((logits, order, model.experts.stats.hits, model.experts.stats.misses))
+        model.experts.close()
+    assert all(map(np.array_equal, made[0][0], made[1][0]))
+    assert made[0][1:] == made[1][1:]
+    assert made[0][2] and made[0][3]
+
+
+def calls(monkeypatch, source, name):
+    """Returns a list of the layers for which a method of the source is called from now on."""
+    layers, call = [], getattr(source, name)
+    monkeypatch.setattr(source, name, lambda layer, *given: layers.append(layer) or call(layer, *given))
+    return layers
+
+
+def test_records_that_are_there_are_not_requested(monkeypatch):
+    model = opened("qwen3_moe")
+    run(model, tokens_of("qwen3_moe"))
+    cache, layers = model.make_cache(), list(range(len(model.layers)))
+    requested, accepted = (calls(monkeypatch, model.experts, name) for name in ("request", "accept"))
+    mx.eval(model(mx.array([[1]]), cache))
+    assert (requested, accepted) == (layers, [])  # a cache without a token has no graph
+    run_one = [tokens_of("qwen3_moe")[0]]
+    requested.clear()
+    mx.eval(model(mx.array([run_one]), cache))
+    assert accepted[-1] == layers[-1] and len(requested) < len(layers)
+    requested.clear(), accepted.clear()
+    cache = model.make_cache()
+    mx.eval(model(mx.array([[1]]), cache))
+    requested.clear()
+    mx.eval(model(mx.array([run_one]), cache))
+    assert (requested, accepted) == ([], layers)
+    model.experts.close()
+
+
+def test_a_record_that_goes_while_its_layer_is_queued_is_read_again(monkeypatch):
+    tokens = tokens_of("qwen3_moe")
+    model = opened("qwen3_moe", ahead=False)
+    want = run(model, tokens)
+    model.experts.close()
+    model = opened("qwen3_moe")
+    run(model, tokens)
+    accept, gone = model.experts.accept, []
+
+    def accept_later(layer, ids, table):
+        if len(gone) < 5:
+            gone.append((layer, int(ids[0, -1])))
+            model.experts.pools.of[layer].drop(gone[-1])
+        return accept(layer, ids, table)
+
+    monkeypatch.setattr(model.experts, "accept", accept_later)
+    misses = model.experts.stats.misses
+    assert np.array_equal(run(model, tokens), want)
+    assert model.experts.stats.misses == misses + len(gone)
+    model.experts.close()
+
+
+def test_layers_wait_while_many_lack_experts(monkeypatch):
+    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.85)
+    tokens = tokens_of("qwen3_moe")
+    model = opened("qwen3_moe", 6, least_slots=TOP_K)
+    for _ in range(3):
+        run(model, tokens)
+    accepted = calls(monkeypatch, model.experts, "accept")
+    run(model, tokens)
+    assert not accepted
+    monkeypatch.setattr(optimistic, "LEAST_SHARE", 0.0)
+    run(model, tokens)
+    assert accepted
+    model.experts.close()
+
+
+def test_a_failed_read_leaves_a_step_that_can_be_repeated():
+    broken = []
+
+    def preadv(fd, buffers, offset):
+        if broken:
+            raise OSError(5, "Input/output error")
+        return os.preadv(fd, buffers, offset)
+
+    tokens = tokens_of("qwen3_5_moe")
+    model = opened("qwen3_5_moe", ahead=False)
+    want = run(model, tokens)
+    model.experts.close()
+    model = opened("qwen3_5_moe", 40, preadv=preadv, least_slots=TOP_K)
+    cache, failures, got = model.make_cache(), 0, []
+    for token in tokens:
+        broken.append(1)
+        try:
+            step = model.step([SequenceRows(cache, [token])])
+        except ExpertIOError:
+            failures += 1
+            broken.clear()
+            step = model.step([SequenceRows(cache, [token])])
+        broken.clear()
+        got.append(np.array(step.logits[0]))
+    model.experts.close()
+    assert failures > 2 and np.array_equal(np.stack(got), want)
+
+
+def test_a_table_has_the_records_of_the_pool():
+    model = opened("qwen3_moe")
+    run(model, tokens_of("qwen3_moe"))
+    source, pool = model.experts, model.experts.pools[0]
+
+    def rows(table):
+        return {expert: np.array(table.memory[expert]) for expert in table.slots}
+
+    before = source.table(1)
+    assert before is source.table(1)
+    assert {(1, expert) for expert in before.slots} == {key for key in pool.records() if key[0] == 1}
+    kept, gone = list(before.slots)[:2]
+    was = rows(before)
+    assert all(np.array_equal(was[expert], np.array(slot.device)) for expert, slot in before.slots.items())
+    pool.drop((1, gone))
+    after = source.table(1)
+    assert gone not in after.slots and gone in before.slots
+    assert not np.array_equal(was[gone], np.array(after.memory[gone]))
+    assert np.array_equal(was[kept], np.array(after.memory[kept]))
+    with source.turn(1), source.request(1, np.array([gone])) as lease:
+        lease.wait()
+    assert np.array_equal(rows(source.table(1))[gone], was[gone])
+    ids = np.array([[gone, kept]])
+    assert not source.accept(1, ids, before) and not source.accept(1, ids, after)
+    assert source.accept(1, ids, source.table(1))
+    source.invalidate()
+    assert source.table(1) is None
+    source.close()
+
+
+def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
+    model = opened("qwen3_moe")
+    cache, tokens = model.make_cache(), tokens_of("qwen3_moe", 1)
+    for _ in range(2):
+        mx.eval(model(mx.array([tokens]), cache))
+    asked, relieve = [], model.experts.relieve
+    monkeypatch.setattr(model.experts, "relieve", lambda **given: asked.append(1) or relieve(**given))
+    mx.eval(model(mx.array([tokens]), cache))
+    groups = -(-len(model.layers) // optimistic.TOGETHER)
+    assert len(asked) == 1 + groups  # and at the beginning of the call
+    model.experts.close()
