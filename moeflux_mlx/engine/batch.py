@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..errors import DeviceError, ExpertIOError, RequestError
 from ..model.step import MAX_ROWS, Step
 from ..ops.limits import within_limits
-from .decoding import Chosen, Decoding, choose_likeliest
+from .decoding import ChosenToken, Decoding, choose_likeliest
 
 Outcome = tuple[int, mx.array] | Exception  # a token and its logprobs [vocab_size], or the error
 Made = TypeVar("Made")
@@ -84,7 +84,7 @@ def _run_ahead(decodings: Sequence[Decoding]) -> dict[Decoding, Exception]:
 
 def _take_rows(decodings: Sequence[Decoding], step: Step, ahead: bool = False) -> list[Exception | None]:
     """Begins to choose each decoding's next token from its row of the step: if all take the likeliest, at once."""
-    chosen = list[Chosen | None]([None] * len(decodings))
+    chosen = list[ChosenToken | None]([None] * len(decodings))
     if len(decodings) > 1 and all(one.takes_likeliest for one in decodings):
         with within_limits():
             chosen = list(choose_likeliest(step.logits))

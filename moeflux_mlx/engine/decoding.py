@@ -102,14 +102,15 @@ class OwnStep:
                 self._experts.take_back(self.followed)
 
 
-def choose_likeliest(logits: mx.array) -> list[Chosen]:
-    """Begins to choose the most likely token after each row of logits [R, vocab_size], as `greedy` chooses it alone; on
-    a GPU few launches take all rows.
+def choose_likeliest(logits: mx.array) -> list[ChosenToken]:
+    """Begins to choose the most likely token after each row of logits [R, vocab_size], as `greedy` chooses it alone.
+
+    On a GPU the rows share the launches of their logprobs, and are submitted together. Each token is an array of its
+    own: MLX for CUDA moves an array of more than 8 bytes before the host reads it.
     """
     logprobs = log_softmax(logits.astype(mx.float32))
-    tokens, are_broken = greedy(logprobs), mx.isnan(logprobs[:, 0])
-    rows = [slice(i, i + 1) for i in range(len(logits))]
-    chosen = [(tokens[row], logprobs[row].reshape(-1), are_broken[row]) for row in rows]
+    rows = [logprobs[i : i + 1] for i in range(len(logits))]
+    chosen = [(greedy(row), row.reshape(-1), mx.isnan(row[:, 0])) for row in rows]
     mx.async_eval(chosen)
     return chosen
 
@@ -229,7 +230,7 @@ class Decoding:
                 self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, step.is_cold)
         return token, logprobs
 
-    def take_row(self, step: Step, sequence: int, ahead: bool = False, chosen: Chosen | None = None) -> None:
+    def take_row(self, step: Step, sequence: int, ahead: bool = False, chosen: ChosenToken | None = None) -> None:
         """Calls `take` with the logits that `step` has computed for `rows`, or takes what was `chosen` from them.
         `ahead`: the host may not know the row's token yet.
         """

@@ -6,7 +6,7 @@ import pytest
 from test_decode import FAMILIES, make_resident
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx.engine.decoding import Decoding
+from moeflux_mlx.engine.decoding import Decoding, choose_likeliest
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.running_text import Stopped
@@ -40,6 +40,22 @@ def answered_alone(model, prompt):
 def same(said, wanted):
     assert [token for token, _ in said] == [token for token, _ in wanted]
     return all(np.array_equal(np.array(one), other) for (_, one), (_, other) in zip(said, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_likeliest_tokens_of_rows_are_those_of_each_row_alone(dtype):
+    logits = np.random.default_rng(1).standard_normal((5, 20011), np.float32) * 8
+    logits[1] = np.round(logits[1])  # several are the largest
+    logits[2, 7] = np.nan
+    logits[3, :20000] = -np.inf
+    rows = mx.array(logits).astype(dtype)
+    together = choose_likeliest(rows)
+    for i, chosen in enumerate(together):
+        (alone,) = choose_likeliest(rows[i : i + 1])
+        for one, other in zip(chosen, alone, strict=True):
+            assert one.shape == other.shape and np.array_equal(np.array(one), np.array(other), equal_nan=i == 2)
+        assert chosen[2].item() == (i == 2) and chosen[0].nbytes <= 8
+        assert i == 2 or chosen[0].item() == logits[i].argmax() or dtype == mx.bfloat16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
