@@ -187,7 +187,7 @@ def add_memory(add: Adder) -> None:
         type=float,
         metavar="GB",
         help="on an NVIDIA GPU: the most memory of the computer for experts that stay there after they were copied to "
-        "the GPU; 0: none; default: all that is left",
+        "the GPU; 0: none; default: what is free, less a reserve",
     )
     add(
         "--memory-gb",

@@ -265,7 +265,7 @@ def load(settings: LoadSettings) -> tuple[Model, TokenizerWrapper]:
         expert_cache_bytes: memory for streamed experts in pread mode; None takes the RAM that is left, or less if
             `moeflux tune` found that less is as fast. Less than the smallest pool is a warning, and that one is used.
         host_bytes: on an NVIDIA GPU, the most memory of the computer in which experts stay after they were copied to
-            the GPU, so that they are not read again; None: all that is left.
+            the GPU, so that they are not read again; None: what is free at loading, less a reserve.
         memory_bytes: limit of the whole process: weights, caches, experts and Python; None: the machine's memory, less
             a reserve for other programs. Mapped files count only in the decision whether to map.
         prefetch: "auto" (read ahead the predicted choice of the next layer's router) or "off". It matters only with

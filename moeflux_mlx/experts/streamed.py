@@ -12,7 +12,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -104,9 +103,8 @@ class StreamedExperts(ExpertLoader):
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt, host_bytes)
-        if any(pool.staging is not None and pool.staging.host.records for pool in self.pools):
-            allow_memory(host_bytes)
-            self.at_close(partial(allow_memory, -host_bytes))
+        self._allowed = 0  # bytes by which MLX's limit was raised
+        self.at_close(lambda: allow_memory(-self._allowed))
         self.reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
         self._warming = Warming(self.reads, self.layout, self.usage.counts)
@@ -201,6 +199,9 @@ class StreamedExperts(ExpertLoader):
             if self.pools.host_bytes < before:
                 mx.clear_cache()
                 self.reads.stats.given_back += before - self.pools.host_bytes
+        if (held := self.pools.host_bytes) != self._allowed:
+            allow_memory(held - self._allowed)
+            self._allowed = held
         self._warming.feed()
 
     def relieve_between_calls(self) -> bool:

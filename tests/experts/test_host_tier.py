@@ -49,6 +49,19 @@ def test_each_record_is_read_once(loader):
     assert use(loader, 1, EXPERTS - 1) == [True] and stats.host_hits == 2 * total, "it is on the device"
 
 
+def test_the_limit_of_mlx_follows_what_is_held(loader):
+    before = mx.set_memory_limit(1 << 50)
+    try:
+        use(loader, 0, 1)
+        loader.relieve()
+        held = loader.host_bytes
+        assert held > 0 and mx.set_memory_limit((1 << 50) + held) == (1 << 50) + held
+        loader.close()
+        assert mx.set_memory_limit(1 << 50) == 1 << 50
+    finally:
+        mx.set_memory_limit(before)
+
+
 def test_a_hint_copies_ahead(loader):
     for expert in range(5):
         use(loader, 0, expert)
