@@ -134,6 +134,13 @@ class Lookahead:
             wanted = self.predictor.confident(np.array(guess.ids), np.array(guess.weights))
             self._read_ahead(guess.layer, wanted)
 
+    def skipped(self, layer: int) -> None:
+        """To be called when a token has used the experts of `layer` without a request: neither the time of this token
+        nor what an earlier one read ahead for the layer is judged.
+        """
+        self._started = 0.0
+        self._ahead.pop(layer, None)
+
     def _judge(self, layer: int, ids: np.ndarray) -> None:
         """Learns from the records read ahead for `layer`, and demotes those not worth keeping.
 
@@ -156,7 +163,7 @@ class Lookahead:
             self._started = time.perf_counter()
         elif layer == self.layout.moe_layers[-1] and self.prefetch != "off" and self._started:
             self.trial.token(time.perf_counter() - self._started)
-            self._started = 0.0  # the first layer of the next token may be queued ahead (model/optimistic.py)
+            self._started = 0.0
 
     def _read_ahead(self, layer: int, ids: list[int]) -> None:
         keys = [(layer, expert) for expert in self._owned(layer, ids)]

@@ -20,7 +20,7 @@ from ..formats.record import Key, Record
 from .places import AddressRange, Adopt, Buffers, Places
 from .ranking import Ranking
 from .reads import as_they_end
-from .record_table import LayerTable, RecordTable
+from .record_table import RecordTable, Tables
 from .staging import NOWHERE, Slot, Staging
 
 WORTH_GROWING = 16  # a pool grows by at least 1/16, so that it is not resized for each token
@@ -85,7 +85,7 @@ class SlotPool:
         self.intended: set[Key] = set()
         self.foretold: set[Key] = set()
         self.has_been_full = False
-        self._tables: dict[int, LayerTable] = {}  # by layer
+        self._tables = Tables()
 
     @property
     def held_bytes(self) -> int:
@@ -127,7 +127,7 @@ class SlotPool:
             self._arriving.add(key)
         elif self.staging is not None:
             self.staging.copying[key] = slot
-            self._note_change(key)
+            self._tables.note(key)
         self.ranking.enter(key)
 
     def victim(self, for_guess: bool, wanted: Key | None = None) -> Key | None:
@@ -206,7 +206,7 @@ class SlotPool:
             self.staging.copy(key, slot)
         slot.read = None
         self._arriving.discard(key)
-        self._note_change(key)
+        self._tables.note(key)
 
     def finish_copies(self) -> None:
         """Waits for the copies into device memory."""
@@ -224,19 +224,12 @@ class SlotPool:
 
     def table(self, layer: int, record: Record, experts: int) -> RecordTable | None:
         """The layer's records that have arrived in the device's memory; None if there are none."""
-        if layer not in self._tables:
-            self._tables[layer] = LayerTable(record, experts)
 
         def slot_of(expert: int) -> Slot | None:
             slot = self._used.get((layer, expert))
             return slot if slot is not None and slot.device is not None and slot.read is None else None
 
-        return self._tables[layer].get(slot_of)
-
-    def _note_change(self, key: Key) -> None:
-        """A record has come or goes: its layer's table is another one from now on."""
-        if key[0] in self._tables:
-            self._tables[key[0]].note(key[1])
+        return self._tables.get(layer, record, experts, slot_of)
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
         """Keeps these records until `unpin` is called with the same list; returns their slots."""
@@ -281,7 +274,7 @@ class SlotPool:
             mx.eval(slot.guard)
         if self.staging is not None and slot.is_copied:
             self.staging.finish(key)
-        self._note_change(key)
+        self._tables.note(key)
         del self._used[key]
         self.ranking.leave(key)
         self._arriving.discard(key)

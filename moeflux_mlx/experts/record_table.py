@@ -6,7 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..formats.record import Record
+from ..formats.record import Key, Record
 from ..ops.records import no_records, with_record
 
 
@@ -22,7 +22,7 @@ class Slot(Protocol):
 @dataclass(frozen=True)
 class RecordTable:
     """Args:
-    memory: as `Records.memory`, a record for each expert: another expert's where `slots` has none.
+    memory: as `Records.memory`, a record for each expert: one of zeros where `slots` has none.
     slots: by expert. As long as they are referenced, their arrays stay where they are.
     """
 
@@ -40,7 +40,7 @@ class LayerTable:
 
     def __init__(self, record: Record, experts: int):
         self._memory = no_records(record, experts)
-        self._changed = set(range(experts))
+        self._changed = set(range(experts))  # since the last table
         self._table: RecordTable | None = None
 
     def note(self, expert: int) -> None:
@@ -48,19 +48,55 @@ class LayerTable:
         self._changed.add(expert)
         self._table = None
 
-    def get(self, slot_of: Callable[[int], Slot | None]) -> RecordTable | None:
-        """The table; None if no record is there. `slot_of` an expert: its record in the device's memory."""
+    def get(
+        self, slot_of: Callable[[int], Slot | None], zeros_like: Callable[[mx.array], mx.array]
+    ) -> RecordTable | None:
+        """The table; None if no record is there. `slot_of` an expert: its record in the device's memory. `zeros_like` a
+        record: what stands for those that are not there; it outlives all tables.
+        """
         if self._table is None:
             found = {expert: slot_of(expert) for expert in range(len(self._memory))}
             slots = {expert: slot for expert, slot in found.items() if slot is not None}
             if not slots:
                 return None
-            other, changed = next(iter(slots.values())), list(self._changed)
+            some, changed = next(iter(slots.values())).device, list(self._changed)
+            assert some is not None
             for expert in changed:
-                device = slots.get(expert, other).device
+                device = slots[expert].device if expert in slots else zeros_like(some)
                 assert device is not None
                 self._memory = with_record(self._memory, expert, device)
             mx.async_eval(self._memory)
             self._changed.difference_update(changed)
             self._table = RecordTable(self._memory, slots)
         return self._table
+
+
+class Tables:
+    """The tables of the layers whose records are in a pool."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, LayerTable] = {}
+        self._zeros: mx.array | None = None
+
+    def get(
+        self, layer: int, record: Record, experts: int, slot_of: Callable[[int], Slot | None]
+    ) -> RecordTable | None:
+        """As `LayerTable.get`, of a layer with so many experts."""
+        if layer not in self._layers:
+            self._layers[layer] = LayerTable(record, experts)
+        return self._layers[layer].get(slot_of, self._zeros_like)
+
+    def note(self, key: Key) -> None:
+        """A record has come or goes: its layer's table is another one from now on."""
+        if key[0] in self._layers:
+            self._layers[key[0]].note(key[1])
+
+    def clear(self) -> None:
+        """Forgets all tables."""
+        self._layers.clear()
+
+    def _zeros_like(self, record: mx.array) -> mx.array:
+        if self._zeros is None:
+            self._zeros = mx.zeros_like(record)
+            mx.eval(self._zeros)  # a lazy array belongs to the thread that made it
+        return self._zeros

@@ -19,6 +19,7 @@ from ..ops import backend
 from ..ops.backend import Array
 from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
+    MAX_SLOTS,
     Shared,
     chosen_ffn,
     expert_down_combine,
@@ -28,7 +29,7 @@ from ..ops.experts import (
     native_refusal,
 )
 from ..ops.grouped import PIECE_ROWS, combined, is_cut
-from ..ops.records import Records
+from ..ops.records import Records, is_read
 from ..ops.route import read_host_copy
 from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
 from .lookahead import Lookahead
@@ -99,6 +100,12 @@ class RoutedExperts:
             self.lookahead.requested(on_host, ids)
             decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
+
+    def reads_tables(self, layer: int, top_k: int) -> bool:
+        return top_k <= MAX_SLOTS and is_read(self.source.layout.records[layer])
+
+    def accepted(self, layer: int) -> None:
+        self.lookahead.skipped(layer)
 
     def from_table(self, layer: int, memory: mx.array) -> Callable[..., mx.array]:
         records = Records(memory, self.source.layout.records[layer])

@@ -71,8 +71,16 @@ class RoutedExpertsCall(Protocol):
 class FromTables(Protocol):
     """A `RoutedExpertsCall` that can compute a token's experts without a request."""
 
+    def reads_tables(self, layer: int, top_k: int) -> bool:
+        """Whether kernels compute `top_k` experts of the layer from a table."""
+        ...
+
     def from_table(self, layer: int, memory: mx.array) -> Callable[..., mx.array]:
         """Computes what a call does, without a report, from the layer's `RecordTable.memory`; it can be traced."""
+        ...
+
+    def accepted(self, layer: int) -> None:
+        """To be called when a token has used experts of the layer without a request."""
         ...
 
 

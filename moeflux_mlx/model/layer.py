@@ -130,8 +130,10 @@ class DecoderLayer(nn.Module):
         """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at
         its end is part of a kernel, so that no bit depends on which layers share a graph.
         """
-        is_plain = type(self.mlp) is MoE and type(self.residual) is OneStream and not self._reads_tokens
-        return is_plain and isinstance(self.mlp.experts, FromTables)
+        if type(self.mlp) is not MoE or type(self.residual) is not OneStream or self._reads_tokens:
+            return False
+        experts = self.mlp.experts
+        return isinstance(experts, FromTables) and experts.reads_tables(self.mlp.layer, self.mlp.rule.top_k)
 
     def _of_rows(self, h: Array, caches: Sequence[StepRows], chosen: Chosen, tokens: Tokens | None) -> AnyArray:
         """Computes each row of a step as if it were alone; the rows meet in the experts alone."""

@@ -35,7 +35,7 @@ LEAST_SHARE = 0.9
 MEMORY = 0.98  # weight of the past in this share
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Queued layers.
 
@@ -79,8 +79,8 @@ class OptimisticLayers:
         try:
             return self._pass_layers(h, caches, inputs)
         finally:
-            begun, self._begun = self._begun, []
-            mx.eval([group.out for group in begun])  # of dropped groups; the host has waited for the others
+            mx.eval([group.out for group in self._begun])
+            self._begun.clear()
 
     def _pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
         chosen, queued, number = Chosen(), deque[Group](), 0
@@ -144,14 +144,21 @@ class OptimisticLayers:
         accepted = 0
         for table, (*_, before) in zip(group.tables, group.parts, strict=True):
             ids = read_ids(before.ids, before.host_copy)
+            del self._begun[: self._begun.index(group)]  # the GPU has computed them
             is_hit = self._experts.accept(group.first + accepted, ids, table)
             self._note(is_hit)
             if not is_hit:
                 break
+            self._routed(group.first + accepted).accepted(group.first + accepted)
             accepted += 1
         group.take(min(accepted + 1, len(group.tables)))
         self._experts.relieve()
         return accepted
+
+    def _routed(self, number: int) -> FromTables:
+        experts = self._layers[number].mlp.experts
+        assert isinstance(experts, FromTables)
+        return experts
 
     def _note(self, is_hit: bool) -> None:
         self.share = MEMORY * self.share + (1 - MEMORY) * is_hit
@@ -165,8 +172,7 @@ class OptimisticLayers:
         for number, memory in zip(range(first, first + count), arrays[:count], strict=True):
             layer = self._layers[number]
             kept, before = layer.choose(h, list(islice(stands, len(self._cache_numbers[number]))), chosen)
-            assert isinstance(layer.mlp.experts, FromTables)
-            compute = layer.mlp.experts.from_table(number, memory)
+            compute = self._routed(number).from_table(number, memory)
             h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
             parts.append((chosen.handed, kept, tuple(before)))
         return [parts, h]

@@ -13,7 +13,7 @@ HIT, MISSED = 3, 4  # beside the loader's ON_DISK, IN_MEMORY and ARRIVING
 
 
 class ExpertMap:
-    """An `Observer` of `experts` from now until `end`; everything is called by the thread that runs the model.
+    """A `RequestObserver` of `experts` from now until `end`; everything is called by the thread that runs the model.
 
     Args:
         asking: gives numbers from 1 to 255 of the texts whose rows are computed, in order, or of the only text.

@@ -1,11 +1,13 @@
 """The predictor's record of guesses, and the trial by time."""
 
+from types import SimpleNamespace
+
 import numpy as np
 from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeflux_mlx.experts.lookahead import RETRY, TURN, TURNS, VERDICT, WARMUP, Predictor, Trial
+from moeflux_mlx.experts.lookahead import RETRY, TURN, TURNS, VERDICT, WARMUP, Lookahead, Predictor, Trial
 
 
 def test_confidence_cuts_the_tail():
@@ -54,6 +56,21 @@ def test_a_verdict_is_revised_when_conditions_change():
     run(trial, TURN * TURNS + VERDICT, 2.0, 1.0)
     run(trial, TURN * TURNS, 1.0, 2.0)
     assert run(trial, VERDICT, 1.0, 2.0) == VERDICT
+
+
+def test_a_token_with_layers_that_were_queued_is_not_timed():
+    calls = {"give_way": lambda layer, ids: None, "slots_per_layer": lambda spare: 99}
+    ahead = Lookahead(
+        SimpleNamespace(layout=SimpleNamespace(moe_layers=[0, 1]), reads_ahead=True, **calls), "lookahead"
+    )
+    times = []
+    ahead.trial.token = times.append
+    for queued in (True, False):
+        ahead.requested(SimpleNamespace(guess=None, layer=0), np.array([[1]]))
+        if queued:
+            ahead.skipped(1)
+        ahead.requested(SimpleNamespace(guess=None, layer=1), np.array([[1]]))
+    assert len(times) == 1
 
 
 def test_a_loss_is_small():
