@@ -74,7 +74,7 @@ def staging_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
 
 def host_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
     """As `staging_memory`, without a moment in the device's memory, which may be smaller: made on MLX's CPU stream, it
-    is managed memory from the start. It counts as MLX's (`allow_memory`).
+    is managed memory from the start. It counts as MLX's (`AllowedMemory`).
 
     Raises:
         ExpertIOError: the system refuses it.
@@ -85,12 +85,20 @@ def host_memory(rows: int, words: int) -> tuple[np.ndarray, mx.array]:
         raise ExpertIOError(f"the system refuses {rows * words * 4 / 1e9:.2f} GB of host memory ({error})") from None
 
 
-def allow_memory(nbytes: int) -> None:
+class AllowedMemory:
     """Raises MLX's limit, from which on it empties its cache of buffers at every allocation, by memory that is not the
-    device's.
+    device's: `nbytes`.
     """
-    before = mx.set_memory_limit(1 << 62)
-    mx.set_memory_limit(max(before + nbytes, 0))
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def follow(self, nbytes: int) -> None:
+        """There are so many bytes now."""
+        if nbytes != self.nbytes:
+            before = mx.set_memory_limit(1 << 62)
+            mx.set_memory_limit(max(before + nbytes - self.nbytes, 0))
+            self.nbytes = nbytes
 
 
 def _on_host(array: mx.array) -> tuple[np.ndarray, mx.array]:

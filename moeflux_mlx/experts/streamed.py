@@ -12,6 +12,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +22,7 @@ from ..formats.pieces import ExpertFiles
 from ..ops.records import Records
 from ..ops.tiles import MAX_TOKENS
 from .asked import AskedByRow
-from .memory import allow_memory
+from .memory import AllowedMemory
 from .places import Adopt
 from .pool_reads import PoolReads
 from .pools import Pools
@@ -103,8 +104,8 @@ class StreamedExperts(ExpertLoader):
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt, host_bytes)
-        self._allowed = 0  # bytes by which MLX's limit was raised
-        self.at_close(lambda: allow_memory(-self._allowed))
+        self._allowed = AllowedMemory()
+        self.at_close(partial(self._allowed.follow, 0))
         self.reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
         self._warming = Warming(self.reads, self.layout, self.usage.counts)
@@ -199,9 +200,7 @@ class StreamedExperts(ExpertLoader):
             if self.pools.host_bytes < before:
                 mx.clear_cache()
                 self.reads.stats.given_back += before - self.pools.host_bytes
-        if (held := self.pools.host_bytes) != self._allowed:
-            allow_memory(held - self._allowed)
-            self._allowed = held
+        self._allowed.follow(self.pools.host_bytes)
         self._warming.feed()
 
     def relieve_between_calls(self) -> bool:
