@@ -137,8 +137,21 @@ def usable_ram_bytes() -> int:
 
 def available_ram_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """The memory that Linux can hand out without swapping: what other programs use now is not in it."""
-    (line,) = (line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
+    return numbers_in(meminfo)["MemAvailable:"] * 1024
+
+
+def numbers_in(file: Path) -> dict[str, int]:
+    """The first two words of each line of a small file of the system: a name and a number."""
+    pairs = (line.split()[:2] for line in text_of(file).splitlines() if line)
+    return {name: int(number) for name, number in pairs}
+
+
+def text_of(file: Path) -> str:
+    """What is in a small file of the system; nothing if it is not there."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def limited_address_space() -> list[Figures]:

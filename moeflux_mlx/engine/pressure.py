@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from .machine import Figures, limit_of, memory_groups, used_memory
+from .machine import Figures, limit_of, memory_groups, numbers_in, text_of, used_memory
 from .needs import headroom_bytes
 from .settings import physical_ram_bytes, read_sysctl
 
@@ -83,9 +83,9 @@ class ControlGroup:
         return Spare(limit - headroom_bytes(limit) // 2 - used, limit - used)
 
     def _used(self) -> int | None:
-        counts = _numbers(self._folder / "memory.stat")
+        counts = numbers_in(self._folder / "memory.stat")
         for name, prefix in (("memory.current", ""), ("memory.usage_in_bytes", "total_")):
-            total = _read(self._folder / name).strip()
+            total = text_of(self._folder / name).strip()
             if total.isdigit():
                 return int(total) - sum(counts.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
         return None
@@ -114,13 +114,13 @@ class Stalls:
 
     def _total(self) -> int:
         """Microseconds of stalls since the system started; 0 if the system does not count them."""
-        words = _read(self._file).partition("\n")[0].split()  # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
+        words = text_of(self._file).partition("\n")[0].split()  # some avg10=0.00 avg60=0.00 avg300=0.00 total=0
         return int(words[-1].removeprefix("total=")) if words[:1] == ["some"] else 0
 
     def _is_short(self) -> bool:
         if self._meminfo is None:
             return True
-        kilobytes = _numbers(self._meminfo)
+        kilobytes = numbers_in(self._meminfo)
         return kilobytes["MemAvailable:"] * 1024 < headroom_bytes(kilobytes["MemTotal:"] * 1024)
 
 
@@ -250,19 +250,6 @@ def host_sources() -> list[SpareSource]:
     groups = memory_groups()
     stalls = [Stalls(groups[0] / "memory.pressure")] if groups else []
     return [*map(ControlGroup, groups), *stalls, Stalls(Path("/proc/pressure/memory"), Path("/proc/meminfo"))]
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    """The first two words of each line: a name and a number."""
-    pairs = (line.split()[:2] for line in _read(file).splitlines() if line)
-    return {name: int(number) for name, number in pairs}
 
 
 def _pressure_level() -> int:
