@@ -70,6 +70,7 @@ class OptimisticLayers:
         self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
         for layer in layers:
             layer.compile(experts)
+        self._may_be_queued = [layer.may_be_queued for layer in layers]
         self._step = by_case(self._compute, experts)
         self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
@@ -109,7 +110,7 @@ class OptimisticLayers:
         stats = self._experts.stats
         before = stats.misses, stats.host_hits, stats.prefetch_hits
         h = self._layers[number](h, caches, chosen, inputs)
-        if self._layers[number].may_be_queued:
+        if self._may_be_queued[number]:
             self._note((stats.misses, stats.host_hits, stats.prefetch_hits) == before)
         return h
 
@@ -119,7 +120,7 @@ class OptimisticLayers:
             return None
         tables = list[RecordTable]()
         for number in range(first, min(first - first % TOGETHER + TOGETHER, len(self._layers))):
-            may_be = self._layers[number].may_be_queued and DecodeStep.takes(h, [caches[number]])
+            may_be = self._may_be_queued[number] and DecodeStep.takes(h, [caches[number]])
             table = self._experts.table(number) if may_be else None
             if table is None:
                 break
