@@ -41,11 +41,13 @@ class LayerTable:
     def __init__(self, record: Record, experts: int):
         self._memory = no_records(record, experts)
         self._changed = set(range(experts))  # since the last table
+        self._slots: dict[int, Slot] = {}  # of the experts that have not changed
         self._table: RecordTable | None = None
 
     def note(self, expert: int) -> None:
         """A record has come or goes. Lets go of the records of the table."""
         self._changed.add(expert)
+        self._slots.pop(expert, None)
         self._table = None
 
     def get(
@@ -55,11 +57,11 @@ class LayerTable:
         record: what stands for those that are not there; it outlives all tables.
         """
         if self._table is None:
-            found = {expert: slot_of(expert) for expert in range(len(self._memory))}
-            slots = {expert: slot for expert, slot in found.items() if slot is not None}
+            changed = list(self._changed)
+            slots = {**self._slots, **{expert: slot for expert in changed if (slot := slot_of(expert)) is not None}}
             if not slots:
                 return None
-            some, changed = next(iter(slots.values())).device, list(self._changed)
+            some = next(iter(slots.values())).device
             assert some is not None
             for expert in changed:
                 device = slots[expert].device if expert in slots else zeros_like(some)
@@ -67,7 +69,7 @@ class LayerTable:
                 self._memory = with_record(self._memory, expert, device)
             mx.async_eval(self._memory)
             self._changed.difference_update(changed)
-            self._table = RecordTable(self._memory, slots)
+            self._slots, self._table = dict(slots), RecordTable(self._memory, slots)
         return self._table
 
 
