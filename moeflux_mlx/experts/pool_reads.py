@@ -122,11 +122,15 @@ class PoolReads:
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
         """Counts uses of a layer's records if all were in the table, and have stayed there since; returns whether."""
         pool = self.pools.of[keys[0][0]]
-        if any(key not in pool or pool[key] is not table.slots.get(key[1]) for key in keys):
+        slots = [slot for key in keys if (slot := pool.get(key)) is not None]
+        if slots != [table.slots.get(expert) for _, expert in keys]:
             return False
         pool.ranking.request(keys)
-        for key in keys:
-            self._count(pool[key])
+        self.stats.hits += len(slots)
+        for slot in slots:
+            if slot.speculative or slot.warming:
+                self.stats.hits -= 1
+                self._count(slot)
         return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

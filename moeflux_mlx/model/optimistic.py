@@ -70,7 +70,7 @@ class OptimisticLayers:
         self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
         for layer in layers:
             layer.compile(experts)
-        self._may_be_queued = [layer.may_be_queued for layer in layers]
+        self._queueable = [self._routed(number) if layer.may_be_queued else None for number, layer in enumerate(layers)]
         self._step = by_case(self._compute, experts)
         self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
@@ -110,7 +110,7 @@ class OptimisticLayers:
         stats = self._experts.stats
         before = stats.misses, stats.host_hits, stats.prefetch_hits
         h = self._layers[number](h, caches, chosen, inputs)
-        if self._may_be_queued[number]:
+        if self._queueable[number] is not None:
             self._note((stats.misses, stats.host_hits, stats.prefetch_hits) == before)
         return h
 
@@ -120,7 +120,7 @@ class OptimisticLayers:
             return None
         tables = list[RecordTable]()
         for number in range(first, min(first - first % TOGETHER + TOGETHER, len(self._layers))):
-            may_be = self._may_be_queued[number] and DecodeStep.takes(h, [caches[number]])
+            may_be = self._queueable[number] and DecodeStep.takes(h, [caches[number]])
             table = self._experts.table(number) if may_be else None
             if table is None:
                 break
@@ -150,8 +150,10 @@ class OptimisticLayers:
             self._note(is_hit)
             if not is_hit:
                 break
-            self._routed(group.first + accepted).accepted(group.first + accepted)
             accepted += 1
+        for number, routed in enumerate(self._queueable[group.first : group.first + accepted], group.first):
+            assert routed is not None
+            routed.accepted(number)
         group.take(min(accepted + 1, len(group.tables)))
         self._experts.relieve()
         return accepted
