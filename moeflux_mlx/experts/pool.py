@@ -114,6 +114,10 @@ class SlotPool:
     def get(self, key: Key) -> Slot | None:
         return self._used.get(key)
 
+    def slots_of(self, keys: Iterable[Key]) -> list[Slot]:
+        """The slots of those records that are there or arriving."""
+        return [slot for slot in map(self._used.get, keys) if slot is not None]
+
     def holds(self, keys: Iterable[Key]) -> bool:
         """Whether all these records have arrived."""
         return self._arriving.isdisjoint(keys) and all(map(self._used.__contains__, keys))

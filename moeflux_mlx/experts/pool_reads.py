@@ -122,7 +122,7 @@ class PoolReads:
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
         """Counts uses of a layer's records if all were in the table, and have stayed there since; returns whether."""
         pool = self.pools.of[keys[0][0]]
-        slots = [slot for key in keys if (slot := pool.get(key)) is not None]
+        slots = pool.slots_of(keys)
         if slots != [table.slots.get(expert) for _, expert in keys]:
             return False
         pool.ranking.request(keys)

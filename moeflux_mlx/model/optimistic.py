@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -19,6 +19,7 @@ from ..experts.record_table import RecordTable
 from ..experts.routing import FromTables
 from ..experts.source import ExpertLoader
 from ..layers import Caches
+from ..mixers.registry import by_layer
 from ..ops.backend import AnyArray
 from ..ops.route import read_ids
 from ..ops.seen import Chosen
@@ -43,14 +44,14 @@ class Group:
         first: the number of the first layer.
         tables: the records that each layer may use.
         parts: of each layer what it hands on, what its residual keeps, and its `BeforeExperts`.
-        out: of the last layer.
+        out: of the last layer; behind the model's last one, what `project` makes of it.
         take: advances the caches of so many of the layers.
     """
 
     first: int
     tables: list[RecordTable]
     parts: list[tuple[list[Any], list[Any], BeforeExperts]]
-    out: mx.array
+    out: AnyArray
     take: Callable[[int], None]
 
 
@@ -61,13 +62,23 @@ class OptimisticLayers:
         layers: of the model.
         cache_numbers: of each layer.
         experts: serves their experts.
+        embed: makes the first layer's input of a token [1, 1].
+        project: makes what the model returns of the last layer's output.
 
     Attributes:
         share: the share of the last layers whose experts were in the pool, counted from none on.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], cache_numbers: Sequence[range], experts: ExpertLoader):
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        cache_numbers: Sequence[range],
+        experts: ExpertLoader,
+        embed: Callable[[mx.array], AnyArray],
+        project: Callable[[AnyArray], list[AnyArray]],
+    ):
         self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
+        self._embed, self._project = embed, project
         for layer in layers:
             layer.compile(experts)
         self._queueable = [self._routed(number) if layer.may_be_queued else None for number, layer in enumerate(layers)]
@@ -75,23 +86,24 @@ class OptimisticLayers:
         self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
 
-    def pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
-        """The output of the last layer for a token's streams h [1, 1, .]; `caches` and `inputs` as layers take them."""
+    def compute(self, token: mx.array, cache: Sequence[Any], inputs: Tokens) -> list[AnyArray]:
+        """What `project` makes for a token [1, 1], from the caches of all layers; `inputs` as layers take them."""
         try:
-            return self._pass_layers(h, caches, inputs)
+            return self._compute_layers(token, by_layer(self._cache_numbers, cache), inputs)
         finally:
             mx.eval([group.out for group in self._begun])
             self._begun.clear()
 
-    def _pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
+    def _compute_layers(self, token: mx.array, caches: Sequence[Caches], inputs: Tokens) -> list[AnyArray]:
         chosen, queued, number = Chosen(), deque[Group](), 0
+        h: AnyArray = token
         while number < len(self._layers) or queued:
             while len(queued) < AHEAD and (group := self._queue(number, h, chosen, caches)) is not None:
                 queued.append(group)
                 number, h = number + len(group.tables), group.out
                 chosen.take(group.parts[-1][0])
             if not queued:
-                h = self._at_once(number, h, caches[number], chosen, inputs)
+                h = self._at_once(number, h if number else self._embed(token), caches[number], chosen, inputs)
                 number += 1
                 continue
             group = queued.popleft()
@@ -103,7 +115,9 @@ class OptimisticLayers:
                 layer = self._layers[number - 1]
                 h = layer.residual.added(layer.mlp.run_experts(before), *kept)
                 chosen.take(handed)
-        return h
+            elif group.first + accepted == len(self._layers):
+                return cast(list[AnyArray], group.out)
+        return self._project(h)
 
     def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
         """A layer for whose choice the host waits."""
@@ -115,7 +129,9 @@ class OptimisticLayers:
         return h
 
     def _queue(self, first: int, h: AnyArray, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
-        """Begins to compute layers from `first` on; None: not possible, or it would not pay."""
+        """Begins to compute layers from `first` on, whose input is h, or the token for layer 0; None: not possible, or
+        it would not pay.
+        """
         if self.share < LEAST_SHARE or not isinstance(h, mx.array):
             return None
         tables = list[RecordTable]()
@@ -143,9 +159,9 @@ class OptimisticLayers:
         this one. Returns how many are accepted whole.
         """
         accepted = 0
-        for table, (*_, before) in zip(group.tables, group.parts, strict=True):
-            ids = read_ids(before.ids, before.host_copy)
-            del self._begun[: self._begun.index(group)]  # the GPU has computed them
+        all_ids = read_ids([(before.ids, before.host_copy) for *_, before in group.parts])
+        del self._begun[: self._begun.index(group)]  # the GPU has computed them
+        for table, ids in zip(group.tables, all_ids, strict=True):
             is_hit = self._experts.accept(group.first + accepted, ids, table)
             self._note(is_hit)
             if not is_hit:
@@ -171,6 +187,7 @@ class OptimisticLayers:
     ) -> list[Any]:
         """The function that is compiled: `count` layers, with the tables of their records first among `arrays`."""
         left, chosen, parts, stands = iter(arrays[count:]), Chosen(), [], iter(caches)
+        h = h if first else self._embed(h)
         chosen.take([next(left) if is_given else None for is_given in given])
         for number, memory in zip(range(first, first + count), arrays[:count], strict=True):
             layer = self._layers[number]
@@ -178,4 +195,4 @@ class OptimisticLayers:
             compute = self._routed(number).from_table(number, memory)
             h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
             parts.append((chosen.handed, kept, tuple(before)))
-        return [parts, h]
+        return [parts, self._project(h) if first + count == len(self._layers) else h]

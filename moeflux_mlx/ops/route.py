@@ -6,6 +6,7 @@ Ties are broken by the lowest index, so that a result never depends on the backe
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -176,9 +177,14 @@ def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarra
     return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
 
 
-def read_ids(ids: mx.array, host_copy: Sequence[mx.array]) -> np.ndarray:
-    """The ids [1, K], once they are computed."""
-    return read_host_copy(host_copy)[0] if host_copy else np.array(ids)
+def read_ids(choices: Sequence[tuple[mx.array, Sequence[mx.array]]]) -> list[np.ndarray]:
+    """The ids [1, K] of each layer, once all are computed, from ids and host copies of `route_with_host_copy`."""
+    if not all(host_copy for _, host_copy in choices):
+        return [np.array(ids) for ids, _ in choices]
+    copies: Any = chain.from_iterable(host_copy for _, host_copy in choices)
+    words = np.frombuffer(b"".join(copies), np.uint32)[None] & 0xFFFF
+    ends = list(accumulate((ids.size for ids, _ in choices), initial=0))
+    return [words[:, start:end] for start, end in pairwise(ends)]
 
 
 def beside(choice: Choice) -> tuple[Input, Input]:
