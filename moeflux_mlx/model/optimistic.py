@@ -18,14 +18,13 @@ import mlx.core as mx
 from ..experts.record_table import RecordTable
 from ..experts.routing import FromTables
 from ..experts.source import ExpertLoader
-from ..layers import Caches
+from ..layers import AnyCache, Caches
 from ..mixers.registry import by_layer
 from ..ops.backend import AnyArray
 from ..ops.route import read_ids
 from ..ops.seen import Chosen
 from .compiled import DecodeStep, by_case
 from .layer import DecoderLayer
-from .moe import BeforeExperts
 from .tokens import Tokens
 
 TOGETHER = 4  # layers of a group, 8 are faster by 13 % if none lacks an expert; groups end at multiples of this
@@ -43,14 +42,15 @@ class Group:
     Attributes:
         first: the number of the first layer.
         tables: the records that each layer may use.
-        parts: of each layer what it hands on, what its residual keeps, and its `BeforeExperts`.
+        parts: of each layer what it hands on, what its residual keeps, the input of its experts' block, and the arrays
+            of the chosen ids for the host.
         out: of the last layer; behind the model's last one, what `project` makes of it.
         take: advances the caches of so many of the layers.
     """
 
     first: int
     tables: list[RecordTable]
-    parts: list[tuple[list[Any], list[Any], BeforeExperts]]
+    parts: list[tuple[list[Any], list[Any], mx.array, list[mx.array]]]
     out: AnyArray
     take: Callable[[int], None]
 
@@ -86,7 +86,7 @@ class OptimisticLayers:
         self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
 
-    def compute(self, token: mx.array, cache: Sequence[Any], inputs: Tokens) -> list[AnyArray]:
+    def compute(self, token: mx.array, cache: Sequence[AnyCache], inputs: Tokens) -> list[AnyArray]:
         """What `project` makes for a token [1, 1], from the caches of all layers; `inputs` as layers take them."""
         try:
             return self._compute_layers(token, by_layer(self._cache_numbers, cache), inputs)
@@ -111,9 +111,8 @@ class OptimisticLayers:
             if accepted < len(group.tables):
                 queued.clear()
                 number = group.first + accepted + 1
-                handed, kept, before = group.parts[accepted]
-                layer = self._layers[number - 1]
-                h = layer.residual.added(layer.mlp.run_experts(before), *kept)
+                handed, kept, x, _ = group.parts[accepted]
+                h = self._layers[number - 1].finish(x, kept)
                 chosen.take(handed)
             elif group.first + accepted == len(self._layers):
                 return cast(list[AnyArray], group.out)
@@ -148,10 +147,9 @@ class OptimisticLayers:
         step = self._step(first, len(tables), tuple(one is not None for one in given))
         arrays = [*(table.memory for table in tables), *(one for one in given if one is not None)]
         (parts, out), take = step.start(h, [list(chain.from_iterable(own))], *arrays)
-        read = [(handed, kept, BeforeExperts(*before)) for handed, kept, before in parts]
-        group = Group(first, tables, read, out, lambda layers: take(sum(map(len, own[:layers]))))
+        group = Group(first, tables, parts, out, lambda layers: take(sum(map(len, own[:layers]))))
         self._begun.append(group)
-        mx.async_eval(out, [one.host_copy or one.ids for *_, one in read])
+        mx.async_eval(out, [host_copy for *_, host_copy in parts])
         return group
 
     def _accept(self, group: Group) -> int:
@@ -159,9 +157,8 @@ class OptimisticLayers:
         this one. Returns how many are accepted whole.
         """
         accepted = 0
-        all_ids = read_ids([(before.ids, before.host_copy) for *_, before in group.parts])
-        del self._begun[: self._begun.index(group)]  # the GPU has computed them
-        for table, ids in zip(group.tables, all_ids, strict=True):
+        for table, (*_, host_copy) in zip(group.tables, group.parts, strict=True):
+            ids = read_ids(host_copy)
             is_hit = self._experts.accept(group.first + accepted, ids, table)
             self._note(is_hit)
             if not is_hit:
@@ -170,6 +167,7 @@ class OptimisticLayers:
         for number, routed in enumerate(self._queueable[group.first : group.first + accepted], group.first):
             assert routed is not None
             routed.accepted(number)
+        del self._begun[: self._begun.index(group)]  # the GPU has computed them
         group.take(min(accepted + 1, len(group.tables)))
         self._experts.relieve()
         return accepted
@@ -192,7 +190,8 @@ class OptimisticLayers:
         for number, memory in zip(range(first, first + count), arrays[:count], strict=True):
             layer = self._layers[number]
             kept, before = layer.choose(h, list(islice(stands, len(self._cache_numbers[number]))), chosen)
-            compute = self._routed(number).from_table(number, memory)
+            host_copy = list[mx.array]()
+            compute = self._routed(number).from_table(number, memory, host_copy)
             h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
-            parts.append((chosen.handed, kept, tuple(before)))
+            parts.append((chosen.handed, kept, before.residual, host_copy))
         return [parts, self._project(h) if first + count == len(self._layers) else h]

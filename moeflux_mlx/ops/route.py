@@ -6,7 +6,6 @@ Ties are broken by the lowest index, so that a result never depends on the backe
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
 from typing import Any, cast
 
 import mlx.core as mx
@@ -177,14 +176,16 @@ def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarra
     return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
 
 
-def read_ids(choices: Sequence[tuple[mx.array, Sequence[mx.array]]]) -> list[np.ndarray]:
-    """The ids [1, K] of each layer, once all are computed, from ids and host copies of `route_with_host_copy`."""
-    if not all(host_copy for _, host_copy in choices):
-        return [np.array(ids) for ids, _ in choices]
-    copies: Any = chain.from_iterable(host_copy for _, host_copy in choices)
-    words = np.frombuffer(b"".join(copies), np.uint32)[None] & 0xFFFF
-    ends = list(accumulate((ids.size for ids, _ in choices), initial=0))
-    return [words[:, start:end] for start, end in pairwise(ends)]
+def host_copy_of(rule: Router) -> list[tuple[Shape, mx.Dtype]]:
+    """Shapes and dtypes of the arrays with a token's ids that a host reads: of up to 8 bytes (`HOST_COPY`)."""
+    dtype = mx.uint8 if rule.experts <= 256 else mx.uint16
+    each = 8 // dtype.size
+    return [((min(each, rule.top_k - first),), dtype) for first in range(0, rule.top_k, each)]
+
+
+def read_ids(host_copy: Sequence[mx.array]) -> np.ndarray:
+    """The ids [1, K] of a token, once they are computed, from arrays of unsigned integers that have them in turn."""
+    return np.frombuffer(b"".join(cast(Any, host_copy)), f"u{host_copy[0].itemsize}")[None]
 
 
 def beside(choice: Choice) -> tuple[Input, Input]:
