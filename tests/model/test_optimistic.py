@@ -20,6 +20,7 @@ from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.optimistic import OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import fill, read_resident
+from moeflux_mlx.ops import backend
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 9
@@ -178,16 +179,19 @@ def test_a_table_has_the_records_of_the_pool():
     assert {(1, expert) for expert in before.slots} == {key for key in pool.records() if key[0] == 1}
     kept, gone = list(before.slots)[:2]
     was = rows(before)
-    assert all(np.array_equal(was[expert], np.array(slot.device)) for expert, slot in before.slots.items())
+    has_records = backend.name() != "cuda"  # there a table has addresses
+    assert not has_records or all(np.array_equal(was[key], np.array(slot.device)) for key, slot in before.slots.items())
     pool.drop((1, gone))
     after = source.table(1)
     assert gone not in after.slots and gone in before.slots
     absent = [expert for expert in range(len(after.memory)) if expert not in after.slots]
-    assert gone in absent and not np.array(after.memory)[absent].any()  # no record that may have left the memory
+    stand_ins = np.array(after.memory)[absent]
+    assert gone in absent and (stand_ins == stand_ins[0]).all()  # no record that may have left the memory
+    assert not stand_ins.any() if has_records else stand_ins.all() and stand_ins[0] not in rows(after).values()
     assert np.array_equal(was[kept], np.array(after.memory[kept]))
     with source.turn(1), source.request(1, np.array([gone])) as lease:
         lease.wait()
-    assert np.array_equal(rows(source.table(1))[gone], was[gone])
+    assert not has_records or np.array_equal(rows(source.table(1))[gone], was[gone])
     ids = np.array([[gone, kept]])
     assert not source.accept(1, ids, before) and not source.accept(1, ids, after)
     assert source.accept(1, ids, source.table(1))
