@@ -1,6 +1,8 @@
 """Layers that are queued ahead give the same bits as layers that wait for each choice, and count the same uses."""
 
 import os
+from argparse import Namespace
+from dataclasses import replace
 
 import goldens
 import mlx.core as mx
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
+from moeflux_mlx.cli.opening import shapes_of
+from moeflux_mlx.engine.launches import launches_of
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import routed
 from moeflux_mlx.experts.reader import ExpertReader
@@ -19,8 +23,9 @@ from moeflux_mlx.model import optimistic
 from moeflux_mlx.model.decoder import Model
 from moeflux_mlx.model.optimistic import OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
-from moeflux_mlx.model.weights import fill, read_resident
+from moeflux_mlx.model.weights import arrange, fill, read_resident
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.stand_ins import standing_in
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 9
@@ -221,3 +226,31 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
     groups = -(-len(model.layers) // optimistic.TOGETHER)
     assert len(asked) == 1 + groups  # and at the beginning of the call
     model.experts.close()
+
+
+def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
+    """So that it is compiled before the first token."""
+    with standing_in(backend="cuda"):
+        shapes = shapes_of(Namespace(variant=None, model=tiny_directory("qwen3_moe")))
+    shapes = replace(shapes, dtype=mx.float32)
+    listed = {program.kernel.name for step in launches_of(shapes, "cuda", tokens=(1,)) for program in step.programs}
+    built = set()
+    chosen = np.arange(TOP_K, dtype=np.uint32)[None]
+    monkeypatch.setattr(routed, "read_host_copy", lambda copy: (chosen, mx.zeros(chosen.shape)))
+
+    def build(kernel, *of):
+        def call(*, output_shapes, output_dtypes, **_):
+            built.add(kernel.text(*of).name)
+            return list(map(mx.zeros, output_shapes, output_dtypes))
+
+        return call
+
+    with standing_in(backend="cuda", build=build):
+        model = opened("qwen3_moe")
+        arrange(model)
+        cache = model.make_cache()
+        for _ in range(2):
+            mx.eval(model(mx.ones((1, 1), mx.int32), cache))
+    model.experts.close()
+    used = {name for name in built if "expert_" in name}
+    assert len(used) == 4 and used <= listed  # two kernels, for records by themselves and for tables
