@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .cli.fetching import local_model
-from .cli.opening import load_named, open_store
+from .cli.opening import check_store, load_named, open_store
 from .cli.options import (
     add_model_options,
     add_prompt_cache_options,
@@ -22,7 +22,6 @@ from .cli.run import Parser, execute
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .engine.conversation import Conversation
 from .engine.engine import Engine
-from .engine.generation import xtc_special_tokens
 from .engine.running_text import Stopped
 from .engine.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
@@ -43,7 +42,8 @@ A message that begins with / is written with two. Alt-Enter begins a new line. C
 
 def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
-    sampling(options)  # refuses wrong values before the model is loaded
+    answer_options = sampling(options)
+    check_store(options)
     greeting = f"{options.model or 'The demo model'} is ready. /help lists the commands."
     engine = load_named(options, local_model(options), greeting)
     tokenizer = engine.tokenizer
@@ -51,9 +51,10 @@ def run(options: argparse.Namespace) -> int:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
     store = open_store(options, engine)
     session = engine.session(store=store)
-    generation = sampling(options, xtc_special_tokens(tokenizer))
     conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
-    chat = Chat(conversation, engine, generation, hide_thinking=options.hide_thinking, verbose=options.verbose)
+    chat = Chat(
+        conversation, engine, answer_options(tokenizer), hide_thinking=options.hide_thinking, verbose=options.verbose
+    )
     for line in lines(options.history_file):
         if not chat.take(line):
             break

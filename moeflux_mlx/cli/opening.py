@@ -16,6 +16,7 @@ from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.resident import ReadProgress
 from ..experts.source import IoMode
+from ..files import user_path
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
 from .options import NOT_GIVEN, dtype_of, settings_of
@@ -106,17 +107,28 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
             note(f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}")
 
 
-def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
-    """The store of prompts that the options select, or None.
+def check_store(options: argparse.Namespace) -> None:
+    """Makes sure, before a model is loaded, that the options name at most one place for prompts, which can have them.
 
     Raises:
-        RequestError: two places, or an invalid size. PromptCacheError: the place cannot be used.
+        RequestError: two places, an invalid size, or a file in a folder that does not exist.
     """
     file = getattr(options, "prompt_cache_file", None)
     if file is not None and options.prompt_cache_dir is not None:
         raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
     if not options.prompt_cache_gb > 0:
         raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
+    if file is not None and not (path := user_path(file)).parent.is_dir():
+        raise RequestError(f"--prompt-cache-file is {file}, and there is no folder {path.parent}; make it first")
+
+
+def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
+    """The store of prompts that the options, which `check_store` allows, select, or None.
+
+    Raises:
+        PromptCacheError: the place cannot be used.
+    """
+    file = getattr(options, "prompt_cache_file", None)
     if file is not None:
         return PromptFile(file, engine.fingerprint)
     if options.prompt_cache_dir is not None:

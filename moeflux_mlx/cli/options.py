@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from ..engine.expert_io import MODES
-from ..engine.generation import check_max_tokens
+from ..engine.generation import check_max_tokens, xtc_special_tokens
 from ..engine.heads import DRAFTS
 from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
@@ -21,6 +21,7 @@ from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
 from ..files import JsonDict
 from ..ops.native import ACTIVATIONS
+from ..text.tokenizer import TokenizerWrapper
 from ..vision.pixels import IMAGE_ROWS
 
 OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is that of the option
@@ -346,20 +347,26 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> AnswerOptions:
-    """Arguments of `stream_generate`; seeds the random numbers.
+def sampling(options: argparse.Namespace) -> Callable[[TokenizerWrapper], AnswerOptions]:
+    """Checks the values, which needs no model. The result makes the arguments of `stream_generate` and seeds the random
+    numbers.
 
     Raises:
         RequestError: a value is out of range.
     """
-    check_max_tokens(options.max_tokens)  # before a long prompt has been computed
+    check_max_tokens(options.max_tokens)
+    settings, processors = given(options, SAMPLER), make_logits_processors(**given(options, REPETITION))
+    make_sampler(**settings)
     if options.seed is not None:
-        mx.random.seed(check_seed(options.seed))
-    return {
-        "max_tokens": options.max_tokens,
-        "sampler": make_sampler(**given(options, SAMPLER), xtc_special_tokens=xtc_special_tokens),
-        "logits_processors": make_logits_processors(**given(options, REPETITION)),
-    }
+        check_seed(options.seed)
+
+    def answer_options(tokenizer: TokenizerWrapper) -> AnswerOptions:
+        if options.seed is not None:
+            mx.random.seed(options.seed)
+        sampler = make_sampler(**settings, xtc_special_tokens=xtc_special_tokens(tokenizer))
+        return {"max_tokens": options.max_tokens, "sampler": sampler, "logits_processors": processors}
+
+    return answer_options
 
 
 def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, OptionValue]:

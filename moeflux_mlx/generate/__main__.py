@@ -9,7 +9,7 @@ from typing import cast
 
 from ..cli.fetching import local_model
 from ..cli.interrupts import INTERRUPTED
-from ..cli.opening import load_named, open_store
+from ..cli.opening import check_store, load_named, open_store
 from ..cli.options import (
     add_model_options,
     add_prompt_cache_options,
@@ -21,7 +21,7 @@ from ..cli.ranks import add_rank_options, together
 from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
 from ..cli.run import Parser, execute
 from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
-from ..engine.generation import GenerationResponse, within_limit, xtc_special_tokens
+from ..engine.generation import GenerationResponse, within_limit
 from ..engine.prompt import places_of, prompt_with_images, read_images
 from ..engine.session import AnswerOptions, Session
 from ..errors import RequestError
@@ -37,10 +37,11 @@ WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always sha
 def run(options: argparse.Namespace) -> int:
     prompt = read_prompt(options.words, options.prompt)
     template_config = parse_template_config(options.chat_template_config)
-    sampling(options)  # refuses wrong values before the model is loaded
+    answer_options = sampling(options)
+    check_store(options)
     engine = load_named(options, local_model(options))
     model, tokenizer = engine.model, engine.tokenizer
-    generation = sampling(options, xtc_special_tokens(tokenizer))
+    generation = answer_options(tokenizer)
     store = open_store(options, engine)
     images = read_images(options.image, model) if options.image else []
     asked = encode(tokenizer, prompt, options, template_config)

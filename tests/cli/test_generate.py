@@ -645,6 +645,14 @@ def test_sampling_options_choose_as_the_library_does(capfd, model_dir):
     assert said(*options) == written(sampler=xtc) != written(sampler=make_sampler(0.1))
 
 
+def test_the_random_numbers_are_seeded_once_the_model_is_loaded(capfd, model_dir, monkeypatch):
+    seeds = []
+    monkeypatch.setattr("mlx.core.random.seed", seeds.append)
+    options = ["-p", "a", "-m", "1", "--temp", "1", "--seed", "5"]
+    assert fails(capfd, "--model", "/nosuch", *options) and seeds == []
+    assert command(capfd, "--model", model_dir, *options)[0] == 0 and seeds == [5]
+
+
 def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):
     idle = ["--top-p", "0.5", "--seed", "3", "--expert-cache-gb", "1", "--prefetch", "off", "--revision", "main"]
     idle += ["--ignore-chat-template", "--system-prompt", "x", "--prompt-cache-gb", "2", "-p", "a", "-m", "1"]
