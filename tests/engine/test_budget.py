@@ -47,7 +47,10 @@ from moeflux_mlx.quant import Quant
 from moeflux_mlx.spec import ModelArgs, variants
 
 GB = 10**9
-ADVICE = re.compile(r"a context of (\d+) fits|an expert pool of ([\d.]+) GB fits|([\d.]+) GB of memory would do")
+ADVICE = re.compile(
+    r"a context of (\d+) fits|an expert pool of ([\d.]+) GB fits|--memory-gb ([\d.]+) would do|"
+    r"([\d.]+) GB of memory would do"
+)
 
 
 def named(name):
@@ -64,18 +67,22 @@ def named(name):
     cache=st.none() | st.integers(0, 10**12),
     way=st.sampled_from([*((io, False) for io in (None, *MODES)), ("auto", True), ("pread", True), ("resident", True)]),
     share=st.none() | st.floats(0.6, 0.8),
+    limit=st.none() | st.integers(10**7, 10**12),
 )
-def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, way, share):
-    """`share` is Metal's working set as a share of memory. `way` is how experts are read, and whether in place."""
+def test_a_plan_adds_up_or_its_refusal_says_what_fits(name, memory, resident, context, cache, way, share, limit):
+    """`share` is Metal's working set as a share of memory, `limit` the process's. `way` is how experts are read, and
+    whether in place.
+    """
     args, layout = named(name)
     demand = Demand(resident, context, 2, expert_io=way[0], expert_cache_bytes=cache, in_place=way[1])
-    figures = machine(memory, share)
+    figures = replace(machine(memory, share), limit=limit)
     try:
         made = plan_memory(args, layout, figures, demand)
     except RequestError as error:
         advice = ADVICE.search(str(error))
-        assert advice and str(f"{memory / GB:.2f} GB") in str(error)
-        plan_memory(args, layout, *followed(advice, memory, demand, share))
+        is_limited = room(figures) == limit
+        assert advice and f"{in_gb(limit if is_limited else memory)}: " in str(error)
+        plan_memory(args, layout, *followed(advice, figures, demand, share))
         return
     assert made.total <= room(figures) <= memory - made.headroom
     at_once = made.pool or made.copied or min(made.experts, 10 * layout.largest_layer)  # memory of one command buffer
@@ -112,13 +119,15 @@ def machine(memory, share):
     return Figures(memory, working_set=None if share is None else int(share * memory))
 
 
-def followed(advice, memory, demand, share):
+def followed(advice, figures, demand, share):
     """Returns figures and demand after the advice is followed."""
-    context, pool, more = advice.groups()
+    context, pool, limit, more = advice.groups()
     if context:
-        return machine(memory, share), replace(demand, context=int(context))
+        return figures, replace(demand, context=int(context))
     if pool:
-        return machine(memory, share), replace(demand, expert_cache_bytes=int(float(pool) * GB - 0.005 * GB))
+        return figures, replace(demand, expert_cache_bytes=int(float(pool) * GB - 0.005 * GB))
+    if limit:
+        return replace(figures, limit=round(float(limit) * GB)), demand
     return machine(int((float(more) + 0.01) * GB), share), demand
 
 
