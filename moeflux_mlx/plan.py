@@ -26,7 +26,7 @@ from .cli.options import (
     gigabytes,
     settings_of,
 )
-from .cli.planning import figures, measure_disk, memory_lines, reading_line, routed_bytes
+from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line, routed_bytes
 from .cli.rank_planning import LINK_GB_PER_S, LINK_US, machines_of, rank_lines
 from .cli.terminal import note
 from .engine.budget import Planner, plan_memory
@@ -54,7 +54,6 @@ from .vision.vision import NoVision, VisionFiles
 
 HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
-DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
 @dataclass(frozen=True)
@@ -109,16 +108,18 @@ def run(options: argparse.Namespace) -> int:
     if demand.best_pool is not None:
         lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
     lines += [drafts.reason] if drafts.reason else []
-    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
+    disk = stated or ASSUMED_DISK
     if options.measure_disk and model.weights is not None:
-        disks = [int(measure_disk(model.weights.experts))]
-        lines.append(measured_line(disks[0], model.weights.experts))
+        disk = int(measure_disk(model.weights.experts))
+        lines.append(measured_line(disk, model.weights.experts))
+    elif stated is None:
+        lines.append(f"disk: {disk / 1e9:g} GB/s assumed; --measure-disk measures --model's, --disk-gb-per-s states it")
     if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
         share = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
         each = plan_memory(args, share, machine, plan.demand)
-        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
+        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
-    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
+    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disk)]))
     return 0
 
 
@@ -213,23 +214,20 @@ def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
     return [line] if args.ngrams else []
 
 
-def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
-    """Lines on what `disks`, in bytes per second, allow: the time to read all experts, and, if these do not stay in
-    memory, tokens per second at several hit rates.
+def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disk: int) -> list[str]:
+    """Lines on what a disk of so many bytes per second allows: the time to read all experts, and, if these do not stay
+    in memory, tokens per second at several hit rates.
     """
-    names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
-    seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+    seconds = f"{plan.experts / disk:.1f} s at {disk / 1e9:.3g} GB/s"
     if plan.mode is IoMode.RESIDENT:
         return [f"experts are read once, at loading, which takes at least {seconds}"]
     if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
     all_bytes = routed_bytes(args, layout)
     lines = [f"reading all experts once takes {seconds}"]
-    lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
     for rate in HIT_RATES:
         nbytes = all_bytes * (1 - rate)
-        bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)
-        lines.append(f"{f'hit rate {rate:4.0%}: {in_gb(nbytes, 3)} a token':30}{bounds}")
+        lines.append(f"hit rate {rate:4.0%}: {in_gb(nbytes, 3)} a token, at most {disk / nbytes:.2f} tokens/s")
     return lines
 
 
@@ -273,7 +271,7 @@ def parser() -> argparse.ArgumentParser:
         "--disk-gb-per-s",
         type=float,
         metavar="GB",
-        help=f"read speed of the disk; default: {', '.join(f'{disk:g}' for disk in DISKS)} side by side",
+        help=f"read speed of the disk ({ASSUMED_DISK / 1e9:g})",
     )
     add("--measure-disk", action="store_true", help="measure the disk by reading experts of --model")
     add(
