@@ -156,7 +156,8 @@ def print_statistics(last: GenerationResponse | None, session: Session, verbose:
     note(f"generation: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens-per-sec")
     if last.finish_reason == "length":
         note(why_cut(session.model.args, last.prompt_tokens, last.generation_tokens))
-    note(f"peak memory: {peak_memory_gb():.3f} GB, {last.peak_memory:.3f} GB of it MLX's arrays")
+    arrays = f"{last.peak_memory:.3f} GB of it MLX's arrays"
+    note(f"peak memory: {peak_memory_gb():.3f} GB with pages of mapped files, {arrays}")
     for line in [*(draft_statistics(session.model.drafting) if verbose else []), *expert_statistics(experts, verbose)]:
         note(line)
     if verbose and last.expert_bytes_per_token:
