@@ -23,6 +23,7 @@ from .cli.options import (
     add_tiles,
     dtype_of,
     settings_of,
+    written,
 )
 from .cli.run import Parser, execute
 from .cli.terminal import ProgressLine, note
@@ -100,7 +101,7 @@ def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path
     claim_process()
     idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
     for name in idle:
-        note(f"note: --{name.replace('_', '-')} has no effect where {path} is read layer by layer")
+        note(f"note: {written(name)} has no effect where {path} is read layer by layer")
     return LayerReader(path, shards_in, dtype_of(options))
 
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from .cli import chips
 from .cli.options import (
+    NOT_GIVEN,
     add_draft,
     add_dtype,
     add_expert_io,
@@ -25,9 +26,10 @@ from .cli.options import (
     dtype_of,
     gigabytes,
     settings_of,
+    written,
 )
 from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line, routed_bytes
-from .cli.rank_planning import LINK_GB_PER_S, LINK_US, machines_of, rank_lines
+from .cli.rank_planning import LINK_GB_PER_S, LINK_US, Machines, machines_of, rank_lines
 from .cli.terminal import note
 from .engine.budget import Planner, plan_memory
 from .engine.demand import Demand
@@ -53,6 +55,7 @@ from .spec import ModelArgs
 from .vision.vision import NoVision, VisionFiles
 
 HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
+OF_FILES = ("shards_in", "no_vision", "image_tokens")  # options that need a model's files
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
 
 
@@ -88,16 +91,17 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.chips is not None:
         return chips.run(options)
+    machines = machines_of(options.rank_count, options.link_us, options.link_gb_per_s)
+    refuse_idle(options, machines)
     own = dtype_of(options)
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)
-    model = described(options, dtype, expert_io)
+    model = described(options, dtype, expert_io, is_alone=machines is None)
     args = keeping(model.args, options.kv_bits, own)
     demand = demanded(options, model, args, dtype, expert_io)
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
-    draft = options.draft if options.rank_count is None else "off"
-    drafts = choose_drafts(draft, model.weights, Planner(args, layout, machine, demand), dtype)
+    drafts = choose_drafts(options.draft, model.weights, Planner(args, layout, machine, demand), dtype)
     args, plan = drafts.args, drafts.plan
     print_notes(plan, options.expert_cache_gb is not None)
     tables = {} if model.weights is None else model.weights.tables
@@ -114,13 +118,22 @@ def run(options: argparse.Namespace) -> int:
         lines.append(measured_line(disk, model.weights.experts))
     elif stated is None:
         lines.append(f"disk: {disk / 1e9:g} GB/s assumed; --measure-disk measures --model's, --disk-gb-per-s states it")
-    if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
+    if machines is not None:
         share = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
         each = plan_memory(args, share, machine, plan.demand)
         print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
     print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disk)]))
     return 0
+
+
+def refuse_idle(options: argparse.Namespace, machines: Machines | None) -> None:
+    """Raises RequestError: an option has no effect beside another."""
+    idle = {"--variant": [] if options.variant is None else OF_FILES, "--ranks": ["draft"] if machines else []}
+    for other, names in idle.items():
+        for name in names:
+            if getattr(options, name) != NOT_GIVEN[name]:
+                raise RequestError(f"{written(name)} has no effect with {other}; leave one of them out")
 
 
 def stated_disk(options: argparse.Namespace) -> int | None:
@@ -139,9 +152,11 @@ def stated_disk(options: argparse.Namespace) -> int | None:
     return stated
 
 
-def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> Described:
-    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
-    with_images = options.rank_count is None and not options.no_vision
+def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
+    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`. One
+    machine that `is_alone` needs all of them, and reads images.
+    """
+    with_images = is_alone and not options.no_vision
     if options.variant is not None:
         return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
@@ -155,7 +170,7 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
     folders = [user_path(folder) for folder in options.shards_in]
     weights = open_weights(resolve(options.model, shards_in=folders), folders)
     weights.check_mode(expert_io)
-    if options.rank_count is None:
+    if is_alone:
         weights.check_held(None)
     resident = resident_bytes(weights.shapes, dtype)
     dense = token_bytes(weights.args, weights.shapes, dtype)

@@ -19,7 +19,7 @@ from ..experts.source import IoMode
 from ..files import user_path
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .options import NOT_GIVEN, dtype_of, settings_of
+from .options import NOT_GIVEN, dtype_of, settings_of, written
 from .terminal import ProgressLine, note
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ def open_optional(options: argparse.Namespace, model: str | Path | None, **other
 def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
     """Prints a line about the options that have no effect, for each reason."""
     given = {
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(options).items()
-        if value is not None and value != NOT_GIVEN.get(name)
+        written(name) for name, value in vars(options).items() if value is not None and value != NOT_GIVEN.get(name)
     }
     dtype = dtype_of(options) or default_dtype()
     is_local = options.model is None or Path(options.model).exists()

@@ -32,6 +32,7 @@ PENALTY = "weaken the logits of recent tokens by this factor"
 SAMPLER = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 REPETITION = ("repetition_penalty", "repetition_context_size")
 NOT_OPTIONS = ("vision", "least_context")  # settings of other names, or that the server alone has
+OTHER_NAMES = {"rank_count": "ranks"}  # what options are called where argparse stores them under another name
 # Defaults of options; None for all others.
 NOT_GIVEN = {
     **{
@@ -71,8 +72,10 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """With `several`, models are in `models`, which is None if none is given."""
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False, answers: bool = True) -> None:
+    """Adds the options of models. With `several`, these are in `models`, which is None if none is given. A command that
+    `answers` has a chat template's variables, and notes which experts it uses.
+    """
     add = parser.add_argument_group("model").add_argument
     model = "directory, GGUF file, or repo id org/name (GGUF: org/name:Q4_K_M); default: the demo model in the package"
     if several:
@@ -88,12 +91,10 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     add_activations(add)
     add_kv_bits(add)
     add_vision(add)
-    add(
-        "--chat-template-config",
-        default="{}",
-        metavar="JSON",
-        help="variables for the chat template (%(default)s)",
-    )
+    if answers:
+        add(
+            "--chat-template-config", default="{}", metavar="JSON", help="variables for the chat template (%(default)s)"
+        )
     add = parser.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add_memory(add)
@@ -104,13 +105,14 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         help="whether experts are read ahead (%(default)s)",
     )
     add_keep_warm(add)
-    add(
-        "--warm-start",
-        choices=WARM_START,
-        default="auto",
-        help="whether free memory is filled with the experts that earlier sessions used most, and this session's are "
-        "noted (%(default)s, or the value of MOEFLUX_WARM_START)",
-    )
+    if answers:
+        add(
+            "--warm-start",
+            choices=WARM_START,
+            default="auto",
+            help="whether free memory is filled with the experts that earlier sessions used most, and this session's "
+            "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
+        )
     add(
         "--context",
         type=int,
@@ -367,6 +369,11 @@ def sampling(options: argparse.Namespace) -> Callable[[TokenizerWrapper], Answer
         return {"max_tokens": options.max_tokens, "sampler": sampler, "logits_processors": processors}
 
     return answer_options
+
+
+def written(name: str) -> str:
+    """The option that argparse stores as `name`, as users write it."""
+    return f"--{OTHER_NAMES.get(name, name).replace('_', '-')}"
 
 
 def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, OptionValue]:

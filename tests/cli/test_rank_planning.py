@@ -53,3 +53,19 @@ def test_a_link_needs_several_machines(capsys, arguments):
 def test_one_machine_gets_the_usual_plan(capsys):
     given = ("--variant", "qwen3-30b-a3b")
     assert planned(capsys, *given, "--ranks", "1") == planned(capsys, *given)
+    drafts = (*given, "--draft", "lookup")
+    assert planned(capsys, *drafts, "--ranks", "1") == planned(capsys, *drafts) != planned(capsys, *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        (("--ranks", "2", "--draft", "lookup"), "--draft has no effect with --ranks"),
+        (("--shards-in", "/x"), "--shards-in has no effect with --variant"),
+        (("--no-vision",), "--no-vision has no effect with --variant"),
+        (("--chip", "M4 Max", "--ranks", "2"), "--ranks has no effect with --chip"),
+    ],
+)
+def test_options_without_an_effect_are_refused(given, idle, capsys):
+    assert plan.main(["--variant", "qwen3-30b-a3b", *given]) == 1
+    assert capsys.readouterr().err == f"error: {idle}; leave one of them out\n"
