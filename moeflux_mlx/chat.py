@@ -13,6 +13,7 @@ from .cli.options import (
     add_model_options,
     add_prompt_cache_options,
     add_sampling_options,
+    file_to_write,
     parse_template_config,
     sampling,
 )
@@ -44,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
     answer_options = sampling(options)
     check_store(options)
+    history = None if options.history_file is None else file_to_write("--history-file", options.history_file)
     greeting = f"{options.model or 'The demo model'} is ready. /help lists the commands."
     engine = load_named(options, local_model(options), greeting)
     tokenizer = engine.tokenizer
@@ -55,13 +57,13 @@ def run(options: argparse.Namespace) -> int:
     chat = Chat(
         conversation, engine, answer_options(tokenizer), hide_thinking=options.hide_thinking, verbose=options.verbose
     )
-    for line in lines(options.history_file):
+    for line in lines(history):
         if not chat.take(line):
             break
     return 0
 
 
-def lines(history_file: str | None) -> Iterator[str]:
+def lines(history_file: Path | None) -> Iterator[str]:
     """Yields the user's lines, edited in a terminal or from stdin."""
     if not sys.stdin.isatty():
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -72,7 +74,7 @@ def lines(history_file: str | None) -> Iterator[str]:
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.output import create_output
 
-    history: History = InMemoryHistory() if history_file is None else FileHistory(str(user_path(history_file)))
+    history: History = InMemoryHistory() if history_file is None else FileHistory(str(history_file))
     words = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
     prompt: PromptSession[str] = PromptSession(
         history=history,

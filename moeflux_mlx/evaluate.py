@@ -22,6 +22,7 @@ from .cli.options import (
     add_shards_in,
     add_tiles,
     dtype_of,
+    file_to_write,
     settings_of,
     written,
 )
@@ -44,7 +45,7 @@ BINS = 64  # points of a chart
 
 def run(options: argparse.Namespace) -> int:
     texts = [read_text(name) for name in options.text]
-    chart = None if options.svg is None else user_path(options.svg)
+    chart = None if options.svg is None else file_to_write("--svg", options.svg)
     if chart is not None and options.against is None:
         raise RequestError("--svg draws the divergence of two models; give the second with --against")
     with ProgressLine("reading", lines=True) as progress:
@@ -147,7 +148,7 @@ def by_position(measured: Losses) -> list[JsonDict]:
 def table(measured: Losses, result: JsonDict) -> list[str]:
     rows = [
         ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
-        ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
+        ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:g}"),
     ]
     if measured.kl is not None:
         rows += [

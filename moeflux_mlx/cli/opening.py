@@ -16,10 +16,9 @@ from ..engine.weights import open_weights
 from ..errors import RequestError
 from ..experts.resident import ReadProgress
 from ..experts.source import IoMode
-from ..files import user_path
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .options import NOT_GIVEN, dtype_of, settings_of, written
+from .options import NOT_GIVEN, dtype_of, file_to_write, settings_of, written
 from .terminal import ProgressLine, note
 
 if TYPE_CHECKING:
@@ -109,15 +108,15 @@ def check_store(options: argparse.Namespace) -> None:
     """Makes sure, before a model is loaded, that the options name at most one place for prompts, which can have them.
 
     Raises:
-        RequestError: two places, an invalid size, or a file in a folder that does not exist.
+        RequestError: two places, an invalid size, or a file that cannot be written.
     """
     file = getattr(options, "prompt_cache_file", None)
     if file is not None and options.prompt_cache_dir is not None:
         raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
     if not options.prompt_cache_gb > 0:
         raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
-    if file is not None and not (path := user_path(file)).parent.is_dir():
-        raise RequestError(f"--prompt-cache-file is {file}, and there is no folder {path.parent}; make it first")
+    if file is not None:
+        file_to_write("--prompt-cache-file", file)
 
 
 def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:

@@ -19,7 +19,7 @@ from ..engine.sampling import make_logits_processors, make_sampler
 from ..engine.session import AnswerOptions
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
-from ..files import JsonDict
+from ..files import JsonDict, user_path
 from ..ops.native import ACTIVATIONS
 from ..text.tokenizer import TokenizerWrapper
 from ..vision.pixels import IMAGE_ROWS
@@ -369,6 +369,20 @@ def sampling(options: argparse.Namespace) -> Callable[[TokenizerWrapper], Answer
         return {"max_tokens": options.max_tokens, "sampler": sampler, "logits_processors": processors}
 
     return answer_options
+
+
+def file_to_write(option: str, name: str) -> Path:
+    """The path of the file that an option names, which is written later.
+
+    Raises:
+        RequestError: it cannot be one, because it is a directory or has none.
+    """
+    path = user_path(name)
+    if path.is_dir():
+        raise RequestError(f"{option} is {name}, which is a directory; give the name of a file")
+    if not path.parent.is_dir():
+        raise RequestError(f"{option} is {name}, and there is no directory {path.parent}; make it first")
+    return path
 
 
 def written(name: str) -> str:
