@@ -48,6 +48,7 @@ from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
+from .ops import backend
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
 from .quant import Quant
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
     drafts = choose_drafts(options.draft, model.weights, Planner(args, layout, machine, demand), dtype)
     args, plan = drafts.args, drafts.plan
-    print_notes(plan, options.expert_cache_gb is not None)
+    print_notes(plan, options)
     tables = {} if model.weights is None else model.weights.tables
     lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
     lines += [f"recipe {model.recipe}"] if model.recipe else []
@@ -206,14 +207,16 @@ def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dty
     return demand if model.weights is None else with_best_pool(demand, model.weights)
 
 
-def print_notes(plan: MemoryPlan, pool_is_given: bool) -> None:
+def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
     """Prints where the plan is not what the options ask for."""
     if plan.shortened:
         note(plan.shortened)
     if plan.enlarged:
         note(f"warning: {plan.enlarged}")
-    if plan.mode is not IoMode.PREAD and pool_is_given:
+    if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
+    if options.host_gb is not None and backend.name() != "cuda":
+        note("note: --host-gb has no effect without an NVIDIA GPU")
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
