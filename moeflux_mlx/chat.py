@@ -12,14 +12,13 @@ from .cli.opening import check_store, load_named, open_store
 from .cli.options import (
     add_model_options,
     add_prompt_cache_options,
-    add_sampling_options,
     file_to_write,
     parse_template_config,
-    sampling,
 )
 from .cli.ranks import add_rank_options, together
 from .cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut
 from .cli.run import Parser, execute
+from .cli.sampling import add_sampling_options, sampling
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .engine.conversation import Conversation
 from .engine.engine import Engine

@@ -24,15 +24,8 @@ from ..spec import ModelArgs
 from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
 from .opening import check_store, open_store
-from .options import (
-    PENALTY,
-    REPETITION,
-    SAMPLER,
-    add_context_size,
-    add_xtc,
-    given,
-    parse_template_config,
-)
+from .options import parse_template_config
+from .sampling import PENALTY, REPETITION, SAMPLER, add_context_size, add_xtc, given
 from .terminal import note
 
 if TYPE_CHECKING:

@@ -13,13 +13,12 @@ from ..cli.opening import check_store, load_named, open_store
 from ..cli.options import (
     add_model_options,
     add_prompt_cache_options,
-    add_sampling_options,
     parse_template_config,
-    sampling,
 )
 from ..cli.ranks import add_rank_options, together
 from ..cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut, worth_converting
 from ..cli.run import Parser, execute
+from ..cli.sampling import add_sampling_options, sampling
 from ..cli.terminal import Interruption, ProgressLine, note, peak_memory_gb, unsafe_letters
 from ..engine.generation import GenerationResponse, within_limit
 from ..engine.prompt import places_of, prompt_with_images, read_images
