@@ -16,10 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..experts.places import BUFFERS
-from ..experts.routing import Report, Routing, ignore_report
-from ..formats.record import Record
-from ..kinds import Connections, Dense, Mixer, NGrams, streams_before
+from ..kinds import Connections, Mixer, NGrams, streams_before
 from ..layers import Linear, RMSNorm, Weight
 from ..mixers.registry import make_caches, module_of, stored_forms
 from ..model.feed_forward import feed_forward_of
@@ -27,13 +24,9 @@ from ..model.ngrams import NGramLayer
 from ..model.streams import connection
 from ..ops import backend
 from ..ops.backend import AnyArray
-from ..ops.expert_rows import refusal, sort_by_expert
-from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.forms import DTYPES
-from ..ops.grouped import GroupedRows
 from ..ops.kernel_files import Program
 from ..ops.launch import LEAST_ELEMENTS, NO_KERNELS, InputPlace, Kernel, Reason
-from ..ops.records import Records
 from ..ops.rows import StepRows
 from ..ops.seen import Chosen
 from ..ops.stand_ins import standing_in
@@ -43,6 +36,7 @@ from ..quant import FLOAT, Quant
 from ..spec import ModelArgs
 from ..state.snapshot import MAX_LENGTH
 from .random_weights import Shapes, randomise
+from .some_experts import ways_of_experts
 
 R = TypeVar("R")
 TOKENS = (1, 4, 512)  # one, a few, and many
@@ -60,7 +54,8 @@ class PartLaunches:
         runs: kernels and native forms, with the number of calls of each; everything else is MLX's own operations.
         refused: operations for which a kernel or native form exists but does not run, with the reason.
         programs: the input of the GPU's compiler for them.
-        is_later: whether another step has the part at the beginning of a text, and this one has it later in a text.
+        is_special: whether another step has the part as it usually runs, and this one has what differs for a single
+            token: later in a text, or with experts that are queued ahead.
     """
 
     part: str
@@ -69,7 +64,7 @@ class PartLaunches:
     runs: Counter[str]
     refused: dict[str, Reason]
     programs: Sequence[Program]
-    is_later: bool
+    is_special: bool
 
 
 def launches_of(
@@ -88,12 +83,12 @@ def launches_of(
     cases += [(count, partial(_rows, count)) for count in rows]
     with standing_in(backend=target):
         missing = backend.native_refusal(shapes.dtype, shapes.args.widths) or NO_KERNELS
-        for part, layers, run, is_later in _parts(shapes):
-            for count, caches in cases[:1] if is_later else cases:
+        for part, layers, run, is_special in _parts(shapes):
+            for count, caches in cases[:1] if is_special else cases:
                 noted = Noted(tiles, missing)
                 with noted.listening():
                     run(_activations(shapes, count), caches)
-                yield PartLaunches(part, layers, count, noted.asked_for(), noted.refused, noted.programs, is_later)
+                yield PartLaunches(part, layers, count, noted.asked_for(), noted.refused, noted.programs, is_special)
 
 
 class Noted(Tiles):
@@ -158,50 +153,6 @@ class Extension:
         return lambda *given: self._runs.update([f"native {name}"])
 
 
-class SomeExperts:
-    """Routed experts of one layer, as many as a token uses, so that every token uses all of them. `is_resident`: a
-    kernel chooses them, as if every expert were on a GPU.
-    """
-
-    def __init__(self, record: Record, experts: int, top_k: int, is_resident: bool):
-        self.count, self.is_resident = top_k, is_resident
-        shape = experts if is_resident else top_k, record.stride // 4
-        array, self.memory = mx.zeros(shape, mx.uint32), np.zeros(shape, np.uint32)
-        in_buffers = backend.name() == "metal" and not is_resident
-        self.array = Records((array,) * BUFFERS if in_buffers else array, record)
-
-    def __call__(
-        self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
-    ) -> AnyArray:
-        here = isinstance(x, np.ndarray)
-        records = Records(self.memory, self.array.record) if here else self.array
-        slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
-        weights: AnyArray = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
-        if len(x) > MAX_TOKENS:
-            return self._in_prompt(slots, records, x, weights, residual, shared)
-        if self.is_resident and routing.choice is not None:
-            return chosen_ffn(x, routing.choice, records, residual, shared)
-        return expert_ffn(x, slots if here else mx.array(slots), records, weights, residual, shared)
-
-    def _in_prompt(
-        self, slots: np.ndarray, records: Records, x: AnyArray, weights: AnyArray, residual: AnyArray, shared: AnyArray
-    ) -> Any:
-        on_units = not refusal(backend.dtype_of(x), records.record)
-        if on_units and self.is_resident:
-            sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
-        slots[1:] = self.count - 1  # so some experts have few rows, and one has many
-        counts = np.bincount(slots.reshape(-1))
-        rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
-        rows.multiply(0, slots[0], records)
-        return rows.combined(weights, residual, shared)
-
-    def expect(self, layer: int, tokens: int) -> None:
-        pass
-
-    def wants_guess(self, layer: int, tokens: int) -> bool:
-        return False
-
-
 # ---- the parts of a model
 
 
@@ -213,8 +164,8 @@ def _activations(shapes: Shapes, tokens: int) -> AnyArray:
 
 
 def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]:
-    """Name, layers and call of each kind of part, and whether it is a listed part later in a text
-    (`PartLaunches.is_later`). Then the call takes only single tokens.
+    """Name, layers and call of each kind of part, and whether it is special (`PartLaunches.is_special`). Then the call
+    takes only single tokens.
     """
     args, records = shapes.args, shapes.layout.records
     norm = RMSNorm(args.hidden_size, args.rms_norm_eps)
@@ -239,10 +190,10 @@ def _parts(shapes: Shapes) -> Iterator[tuple[str, Sequence[int], Compute, bool]]
     for (part, record, *_), layers in _kinds(parts):
         if part is None:
             continue
-        for title, experts in _experts(part, record, args.num_experts_per_tok):
+        for title, experts, is_special in ways_of_experts(part, record, args):
             module = feed_forward_of(args, layers[0], cast(Any, experts))
             _fill(module, f"model.layers.{layers[0]}.mlp.", shapes)
-            yield title, layers, partial(_forward, module, before), False
+            yield title, layers, partial(_forward, module, before), is_special
     head = Linear(args.hidden_size, args.vocab_size)
     fill_with_zeros(head, shapes.quants.get(args.last_matrix), shapes.dtype)
     last = slice(-1, None)  # of a prompt
@@ -343,20 +294,6 @@ def _forward(module: Any, norm: RMSNorm | None, x: AnyArray, _: Any) -> AnyArray
     return module.forward(
         x, norm, np.zeros(x.shape[:2], np.uint32) if isinstance(x, np.ndarray) else mx.zeros(x.shape[:2], mx.uint32)
     )
-
-
-def _experts(part: Any, record: Record | None, top_k: int) -> Iterator[tuple[str, SomeExperts | None]]:
-    """The ways of computing a feed-forward part's routed experts, by name; on a GPU they depend on where the experts
-    are.
-    """
-    if isinstance(part, Dense) or record is None:
-        yield "dense MLP", None
-    elif backend.has_kernels():
-        for is_resident in (True, False):
-            title = f"experts, {'resident' if is_resident else 'streamed'}"
-            yield title, SomeExperts(record, part.router.experts, top_k, is_resident)
-    else:
-        yield "experts", SomeExperts(record, part.router.experts, top_k, is_resident=False)
 
 
 def _kinds(parts: Sequence[AnyArray]) -> Iterator[tuple[Any, list[int]]]:

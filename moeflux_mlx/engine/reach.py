@@ -200,6 +200,6 @@ def _launches(name: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     with closing(launches_of(Shapes.of_variant(name, DTYPE), "metal", tokens=(1,))) as steps:
         for step in steps:
-            if not step.is_later:
+            if not step.is_special:
                 counts[step.part] = counts.get(step.part, 0) + sum(step.runs.values()) * max(len(step.layers), 1)
     return counts

@@ -1,0 +1,101 @@
+"""Routed experts of zeros, in each way in which a backend may hold them, to list what a layer launches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..experts.places import BUFFERS
+from ..experts.routing import Report, Routing, ignore_report
+from ..formats.record import Record
+from ..kinds import Dense, FeedForward
+from ..ops import backend
+from ..ops.backend import AnyArray
+from ..ops.expert_rows import refusal, sort_by_expert
+from ..ops.experts import chosen_ffn, expert_ffn
+from ..ops.grouped import GroupedRows
+from ..ops.records import Records, is_read, with_record
+from ..ops.tiles import MAX_TOKENS
+from ..spec import ModelArgs
+
+RESIDENT, STREAMED, QUEUED = "resident", "streamed", "queued ahead"  # where routed experts are
+
+
+class SomeExperts:
+    """Routed experts of one layer, as many as a token uses, so that every token uses all of them.
+
+    Args:
+        record: the geometry.
+        experts: number of experts of the layer.
+        top_k: of a token.
+        place: RESIDENT: a kernel chooses them, as if every expert were on a GPU; STREAMED: as a pool holds them;
+            QUEUED: in a table of a layer that is queued ahead.
+    """
+
+    def __init__(self, record: Record, experts: int, top_k: int, place: str):
+        self.count, self.is_resident, self.is_queued = top_k, place == RESIDENT, place == QUEUED
+        shape = experts if self.is_resident else top_k, record.stride // 4
+        self.memory = np.zeros(shape, np.uint32)
+        memory: Any = mx.zeros(shape, mx.uint32)
+        if place == STREAMED and backend.name() == "metal":
+            memory = (memory,) * BUFFERS
+        elif place == STREAMED and backend.name() == "cuda":
+            memory = (mx.zeros(record.held_bytes // 4, mx.uint32),) * top_k
+        elif self.is_queued:
+            memory = mx.zeros(experts, mx.uint64)  # addresses
+        self.array = Records(memory, record)
+
+    def __call__(
+        self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
+    ) -> AnyArray:
+        here = isinstance(x, np.ndarray)
+        records = Records(self.memory, self.array.record) if here else self.array
+        slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
+        weights: AnyArray = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
+        if len(x) > MAX_TOKENS:
+            return self._in_prompt(slots, records, x, weights, residual, shared)
+        if self.is_resident and routing.choice is not None:
+            return chosen_ffn(x, routing.choice, records, residual, shared)
+        if self.is_queued:
+            with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
+        at: AnyArray = slots if here else mx.array(slots.astype(np.uint32))  # texts depend on the dtype
+        return expert_ffn(x, at, records, weights, residual, shared)
+
+    def _in_prompt(
+        self, slots: np.ndarray, records: Records, x: AnyArray, weights: AnyArray, residual: AnyArray, shared: AnyArray
+    ) -> Any:
+        on_units = not refusal(backend.dtype_of(x), records.record)
+        if on_units and self.is_resident:
+            sort_by_expert(mx.array(slots), len(self.memory))
+        slots[1:] = self.count - 1  # so some experts have few rows, and one has many
+        counts = np.bincount(slots.reshape(-1))
+        rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
+        rows.multiply(0, slots[0], records)
+        return rows.combined(weights, residual, shared)
+
+    def expect(self, layer: int, tokens: int) -> None:
+        pass
+
+    def wants_guess(self, layer: int, tokens: int) -> bool:
+        return False
+
+
+def ways_of_experts(
+    part: FeedForward, record: Record | None, args: ModelArgs
+) -> Iterator[tuple[str, SomeExperts | None, bool]]:
+    """The ways of computing a feed-forward part's routed experts, by name, and whether each is special; on a GPU they
+    depend on where the experts are.
+    """
+    if isinstance(part, Dense) or record is None:
+        yield "dense MLP", None, False
+        return
+    of = record, part.router.experts, args.num_experts_per_tok
+    if not backend.has_kernels():
+        yield "experts", SomeExperts(*of, STREAMED), False
+        return
+    for place in (RESIDENT, STREAMED):
+        yield f"experts, {place}", SomeExperts(*of, place), False
+    may_be_queued = args.connections is None and part.router.table is None and is_read(record)
+    if backend.name() == "cuda" and may_be_queued:  # as `DecoderLayer.may_be_queued` has it
+        yield f"experts, {QUEUED}", SomeExperts(*of, QUEUED), True
