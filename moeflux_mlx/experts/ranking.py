@@ -47,6 +47,10 @@ class Ranking:
     def pass_time(self, steps: float) -> None:
         self._clock += steps / HALF_LIFE
 
+    def worth(self, key: Key) -> float:
+        """The count of a record's uses now. In the coming `MEAN_LIFE` steps it will probably be used as often again."""
+        return float(2.0 ** (self._counts.get(key, FIRST) - self._clock))
+
     def request(self, keys: Iterable[Key]) -> None:
         """Counts a use of each of these records, which are requested together."""
         self._requests += 1
