@@ -50,12 +50,17 @@ class PoolReads:
             raise TooManyExpertsError(
                 f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
             )
-        missing, needs_drive = [i for i, slot in enumerate(slots) if slot is None], False
+        missing, needs_drive = [], False
         for i, slot in enumerate(slots):
-            if slot is not None:
+            if slot is None:
+                missing.append(i)
+            else:
                 ready[i] = slot.read is None
                 needs_drive |= not ready[i] or slot.speculative and not slot.from_host
                 self._count(slot)
+        if not missing:
+            self.stats.drive_requests += needs_drive
+            return False
         self._make_room(pool, len(missing))
         for i in missing:
             ready[i] = False  # first: the search for memory may fail
@@ -68,7 +73,7 @@ class PoolReads:
             self.stats.misses += not ready[i]
             needs_drive |= not ready[i]
         self.stats.drive_requests += needs_drive
-        return bool(missing) and not pool.has_been_full
+        return not pool.has_been_full
 
     def guess(self, keys: Sequence[Key]) -> list[Key]:
         """As `ExpertLoader.hint`.
