@@ -1,7 +1,8 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
 // Chooses the experts, then computes the same as expert_gate_up. chosen uint, which begins with [T, 2, K], gets the ids
 // that topk chooses from logits[T, STRIDE], bias and scale, and then the bits of their weights. An id is a row of the
-// blob. The first simdgroup of each threadgroup makes the choice.
+// blob. The first simdgroup of each threadgroup makes the choice. host_copy, if it is given, are arrays of 8 bytes that
+// get the ids of one token, one after another.
 //
 // grid and threadgroup are those of expert_gate_up.
   const uint lane = thread_index_in_simdgroup % L;
@@ -24,6 +25,7 @@
       if (block == 0) {
         chosen[2 * token * K + k] = found;
         chosen[(2 * token + 1) * K + k] = as_type<uint>(weight);
+        topk_copy(host_copy, k, found);
       }
     }
   }

@@ -132,15 +132,17 @@ class PoolReads:
         was used in host memory, since the memory of the one that goes is free only when queued layers have ended.
         """
         pool = self.pools.of[keys[0][0]]
-        slots = [table.slots.get(expert) for _, expert in keys]
+        slots, on_host = [table.slots.get(expert) for _, expert in keys], []
         if None in slots:
             return False
         pool.ranking.request(keys)
-        on_host = [key for key, slot in zip(keys, slots, strict=True) if not isinstance(slot, Slot)]
-        for slot in slots:
-            if isinstance(slot, Slot):
+        self.stats.hits += len(slots)
+        for key, slot in zip(keys, slots, strict=True):
+            if not isinstance(slot, Slot):
+                on_host.append(key)
+            elif slot.speculative or slot.warming:
+                self.stats.hits -= 1
                 self._count(slot)
-        self.stats.hits += len(on_host)
         self.stats.host_hits += len(on_host)
         self.stats.host_bytes += len(on_host) * pool.nbytes
         worth = next((key for key in on_host if pool.on_host(key) and pool.pays_to_copy(key)), None)

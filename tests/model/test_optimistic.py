@@ -51,8 +51,8 @@ def opened(family, records=None, ahead=True, preadv=os.preadv, **options):
     experts = RoutedExperts(source, "off")
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
-    made = OptimisticLayers(model.layers, cache_numbers(args.mixers), source)
-    model.optimistic = made if ahead else None
+    parts = cache_numbers(args.mixers), source, model.embedded, model.project
+    model.optimistic = OptimisticLayers(model.layers, *parts) if ahead else None
     return model
 
 
