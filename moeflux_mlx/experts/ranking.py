@@ -65,6 +65,10 @@ class Uses:
         self._count()
         return self._last
 
+    def worth(self, key: Key) -> float:
+        """The count of a record now."""
+        return float(2.0 ** (self.counts.get(key, FIRST) - self._clock))
+
     def _count(self) -> None:
         """Counts the requests that were noted."""
         if not self._noted:
@@ -105,6 +109,10 @@ class Ranking:
 
     def pass_time(self, steps: float) -> None:
         self._uses.pass_time(steps)
+
+    def worth(self, key: Key) -> float:
+        """The count of a record's uses now. In the coming `MEAN_LIFE` steps it will probably be used as often again."""
+        return self._uses.worth(key)
 
     def request(self, keys: Sequence[Key]) -> None:
         """Counts a use of each of these different records, which are requested together. Keeps the list."""

@@ -265,6 +265,9 @@ class ExpertLoader(ABC):
         """
         return False
 
+    def queued(self, out: mx.array) -> None:  # noqa: B027
+        """Computations that read records of tables are queued; `out` is the last one's output."""
+
     @property
     def is_resident(self) -> bool:
         """Whether every layer is one array that kernels index by id."""

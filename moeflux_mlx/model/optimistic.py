@@ -1,10 +1,10 @@
 """Layers of streamed experts that are queued ahead, in the hope that their experts are in the pool.
 
 Otherwise the host waits for each router's choice before it can name the records of the chosen experts. Here a table on
-the GPU names the record of each expert that is in the pool. Several layers are one graph, and groups of layers are
-queued before the host reads which experts the earlier ones have chosen. Where an expert was missing, the layer's result
-and all later ones are dropped: caches have not taken them yet, and the layer's inputs to its experts are kept. Nothing
-that used a missing record is used. Only a single token is queued ahead.
+the GPU names the record of each expert that is in the pool, or in host memory, which the GPU reads. Several layers are
+one graph, and groups of layers are queued before the host reads which experts the earlier ones have chosen. Where an
+expert was missing, the layer's result and all later ones are dropped: caches have not taken them yet, and the layer's
+inputs to its experts are kept. Nothing that used a missing record is used. Only a single token is queued ahead.
 """
 
 from collections import deque
@@ -124,10 +124,10 @@ class OptimisticLayers:
     def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
         """A layer for whose choice the host waits."""
         stats = self._experts.stats
-        before = stats.misses, stats.host_hits, stats.prefetch_hits
+        before = stats.drive_requests
         h = self._layers[number](h, caches, chosen, inputs)
         if self._queueable[number] is not None:
-            self._note((stats.misses, stats.host_hits, stats.prefetch_hits) == before)
+            self._note(stats.drive_requests == before)
         return h
 
     def _queue(self, first: int, h: AnyArray, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
@@ -152,6 +152,7 @@ class OptimisticLayers:
         group = Group(first, tables, parts, out, lambda layers: take(sum(map(len, own[:layers]))))
         self._begun.append(group)
         mx.async_eval(out, [host_copy for *_, host_copy in parts])
+        self._experts.queued(out)
         return group
 
     def _accept(self, group: Group) -> int:
