@@ -11,7 +11,7 @@ Counts are kept as base-2 logarithms of what they would be worth when the clock 
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from math import log2
+from math import inf, log2
 
 from ..formats.record import Key
 
@@ -20,6 +20,7 @@ MEAN_LIFE = HALF_LIFE / 0.693147  # steps; a record that every step uses has thi
 BETWEEN = 2.0**-10  # steps from one request to the next, so that of equal records the earlier one is evicted
 MOST_NOTED = 256  # requests whose uses are counted together, which takes a third of the time
 MOST_STALE = 8  # entries of the heap for each record; those that are no longer true go when a victim is looked for
+NEVER = -inf  # the logarithm of no uses
 FIRST = -(2.0**52)  # the rank of a record without uses; demoted ones have lower integers, the last one the lowest
 
 
@@ -51,7 +52,8 @@ class Uses:
     def add(self, key: Key, times: float) -> None:
         """Counts several uses at once."""
         self._count()
-        self._add(key, self._clock + log2(times))
+        added = self._clock + log2(times)
+        self._counts[key] = added + log2(1.0 + 2.0 ** (self._counts.get(key, NEVER) - added))
 
     @property
     def counts(self) -> dict[Key, float]:
@@ -74,18 +76,11 @@ class Uses:
         if not self._noted:
             return
         noted, self._noted = self._noted, []
+        counts = self._counts
         for clock, number, keys in noted:
             for key in keys:
-                self._add(key, clock)
+                counts[key] = clock + log2(1.0 + 2.0 ** (counts.get(key, NEVER) - clock))
             self._last.update(dict.fromkeys(keys, number))
-
-    def _add(self, key: Key, added: float) -> None:
-        """Counts 2**added uses."""
-        count = self._counts.get(key)
-        if count is not None:
-            more, less = (added, count) if added > count else (count, added)
-            added = more + log2(1.0 + 2.0 ** (less - more))
-        self._counts[key] = added
 
 
 class Ranking:
