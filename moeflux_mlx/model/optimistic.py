@@ -27,7 +27,8 @@ from .compiled import DecodeStep, by_case
 from .layer import DecoderLayer
 from .tokens import Tokens
 
-TOGETHER = 8  # layers of a group; groups end at multiples of this
+TOGETHER = 8  # layers of a group
+SHORTER = 4  # layers that the first group has less, so that the GPU begins sooner, and the last one often ends sooner
 AHEAD = 2  # groups that are queued at once
 # The share of layers whose experts are in the pool, from which on layers are queued ahead: they then pay even if a
 # missing expert costs as much time as five layers whose choice is waited for.
@@ -137,7 +138,7 @@ class OptimisticLayers:
         if self.share < LEAST_SHARE or not isinstance(h, mx.array):
             return None
         tables = list[RecordTable]()
-        for number in range(first, min(first - first % TOGETHER + TOGETHER, len(self._layers))):
+        for number in range(first, min(first - (first + SHORTER) % TOGETHER + TOGETHER, len(self._layers))):
             table = self._experts.table(number) if self._queueable[number] else None
             if table is None:
                 break
