@@ -199,6 +199,17 @@ def test_commands_that_compute_nothing_start_without_mlx(word):
     assert done.stdout.endswith("set()\n")
 
 
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_a_reader_that_has_gone_is_no_fault(word):
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [*PYTHON, "-m", "moeflux_mlx", word], env=child_environment(), stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_importing_a_command_leaves_the_functions():
     code = "import moeflux_mlx, importlib"
     for module in ("generate", "generate.__main__", "chat", "plan", "convert"):
