@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kinds import Llama3, Rotation, Yarn
 from . import native
-from .backend import Array, stack
+from .backend import Array, library_of, stack
 
 
 class Rope:
@@ -57,9 +57,7 @@ class Rope:
         self._set(self._as_configured * np.exp(np.array(alpha.astype(mx.float32), np.float64)))
 
     def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
-        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]. The layout is that of attention:
-        numpy arrays [B, L, heads, head_dim], MLX arrays [B, heads, L, head_dim].
-        """
+        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]; as `laid_out`."""
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
             cosine, sine = self._angles(offset, L)
@@ -88,13 +86,16 @@ class Rope:
         return angles(self.frequencies, self.magnitude, offset, length)
 
 
+def laid_out(x: Array) -> Array:
+    """x [B, L, heads, D] in attention's layout, which for MLX's arrays is [B, heads, L, D]; or the other way round."""
+    return x if isinstance(x, np.ndarray) else x.transpose(0, 2, 1, 3)
+
+
 def turned(x: Array, rope: Rope, position: int | mx.array) -> Array:
     """x [B, L, heads, D] of tokens from a rotary position on, the last values of each head rotated."""
     start = x.shape[-1] - rope.dims
-    if isinstance(x, mx.array):
-        part = rope(x[..., start:].transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
-        return mx.concatenate([x[..., :start], part], axis=-1)
-    return np.concatenate([x[..., :start], rope(np.ascontiguousarray(x[..., start:]), position)], axis=-1)
+    part = laid_out(rope(laid_out(x[..., start:]), position))
+    return library_of(x).concatenate([x[..., :start], part], axis=-1)
 
 
 @lru_cache(maxsize=16)
