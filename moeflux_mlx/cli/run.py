@@ -25,9 +25,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=program(command), description=description)
 
     def error(self, message: str) -> NoReturn:
-        unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
-        is_unknown = message.startswith("unrecognized arguments") and unknown
-        meant = did_you_mean(unknown[0], self._option_string_actions) if is_unknown else ""
+        unknown, meant = [word.split("=")[0] for word in message.split() if word.startswith("-")], ""
+        if message.startswith("unrecognized arguments"):
+            if unknown:
+                meant = did_you_mean(unknown[0], self._option_string_actions)
+            elif "--model" in self._option_string_actions:
+                meant = "; a model is given with --model"
         self.exit(2, f"error: {message}{meant}; {self.prog} --help lists the options\n")
 
 

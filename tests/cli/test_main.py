@@ -186,6 +186,13 @@ def test_a_misspelt_command_is_named(capsys):
         assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
+@pytest.mark.parametrize("name", ["chat", "plan", "serve", "benchmark"])
+def test_a_model_without_its_option_is_told_the_option(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "models/qwen"])
+    assert "unrecognized arguments: models/qwen; a model is given with --model;" in capsys.readouterr().err
+
+
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"moeflux-mlx {described()}\n"
