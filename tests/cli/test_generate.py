@@ -448,7 +448,7 @@ def test_retries_of_the_hub_are_one_line(capfd, caplog, no_hub):
     assert err.count("Retrying") == 0 and [record.message for record in caplog.records] == ["something else"]
     assert code == 1 and "Name or service not known" in warning
     unreached = "the Hugging Face Hub cannot be reached: no route to host"
-    assert error == f"error: org/name is not a directory here, and {unreached}"
+    assert error == f"error: org/name is no file or directory here, and {unreached}"
     assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
 
 
