@@ -482,10 +482,6 @@ def test_an_empty_place_for_prompts_is_none(capfd, model_dir, option):
     assert "a path is empty" in fails(capfd, "--model", model_dir, option, "")
 
 
-def test_images_are_read_before_the_model(capfd):
-    assert "/nosuch.png cannot be read" in fails(capfd, "--model", "/no/model", "hi", "--image", "/nosuch.png")
-
-
 def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):
     config = read_json(copy_dir / "config.json")
     config["text_config"]["max_position_embeddings"] = 10**6
