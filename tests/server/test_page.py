@@ -159,7 +159,7 @@ def open_page(browser):
         driven = Page(browser, server)
         resize(browser, 1360, 860)
         browser.get(server.address)
-        driven.until(lambda: driven.see("#model") != "No model yet")
+        driven.until(driven.knows_model)
         yield driven
         browser.get("about:blank")
         unexpected = [entry for entry in browser.get_log("browser") if not driven.is_expected(entry["message"])]
@@ -223,7 +223,11 @@ class Page:
         """Loads the page anew from a server whose model has these features."""
         self.server.features = features
         self.browser.refresh()
-        self.until(lambda: self.see("#model") != "No model yet")
+        self.until(self.knows_model)
+
+    def knows_model(self):
+        """Returns whether the server has told the model, which the page does not name before it has asked."""
+        return self.see("#model") not in ("", "No model yet")
 
     def write(self, message, name="prompt"):
         field = self.browser.find_element("id", name)
