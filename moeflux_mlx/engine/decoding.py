@@ -86,8 +86,7 @@ class OwnStep:
         self.followed += 1
         if not self.rows_left:
             return False
-        if isinstance(self._drafts, mx.array):
-            self._drafts = cast("list[int]", self._drafts.tolist())
+        self._drafts = _listed(self._drafts)
         was_drafted = token == self._drafts[self.followed - 1]
         if not was_drafted:
             self.take_back()
@@ -100,6 +99,10 @@ class OwnStep:
             self._step.rewind(self._sequence, self.followed)
             if self._experts is not None:
                 self._experts.take_back(self.followed)
+
+
+def _listed(drafts: Proposed) -> Sequence[int]:
+    return cast("list[int]", drafts.tolist()) if isinstance(drafts, mx.array) else drafts
 
 
 def choose_likeliest(logits: mx.array) -> list[ChosenToken]:
@@ -331,6 +334,6 @@ class Decoding:
         drafts = self._drafting.propose(room)
         for process in self.processors if len(drafts) else ():
             if isinstance(process, Constraint):
-                drafts = cast("list[int]", drafts.tolist()) if isinstance(drafts, mx.array) else drafts
+                drafts = _listed(drafts)
                 drafts = drafts[: max(process.mask.accepts([cast(int, self._last.item()), *drafts]), 1) - 1]
         return drafts

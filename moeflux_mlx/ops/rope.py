@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kinds import Llama3, Rotation, Yarn
 from . import native
-from .backend import Array, library_of, stack
+from .backend import AnyArray, Array, library_of, stack
 
 
 class Rope:
@@ -51,14 +51,14 @@ class Rope:
         """Multiplies the frequencies of the configuration by exp(alpha), alpha [dims / 2]."""
         self._set(self._as_configured * np.exp(np.array(alpha.astype(mx.float32), np.float64)))
 
-    def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
+    def __call__(self, x: Array, offset: int | AnyArray) -> Array:
         """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]; as `laid_out`."""
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
             cosine, sine = self._angles(offset, L)
             rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
-        if isinstance(offset, np.ndarray):
+        if has_axes(offset):
             cosine, sine = map(mx.array, self._angles(offset, x.shape[2]))
             return rotated(x, cosine, sine, self.interleaved)
         if self.magnitude != 1.0:
@@ -75,9 +75,14 @@ class Rope:
 
     def _angles(self, offset: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         """(cosine, sine) float32 [length, R/2]."""
-        if isinstance(offset, np.ndarray):
+        if has_axes(offset):
             return angles_of_axes(self.frequencies, self.magnitude, self.axes, offset.astype(np.int64).tobytes())
         return angles(self.frequencies, self.magnitude, offset, length)
+
+
+def has_axes(position: int | AnyArray) -> bool:
+    """Whether a rotary position is integers [3, L], because some of L tokens are rows of an image."""
+    return isinstance(position, np.ndarray)
 
 
 def laid_out(x: Array) -> Array:
