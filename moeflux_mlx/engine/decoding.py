@@ -290,6 +290,8 @@ class Decoding:
         """Takes back drafts and work that was begun ahead, so that the caches hold all tokens but the last."""
         if self._step is not None:
             self._step.take_back()
+        for layer in self.cache:
+            layer.separate()
         self._next = self._step = self._followed = None
 
     def _begin_step(self, drafts: Proposed, ahead: bool = False) -> None:

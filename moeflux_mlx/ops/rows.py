@@ -43,11 +43,13 @@ class StepRows:
         caches: the cache of each row, in order; the rows of one sequence are consecutive and have the same cache.
         begin: called with the number of a row before its cache absorbs it.
         first: the number of the first row.
+        joined: a state whose arrays [R, ...] hold those of all rows, in place of the caches', of R sequences.
     """
 
     caches: Sequence[AnyCache]
     begin: BeginRow = lambda row: None
     first: int = 0
+    joined: AnyCache | None = None
 
     @property
     def in_order(self) -> bool:
@@ -56,7 +58,9 @@ class StepRows:
 
     @property
     def sequences(self) -> Sequence[AnyCache]:
-        """The cache of each sequence of rows that are computed together."""
+        """The cache of each sequence of rows that are computed together, or what they have instead of caches."""
+        if self.joined is not None:
+            return [self.joined]
         return self.caches[:1] if self.in_order else self.caches
 
     def sizes(self, widths: Sequence[int]) -> RowSizes:
@@ -64,7 +68,11 @@ class StepRows:
         return ALONE if len(self.caches) == 1 else RowSizes(len(self.caches), self.in_order, tuple(widths))
 
     def absorbing(self) -> Iterator[AnyCache]:
-        """Yields the cache that is to absorb each row, of rows that are computed together."""
+        """Yields the cache that is to absorb each row, of rows that are computed together; if they are `joined`, what
+        is to absorb all."""
+        if self.joined is not None:
+            yield self.joined
+            return
         for i, cache in enumerate(self.caches):
             if i and self.in_order:
                 self.begin(self.first + i)
@@ -91,6 +99,8 @@ class StepRows:
             together: whether it takes rows of several sequences; else, one row.
             in_order: whether it then also takes several rows of one sequence.
         """
+        if self.joined is not None:
+            return compute(self, *parts)
         results = []
         for run in self._runs(TOGETHER[backend.name()] if together else 1, together and in_order):
             rows = StepRows(self.caches[run], self.begin, run.start)
