@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from .cli.known_models import COMFORTABLE, Fit, Machine, known_models, machine_of, table
 from .cli.options import gigabytes
-from .cli.planning import figures, measure_disk
+from .cli.planning import ASSUMED_DISK, figures, measure_disk
 from .cli.run import Parser, execute
 from .engine.locate import resolve
 from .engine.weights import open_weights
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--ram-gb", type=float, metavar="GB", help="memory in units of 1e9 bytes; default: this machine's")
-    add("--disk-gb-per-s", type=float, metavar="GB", help="read speed of the disk; default: 5")
+    add("--disk-gb-per-s", type=float, metavar="GB", help=f"read speed of the disk ({ASSUMED_DISK / 1e9:g})")
     add("--measure-disk", metavar="DIR", help="measure the disk by reading experts of the model in this directory")
     add(
         "--products-gb-per-s",

@@ -7,7 +7,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 
-from ..ops.backend import AnyArray, library_of, view
+from ..ops.backend import AnyArray, leave, library_of, of_kind
 from ..ops.launch import Shape
 from ..ops.positions import Rows
 from .growing import grown, sees_capacity
@@ -76,24 +76,22 @@ class EntriesCache(Ring[Any]):
             The newest rows [B, n, row], their places [n], and all entries [B, T, entry]; None: there are none. Places
             below 0 and entries behind those that the positions make stand for nothing.
         """
-        first, count, here = self.offset, rows.shape[1], isinstance(rows, np.ndarray)
+        first, count = self.offset, rows.shape[1]
         if sees_capacity(count) and not self.empty():  # as in the compiled step
             self.reserve(1)
             stand_in = cast(EntriesKind, self.traced(1))(*self.step_arrays(), mx.array(first), None, None)
             found = stand_in.absorb(rows, make, kernels)
             self.take_step(stand_in.arrays)
             return found
-        appended = self.append_rows(mx.array(rows[:, None]) if here else rows[:, None])
-        newest = (view(appended) if here else appended)[:, 0]
+        newest = of_kind(self.append_rows(leave(rows)[:, None]), rows)[:, 0]
         begin, ratio = first + count - newest.shape[1], self.part.ratio
         start, stop = self.entries_of(first), self.entries_of(first + count)
         if start < stop:
             before = self.part.overlap if start else 0
             entries = make(newest[:, start * ratio - before - begin : stop * ratio - begin], start, stop - start)
-            self.put_entries((mx.array(entries) if here else entries)[:, None], start)
-        made: AnyArray = view(self.values) if here and stop else self.values
+            self.put_entries(leave(entries)[:, None], start)
         places = library_of(rows).arange(begin, first + count)
-        return newest, places, made[:, 0, :stop] if stop else None
+        return newest, places, of_kind(self.values, rows)[:, 0, :stop] if stop else None
 
     def whole(self, length: int) -> int:
         """How many of the next `length` tokens attend to all entries that they see."""

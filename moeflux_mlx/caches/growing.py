@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..ops import backend
-from ..ops.backend import AnyArray, view
+from ..ops.backend import AnyArray, leave, view
 from ..ops.launch import Shape
 from ..ops.positions import RECENT, Held, Rows
 from .layer_cache import Arrays, LayerCache, LayerPart, State
@@ -302,6 +302,5 @@ class Stepping(Growing[LayerPart]):
         for array, part in zip(
             (self.keys, self.values), self.parts(self._recent, self.offset - self._begun), strict=True
         ):
-            new = mx.array(part) if isinstance(part, np.ndarray) else part
-            kept.append(self._placed(array, new, self._begun, self.offset))
+            kept.append(self._placed(array, leave(part), self._begun, self.offset))
         (self.keys, self.values), self._recent = kept, None  # last, so that an interrupt loses nothing

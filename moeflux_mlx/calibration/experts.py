@@ -9,7 +9,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..experts.source import IoMode
 from ..experts.whole import WholeExperts
 from ..kinds import Experts
-from ..ops.backend import AnyArray, Array
+from ..ops.backend import AnyArray, Array, library_of, of_kind
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
 from .weights import LayerWeights
@@ -88,7 +88,7 @@ class OneByOne:
         tokens, factors = np.flatnonzero(chosen.any(axis=1)), weights.sum(axis=1)
         for start in range(0, len(tokens), ROWS_AT_ONCE):
             some = tokens[start : start + ROWS_AT_ONCE]
-            where = some if isinstance(x, np.ndarray) else mx.array(some.astype(np.int32))
+            where = of_kind(some.astype(np.int32), x)
             rows = x[where]
             act = loaded.activations(rows, part.activation)
             if self.observer is not None:
@@ -104,4 +104,5 @@ class OneByOne:
 
 def _zeros(like: AnyArray, shape: tuple[int, int]) -> AnyArray:
     """float32, of the same kind of array as `like`."""
-    return mx.zeros(shape, mx.float32) if isinstance(like, mx.array) else np.zeros(shape, np.float32)
+    library = library_of(like)
+    return library.zeros(shape, library.float32)

@@ -275,7 +275,7 @@ class LayerRun:
         span = Span(tokens, 0, PromptSizes().block, reached=(layer, None), inputs=inputs)
         span.chosen.update(chosen.of(number, self._entered))
         mixed = made.mix_span(self._state(layer, number), caches, span, ignore_report)
-        mx.eval([array for array in mixed.arrays if isinstance(array, mx.array)])
+        mx.eval(mixed.arrays)
         chosen.keep(number, span)
         return mixed
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..layers import Weight
-from ..ops.backend import AnyArray, Array, library_of
+from ..ops.backend import AnyArray, Array, library_of, of_kind
 from ..ops.elementwise import float32
 from ..ops.matrix import Weights
 
@@ -47,7 +46,7 @@ def moments(x: AnyArray, products: bool) -> np.ndarray:
 def weighted(x: AnyArray, weights: np.ndarray) -> AnyArray:
     """Rows x [N, columns], so that the moments of each have a weight [N]."""
     factors = np.sqrt(weights)[:, None]
-    return x * (factors if isinstance(x, np.ndarray) else mx.array(factors))
+    return x * of_kind(factors, x)
 
 
 def sums(columns: int, products: bool) -> Sums:
@@ -131,7 +130,7 @@ class SeenLayer:
 
 def rows_at(x: AnyArray, numbers: np.ndarray) -> AnyArray:
     """The rows with these numbers, of x's kind."""
-    return x[numbers] if isinstance(x, np.ndarray) else x[mx.array(numbers.astype(np.int32))]
+    return x[of_kind(numbers.astype(np.int32), x)]
 
 
 def rows_of(x: AnyArray) -> AnyArray:

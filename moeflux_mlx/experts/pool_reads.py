@@ -50,11 +50,15 @@ class PoolReads:
             raise TooManyExpertsError(
                 f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
             )
-        missing = [i for i, slot in enumerate(slots) if slot is None]
+        missing = []
         for i, slot in enumerate(slots):
-            if slot is not None:
+            if slot is None:
+                missing.append(i)
+            else:
                 ready[i] = slot.read is None
                 self._count(slot)
+        if not missing:
+            return False
         self._make_room(pool, len(missing))
         for i in missing:
             ready[i] = False  # first: the search for memory may fail
@@ -65,7 +69,7 @@ class PoolReads:
             self.stats.hits += ready[i]
             self.stats.host_hits += ready[i]
             self.stats.misses += not ready[i]
-        return bool(missing) and not pool.has_been_full
+        return not pool.has_been_full
 
     def guess(self, keys: Sequence[Key]) -> list[Key]:
         """As `ExpertLoader.hint`.

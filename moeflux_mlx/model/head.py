@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..experts.routing import RoutedExpertsCall, ignore_report
@@ -152,11 +151,9 @@ class DraftHead(nn.Module):
 
     def _joined(self, embedded: AnyArray, hidden: Sequence[AnyArray]) -> AnyArray:
         """[1, n, hidden_size] for the layer."""
-        if isinstance(embedded, np.ndarray):
-            h: AnyArray = np.concatenate([backend.view(part) for part in hidden], axis=1)
-            return self.fc(np.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
-        h = mx.concatenate([backend.leave(part) for part in hidden], axis=1).astype(embedded.dtype)
-        return self.fc(mx.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
+        library = backend.library_of(embedded)
+        h = library.concatenate([backend.of_kind(part, embedded) for part in hidden], axis=1).astype(embedded.dtype)
+        return self.fc(library.concatenate([self.enorm(embedded), self.hnorm(h)], axis=-1))
 
     def _normed(self, x: AnyArray, cache: Caches) -> AnyArray:
         """The layer's normed output for x [1, n, hidden_size]."""

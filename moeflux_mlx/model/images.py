@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..ops.backend import AnyArray
+from ..ops.backend import AnyArray, dtype_of, of_kind
 
 
 class ImageRows(NamedTuple):
@@ -161,6 +161,4 @@ def _gain(image: Image) -> int:
 
 
 def _like(rows: mx.array, hidden: AnyArray) -> AnyArray:
-    if isinstance(hidden, mx.array):
-        return rows.astype(hidden.dtype)
-    return np.array(rows.astype(mx.float32))
+    return of_kind(rows.astype(dtype_of(hidden)), hidden)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
@@ -155,7 +154,7 @@ class DecoderLayer(nn.Module):
         """The ids as an array of x's kind, if the layer reads them."""
         if tokens is None or not self._reads_tokens:
             return None
-        return tokens.ids if isinstance(x, mx.array) else np.asarray(tokens.ids)
+        return backend.of_kind(tokens.ids, x)
 
     @property
     def _tables(self) -> list[int]:

@@ -5,7 +5,6 @@ from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
 from ..kinds import Experts, Residual
@@ -213,7 +212,7 @@ class MoE(nn.Module):
         following, norm = self._following()
         if following.rule.table is not None:
             ids = table_rows(following.tid2eid, tokens.reshape(-1))
-            return ids, (ids * 0 + 1).astype(np.float32 if isinstance(ids, np.ndarray) else mx.float32), []
+            return ids, (ids * 0 + 1).astype(backend.library_of(ids).float32), []
         return following.route_with_host_copy(following._routed(rows, norm)[1])
 
     def _as_routing(self, predicted: tuple[Array, Array, Sequence[mx.array]] | None) -> Routing | None:

@@ -2,12 +2,11 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from ..caches.ngrams import NGramCache
 from ..kinds import NGrams
 from ..layers import Convolution, Linear, RMSNorm, Stack
-from ..ops.backend import Array, library_of, view
+from ..ops.backend import Array, leave, library_of, of_kind
 from ..ops.block_rounding import to_e4m3
 from ..ops.elementwise import split
 from ..ops.ngrams import NGramWeights, with_ngrams
@@ -45,11 +44,11 @@ class NGramLayer(nn.Module):
         rows = to_e4m3(rows, ROW_BLOCK) if self.part.rounds else rows
         norm_conv, conv = (self.norm_conv.weight, self.conv1d.weight) if self.part.taps else (None, None)
         weights = NGramWeights(self.norm_key.weight, self.norm_query.weight, norm_conv, self.eps, conv)
-        begun = view(cache.conv) if cache.conv is not None and isinstance(h, np.ndarray) else cache.conv
+        begun = None if cache.conv is None else of_kind(cache.conv, h)
         _, (key, value) = self._inputs(rows)
         h, inputs = with_ngrams(h, key, value, begun, weights, self.part)
         ids = tokens.ids.astype(mx.int32)
         before = mx.full((B, self.part.longest - 1), self.part.end) if cache.recurrent is None else cache.recurrent
         last = mx.concatenate([before, ids], axis=1)[:, L:]
-        cache.absorb([inputs if isinstance(inputs, mx.array) else mx.array(inputs), last], L)
+        cache.absorb([leave(inputs), last], L)
         return library_of(h).concatenate([h, *behind], axis=-1) if behind else h

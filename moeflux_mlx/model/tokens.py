@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..ops.backend import AnyArray
+from ..ops.backend import AnyArray, dtype_of, library_of, of_kind
 
 
 class TableRows(Protocol):
@@ -69,9 +69,9 @@ class Tokens:
         """[B, L, width] of a layer's table, as an array of the same kind and dtype as `like`; zeros without tables."""
         B, L = self.ids.shape
         if layer not in self.tables:
-            return mx.zeros((B, L, width), like.dtype) if isinstance(like, mx.array) else np.zeros((B, L, width), "f4")
+            return library_of(like).zeros((B, L, width), like.dtype)
         rows = self.tables[layer].take(self.start, self.start + L)
-        return rows.astype(like.dtype) if isinstance(like, mx.array) else np.asarray(rows.astype(mx.float32))
+        return of_kind(rows.astype(dtype_of(like)), like)
 
 
 def check_vocabulary(tokens: np.ndarray | int, vocab_size: int) -> None:

@@ -7,10 +7,10 @@ read in place; no operation writes into one.
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,8 @@ from . import native
 from .launch import Reason
 from .stand_ins import stand_ins
 
-# Activations have one of these types through a whole pass. Operations check which one; no other code does.
+# Activations have one of these types through a whole pass: its kind. Where the two only differ in how they are made,
+# `of_kind` and `library_of` serve both; an operation asks for the kind only where it has two forms.
 Array = TypeVar("Array", mx.array, np.ndarray)
 # An array of one of these types where no variable can say so: a field, or what is computed from one. The types of
 # operations on it are not checked, because each operation would have to exist for every pair of the two.
@@ -89,6 +90,18 @@ def leave(x: mx.array | np.ndarray) -> mx.array:
     return mx.array(x) if isinstance(x, np.ndarray) else x
 
 
+def of_kind(array: AnyArray, x: AnyArray) -> AnyArray:
+    """`array` as an array of x's kind: beside numpy's it is read in place, beside MLX's it is converted."""
+    return view(array) if isinstance(x, np.ndarray) else leave(array)
+
+
+def kernels_take(x: AnyArray, refusal: Callable[..., Reason | None], *case: object) -> TypeGuard[mx.array]:
+    """Whether a GPU's kernels compute with x: it is MLX's, and `refusal` has no reason against the case on this
+    backend.
+    """
+    return not isinstance(x, np.ndarray) and not refusal(name(), *case)
+
+
 def settle_weights(parameters: object) -> None:
     """Moves weights that the native kernels will read into huge pages."""
     if mx.default_device() == mx.cpu and native.available():
@@ -104,18 +117,18 @@ def computes_at_once(x: Array) -> bool:
 def start(*arrays: object) -> None:
     """Begins to compute the arrays; skips None and computed ones."""
     if stand_ins().backend is None:
-        mx.async_eval([array for array in arrays if isinstance(array, mx.array)])
+        mx.async_eval(arrays)
 
 
 def finish(x: Array) -> None:
     """Waits until `x` is computed, so that its inputs can be freed."""
-    if isinstance(x, mx.array) and stand_ins().backend is None:
+    if stand_ins().backend is None:
         mx.eval(x)
 
 
 def after(x: AnyArray) -> mx.array | None:
     """A small array that is computed after `x` and does not keep it alive; None if `x` is computed already."""
-    if not isinstance(x, mx.array):
+    if computes_at_once(x):
         return None
     marker = x.reshape(-1)[:1] * 1  # an operation, because a view would keep all of it
     mx.async_eval(marker)
@@ -128,7 +141,7 @@ def give_back(x: Array) -> None:
     glibc keeps pieces of up to 32 MB each: in a long prompt about as much again as the prompt's temporaries.
     """
     trim = _malloc_trim()
-    if trim is not None and isinstance(x, np.ndarray):
+    if trim is not None and computes_at_once(x):
         trim(0)
 
 
@@ -154,29 +167,29 @@ def join(parts: "list[tuple[Array, ...]]", axis: int) -> "list[Array]":
 
 def contiguous(x: Array) -> Array:
     """`x` row by row in memory, for operations that view rows."""
-    return mx.contiguous(x) if isinstance(x, mx.array) else np.ascontiguousarray(x)
+    return np.ascontiguousarray(x) if isinstance(x, np.ndarray) else mx.contiguous(x)
 
 
 def view(x: AnyArray) -> np.ndarray:
     """The evaluated array's own memory, row-contiguous; bfloat16 as uint16."""
-    if isinstance(x, mx.array) and x.dtype == mx.bfloat16:
-        x = x.view(mx.uint16)
-    return np.ascontiguousarray(np.asarray(x))
+    if not isinstance(x, np.ndarray):
+        x = np.asarray(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+    return np.ascontiguousarray(x)
 
 
 def library_of(x: AnyArray) -> ModuleType:
     """The module whose functions take arrays of x's kind: `mlx.core` or numpy."""
-    return mx if isinstance(x, mx.array) else np
+    return np if isinstance(x, np.ndarray) else mx
 
 
 def dtype_of(x: AnyArray) -> mx.Dtype:
     """The dtype of MLX's or numpy's activations."""
-    return x.dtype if isinstance(x, mx.array) else mx.float32
+    return mx.float32 if isinstance(x, np.ndarray) else x.dtype
 
 
 def zeros_like(x: AnyArray) -> AnyArray:
     """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
-    if not isinstance(x, mx.array):
+    if computes_at_once(x):
         return np.zeros_like(x)
     return _zeros(x.shape, x.dtype, str(mx.default_device())) if x.size <= FEW else mx.zeros_like(x)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import backend
-from .backend import AnyArray, Array, library_of
+from .backend import AnyArray, Array, kernels_take, library_of
 from .elementwise import float32
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, ceildiv
 from .tiles import planned
@@ -51,7 +51,7 @@ class RoundingRule(NamedTuple):
 
 def _rounded(x: AnyArray, rule: RoundingRule, first: int | None = None) -> AnyArray:
     library = library_of(x)
-    if library is mx and not refusal(backend.name(), rule.block):
+    if kernels_take(x, refusal, rule.block):
         return plan(backend.name(), x.dtype, x.shape, first, rule)(x)[0]
     if first is not None:
         return library.concatenate([_rounded(x[..., :first], rule), x[..., first:]], axis=-1)
@@ -88,7 +88,7 @@ def _nearest(x: AnyArray, bits: int, lowest: int) -> AnyArray:
     exponent = library.maximum(_bits(x) >> MANTISSA & 0xFF, ONE + lowest) - bits
     step = (exponent << MANTISSA).view(library.float32)
     scaled = x / step
-    return (mx.round(scaled) if library is mx else library.rint(scaled)) * step
+    return library.round(scaled) * step
 
 
 def _power_above(x: AnyArray) -> AnyArray:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from . import backend
-from .backend import AnyArray
+from .backend import AnyArray, kernels_take
 from .elementwise import float32, softmax
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
@@ -70,7 +70,7 @@ def _only_last(count: int) -> mx.array:
 
 def takes_token(h: AnyArray, count: int) -> bool:
     """Whether the kernels take the sums h [B, L, n * D], where `count` are to be weighed."""
-    return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], count)
+    return kernels_take(h, refusal, h.shape[0] * h.shape[1], count)
 
 
 @planned("block_sums")

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import backend, native
-from .backend import Array
+from .backend import Array, of_kind
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv
 from .tiles import planned
 
@@ -25,7 +25,7 @@ def combine(rows: Array, where: Array, weights: Array, residual: Array, shared: 
     """
     if isinstance(rows, np.ndarray):
         return native.combine(rows, where, weights, residual, shared)
-    return moe_combine(rows, where if isinstance(where, mx.array) else mx.array(where), weights, residual, shared)
+    return moe_combine(rows, of_kind(where, rows), weights, residual, shared)
 
 
 def moe_combine(

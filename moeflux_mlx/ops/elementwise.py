@@ -8,25 +8,24 @@ import numpy as np
 
 from ..kinds import SILU, Activation
 from . import native
-from .backend import Array, library_of, view
+from .backend import Array, library_of, of_kind, view
 
 
 def float32(x: Array) -> Array:
     """x in float32, as numpy arrays are already."""
-    return x.astype(mx.float32) if isinstance(x, mx.array) else x
+    return x if isinstance(x, np.ndarray) else x.astype(mx.float32)
 
 
 def split(x: Array, *ends: int) -> list[Array]:
     """Views of the last axis, cut at `ends`."""
-    if isinstance(x, mx.array):
-        return list(mx.split(x, list(ends), axis=-1))
-    # np.split takes ten times as long
-    return [x[..., start:end] for start, end in zip((0, *ends), (*ends, x.shape[-1]), strict=True)]
+    if isinstance(x, np.ndarray):  # np.split takes ten times as long
+        return [x[..., start:end] for start, end in zip((0, *ends), (*ends, x.shape[-1]), strict=True)]
+    return list(mx.split(x, list(ends), axis=-1))
 
 
 def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
     """Applies `activation` to gate and up, which have one shape; the result has gate's dtype."""
-    if not isinstance(gate, mx.array):
+    if isinstance(gate, np.ndarray):
         rows = [np.ascontiguousarray(a).reshape(-1, a.shape[-1]) for a in (gate, up)]
         return native.activate(rows[0], rows[1], activation).reshape(gate.shape)
     limit = math.inf if activation.limit is None else activation.limit
@@ -53,12 +52,12 @@ def activate(gate: Array, up: Array, activation: Activation = SILU) -> Array:
 
 def plus(x: Array, bias: mx.array) -> Array:
     """x [..., D] + bias [D], or [..., D, 1] + bias [D, 1]."""
-    return x + (bias if isinstance(x, mx.array) else view(bias))
+    return x + of_kind(bias, x)
 
 
 def scaled(x: Array, factor: mx.array) -> Array:
     """x * factor; factor is [1] or as long as x's last axis."""
-    return x * (factor if isinstance(x, mx.array) else view(factor))
+    return x * of_kind(factor, x)
 
 
 def softcap(x: Array, cap: float | None) -> Array:
@@ -71,14 +70,14 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 def sigmoid(x: Array) -> Array:
     """1 / (1 + exp(-x)); on numpy arrays by tanh, which cannot overflow."""
-    if isinstance(x, mx.array):
-        return mx.sigmoid(x)
-    return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
+    if isinstance(x, np.ndarray):
+        return np.float32(0.5) * np.tanh(np.float32(0.5) * x) + np.float32(0.5)
+    return mx.sigmoid(x)
 
 
 def softplus(x: Array) -> Array:
     """log(1 + exp(x)), in float32."""
-    return mx.logaddexp(float32(x), 0.0) if isinstance(x, mx.array) else np.logaddexp(x, np.float32(0))
+    return library_of(x).logaddexp(float32(x), 0.0)
 
 
 # The functions of gates from a projection of their own, by the names of `GroupedQuery.gate`.
@@ -96,17 +95,17 @@ def gated(x: Array, gates: Array, kind: str, bias: mx.array | None = None) -> Ar
 
 def softmax(x: Array) -> Array:
     """Over the last axis, in float32."""
-    if isinstance(x, mx.array):
-        return mx.softmax(x, axis=-1, precise=True)
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
+    if isinstance(x, np.ndarray):
+        e = np.exp(x - x.max(axis=-1, keepdims=True))
+        return e / e.sum(axis=-1, keepdims=True)
+    return mx.softmax(x, axis=-1, precise=True)
 
 
 def pick(x: Array, ids: Array) -> Array:
     """x[t, ids[t, k]] of x [T, E] and ids [T, K]."""
-    if isinstance(x, mx.array):
-        return mx.take_along_axis(x, ids, axis=-1)
-    return x[np.arange(len(x))[:, None], ids]
+    if isinstance(x, np.ndarray):
+        return x[np.arange(len(x))[:, None], ids]
+    return mx.take_along_axis(x, ids, axis=-1)
 
 
 def log_softmax(logits: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import backend
-from .backend import Array, library_of, view
+from .backend import Array, library_of, of_kind
 from .elementwise import softmax
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape
 from .norm import Norm
@@ -77,7 +77,7 @@ def pooled(values: Array, gates: Array, bias: mx.array, overlaps: bool, is_first
             before those of the first entry, unless it `is_first` of all: nothing stands in their place.
     """
     library = library_of(values)
-    gates = gates.astype(library.float32) + (bias if library is mx else view(bias))
+    gates = gates.astype(library.float32) + of_kind(bias, gates)
     if overlaps:
         width = values.shape[-1] // 2
         if is_first:

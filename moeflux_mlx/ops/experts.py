@@ -51,7 +51,6 @@ from .records import (
 from .route import Choice, beside, choice_template, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
-Slots = mx.array | np.ndarray
 PLANES_BYTES = 46 * 1024  # bytes of CUDA's 48 KiB for planes of x
 # The most experts of a token, without the shared one: a threadgroup of the down projection has a sum for each expert
 # and row.
@@ -81,14 +80,14 @@ class Shared:
     def rows(self, x: Array, residual: Array | None = None) -> Array:
         """The output [T, H] in x's dtype, plus `residual` [T, H]."""
         scale = None if self.gates is None else sigmoid(self.gates[:, -1:])
-        act = self._act(x) if isinstance(x, mx.array) else None
+        act = self._act(x)
         if act is None:
             output: Array = self.layer(x, scale) if residual is None else self.layer(x, scale, residual=residual)
             return output
         act = act if scale is None else (act * scale).astype(act.dtype)
         return linear(act, self.down, residual=residual)
 
-    def _act(self, x: mx.array) -> mx.array | None:
+    def _act(self, x: AnyArray) -> AnyArray:
         """The activation of gate x and up x, [T, I], in one launch; None if MLX multiplies."""
         up, down = self.gate_up, self.down.quant
         if up is None or up.quant is None or down is None or not pays(x, up):
@@ -162,7 +161,7 @@ def chosen_gate_up(
 
 
 def expert_ffn(
-    x: Array, slots: Slots, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
+    x: Array, slots: AnyArray, records: Records, weights: Array, residual: Array, shared: "Array | Shared | None"
 ) -> Array:
     """residual + sum_k weights[:, k] * expert(slots[:, k])(x) + shared, for the rows of a step on MLX's side.
 
@@ -193,11 +192,10 @@ def _as_array(slots: bytes, shape: Shape) -> mx.array:
     return mx.array(np.frombuffer(slots, np.uint32).reshape(shape))
 
 
-def shared_rows(x: Array, shared: Shared, record: Record, top_k: int) -> Array:
+def shared_rows(x: AnyArray, shared: Shared, record: Record, top_k: int) -> AnyArray:
     """The shared expert's output that `expert_ffn` with `top_k` such records adds last, [T, H], with the same bits."""
     if not shared.joins(record, top_k):
         return shared.rows(x)
-    assert isinstance(x, mx.array)
     (tokens, hidden), own = x.shape, _first_of(shared, None)
     target, blob, none = backend.name(), _words(record), (tokens, 0)
     first = _own_launch(x, record, shared.activation)
@@ -238,7 +236,9 @@ def _last_of(shared: Any, other: mx.array) -> list[AnyArray]:
     return [*inputs_of(shared.down), other if shared.gates is None else shared.gates]
 
 
-def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | None = None, alone: bool = True) -> Array:
+def expert_gate_up(
+    x: Array, slots: AnyArray, records: Records, shared: Shared | None = None, alone: bool = True
+) -> Array:
     """The activation of gate x and up x, for every slot of every token.
 
     Args:
@@ -259,7 +259,6 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
             return native.expert_gate_up(x, records.blob, slots, records.record, alone=alone)
         copies, index = records.for_mlx(np.asarray(slots))
         return view(_gate_up_ops(mx.array(x), mx.array(index), copies))
-    assert isinstance(slots, mx.array)
     memory, blob, arrays = records.inputs(len(x))
     shapes = blob, slots.shape
     launch = plan_gate_up(backend.name(), x.shape, x.dtype, *shapes, records.record, _joined(shared), arrays)
@@ -270,7 +269,7 @@ def expert_gate_up(x: Array, slots: Slots, records: Records, shared: Shared | No
 
 def expert_down_combine(
     act: Array,
-    slots: Slots,
+    slots: AnyArray,
     records: Records,
     weights: Array,
     residual: Array,
@@ -304,7 +303,6 @@ def expert_down_combine(
         other = None if shared is None else mx.array(shared)
         inputs = mx.array(weights), mx.array(residual), other
         return view(_down_combine_ops(mx.array(act), mx.array(index), copies, *inputs))
-    assert isinstance(slots, mx.array)
     weights = weights.astype(mx.float32)
     out = _down_combine_kernel(act, Used(slots, weights, slots.shape, slots.shape[1]), records, residual, shared)
     if out is None:

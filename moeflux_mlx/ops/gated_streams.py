@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..kinds import GatedConnections
 from ..quant import TABLE, Quant
 from . import backend
-from .backend import AnyArray, Array
+from .backend import AnyArray, Array, kernels_take
 from .elementwise import sigmoid
 from .forms import StoredForm, is_read, stored_template
 from .launch import LEAST_ELEMENTS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
@@ -31,10 +31,10 @@ def gated_mean(normed: Array, logits: Array, streams: int) -> AnyArray:
     return (sigmoid(logits) * normed).reshape(B, L, streams, -1).mean(axis=2)
 
 
-def injected(h: Array, out: Array, weights: Array) -> AnyArray:
+def injected(h: AnyArray, out: AnyArray, weights: AnyArray) -> AnyArray:
     """h [B, L, n * D] plus out [B, L, D] in each stream, times weights [B, L, n]."""
     (B, L, width), streams = h.shape, weights.shape[-1]
-    if isinstance(h, mx.array) and not refusal(backend.name(), B * L):
+    if kernels_take(h, refusal, B * L):
         return plan_scatter(backend.name(), width, h.dtype, streams, False)(h, out, weights)[0]
     return h + (weights[..., None] * out[:, :, None]).reshape(h.shape)
 
@@ -59,7 +59,7 @@ def form_refusal(quant: Quant | None, columns: int) -> Reason | None:
 
 def takes_token(h: Array, low: Weights, up: Weights, rule: GatedConnections) -> bool:
     """Whether `token_mean` takes the streams h [B, L, n * D] and these matrices."""
-    if not isinstance(h, mx.array) or refusal(backend.name(), h.shape[0] * h.shape[1]):
+    if not kernels_take(h, refusal, h.shape[0] * h.shape[1]):
         return False
     D = h.shape[-1] // rule.streams
     return not (D % 8 or form_refusal(low.quant, low.shape[1]) or form_refusal(up.quant, up.shape[1]))

@@ -82,9 +82,7 @@ class GroupedRows:
             self._rows, own = rows, np.arange(flat.size, dtype=np.int32)
             self._outputs: list[Any] = [np.empty((flat.size, x.shape[1]), np.float32)]
         else:
-            if isinstance(x, np.ndarray):
-                self._x = mx.array(x)
-            self._outputs = []
+            self._x, self._outputs = backend.leave(x), []
         self._batches: list[list[Batch]] = [[]] * len(waves)
         if on_units:
             own = source = np.arange(flat.size, dtype=np.int32)
@@ -114,8 +112,7 @@ class GroupedRows:
         """
         if self._is_native:
             return self._multiply_native(index, slots, records, between)
-        if isinstance(records.memory, np.ndarray):  # the CPU without native kernels
-            records, slots = records.for_mlx(slots)
+        records, slots = records.for_mlx(slots)
         first, last = self._firsts[index : index + 2]
         numbers = self._experts[first:last] if slots is self._waves[index] else mx.array(slots.astype(np.int32))
         made: list[mx.array] = []
@@ -179,14 +176,14 @@ class GroupedRows:
         """
         out: AnyArray = self._outputs[0] if self._is_native else mx.concatenate(self._outputs)
         self._outputs.clear()
-        where = self._places if isinstance(residual, np.ndarray) else self._where
+        where = self._places if self._is_native else self._where
         return combined(out, where, weights, residual, shared)
 
 
 def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
     """As `combine`, for any number of tokens."""
     if isinstance(residual, np.ndarray):
-        return combine(view(rows), where, weights, residual, shared)
+        return combine(view(rows), view(where), weights, residual, shared)
     parts: list[AnyArray] = []
     for start in range(0, len(residual), COMBINED):
         part = slice(start, start + COMBINED)

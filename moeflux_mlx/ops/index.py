@@ -15,12 +15,12 @@ import numpy as np
 
 from ..kinds import HeadBlocks, Indexer, KeyBlocks
 from . import backend, gpu_time
-from .backend import AnyArray, Array, arange, library_of, view
+from .backend import AnyArray, Array, arange, leave, library_of, of_kind
 from .elementwise import float32
 from .launch import LEAST_ELEMENTS, MOST_THREADS, NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import CentredNorm, Norm
 from .positions import RECENT, Held, Positions
-from .rope import Rope, turned
+from .rope import Rope, laid_out, turned
 from .seen import SeenSizes
 from .tiles import planned
 
@@ -78,9 +78,7 @@ class IndexTerms(NamedTuple):
             return x
         if self.rotates_last:
             return turned(x, self.rope, position)
-        if not isinstance(x, mx.array):
-            return self.rope(x, position)
-        return self.rope(x.transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
+        return laid_out(self.rope(laid_out(x), position))
 
 
 class Projections(NamedTuple):
@@ -113,10 +111,9 @@ class KeyStepping(Protocol):
 
 def append_keys(cache: Positions, keys: AnyArray) -> AnyArray:
     """Appends index keys [B, L, D]; returns those of all positions [B, P, D]."""
-    is_mlx, (B, L, _) = isinstance(keys, mx.array), keys.shape
-    rows = (keys if is_mlx else mx.array(keys))[:, None]
+    (B, L, _), rows = keys.shape, leave(keys)[:, None]
     every, _ = cache.update_and_fetch(rows, mx.zeros((B, 1, L, 0), rows.dtype))
-    return (every if is_mlx else view(every))[:, 0]
+    return of_kind(every, keys)[:, 0]
 
 
 def choose(index: Index, seen: AnyArray, indexer: Indexer) -> AnyArray:
@@ -134,8 +131,7 @@ def choose(index: Index, seen: AnyArray, indexer: Indexer) -> AnyArray:
         scores = _scores(float32(index.queries[:, some]), keys, index.weights[:, some], library)
         scores = library.where(positions < seen[some, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, indexer.top, library))
-        if library is mx:
-            gpu_time.in_turn(count, parts)
+        gpu_time.in_turn(count, parts)
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
@@ -169,8 +165,7 @@ def choose_in_blocks(
             in_block = (arange(room, library)[:, None] == marked[:, :, None]).any(axis=-1)
             scores = library.where(library.repeat(in_block, size, axis=-1)[..., :number], scores, least)
         parts.append((best(scores, indexer.top, library), marked))
-        if library is mx:
-            gpu_time.in_turn(count, [one for one, _ in parts])
+        gpu_time.in_turn(count, [one for one, _ in parts])
     chosen, marked = zip(*parts, strict=True)
     return library.concatenate(chosen, axis=1), None if marked[0] is None else library.concatenate(marked, axis=1)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..quant import FLOAT, Quant
 from . import backend, native
-from .backend import FLOATS, AnyArray, Array, view
+from .backend import FLOATS, AnyArray, Array, kernels_take, view
 from .elementwise import split
 from .forms import MULTIPLE, Form, factors, is_read, matmul_float32, settings, unpacked, unpacked_float32
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv, count, require
@@ -85,10 +85,10 @@ def _linear_kernel(x: mx.array, w: Weights, norm: Norm | None, residual: mx.arra
     return _qmv(x, w, norm, residual) if pays(x, w) else None
 
 
-def pays(x: mx.array, w: Weights) -> bool:
+def pays(x: Array, w: Weights) -> bool:
     """Whether the kernels for few rows multiply x with the matrix."""
     count = x.size // x.shape[-1]
-    return not refusal(backend.name(), min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM)
+    return kernels_take(x, refusal, min(count, MAX_TOKENS + 1), w.shape, w.quant, PAYS_FROM)
 
 
 def _linear_native(x: np.ndarray, w: Weights, norm: Norm | None, residual: np.ndarray | None) -> np.ndarray:

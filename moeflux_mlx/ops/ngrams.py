@@ -13,7 +13,7 @@ import numpy as np
 
 from ..kinds import NGrams
 from . import backend
-from .backend import AnyArray, Array, library_of, view
+from .backend import AnyArray, Array, kernels_take, library_of, of_kind
 from .elementwise import float32, sigmoid
 from .launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from .streams import normed_streams
@@ -65,7 +65,7 @@ def with_ngrams(
         key, value: [B, L, n * D] and [B, L, D], projections of the rows.
         before: [B, remembered, n * D], the convolution's inputs before these tokens; None: zeros.
     """
-    if part.taps and isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1]):
+    if part.taps and kernels_take(h, refusal, h.shape[0] * h.shape[1]):
         return _on_kernel(h, key, value, before, w, part)
     library = library_of(h)
     (B, L, width), streams = h.shape, h.shape[-1] // value.shape[-1]
@@ -86,7 +86,7 @@ def with_ngrams(
 
 def _convolved(inputs: AnyArray, weight: mx.array, part: NGrams, count: int) -> AnyArray:
     """silu of the last `count` outputs of the convolution, whose inputs lie `longest` apart, summed in float32."""
-    taps: AnyArray = weight if isinstance(inputs, mx.array) else view(weight)
+    taps = of_kind(weight, inputs)
     total: AnyArray = 0.0
     for i in range(part.taps):
         start = i * part.longest

@@ -52,17 +52,16 @@ class UnitNorm:
         return rms_norm(x, None, self.eps)
 
 
-def rms_norm(x: Array, weight: mx.array | np.ndarray | None, eps: float) -> Array:
+def rms_norm(x: Array, weight: AnyArray, eps: float) -> Array:
     """The RMS norm over the last axis, times `weight` [D]; None: times 1."""
     if isinstance(x, np.ndarray):
         return native.rms_norm(np.ascontiguousarray(x).reshape(-1, x.shape[-1]), weight, eps).reshape(x.shape)
-    assert weight is None or isinstance(weight, mx.array)
     return mx.fast.rms_norm(x, weight, eps)
 
 
 def layer_norm(x: Array, weight: mx.array, bias: mx.array | None, eps: float) -> Array:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32 inside; None: no bias."""
-    if isinstance(x, mx.array):
+    if not isinstance(x, np.ndarray):
         return mx.fast.layer_norm(x, weight, bias, eps)
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred * centred).mean(axis=-1, keepdims=True)

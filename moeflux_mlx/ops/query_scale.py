@@ -7,7 +7,7 @@ from types import ModuleType
 import mlx.core as mx
 
 from ..kinds import QueryFactor, QueryGrowth
-from .backend import AnyArray, Array, library_of, view
+from .backend import AnyArray, Array, library_of, of_kind
 from .launch import Input
 
 
@@ -33,7 +33,7 @@ def grown_queries(q: Array, offset: int | mx.array, scale: mx.array, bias: mx.ar
     (transformers, `MistralLarge4TextSoftmaxScaling`).
     """
     (B, L, _), library = q.shape, library_of(q)
-    own, more = (scale, bias) if library is mx else (view(scale), view(bias))
+    own, more = of_kind(scale, q), of_kind(bias, q)
     first = offset if isinstance(offset, mx.array) else library.array(offset)
     places = first.reshape(1, 1, 1) if L == 1 else library.arange(L)[:, None, None] + first
     factors = (_factors_of_one if L == 1 and library is mx else _factors)(places, own, more)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kinds import Llama3, Rotation, Yarn
 from . import native
-from .backend import Array, stack
+from .backend import Array, library_of, stack
 
 
 class Rope:
@@ -45,34 +45,38 @@ class Rope:
     def _set(self, frequencies: np.ndarray) -> None:
         self.frequencies = frequencies.tobytes()
         with np.errstate(divide="ignore"):  # a pair that does not turn has an infinite period
-            self.periods = mx.array(1.0 / frequencies, mx.float32)
+            periods = 1.0 / frequencies
+        self.periods = mx.array(periods, mx.float32)
+        axes = np.array(self.axes)
+        self._periods_of_axes = {  # each turns the pairs of its axis
+            axis: mx.array(np.where(axes == axis, periods, np.inf), mx.float32) for axis in sorted(set(self.axes))
+        }
 
     def learn(self, alpha: mx.array) -> None:
         """Multiplies the frequencies of the configuration by exp(alpha), alpha [dims / 2]."""
         self._set(self._as_configured * np.exp(np.array(alpha.astype(mx.float32), np.float64)))
 
     def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
-        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]. The layout is that of attention:
-        numpy arrays [B, L, heads, head_dim], MLX arrays [B, heads, L, head_dim].
-        """
+        """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]; as `laid_out`."""
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
             cosine, sine = self._angles(offset, L)
             rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
-        if isinstance(offset, np.ndarray):
-            cosine, sine = map(mx.array, self._angles(offset, x.shape[2]))
-            return rotated(x, cosine, sine, self.interleaved)
         if self.magnitude != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
+        if not isinstance(offset, np.ndarray):
+            return self._turned(x, offset, self.periods)
+        B, heads, L, D = x.shape
+        tokens = x.swapaxes(1, 2).reshape(B * L, heads, 1, D)  # MLX's kernel takes a position for each entry of a batch
+        for axis, periods in self._periods_of_axes.items():
+            tokens = self._turned(tokens, mx.array(np.tile(offset[axis], B).astype(np.int32)), periods)
+        return tokens.reshape(B, L, heads, D).swapaxes(1, 2)
+
+    def _turned(self, x: mx.array, offset: int | mx.array, periods: mx.array) -> mx.array:
+        """x [B, heads, L, head_dim] by MLX's kernel, from one position on, or from those of the batch's entries."""
         return mx.fast.rope(
-            x,
-            self.dims,
-            traditional=self.interleaved,
-            base=None,
-            scale=1.0,
-            offset=offset,
-            freqs=self.periods,
+            x, self.dims, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=periods
         )
 
     def _angles(self, offset: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,23 +86,16 @@ class Rope:
         return angles(self.frequencies, self.magnitude, offset, length)
 
 
+def laid_out(x: Array) -> Array:
+    """x [B, L, heads, D] in attention's layout, which for MLX's arrays is [B, heads, L, D]; or the other way round."""
+    return x if isinstance(x, np.ndarray) else x.transpose(0, 2, 1, 3)
+
+
 def turned(x: Array, rope: Rope, position: int | mx.array) -> Array:
     """x [B, L, heads, D] of tokens from a rotary position on, the last values of each head rotated."""
     start = x.shape[-1] - rope.dims
-    if isinstance(x, mx.array):
-        part = rope(x[..., start:].transpose(0, 2, 1, 3), position).transpose(0, 2, 1, 3)
-        return mx.concatenate([x[..., :start], part], axis=-1)
-    return np.concatenate([x[..., :start], rope(np.ascontiguousarray(x[..., start:]), position)], axis=-1)
-
-
-def rotated(x: mx.array, cosine: mx.array, sine: mx.array, neighbours: bool) -> mx.array:
-    """The first R values of x [..., L, D] turned by angles [L, R/2]; which make pairs as for `native.rope`."""
-    half = cosine.shape[-1]
-    turning, rest = x[..., : 2 * half].astype(mx.float32), x[..., 2 * half :]
-    parts = (turning[..., ::2], turning[..., 1::2]) if neighbours else (turning[..., :half], turning[..., half:])
-    pair = [parts[0] * cosine - parts[1] * sine, parts[0] * sine + parts[1] * cosine]
-    turned = mx.stack(pair, axis=-1).flatten(-2) if neighbours else mx.concatenate(pair, axis=-1)
-    return mx.concatenate([turned.astype(x.dtype), rest], axis=-1)
+    part = laid_out(rope(laid_out(x[..., start:]), position))
+    return library_of(x).concatenate([x[..., :start], part], axis=-1)
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..kinds import Router
 from . import backend, native
-from .backend import AnyArray, Array, view
+from .backend import AnyArray, Array, kernels_take, of_kind
 from .elementwise import float32, pick, plus, sigmoid, softmax, softplus
 from .forms import MULTIPLE, Form, is_read
 from .launch import LEAST_ELEMENTS, NO_KERNELS, Input, Kernel, Launch, Reason, Shape, ceildiv
@@ -71,7 +71,7 @@ def route(
     Returns:
         (ids [T, k], weights [T, k] float32); ids are unsigned integers, largest score first.
     """
-    if isinstance(logits, mx.array) and not refusal(backend.name(), rule):
+    if kernels_take(logits, refusal, rule):
         return route_kernel(logits, rule, bias, scales)
     if isinstance(logits, np.ndarray) and not native_refusal(rule):
         chosen, weights = native.choose(logits, rule.experts, rule.top_k, rule.normalise, rule.scale)
@@ -88,11 +88,10 @@ def _scaled(weights: Array, ids: Array, scales: mx.array | None) -> Array:
     """weights [T, k], each times its expert's scale in `scales` [E], if there are any."""
     if scales is None:
         return weights
-    of_chosen: AnyArray = scales[ids] if isinstance(ids, mx.array) else view(scales)[ids]
-    return weights * of_chosen
+    return weights * of_kind(scales, ids)[ids]
 
 
-def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) -> tuple[Array, Array]:
+def route_by_table(logits: AnyArray, rule: Router, table: mx.array, tokens: AnyArray) -> tuple[AnyArray, AnyArray]:
     """As `route`, but a table gives the experts.
 
     Args:
@@ -101,7 +100,7 @@ def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) 
         table: uint32 [token ids, k], the experts of each.
         tokens: [T] ids.
     """
-    if isinstance(logits, mx.array) and not table_refusal(backend.name(), rule):
+    if kernels_take(logits, table_refusal, rule):
         ids, weights = plan_table(backend.name(), logits.shape, rule)(logits, table, tokens, rule.scale)
         return ids, weights
     rows = table_rows(table, tokens)
@@ -111,8 +110,7 @@ def route_by_table(logits: Array, rule: Router, table: mx.array, tokens: Array) 
 
 def table_rows(table: mx.array, tokens: Array) -> Array:
     """The experts [T, k] of T token ids."""
-    rows: AnyArray = table[tokens] if isinstance(tokens, mx.array) else view(table)[tokens]
-    return rows
+    return of_kind(table, tokens)[tokens]
 
 
 def _weights(weights: Array, rule: Router) -> Array:
@@ -148,7 +146,7 @@ def _of_kept_groups(choice: Array, rule: Router) -> Array:
 
 def route_kernel(
     logits: mx.array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
-) -> tuple[mx.array, mx.array]:
+) -> tuple[AnyArray, AnyArray]:
     """`route` as a kernel: (ids [T, K] uint32, weights [T, K] float32)."""
     launch = plan(backend.name(), logits.shape, rule, bias is not None)
     ids, weights = launch(logits, *beside(Choice(logits, rule, bias, scales)))

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..kinds import HyperConnections, IndependentConnections
 from . import backend
-from .backend import AnyArray, Array, view
+from .backend import AnyArray, Array, kernels_take, of_kind
 from .elementwise import float32, sigmoid, softmax
 from .launch import NO_KERNELS, SEVERAL, ArrayPiece, Input, Kernel, Launch, Reason, Shape, ceildiv
 from .norm import rms_norm
@@ -120,7 +120,7 @@ def gathered_behind(
 
 
 def _takes_token(h: AnyArray, rule: StreamRule) -> bool:
-    return isinstance(h, mx.array) and not refusal(backend.name(), h.shape[0] * h.shape[1], rule)
+    return kernels_take(h, refusal, h.shape[0] * h.shape[1], rule)
 
 
 @planned("streams")
@@ -176,7 +176,7 @@ def plan_scatter(target: str, width: int, dtype: mx.Dtype, streams: int, is_mixe
 def normed_streams(h: Array, weight: mx.array, eps: float, streams: int) -> AnyArray:
     """h [B, L, n * D], each of its n streams normed, times weight [n * D]."""
     rows = rms_norm(h.reshape(-1, h.shape[-1] // streams), None, eps).reshape(h.shape)
-    return rows * (weight if isinstance(h, mx.array) else view(weight))
+    return rows * of_kind(weight, h)
 
 
 def last_sum(h: Array, by: Mapping, rule: StreamRule, eps: float) -> AnyArray:
@@ -226,7 +226,7 @@ def _added(h: Array, out: Array, weights: Array) -> AnyArray:
 
 
 def _made(h: Array, by: Mapping, eps: float) -> tuple[AnyArray, AnyArray, AnyArray]:
-    fn, base, scale = by[:3] if isinstance(h, mx.array) else map(view, by[:3])
+    fn, base, scale = (of_kind(part, h) for part in by[:3])
     rows = rms_norm(float32(h), None, eps).reshape(-1, h.shape[-1])
     if 1 < len(rows) <= MAX_TOKENS:  # rows of a step: each has the bits that it has alone
         library = backend.library_of(h)

@@ -17,7 +17,8 @@ from ..experts.routing import Report, Routing, ignore_report, in_parts
 from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
-from ..ops.backend import AnyArray, Array, constant, leave, library_of, view
+from ..ops.backend import AnyArray, Array, computes_at_once, constant, library_of, of_kind
+from ..ops.elementwise import float32
 from ..ops.experts import Shared, expert_down_combine, expert_gate_up, shared_rows
 from ..ops.gather_rows import gather_rows
 from ..ops.grouped import combined, native_rows
@@ -90,7 +91,7 @@ class RankedExperts:
             expect(self.source, layer, tokens, self._owned)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
+        self, routing: Routing, x: Array, residual: Array, shared: AnyArray, report: Report = ignore_report
     ) -> Array:
         if LEASED_TOKENS < len(x) <= MAX_TOKENS:
             return in_parts(self, routing, x, residual, shared)
@@ -101,7 +102,7 @@ class RankedExperts:
         ids, weights = cast(np.ndarray, routing.ids), cast(np.ndarray, routing.weights)
         if self.shares_routing:
             ids, weights, residual, shared = self._of_first(routing.layer, ids, weights, residual, shared)
-            weighed = weights if isinstance(x, np.ndarray) else mx.array(weights)
+            weighed = of_kind(weights, x)
         if _weighs(x):
             weighed = constant(1.0, weights.shape)
         rows, where = self._all_rows(routing, ids, weights, x, report)
@@ -114,7 +115,6 @@ class RankedExperts:
         owner = self.dealt_to(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
-        dtype = _dtype(x)
 
         def watched(share: float) -> None:
             report(share)
@@ -125,7 +125,7 @@ class RankedExperts:
             rows = self.own_rows(routing, ids, weights, x, mine, watched)
             self._stop_if_wanted()
         except BaseException as error:  # the other processes wait for these rows and must learn of the error
-            failure, rows = error, _zeros((len(mine), x.shape[1]), dtype)
+            failure, rows = error, _no_rows(x, len(mine))
         gathered = self._gather(routing.layer, np.stack([ids, owner]), int(counts.max()), rows, failure)
         first, starts = np.argsort(owner.reshape(-1), kind="stable"), np.cumsum(counts) - counts
         where = np.empty(ids.size, np.int32)  # each rank's rows are padded to the largest number
@@ -147,17 +147,16 @@ class RankedExperts:
             reads_ahead = self.lookahead.prefetch != "off"
             given = own[:, None], x, ids.shape[1]
             grouped = multiplied(self.source, layer, *given, reads_ahead, report, tokens, self._owned, ids)
-            rows = grouped.outputs()
-            return view(rows) if isinstance(x, np.ndarray) else rows
+            return of_kind(grouped.outputs(), x)
         with self.source.request(layer, own) as lease:  # before reading ahead
             if len(x) <= MAX_TOKENS:
                 self.lookahead.requested(routing, ids)
             if not len(mine):
-                return _zeros((0, x.shape[1]), _dtype(x))
+                return _no_rows(x, 0)
             lease.wait()
             records, slots = lease.records()
             rows = pair_rows(x, tokens, slots, records, weights.reshape(-1)[mine])
-            lease.release(None if records.lasting or isinstance(rows, np.ndarray) else rows)
+            lease.release(None if records.lasting else rows)
             return rows
 
     def _gather(
@@ -166,8 +165,9 @@ class RankedExperts:
         """Gathers the rows of all processes, [size * most, H], in pieces of equal length; `agreed` determines the
         order.
         """
-        on_device = self.exchange.group.on_device and isinstance(rows, mx.array)
-        words = _words(rows) if on_device else _host_words(rows)
+        library = library_of(rows) if self.exchange.group.on_device else np  # where the words are
+        words: AnyArray = rows.view(library_of(rows).uint32)
+        words = words if library is mx else np.asarray(words)
         step = max(PIECE_WORDS // words.shape[1], 1)
         is_stop = failure is self.exchange.pending or not isinstance(failure, Exception)
         flag = FINE if failure is None else STOPPED if is_stop else FAILED
@@ -177,10 +177,9 @@ class RankedExperts:
             gathered = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
             self._raise(gathered, failure)
             pieces.append(gathered.words.reshape(self.exchange.group.size, *piece.shape))
-        library: Any = mx if on_device else np
         gathered = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
         gathered = gathered.reshape(-1, words.shape[1])
-        return gathered.view(np.float32) if isinstance(rows, np.ndarray) else leave(gathered).view(rows.dtype)
+        return of_kind(gathered, rows).view(rows.dtype)
 
     def _raise(self, gathered: Gathered, failure: BaseException | None) -> None:
         """Ends the pass on every rank if one could not go on."""
@@ -199,14 +198,14 @@ class RankedExperts:
     ) -> tuple[np.ndarray, np.ndarray, Array, Array | None]:
         """Replaces choice, residual and shared expert by those of rank 0."""
         streams: list[AnyArray] = [residual] if shared is None else [residual, shared]
-        parts = [ids.astype(np.uint32), weights.view(np.uint32), *(_float32(s).view(np.uint32) for s in streams)]
+        parts = [ids.astype(np.uint32), weights.view(np.uint32)]
+        parts += [np.asarray(float32(stream)).view(np.uint32) for stream in streams]
         gathered = self.exchange(ROUTING + KINDS * layer, np.concatenate([part.reshape(-1) for part in parts]))
         ends = np.cumsum([part.size for part in parts])[:-1]
         got = [part.reshape(own.shape) for part, own in zip(np.split(gathered.words[0], ends), parts, strict=True)]
         self.differing += int((got[0] != parts[0]).any(axis=1).sum())
-        theirs: list[AnyArray] = [
-            part.view(np.float32) if isinstance(own, np.ndarray) else mx.array(part.view(np.float32)).astype(own.dtype)
-            for part, own in zip(got[2:], streams, strict=True)
+        theirs = [
+            of_kind(part.view(np.float32), own).astype(own.dtype) for part, own in zip(got[2:], streams, strict=True)
         ]
         return got[0].astype(ids.dtype), got[1].view(np.float32), theirs[0], theirs[1] if shared is not None else None
 
@@ -228,21 +227,7 @@ def on_host(routing: Routing) -> Routing:
 
 def _weighs(x: Array) -> bool:
     """Whether the rows of so many tokens are already multiplied with their weights, in float32."""
-    return isinstance(x, mx.array) and len(x) <= MAX_TOKENS
-
-
-def _dtype(x: Array) -> mx.Dtype | None:
-    """Of the rows, as `_zeros` takes it."""
-    return None if isinstance(x, np.ndarray) else mx.float32 if _weighs(x) else x.dtype
-
-
-def _words(rows: mx.array) -> mx.array:
-    """[n, W] uint32, whose bytes are the rows'."""
-    return rows.view(mx.uint32)
-
-
-def _host_words(rows: AnyArray) -> np.ndarray:
-    return rows.view(np.uint32) if isinstance(rows, np.ndarray) else np.array(_words(rows))
+    return not computes_at_once(x) and len(x) <= MAX_TOKENS
 
 
 def _filled(words: AnyArray, length: int) -> AnyArray:
@@ -254,13 +239,10 @@ def _filled(words: AnyArray, length: int) -> AnyArray:
     return library.concatenate([words, rest])
 
 
-def _zeros(shape: tuple[int, int], dtype: mx.Dtype | None) -> AnyArray:
-    """MLX's of a dtype, or numpy's float32."""
-    return np.zeros(shape, np.float32) if dtype is None else mx.zeros(shape, dtype)
-
-
-def _float32(rows: AnyArray) -> np.ndarray:
-    return rows if isinstance(rows, np.ndarray) else np.array(leave(rows).astype(mx.float32))
+def _no_rows(x: AnyArray, count: int) -> AnyArray:
+    """Zeros in the place of so many of the rows that `own_rows` makes of x."""
+    library = library_of(x)
+    return library.zeros((count, x.shape[1]), library.float32 if len(x) <= MAX_TOKENS else x.dtype)
 
 
 def pair_rows(x: AnyArray, tokens: np.ndarray, slots: np.ndarray, records: Records, weights: np.ndarray) -> AnyArray:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError
-from ..ops.backend import AnyArray, Array, leave
+from ..ops.backend import AnyArray, Array, leave, of_kind
 
 MAGIC = 0x4D464C52  # "MFLR"
 HEADER = 5  # words: MAGIC, number of the message, its kind, the sender's flag, a checksum of what all must agree on
@@ -65,9 +65,7 @@ class MlxGroup:
             others = [str(i) for i in range(self.size) if i != self.rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(others)}"
             raise RankError(f"{who} is gone ({error}); read its last message, then start all ranks again") from None
-        if isinstance(own, np.ndarray):
-            gathered = np.array(gathered)
-        return cast(Array, gathered)
+        return cast(Array, of_kind(gathered, own))
 
 
 @dataclass(frozen=True)

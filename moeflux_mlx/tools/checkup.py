@@ -133,9 +133,8 @@ def _experts(random: np.random.Generator, dtype: mx.Dtype) -> float:
         for slot, weight in zip(slots[token], np.array(weights)[token], strict=True):
             want[token] += weight * _expert(records, slot, _wide(x)[token])
     inputs = [backend.enter(array, dtype) for array in (x, weights, residual)]
-    if not isinstance(inputs[0], np.ndarray):
-        records = Records(mx.array(records.blob), records.record)
     x, weights, residual = inputs
+    records = Records(backend.of_kind(records.blob, x), records.record)
     return _error(backend.leave(expert_ffn(x, slots, records, weights, residual, None)), want)
 
 

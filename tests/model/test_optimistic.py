@@ -11,7 +11,7 @@ import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine.launches import launches_of
+from moeflux_mlx.engine.kernel_cache import programs_of
 from moeflux_mlx.errors import ExpertIOError
 from moeflux_mlx.experts import routed
 from moeflux_mlx.experts.reader import ExpertReader
@@ -25,7 +25,9 @@ from moeflux_mlx.model.optimistic import OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import arrange, fill, read_resident
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.stand_ins import standing_in
+from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 9
@@ -233,14 +235,14 @@ def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
     with standing_in(backend="cuda"):
         shapes = shapes_of(Namespace(variant=None, model=tiny_directory("qwen3_moe")))
     shapes = replace(shapes, dtype=mx.float32)
-    listed = {program.kernel.name for step in launches_of(shapes, "cuda", tokens=(1,)) for program in step.programs}
+    listed = {program.file for program in programs_of(shapes, CODE)}
     built = set()
     chosen = np.arange(TOP_K, dtype=np.uint32)[None]
     monkeypatch.setattr(routed, "read_host_copy", lambda copy: (chosen, mx.zeros(chosen.shape)))
 
     def build(kernel, *of):
-        def call(*, output_shapes, output_dtypes, **_):
-            built.add(kernel.text(*of).name)
+        def call(*, inputs, output_shapes, output_dtypes, **_):
+            built.add(Program(kernel.text(*of), [one.dtype for one in inputs], output_dtypes).file)
             return list(map(mx.zeros, output_shapes, output_dtypes))
 
         return call
@@ -249,8 +251,9 @@ def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
         model = opened("qwen3_moe")
         arrange(model)
         cache = model.make_cache()
-        for _ in range(2):
-            mx.eval(model(mx.ones((1, 1), mx.int32), cache))
+        for tokens in (1, 4, 1):  # a cache without tokens has no graph
+            mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
     model.experts.close()
-    used = {name for name in built if "expert_" in name}
-    assert len(used) == 4 and used <= listed  # two kernels, for records by themselves and for tables
+    used = {name for name in built if "expert_" in name or "record_" in name}
+    assert len(used) == 7  # two kernels, for several rows, for records by themselves and for tables; and addresses
+    assert used <= listed

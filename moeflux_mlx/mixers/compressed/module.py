@@ -11,7 +11,7 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Rotation
 from ...layers import Caches, Linear, RMSNorm, Stack, normed_with_weights
 from ...ops import backend
-from ...ops.backend import AnyArray, Array, library_of
+from ...ops.backend import AnyArray, Array, kernels_take, library_of
 from ...ops.elementwise import float32, softmax, split
 from ...ops.entry_pool import Pool, pool_refusal, pooled
 from ...ops.index import IndexTerms, Projections
@@ -139,7 +139,7 @@ class CompressedAttention(nn.Module):
         """The mixer's output from norm(x) [B, L, D], without the residual x."""
         cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
-        on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
+        on_kernels = kernels_take(x, refusal, B * L, self.mixer)
         joined, (latent, *parts) = self._inputs(x, norm)
         q: AnyArray = self.wq_b(latent, self.q_norm)
         if on_kernels:
@@ -216,7 +216,7 @@ class SharingAttention(CompressedAttention):
         cache = caches[0]
         (B, L, _), position, whole = x.shape, cache.position, cache.whole(x.shape[1])
         chosen: Chosen = (more and more[0]) or Chosen()
-        on_kernels = isinstance(x, mx.array) and not refusal(backend.name(), B * L, self.mixer)
+        on_kernels = kernels_take(x, refusal, B * L, self.mixer)
         joined, (latent, *parts) = self._inputs(x, norm)
         q: AnyArray = self.wq_b(latent, self.q_norm)
         if on_kernels:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...kinds import KeyBlocks
 from ...ops import backend, gpu_time, index
-from ...ops.backend import AnyArray, Array, arange, library_of, view
+from ...ops.backend import AnyArray, Array, arange, kernels_take, library_of, of_kind
 from ...ops.block_rounding import to_e2m1, to_e4m3
 from ...ops.elementwise import softmax
 from ...ops.gather_rows import gather_rows
@@ -68,13 +68,11 @@ def choose_entries(made: Projections, seen: Seen, whole: int, position: int | mx
     """
     compressor, (B, count) = mixer.compressor, made.queries.shape[:2]
     assert compressor is not None and compressor.indexer is not None
-    library, indexer = library_of(made.keys), compressor.indexer
-    rule = KeyBlocks(compressor.ratio, indexer)
-    target = backend.name()
-    if library is mx and not (refusal(target, B * count, mixer) or index.refusal(target, B * count == 1, rule)):
+    keys, rule = made.keys, KeyBlocks(compressor.ratio, compressor.indexer)
+    if kernels_take(keys, refusal, B * count, mixer) and kernels_take(keys, index.refusal, B * count == 1, rule):
         return choose_blocks_step(made, TokenPlace(_number(seen.first), _number(position)), rule)
     late, ended = _late(made, seen, whole, position, mixer)
-    return choose(late, ended, indexer)
+    return choose(late, ended, compressor.indexer)
 
 
 def choose_among(
@@ -120,13 +118,11 @@ def rounded_entry(entry: AnyArray, index_key: AnyArray, mixer: Compressed) -> tu
 
 def attend_compressed(q: Array, seen: Seen, sinks: mx.array, mixer: Compressed) -> AnyArray:
     """softmax(D ** -0.5 * q k) k over what each query sees and its head's sink: [B, L, heads, D] of q, shaped alike."""
-    library = library_of(q)
-    logits, results = sinks if library is mx else view(sinks), []
+    logits, results = of_kind(sinks, q), list[AnyArray]()
     for part in _parts(q.shape[1], seen, mixer):
         results.append(_of_part(q[:, part.rows], part, seen, logits, mixer))
-        if library is mx:
-            gpu_time.in_turn(q.shape[1], results)
-    return results[0] if len(results) == 1 else library.concatenate(results, axis=1)
+        gpu_time.in_turn(q.shape[1], results)
+    return results[0] if len(results) == 1 else library_of(q).concatenate(results, axis=1)
 
 
 def _parts(count: int, seen: Seen, mixer: Compressed) -> Iterator[QueryBlock]:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend
-from ...ops.backend import AnyArray, Array, contiguous, leave, library_of, view
+from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, library_of, of_kind
 from ...ops.elementwise import float32, split
 from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
 from ...ops.recurrent_state import RecurrentState
@@ -37,13 +37,13 @@ def short_conv(projected: Array, state: RecurrentState | StepRows, weight: mx.ar
     """
     batch, length, _ = projected.shape
     if isinstance(state, StepRows):
-        has_kernel = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1)
+        has_kernel = kernels_take(projected, refusal, batch, 1)
 
         def compute(rows: StepRows, own: Any) -> AnyArray:
             return _on_kernel(own, rows, weight, sizes) if has_kernel else short_conv(own, rows.cache, weight, sizes)
 
         return state.each((projected,), compute, has_kernel)
-    if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length):
+    if kernels_take(projected, refusal, batch, length):
         return _on_kernel(projected, StepRows([state]), weight, sizes)
     return _on_operations(projected, state, weight, sizes)
 
@@ -53,9 +53,7 @@ def _on_operations(projected: Any, state: RecurrentState, weight: mx.array, size
     batch, length, _ = projected.shape
     library = library_of(projected)
     before: AnyArray = library.zeros((batch, *sizes.conv_shape), projected.dtype) if state.conv is None else state.conv
-    taps: AnyArray = weight
-    if library is np:
-        before, taps = view(before), view(weight)
+    before, taps = of_kind(before, projected), of_kind(weight, projected)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
         B, C, x = split(projected, sizes.channels, 2 * sizes.channels)
         inputs = library.concatenate([before.astype(projected.dtype), B * x], axis=1)
@@ -80,7 +78,7 @@ def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
     return Reason(f"there are {sequences} sequences; the kernel takes one") if sequences > 1 else None
 
 
-def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: ShortConv) -> mx.array:
+def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` for a row of each of several sequences, of projected [1, R, 3 * channels]."""
     dtype, shape = projected.dtype, (1, *sizes.conv_shape)
     convs = [mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype) for one in rows.caches]

@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 
 from ...ops import gpu_time
-from ...ops.backend import Array, library_of, view
+from ...ops.backend import Array, library_of, of_kind
 from ...ops.elementwise import float32, sigmoid, softplus
 from .spec import ChannelDecay
 
@@ -28,7 +28,7 @@ def log_decays(a: Array, A_log: mx.array, dt_bias: mx.array, rule: ChannelDecay)
         a: [B, L, heads * key dim]. A_log: [heads]. dt_bias: [heads * key dim].
     """
     library = library_of(a)
-    rates, bias = (part if library is mx else view(part) for part in (A_log, dt_bias))
+    rates, bias = of_kind(A_log, a), of_kind(dt_bias, a)
     logits = (float32(a) + bias).reshape(*a.shape[:2], rates.shape[0], -1)
     rates = library.exp(rates)[:, None]
     decays: Array = -rates * softplus(logits) if rule.floor is None else rule.floor * sigmoid(rates * logits)

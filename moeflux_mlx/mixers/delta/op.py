@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ...ops import backend, native
-from ...ops.backend import Array, stack, view
+from ...ops.backend import Array, kernels_take, stack, view
 from ...ops.elementwise import activate, float32, sigmoid, split
 from ...ops.launch import (
     MOST_THREADS,
@@ -96,7 +96,7 @@ def delta(
         [B, L, value width]
     """
     B, L = qkv.shape[:2]
-    has_kernels = isinstance(qkv, mx.array) and not refusal(backend.name(), B, sizes)
+    has_kernels = kernels_take(qkv, refusal, B, sizes)
     if isinstance(state, StepRows):
         compute = partial(_on_kernels if has_kernels else _of_row, w, sizes)
         return state.each((qkv, z, b, a, joined), compute, has_kernels, in_order=True)

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...kinds import HeadBlocks, KeyBlocks
-from ...ops import backend, gpu_time, index, native
-from ...ops.backend import AnyArray, Array, arange, library_of, view
+from ...ops import gpu_time, index, native
+from ...ops.backend import AnyArray, Array, arange, kernels_take, library_of, view
 from ...ops.elementwise import float32, sigmoid
 from ...ops.gather_rows import gather_rows
 from ...ops.index import (
@@ -31,7 +31,7 @@ from ...ops.index import (
 )
 from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
-from ...ops.rope import Rope
+from ...ops.rope import Rope, laid_out
 from ...ops.rows import AnyCache
 from ...ops.seen import SeenBlocks
 from .op import attend, prepared, refusal
@@ -99,10 +99,7 @@ def attend_blocks(
 
 def _takes_step(q: Array, is_alone: bool, width: int, value_width: int, blocks: AnyBlocks) -> bool:
     """Whether the kernels for one token attend."""
-    if not isinstance(q, mx.array):
-        return False
-    target = backend.name()
-    return not (refusal(target, is_alone, width, value_width) or index.refusal(target, is_alone, blocks))
+    return kernels_take(q, refusal, is_alone, width, value_width) and kernels_take(q, index.refusal, is_alone, blocks)
 
 
 def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
@@ -118,8 +115,7 @@ def choose_by_head(made: Index, seen: AnyArray, blocks: HeadBlocks) -> AnyArray:
         scores = (queries @ keys).reshape(B, -1, heads, count, blocks.ratio).max(axis=-1)
         scores = library.where(numbers < seen[some, None, None], scores, library.array(-np.inf, library.float32))
         parts.append(best(scores, blocks.chosen, library))
-        if library is mx:
-            gpu_time.in_turn(rows, parts)
+        gpu_time.in_turn(rows, parts)
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=1)
 
 
@@ -197,7 +193,4 @@ def block_keys(rows: Array, norm: Norm, rope: Rope, first: int | mx.array, ratio
     B, _, width = rows.shape
     library = library_of(rows)
     means = rows.astype(library.float32).reshape(B, -1, ratio, width).mean(axis=2).astype(rows.dtype)
-    keys = norm(means)
-    if library is mx:
-        return rope(keys[:, None], first)[:, 0]
-    return rope(keys[:, :, None], first)[:, :, 0]
+    return laid_out(rope(laid_out(norm(means)[:, :, None]), first))[:, :, 0]

@@ -11,10 +11,10 @@ import mlx.nn as nn
 from ...caches.traced import PLAIN, OnKernels
 from ...kinds import HeadBlocks, KeyBlocks, Rotation
 from ...layers import Caches, Linear, MixerModule, RMSNorm, Stack, packed
-from ...ops.backend import AnyArray, Array
+from ...ops.backend import AnyArray, Array, kernels_take
 from ...ops.elementwise import GATES, gated, split
 from ...ops.entry_pool import Pool
-from ...ops.index import IndexTerms, Projections, takes_step
+from ...ops.index import IndexTerms, Projections, refusal
 from ...ops.norm import Norm, UnitNorm, rms_norm
 from ...ops.rope import Rope
 from ...ops.rows import AnyCache, StepRows, each_alone
@@ -47,7 +47,7 @@ class BlockIndexer(nn.Module):
         """For `attend_blocks`, of what `layers` made of tokens, whose keys `cache` absorbs."""
         queries, keys = split(outputs[0], self.blocks.indexer.heads * self.blocks.indexer.dim)
         kernels, width = PLAIN, keys.shape[-1]
-        if isinstance(keys, mx.array) and keys.shape[:2] == (1, 1) and takes_step(self.blocks):
+        if keys.shape[:2] == (1, 1) and kernels_take(keys, refusal, True, self.blocks):
             kernels = OnKernels(pool=Pool(width, self.blocks.ratio, norm=self.k_layernorm, rope=self.block_rope).entry)
         _, _, of_blocks = cache.absorb(keys, self._keys, kernels)
         terms = IndexTerms(None, self.rope, self.blocks.indexer.dim**-0.5, self.q_layernorm)
@@ -158,7 +158,7 @@ class Attention(MixerModule):
         norms = self._norms
         q, k, v = (part.reshape(B, L, n, -1) for part, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
         scale = mixer.head_dim**-0.5 if mixer.scale is None else mixer.scale
-        joined = joined if isinstance(joined, mx.array) and self._weights else None
+        joined = joined if self._weights else None
         if mixer.blocks is not None:
             v = rms_norm(v, None, self.eps) if mixer.value_norm else v
             made = self.indexer([output for name, output in outputs.items() if name.startswith("index")], caches[1])

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import sigmoid
 from ...ops.kv_rows import row_bytes
@@ -41,7 +41,7 @@ from ...ops.launch import (
 from ...ops.norm import Norm, rms_norm
 from ...ops.positions import RECENT, Steps
 from ...ops.query_scale import query_factors, scaled_queries, score_scale
-from ...ops.rope import Rope, angles
+from ...ops.rope import Rope, angles, laid_out
 from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
@@ -131,24 +131,19 @@ def attend(
     B, L, _, D = k.shape
     terms = Terms(q_norm, k_norm, rope, scale, window, sinks, value_norm, pieces, query_scale, chunked)
     if isinstance(cache, StepRows):
-        has_kernels = isinstance(q, mx.array) and takes_step(D, v.shape[-1])
+        has_kernels = kernels_take(q, refusal, True, D, v.shape[-1])
         compute = partial(_on_kernels if has_kernels else _of_row, terms)
         return cache.each((q, k, v, joined), compute, has_kernels, in_order=True)
     position = cache.position
     is_alone = B * L == 1 and not isinstance(position, np.ndarray)  # a row of an image has three positions
     if isinstance(q, np.ndarray) and not native_refusal(is_alone):
         return _step_native(q, k, terms.values(v), cache, terms)
-    if isinstance(q, mx.array) and not refusal(backend.name(), is_alone, D, v.shape[-1]):
+    if kernels_take(q, refusal, is_alone, D, v.shape[-1]):
         return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     q, k = prepared(q, q_norm, rope, position, query_scale), prepared(k, k_norm, rope, position)
-    if isinstance(q, np.ndarray):
-        out = _span_native(q, k, v, cache, terms)
-        if gate is not None:
-            out *= sigmoid(gate)
-        return out.reshape(B, L, -1)
-    out = _span_ops(q, k, v, cache, terms)
+    out = (_span_native if isinstance(q, np.ndarray) else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 
@@ -177,7 +172,7 @@ def _chunks_native(
 
 
 def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms) -> mx.array:
-    """[B, L, heads * V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations."""
+    """[B, L, heads, V] of prepared queries [B, heads, L, D] and keys, without the gate, in MLX's operations."""
     B, _, L, _ = q.shape
     k, v = cache.update_and_fetch(k, v.transpose(0, 2, 1, 3))  # [B, heads, L, D]
     parts: list[mx.array] = []
@@ -194,7 +189,7 @@ def _span_ops(q: mx.array, k: mx.array, v: mx.array, cache: Steps, terms: Terms)
             gpu_time.in_turn(L, parts)
         else:
             gpu_time.commit(L, parts[-1])
-    return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)).reshape(B, L, -1)
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
 def _of_row(terms: Terms, rows: StepRows, q: Array, k: Array, v: Array, joined: Array | None) -> Array:
@@ -206,8 +201,7 @@ def prepared(
 ) -> Array:
     """Queries or keys [B, L, heads, D] normed, scaled and rotated, in attention's layout: [B, heads, L, D] for MLX."""
     x = scaled_queries(x if norm is None else norm(x), position, query_scale)
-    if isinstance(x, mx.array):
-        x = x.transpose(0, 2, 1, 3)
+    x = laid_out(x)
     return x if rope is None else rope(x, position)
 
 
@@ -268,12 +262,12 @@ def refusal(target: str, is_alone: bool, width: int, value_width: int) -> Reason
 def _on_kernels(
     terms: Terms,
     rows: StepRows,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     joined: mx.array | None,
     seen: SeenBlocks | None = None,
-) -> mx.array:
+) -> AnyArray:
     """`attend` for a row of each of several sequences in two launches, or for several of one sequence in three, of
     which the first appends them all: [1, R, heads * V]."""
     count, rope, q_norm = len(rows.caches), terms.rope, terms.q_norm

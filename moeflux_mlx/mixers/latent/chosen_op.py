@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...kinds import Indexer, KeyBlocks
-from ...ops import backend, gpu_time, index, native
-from ...ops.backend import AnyArray, Array, arange, library_of, view
+from ...ops import gpu_time, index, native
+from ...ops.backend import AnyArray, Array, arange, kernels_take, library_of, view
 from ...ops.gather_rows import gather_rows
 from ...ops.index import Index, Projections, TokenPlace, append_keys, choose, choose_blocks_step, choose_step, slices
 from ...ops.norm import Norm
@@ -91,15 +91,12 @@ def attend_indexed(
             chosen.positions = choose(late, offset + 1 + whole + arange(L - whole, library_of(q)), indexer)
     held = HeldLatents(latents, keys, mask, offset, whole, chosen.positions if whole < L else None)
     at_once, matrices = indexer.rows_at_once(0, kv.shape[-1]), Matrices(key, value, scale, sinks)
-    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, matrices)
+    return _over(*parts[:2], held, at_once, matrices)
 
 
 def _takes_step(q: Array, is_alone: bool, latent: int, rotated: int, rule: index.IndexRule) -> bool:
     """Whether the kernels for one token attend."""
-    if not isinstance(q, mx.array):
-        return False
-    target = backend.name()
-    return not (refusal(target, is_alone, latent, rotated) or index.refusal(target, is_alone, rule))
+    return kernels_take(q, refusal, is_alone, latent, rotated) and kernels_take(q, index.refusal, is_alone, rule)
 
 
 def attend_pools(
@@ -143,7 +140,7 @@ def attend_pools(
         chosen = with_tail(choose(late, blocks.whole(places), blocks.indexer), places, blocks, library)
     held = HeldLatents(latents, keys, mask, first, whole, chosen, has_gaps=True)
     at_once = blocks.indexer.rows_at_once(0, blocks.ratio * kv.shape[-1])
-    return (_native if isinstance(q, np.ndarray) else _ops)(*parts[:2], held, at_once, Matrices(key, value, scale))
+    return _over(*parts[:2], held, at_once, Matrices(key, value, scale))
 
 
 def with_tail(chosen: AnyArray, places: AnyArray, blocks: KeyBlocks, library: ModuleType) -> AnyArray:
@@ -184,6 +181,11 @@ def _append(cache: Positions, latent: AnyArray, k_pe: AnyArray) -> tuple[AnyArra
 
 
 # ---- attention
+
+
+def _over(q_nope: AnyArray, q_pe: AnyArray, held: HeldLatents, at_once: int, matrices: Matrices) -> AnyArray:
+    """[B, L, heads * v] of queries in attention's layout."""
+    return (_native if isinstance(q_nope, np.ndarray) else _ops)(q_nope, q_pe, held, at_once, matrices)
 
 
 def _ops(q_nope: mx.array, q_pe: mx.array, held: HeldLatents, at_once: int, matrices: Matrices) -> mx.array:

@@ -13,10 +13,10 @@ from ...caches.traced import PLAIN, OnKernels
 from ...kinds import Indexer, KeyBlocks
 from ...layers import Caches, LayerNorm, Linear, MixerModule, RMSNorm, Stack, Weight, normed_with_weights
 from ...ops import backend
-from ...ops.backend import AnyArray, Array, library_of
+from ...ops.backend import AnyArray, Array, kernels_take, library_of
 from ...ops.elementwise import float32, gated, split
 from ...ops.entry_pool import Pool, pooled
-from ...ops.index import IndexTerms, Projections, put_in_ring, takes_step
+from ...ops.index import IndexTerms, Projections, put_in_ring, refusal
 from ...ops.matrix import part_of_heads, parts_of
 from ...ops.norm import ConstantNorm, Norm
 from ...ops.observe import observe
@@ -314,7 +314,7 @@ class PoolScoring(nn.Module):
         self.scale = (indexer.heads * indexer.dim) ** -0.5
 
     def __call__(
-        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[Array], cache: EntriesCache
+        self, latent: Array | None, norm: Norm, keys: Array, floats: Sequence[AnyArray], cache: EntriesCache
     ) -> Projections:
         """For `attend_pools`: of the queries' latent, which must be normed by `norm` (None: no token needs queries),
         and of the outputs of `wk`, `weights_proj` and `wgate`. `cache` absorbs the keys; the result has those of all
@@ -323,7 +323,7 @@ class PoolScoring(nn.Module):
         queries = None if latent is None else self.wq_b(latent, norm)
         (weights, gates), library, kernels = floats, library_of(keys), PLAIN
         rows = library.concatenate([self.k_norm(keys), gates.astype(keys.dtype)], axis=-1)
-        if isinstance(keys, mx.array) and keys.shape[:2] == (1, 1) and takes_step(self.blocks):
+        if keys.shape[:2] == (1, 1) and kernels_take(keys, refusal, True, self.blocks):
             pool = Pool(keys.shape[-1], self.ratio, gates=keys.shape[-1], bias=self.ape)
             kernels = OnKernels(put_in_ring(keys, gates, self.k_norm), pool.entry)
         _, _, joined = cache.absorb(rows, self._keys, kernels)

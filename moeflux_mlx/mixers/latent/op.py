@@ -16,7 +16,7 @@ import numpy as np
 
 from ...kinds import QueryFactor
 from ...ops import backend, gpu_time, native
-from ...ops.backend import AnyArray, Array, stack, view
+from ...ops.backend import AnyArray, Array, kernels_take, stack, view
 from ...ops.causal_parts import in_parts
 from ...ops.elementwise import split
 from ...ops.forms import Form, StoredForm, is_read, stored_template
@@ -35,7 +35,7 @@ from ...ops.matrix import Weights, inputs_of, part_of_heads, stored
 from ...ops.norm import Norm
 from ...ops.positions import RECENT, Steps
 from ...ops.query_scale import scaled_queries, score_scale
-from ...ops.rope import Rope
+from ...ops.rope import Rope, laid_out
 from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
@@ -195,7 +195,7 @@ def attend_latent(
     """
     (B, L), rotated = q.shape[:2], rope.dims if rope else 0
     if isinstance(cache, StepRows):
-        has_kernels = isinstance(q, mx.array) and takes_step(kv.shape[-1] - rotated, rotated)
+        has_kernels = kernels_take(q, refusal, True, kv.shape[-1] - rotated, rotated)
 
         def compute(rows: StepRows, q: AnyArray, kv: AnyArray) -> AnyArray:
             given = queries, key, value, norm, rope, scale
@@ -204,17 +204,16 @@ def attend_latent(
             return attend_latent(q, kv, rows.cache, *given[:3], norm=norm, rope=rope, scale=scale, sinks=sinks)
 
         return cache.each((q, kv), compute, has_kernels)
-    if isinstance(q, mx.array) and not refusal(backend.name(), B * L == 1, kv.shape[-1] - rotated, rotated):
+    if kernels_take(q, refusal, B * L == 1, kv.shape[-1] - rotated, rotated):
         return _on_kernels(q, kv, StepRows([cache]), queries, key, value, norm, rope, scale, sinks, seen)
     q, matrices = queries.scaled(queries(q), cache.position), Matrices(key, value, scale, sinks)
+    q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     if isinstance(q, np.ndarray):
-        q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
         cache.update_and_fetch(mx.array(latent[:, None]), mx.array(k_pe.reshape(B, 1, L, rotated)))
         kept = [view(part)[:, 0, : cache.offset] for part in (cache.keys, cache.values)]
         native_form = expanded_native if native_refusal(L) else absorbed_native
         rows = [native_form(q_nope[i], q_pe[i], kept[0][i], kept[1][i], matrices) for i in range(B)]
         return stack(rows).reshape(B, L, -1)
-    q_nope, q_pe, latent, k_pe = parts_of(q, kv, norm, rope, cache.position)
     latent, k_pe = cache.update_and_fetch(latent[:, None], k_pe)
     form = absorbed_ops if L <= ABSORB_AT_MOST else expanded_ops
     out = form(q_nope, q_pe, latent, k_pe, cache.mask(L), matrices)
@@ -237,8 +236,7 @@ def parts_of(
     latent, k_pe = split(kv, kv.shape[-1] - rotated)
     k_pe = k_pe[:, :, None]
     q_nope, q_pe = split(q, q.shape[-1] - rotated)
-    if isinstance(q, mx.array):
-        q_nope, q_pe, k_pe = (part.transpose(0, 2, 1, 3) for part in (q_nope, q_pe, k_pe))
+    q_nope, q_pe, k_pe = map(laid_out, (q_nope, q_pe, k_pe))
     if rope is not None:
         q_pe, k_pe = rope(q_pe, offset), rope(k_pe, offset)
     return q_nope, q_pe, norm(latent), k_pe
@@ -271,8 +269,8 @@ def _abreast(heads: int, row: int) -> int:
 
 
 def _on_kernels(
-    q: mx.array,
-    kv: mx.array,
+    q: AnyArray,
+    kv: AnyArray,
     rows: StepRows,
     queries: Queries,
     key: HeadMatrices,
@@ -282,7 +280,7 @@ def _on_kernels(
     scale: float,
     sinks: mx.array | None = None,
     seen: SeenBlocks | None = None,
-) -> mx.array:
+) -> AnyArray:
     """`attend_latent` for a row of each of several sequences: [1, R, heads * v]."""
     up, keys, values, form = queries.up, key.stored(), value.stored(), queries.form
     q_norm, sizes = (norm, (q.shape[-1], q.shape[-1])) if up is None else (up.norm, up.weights.shape)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...ops import backend, gpu_time
-from ...ops.backend import AnyArray, Array, contiguous, leave, library_of, view
+from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, library_of, of_kind
 from ...ops.elementwise import activate, float32, sigmoid, softplus, split
 from ...ops.launch import (
     MOST_THREADS,
@@ -78,13 +78,13 @@ def mamba(projected: Array, state: RecurrentState | StepRows, w: MambaWeights, s
     """
     batch, length, _ = projected.shape
     if isinstance(state, StepRows):
-        has_kernels = isinstance(projected, mx.array) and not refusal(backend.name(), batch, 1, sizes)
+        has_kernels = kernels_take(projected, refusal, batch, 1, sizes)
 
         def compute(rows: StepRows, own: Any) -> AnyArray:
             return _on_kernels(own, rows, w, sizes) if has_kernels else mamba(own, rows.cache, w, sizes)
 
         return state.each((projected,), compute, has_kernels)
-    if isinstance(projected, mx.array) and not refusal(backend.name(), batch, length, sizes):
+    if kernels_take(projected, refusal, batch, length, sizes):
         return _on_kernels(projected, StepRows([state]), w, sizes)
     parts: list[AnyArray] = []
     for start in range(0, length, PIECE):
@@ -100,12 +100,11 @@ def _on_operations(projected: Any, state: RecurrentState, w: MambaWeights, sizes
     library: Any = library_of(projected)
     z, inputs, dt = split(projected, sizes.width, sizes.width + sizes.channels)
     conv, conv_bias, A_log, dt_bias, D, norm = (
-        one if library is mx else view(one) for one in (w.conv, w.conv_bias, w.A_log, w.dt_bias, w.D, w.norm)
+        of_kind(one, projected) for one in (w.conv, w.conv_bias, w.A_log, w.dt_bias, w.D, w.norm)
     )
     before = library.zeros((batch, *sizes.conv_shape), inputs.dtype) if state.conv is None else state.conv
     S = library.zeros((batch, *sizes.state_shape), library.float32) if state.recurrent is None else state.recurrent
-    if library is np:
-        before, S = np.asarray(before), np.asarray(S)
+    before, S = of_kind(before, projected), of_kind(S, projected)
     padded = library.concatenate([before.astype(inputs.dtype), inputs], axis=1)
     with np.errstate(invalid="ignore"):  # damaged weights give NaN here and an error where logits are checked
         x, B, C = _heads(_convolved(padded, conv, conv_bias, length), sizes)
@@ -193,7 +192,7 @@ def refusal(target: str, sequences: int, tokens: int, sizes: Mamba2) -> Reason |
     return Reason(f"{width} values of a head do not fit a threadgroup") if 4 * width > SHARED_BYTES else None
 
 
-def _on_kernels(projected: mx.array, rows: StepRows, w: MambaWeights, sizes: Mamba2) -> mx.array:
+def _on_kernels(projected: mx.array, rows: StepRows, w: MambaWeights, sizes: Mamba2) -> AnyArray:
     """`mamba` for a row of each of several sequences, of projected [1, R, sizes.projected]."""
     count, dtype = len(rows.caches), projected.dtype
     step, norm = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, sizes)
