@@ -161,7 +161,7 @@ class LayerCache(Generic[LayerPart]):
         return False
 
     def separate(self) -> None:
-        """Copies a state that is a row of arrays of several sequences, which stay in memory as long as one of them."""
+        """Copies a state that is a row of arrays of several sequences, which would stay in memory with it."""
 
     def way_back(self) -> WayBack | None:
         """The state that `take_back` needs to return here within the same step."""

@@ -192,19 +192,25 @@ class _Text(NamedTuple):
             one.reserve(count)
             arrays += one.step_arrays(count)
             kinds.append(one.traced(count))
-        once, places, numbers = list[Any](), list[int](), dict[int, int]()
-        for array in arrays:  # positions once, because all layers share them
-            number = len(once)
-            if array.dtype == mx.int32:
-                number = numbers.setdefault(id(array), number)
-            if number == len(once):
-                once.append(array)
-            places.append(number)
-        return cls(cache, first, (count, tuple(kinds), tuple(places)), once)
+        places, inputs = _once(arrays) if elsewhere else (range(len(arrays)), arrays)
+        return cls(cache, first, (count, tuple(kinds), places), inputs)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(map(_BYTES, self.arrays))
+
+
+def _once(arrays: Sequence[Any]) -> tuple[Sequence[int], list[Any]]:
+    """The arrays with those of positions once, because all layers share them, and for each array its number there."""
+    inputs, places, numbers = list[Any](), list[int](), dict[int, int]()
+    for array in arrays:
+        number = len(inputs)
+        if array.dtype == mx.int32:
+            number = numbers.setdefault(id(array), number)
+        if number == len(inputs):
+            inputs.append(array)
+        places.append(number)
+    return tuple(places), inputs
 
 
 class _Order:
