@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import mlx.core as mx
+
 from . import backend
 from .backend import AnyArray, library_of
 
@@ -77,6 +79,18 @@ class StepRows:
             if i and self.in_order:
                 self.begin(self.first + i)
             yield cache
+
+    def states(self, arrays: Sequence[Sequence[mx.array]]) -> list[mx.array]:
+        """The arrays of the states of all `sequences` as the rows of arrays [R, ...]; `arrays`: those of each."""
+        if len(arrays) == 1:
+            return list(arrays[0])
+        return [mx.concatenate(list(parts)) for parts in zip(*arrays, strict=True)]
+
+    def absorb(self, arrays: Sequence[mx.array]) -> None:
+        """Has each sequence take its row of arrays [R, ...], their states after one token more of each."""
+        whole = len(self.sequences) == 1
+        for i, state in enumerate(self.absorbing()):
+            state.absorb(arrays if whole else [array[i : i + 1] for array in arrays], 1)
 
     @property
     def cache(self) -> AnyCache:

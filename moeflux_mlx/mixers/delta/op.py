@@ -264,13 +264,13 @@ def _on_kernels(
     parts = qkv, z, b, a
     widths = [part.shape[-1] if joined is None else joined.shape[-1] for part in parts]
     launch = plan(rows.sizes(widths), backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
-    begun = [_begun(state, qkv.dtype, sizes) for state in rows.sequences]
-    before = begun[0] if len(begun) == 1 else [mx.concatenate(list(arrays)) for arrays in zip(*begun, strict=True)]
+    before = rows.states([_begun(state, qkv.dtype, sizes) for state in rows.sequences])
     inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *parts)
     out, *made = launch(*inputs, *w.inputs, w.eps, *before)
-    if len(begun) > 1:
-        made = [array[i : i + 1] for array in made for i in range(len(begun))]
-    count = len(made) // 2
+    if not rows.in_order:
+        rows.absorb(made)
+        return out
+    count = len(rows.caches)
     for state, conv, recurrent in zip(rows.absorbing(), made[:count], made[count:], strict=True):
         state.absorb([conv, recurrent], 1)
     return out
