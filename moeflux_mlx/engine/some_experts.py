@@ -55,10 +55,11 @@ class SomeExperts:
         weights: AnyArray = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
         if len(x) > MAX_TOKENS:
             return self._in_prompt(slots, records, x, weights, residual, shared)
+        if self.is_queued and routing.choice is not None:
+            with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
+            return chosen_ffn(x, routing.choice, records, residual, shared, len(records.memory), [])
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
-        if self.is_queued:
-            with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
         at: AnyArray = slots if here else mx.array(slots.astype(np.uint32))  # texts depend on the dtype
         return expert_ffn(x, at, records, weights, residual, shared)
 

@@ -312,6 +312,11 @@ class StreamedExperts(ExpertLoader):
     def table(self, layer: int) -> RecordTable | None:
         return self.reads.table(layer, self.layout)
 
+    def queued(self, out: mx.array) -> None:
+        for pool in self.pools:
+            if pool.staging is not None:
+                pool.staging.host.readers = out
+
     def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
         keys, inverse = asked_for(layer, ids)
         if is_used := self.reads.use(keys, table):

@@ -28,7 +28,6 @@ from ..files import JsonDict
 from ..text.boundaries import Rendering
 from ..text.chat_template import with_places
 from ..text.tokenizer import TokenizerWrapper
-from ..vision.sources import bytes_of
 
 DEFAULT_PROMPT = "Tell me a story about Mira, who can talk to owls."
 WORTH_SAYING = 32  # tokens out of reach: two prompts of one template always share a few
@@ -39,12 +38,11 @@ def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
     answer_options = sampling(options)
     check_store(options)
-    pictures = [bytes_of(file) for file in options.image]
     engine = load_named(options, local_model(options))
     model, tokenizer = engine.model, engine.tokenizer
     generation = answer_options(tokenizer)
     store = open_store(options, engine)
-    images = read_images(pictures, model) if pictures else []
+    images = read_images(options.image, model) if options.image else []
     asked = encode(tokenizer, prompt, options, template_config)
     tokens: Sequence[int] = prompt_with_images(asked, images, model) if images else asked
     if options.verbose:

@@ -448,7 +448,7 @@ def test_retries_of_the_hub_are_one_line(capfd, caplog, no_hub):
     assert err.count("Retrying") == 0 and [record.message for record in caplog.records] == ["something else"]
     assert code == 1 and "Name or service not known" in warning
     unreached = "the Hugging Face Hub cannot be reached: no route to host"
-    assert error == f"error: org/name is not a directory here, and {unreached}"
+    assert error == f"error: org/name is no file or directory here, and {unreached}"
     assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
 
 
@@ -480,10 +480,6 @@ def test_a_text_ends_with_the_models_context(copy_dir, capfd):
 @pytest.mark.parametrize("option", ["--prompt-cache-file", "--prompt-cache-dir"])
 def test_an_empty_place_for_prompts_is_none(capfd, model_dir, option):
     assert "a path is empty" in fails(capfd, "--model", model_dir, option, "")
-
-
-def test_images_are_read_before_the_model(capfd):
-    assert "/nosuch.png cannot be read" in fails(capfd, "--model", "/no/model", "hi", "--image", "/nosuch.png")
 
 
 def test_interrupt_ends_with_the_statistics(copy_dir, interruptible):

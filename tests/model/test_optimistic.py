@@ -13,7 +13,7 @@ from tiny_models import tiny_directory, use_plain_operations
 from moeflux_mlx.cli.opening import shapes_of
 from moeflux_mlx.engine.kernel_cache import programs_of
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import routed
+from moeflux_mlx.experts import host_tier, routed
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -51,8 +51,8 @@ def opened(family, records=None, ahead=True, preadv=os.preadv, **options):
     experts = RoutedExperts(source, "off")
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
-    made = OptimisticLayers(model.layers, cache_numbers(args.mixers), source)
-    model.optimistic = made if ahead else None
+    parts = cache_numbers(args.mixers), source, model.embedded, model.project
+    model.optimistic = OptimisticLayers(model.layers, *parts) if ahead else None
     return model
 
 
@@ -108,25 +108,64 @@ def test_records_that_are_there_are_not_requested(monkeypatch):
     model.experts.close()
 
 
-def test_a_record_that_goes_while_its_layer_is_queued_is_read_again(monkeypatch):
+@pytest.mark.parametrize("host", [0, 1 << 30])
+def test_a_record_that_goes_while_its_layer_is_queued_is_still_used(monkeypatch, host):
     tokens = tokens_of("qwen3_moe")
     model = opened("qwen3_moe", ahead=False)
     want = run(model, tokens)
     model.experts.close()
-    model = opened("qwen3_moe")
+    model = opened("qwen3_moe", 12 if host else None, host_bytes=host, least_slots=TOP_K)
     run(model, tokens)
-    accept, gone = model.experts.accept, []
+    source, pool, gone = model.experts, model.experts.pools[0], []
+    accept = source.accept
 
     def accept_later(layer, ids, table):
-        if len(gone) < 5:
-            gone.append((layer, int(ids[0, -1])))
-            model.experts.pools.of[layer].drop(gone[-1])
-        return accept(layer, ids, table)
+        key = layer, int(ids[0, -1])
+        tier = pool.staging.host
+        has_all = set(ids[0].tolist()) <= table.slots.keys()
+        if has_all and len(gone) < 5 and key in (tier if host else pool):
+            gone.append(key)
+            tier.places.put(tier.take(key)) if host else pool.drop(key)
+        assert accept(layer, ids, table) is has_all
+        return has_all
 
-    monkeypatch.setattr(model.experts, "accept", accept_later)
-    misses = model.experts.stats.misses
+    monkeypatch.setattr(source, "accept", accept_later)
+    assert np.array_equal(run(model, tokens), want) and len(gone) == 5
+    source.close()
+
+
+def test_memory_that_queued_layers_read_is_used_again_later(monkeypatch):
+    model = opened("qwen3_moe", 12, least_slots=TOP_K, host_bytes=1 << 30)
+    run(model, tokens_of("qwen3_moe"))
+    staging, waited = model.experts.pools[0].staging, []
+    kept = next(iter(staging.host.kept))
+    with monkeypatch.context() as patch:
+        patch.setattr(host_tier.mx, "eval", waited.append)
+        model.experts.table(kept[0])
+        model.experts.queued(queued := mx.array(1))
+        staging.host.settle(place := staging.host.kept[kept])
+        staging.host.settle(place)
+    assert len(waited) == 1 and waited[0] is queued
+    model.experts.close()
+
+
+def test_records_in_host_memory_are_read_there(monkeypatch):
+    tokens = tokens_of("qwen3_moe")
+    model = opened("qwen3_moe", ahead=False)
+    want = run(model, tokens)
+    model.experts.close()
+    model = opened("qwen3_moe", 12, least_slots=TOP_K, host_bytes=1 << 30)
     assert np.array_equal(run(model, tokens), want)
-    assert model.experts.stats.misses == misses + len(gone)
+    stats, pool = model.experts.stats, model.experts.pools[0]
+    misses, (requested, accepted) = (
+        stats.misses,
+        (calls(monkeypatch, model.experts, one) for one in ("request", "accept")),
+    )
+    assert misses == len({*pool.records(), *pool.staging.host.kept})
+    stats.host_hits = 0
+    assert np.array_equal(run(model, tokens), want)
+    assert accepted and stats.host_hits > len(accepted)
+    assert stats.misses == misses and len(requested) == len(model.layers)  # the first token has no graph
     model.experts.close()
 
 
@@ -200,7 +239,7 @@ def test_a_table_has_the_records_of_the_pool():
         lease.wait()
     assert not has_records or np.array_equal(rows(source.table(1))[gone], was[gone])
     ids = np.array([[gone, kept]])
-    assert not source.accept(1, ids, before) and not source.accept(1, ids, after)
+    assert source.accept(1, ids, before) and not source.accept(1, ids, after)
     assert source.accept(1, ids, source.table(1))
     source.invalidate()
     assert source.table(1) is None
