@@ -11,10 +11,11 @@
   const uint block = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
   const uint first = block * (R * (32 / L)) + thread_index_in_simdgroup / L;
 
+  const codes_pointer own_codes = (codes_pointer)codes;  // without a shared expert, any array
   const device S* own_scales = (const device S*)scales;
   const device G* own_biases = (const device G*)biases;
-  swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, codes, own_scales, own_biases);
-  swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, codes, own_scales, own_biases);
+  swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, own_codes, own_scales, own_biases);
+  swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, own_codes, own_scales, own_biases);
   threadgroup uint id[1];
   if (k < K && simdgroup_index_in_threadgroup == 0) {
     float weight = 0;
@@ -30,9 +31,9 @@
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const device uint32_t* record = codes;  // the shared expert's, which adds no biases
+  const device uint32_t* record = own_codes;  // the shared expert's, which adds no biases
   if (k < K) {
-    record = codes_record(blob, id[0], WORDS);
+    record = codes_record(blob, id[0], WORDS, ROW_BITS);
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S, G>(record, UP_W, UP_S, UP_B);
   }
