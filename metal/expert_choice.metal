@@ -1,7 +1,8 @@
 // needs: codes.h.metal {form}.h.metal swiglu.h.metal topk.h.metal
 // Chooses the experts, then computes the same as expert_gate_up. chosen uint, which begins with [T, 2, K], gets the ids
 // that topk chooses from logits[T, STRIDE], bias and scale, and then the bits of their weights. An id is a row of the
-// blob. The first simdgroup of each threadgroup makes the choice.
+// blob. The first simdgroup of each threadgroup makes the choice. host_copy, if it is given, are arrays of 8 bytes that
+// get the ids of one token, one after another.
 //
 // grid and threadgroup are those of expert_gate_up.
   const uint lane = thread_index_in_simdgroup % L;
@@ -10,10 +11,11 @@
   const uint block = threadgroup_position_in_grid.x * SG + simdgroup_index_in_threadgroup;
   const uint first = block * (R * (32 / L)) + thread_index_in_simdgroup / L;
 
+  const codes_pointer own_codes = (codes_pointer)codes;  // without a shared expert, any array
   const device S* own_scales = (const device S*)scales;
   const device G* own_biases = (const device G*)biases;
-  swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, codes, own_scales, own_biases);
-  swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, codes, own_scales, own_biases);
+  swiglu_matrix<S, G> gate = swiglu_from_row<S, G, H, BITS, GROUP>(0, own_codes, own_scales, own_biases);
+  swiglu_matrix<S, G> up = swiglu_from_row<S, G, H, BITS, GROUP>(I, own_codes, own_scales, own_biases);
   threadgroup uint id[1];
   if (k < K && simdgroup_index_in_threadgroup == 0) {
     float weight = 0;
@@ -24,13 +26,14 @@
       if (block == 0) {
         chosen[2 * token * K + k] = found;
         chosen[(2 * token + 1) * K + k] = as_type<uint>(weight);
+        topk_copy(host_copy, k, found);
       }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const device uint32_t* record = codes;  // the shared expert's, which adds no biases
+  const device uint32_t* record = own_codes;  // the shared expert's, which adds no biases
   if (k < K) {
-    record = codes_record(blob, id[0], WORDS);
+    record = codes_record(blob, id[0], WORDS, ROW_BITS);
     gate = swiglu_in_record<S, G>(record, GATE_W, GATE_S, GATE_B);
     up = swiglu_in_record<S, G>(record, UP_W, UP_S, UP_B);
   }

@@ -118,3 +118,13 @@ inline uint topk_choice(P logits, Q bias, R scale, float eps, uint lane, uint wa
   weight = (NORM ? weight / (SCORE ? kept + eps : kept) : weight) * scale[SCALED ? found : 0];
   return found;
 }
+
+// Writes an id to place k of arrays of 8 bytes.
+template <typename P, int N>
+inline void topk_copy(const thread P (&copies)[N], uint k, uint id) {
+  constexpr uint EACH = 8 / sizeof(copies[0][0]);
+  copies[k / EACH][k % EACH] = id;
+}
+
+// The same where there are none.
+inline void topk_copy(int, uint, uint) {}

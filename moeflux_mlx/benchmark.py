@@ -173,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--against", choices=["mlx-lm"], help="also run the checkpoint in mlx-lm, in turns; it must fit in memory")
     add("--json", action="store_true", help="also print the results as a last line of JSON")
-    add_model_options(made)
+    add_model_options(made, answers=False)
     add_rank_options(made)
     return made
 

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .cli.fetching import local_model
-from .cli.opening import load_named, open_store
+from .cli.opening import check_store, load_named, open_store
 from .cli.options import (
     add_model_options,
     add_prompt_cache_options,
-    add_sampling_options,
+    file_to_write,
     parse_template_config,
-    sampling,
 )
 from .cli.ranks import add_rank_options, together
 from .cli.remarks import beyond_plan, draft_statistics, expert_statistics, why_cut
 from .cli.run import Parser, execute
+from .cli.sampling import add_sampling_options, sampling
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .engine.conversation import Conversation
 from .engine.engine import Engine
-from .engine.generation import xtc_special_tokens
 from .engine.running_text import Stopped
 from .engine.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
@@ -43,7 +42,9 @@ A message that begins with / is written with two. Alt-Enter begins a new line. C
 
 def run(options: argparse.Namespace) -> int:
     template_config = parse_template_config(options.chat_template_config)
-    sampling(options)  # refuses wrong values before the model is loaded
+    answer_options = sampling(options)
+    check_store(options)
+    history = None if options.history_file is None else file_to_write("--history-file", options.history_file)
     greeting = f"{options.model or 'The demo model'} is ready. /help lists the commands."
     engine = load_named(options, local_model(options), greeting)
     tokenizer = engine.tokenizer
@@ -51,16 +52,17 @@ def run(options: argparse.Namespace) -> int:
         raise TokenizerError("the model has no chat template; add chat_template.jinja to its directory")
     store = open_store(options, engine)
     session = engine.session(store=store)
-    generation = sampling(options, xtc_special_tokens(tokenizer))
     conversation = Conversation(session, tokenizer, template_config, options.system_prompt)
-    chat = Chat(conversation, engine, generation, hide_thinking=options.hide_thinking, verbose=options.verbose)
-    for line in lines(options.history_file):
+    chat = Chat(
+        conversation, engine, answer_options(tokenizer), hide_thinking=options.hide_thinking, verbose=options.verbose
+    )
+    for line in lines(history):
         if not chat.take(line):
             break
     return 0
 
 
-def lines(history_file: str | None) -> Iterator[str]:
+def lines(history_file: Path | None) -> Iterator[str]:
     """Yields the user's lines, edited in a terminal or from stdin."""
     if not sys.stdin.isatty():
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -71,7 +73,7 @@ def lines(history_file: str | None) -> Iterator[str]:
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.output import create_output
 
-    history: History = InMemoryHistory() if history_file is None else FileHistory(str(user_path(history_file)))
+    history: History = InMemoryHistory() if history_file is None else FileHistory(str(history_file))
     words = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
     prompt: PromptSession[str] = PromptSession(
         history=history,

@@ -22,7 +22,9 @@ from .cli.options import (
     add_shards_in,
     add_tiles,
     dtype_of,
+    file_to_write,
     settings_of,
+    written,
 )
 from .cli.run import Parser, execute
 from .cli.terminal import ProgressLine, note
@@ -43,7 +45,7 @@ BINS = 64  # points of a chart
 
 def run(options: argparse.Namespace) -> int:
     texts = [read_text(name) for name in options.text]
-    chart = None if options.svg is None else user_path(options.svg)
+    chart = None if options.svg is None else file_to_write("--svg", options.svg)
     if chart is not None and options.against is None:
         raise RequestError("--svg draws the divergence of two models; give the second with --against")
     with ProgressLine("reading", lines=True) as progress:
@@ -100,7 +102,7 @@ def _by_layers(options: argparse.Namespace, path: Path, shards_in: Sequence[Path
     claim_process()
     idle = [name for name in OF_ENGINES if getattr(options, name) not in (None, NOT_GIVEN.get(name))]
     for name in idle:
-        note(f"note: --{name.replace('_', '-')} has no effect where {path} is read layer by layer")
+        note(f"note: {written(name)} has no effect where {path} is read layer by layer")
     return LayerReader(path, shards_in, dtype_of(options))
 
 
@@ -146,7 +148,7 @@ def by_position(measured: Losses) -> list[JsonDict]:
 def table(measured: Losses, result: JsonDict) -> list[str]:
     rows = [
         ("tokens", f"{measured.tokens} in windows of {measured.window}, {measured.nll.size} predicted"),
-        ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:.4f}"),
+        ("perplexity", f"{result['perplexity']:.4f} +- {result['perplexity_error']:g}"),
     ]
     if measured.kl is not None:
         rows += [

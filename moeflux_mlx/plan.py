@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from .cli import chips
 from .cli.options import (
+    NOT_GIVEN,
     add_draft,
     add_dtype,
     add_expert_io,
@@ -25,9 +26,10 @@ from .cli.options import (
     dtype_of,
     gigabytes,
     settings_of,
+    written,
 )
-from .cli.planning import figures, measure_disk, memory_lines, reading_line, routed_bytes
-from .cli.rank_planning import LINK_GB_PER_S, LINK_US, machines_of, rank_lines
+from .cli.planning import ASSUMED_DISK, figures, measure_disk, memory_lines, reading_line, routed_bytes
+from .cli.rank_planning import LINK_GB_PER_S, LINK_US, Machines, machines_of, rank_lines
 from .cli.terminal import note
 from .engine.budget import Planner, plan_memory
 from .engine.demand import Demand
@@ -46,6 +48,7 @@ from .formats.pieces import ExpertFiles
 from .formats.record import ExpertLayout
 from .formats.tables import NARROW, RowForm, TableFiles
 from .model.tensors import resident_bytes, token_bytes, variant_bytes
+from .ops import backend
 from .packing.recipe import Recipe, read_recipe
 from .packing.tables import SMALL_GROUP
 from .quant import Quant
@@ -53,8 +56,8 @@ from .spec import ModelArgs
 from .vision.vision import NoVision, VisionFiles
 
 HELD = {IoMode.MMAP: "mapped", IoMode.RESIDENT: "resident"}  # modes in which all experts are in memory
+OF_FILES = ("shards_in", "no_vision", "image_tokens")  # options that need a model's files
 HIT_RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
-DISKS = (3.0, 5.0, 7.0)  # GB/s of the drives that Macs have, about
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,19 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.chips is not None:
         return chips.run(options)
+    machines = machines_of(options.rank_count, options.link_us, options.link_gb_per_s)
+    refuse_idle(options, machines)
     own = dtype_of(options)
     dtype = default_dtype() if own is None else own
     stated = stated_disk(options)
     expert_io = from_environment(options.expert_io)
-    model = described(options, dtype, expert_io)
+    model = described(options, dtype, expert_io, is_alone=machines is None)
     args = keeping(model.args, options.kv_bits, own)
     demand = demanded(options, model, args, dtype, expert_io)
     layout, machine = model.layout, figures(options.ram_gb, options.memory_gb)
-    draft = options.draft if options.rank_count is None else "off"
-    drafts = choose_drafts(draft, model.weights, Planner(args, layout, machine, demand), dtype)
+    drafts = choose_drafts(options.draft, model.weights, Planner(args, layout, machine, demand), dtype)
     args, plan = drafts.args, drafts.plan
-    print_notes(plan, options.expert_cache_gb is not None)
+    print_notes(plan, options)
     tables = {} if model.weights is None else model.weights.tables
     lines = [*state_lines(args, plan.context, plan.demand.itemsize), *table_lines(args, tables)]
     lines += [f"recipe {model.recipe}"] if model.recipe else []
@@ -109,17 +113,28 @@ def run(options: argparse.Namespace) -> int:
     if demand.best_pool is not None:
         lines.append(f"moeflux tune found a pool of {in_gb(demand.best_pool, 3)} as fast as larger ones here")
     lines += [drafts.reason] if drafts.reason else []
-    disks = [int(disk * 1e9) for disk in DISKS] if stated is None else [stated]
+    disk = stated or ASSUMED_DISK
     if options.measure_disk and model.weights is not None:
-        disks = [int(measure_disk(model.weights.experts))]
-        lines.append(measured_line(disks[0], model.weights.experts))
-    if (machines := machines_of(options.rank_count, options.link_us, options.link_gb_per_s)) is not None:
+        disk = int(measure_disk(model.weights.experts))
+        lines.append(measured_line(disk, model.weights.experts))
+    elif stated is None:
+        lines.append(f"disk: {disk / 1e9:g} GB/s assumed; --measure-disk measures --model's, --disk-gb-per-s states it")
+    if machines is not None:
         share = replace(layout, num_experts=-(-layout.num_experts // machines.ranks))
         each = plan_memory(args, share, machine, plan.demand)
-        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disks)]))
+        print("\n".join([*memory_lines(each, share), *lines, *rank_lines(args, layout, plan, each, machines, disk)]))
         return 0
-    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disks)]))
+    print("\n".join([*memory_lines(plan, layout), *lines, plan.prompts, *speed_lines(args, layout, plan, disk)]))
     return 0
+
+
+def refuse_idle(options: argparse.Namespace, machines: Machines | None) -> None:
+    """Raises RequestError: an option has no effect beside another."""
+    idle = {"--variant": [] if options.variant is None else OF_FILES, "--ranks": ["draft"] if machines else []}
+    for other, names in idle.items():
+        for name in names:
+            if getattr(options, name) != NOT_GIVEN[name]:
+                raise RequestError(f"{written(name)} has no effect with {other}; leave one of them out")
 
 
 def stated_disk(options: argparse.Namespace) -> int | None:
@@ -138,9 +153,11 @@ def stated_disk(options: argparse.Namespace) -> int | None:
     return stated
 
 
-def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> Described:
-    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`."""
-    with_images = options.rank_count is None and not options.no_vision
+def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str, is_alone: bool) -> Described:
+    """The model of the options, with resident weights in `dtype`; its experts must allow the mode `expert_io`. One
+    machine that `is_alone` needs all of them, and reads images.
+    """
+    with_images = is_alone and not options.no_vision
     if options.variant is not None:
         return described_variant(ModelArgs.from_variant(options.variant), options.recipe, dtype)
     if is_remote(options.model) and isinstance(remote := Remote.look_up_or_cached(options.model), Remote):
@@ -154,7 +171,7 @@ def described(options: argparse.Namespace, dtype: mx.Dtype, expert_io: str) -> D
     folders = [user_path(folder) for folder in options.shards_in]
     weights = open_weights(resolve(options.model, shards_in=folders), folders)
     weights.check_mode(expert_io)
-    if options.rank_count is None:
+    if is_alone:
         weights.check_held(None)
     resident = resident_bytes(weights.shapes, dtype)
     dense = token_bytes(weights.args, weights.shapes, dtype)
@@ -190,14 +207,16 @@ def demanded(options: argparse.Namespace, model: Described, args: ModelArgs, dty
     return demand if model.weights is None else with_best_pool(demand, model.weights)
 
 
-def print_notes(plan: MemoryPlan, pool_is_given: bool) -> None:
+def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
     """Prints where the plan is not what the options ask for."""
     if plan.shortened:
         note(plan.shortened)
     if plan.enlarged:
         note(f"warning: {plan.enlarged}")
-    if plan.mode is not IoMode.PREAD and pool_is_given:
+    if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
+    if options.host_gb is not None and backend.name() != "cuda":
+        note("note: --host-gb has no effect without an NVIDIA GPU")
 
 
 def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
@@ -213,23 +232,20 @@ def table_lines(args: ModelArgs, tables: Mapping[int, TableFiles]) -> list[str]:
     return [line] if args.ngrams else []
 
 
-def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disks: Sequence[int]) -> list[str]:
-    """Lines on what `disks`, in bytes per second, allow: the time to read all experts, and, if these do not stay in
-    memory, tokens per second at several hit rates.
+def speed_lines(args: ModelArgs, layout: ExpertLayout, plan: MemoryPlan, disk: int) -> list[str]:
+    """Lines on what a disk of so many bytes per second allows: the time to read all experts, and, if these do not stay
+    in memory, tokens per second at several hit rates.
     """
-    names = [f"{disk / 1e9:.3g} GB/s" for disk in disks]
-    seconds = ", ".join(f"{plan.experts / disk:.1f} s at {name}" for disk, name in zip(disks, names, strict=True))
+    seconds = f"{plan.experts / disk:.1f} s at {disk / 1e9:.3g} GB/s"
     if plan.mode is IoMode.RESIDENT:
         return [f"experts are read once, at loading, which takes at least {seconds}"]
     if plan.stays:
         return [f"experts are mapped and stay in memory once they have been read, which takes at least {seconds}"]
     all_bytes = routed_bytes(args, layout)
     lines = [f"reading all experts once takes {seconds}"]
-    lines.append(f"{'at most, tokens/s':30}" + "".join(f"{name:>12}" for name in names))
     for rate in HIT_RATES:
         nbytes = all_bytes * (1 - rate)
-        bounds = "".join(f"{disk / nbytes:12.2f}" for disk in disks)
-        lines.append(f"{f'hit rate {rate:4.0%}: {in_gb(nbytes, 3)} a token':30}{bounds}")
+        lines.append(f"hit rate {rate:4.0%}: {in_gb(nbytes, 3)} a token, at most {disk / nbytes:.2f} tokens/s")
     return lines
 
 
@@ -273,7 +289,7 @@ def parser() -> argparse.ArgumentParser:
         "--disk-gb-per-s",
         type=float,
         metavar="GB",
-        help=f"read speed of the disk; default: {', '.join(f'{disk:g}' for disk in DISKS)} side by side",
+        help=f"read speed of the disk ({ASSUMED_DISK / 1e9:g})",
     )
     add("--measure-disk", action="store_true", help="measure the disk by reading experts of --model")
     add(

@@ -5,6 +5,7 @@ field, before anything else is done. Fields that describe training, vision or dr
 about tensors.
 """
 
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Mapping
@@ -228,8 +229,12 @@ def family_name(config: JsonObject) -> str:
     for name in (text.optional("model_type", str, outer), outer):
         if name.removesuffix("_text") in FAMILIES:
             return name.removesuffix("_text")
-    meant = did_you_mean(outer, FAMILIES) or "; `moeflux models` lists models that are"
-    raise ConfigError(f"model_type {reprlib.repr(outer)} is not supported{meant}")
+    known = "; `moeflux models` lists models that are"
+    if re.search("expert|moe", str(config), re.IGNORECASE):
+        known = did_you_mean(outer, FAMILIES) or known
+    else:
+        known = f": it has no experts, and only Mixture-of-Experts models run here{known}"
+    raise ConfigError(f"model_type {reprlib.repr(outer)} is not supported{known}")
 
 
 def variants() -> list[str]:

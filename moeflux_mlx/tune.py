@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
         find(shapes, options.minutes, file)
     else:
         print("there are no tiles to tune: only on Apple GPUs others than the built-in ones may be faster")
-    if options.model is not None and Path(options.model).is_dir():
-        find_pool(Path(options.model), options.minutes)
+    if options.model is not None and (path := user_path(options.model)).exists():
+        find_pool(path, options.minutes)
     return 0
 
 
@@ -84,7 +84,7 @@ def find_pool(path: Path, minutes: float) -> None:
         speeds[pool] = speed_with(path, pool, 60 * minutes / len(sizes))
         print(f"expert pool of {pool / 1e9:.2f} GB: {speeds[pool]:.2f} tokens/s", flush=True)
     best = best_of(speeds)
-    keep_pool(path, layout.total_bytes, best)
+    keep_pool(weights.path, layout.total_bytes, best)
     print(f"a pool of {best / 1e9:.2f} GB is best for {path}; see {pool_file()}")
 
 
@@ -165,12 +165,12 @@ def shown(file: Path) -> list[str]:
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         "tune",
-        "If --model is a directory and does not fit in memory, find the best size of its expert pool. On an Apple GPU "
-        "also try other tiles of the kernels at the model's shapes and keep the faster ones; the last bits of outputs "
-        "may change. The results are stored for all later runs. Takes one to three minutes.",
+        "If --model is here and does not fit in memory, find the best size of its expert pool. On "
+        "an Apple GPU also try other tiles of the kernels at the model's shapes and keep the faster ones; the last "
+        "bits of outputs may change. The results are stored for all later runs. Takes one to three minutes.",
     )
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--model", help="directory, or Hugging Face repo id (only shapes are read); default: demo")
+    which.add_argument("--model", help="directory, GGUF file, or Hub repo id (only shapes are read); default: demo")
     add_variant(which.add_argument)
     made.add_argument(
         "--file", metavar="FILE", help="file of tiles, for --tiles; default: in the user's cache directory"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moeflux_mlx.cli.main import COMMANDS, main
-from moeflux_mlx.families.registry import FAMILIES
+from moeflux_mlx.families.registry import FAMILIES, GGUF
 from moeflux_mlx.files import read_json
 from moeflux_mlx.spec import family_name, variants
 
@@ -178,6 +178,19 @@ def test_the_architecture_names_every_command():
 def test_the_manual_names_every_family():
     families = re.search(r"The families are ([^.]+)\.", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"))
     assert set(re.findall(r"`(\w+)`", families[1])) == set(FAMILIES)
+
+
+def test_the_manual_names_every_architecture_of_gguf():
+    text = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8").split("| architecture | models |")[1]
+    assert set(re.findall(r"^\| `([\w-]+)`", text.split("\n\n")[0], re.MULTILINE)) == set(GGUF)
+    assert f"of {len(GGUF)} architectures run too" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=NAMES)
+def test_a_list_of_contents_is_complete(text):
+    content = text.read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[[^\]]*\]\(#([^)]+)\)$", content, re.MULTILINE)
+    assert not listed or set(listed) == anchors("\n".join(re.findall(r"^## .*$", content, re.MULTILINE)))
 
 
 def test_a_wrong_name_is_found():

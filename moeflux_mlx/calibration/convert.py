@@ -1,5 +1,6 @@
 """Conversions that first run the model over a text: to round each matrix for its inputs, and to choose bits."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from ..rounding.methods import FIT
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper, load_tokenizer
 from .budget import spend
-from .errors import MeasuringRun, read_options
+from .errors import FORMS, MeasuringRun, bytes_of, read_options
 from .layers import digest_of
 from .needs import Needs, needs_of
 from .rounding import CALIBRATED_METHODS, Calibrated, Rounder, RoundingRun
@@ -62,6 +63,11 @@ class Calibration:
     target_gb: float | None = None
     memory_gb: float | None = None
     dtype: mx.Dtype = mx.bfloat16
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the bits of routed experts are chosen for a size."""
+        return self.target_bits is not None or self.target_gb is not None
 
     def check(self) -> None:
         """Raises ConfigError: values that do not go together, or are unknown."""
@@ -102,7 +108,7 @@ def convert_calibrated(
         raise ConfigError("--calibrate reads the checkpoint several times; leave out --delete-source")
     path = user_path(hf_path)
     made, args = _begun(path, calibration, report)
-    if calibration.target_bits is not None or calibration.target_gb is not None:
+    if calibration.has_budget:
         recipe = made.within_budget(args, Recipe.of(BASE if recipe is None else recipe))
     wanted = _wanted(recipe, options)
     wanted.check(is_calibrated=True)
@@ -122,6 +128,8 @@ def plan_calibrated(
         ConfigError, ModelFileError, RequestError, TokenizerError: as `convert_calibrated`.
     """
     made, args = _begun(user_path(hf_path), calibration)
+    if calibration.has_budget:
+        made.budget(args, Recipe.of(BASE if recipe is None else recipe))
     return made.planned(args, _wanted(recipe, options))[1]
 
 
@@ -180,12 +188,12 @@ class _Conversion:
 
     def within_budget(self, args: ModelArgs, base: Recipe) -> Recipe:
         """The recipe that spends the budget on the routed experts."""
+        budget, bits = self.budget(args, base), self.calibration.target_bits
         folder = self.calibration.folder / "measured"
         run = MeasuringRun(self.weights, self.texts, folder, self.calibration.dtype, name=self.name)
         run.run(lambda share: self._report(share, "measuring errors"))
         weights = _weights_of(self.weights.layout)
         options = read_options(folder, args.moe_layers, weights)
-        budget, bits = self._budget(args, base), self.calibration.target_bits
         while True:
             chosen = spend(options, budget)
             name = f"{self.calibration.target_gb:g} GB" if bits is None else f"{bits:g} bits"
@@ -198,15 +206,28 @@ class _Conversion:
                 return recipe
             budget -= excess  # of padding between records
 
-    def _budget(self, args: ModelArgs, base: Recipe) -> int:
-        """Bytes for the routed experts."""
+    def budget(self, args: ModelArgs, base: Recipe) -> int:
+        """Bytes for the routed experts.
+
+        Raises:
+            ConfigError: their smallest form takes more.
+        """
+        target_bits, target_gb = self.calibration.target_bits, self.calibration.target_gb
         total = sum(_weights_of(self.weights.layout).values()) * len(args.moe_layers)
-        if self.calibration.target_bits is not None:
-            return int(total * self.calibration.target_bits / 8)
-        plan = make_plan(self.checkpoint, args, Wanted.of(recipe=base))
-        others = sum(unit.size for unit in plan.units if not isinstance(unit, LayerFile))
-        assert self.calibration.target_gb is not None
-        return int(self.calibration.target_gb * 1e9) - others
+        least = min(bytes_of(quant, total) for quant in FORMS)
+        if target_bits is not None:
+            budget, enough = int(total * target_bits / 8), f"--target-bits {8 * least / total:g}"
+        else:
+            assert target_gb is not None
+            plan = make_plan(self.checkpoint, args, Wanted.of(recipe=base))
+            budget = int(target_gb * 1e9) - sum(unit.size for unit in plan.units if not isinstance(unit, LayerFile))
+            enough = f"--target-gb {math.ceil(1e3 * target_gb + (least - budget) / 1e6) / 1e3:g}"
+        if budget < least:
+            raise ConfigError(
+                f"the budget is too small: a weight of the routed experts takes {8 * least / total:g} bits or more; "
+                f"give at least {enough}"
+            )
+        return budget
 
     def _size(self, args: ModelArgs, recipe: Recipe) -> int:
         return make_plan(self.checkpoint, args, Wanted.of(recipe=recipe)).total_bytes

@@ -15,7 +15,7 @@ from ..engine.reach import (
     Speed,
 )
 from ..errors import RequestError
-from .options import NOT_GIVEN, gigabytes
+from .options import NOT_GIVEN, gigabytes, written
 
 PROMPTS = (512, 4096)
 OWN = ("chips", "variant", "ram_gb", "disk_gb_per_s")  # the options that matter here
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in OWN and value}
     others = [name for name, value in given.items() if value != NOT_GIVEN.get(name)]
     if others:
-        raise RequestError(f"--{others[0].replace('_', '-')} has no effect with --chip; leave one of them out")
+        raise RequestError(f"{written(others[0])} has no effect with --chip; leave one of them out")
     memory, disk = gigabytes("--ram-gb", options.ram_gb), gigabytes("--disk-gb-per-s", options.disk_gb_per_s)
     reach = Reach(options.variant)
     print("\n".join(lines_of(options.variant, reach, [Mac.of(name, memory, disk) for name in options.chips])))

@@ -19,9 +19,8 @@ from ..formats.record import ExpertLayout
 from ..model.tensors import variant_bytes
 from ..spec import ModelArgs, variants
 from ..tools.checkup import product_rate
-from .planning import memory_in_all, routed_bytes
+from .planning import ASSUMED_DISK, memory_in_all, routed_bytes
 
-ASSUMED_DISK = int(5e9)  # bytes per second, about what drives of Macs read
 COMFORTABLE = 5.0  # tokens per second, about as fast as people read
 
 

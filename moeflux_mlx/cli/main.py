@@ -8,6 +8,7 @@ from ..errors import did_you_mean
 from ..process import check_mlx
 from ..version import described
 from .interrupts import end_at_once
+from .terminal import say
 
 COMMANDS = {
     "generate": ("moeflux_mlx.generate.__main__", "generate text for one prompt"),
@@ -38,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_mlx()
         return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:])
     if words == ["--version"]:
-        print(f"moeflux-mlx {described()}")
+        say(f"moeflux-mlx {described()}")
         return 0
     if words and words[0] not in ("-h", "--help"):
         meant = did_you_mean(words[0], COMMANDS)
         print(f"error: no command {words[0]!r}; there are: {', '.join(COMMANDS)}{meant}", file=sys.stderr)
         return 2
-    print(usage())
+    say(usage())
     return 0 if words else 2
 
 

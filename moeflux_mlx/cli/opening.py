@@ -18,7 +18,7 @@ from ..experts.resident import ReadProgress
 from ..experts.source import IoMode
 from ..ops.backend import computes_natively, has_kernels, name
 from ..state.prompt_store import PromptDirectory, PromptFile, PromptStore
-from .options import NOT_GIVEN, dtype_of, settings_of
+from .options import NOT_GIVEN, dtype_of, file_to_write, settings_of, written
 from .terminal import ProgressLine, note
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def open_optional(options: argparse.Namespace, model: str | Path | None, **other
 def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
     """Prints a line about the options that have no effect, for each reason."""
     given = {
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(options).items()
-        if value is not None and value != NOT_GIVEN.get(name)
+        written(name) for name, value in vars(options).items() if value is not None and value != NOT_GIVEN.get(name)
     }
     dtype = dtype_of(options) or default_dtype()
     is_local = options.model is None or Path(options.model).exists()
@@ -106,17 +104,28 @@ def note_idle_options(options: argparse.Namespace, mode: IoMode) -> None:
             note(f"note: {', '.join(names)} {'have' if len(names) > 1 else 'has'} no effect {reason}")
 
 
-def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
-    """The store of prompts that the options select, or None.
+def check_store(options: argparse.Namespace) -> None:
+    """Makes sure, before a model is loaded, that the options name at most one place for prompts, which can have them.
 
     Raises:
-        RequestError: two places, or an invalid size. PromptCacheError: the place cannot be used.
+        RequestError: two places, an invalid size, or a file that cannot be written.
     """
     file = getattr(options, "prompt_cache_file", None)
     if file is not None and options.prompt_cache_dir is not None:
         raise RequestError("--prompt-cache-file and --prompt-cache-dir exclude each other; give one of them")
     if not options.prompt_cache_gb > 0:
         raise RequestError(f"--prompt-cache-gb is {options.prompt_cache_gb}; it must be positive")
+    if file is not None:
+        file_to_write("--prompt-cache-file", file)
+
+
+def open_store(options: argparse.Namespace, engine: Engine) -> PromptStore | None:
+    """The store of prompts that the options, which `check_store` allows, select, or None.
+
+    Raises:
+        PromptCacheError: the place cannot be used.
+    """
+    file = getattr(options, "prompt_cache_file", None)
     if file is not None:
         return PromptFile(file, engine.fingerprint)
     if options.prompt_cache_dir is not None:

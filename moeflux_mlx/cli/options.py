@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,16 +10,13 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from ..engine.expert_io import MODES
-from ..engine.generation import check_max_tokens
 from ..engine.heads import DRAFTS
 from ..engine.keep_warm import MODES as KEEP_WARM
 from ..engine.kv_bits import KV_BITS
 from ..engine.load_settings import LoadSettings
-from ..engine.sampling import make_logits_processors, make_sampler
-from ..engine.session import AnswerOptions
 from ..engine.warm_start import MODES as WARM_START
 from ..errors import RequestError
-from ..files import JsonDict
+from ..files import JsonDict, user_path
 from ..ops.native import ACTIVATIONS
 from ..vision.pixels import IMAGE_ROWS
 
@@ -27,10 +24,8 @@ OptionValue: TypeAlias = Any  # what argparse makes of an option: its type is th
 Adder = Callable[..., argparse.Action]  # `add_argument` of a parser or of a group
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_CACHE_GB = 10.0
-PENALTY = "weaken the logits of recent tokens by this factor"
-SAMPLER = ("temp", "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
-REPETITION = ("repetition_penalty", "repetition_context_size")
 NOT_OPTIONS = ("vision", "least_context")  # settings of other names, or that the server alone has
+OTHER_NAMES = {"rank_count": "ranks"}  # what options are called where argparse stores them under another name
 # Defaults of options; None for all others.
 NOT_GIVEN = {
     **{
@@ -70,8 +65,10 @@ def settings_of(options: argparse.Namespace, model: str | Path | None) -> LoadSe
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
-    """With `several`, models are in `models`, which is None if none is given."""
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False, answers: bool = True) -> None:
+    """Adds the options of models. With `several`, these are in `models`, which is None if none is given. A command that
+    `answers` has a chat template's variables, and notes which experts it uses.
+    """
     add = parser.add_argument_group("model").add_argument
     model = "directory, GGUF file, or repo id org/name (GGUF: org/name:Q4_K_M); default: the demo model in the package"
     if several:
@@ -87,12 +84,10 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     add_activations(add)
     add_kv_bits(add)
     add_vision(add)
-    add(
-        "--chat-template-config",
-        default="{}",
-        metavar="JSON",
-        help="variables for the chat template (%(default)s)",
-    )
+    if answers:
+        add(
+            "--chat-template-config", default="{}", metavar="JSON", help="variables for the chat template (%(default)s)"
+        )
     add = parser.add_argument_group("memory and expert I/O").add_argument
     add_expert_io(add)
     add_memory(add)
@@ -103,13 +98,14 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         help="whether experts are read ahead (%(default)s)",
     )
     add_keep_warm(add)
-    add(
-        "--warm-start",
-        choices=WARM_START,
-        default="auto",
-        help="whether free memory is filled with the experts that earlier sessions used most, and this session's are "
-        "noted (%(default)s, or the value of MOEFLUX_WARM_START)",
-    )
+    if answers:
+        add(
+            "--warm-start",
+            choices=WARM_START,
+            default="auto",
+            help="whether free memory is filled with the experts that earlier sessions used most, and this session's "
+            "are noted (%(default)s, or the value of MOEFLUX_WARM_START)",
+        )
     add(
         "--context",
         type=int,
@@ -258,61 +254,6 @@ def add_prompt_sizes(add: Adder) -> None:
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("answer").add_argument
-    add(
-        "--max-tokens",
-        "-m",
-        type=int,
-        default=256,
-        metavar="N",
-        help="stop after this many tokens; -1: no limit (%(default)s)",
-    )
-    add("--temp", type=float, default=0.0, help="sampling temperature; 0: most likely token (%(default)s)")
-    add(
-        "--top-p",
-        type=float,
-        default=0.0,
-        help="keep the smallest set of likely tokens whose probabilities add up to this; 0: off",
-    )
-    add("--top-k", type=int, default=0, help="keep this many of the most likely tokens; 0: off")
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        help="drop tokens whose probability is below this share of the most likely token's; 0: off",
-    )
-    add_xtc(add)
-    add("--repetition-penalty", type=float, metavar="P", help=f"{PENALTY}; default: off")
-    add_context_size(add)
-    add("--seed", type=int, metavar="N", help="seed of the random numbers, for repeatable sampling")
-
-
-def add_xtc(add: Adder) -> None:
-    add(
-        "--xtc-probability",
-        type=float,
-        metavar="P",
-        help="probability with which a step loses its most likely tokens, for varied text; default: off",
-    )
-    add(
-        "--xtc-threshold",
-        type=float,
-        metavar="P",
-        help="with --xtc-probability, drop each token that is more likely than the least likely one above this; "
-        "default: 0.1",
-    )
-
-
-def add_context_size(add: Adder) -> None:
-    add(
-        "--repetition-context-size",
-        type=int,
-        metavar="N",
-        help="how many of the last tokens of prompt and answer --repetition-penalty weakens; default: 20",
-    )
-
-
 def add_prompt_cache_options(parser: argparse.ArgumentParser, with_file: bool) -> None:
     add = parser.add_argument_group("prompt cache").add_argument
     if with_file:
@@ -346,30 +287,23 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return None if value is None else int(value * 1e9)
 
 
-def sampling(options: argparse.Namespace, xtc_special_tokens: Sequence[int] = ()) -> AnswerOptions:
-    """Arguments of `stream_generate`; seeds the random numbers.
+def file_to_write(option: str, name: str) -> Path:
+    """The path of the file that an option names, which is written later.
 
     Raises:
-        RequestError: a value is out of range.
+        RequestError: it cannot be one, because it is a directory or has none.
     """
-    check_max_tokens(options.max_tokens)  # before a long prompt has been computed
-    if options.seed is not None:
-        mx.random.seed(check_seed(options.seed))
-    return {
-        "max_tokens": options.max_tokens,
-        "sampler": make_sampler(**given(options, SAMPLER), xtc_special_tokens=xtc_special_tokens),
-        "logits_processors": make_logits_processors(**given(options, REPETITION)),
-    }
+    path = user_path(name)
+    if path.is_dir():
+        raise RequestError(f"{option} is {name}, which is a directory; give the name of a file")
+    if not path.parent.is_dir():
+        raise RequestError(f"{option} is {name}, and there is no directory {path.parent}; make it first")
+    return path
 
 
-def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, OptionValue]:
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-def check_seed(seed: int) -> int:
-    if not 0 <= seed < 2**64:
-        raise RequestError(f"--seed {seed} is not between 0 and 2**64 - 1")
-    return seed
+def written(name: str) -> str:
+    """The option that argparse stores as `name`, as users write it."""
+    return f"--{OTHER_NAMES.get(name, name).replace('_', '-')}"
 
 
 def parse_template_config(text: str) -> JsonDict:

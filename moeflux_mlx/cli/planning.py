@@ -19,6 +19,7 @@ from ..formats.record import ExpertLayout
 from ..spec import ModelArgs
 from .options import gigabytes
 
+ASSUMED_DISK = int(5e9)  # bytes per second where none is measured or given, about what drives of Macs read
 MEASURED_BYTES = 1 << 30
 IN_FLIGHT = 16  # reads queued at once for each drive when it is measured
 

@@ -4,7 +4,6 @@ Arithmetic on a plan, for machines that are alike. Computing is left out on both
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +60,7 @@ def rank_lines(
     alone: MemoryPlan,
     each: MemoryPlan,
     machines: Machines,
-    disks: Sequence[int],
+    disk: int,
 ) -> list[str]:
     """How `machines` compare with one of them.
 
@@ -69,7 +68,7 @@ def rank_lines(
         layout: of all experts.
         alone: the plan of one machine.
         each: of one of several.
-        disks: bytes per second of each machine's.
+        disk: bytes per second of each machine's.
     """
     N, layers = machines.ranks, len(layout.moe_layers)
     own, span = layout.total_bytes // N, min(alone.sizes.span, alone.context)
@@ -77,23 +76,20 @@ def rank_lines(
     held = own if each.stays else min(each.pool, own)
     rows = args.num_experts_per_tok * args.hidden_size * FLOAT_BYTES * layers
     link = span * rows * (N - 1) / N / machines.rate
-    single = [_token_seconds(args, layout, alone, 1, disk) for disk in disks]
-    several = [_token_seconds(args, layout, each, N, disk) + exchange for disk in disks]
-    reading = 0.0 if alone.stays else float(layout.total_bytes)
-    prompt_single = [reading / disk for disk in disks]
-    prompt_several = [max(0.0 if each.stays else own / disk, link) for disk in disks]
+    single = _token_seconds(args, layout, alone, 1, disk)
+    several = _token_seconds(args, layout, each, N, disk) + exchange
+    prompt_single = 0.0 if alone.stays else layout.total_bytes / disk
+    prompt_several = max(0.0 if each.stays else own / disk, link)
     return [
         f"{N} machines: each holds {held / 1e9:.1f} of its {own / 1e9:.1f} GB of experts, all together "
         f"{min(N * held / layout.total_bytes, 1):.0%}; one alone {_share(alone, layout):.0%}",
         f"an exchange of rows for each of {layers} layers takes {exchange * 1000:.1f} ms of a token",
-        f"{'without computing, at most':30}" + "".join(f"{f'{disk / 1e9:.3g} GB/s':>12}" for disk in disks),
-        f"{'tokens/s, 1 machine':30}" + "".join(_rate(seconds) for seconds in single),
-        f"{f'tokens/s, {N} machines':30}" + "".join(_rate(seconds) for seconds in several),
-        f"{f'{span} tokens, 1 machine':30}" + "".join(f"{seconds:10.1f} s" for seconds in prompt_single),
-        f"{f'{span} tokens, {N} machines':30}" + "".join(f"{seconds:10.1f} s" for seconds in prompt_several)
-        + f"  (link alone {link:.1f} s)",
-        f"one machine is faster for answers {_where(disks, single, several)}, "
-        f"for prompts {_where(disks, prompt_single, prompt_several)}",
+        f"at most, without computing, with disks of {disk / 1e9:.3g} GB/s:",
+        f"{'tokens/s, 1 machine':30}{_rate(single)}",
+        f"{f'tokens/s, {N} machines':30}{_rate(several)}",
+        f"{f'{span} tokens, 1 machine':30}{prompt_single:10.1f} s",
+        f"{f'{span} tokens, {N} machines':30}{prompt_several:10.1f} s  (link alone {link:.1f} s)",
+        f"faster for answers: {_faster(N, single, several)}; for prompts: {_faster(N, prompt_single, prompt_several)}",
     ]  # fmt: skip
 
 
@@ -125,10 +121,9 @@ def _busiest(experts: int, ranks: int, missing: float) -> float:
     return float(np.max(counts, axis=0).mean())
 
 
-def _where(disks: Sequence[int], single: Sequence[float], several: Sequence[float]) -> str:
-    """The disks with which one machine takes no longer than several."""
-    fast_enough = [f"{disk / 1e9:g} GB/s" for disk, a, b in zip(disks, single, several, strict=True) if a <= b]
-    return f"with {', '.join(fast_enough)}" if fast_enough else "nowhere"
+def _faster(count: int, single: float, several: float) -> str:
+    """Which takes fewer seconds: one machine, or `count`."""
+    return "1 machine" if single <= several else f"{count} machines"
 
 
 def _rate(seconds: float) -> str:

@@ -41,8 +41,9 @@ from .diagnosis import (
     thread_lines,
     value_lines,
 )
-from .known_models import ASSUMED_DISK, Fit, Machine, known_models
+from .known_models import Fit, Machine, known_models
 from .known_models import table as table_of_models
+from .planning import ASSUMED_DISK
 from .terminal import note
 
 FILE = "moeflux-report.txt"

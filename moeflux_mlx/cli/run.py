@@ -13,7 +13,7 @@ from ..engine.settings import allow_open_files, set_variables
 from ..errors import MoefluxError, MoefluxWarning, RequestError, did_you_mean
 from ..ops.limits import within_limits
 from .interrupts import INTERRUPTED, raise_again
-from .terminal import note
+from .terminal import give_up_stdout, note
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)  # errors of writing to stdout
 
@@ -25,9 +25,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=program(command), description=description)
 
     def error(self, message: str) -> NoReturn:
-        unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
-        is_unknown = message.startswith("unrecognized arguments") and unknown
-        meant = did_you_mean(unknown[0], self._option_string_actions) if is_unknown else ""
+        unknown, meant = [word.split("=")[0] for word in message.split() if word.startswith("-")], ""
+        if message.startswith("unrecognized arguments"):
+            if unknown:
+                meant = did_you_mean(unknown[0], self._option_string_actions)
+            elif "--model" in self._option_string_actions:
+                meant = "; a model is given with --model"
         self.exit(2, f"error: {message}{meant}; {self.prog} --help lists the options\n")
 
 
@@ -58,11 +61,11 @@ def execute(run: Callable[[argparse.Namespace], int], options: argparse.Namespac
         except MoefluxError as error:
             note(f"error: {error}")
         except BrokenPipeError:  # the reader of the text has gone
-            _give_up_stdout()
+            give_up_stdout()
         except OSError as error:
             is_output = error.errno in UNWRITABLE and error.filename is None
             if is_output:
-                _give_up_stdout()
+                give_up_stdout()
             note(f"error: the output cannot be written: {error.strerror}" if is_output else f"error: {error}")
         except KeyboardInterrupt:
             return INTERRUPTED
@@ -94,11 +97,6 @@ def prepare_streams(writes: bool) -> None:
 def _nowhere(mode: str) -> TextIO:
     """The null device, at the lowest descriptor that is free; it stays open."""
     return cast(TextIO, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, closefd=False))
-
-
-def _give_up_stdout() -> None:
-    """Keeps the interpreter from flushing to a closed stdout at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

@@ -23,16 +23,9 @@ from ..model.step import MAX_ROWS
 from ..spec import ModelArgs
 from ..text.tokenizer import load_tokenizer
 from ..vision.vision import open_reader
-from .opening import open_store
-from .options import (
-    PENALTY,
-    REPETITION,
-    SAMPLER,
-    add_context_size,
-    add_xtc,
-    given,
-    parse_template_config,
-)
+from .opening import check_store, open_store
+from .options import parse_template_config
+from .sampling import PENALTY, REPETITION, SAMPLER, add_context_size, add_xtc, given
 from .terminal import note
 
 if TYPE_CHECKING:
@@ -120,6 +113,7 @@ def serve_with(
 
 def _check_values(options: argparse.Namespace) -> None:
     """Raises RequestError: a value is out of range."""
+    check_store(options)
     for name, value in (("sessions", options.sessions), ("queue", options.queue), ("parallel", options.parallel)):
         if value is not None and value < 1:
             raise RequestError(f"--{name} is {value}; it must be at least 1")

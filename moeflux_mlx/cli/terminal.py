@@ -1,6 +1,7 @@
 """Output to a terminal and input from it: lines on stderr, progress, interruption."""
 
 import contextlib
+import os
 import re
 import resource
 import shutil
@@ -24,6 +25,19 @@ def note(text: str) -> None:
     """Prints lines on stderr; a closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Prints lines on stdout; it does not matter if their reader has gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        give_up_stdout()
+
+
+def give_up_stdout() -> None:
+    """Keeps the interpreter from flushing to a closed stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def agree(what: str, yes: bool) -> None:

@@ -4,6 +4,7 @@ mapped, read when experts are needed, or read once. A plan that cannot work is r
 This is arithmetic on a configuration and a few figures; it opens no file and allocates nothing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -268,13 +269,14 @@ class Planner:
         figures, resident = self.figures, self.demand.resident
         least, kept = self._least(mode), figures.memory - self._room
         why = "headroom" if kept == headroom_bytes(figures.memory) else "beyond what Metal recommends to use"
+        whole, kept_text = f"{figures.name} of {in_gb(figures.memory)}", f", {in_gb(kept)} {why}"
         if self._room == figures.limit:
-            why = "beyond --memory-gb"
+            whole, kept_text = f"--memory-gb, {in_gb(figures.limit)}", ""
         pool = max(self.demand.expert_cache_bytes or 0, least) if mode is IoMode.PREAD else least
         text = (
-            f"this does not fit {figures.name} of {in_gb(figures.memory)}: {in_gb(resident)} resident weights, "
+            f"this does not fit {whole}: {in_gb(resident)} resident weights, "
             f"{in_gb(state)} for a context of {context}, {in_gb(fixed - resident - state)} temporary, "
-            f"{in_gb(pool)} {EXPERTS_OF[mode]}, {in_gb(kept)} {why}"
+            f"{in_gb(pool)} {EXPERTS_OF[mode]}{kept_text}"
         )
         spare = self._room - fixed
         fewer = figures.gathered._replace(operations=OWN.operations)
@@ -291,7 +293,10 @@ class Planner:
             need = max(need, fixed + pool + LEAST_HEADROOM)
         if figures.usable_working_set is not None:  # other Macs allow a similar share of their memory
             need = max(need, (fixed + pool) * figures.memory / figures.usable_working_set)
-        text += f"; {in_gb(need)} of memory would do"
+        if fixed + pool <= room(replace(figures, limit=None)):  # only the limit is too low
+            text += f"; --memory-gb {math.ceil((fixed + pool) / 1e7) / 100:.2f} would do"
+        else:
+            text += f"; {in_gb(need)} of memory would do" + ("" if kept_text else ", without --memory-gb")
         streams = mode is not IoMode.PREAD and spare >= self._least_pool
         return f"{text}; --expert-io pread needs no more than there is" if streams else text
 

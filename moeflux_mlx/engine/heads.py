@@ -83,7 +83,7 @@ def choose_drafts(draft: str | Path, weights: ModelWeights | None, planner: Plan
     head = _head(weights, planner.args, user_path(draft) if is_folder else None)
     if head is None:
         where = draft if is_folder else weights.path if weights is not None else "what is known of the model"
-        raise ModelFileError(f"{where} holds no draft head for this model; leave draft at auto")
+        raise ModelFileError(f"{where} holds no draft head for this model; draft can be auto or lookup")
     return _with_head(head, looking, dtype)
 
 

@@ -66,7 +66,9 @@ class LoadSettings:
         for name in COUNTS:
             count = getattr(self, name)
             if count is not None and (not isinstance(count, int) or count < 1):
-                raise RequestError(f"{name} is {count!r}; it must be a positive integer, or None for the best value")
+                raise RequestError(
+                    f"{name} is {count!r}; it must be a positive integer; leave it out for the best value"
+                )
         if self.host_bytes is not None and (not isinstance(self.host_bytes, int) or self.host_bytes < 0):
             raise RequestError(f"host_bytes is {self.host_bytes!r}; it must be 0, a positive integer, or None for all")
 

@@ -204,7 +204,8 @@ class PoolLimit:
         """Begins a call that takes up to `need` bytes; the pool leaves room for them until the next call begins."""
         if need > self._need:
             self._looked = -math.inf
-        self._need, self._others, self._left = need, self._used() - self._pool, math.inf
+        others = self._used() - self._pool if self.sources else 0  # a file of the system is read for it
+        self._need, self._others, self._left = need, others, math.inf
 
     def __call__(self, pool: int) -> int:
         """Bytes that the pool may take; it now takes `pool` bytes."""

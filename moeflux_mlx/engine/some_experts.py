@@ -15,7 +15,7 @@ from ..ops.backend import AnyArray, computes_at_once, of_kind
 from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
-from ..ops.records import Records, is_read
+from ..ops.records import Records, is_read, with_record
 from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 
@@ -34,7 +34,7 @@ class SomeExperts:
     """
 
     def __init__(self, record: Record, experts: int, top_k: int, place: str):
-        self.count, self.is_resident = top_k, place == RESIDENT
+        self.count, self.is_resident, self.is_queued = top_k, place == RESIDENT, place == QUEUED
         shape = experts if self.is_resident else top_k, record.stride // 4
         self.memory = np.zeros(shape, np.uint32)
         memory: Any = mx.zeros(shape, mx.uint32)
@@ -42,28 +42,33 @@ class SomeExperts:
             memory = (memory,) * BUFFERS
         elif place == STREAMED and backend.name() == "cuda":
             memory = (mx.zeros(record.held_bytes // 4, mx.uint32),) * top_k
-        elif place == QUEUED:
+        elif self.is_queued:
             memory = mx.zeros(experts, mx.uint64)  # addresses
         self.array = Records(memory, record)
 
     def __call__(
         self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
     ) -> AnyArray:
-        records = Records(self.memory, self.array.record) if computes_at_once(x) else self.array
+        here = computes_at_once(x)
+        records = Records(self.memory, self.array.record) if here else self.array
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
         weights = of_kind(np.zeros(slots.shape, np.float32), x)
         if len(x) > MAX_TOKENS:
             return self._in_prompt(slots, records, x, weights, residual, shared)
+        if self.is_queued and routing.choice is not None:
+            with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
+            return chosen_ffn(x, routing.choice, records, residual, shared, len(records.memory), [])
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
-        return expert_ffn(x, of_kind(slots, x), records, weights, residual, shared)
+        at: AnyArray = slots if here else mx.array(slots.astype(np.uint32))  # texts depend on the dtype
+        return expert_ffn(x, at, records, weights, residual, shared)
 
     def _in_prompt(
         self, slots: np.ndarray, records: Records, x: AnyArray, weights: AnyArray, residual: AnyArray, shared: AnyArray
     ) -> Any:
         on_units = not refusal(backend.dtype_of(x), records.record)
         if on_units and self.is_resident:
-            sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
+            sort_by_expert(mx.array(slots), len(self.memory))
         slots[1:] = self.count - 1  # so some experts have few rows, and one has many
         counts = np.bincount(slots.reshape(-1))
         rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)

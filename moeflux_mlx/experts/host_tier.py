@@ -2,14 +2,25 @@
 of reading the disk.
 
 A record stays in the place that it was read into, so keeping it copies nothing. What is on the GPU may be in host
-memory too. When there is no room, the record goes that was used least of late, on the GPU or not.
+memory too. When there is no room, the record goes that was used least of late, on the GPU or not. Kernels of layers
+that are queued ahead read the records where they are (`record_table.py`).
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import mlx.core as mx
 
 from ..formats.record import Key
 from .places import Places
 from .ranking import Ranking
+
+
+@dataclass(eq=False)
+class HostRecord:
+    """A record in host memory, as an array [words] that kernels can read until its place is settled."""
+
+    device: mx.array
 
 
 class HostTier:
@@ -21,13 +32,18 @@ class HostTier:
     Args:
         ranking: of the pool on the GPU; its counts are those of the host's records too.
         records: the most records, until `resize`.
+        changed: is called when a record comes or goes.
 
     Attributes:
         kept: the place of each record.
+        lent: places whose records tables may have had since they were read.
+        readers: what must be evaluated before such a place is used again.
     """
 
-    def __init__(self, places: Places, ranking: Ranking, records: int):
-        self.places, self.records = places, records
+    def __init__(self, places: Places, ranking: Ranking, records: int, changed: Callable[[Key], object]):
+        self.places, self.records, self._changed = places, records, changed
+        self.lent = set[int]()
+        self.readers: mx.array | None = None
         self.ranking = ranking.beside()
         self.kept: dict[Key, int] = {}
 
@@ -46,6 +62,7 @@ class HostTier:
         """The place of a record, which belongs to the caller from now on."""
         place = self.kept.pop(key)
         self.ranking.leave(key)
+        self._changed(key)
         return place
 
     def keep(self, key: Key, place: int) -> None:
@@ -57,6 +74,13 @@ class HostTier:
             self.give_up()
         self.kept[key] = place
         self.ranking.enter(key)
+        self._changed(key)
+
+    def settle(self, place: int) -> None:
+        """Waits for what may read the place, which is to be used again."""
+        if place in self.lent and self.readers is not None:
+            mx.eval(self.readers)
+        self.lent.discard(place)
 
     def give_up(self) -> None:
         """Frees the place of the record that was used least of late."""
@@ -77,6 +101,7 @@ class HostTier:
                 self.take(key)
                 if self.places.free:
                     free = self.places.free[0]
+                    self.settle(free)
                     self.places.row(free)[:] = self.places.row(place)
                     taken = self.places.take()
                     assert taken == free

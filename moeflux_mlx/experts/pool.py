@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Key, Record
+from .host_tier import HostRecord
 from .places import AddressRange, Adopt, Buffers, Places
 from .ranking import Ranking
 from .reads import as_they_end
@@ -67,7 +68,8 @@ class SlotPool:
         self.copied = staging is not None
         self.most = slots if most is None else most
         self.ranking = Ranking(step)
-        self.staging = None if staging is None else Staging(nbytes, staging, self.ranking, host)
+        self._tables = Tables()
+        self.staging = None if staging is None else Staging(nbytes, staging, self.ranking, host, self._tables.note)
         self.places: Places
         if self.staging is not None:
             self.places = self.staging.places
@@ -85,7 +87,6 @@ class SlotPool:
         self.intended: set[Key] = set()
         self.foretold: set[Key] = set()
         self.has_been_full = False
-        self._tables = Tables()
 
     @property
     def held_bytes(self) -> int:
@@ -223,13 +224,19 @@ class SlotPool:
         return self.places.memory, np.array([slot.row for slot in slots], np.int32)
 
     def table(self, layer: int, record: Record, experts: int) -> RecordTable | None:
-        """The layer's records that have arrived in the device's memory; None if there are none."""
+        """The layer's records that kernels can read, on the device or the host; None if there are none."""
 
-        def slot_of(expert: int) -> Slot | None:
+        def slot_of(expert: int) -> Slot | HostRecord | None:
             slot = self._used.get((layer, expert))
-            return slot if slot is not None and slot.device is not None and slot.read is None else None
+            if slot is None:
+                return None if self.staging is None else self.staging.host_record((layer, expert))
+            return slot if slot.device is not None and slot.read is None else None
 
         return self._tables.get(layer, record, experts, slot_of)
+
+    def pays_to_copy(self, key: Key) -> bool:
+        """Whether a record that was just used in host memory should be copied to the device."""
+        return not self.is_full or any(self.ranking.is_worth_a_copy(key, victim) for victim in self._unwanted(1))
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
         """Keeps these records until `unpin` is called with the same list; returns their slots."""

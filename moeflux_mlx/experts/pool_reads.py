@@ -50,11 +50,17 @@ class PoolReads:
             raise TooManyExpertsError(
                 f"{len(keys)} experts were requested at once; the pool has {pool.slots} slots, {held} in use"
             )
-        missing = [i for i, slot in enumerate(slots) if slot is None]
+        missing, needs_drive = [], False
         for i, slot in enumerate(slots):
-            if slot is not None:
+            if slot is None:
+                missing.append(i)
+            else:
                 ready[i] = slot.read is None
+                needs_drive |= not ready[i] or slot.speculative and not slot.from_host
                 self._count(slot)
+        if not missing:
+            self.stats.drive_requests += needs_drive
+            return False
         self._make_room(pool, len(missing))
         for i in missing:
             ready[i] = False  # first: the search for memory may fail
@@ -65,7 +71,9 @@ class PoolReads:
             self.stats.hits += ready[i]
             self.stats.host_hits += ready[i]
             self.stats.misses += not ready[i]
-        return bool(missing) and not pool.has_been_full
+            needs_drive |= not ready[i]
+        self.stats.drive_requests += needs_drive
+        return not pool.has_been_full
 
     def guess(self, keys: Sequence[Key]) -> list[Key]:
         """As `ExpertLoader.hint`.
@@ -120,13 +128,26 @@ class PoolReads:
         return pool.table(layer, layout.records[layer], layout.num_experts) if pool.copied else None
 
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
-        """Counts uses of a layer's records if all were in the table, and have stayed there since; returns whether."""
+        """Counts uses of a layer's records if all were in the table; returns whether. Begins to copy at most one that
+        was used in host memory, since the memory of the one that goes is free only when queued layers have ended.
+        """
         pool = self.pools.of[keys[0][0]]
-        if any(key not in pool or pool[key] is not table.slots.get(key[1]) for key in keys):
+        slots, on_host = [table.slots.get(expert) for _, expert in keys], []
+        if None in slots:
             return False
         pool.ranking.request(keys)
-        for key in keys:
-            self._count(pool[key])
+        self.stats.hits += len(slots)
+        for key, slot in zip(keys, slots, strict=True):
+            if not isinstance(slot, Slot):
+                on_host.append(key)
+            elif slot.speculative or slot.warming:
+                self.stats.hits -= 1
+                self._count(slot)
+        self.stats.host_hits += len(on_host)
+        self.stats.host_bytes += len(on_host) * pool.nbytes
+        worth = next((key for key in on_host if pool.on_host(key) and pool.pays_to_copy(key)), None)
+        if worth is not None and (copy := self._claim(pool, worth, for_guess=True)) is not None:
+            self._submit(pool, worth, copy, REQUESTED)
         return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
@@ -174,10 +195,14 @@ class PoolReads:
             for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
         )
 
-    def resize_host(self, nbytes: int) -> None:
-        """Resizes what stays in host memory to `nbytes` together."""
+    def resize_host(self, nbytes: int) -> bool:
+        """Resizes what stays in host memory to `nbytes` together; returns whether it is less now."""
+        before = self.pools.host_bytes
         for pool, share in zip(self.pools, self.pools.host_shares(nbytes), strict=True):
             pool.resize_host(share)
+        given_back = max(before - self.pools.host_bytes, 0)
+        self.stats.given_back += given_back
+        return given_back > 0
 
     def reconcile(self, abandoned: list[mx.array]) -> None:
         """After an interrupted call: as `SlotPool.reconcile`, for all pools."""

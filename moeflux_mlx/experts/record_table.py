@@ -1,4 +1,6 @@
-"""The records of a layer that are in a pool, as a table in the device's memory that kernels index by expert."""
+"""The records of a layer that are in a pool or in host memory, as a table in the device's memory that kernels index by
+expert.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +12,12 @@ from ..formats.record import Key, Record
 from ..ops.records import no_records, with_record
 
 
-class Slot(Protocol):
-    """A record in memory (`staging.Slot`)."""
+class InTable(Protocol):
+    """A record that kernels can read: a `staging.Slot` or a `host_tier.HostRecord`."""
 
     @property
     def device(self) -> mx.array | None:
-        """The record in the device's memory."""
+        """The record, as an array [words]."""
         ...
 
 
@@ -27,7 +29,7 @@ class RecordTable:
     """
 
     memory: mx.array
-    slots: dict[int, Slot]
+    slots: dict[int, InTable]
 
 
 class LayerTable:
@@ -41,7 +43,7 @@ class LayerTable:
     def __init__(self, record: Record, experts: int):
         self._memory = no_records(record, experts)
         self._changed = set(range(experts))  # since the last table
-        self._slots: dict[int, Slot] = {}  # of the experts that have not changed
+        self._slots: dict[int, InTable] = {}  # of the experts that have not changed
         self._table: RecordTable | None = None
 
     def note(self, expert: int) -> None:
@@ -51,9 +53,9 @@ class LayerTable:
         self._table = None
 
     def get(
-        self, slot_of: Callable[[int], Slot | None], zeros_like: Callable[[mx.array], mx.array]
+        self, slot_of: Callable[[int], InTable | None], zeros_like: Callable[[mx.array], mx.array]
     ) -> RecordTable | None:
-        """The table; None if no record is there. `slot_of` an expert: its record in the device's memory. `zeros_like` a
+        """The table; None if no record is there. `slot_of` an expert: its record. `zeros_like` a
         record: what stands for those that are not there; it outlives all tables.
         """
         if self._table is None:
@@ -81,7 +83,7 @@ class Tables:
         self._zeros: mx.array | None = None
 
     def get(
-        self, layer: int, record: Record, experts: int, slot_of: Callable[[int], Slot | None]
+        self, layer: int, record: Record, experts: int, slot_of: Callable[[int], InTable | None]
     ) -> RecordTable | None:
         """As `LayerTable.get`, of a layer with so many experts."""
         if layer not in self._layers:

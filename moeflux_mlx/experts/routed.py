@@ -108,12 +108,12 @@ class RoutedExperts:
     def accepted(self, layer: int) -> None:
         self.lookahead.skipped(layer)
 
-    def from_table(self, layer: int, memory: mx.array) -> Callable[..., mx.array]:
+    def from_table(self, layer: int, memory: mx.array, host_copy: list[mx.array]) -> Callable[..., mx.array]:
         records = Records(memory, self.source.layout.records[layer])
 
         def compute(routing: Routing, x: mx.array, residual: mx.array, shared: Shared | None) -> mx.array:
-            ids, weights = cast(mx.array, routing.ids), cast(mx.array, routing.weights)
-            return expert_ffn(x, ids, records, weights, residual, shared)
+            assert routing.choice is not None
+            return chosen_ffn(x, routing.choice, records, residual, shared, len(memory), host_copy)
 
         return compute
 

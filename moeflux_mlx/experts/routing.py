@@ -75,8 +75,10 @@ class FromTables(Protocol):
         """Whether kernels compute `top_k` experts of the layer from a table."""
         ...
 
-    def from_table(self, layer: int, memory: mx.array) -> Callable[..., mx.array]:
-        """Computes what a call does, without a report, from the layer's `RecordTable.memory`; it can be traced."""
+    def from_table(self, layer: int, memory: mx.array, host_copy: list[mx.array]) -> Callable[..., mx.array]:
+        """Computes what a call does, without a report, from the layer's `RecordTable.memory`; it can be traced.
+        `host_copy` gets the arrays of the chosen ids that the host should read (`ops.route.read_ids`).
+        """
         ...
 
     def accepted(self, layer: int) -> None:

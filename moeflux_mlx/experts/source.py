@@ -265,6 +265,9 @@ class ExpertLoader(ABC):
         """
         return False
 
+    def queued(self, out: mx.array) -> None:  # noqa: B027
+        """Computations that read records of tables are queued; `out` is the last one's output."""
+
     @property
     def is_resident(self) -> bool:
         """Whether every layer is one array that kernels index by id."""
@@ -336,10 +339,11 @@ def asked_for(layer: int, ids: np.ndarray) -> tuple[list[Key], np.ndarray]:
     The experts of a single token all differ, so their places are 0, 1, ...
     """
     flat = ids.reshape(-1).tolist()
-    place = {expert: i for i, expert in enumerate(dict.fromkeys(flat))}
+    place = dict.fromkeys(flat)
     keys = [(layer, expert) for expert in place]
     if len(keys) == len(flat):
         return keys, _in_order(ids.shape)
+    place = {expert: i for i, expert in enumerate(place)}
     return keys, np.array([place[expert] for expert in flat], np.int32).reshape(ids.shape)
 
 

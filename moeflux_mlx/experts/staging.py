@@ -4,14 +4,14 @@ A record owns its row until the copy has been computed. Then the row is free, or
 (`host_tier.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..formats.record import Key
 from ..ops import backend
-from .host_tier import HostTier
+from .host_tier import HostRecord, HostTier
 from .memory import as_result, host_memory, on_device, staging_memory
 from .places import AddressRange, Buffers, Places
 from .ranking import Ranking
@@ -33,6 +33,7 @@ class Slot:
     device: mx.array | None = None
     speculative: bool = False
     warming: bool = False  # read into free memory before anybody asked for it, and not used yet
+    from_host: bool = False  # copied from a record that had stayed in host memory
 
     @property
     def is_copied(self) -> bool:
@@ -46,6 +47,7 @@ class Staging:
         rows: the most records that are read at once.
         ranking: of the pool.
         host: the most records that stay.
+        changed: is called when one of them comes or goes.
 
     Attributes:
         places: the rows.
@@ -53,7 +55,7 @@ class Staging:
         copying: slots whose rows the device may still read, earliest copy first.
     """
 
-    def __init__(self, nbytes: int, rows: int, ranking: Ranking, host: int):
+    def __init__(self, nbytes: int, rows: int, ranking: Ranking, host: int, changed: Callable[[Key], object]):
         self.rows, self.copying = rows, dict[Key, Slot]()
         self._array: mx.array | None = None
         self.places: Places
@@ -66,7 +68,7 @@ class Staging:
             self.places = AddressRange(view)
         else:
             self.places = AddressRange.of_pages(rows, nbytes)
-        self.host = HostTier(self.places, ranking, host)
+        self.host = HostTier(self.places, ranking, host, changed)
 
     @property
     def held_bytes(self) -> int:
@@ -91,12 +93,23 @@ class Staging:
             if not self.places.room and len(self.host):
                 self.host.give_up()  # the system refused memory
             place = self.places.take()
+        if place is not None:
+            self.host.settle(place)
         return place
 
     def take_from_host(self, key: Key) -> Slot:
         """A slot for a record that stayed; its copy is being computed."""
         row = self.host.take(key)
-        return Slot(row, device=self._copy(row))
+        return Slot(row, device=self._copy(row), from_host=True)
+
+    def host_record(self, key: Key) -> HostRecord | None:
+        """A record that stayed, where it is; None if it did not."""
+        place = self.host.kept.get(key)
+        if place is None:
+            return None
+        assert isinstance(self.places, Buffers)
+        self.host.lent.add(place)
+        return HostRecord(self.places.array(place).reshape(-1))
 
     def copy(self, key: Key, slot: Slot) -> None:
         """Begins the copy of a record that was read."""

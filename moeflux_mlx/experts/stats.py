@@ -9,6 +9,7 @@ class LoaderStats:
 
     A hit was in memory when it was requested; `prefetch_hits` are hits that a prefetch had brought, `host_hits` hits
     that were in host memory and had to be copied to the GPU. `late` are misses whose record was already being read.
+    `drive_requests` are requests of which a record had to be read, or had been read ahead for it.
     `prefetched` were brought ahead, `wasted` of these were evicted unused. `warmed` were read into free memory because
     earlier sessions used them most; `warm_hits` of these were used. `bytes_read` came from the drive, `host_bytes` were
     copied from host memory to the GPU. `given_back` is the number of bytes by which the pool shrank because the machine
@@ -21,6 +22,7 @@ class LoaderStats:
     prefetch_hits: int = 0
     host_hits: int = 0
     late: int = 0
+    drive_requests: int = 0
     prefetched: int = 0
     wasted: int = 0
     warmed: int = 0

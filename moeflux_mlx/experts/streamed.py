@@ -104,7 +104,7 @@ class StreamedExperts(ExpertLoader):
         self._least = least_slots or self.layout.num_experts
         sizes = cache_bytes or DEFAULT_CACHE_BYTES, most_bytes or 0
         self.pools = Pools(self.layout, sizes, self._least, buffer_bytes, copied, adopt, host_bytes)
-        self._allowed = AllowedMemory()
+        self._keeps_on_host, self._allowed = host_bytes > 0, AllowedMemory()
         self.at_close(partial(self._allowed.follow, 0))
         self.reads = PoolReads(self.pools, self.reader, self._least, self._stats)
         self.usage = Usage(self.layout)
@@ -195,12 +195,11 @@ class StreamedExperts(ExpertLoader):
                 self.reads.resize(nbytes)
                 mx.clear_cache()
                 self.reads.stats.given_back += max(before - self.pools.held_bytes, 0)
-        if self._host_limit is not None and (before := self.pools.host_bytes):
-            self.reads.resize_host(self._host_limit(before))
-            if self.pools.host_bytes < before:
+        if self._keeps_on_host:
+            held = self.pools.host_bytes
+            if self._host_limit is not None and held and self.reads.resize_host(self._host_limit(held)):
                 mx.clear_cache()
-                self.reads.stats.given_back += before - self.pools.host_bytes
-        self._allowed.follow(self.pools.host_bytes)
+            self._allowed.follow(self.pools.host_bytes)
         self._warming.feed()
 
     def relieve_between_calls(self) -> bool:
@@ -310,6 +309,9 @@ class StreamedExperts(ExpertLoader):
 
     def table(self, layer: int) -> RecordTable | None:
         return self.reads.table(layer, self.layout)
+
+    def queued(self, out: mx.array) -> None:
+        self.pools.queued(out)
 
     def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
         keys, inverse = asked_for(layer, ids)

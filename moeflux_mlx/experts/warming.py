@@ -15,6 +15,7 @@ from .pool_reads import PoolReads
 from .ranking import MEAN_LIFE
 
 QUEUED_BYTES = 128 << 20  # bytes of records that are queued at a time: read in 50 ms, while the caller may be busy
+MOST_NOTED = 1024  # layers of tokens whose experts are counted together, because each call of numpy takes as long
 IN_ORDER_BYTES = 1 << 30  # bytes that are read in the files' order; those used most are in the first such part
 
 
@@ -22,24 +23,37 @@ class Usage:
     """Counts in how many steps each expert is used. A prompt of a few tokens is a step too.
 
     Attributes:
-        counts: float64 [layers that have experts, experts].
         steps: the number of steps.
     """
 
     def __init__(self, layout: ExpertLayout):
         self._rows = {layer: row for row, layer in enumerate(layout.moe_layers)}
-        self.counts, self.steps = np.zeros((len(self._rows), layout.num_experts)), 0
+        self._counts, self.steps = np.zeros((len(self._rows), layout.num_experts)), 0
+        self._noted: list[tuple[int, np.ndarray]] = []  # a row of the counts, and the experts of a token
+
+    @property
+    def counts(self) -> np.ndarray:
+        """float64 [layers that have experts, experts]."""
+        noted, self._noted = self._noted, []
+        if noted:
+            rows, ids = zip(*noted, strict=True)
+            np.add.at(self._counts, (np.repeat(rows, [one.size for one in ids]), np.concatenate(ids)), 1)
+        return self._counts
 
     def begin(self, tokens: int) -> None:
         """A call of the model with so many tokens begins."""
         self.steps += tokens <= MAX_TOKENS
+        if len(self._noted) > MOST_NOTED:
+            _ = self.counts
 
     def note(self, layer: int, ids: np.ndarray) -> None:
         """Notes the experts that are requested: of a step the rows' [R, K], of a prompt a wave's [N], which is not
         counted.
         """
-        if ids.ndim == 2:
-            self.counts[self._rows[layer], ids.ravel()] += 1  # an expert of several rows counts once
+        if ids.ndim == 2 and len(ids) == 1:
+            self._noted.append((self._rows[layer], ids[0]))
+        elif ids.ndim == 2:
+            self._counts[self._rows[layer], ids.ravel()] += 1  # an expert of several rows counts once
 
 
 class Warming:

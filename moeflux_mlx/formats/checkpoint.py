@@ -135,8 +135,10 @@ def open_checkpoint(path: Path, shards_in: Sequence[Path] = ()) -> Checkpoint:
         return _open_moeflux(path)
     files = safetensors_files(path, shards_in)
     if not files:
+        inside = [file.parent for way in ("*", "snapshots/*") for file in sorted(path.glob(f"{way}/config.json"))]
         raise ModelFileError(
             f"{path} holds no checkpoint: neither *.safetensors nor model_weights.bin with packed_experts/"
+            + (f"; do you mean {inside[0]}?" if inside else "")
         )
     return Checkpoint(path, read_config(path), merge_tensors(map(read_header, files)), tuple(files))
 

@@ -142,7 +142,7 @@ class Repository:
         """Raises ModelFileError: there is no such repository, or it cannot be reached."""
         import huggingface_hub as hub
 
-        here = f"{name} is not a directory here"
+        here = f"{name} is no file or directory here"
         unreached = f"{here}, and the Hugging Face Hub cannot be reached"
         with hub_errors(f"{here} and cannot be found on the Hugging Face Hub", unreached):
             info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)

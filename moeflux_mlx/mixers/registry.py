@@ -61,9 +61,9 @@ def cache_numbers(mixers: Sequence[Mixer]) -> tuple[range, ...]:
     return tuple(range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
 
 
-def by_layer(numbers: Iterable[range], cache: Sequence[T]) -> list[list[T]]:
+def by_layer(numbers: Iterable[range], cache: Sequence[T]) -> list[Sequence[T]]:
     """The caches of each layer, of all of a text; `numbers`: from `cache_numbers`."""
-    return [[cache[i] for i in own] for own in numbers]
+    return [cache[own.start : own.stop] for own in numbers]
 
 
 def each_cache(mixers: Mapping[Mixer, int]) -> Iterator[tuple[LayerCache, int]]:

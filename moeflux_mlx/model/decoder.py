@@ -102,7 +102,7 @@ class Model(nn.Module):
         self.tables = tables
         self.drafting = Drafting() if drafting is None else drafting
         self._tabled = tuple(args.ngrams)  # the layers that have n-grams, in order
-        self._cache_numbers = cache_numbers(args.mixers)
+        self._cache_numbers = numbers = cache_numbers(args.mixers)
         self.args, self.sizes, self.tiles, self.cpu_activations = args, sizes, tiles, cpu_activations
         self.model_type = args.model_type
         self.model = Decoder(args, experts, forms)
@@ -118,7 +118,7 @@ class Model(nn.Module):
             self.decode_step = DecodeStep(self._compute_step)
             self.experts.at_close(self.decode_step.forget)
         elif self.experts is not None and backend.has_kernels():
-            self.optimistic = OptimisticLayers(self.layers, self._cache_numbers, self.experts)
+            self.optimistic = OptimisticLayers(self.layers, numbers, self.experts, self.embedded, self.project)
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache] | None = None) -> mx.array:
         """Runs `tokens` after those that `cache` (from `make_cache`) has absorbed, and updates it.
@@ -255,9 +255,11 @@ class Model(nn.Module):
         self, tokens: mx.array, cache: Sequence[LayerCache | Traced | StepRows], *arrays: Any
     ) -> list[AnyArray]:
         """Returns what `_compute` does; this is what is compiled. `arrays`: of the tokens, where they were read."""
-        return self._project(self._run_layers(tokens, cache, *arrays))
+        if self.optimistic is not None and tokens.size == 1:
+            return self.optimistic.compute(tokens, cache, self._begin_inputs(tokens, cache))
+        return self.project(self._run_layers(tokens, cache, *arrays))
 
-    def _project(self, last: AnyArray) -> list[AnyArray]:
+    def project(self, last: AnyArray) -> list[AnyArray]:
         """Returns what `_compute` does, from what the last layer gave."""
         normed = self.model.normed(last)
         logits = self._compute_logits(normed)
@@ -314,8 +316,6 @@ class Model(nn.Module):
             return span.hidden
         inputs = Tokens.of(self._tabled, *arrays) if arrays else self._begin_inputs(tokens, cache)
         h, chosen, of_layers = self.embedded(tokens), Chosen(), by_layer(self._cache_numbers, cache)
-        if self.optimistic is not None and tokens.size == 1:
-            return self.optimistic.pass_layers(h, of_layers, inputs)
         for layer, caches in zip(self.layers, of_layers, strict=True):
             h = layer(h, caches, chosen, inputs)
         return h

@@ -124,6 +124,10 @@ class DecoderLayer(nn.Module):
         x, *kept = self._mixed(h, caches, chosen, tokens)
         return kept, self.mlp.choose(x, self._second_norm, predict, self._ids(x, tokens))
 
+    def finish(self, x: AnyArray, kept: Sequence[AnyArray]) -> AnyArray:
+        """The layer's output for a token, from the input of its feed-forward part and what the residual keeps."""
+        return self.residual.added(self.mlp.forward(x, self._second_norm), *kept)
+
     @property
     def may_be_queued(self) -> bool:
         """Whether it may be queued ahead of its choice (`optimistic`): its experts are this process's, and every sum at

@@ -1,33 +1,34 @@
 """Layers of streamed experts that are queued ahead, in the hope that their experts are in the pool.
 
 Otherwise the host waits for each router's choice before it can name the records of the chosen experts. Here a table on
-the GPU names the record of each expert that is in the pool. Several layers are one graph, and groups of layers are
-queued before the host reads which experts the earlier ones have chosen. Where an expert was missing, the layer's result
-and all later ones are dropped: caches have not taken them yet, and the layer's inputs to its experts are kept. Nothing
-that used a missing record is used. Only a single token is queued ahead.
+the GPU names the record of each expert that is in the pool, or in host memory, which the GPU reads. Several layers are
+one graph, and groups of layers are queued before the host reads which experts the earlier ones have chosen. Where an
+expert was missing, the layer's result and all later ones are dropped: caches have not taken them yet, and the layer's
+inputs to its experts are kept. Nothing that used a missing record is used. Only a single token is queued ahead.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..experts.record_table import RecordTable
 from ..experts.routing import FromTables
 from ..experts.source import ExpertLoader
-from ..layers import Caches
+from ..layers import AnyCache, Caches
+from ..mixers.registry import by_layer
 from ..ops.backend import AnyArray
 from ..ops.route import read_ids
 from ..ops.seen import Chosen
 from .compiled import DecodeStep, by_case
 from .layer import DecoderLayer
-from .moe import BeforeExperts
 from .tokens import Tokens
 
-TOGETHER = 4  # layers of a group, 8 are faster by 13 % if none lacks an expert; groups end at multiples of this
+TOGETHER = 8  # layers of a group
+SHORTER = 4  # layers that the first group has less, so that the GPU begins sooner, and the last one often ends sooner
 AHEAD = 2  # groups that are queued at once
 # The share of layers whose experts are in the pool, from which on layers are queued ahead: they then pay even if a
 # missing expert costs as much time as five layers whose choice is waited for.
@@ -42,15 +43,16 @@ class Group:
     Attributes:
         first: the number of the first layer.
         tables: the records that each layer may use.
-        parts: of each layer what it hands on, what its residual keeps, and its `BeforeExperts`.
-        out: of the last layer.
+        parts: of each layer what it hands on, what its residual keeps, the input of its experts' block, and the arrays
+            of the chosen ids for the host.
+        out: of the last layer; behind the model's last one, what `project` makes of it.
         take: advances the caches of so many of the layers.
     """
 
     first: int
     tables: list[RecordTable]
-    parts: list[tuple[list[Any], list[Any], BeforeExperts]]
-    out: mx.array
+    parts: list[tuple[list[Any], list[Any], mx.array, list[mx.array]]]
+    out: AnyArray
     take: Callable[[int], None]
 
 
@@ -61,37 +63,51 @@ class OptimisticLayers:
         layers: of the model.
         cache_numbers: of each layer.
         experts: serves their experts.
+        embed: makes the first layer's input of a token [1, 1].
+        project: makes what the model returns of the last layer's output.
 
     Attributes:
         share: the share of the last layers whose experts were in the pool, counted from none on.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], cache_numbers: Sequence[range], experts: ExpertLoader):
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        cache_numbers: Sequence[range],
+        experts: ExpertLoader,
+        embed: Callable[[mx.array], AnyArray],
+        project: Callable[[AnyArray], list[AnyArray]],
+    ):
         self._layers, self._cache_numbers, self._experts = layers, cache_numbers, experts
+        self._embed, self._project = embed, project
         for layer in layers:
             layer.compile(experts)
-        self._may_be_queued = [layer.may_be_queued for layer in layers]
+        self._queueable = [self._routed(number) if layer.may_be_queued else None for number, layer in enumerate(layers)]
         self._step = by_case(self._compute, experts)
         self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
 
-    def pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
-        """The output of the last layer for a token's streams h [1, 1, .]; `caches` and `inputs` as layers take them."""
+    def compute(self, token: mx.array, cache: Sequence[AnyCache], inputs: Tokens) -> list[AnyArray]:
+        """What `project` makes for a token [1, 1], from the caches of all layers; `inputs` as layers take them."""
         try:
-            return self._pass_layers(h, caches, inputs)
+            has_graphs = DecodeStep.takes(token, [cache])
+            return self._compute_layers(token, by_layer(self._cache_numbers, cache), inputs, has_graphs)
         finally:
             mx.eval([group.out for group in self._begun])
             self._begun.clear()
 
-    def _pass_layers(self, h: AnyArray, caches: Sequence[Caches], inputs: Tokens) -> AnyArray:
+    def _compute_layers(
+        self, token: mx.array, caches: Sequence[Caches], inputs: Tokens, has_graphs: bool
+    ) -> list[AnyArray]:
         chosen, queued, number = Chosen(), deque[Group](), 0
+        h: AnyArray = token
         while number < len(self._layers) or queued:
-            while len(queued) < AHEAD and (group := self._queue(number, h, chosen, caches)) is not None:
+            while has_graphs and len(queued) < AHEAD and (group := self._queue(number, h, chosen, caches)):
                 queued.append(group)
                 number, h = number + len(group.tables), group.out
                 chosen.take(group.parts[-1][0])
             if not queued:
-                h = self._at_once(number, h, caches[number], chosen, inputs)
+                h = self._at_once(number, h if number else self._embed(token), caches[number], chosen, inputs)
                 number += 1
                 continue
             group = queued.popleft()
@@ -99,29 +115,31 @@ class OptimisticLayers:
             if accepted < len(group.tables):
                 queued.clear()
                 number = group.first + accepted + 1
-                handed, kept, before = group.parts[accepted]
-                layer = self._layers[number - 1]
-                h = layer.residual.added(layer.mlp.run_experts(before), *kept)
+                handed, kept, x, _ = group.parts[accepted]
+                h = self._layers[number - 1].finish(x, kept)
                 chosen.take(handed)
-        return h
+            elif group.first + accepted == len(self._layers):
+                return cast(list[AnyArray], group.out)
+        return self._project(h)
 
     def _at_once(self, number: int, h: AnyArray, caches: Caches, chosen: Chosen, inputs: Tokens) -> AnyArray:
         """A layer for whose choice the host waits."""
         stats = self._experts.stats
-        before = stats.misses, stats.host_hits, stats.prefetch_hits
+        before = stats.drive_requests
         h = self._layers[number](h, caches, chosen, inputs)
-        if self._may_be_queued[number]:
-            self._note((stats.misses, stats.host_hits, stats.prefetch_hits) == before)
+        if self._queueable[number] is not None:
+            self._note(stats.drive_requests == before)
         return h
 
     def _queue(self, first: int, h: AnyArray, chosen: Chosen, caches: Sequence[Caches]) -> Group | None:
-        """Begins to compute layers from `first` on; None: not possible, or it would not pay."""
+        """Begins to compute layers from `first` on, whose input is h, or the token for layer 0; None: not possible, or
+        it would not pay.
+        """
         if self.share < LEAST_SHARE or not isinstance(h, mx.array):
             return None
         tables = list[RecordTable]()
-        for number in range(first, min(first - first % TOGETHER + TOGETHER, len(self._layers))):
-            may_be = self._may_be_queued[number] and DecodeStep.takes(h, [caches[number]])
-            table = self._experts.table(number) if may_be else None
+        for number in range(first, min(first - (first + SHORTER) % TOGETHER + TOGETHER, len(self._layers))):
+            table = self._experts.table(number) if self._queueable[number] else None
             if table is None:
                 break
             tables.append(table)
@@ -132,10 +150,10 @@ class OptimisticLayers:
         step = self._step(first, len(tables), tuple(one is not None for one in given))
         arrays = [*(table.memory for table in tables), *(one for one in given if one is not None)]
         (parts, out), take = step.start(h, [list(chain.from_iterable(own))], *arrays)
-        read = [(handed, kept, BeforeExperts(*before)) for handed, kept, before in parts]
-        group = Group(first, tables, read, out, lambda layers: take(sum(map(len, own[:layers]))))
+        group = Group(first, tables, parts, out, lambda layers: take(sum(map(len, own[:layers]))))
         self._begun.append(group)
-        mx.async_eval(out, [one.host_copy or one.ids for *_, one in read])
+        mx.async_eval(out, [host_copy for *_, host_copy in parts])
+        self._experts.queued(out)
         return group
 
     def _accept(self, group: Group) -> int:
@@ -143,15 +161,17 @@ class OptimisticLayers:
         this one. Returns how many are accepted whole.
         """
         accepted = 0
-        for table, (*_, before) in zip(group.tables, group.parts, strict=True):
-            ids = read_ids(before.ids, before.host_copy)
-            del self._begun[: self._begun.index(group)]  # the GPU has computed them
+        for table, (*_, host_copy) in zip(group.tables, group.parts, strict=True):
+            ids = read_ids(host_copy)
             is_hit = self._experts.accept(group.first + accepted, ids, table)
             self._note(is_hit)
             if not is_hit:
                 break
-            self._routed(group.first + accepted).accepted(group.first + accepted)
             accepted += 1
+        for number, routed in enumerate(self._queueable[group.first : group.first + accepted], group.first):
+            assert routed is not None
+            routed.accepted(number)
+        del self._begun[: self._begun.index(group)]  # the GPU has computed them
         group.take(min(accepted + 1, len(group.tables)))
         self._experts.relieve()
         return accepted
@@ -169,11 +189,13 @@ class OptimisticLayers:
     ) -> list[Any]:
         """The function that is compiled: `count` layers, with the tables of their records first among `arrays`."""
         left, chosen, parts, stands = iter(arrays[count:]), Chosen(), [], iter(caches)
+        h = h if first else self._embed(h)
         chosen.take([next(left) if is_given else None for is_given in given])
         for number, memory in zip(range(first, first + count), arrays[:count], strict=True):
             layer = self._layers[number]
             kept, before = layer.choose(h, list(islice(stands, len(self._cache_numbers[number]))), chosen)
-            compute = self._routed(number).from_table(number, memory)
+            host_copy = list[mx.array]()
+            compute = self._routed(number).from_table(number, memory, host_copy)
             h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
-            parts.append((chosen.handed, kept, tuple(before)))
-        return [parts, h]
+            parts.append((chosen.handed, kept, before.residual, host_copy))
+        return [parts, self._project(h) if first + count == len(self._layers) else h]

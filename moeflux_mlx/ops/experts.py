@@ -48,7 +48,7 @@ from .records import (
     unread_reason,
     words_of,
 )
-from .route import Choice, beside, choice_template, route
+from .route import Choice, beside, choice_template, host_copy_of, route
 from .tiles import TILES, down_lanes, lanes_of, planned, tile_of
 
 PLANES_BYTES = 46 * 1024  # bytes of CUDA's 48 KiB for planes of x
@@ -122,20 +122,27 @@ def chosen_ffn(
     residual: mx.array,
     shared: mx.array | Shared | None,
     experts: int | None = None,
+    host_copy: list[mx.array] | None = None,
 ) -> mx.array:
     """`expert_ffn` with all experts of a layer, whose records are in order; the first kernel chooses.
 
     `experts`: the number of all experts, if it is known that the choice is among the first ones, whose records these
-    are; None: as many as there are records.
+    are; None: as many as there are records. `host_copy`: gets the arrays of one token's ids that the host should read
+    (`route.read_ids`); None: it reads none.
     """
     if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
         shared = shared.rows(x)
     joined = shared if isinstance(shared, Shared) else None
-    made = chosen_gate_up(x, choice, records, joined, len(records.blob) if experts is None else experts)
+    blob = len(records.blob) if experts is None else experts
+    made = chosen_gate_up(x, choice, records, joined, blob, host_copy is not None)
     if isinstance(made, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias, choice.scales)
+        if host_copy is not None:
+            host_copy.append(ids)
         return expert_ffn(x, ids, records, weights, residual, shared)
-    act, chosen = made
+    act, chosen, *copies = made
+    if host_copy is not None:
+        host_copy += copies
     top_k = choice.rule.top_k
     used = Used(ArrayPiece(chosen, 0, mx.uint32), ArrayPiece(chosen, 4 * top_k, mx.float32), (len(x), top_k), 2 * top_k)
     out = _down_combine_kernel(act, used, records, residual, shared)
@@ -144,20 +151,21 @@ def chosen_ffn(
 
 
 def chosen_gate_up(
-    x: mx.array, choice: Choice, records: Records, shared: Shared | None, experts: int
+    x: mx.array, choice: Choice, records: Records, shared: Shared | None, experts: int, copies: bool = False
 ) -> list[mx.array] | Reason:
     """`expert_gate_up` with the experts that its kernel chooses, and their ids and the bits of their weights [T, 2, K]
-    uint32.
+    uint32. `copies`: then the ids of one token, for the host.
 
     `experts` is the number of records, which must be all experts of the rule, unless the choice is known to be among
     the first ones.
     """
-    shapes = x.shape, (experts, records.blob.shape[1]), choice.logits.shape
+    (memory, *_), blob, arrays = records.inputs()
+    shapes = x.shape, (experts, blob[1]), choice.logits.shape
     rule = choice.rule, choice.bias is not None
-    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared))
+    launch = plan_choice(backend.name(), *shapes, x.dtype, records.record, *rule, _joined(shared), arrays, copies)
     if isinstance(launch, Reason):
         return launch
-    return launch(x, records.blob, choice.logits, *beside(choice), *_first_of(shared, records.blob))
+    return launch(x, memory, choice.logits, *beside(choice), *_first_of(shared, memory))
 
 
 def expert_ffn(
@@ -387,16 +395,21 @@ def plan_choice(
     rule: Router,
     has_bias: bool,
     joined: Activation | None,
+    arrays: RecordArrays = ONE_ARRAY,
+    copies: bool = False,
 ) -> Launch | Reason:
     _check_slots(blob, (logits[0], rule.top_k), x[0], record)
     require(blob[0] == rule.experts, f"blob is {blob}; expected the records of {rule.experts} experts")
-    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", "act chosen")
-    launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined)
+    host_copy = host_copy_of(rule) if copies else []
+    names = f"act chosen host_copy*{len(host_copy)}" if copies else "act chosen"
+    kernel = Kernel("expert_choice", "x blob logits bias scale codes scales biases", names)
+    launch = _first_launch(target, kernel, x, dtype, blob, record, rule.top_k, joined, arrays)
     if isinstance(launch, Reason):
         return launch
     words = max(logits[0] * 2 * rule.top_k, LEAST_ELEMENTS)
-    outputs = [*launch.outputs, ((words,), mx.uint32)]
-    return replace(launch, template=launch.template | choice_template(rule, logits[1], has_bias), outputs=outputs)
+    outputs = [*launch.outputs, ((words,), mx.uint32), *host_copy]
+    template = launch.template | choice_template(rule, logits[1], has_bias) | ({} if copies else {"host_copy": 0})
+    return replace(launch, template=template, outputs=outputs)
 
 
 def _first_launch(

@@ -25,7 +25,8 @@ from .launch import KernelText
 
 TYPES = {
     **{mx.float32: "float", mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"},
-    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint8: "uint8_t", mx.uint64: "uint64_t", mx.bool_: "bool"},
+    **{mx.uint32: "uint32_t", mx.int32: "int32_t", mx.uint64: "uint64_t", mx.bool_: "bool"},
+    **{mx.uint16: "uint16_t", mx.uint8: "uint8_t"},
 }
 # Replaces headers of MLX and CUDA that take most of a compilation; our kernels use nothing else of them.
 HEADERS = {

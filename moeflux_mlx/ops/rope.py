@@ -45,32 +45,38 @@ class Rope:
     def _set(self, frequencies: np.ndarray) -> None:
         self.frequencies = frequencies.tobytes()
         with np.errstate(divide="ignore"):  # a pair that does not turn has an infinite period
-            self.periods = mx.array(1.0 / frequencies, mx.float32)
+            periods = 1.0 / frequencies
+        self.periods = mx.array(periods, mx.float32)
+        axes = np.array(self.axes)
+        self._periods_of_axes = {  # each turns the pairs of its axis
+            axis: mx.array(np.where(axes == axis, periods, np.inf), mx.float32) for axis in sorted(set(self.axes))
+        }
 
     def learn(self, alpha: mx.array) -> None:
         """Multiplies the frequencies of the configuration by exp(alpha), alpha [dims / 2]."""
         self._set(self._as_configured * np.exp(np.array(alpha.astype(mx.float32), np.float64)))
 
-    def __call__(self, x: Array, offset: int | AnyArray) -> Array:
+    def __call__(self, x: Array, offset: AnyArray) -> Array:
         """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]; as `laid_out`."""
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
             cosine, sine = self._angles(offset, L)
             rows = np.ascontiguousarray(x).reshape(B, L, -1, x.shape[-1])
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
-        if has_axes(offset):
-            cosine, sine = map(mx.array, self._angles(offset, x.shape[2]))
-            return rotated(x, cosine, sine, self.interleaved)
         if self.magnitude != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
+        if not has_axes(offset):
+            return self._turned(x, offset, self.periods)
+        B, heads, L, D = x.shape
+        tokens = x.swapaxes(1, 2).reshape(B * L, heads, 1, D)  # MLX's kernel takes a position for each entry of a batch
+        for axis, periods in self._periods_of_axes.items():
+            tokens = self._turned(tokens, mx.array(np.tile(offset[axis], B).astype(np.int32)), periods)
+        return tokens.reshape(B, L, heads, D).swapaxes(1, 2)
+
+    def _turned(self, x: mx.array, offset: int | mx.array, periods: mx.array) -> mx.array:
+        """x [B, heads, L, head_dim] by MLX's kernel, from one position on, or from those of the batch's entries."""
         return mx.fast.rope(
-            x,
-            self.dims,
-            traditional=self.interleaved,
-            base=None,
-            scale=1.0,
-            offset=offset,
-            freqs=self.periods,
+            x, self.dims, traditional=self.interleaved, base=None, scale=1.0, offset=offset, freqs=periods
         )
 
     def _angles(self, offset: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -95,16 +101,6 @@ def turned(x: Array, rope: Rope, position: int | mx.array) -> Array:
     start = x.shape[-1] - rope.dims
     part = laid_out(rope(laid_out(x[..., start:]), position))
     return library_of(x).concatenate([x[..., :start], part], axis=-1)
-
-
-def rotated(x: mx.array, cosine: mx.array, sine: mx.array, neighbours: bool) -> mx.array:
-    """The first R values of x [..., L, D] turned by angles [L, R/2]; which make pairs as for `native.rope`."""
-    half = cosine.shape[-1]
-    turning, rest = x[..., : 2 * half].astype(mx.float32), x[..., 2 * half :]
-    parts = (turning[..., ::2], turning[..., 1::2]) if neighbours else (turning[..., :half], turning[..., half:])
-    pair = [parts[0] * cosine - parts[1] * sine, parts[0] * sine + parts[1] * cosine]
-    turned = mx.stack(pair, axis=-1).flatten(-2) if neighbours else mx.concatenate(pair, axis=-1)
-    return mx.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
 @lru_cache(maxsize=16)

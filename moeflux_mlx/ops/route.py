@@ -174,9 +174,16 @@ def read_host_copy(host_copy: Sequence[mx.array]) -> tuple[np.ndarray, np.ndarra
     return words & 0xFFFF, (words & 0xFFFF0000).view(np.float32)
 
 
-def read_ids(ids: mx.array, host_copy: Sequence[mx.array]) -> np.ndarray:
-    """The ids [1, K], once they are computed."""
-    return read_host_copy(host_copy)[0] if host_copy else np.array(ids)
+def host_copy_of(rule: Router) -> list[tuple[Shape, mx.Dtype]]:
+    """Shapes and dtypes of the arrays with a token's ids that a host reads: of up to 8 bytes (`HOST_COPY`)."""
+    dtype = mx.uint8 if rule.experts <= 256 else mx.uint16
+    each = 8 // dtype.size
+    return [((min(each, rule.top_k - first),), dtype) for first in range(0, rule.top_k, each)]
+
+
+def read_ids(host_copy: Sequence[mx.array]) -> np.ndarray:
+    """The ids [1, K] of a token, once they are computed, from arrays of unsigned integers that have them in turn."""
+    return np.frombuffer(b"".join(cast(Any, host_copy)), f"u{host_copy[0].itemsize}")[None]
 
 
 def beside(choice: Choice) -> tuple[Input, Input]:

@@ -197,7 +197,9 @@ def _share(ranks: int | None, rank: int | None, is_here: bool) -> RankShare | No
     if ranks is None and rank is None:
         return None
     if ranks is None or rank is None or not 2 <= ranks <= MOST_RANKS or not 0 <= rank < ranks:
-        raise ConfigError(f"--ranks {ranks} --rank {rank}: give 2 to {MOST_RANKS} ranks, and one of them, from 0 on")
+        values = {"--ranks": ranks, "--rank": rank}
+        given = " and ".join(f"{name} is {'missing' if one is None else one}" for name, one in values.items())
+        raise ConfigError(f"{given}; give 2 to {MOST_RANKS} ranks, and the number of one of them, from 0 on")
     if not is_here:
         raise ConfigError("--ranks converts a directory that stays: download the checkpoint, and keep its shards")
     return RankShare(Owners((1,) * ranks), rank)

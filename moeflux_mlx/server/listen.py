@@ -191,8 +191,9 @@ class Listener(uvicorn.Server):
         return 128 + self.signal if self.signal == signal.SIGINT else 0
 
     def stop_soon(self) -> None:
-        """Begins the end, from any thread."""
-        self._loop.call_soon_threadsafe(self.stop)
+        """Begins the end, from any thread, also after the end."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self.stop)
 
     def loop_begun(self) -> None:
         """Allows calls of `stop_soon` from now on; called in the event loop's thread."""

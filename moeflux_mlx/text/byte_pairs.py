@@ -82,9 +82,10 @@ class _SpeltInBytes:
         self._byte_of = byte_alphabet()
 
     def __call__(self, token: str) -> bytes:
-        if all(letter in self._byte_of for letter in token):
-            return bytes(self._byte_of[letter] for letter in token)
-        return token.encode()
+        try:
+            return bytes(map(self._byte_of.__getitem__, token))
+        except KeyError:
+            return token.encode()
 
 
 def _spelt_in_characters(token: str) -> bytes:

@@ -113,8 +113,9 @@ def evaluate(
         RequestError: a text of fewer than two tokens, a window out of range, or models with different tokens.
         MoefluxError: a model cannot be opened or read.
     """
-    if window < 2 or (most is not None and most < 2):
-        raise RequestError(f"window {window}, tokens {most}: both must be at least 2; a token is predicted from others")
+    for name, value in (("window", window), ("tokens", most)):
+        if value is not None and value < 2:
+            raise RequestError(f"{name} is {value}; it must be at least 2, because a token is predicted from others")
     texts = [text] if isinstance(text, str) else list(text)
     if against is None:
         with _opened(opens) as reader:

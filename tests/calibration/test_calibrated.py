@@ -218,15 +218,20 @@ def test_a_size_is_kept(tmp_path, checkpoint):
         ({"method": "best"}, "method 'best' is not known"),
         ({"target_bits": 3, "target_gb": 1}, "give one of them"),
         ({"tokens": 0}, "give at least 1"),
-        ({"target_bits": 0.5}, "the smallest forms of the routed experts take"),
+        ({"target_bits": 0.5}, r"experts takes 2\.25 bits or more; give at least --target-bits 2\.25"),
+        ({"target_gb": 1e-6}, r"takes 2\.25 bits or more; give at least --target-gb 0\.00\d$"),
     ],
 )
 def test_what_cannot_be_is_said(tmp_path, checkpoint, more, message):
     path, text = checkpoint("qwen3_moe")
-    with pytest.raises(ConfigError, match=message):
-        convert_calibrated(
-            path, tmp_path / "out", Calibration(tmp_path / "work", [text], **{"dtype": mx.float32, **more})
-        )
+    calibrated = Calibration(tmp_path / "work", [text], **{"dtype": mx.float32, **more})
+    for called in (
+        functools.partial(convert_calibrated, path, tmp_path / "out"),
+        functools.partial(plan_calibrated, path),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            called(calibrated)
+    assert not (tmp_path / "work").exists()  # nothing was measured
 
 
 options_of = st.lists(

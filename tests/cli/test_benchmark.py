@@ -53,6 +53,13 @@ def test_options_that_have_no_effect_are_named(capsys, tiny):
     ]
 
 
+@pytest.mark.parametrize("option", ["--warm-start=off", "--chat-template-config={}"])
+def test_options_of_answers_are_unknown(capsys, tiny, option):
+    with pytest.raises(SystemExit):
+        benchmark.main([*SHORT, *tiny, option])
+    assert f"unrecognized arguments: {option};" in capsys.readouterr().err
+
+
 def test_sequences_together(capsys, tiny):
     numbers = ["--parallel", "1", "3"]
     assert benchmark.main([*SHORT, *tiny, *numbers, "--json"]) == 0

@@ -393,10 +393,23 @@ def test_generate_finds_prompts_again(kind, capsys, tmp_path):
     assert (seen[2][1] > 20) == (kind == "dir")  # the system prompt is kept by itself
 
 
-def test_generate_refuses_two_places(capsys, tmp_path):
-    options = ["--prompt-cache-file", "a", "--prompt-cache-dir", str(tmp_path), "-p", "Hello"]
-    assert generate_main(["--model", str(tiny_directory(RECURRENT)), *options]) == 1
-    assert "exclude each other" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--prompt-cache-file=a", "--prompt-cache-dir=b"], "exclude each other"),
+        (["--prompt-cache-dir=b", "--prompt-cache-gb=0"], "--prompt-cache-gb is 0.0; it must be positive"),
+        (["--prompt-cache-file=/nosuch/x"], "--prompt-cache-file is /nosuch/x, and there is no directory /nosuch;"),
+        (["--prompt-cache-file=/"], "--prompt-cache-file is /, which is a directory"),
+    ],
+)
+def test_a_place_that_cannot_have_prompts_is_refused_before_the_model_is_loaded(options, why, capsys):
+    assert generate_main(["--model", "/no/model", *options]) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_a_file_of_lines_that_cannot_be_written_is_refused(capsys):
+    assert chat.main(["--model", "/no/model", "--history-file", "/nosuch/lines"]) == 1
+    assert "--history-file is /nosuch/lines, and there is no directory /nosuch;" in capsys.readouterr().err
 
 
 def test_a_first_interrupt_stops_the_answer(interruptible, monkeypatch, capsys):

@@ -80,7 +80,7 @@ def test_without_an_answer_of_the_hub_the_cached_model_is_used(packed, tmp_path)
     path = fetch("org/model")
     packed.repo = "org/elsewhere"
     assert fetch("org/model") == path
-    with pytest.raises(ModelFileError, match="org/other is not a directory here and cannot be found"):
+    with pytest.raises(ModelFileError, match="org/other is no file or directory here and cannot be found"):
         fetch("org/other")
 
 
@@ -146,7 +146,7 @@ def test_without_an_answer_a_checkpoint_in_the_cache_runs_if_it_is_whole(tmp_pat
         hub.repo = "org/elsewhere"
         assert fetch("org/model") == path
         (path / "model.safetensors").unlink()
-        with pytest.raises(ModelFileError, match="org/model is not a directory here and cannot be found"):
+        with pytest.raises(ModelFileError, match="org/model is no file or directory here and cannot be found"):
             fetch("org/model")
 
 

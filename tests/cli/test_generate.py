@@ -212,7 +212,9 @@ def test_command_writes_text_and_statistics(capfd, model_dir):
         "expert I/O: mmap\n",
     ):
         assert words in err, words
-    peak, arrays = map(float, re.search(r"peak memory: ([\d.]+) GB, ([\d.]+) GB of it MLX's", err).groups())
+    peak, arrays = map(
+        float, re.search(r"peak memory: ([\d.]+) GB with pages of mapped files, ([\d.]+) GB of it MLX's", err).groups()
+    )
     assert peak > arrays > 0 and peak > 0.03
     assert "\r" not in err  # progress is shown only on terminals
 
@@ -446,7 +448,7 @@ def test_retries_of_the_hub_are_one_line(capfd, caplog, no_hub):
     assert err.count("Retrying") == 0 and [record.message for record in caplog.records] == ["something else"]
     assert code == 1 and "Name or service not known" in warning
     unreached = "the Hugging Face Hub cannot be reached: no route to host"
-    assert error == f"error: org/name is not a directory here, and {unreached}"
+    assert error == f"error: org/name is no file or directory here, and {unreached}"
     assert warning.startswith("warning: the Hugging Face Hub does not answer, trying again")
 
 
@@ -643,6 +645,14 @@ def test_sampling_options_choose_as_the_library_does(capfd, model_dir):
     xtc = make_sampler(0.1, xtc_probability=1.0, xtc_threshold=0.01, xtc_special_tokens=spared)
     options = ["--temp", "0.1", "--seed", "7", "--xtc-probability", "1", "--xtc-threshold", "0.01"]
     assert said(*options) == written(sampler=xtc) != written(sampler=make_sampler(0.1))
+
+
+def test_the_random_numbers_are_seeded_once_the_model_is_loaded(capfd, model_dir, monkeypatch):
+    seeds = []
+    monkeypatch.setattr("mlx.core.random.seed", seeds.append)
+    options = ["-p", "a", "-m", "1", "--temp", "1", "--seed", "5"]
+    assert fails(capfd, "--model", "/nosuch", *options) and seeds == []
+    assert command(capfd, "--model", model_dir, *options)[0] == 0 and seeds == [5]
 
 
 def test_options_that_have_no_effect_are_named(capfd, model_dir, tmp_path):

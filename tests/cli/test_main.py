@@ -186,6 +186,13 @@ def test_a_misspelt_command_is_named(capsys):
         assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
 
 
+@pytest.mark.parametrize("name", ["chat", "plan", "serve", "benchmark"])
+def test_a_model_without_its_option_is_told_the_option(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "models/qwen"])
+    assert "unrecognized arguments: models/qwen; a model is given with --model;" in capsys.readouterr().err
+
+
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"moeflux-mlx {described()}\n"
@@ -197,6 +204,17 @@ def test_commands_that_compute_nothing_start_without_mlx(word):
     code = f"import sys; from moeflux_mlx.cli.main import main; main(['{word}'])"
     done = run(*PYTHON, "-c", f"{code}; print({{'mlx', 'numpy', 'argparse'}} & set(sys.modules))")
     assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_a_reader_that_has_gone_is_no_fault(word):
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [*PYTHON, "-m", "moeflux_mlx", word], env=child_environment(), stdout=writes, stderr=subprocess.PIPE
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_importing_a_command_leaves_the_functions():

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from moeflux_mlx import plan
+from moeflux_mlx.ops import backend
 
 
 def planned(capsys, *arguments):
@@ -21,12 +22,12 @@ def test_a_streamed_model_gains(capsys):
     out = planned(capsys, "--variant", "qwen3.5-397b-a17b", "--ranks", "2", "--link-gb-per-s", "3")
     assert figure(out, "tokens/s, 2 machines") > 1.5 * figure(out, "tokens/s, 1 machine")
     assert figure(out, "8192 tokens, 2 machines") == pytest.approx(figure(out, "8192 tokens, 1 machine") / 2, rel=0.02)
-    assert "one machine is faster for answers nowhere, for prompts nowhere" in out
+    assert "faster for answers: 2 machines; for prompts: 2 machines" in out
 
 
 def test_a_model_that_fits_gains_nothing(capsys):
     out = planned(capsys, "--variant", "qwen3-30b-a3b", "--ranks", "3")
-    assert "one alone 100%" in out and "faster for answers with 5 GB/s, for prompts with 5 GB/s" in out
+    assert "one alone 100%" in out and "faster for answers: 1 machine; for prompts: 1 machine" in out
 
 
 def test_a_slow_link_costs_prompts(capsys):
@@ -35,7 +36,7 @@ def test_a_slow_link_costs_prompts(capsys):
         for rate in ("10", "0.1")
     )
     assert figure(slow, "8192 tokens, 2 machines") > 5 * figure(fast, "8192 tokens, 2 machines")
-    assert "for prompts with 5 GB/s" in slow
+    assert "for prompts: 1 machine" in slow
 
 
 @pytest.mark.parametrize("arguments", [("--ranks", "0"), ("--ranks", "65"), ("--ranks", "2", "--link-us", "0")])
@@ -53,3 +54,25 @@ def test_a_link_needs_several_machines(capsys, arguments):
 def test_one_machine_gets_the_usual_plan(capsys):
     given = ("--variant", "qwen3-30b-a3b")
     assert planned(capsys, *given, "--ranks", "1") == planned(capsys, *given)
+    drafts = (*given, "--draft", "lookup")
+    assert planned(capsys, *drafts, "--ranks", "1") == planned(capsys, *drafts) != planned(capsys, *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        (("--ranks", "2", "--draft", "lookup"), "--draft has no effect with --ranks"),
+        (("--shards-in", "/x"), "--shards-in has no effect with --variant"),
+        (("--no-vision",), "--no-vision has no effect with --variant"),
+        (("--chip", "M4 Max", "--ranks", "2"), "--ranks has no effect with --chip"),
+    ],
+)
+def test_options_without_an_effect_are_refused(given, idle, capsys):
+    assert plan.main(["--variant", "qwen3-30b-a3b", *given]) == 1
+    assert capsys.readouterr().err == f"error: {idle}; leave one of them out\n"
+
+
+def test_memory_of_a_host_is_said_to_have_no_effect(capsys):
+    assert plan.main(["--variant", "qwen3-30b-a3b", "--ram-gb", "16", "--host-gb", "4"]) == 0
+    has_effect = "--host-gb has no effect without an NVIDIA GPU" not in capsys.readouterr().err
+    assert has_effect == (backend.name() == "cuda")

@@ -501,7 +501,7 @@ def test_a_head_that_is_not_whole_is_refused_where_it_was_asked_for(tmp_path):
     goldens.write_safetensors(tmp_path / "head.safetensors", own)
     with pytest.raises(ModelFileError, match="tensor fc.weight is missing"):
         headed("qwen3_next", draft=str(tmp_path))
-    with pytest.raises(ModelFileError, match="holds no draft head for this model; leave draft at auto"):
+    with pytest.raises(ModelFileError, match="holds no draft head for this model; draft can be auto or lookup"):
         load_model(tiny_directory("qwen3_moe"), draft="head")
     with pytest.raises(RequestError, match="nor a directory"):
         load_model(tiny_directory("qwen3_moe"), draft=str(tmp_path / "none"))

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from gguf_models import write_gguf
 from tiny_models import tiny_directory
 
 from moeflux_mlx import plan as plan_command
 from moeflux_mlx import tune as screen
 from moeflux_mlx.engine import pool_sizes
 from moeflux_mlx.engine.engine import open_engine
+from moeflux_mlx.engine.locate import resolve
 from moeflux_mlx.engine.machine import Figures
 from moeflux_mlx.engine.pool_sizes import best_of, best_pool, keep_pool, pool_file, sizes_to_try
+from moeflux_mlx.engine.weights import open_weights
 from moeflux_mlx.errors import RequestError
 
 PATH = tiny_directory("qwen3_moe")
@@ -98,6 +101,18 @@ def test_a_model_that_is_streamed_is_measured(monkeypatch, capsys):
     assert not pool_file().exists()
 
 
+def test_a_gguf_has_a_pool_too(monkeypatch, tmp_path):
+    write_gguf(tmp_path / "m.gguf", "qwen3_moe", lambda name: "Q4_0")
+    plan_memory = screen.plan_memory
+    monkeypatch.setattr(
+        screen, "plan_memory", lambda *given: plan_memory(*given[:3], replace(given[3], expert_io="pread"))
+    )
+    monkeypatch.setattr(screen, "speed_with", lambda path, pool, seconds: 5.0)
+    assert screen.run(Namespace(**{**vars(OPTIONS), "model": str(tmp_path / "m.gguf")})) == 0
+    weights = open_weights(resolve(tmp_path / "m.gguf"))
+    assert best_pool(weights.path, weights.experts.layout.total_bytes) is not None
+
+
 def test_a_model_that_fits_memory_has_no_pool(capsys):
     screen.run(OPTIONS)
     assert f"there is no pool to size: {PATH} fits memory" in capsys.readouterr().out and not pool_file().exists()
@@ -115,5 +130,5 @@ def test_the_limit_of_the_process_is_all_that_it_takes(monkeypatch):
     assert limits == [None, fixed + experts // 2]
     assert engine.plan.mode == "pread" and "exceed --memory-gb" in engine.plan.decision
     assert fixed < engine.plan.total <= fixed + experts // 2
-    with pytest.raises(RequestError, match="beyond --memory-gb"):
+    with pytest.raises(RequestError, match=r"does not fit --memory-gb, 0\.05 GB: .*; --memory-gb 0\.\d\d would do"):
         open_engine(PATH, dtype=mx.float32, memory_bytes=50_000_000)

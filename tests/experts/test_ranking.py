@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeflux_mlx.experts.ranking import HALF_LIFE, Ranking
+from moeflux_mlx.experts.ranking import BETWEEN, HALF_LIFE, Ranking
 
 KEYS = st.integers(0, 5)
 CALLS = st.lists(
@@ -43,6 +43,12 @@ def test_as_counts_that_decay(calls):
             ranking.use(key, times)
             slow.counts[key] = slow.counts.get(key, 0.0) + times
             slow.demoted = [one for one in slow.demoted if one != key]
+        elif call == "request":
+            keys = [key, (0, (number + times % 5 + 1) % 6)]
+            ranking.request(keys)
+            slow.counts = {one: count * 2 ** (-BETWEEN / HALF_LIFE) for one, count in slow.counts.items()}
+            slow.counts |= {one: slow.counts.get(one, 0.0) + 1 for one in keys}
+            slow.demoted = [one for one in slow.demoted if one not in keys]
         elif call == "enter" and key not in slow.there:
             ranking.enter(key)
             slow.there.add(key)

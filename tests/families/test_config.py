@@ -589,6 +589,14 @@ def test_the_text_part_decides_whose_family_it_is():
         ModelArgs.from_dict(config)
 
 
+def test_a_dense_model_is_told_that_only_experts_run():
+    config = {"model_type": "llama", "hidden_size": 4096, "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(ConfigError, match="model_type 'llama' is not supported: it has no experts, and only Mixture"):
+        family_name(config)
+    with pytest.raises(ConfigError, match="is not supported; did you mean llama4"):
+        family_name({**config, "num_local_experts": 8})
+
+
 @pytest.mark.parametrize(
     ("outer", "text"),
     [("kimi_k25", "kimi_k2"), ("mistral3", "mistral4"), ("step3p7", "step3p5"), ("cohere2_vision", "cohere2_moe")],

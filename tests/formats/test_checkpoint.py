@@ -1,6 +1,7 @@
 """Reading checkpoint files: every tensor comes back as written, and hostile files are refused."""
 
 import json
+import re
 
 import goldens
 import mlx.core as mx
@@ -188,7 +189,12 @@ def test_hostile_manifests(tmp_path, change):
 def test_nothing_to_convert(tmp_path):
     with pytest.raises(ModelFileError, match="is not a directory"):
         open_checkpoint(tmp_path / "missing")
-    with pytest.raises(ModelFileError, match="holds no checkpoint"):
+    with pytest.raises(ModelFileError, match=r"holds no checkpoint: .* with packed_experts/$"):
+        open_checkpoint(tmp_path)
+    inside = tmp_path / "snapshots" / "3f2a"  # as in the Hub's cache
+    inside.mkdir(parents=True)
+    (inside / "config.json").write_text("{}")
+    with pytest.raises(ModelFileError, match=f"; do you mean {re.escape(str(inside))}\\?"):
         open_checkpoint(tmp_path)
     (tmp_path / "model_weights.bin").write_bytes(b"")
     with pytest.raises(ModelFileError, match=r"config\.json does not exist, nor does .*mlx/config\.json"):

@@ -333,7 +333,7 @@ def _bound(text: str, inputs: Sequence[mx.array]) -> list[np.ndarray]:
 
 NUMPY = {
     **{mx.bfloat16: np.uint16, mx.float16: np.float16, mx.float32: np.float32},
-    **{mx.uint32: np.uint32, mx.int32: np.int32, mx.uint8: np.uint8},
+    **{mx.uint32: np.uint32, mx.int32: np.int32, mx.uint16: np.uint16, mx.uint8: np.uint8},
 }
 
 

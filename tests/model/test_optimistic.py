@@ -11,9 +11,9 @@ import pytest
 from tiny_models import tiny_directory, use_plain_operations
 
 from moeflux_mlx.cli.opening import shapes_of
-from moeflux_mlx.engine.launches import launches_of
+from moeflux_mlx.engine.kernel_cache import programs_of
 from moeflux_mlx.errors import ExpertIOError
-from moeflux_mlx.experts import routed
+from moeflux_mlx.experts import host_tier, routed
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.routed import RoutedExperts
 from moeflux_mlx.experts.streamed import StreamedExperts
@@ -25,7 +25,9 @@ from moeflux_mlx.model.optimistic import OptimisticLayers
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.model.weights import arrange, fill, read_resident
 from moeflux_mlx.ops import backend
+from moeflux_mlx.ops.kernel_files import Program
 from moeflux_mlx.ops.stand_ins import standing_in
+from moeflux_mlx.ops.tiles import CODE
 from moeflux_mlx.spec import ModelArgs
 
 EXPERTS, TOP_K, TOKENS = 16, 4, 9
@@ -49,8 +51,8 @@ def opened(family, records=None, ahead=True, preadv=os.preadv, **options):
     experts = RoutedExperts(source, "off")
     model = Model(args, experts, stored_forms(tensors))
     fill(model, tensors, args.quantization, mx.float32)
-    made = OptimisticLayers(model.layers, cache_numbers(args.mixers), source)
-    model.optimistic = made if ahead else None
+    parts = cache_numbers(args.mixers), source, model.embedded, model.project
+    model.optimistic = OptimisticLayers(model.layers, *parts) if ahead else None
     return model
 
 
@@ -106,25 +108,64 @@ def test_records_that_are_there_are_not_requested(monkeypatch):
     model.experts.close()
 
 
-def test_a_record_that_goes_while_its_layer_is_queued_is_read_again(monkeypatch):
+@pytest.mark.parametrize("host", [0, 1 << 30])
+def test_a_record_that_goes_while_its_layer_is_queued_is_still_used(monkeypatch, host):
     tokens = tokens_of("qwen3_moe")
     model = opened("qwen3_moe", ahead=False)
     want = run(model, tokens)
     model.experts.close()
-    model = opened("qwen3_moe")
+    model = opened("qwen3_moe", 12 if host else None, host_bytes=host, least_slots=TOP_K)
     run(model, tokens)
-    accept, gone = model.experts.accept, []
+    source, pool, gone = model.experts, model.experts.pools[0], []
+    accept = source.accept
 
     def accept_later(layer, ids, table):
-        if len(gone) < 5:
-            gone.append((layer, int(ids[0, -1])))
-            model.experts.pools.of[layer].drop(gone[-1])
-        return accept(layer, ids, table)
+        key = layer, int(ids[0, -1])
+        tier = pool.staging.host
+        has_all = set(ids[0].tolist()) <= table.slots.keys()
+        if has_all and len(gone) < 5 and key in (tier if host else pool):
+            gone.append(key)
+            tier.places.put(tier.take(key)) if host else pool.drop(key)
+        assert accept(layer, ids, table) is has_all
+        return has_all
 
-    monkeypatch.setattr(model.experts, "accept", accept_later)
-    misses = model.experts.stats.misses
+    monkeypatch.setattr(source, "accept", accept_later)
+    assert np.array_equal(run(model, tokens), want) and len(gone) == 5
+    source.close()
+
+
+def test_memory_that_queued_layers_read_is_used_again_later(monkeypatch):
+    model = opened("qwen3_moe", 12, least_slots=TOP_K, host_bytes=1 << 30)
+    run(model, tokens_of("qwen3_moe"))
+    staging, waited = model.experts.pools[0].staging, []
+    kept = next(iter(staging.host.kept))
+    with monkeypatch.context() as patch:
+        patch.setattr(host_tier.mx, "eval", waited.append)
+        model.experts.table(kept[0])
+        model.experts.queued(queued := mx.array(1))
+        staging.host.settle(place := staging.host.kept[kept])
+        staging.host.settle(place)
+    assert len(waited) == 1 and waited[0] is queued
+    model.experts.close()
+
+
+def test_records_in_host_memory_are_read_there(monkeypatch):
+    tokens = tokens_of("qwen3_moe")
+    model = opened("qwen3_moe", ahead=False)
+    want = run(model, tokens)
+    model.experts.close()
+    model = opened("qwen3_moe", 12, least_slots=TOP_K, host_bytes=1 << 30)
     assert np.array_equal(run(model, tokens), want)
-    assert model.experts.stats.misses == misses + len(gone)
+    stats, pool = model.experts.stats, model.experts.pools[0]
+    misses, (requested, accepted) = (
+        stats.misses,
+        (calls(monkeypatch, model.experts, one) for one in ("request", "accept")),
+    )
+    assert misses == len({*pool.records(), *pool.staging.host.kept})
+    stats.host_hits = 0
+    assert np.array_equal(run(model, tokens), want)
+    assert accepted and stats.host_hits > len(accepted)
+    assert stats.misses == misses and len(requested) == len(model.layers)  # the first token has no graph
     model.experts.close()
 
 
@@ -198,7 +239,7 @@ def test_a_table_has_the_records_of_the_pool():
         lease.wait()
     assert not has_records or np.array_equal(rows(source.table(1))[gone], was[gone])
     ids = np.array([[gone, kept]])
-    assert not source.accept(1, ids, before) and not source.accept(1, ids, after)
+    assert source.accept(1, ids, before) and not source.accept(1, ids, after)
     assert source.accept(1, ids, source.table(1))
     source.invalidate()
     assert source.table(1) is None
@@ -215,7 +256,10 @@ def test_layers_are_queued_only_if_kernels_read_their_records(monkeypatch):
     model.experts.close()
 
 
-def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
+@pytest.mark.parametrize("together, shorter", [(2, 0), (3, 2)])
+def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, together, shorter):
+    monkeypatch.setattr(optimistic, "TOGETHER", together)
+    monkeypatch.setattr(optimistic, "SHORTER", shorter)
     model = opened("qwen3_moe")
     cache, tokens = model.make_cache(), tokens_of("qwen3_moe", 1)
     for _ in range(2):
@@ -223,7 +267,7 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
     asked, relieve = [], model.experts.relieve
     monkeypatch.setattr(model.experts, "relieve", lambda **given: asked.append(1) or relieve(**given))
     mx.eval(model(mx.array([tokens]), cache))
-    groups = -(-len(model.layers) // optimistic.TOGETHER)
+    groups = -(-(len(model.layers) + shorter) // together)
     assert len(asked) == 1 + groups  # and at the beginning of the call
     model.experts.close()
 
@@ -233,14 +277,14 @@ def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
     with standing_in(backend="cuda"):
         shapes = shapes_of(Namespace(variant=None, model=tiny_directory("qwen3_moe")))
     shapes = replace(shapes, dtype=mx.float32)
-    listed = {program.kernel.name for step in launches_of(shapes, "cuda", tokens=(1,)) for program in step.programs}
+    listed = {program.file for program in programs_of(shapes, CODE)}
     built = set()
     chosen = np.arange(TOP_K, dtype=np.uint32)[None]
     monkeypatch.setattr(routed, "read_host_copy", lambda copy: (chosen, mx.zeros(chosen.shape)))
 
     def build(kernel, *of):
-        def call(*, output_shapes, output_dtypes, **_):
-            built.add(kernel.text(*of).name)
+        def call(*, inputs, output_shapes, output_dtypes, **_):
+            built.add(Program(kernel.text(*of), [one.dtype for one in inputs], output_dtypes).file)
             return list(map(mx.zeros, output_shapes, output_dtypes))
 
         return call
@@ -249,8 +293,9 @@ def test_every_kernel_of_experts_is_listed_for_cuda(monkeypatch):
         model = opened("qwen3_moe")
         arrange(model)
         cache = model.make_cache()
-        for _ in range(2):
-            mx.eval(model(mx.ones((1, 1), mx.int32), cache))
+        for tokens in (1, 4, 1):  # a cache without tokens has no graph
+            mx.eval(model(mx.ones((1, tokens), mx.int32), cache))
     model.experts.close()
-    used = {name for name in built if "expert_" in name}
-    assert len(used) == 4 and used <= listed  # two kernels, for records by themselves and for tables
+    used = {name for name in built if "expert_" in name or "record_" in name}
+    assert len(used) == 7  # two kernels, for several rows, for records by themselves and for tables; and addresses
+    assert used <= listed

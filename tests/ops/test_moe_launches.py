@@ -25,7 +25,7 @@ from moeflux_mlx.ops.elementwise import activate
 from moeflux_mlx.ops.experts import Records, Shared
 from moeflux_mlx.ops.linear import linear
 from moeflux_mlx.ops.matrix import Part
-from moeflux_mlx.ops.route import Choice, read_host_copy, route, route_with_host_copy, router_logits
+from moeflux_mlx.ops.route import Choice, read_host_copy, read_ids, route, route_with_host_copy, router_logits
 from moeflux_mlx.ops.tiles import Tile, using
 from moeflux_mlx.quant import EXPERTS, Quant
 
@@ -432,6 +432,17 @@ def test_choosing_in_the_launch_gives_the_bits_of_choosing_before_it(host, rule,
     want = experts.expert_ffn(layer.x, ids, layer.records, weights, layer.h_mid, shared)
     got = experts.chosen_ffn(layer.x, Choice(layer.logits, rule, bias, scales), layer.records, layer.h_mid, shared)
     assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize("E, K", [(16, 4), (256, 9), (257, 9)])
+def test_the_launch_that_chooses_copies_the_ids_of_one_token(host, E, K):
+    layer, rule, copies = Layer(6, 1, K, 64, 64, mx.float32, columns=E + 1, records=E), Router(E, K), []
+    choice = Choice(layer.logits, rule)
+    want = experts.chosen_ffn(layer.x, choice, layer.records, layer.h_mid, layer.shared)
+    got = experts.chosen_ffn(layer.x, choice, layer.records, layer.h_mid, layer.shared, host_copy=copies)
+    assert mx.array_equal(got, want)
+    assert np.array_equal(read_ids(copies), np.array(route(layer.logits, rule)[0]))
+    assert max(part.nbytes for part in copies) <= 8
 
 
 @pytest.mark.parametrize(

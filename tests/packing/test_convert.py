@@ -616,7 +616,8 @@ def test_an_unsupported_model_is_not_downloaded(hub, tmp_path):
 
 def test_a_repository_that_cannot_be_reached(hub, tmp_path):
     with pytest.raises(
-        ModelFileError, match="other/model is not a directory here and cannot be found on the Hugging Face Hub: 404"
+        ModelFileError,
+        match="other/model is no file or directory here and cannot be found on the Hugging Face Hub: 404",
     ):
         convert("other/model", tmp_path / "out")
 
@@ -738,7 +739,7 @@ def test_a_quantisation_that_is_not_supported_costs_no_download(hub, tmp_path):
 @pytest.mark.parametrize("name", ["models/qwen--4bit", "models/qwen-"])
 def test_names_that_the_hub_refuses(tmp_path, name):
     """Its library refuses them without a request, with an error of its own."""
-    with pytest.raises(ModelFileError, match=f"{name} is not a directory here"):
+    with pytest.raises(ModelFileError, match=f"{name} is no file or directory here"):
         convert(name, tmp_path / "out")
 
 

@@ -78,9 +78,17 @@ def test_other_ranks_and_single_processes_refuse_it(directories):
     open_weights(directories / "whole").check_held(None)
 
 
-@pytest.mark.parametrize("options", [{"ranks": 2}, {"rank": 0}, {"ranks": 2, "rank": 2}, {"ranks": 1, "rank": 0}])
-def test_impossible_ranks(tmp_path, options):
-    with pytest.raises(ConfigError, match="give 2 to 64 ranks"):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ranks": 2}, "--ranks is 2 and --rank is missing"),
+        ({"rank": 0}, "--ranks is missing and --rank is 0"),
+        ({"ranks": 2, "rank": 2}, "--ranks is 2 and --rank is 2"),
+        ({"ranks": 1, "rank": 0}, "--ranks is 1 and --rank is 0"),
+    ],
+)
+def test_impossible_ranks(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=f"{said}; give 2 to 64 ranks"):
         convert(goldens.checkpoint_dir("qwen3_moe"), tmp_path / "out", **options)
 
 

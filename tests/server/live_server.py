@@ -203,8 +203,9 @@ class FakeSession:
 
     def _allowed(self, prompt, tokens, processors):
         """Returns the tokens before the first that a processor forbids."""
-        for n, token in enumerate(tokens):
-            logits = mx.zeros((1, len(self.tokenizer.get_vocab())))
+        size = len(self.tokenizer.get_vocab())
+        for n, token in enumerate(tokens if processors else ()):
+            logits = mx.zeros((1, size))
             for process in processors:
                 logits = process(mx.array([*prompt, *tokens[:n]]), logits)
             if logits[0, token].item() == -np.inf:

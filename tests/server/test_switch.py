@@ -354,14 +354,18 @@ def test_a_client_that_leaves_does_not_wait_any_more():
 
 
 def test_a_client_that_waits_for_a_model_is_told_that_the_server_ends():
-    loads = Loads("a", "b", token_seconds=0.1)
+    loads = Loads("a", "b")
+    loads.may_answer.clear()
     with Live(loads.of) as live, ThreadPoolExecutor(2) as clients:
-        asked = [clients.submit(ask, live, "a")]
+        running = clients.submit(ask, live, "a")
         wait_for(lambda: live.worker.state.running)
-        asked.append(clients.submit(ask, live, "b"))
+        waiting = clients.submit(ask, live, "b")
         wait_for(lambda: live.models.queue == 1)
         live.listener.stop_soon()
-        assert [refused(one.result) for one in asked] == [503, 503]
+        assert refused(waiting.result) == 503 and not running.done()
+        loads.may_answer.set()
+        assert refused(running.result) == 503
+        live.thread.join(10)  # `Live` begins the end once more
     assert loads.order == ["a"]
 
 

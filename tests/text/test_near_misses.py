@@ -16,7 +16,7 @@ from moeflux_mlx.text.calls.minimax_m3 import MINIMAX_M3
 from moeflux_mlx.text.calls.minimax_rules import MARK
 from moeflux_mlx.text.calls.reader import AnswerReader, merged
 from moeflux_mlx.text.calls.tool_call import GLM_LINE, QWEN_JSON, QWEN_XML
-from moeflux_mlx.text.events import CallDelta, CallEnd
+from moeflux_mlx.text.events import CallDelta, CallEnd, CallStart
 
 FAULTS = [(dialect, fault, call) for dialect in TAGGED for fault, call in near_misses(dialect)]
 STRING, INTEGER, BOOLEAN = ({"type": kind} for kind in ("string", "integer", "boolean"))
@@ -226,4 +226,7 @@ def test_a_call_without_arguments(dialect, write):
 @EVERY_FORM
 def test_a_call_that_the_limit_cuts_before_its_arguments_is_none(dialect, write):
     text = dialect.prefix("get_weather")
-    assert not calls_of(read(text, dialect, cut=True))
+    for length in range(1, len(text) + 1):
+        events = read(text[:length], dialect, cut=True)
+        announced = any(isinstance(event, CallStart) for event in events)
+        assert not calls_of(events) and not (announced and text_of(events))

@@ -99,8 +99,8 @@ def test_a_window_longer_than_the_plan_s_span_goes_through_in_several():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"window": 1}, "window 1, tokens None: both must be at least 2"),
-        ({"most": 1}, "tokens 1: both must be at least 2"),
+        ({"window": 1}, "window is 1; it must be at least 2"),
+        ({"most": 1}, "tokens is 1; it must be at least 2"),
         ({"window": 1 << 30}, "exceeds the .* tokens that the model takes"),
         ({"text": "a"}, "the text has 0 tokens; give one with at least 2"),
     ],
@@ -156,6 +156,7 @@ def test_files_in_another_folder_and_a_limit_of_memory(tmp_path, capsys):
     [
         (["--text", "nowhere"], "nowhere cannot be read: No such file"),
         (["--text", "bytes"], "bytes is not UTF-8: byte 1 is invalid; give a text file"),
+        (["--text", "text", "--against", "nosuch", "--svg", "no/x.svg"], "there is no directory no; make it first"),
         (["--text", "text", "--svg", "x.svg"], "--svg draws the divergence of two models; give the second"),
     ],
 )

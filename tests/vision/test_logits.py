@@ -151,9 +151,9 @@ def test_positions_after_an_image_that_are_places_show(monkeypatch, models, fami
     assert np.abs(got - wanted[behind]).max() > 10 * TOLERANCE
 
 
-def test_axes_in_another_order_show(models):
-    model = load_model(image_directory("qwen3_vl_moe"), dtype=mx.float32)
-    for layer in model.layers:
-        rope = layer.self_attn.rope
-        rope.axes = tuple(2 - axis for axis in rope.axes)
-    assert error(model, "qwen3_vl_moe") > 10 * TOLERANCE
+def test_axes_in_another_order_show(monkeypatch, models):
+    positions = images.Images.positions
+    monkeypatch.setattr(
+        images.Images, "positions", lambda *args: None if (axes := positions(*args)) is None else axes[::-1].copy()
+    )
+    assert error(models("qwen3_vl_moe"), "qwen3_vl_moe") > 10 * TOLERANCE

@@ -15,7 +15,7 @@ class Call:
 
     Attributes:
         raw: its characters so far.
-        is_cut: a limit has ended the answer.
+        is_cut: a limit has ended the answer here, so what only the end of the text would complete is incomplete.
     """
 
     def __init__(self, index: int, schemas: Mapping[str, JsonObject], emit: Callable[[Event], object]):
@@ -37,13 +37,14 @@ class Call:
         return self._schemas
 
     def knows(self, name: str) -> bool:
-        return name in self._schemas
+        """Whether this is the whole name of a declared tool."""
+        return name in self._schemas and not self.is_cut
 
     def start(self, name: str) -> None:
         """Sets the name; arguments that came before it are emitted at once.
 
         Raises:
-            Malformed: no such tool is declared, or the call has a name.
+            Malformed: no such tool is declared, the call has a name, or the answer was cut in the name.
         """
         if self.name or not self.knows(name):
             raise Malformed("")
@@ -73,9 +74,9 @@ class Call:
         """Makes sure that the arguments are a JSON object, an empty one if there are none.
 
         Raises:
-            Malformed: they are not, or there is no name; `rest` has been read too far.
+            Malformed: they are not, there is no name, or the answer was cut before them; `rest` has been read too far.
         """
-        if not self.name:
+        if not self.name or (self.is_cut and not self._arguments):
             raise Malformed(rest)
         if not self._arguments:
             self.write("{}")

@@ -32,8 +32,6 @@ def gemma(call: Call) -> Parsing[str]:
     """Parses the text after `<|tool_call>`."""
     yield from literal(["call:"], (yield from skip_space()))
     name, char = yield from until_one(["{", CALL_END, CALL_BEGIN, "\n"], or_end=True)
-    if not char and call.is_cut:
-        raise Malformed("")
     call.start(name.strip())
     if char == "\n":
         char = yield from skip_space()

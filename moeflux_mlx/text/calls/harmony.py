@@ -27,7 +27,7 @@ def message(call: Call) -> Parsing[str]:
     """
     head, end = yield from until_one([MESSAGE], or_end=True)
     recipient = RECIPIENT.search(head)
-    if recipient is None or not (end or (call.knows(recipient[1]) and not call.is_cut)):
+    if recipient is None or not (end or call.knows(recipient[1])):
         raise Switched(inside=head.rpartition(CHANNEL)[2].strip().startswith("analysis"))
     call.start(recipient[1])
     char = yield from last_arguments(call, CALL, (yield from skip_space()) if end else "")

@@ -92,8 +92,6 @@ def last_arguments(call: Call, follower: str, char: str) -> Parsing[str]:
 
     Returns the character behind them.
     """
-    if not char and call.is_cut:
-        raise Malformed("")
     if char and char != follower[0]:
         char = yield from arguments(call, char)
     call.check(char)

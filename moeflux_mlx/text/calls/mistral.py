@@ -3,7 +3,7 @@
 from .call import Call
 from .dialect import Dialect
 from .json_form import SPARE, last_arguments
-from .steps import Malformed, Parsing, optional, skip_space, until_one
+from .steps import Parsing, optional, skip_space, until_one
 
 CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 
@@ -11,8 +11,6 @@ CALL_BEGIN, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 def mistral(call: Call) -> Parsing[str]:
     """Parses the text after `[TOOL_CALLS]`."""
     name, end = yield from until_one([ARGUMENTS, CALL_BEGIN, "\n"], or_end=True)
-    if not end and call.is_cut:
-        raise Malformed("")
     call.start(name.strip())
     if end != ARGUMENTS:
         call.check("")
