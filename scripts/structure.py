@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Checks the shape of the package: where ways of mixing tokens are named, how long modules and functions are, which
-public signatures have types without a name, and how often tests reach for private names.
+public signatures have types without a name, how often code asks whether an array is numpy's or MLX's, and how often
+tests reach for private names.
 
     scripts/structure.py
 
 A way of mixing tokens is known to its own folder in `mixers/` and to the readers of configurations; everything else
 asks it. A module of more than 400 lines needs a reason in `LONG`; no function has more than 60, besides its docstring.
 The signature of a public function or method has no bare `Any`: the type has a name, such as `AnyArray` or `JsonValue`.
+Code asks for the kind of an array in at most `KIND_PLACES` places besides `KIND`, whose functions serve both.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
 `PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
 down without cycles.
@@ -21,9 +23,12 @@ from pathlib import Path, PurePath
 PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
-MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES = 400, 60, 60
+MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES = 400, 60, 60, 54
+KIND = PurePath("ops/backend.py")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
 UNNAMED = re.compile(r"\bAny\b")
+KINDS = {"mx.array", "np.ndarray"}
+LIBRARIES = {"mx", "np"}
 OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
 ONE_OPERATION = "one mixer's operation: kernels, twin, native form and chooser"
 LONG = {  # module: why it is longer
@@ -99,6 +104,28 @@ def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
     return found + long_modules(lengths, reasons)
 
 
+def asks_kind(node: ast.AST) -> bool:
+    """Whether an expression asks whether an array is numpy's or MLX's: by its type, its library, or by name."""
+    if isinstance(node, ast.Compare):
+        return isinstance(node.ops[0], ast.Is | ast.IsNot) and ast.unparse(node.comparators[0]) in LIBRARIES
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    types = {ast.unparse(one) for one in ast.walk(node.args[1])} if name == "isinstance" else set[str]()
+    return name == "computes_at_once" or bool(types & KINDS)
+
+
+def kind_places(package: Path) -> list[str]:
+    """Where the package asks whether an array is numpy's or MLX's, besides `KIND`."""
+    modules = {file.relative_to(package): file for file in sorted(package.rglob("*.py"))}
+    return [
+        f"{module}:{node.lineno} asks for the kind of an array"
+        for module, file in modules.items()
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if module != KIND and asks_kind(node)
+    ]
+
+
 def definitions(tree: ast.Module) -> Iterator[str]:
     """The functions, classes, variables and attributes that a module defines, and what it imports."""
     for node in ast.walk(tree):
@@ -136,7 +163,9 @@ def private_places(package: Path, tests: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    found, places = faults(PACKAGE), private_places(PACKAGE, TESTS)
+    found, places, kinds = faults(PACKAGE), private_places(PACKAGE, TESTS), kind_places(PACKAGE)
     if len(places) > PRIVATE_PLACES:
         found += [*places, f"tests reach for private names in {len(places)} places, more than {PRIVATE_PLACES}"]
+    if len(kinds) > KIND_PLACES:
+        found += [*kinds, f"code asks for the kind of an array in {len(kinds)} places, more than {KIND_PLACES}"]
     sys.exit("\n".join(found) if found else 0)

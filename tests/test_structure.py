@@ -111,3 +111,14 @@ def test_tests_that_reach_for_private_names_are_seen(package, tmp_path_factory):
     named = [(3, "_planned"), (4, "_kept"), (5, "_planned"), (6, "_planned")]
     want = [f"test_thing.py:{line} reaches for {name}" for line, name in named]
     assert structure.private_places(package, tests) == want
+
+
+def test_questions_for_the_kind_of_an_array_are_seen(package):
+    asking = (
+        "isinstance(x, mx.array)\nisinstance(x, (int, np.ndarray))\nlibrary is not mx\nbackend.computes_at_once(x)\n"
+    )
+    for name in ("module.py", "ops/backend.py"):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text(f"{asking}isinstance(x, int) and library.array(x) is None\nlen(np.ndarray)\n")
+    want = [f"module.py:{line} asks for the kind of an array" for line in (1, 2, 3, 4)]
+    assert structure.kind_places(package) == want

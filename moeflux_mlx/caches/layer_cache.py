@@ -5,8 +5,8 @@ cache knows its bytes for a text of any length, its part of a snapshot, how to g
 row of the last step (`Model.step`), and its traced stand-in in a compiled step.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +23,16 @@ Same = TypeVar("Same", bound="LayerCache")
 Arrays = tuple[mx.array | None, ...]
 Shifts = tuple[tuple[int, int], ...]
 State = tuple[Any, ...]  # a cache's arrays and, last, how many positions they have absorbed
+
+
+class JoinedRow(NamedTuple):
+    """The state of a sequence as row `row` of `arrays` [R, ...], which hold the states of R sequences."""
+
+    arrays: Sequence[mx.array]
+    row: int
+
+
+WayBack: TypeAlias = Any  # what a cache goes back to within a step: `Arrays`, or a `JoinedRow`
 
 
 class LayerCache(Generic[LayerPart]):
@@ -143,7 +153,17 @@ class LayerCache(Generic[LayerPart]):
         """Takes the arrays after the step."""
         raise NotImplementedError
 
-    def way_back(self) -> Arrays | None:
+    @property
+    def joins(self) -> bool:
+        """Whether a step takes the states of several sequences as the rows of the same arrays
+        (`RecurrentCache.take_joined`).
+        """
+        return False
+
+    def separate(self) -> None:
+        """Copies a state that is a row of arrays of several sequences, which would stay in memory with it."""
+
+    def way_back(self) -> WayBack | None:
         """The state that `take_back` needs to return here within the same step."""
         return None
 
@@ -151,11 +171,11 @@ class LayerCache(Generic[LayerPart]):
         """Bytes of the way back to a row of the last step, with entries of `itemsize` bytes."""
         return 0
 
-    def go_back(self, position: int, kept: Arrays | None) -> None:
+    def go_back(self, position: int, kept: WayBack | None) -> None:
         """Goes back to an earlier position with its kept state `kept`."""
         raise NotImplementedError
 
-    def take_back(self, position: int, way: Arrays | None) -> None:
+    def take_back(self, position: int, way: WayBack | None) -> None:
         """Goes back to before a row of the last step; `way` is the result of `way_back` there."""
         self.go_back(position, way)
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..ops.backend import AnyArray
 from ..ops.launch import Shape
-from .layer_cache import FLOAT_BYTES, Arrays, LayerCache, Same, State, StoredPart
+from .layer_cache import FLOAT_BYTES, Arrays, JoinedRow, LayerCache, Same, State, StoredPart, WayBack
 from .stand_in import Traced, TracedKind
 
 
@@ -48,7 +48,20 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
 
     def __init__(self, part: Any):
         super().__init__(part)
-        self.arrays = self._none()
+        self.joined: JoinedRow | None = None
+        self._arrays: list[Any] = self._none()
+
+    @property
+    def arrays(self) -> list[AnyArray]:
+        """The sequence's own arrays [B, ...], None before the first token."""
+        if self.joined is not None:
+            arrays, row = self.joined
+            self.arrays = [mx.contiguous(array[row : row + 1]) for array in arrays]
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, value: list[AnyArray]) -> None:
+        self._arrays, self.joined = value, None
 
     def _none(self) -> list[None]:
         return [None] * len(self.stored_shapes(0))
@@ -84,15 +97,15 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         *self.arrays, self.offset = value
         self.last_step, self.shifts = None, ()
 
-    def way_back(self) -> Arrays:
-        return tuple(self.arrays)
+    def way_back(self) -> WayBack:
+        return self.joined or tuple(self._arrays)
 
     def row_bytes(self, itemsize: int) -> int:
         """Bytes of the way back to a row of the last step: a whole state."""
         return self.bytes_for(1, itemsize)
 
     def empty(self) -> bool:
-        return self.conv is None
+        return self.joined is None and self._arrays[0] is None
 
     def traced(self, n: int) -> TracedKind:
         """A function that makes the traced stand-in for the next n tokens."""
@@ -105,6 +118,15 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     def take_step(self, arrays: list[mx.array]) -> None:
         """Takes the arrays after the step."""
         self.absorb(arrays, 1)
+
+    def take_joined(self, arrays: Sequence[mx.array], row: int) -> None:
+        """Takes a row of the arrays after a step, which hold the states of all of its sequences."""
+        self._arrays, self.joined = [], JoinedRow(arrays, row)
+        self.offset += 1
+
+    def separate(self) -> None:
+        if self.joined is not None:
+            mx.async_eval(self.arrays)
 
     def expect(self, n: int) -> None:
         """Does nothing: the cache's size does not depend on positions."""
@@ -123,12 +145,30 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     def trim(self, n: int) -> int:
         return 0
 
-    def go_back(self, position: int, kept: Arrays | None) -> None:
+    def go_back(self, position: int, kept: WayBack | None) -> None:
         """Goes back to an earlier position with its kept arrays; None: to the beginning."""
-        self.arrays = list(kept or self._none())
+        if isinstance(kept, JoinedRow):
+            self._arrays, self.joined = [], kept
+        else:
+            self.arrays = list(kept or self._none())
         self.offset, self.last_step, self.shifts = position, None, self._shifts_at(position)
 
     def take_from(self: Same, other: Same, position: int, kept: Arrays | None) -> None:
         """Takes the state of `other` at `position`, whose arrays are `kept`; they are never written to."""
         self.go_back(position, kept)
         self.shifts = other._shifts_at(position)
+
+
+def joined_arrays(caches: Sequence[RecurrentCache]) -> Sequence[mx.array]:
+    """The states of `RecurrentCache`s of several sequences as arrays [R, ...]: those of the last step, if it had the
+    same sequences in the same order, else copies.
+    """
+    rows = [one.joined for one in caches]
+    arrays = None if rows[0] is None else rows[0].arrays
+    for i, row in enumerate(rows):
+        if row is None or row.arrays is not arrays or row.row != i:
+            break
+    else:
+        if arrays is not None and arrays[0].shape[0] == len(rows):
+            return arrays
+    return [mx.concatenate(list(parts)) for parts in zip(*(one.arrays for one in caches), strict=True)]

@@ -37,6 +37,12 @@ class Traced:
         self.offset, self.position, self._seen = later
 
 
+class Elsewhere(Traced):
+    """The stand-in of a cache whose arrays are joined with those of other sequences."""
+
+    num_inputs, num_outputs = 0, 0
+
+
 class TracedKind(Protocol):
     """Makes stand-ins for the tokens of a step from their arrays; the numbers are those of `Traced`."""
 

@@ -9,7 +9,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..experts.source import IoMode
 from ..experts.whole import WholeExperts
 from ..kinds import Experts
-from ..ops.backend import AnyArray, Array, library_of, of_kind
+from ..ops.backend import AnyArray, Array, as_dtype, library_of, of_kind
 from ..ops.elementwise import float32
 from ..ops.experts import Shared
 from .weights import LayerWeights
@@ -63,7 +63,7 @@ class OneByOne:
         self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
     ) -> AnyArray:
         ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
-        rows = x.astype(self._dtype) if isinstance(x, mx.array) else x
+        rows = as_dtype(x, self._dtype)
         added: AnyArray = shared.rows(x) if isinstance(shared, Shared) else shared
         out = _zeros(rows, (len(rows), residual.shape[-1]))
         used = np.unique(ids)

@@ -86,8 +86,7 @@ class OwnStep:
         self.followed += 1
         if not self.rows_left:
             return False
-        if isinstance(self._drafts, mx.array):
-            self._drafts = cast("list[int]", self._drafts.tolist())
+        self._drafts = _listed(self._drafts)
         was_drafted = token == self._drafts[self.followed - 1]
         if not was_drafted:
             self.take_back()
@@ -102,15 +101,19 @@ class OwnStep:
                 self._experts.take_back(self.followed)
 
 
+def _listed(drafts: Proposed) -> Sequence[int]:
+    return cast("list[int]", drafts.tolist()) if isinstance(drafts, mx.array) else drafts
+
+
 def choose_likeliest(logits: mx.array) -> list[ChosenToken]:
     """Begins to choose the most likely token after each row of logits [R, vocab_size], as `greedy` chooses it alone.
 
-    On a GPU the rows share the launches of their logprobs, and are submitted together. Each token is an array of its
+    On a GPU the rows share these launches, and are submitted together. Each token is then copied to an array of its
     own: MLX for CUDA moves an array of more than 8 bytes before the host reads it.
     """
     logprobs = log_softmax(logits.astype(mx.float32))
-    rows = [logprobs[i : i + 1] for i in range(len(logits))]
-    chosen = [(greedy(row), row.reshape(-1), mx.isnan(row[:, 0])) for row in rows]
+    tokens, rows = greedy(logprobs), [logprobs[i : i + 1] for i in range(len(logits))]
+    chosen = [(tokens[i : i + 1] | 0, row.reshape(-1), mx.isnan(row[:, 0])) for i, row in enumerate(rows)]
     mx.async_eval(chosen)
     return chosen
 
@@ -290,6 +293,8 @@ class Decoding:
         """Takes back drafts and work that was begun ahead, so that the caches hold all tokens but the last."""
         if self._step is not None:
             self._step.take_back()
+        for layer in self.cache:
+            layer.separate()
         self._next = self._step = self._followed = None
 
     def _begin_step(self, drafts: Proposed, ahead: bool = False) -> None:
@@ -331,6 +336,6 @@ class Decoding:
         drafts = self._drafting.propose(room)
         for process in self.processors if len(drafts) else ():
             if isinstance(process, Constraint):
-                drafts = cast("list[int]", drafts.tolist()) if isinstance(drafts, mx.array) else drafts
+                drafts = _listed(drafts)
                 drafts = drafts[: max(process.mask.accepts([cast(int, self._last.item()), *drafts]), 1) - 1]
         return drafts

@@ -14,6 +14,7 @@ from ..caches.layer_cache import LayerCache
 from ..model.decoder import Model
 from ..model.head import DraftHead
 from ..model.span import Span
+from ..ops import backend
 from ..ops.backend import AnyArray, leave
 from ..state.snapshot import head_rows, load_head_rows
 from ..text.boundaries import shared_length
@@ -152,8 +153,7 @@ class HeadDrafts:
         self._out, drafted = self._head.absorb(waiting, tokens, self.cache, draft)
         self.rows, self._waiting = self.rows + count, [leave(part) * 1 for part in rest]  # copied, to free the block
         self._drafted = [] if drafted is None else [drafted]
-        if isinstance(self._out, mx.array):
-            mx.async_eval(self._out, [array for one in self.cache for array in one.state[:-1] if array is not None])
+        backend.start(self._out, *(array for one in self.cache for array in one.state[:-1]))
 
     def _cut(self, length: int) -> None:
         """Forgets everything after the first `length` tokens, and those too if the cache cannot go back that far."""

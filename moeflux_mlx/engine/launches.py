@@ -291,9 +291,7 @@ def _forward(module: Any, norm: RMSNorm | None, x: AnyArray, _: Any) -> AnyArray
     """Calls a feed-forward part on x [B, L, D]; if a table chooses the experts, all tokens are 0."""
     if not module.reads_tokens:
         return module.forward(x, norm)
-    return module.forward(
-        x, norm, np.zeros(x.shape[:2], np.uint32) if isinstance(x, np.ndarray) else mx.zeros(x.shape[:2], mx.uint32)
-    )
+    return module.forward(x, norm, backend.of_kind(np.zeros(x.shape[:2], np.uint32), x))
 
 
 def _kinds(parts: Sequence[AnyArray]) -> Iterator[tuple[Any, list[int]]]:

@@ -11,7 +11,7 @@ from ..experts.routing import Report, Routing, ignore_report
 from ..formats.record import Record
 from ..kinds import Dense, FeedForward
 from ..ops import backend
-from ..ops.backend import AnyArray
+from ..ops.backend import AnyArray, computes_at_once, of_kind
 from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
@@ -49,10 +49,10 @@ class SomeExperts:
     def __call__(
         self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
     ) -> AnyArray:
-        here = isinstance(x, np.ndarray)
+        here = computes_at_once(x)
         records = Records(self.memory, self.array.record) if here else self.array
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
-        weights: AnyArray = np.zeros(slots.shape, np.float32) if here else mx.zeros(slots.shape)
+        weights = of_kind(np.zeros(slots.shape, np.float32), x)
         if len(x) > MAX_TOKENS:
             return self._in_prompt(slots, records, x, weights, residual, shared)
         if self.is_queued and routing.choice is not None:

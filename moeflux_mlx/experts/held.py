@@ -20,4 +20,5 @@ class HeldExperts(WholeExperts):
 
     def __init__(self, layout: ExpertLayout, records: Mapping[int, np.ndarray]):
         super().__init__(layout, "experts of the draft head")
-        self.layers = {layer: kept(rows) for layer, rows in records.items()}
+        for layer, rows in records.items():
+            self.add(layer, kept(rows))

@@ -68,9 +68,8 @@ class SlotPool:
         self.copied = staging is not None
         self.most = slots if most is None else most
         self.ranking = Ranking(step)
-        self._used: dict[Key, Slot] = {}
         self._tables = Tables()
-        self.staging = None if staging is None else Staging(nbytes, staging, self.ranking, host, self._host_changed)
+        self.staging = None if staging is None else Staging(nbytes, staging, self.ranking, host, self._tables.note)
         self.places: Places
         if self.staging is not None:
             self.places = self.staging.places
@@ -82,6 +81,7 @@ class SlotPool:
         self.slots = self.fit(min(slots, self.most))
         if not self.copied:
             self.places.aim(self.slots, {})
+        self._used: dict[Key, Slot] = {}
         self._leased: dict[int, Sequence[Key]] = {}  # by the identity of the keys
         self._arriving: set[Key] = set()
         self.intended: set[Key] = set()
@@ -224,9 +224,7 @@ class SlotPool:
         return self.places.memory, np.array([slot.row for slot in slots], np.int32)
 
     def table(self, layer: int, record: Record, experts: int) -> RecordTable | None:
-        """The layer's records that have arrived in the device's memory, or stayed in the host's; None if there are
-        none.
-        """
+        """The layer's records that kernels can read, on the device or the host; None if there are none."""
 
         def slot_of(expert: int) -> Slot | HostRecord | None:
             slot = self._used.get((layer, expert))
@@ -236,19 +234,9 @@ class SlotPool:
 
         return self._tables.get(layer, record, experts, slot_of)
 
-    def _host_changed(self, key: Key) -> None:
-        if key not in self._used:
-            self._tables.note(key)
-
     def pays_to_copy(self, key: Key) -> bool:
-        """Whether a record of the host's memory, which was just used there, should be copied to the device: the copy
-        takes as long as a use over the bus. So the record must be used at least once more than the one that goes,
-        while counts last, and its last use says nothing about how often.
-        """
-        if not self.is_full:
-            return True
-        victim = self._unwanted(1)
-        return bool(victim) and self.ranking.worth(key) - 1 > self.ranking.worth(victim[0]) + 1
+        """Whether a record that was just used in host memory should be copied to the device."""
+        return not self.is_full or any(self.ranking.is_worth_a_copy(key, victim) for victim in self._unwanted(1))
 
     def pin(self, keys: Sequence[Key]) -> list[Slot | None]:
         """Keeps these records until `unpin` is called with the same list; returns their slots."""

@@ -195,10 +195,14 @@ class PoolReads:
             for pool, share in zip(self.pools, self.pools.shares(nbytes), strict=True)
         )
 
-    def resize_host(self, nbytes: int) -> None:
-        """Resizes what stays in host memory to `nbytes` together."""
+    def resize_host(self, nbytes: int) -> bool:
+        """Resizes what stays in host memory to `nbytes` together; returns whether it is less now."""
+        before = self.pools.host_bytes
         for pool, share in zip(self.pools, self.pools.host_shares(nbytes), strict=True):
             pool.resize_host(share)
+        given_back = max(before - self.pools.host_bytes, 0)
+        self.stats.given_back += given_back
+        return given_back > 0
 
     def reconcile(self, abandoned: list[mx.array]) -> None:
         """After an interrupted call: as `SlotPool.reconcile`, for all pools."""

@@ -4,6 +4,7 @@ how records are read.
 
 from collections.abc import Sequence
 
+import mlx.core as mx
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
@@ -72,6 +73,12 @@ class Pools(list[SlotPool]):
     def host_bytes(self) -> int:
         """Bytes of host memory for records that stay there, and for staging beside them."""
         return sum(pool.host_bytes for pool in self)
+
+    def queued(self, out: mx.array) -> None:
+        """As `ExpertLoader.queued`."""
+        for pool in self:
+            if pool.staging is not None:
+                pool.staging.host.readers = out
 
     def host_shares(self, nbytes: int) -> list[int]:
         """Records of each pool that stay in host memory if all together may take `nbytes`."""

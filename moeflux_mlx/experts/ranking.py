@@ -18,6 +18,7 @@ from ..formats.record import Key
 HALF_LIFE = 32.0  # steps (results.tsv, "pool eviction")
 MEAN_LIFE = HALF_LIFE / 0.693147  # steps; a record that every step uses has this count in the end
 BETWEEN = 2.0**-10  # steps from one request to the next, so that of equal records the earlier one is evicted
+WORTH_A_COPY = 3  # more uses; fewer are often chance
 MOST_NOTED = 256  # requests whose uses are counted together, which takes a third of the time
 MOST_STALE = 8  # entries of the heap for each record; those that are no longer true go when a victim is looked for
 NEVER = -inf  # the logarithm of no uses
@@ -105,9 +106,12 @@ class Ranking:
     def pass_time(self, steps: float) -> None:
         self._uses.pass_time(steps)
 
-    def worth(self, key: Key) -> float:
-        """The count of a record's uses now. In the coming `MEAN_LIFE` steps it will probably be used as often again."""
-        return self._uses.worth(key)
+    def is_worth_a_copy(self, key: Key, other: Key) -> bool:
+        """Whether a record that was just used will probably be used so much more than another one in the coming
+        `MEAN_LIFE` steps that a copy in the other's place pays, which takes as long as a use where it is now. Its last
+        use says nothing about how many more will come.
+        """
+        return self._uses.worth(key) - 1 > self._uses.worth(other) + WORTH_A_COPY
 
     def request(self, keys: Sequence[Key]) -> None:
         """Counts a use of each of these different records, which are requested together. Keeps the list."""

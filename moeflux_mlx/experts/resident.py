@@ -93,7 +93,7 @@ class ResidentExperts(WholeExperts):
                     if use is not None:
                         use(portion.layer, portion.first, portion.records)
                 if portion.is_last:
-                    self.layers[portion.layer] = kept(portion.rows)
+                    self.add(portion.layer, kept(portion.rows))
             self.note = opened.note
 
 

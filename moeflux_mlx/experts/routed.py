@@ -16,7 +16,7 @@ import numpy as np
 
 from ..formats.record import Record
 from ..ops import backend
-from ..ops.backend import Array
+from ..ops.backend import AnyArray
 from ..ops.expert_rows import expert_rows, refusal, sort_by_expert
 from ..ops.experts import (
     MAX_SLOTS,
@@ -69,11 +69,11 @@ class RoutedExperts:
             expect(self.source, layer, tokens)
 
     def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
-    ) -> Array:
+        self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
+    ) -> AnyArray:
         if len(x) > MAX_TOKENS:
             assert not isinstance(shared, Shared)
-            whole = self.source.whole(routing.layer) if isinstance(x, mx.array) else None
+            whole = self.source.whole(routing.layer)
             rows = routing.ids.size
             if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
                 return at_once(routing, x, whole, residual, shared, report)
@@ -81,14 +81,15 @@ class RoutedExperts:
             return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
         records = self.source.whole(routing.layer)
         if records is not None:
-            if routing.choice is not None and isinstance(x, mx.array):
+            if routing.choice is not None:
                 return chosen_ffn(x, routing.choice, records, residual, shared)
-            return expert_ffn(x, routing.ids, records, cast(Array, routing.weights), residual, shared)
+            return expert_ffn(x, routing.ids, records, routing.weights, residual, shared)
         on_host = _on_host(routing)
         ids = cast(np.ndarray, on_host.ids)
-        records = self.source.without_lease(routing.layer, ids) if backend.computes_at_once(x) else None
+        is_native = backend.computes_at_once(x)
+        records = self.source.without_lease(routing.layer, ids) if is_native else None
         if records is not None:
-            slots, weights = ids.astype(np.int32, copy=False), cast(Array, routing.weights)
+            slots, weights = ids.astype(np.int32, copy=False), routing.weights
             return expert_ffn(x, slots, records, weights, residual, shared)
         try:
             lease = self.source.request(routing.layer, ids)
@@ -98,7 +99,7 @@ class RoutedExperts:
             return in_parts(self, on_host, x, residual, shared)
         with lease:
             self.lookahead.requested(on_host, ids)
-            decode: Any = _overlapped if backend.computes_at_once(x) else self._awaited
+            decode: Any = _overlapped if is_native else self._awaited
             return decode(lease, routing.weights, x, residual, shared)
 
     def reads_tables(self, layer: int, top_k: int) -> bool:

@@ -196,11 +196,9 @@ class StreamedExperts(ExpertLoader):
                 mx.clear_cache()
                 self.reads.stats.given_back += max(before - self.pools.held_bytes, 0)
         if self._keeps_on_host:
-            if self._host_limit is not None and (before := self.pools.host_bytes):
-                self.reads.resize_host(self._host_limit(before))
-                if self.pools.host_bytes < before:
-                    mx.clear_cache()
-                    self.reads.stats.given_back += before - self.pools.host_bytes
+            held = self.pools.host_bytes
+            if self._host_limit is not None and held and self.reads.resize_host(self._host_limit(held)):
+                mx.clear_cache()
             self._allowed.follow(self.pools.host_bytes)
         self._warming.feed()
 
@@ -313,9 +311,7 @@ class StreamedExperts(ExpertLoader):
         return self.reads.table(layer, self.layout)
 
     def queued(self, out: mx.array) -> None:
-        for pool in self.pools:
-            if pool.staging is not None:
-                pool.staging.host.readers = out
+        self.pools.queued(out)
 
     def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
         keys, inverse = asked_for(layer, ids)

@@ -15,11 +15,15 @@ from .source import CLOSED, ExpertLoader, Key, Lease, asked_for
 
 
 class WholeExperts(ExpertLoader):
-    """Layers [experts, words], as MLX arrays if a GPU computes. A subclass fills `layers`."""
+    """Layers [experts, words], as MLX arrays if a GPU computes. A subclass adds them."""
 
     def __init__(self, layout: ExpertLayout, decision: str):
         super().__init__(layout, decision)
-        self.layers: dict[int, np.ndarray | mx.array] = {}
+        self.layers: dict[int, Records] = {}
+
+    def add(self, layer: int, memory: np.ndarray | mx.array) -> None:
+        """Adds the records of a layer."""
+        self.layers[layer] = Records(memory, self.layout.records[layer], lasting=isinstance(memory, mx.array))
 
     @contextlib.contextmanager
     def turn(self, tokens: int) -> Iterator[bool]:
@@ -28,18 +32,18 @@ class WholeExperts(ExpertLoader):
         yield False
 
     def whole(self, layer: int) -> Records | None:
-        blob = self.layers.get(layer)
-        return Records(blob, self.layout.records[layer], lasting=True) if isinstance(blob, mx.array) else None
+        records = self.layers.get(layer)
+        return records if records is not None and records.lasting else None
 
     def without_lease(self, layer: int, ids: np.ndarray) -> Records | None:
         self._check_open()
-        blob = self.layers.get(layer)
-        if not isinstance(blob, np.ndarray):
+        records = self.layers.get(layer)
+        if records is None or records.lasting:
             return None
         if self.observer is not None:
             keys = asked_for(layer, ids)[0]
             self.observer.requested(layer, ids, keys, [True] * len(keys))
-        return Records(blob, self.layout.records[layer])
+        return records
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
@@ -54,11 +58,9 @@ class WholeExperts(ExpertLoader):
 
     def locate(self, keys: list[Key]) -> tuple[Records, np.ndarray]:
         self._check_open()
-        layer = keys[0][0]
-        blob = self.layers.get(layer)
-        if blob is None:  # another thread has just closed it
+        records = self.layers.get(keys[0][0])
+        if records is None:  # another thread has just closed it
             raise ExpertIOError(CLOSED)
-        records = Records(blob, self.layout.records[layer], lasting=isinstance(blob, mx.array))
         return records, np.array([expert for _, expert in keys], np.int32)
 
     def unpin(self, keys: list[Key], out: mx.array | None) -> None:

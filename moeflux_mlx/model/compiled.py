@@ -8,7 +8,7 @@ place (in the cache or in an array of the newest entries), and attention ignores
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..caches.layer_cache import LayerCache
-from ..caches.stand_in import Traced
+from ..caches.recurrent import joined_arrays
+from ..caches.stand_in import Elsewhere, Traced
 from ..caches.traced import up_to
 from ..experts.source import ExpertLoader
 from ..ops.backend import AnyArray
@@ -29,7 +30,9 @@ Forward = Callable[..., list[mx.array]]  # called with the tokens, the stand-in 
 # whenever the entries' capacity grows; for several sequences it is each combination of their capacities.
 MOST_GRAPHS = 64
 _BYTES = attrgetter("nbytes")
-Kind = tuple[int, Sequence[Any]]  # a number of rows, and what makes the stand-in of each cache
+# A number of rows, what makes the stand-in of each cache, and for each of their arrays which input it is.
+Kind = tuple[int, Sequence[Any], Sequence[int]]
+Joined = tuple[int, Any]  # the number of a cache, and what makes the stand-in of all sequences' caches with this number
 Begin = Callable[[int, int], None]  # called with the numbers of a row and of a cache before that absorbs the row
 
 
@@ -84,53 +87,72 @@ class DecodeStep:
         self, tokens: mx.array, sequences: Sequence[Sequence[LayerCache]], *more: mx.array, begin: Begin | None = None
     ) -> tuple[list[AnyArray], Callable[[int], None]]:
         """As a call, but returns the function that advances the caches of the first layers, as many as it is told."""
-        texts, first = list[_Text](), 0
-        for cache, count in _runs(sequences):
-            texts.append(_Text.of(cache, first, count))
+        texts, first, runs = list[_Text](), 0, _runs(sequences)
+        joined: list[Joined] = []
+        if len(runs) == len(sequences) > 1:
+            joined = [(i, one.traced(1)) for i, one in enumerate(sequences[0]) if one.joins]
+        elsewhere = frozenset(i for i, _ in joined)
+        for cache, count in runs:
+            texts.append(_Text.of(cache, first, count, elsewhere))
             first += count
         if len(texts) > 1:
             texts.sort(key=lambda text: hash((text.kind, text.sizes)))  # every other order would be another graph
         kinds = tuple(text.kind for text in texts)
         state = [array for text in texts for array in text.arrays]
+        for i, _ in joined:
+            state += joined_arrays([text.cache[i] for text in texts])
         order = _Order([slice(text.first, text.first + text.kind[0]) for text in texts])
-        graph = self._graph(kinds, [*state, *more])
+        graph = self._graph(kinds, joined, [*state, *more])
         outputs = graph(order.permute(tokens), *state, *map(order.permute, more))
-        count = len(outputs) - sum(number * kind.num_outputs for number, own in kinds for kind in own)
+        count = len(outputs) - sum(number * kind.num_outputs for number, own, _ in kinds for kind in own)
+        count -= sum(kind.num_outputs for _, kind in joined)
 
         def take(layers: int) -> None:
             left = islice(outputs, count, None)
             for text in texts:
-                number, own = text.kind
+                number, own, _ = text.kind
                 for row in range(text.first, text.first + number):
                     for i, (layer, kind) in enumerate(zip(text.cache, own, strict=True)):
+                        if kind is Elsewhere:
+                            continue
                         arrays = list(islice(left, kind.num_outputs))
                         if i < layers:
                             if begin is not None:
                                 begin(row, i)
                             layer.take_step(arrays)
+            for i, kind in joined:
+                arrays = list(islice(left, kind.num_outputs))
+                for row, text in enumerate(texts):
+                    if i < layers:
+                        text.cache[i].take_joined(arrays, row)
 
         return list(map(order.undo, outputs[:count])), take
 
-    def _graph(self, kinds: Sequence[Kind], arrays: Sequence[mx.array]) -> Any:
+    def _graph(self, kinds: Sequence[Kind], joined: Sequence[Joined], arrays: Sequence[mx.array]) -> Any:
         """The graph for such caches and arrays; of too many the one that was not used for longest is freed."""
         own = self.graphs.setdefault(threading.get_ident(), {})  # another thread may call `forget` at any time
-        key = kinds, tuple(map(_BYTES, arrays))  # which tell a layer's capacities apart
-        graph = own.pop(key, None) or mx.compile(self._trace(kinds))
+        key = kinds, tuple(joined), tuple(map(_BYTES, arrays))  # which tell a layer's capacities apart
+        graph = own.pop(key, None) or mx.compile(self._trace(kinds, joined))
         own[key] = graph
         if len(own) > MOST_GRAPHS:
             del own[next(iter(own))]
         return graph
 
-    def _trace(self, kinds: Sequence[Kind]) -> Callable[..., list[mx.array]]:
+    def _trace(self, kinds: Sequence[Kind], joined: Sequence[Joined]) -> Callable[..., list[mx.array]]:
         def run(tokens: mx.array, *arrays: mx.array) -> list[mx.array]:
             left = iter(arrays)
             rows = list[tuple[_Standing, int]]()
-            for count, own in kinds:
-                standing = _Standing(own, count, left)
+            for count, own, places in kinds:
+                given = list(islice(left, max(places) + 1))
+                standing = _Standing(own, count, iter([given[place] for place in places]))
                 rows += ((standing, row) for row in range(count))
-            caches = rows[0][0].caches if len(rows) == 1 else [_step_rows(rows, i) for i in range(len(kinds[0][1]))]
+            whole = {i: kind(*islice(left, kind.num_inputs), 0, 0, None) for i, kind in joined}
+            caches = (
+                rows[0][0].caches if len(rows) == 1 else [_step_rows(rows, i, whole) for i in range(len(kinds[0][1]))]
+            )
             out = list(self._run(tokens, caches, *left))
-            return out + [array for one, row in rows for array in one.arrays(row)]
+            out += [array for one, row in rows for array in one.arrays(row)]
+            return out + [array for one in whole.values() for array in one.arrays]
 
         return run
 
@@ -158,19 +180,37 @@ class _Text(NamedTuple):
     arrays: list[AnyArray]
 
     @classmethod
-    def of(cls, cache: Sequence[Any], first: int, count: int) -> "_Text":
-        """Makes room in the caches for the rows."""
-        arrays = list[Any]()
+    def of(cls, cache: Sequence[Any], first: int, count: int, elsewhere: Container[int]) -> "_Text":
+        """Makes room in the caches for the rows. `elsewhere`: the caches whose arrays are joined with others'."""
+        arrays, kinds = list[Any](), list[Any]()
         for row in range(count):
             arrays += _scalar(cache[0].offset + row), _scalar(cache[0].position + row)
-        for one in cache:
+        for i, one in enumerate(cache):
+            if i in elsewhere:
+                kinds.append(Elsewhere)
+                continue
             one.reserve(count)
             arrays += one.step_arrays(count)
-        return cls(cache, first, (count, tuple(one.traced(count) for one in cache)), arrays)
+            kinds.append(one.traced(count))
+        places, inputs = _once(arrays) if elsewhere else (range(len(arrays)), arrays)
+        return cls(cache, first, (count, tuple(kinds), places), inputs)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(map(_BYTES, self.arrays))
+
+
+def _once(arrays: Sequence[Any]) -> tuple[Sequence[int], list[Any]]:
+    """The arrays with those of positions once, because all layers share them, and for each array its number there."""
+    inputs, places, numbers = list[Any](), list[int](), dict[int, int]()
+    for array in arrays:
+        number = len(inputs)
+        if array.dtype == mx.int32:
+            number = numbers.setdefault(id(array), number)
+        if number == len(inputs):
+            inputs.append(array)
+        places.append(number)
+    return tuple(places), inputs
 
 
 class _Order:
@@ -218,14 +258,14 @@ class _Standing:
         return [array for i, cache in enumerate(self.caches) for array in self._before.get((i, row), cache.arrays)]
 
 
-def _step_rows(rows: Sequence[tuple[_Standing, int]], i: int) -> StepRows:
-    """The stand-in of cache number i of each row's sequence."""
+def _step_rows(rows: Sequence[tuple[_Standing, int]], i: int, joined: Mapping[int, Any]) -> StepRows:
+    """The stand-in of cache number i of each row's sequence, or if it is there, the one of all sequences' caches."""
 
     def begin(number: int) -> None:
         standing, row = rows[number]
         standing.begin(i, row)
 
-    return StepRows([standing.caches[i] for standing, _ in rows], begin)
+    return StepRows([standing.caches[i] for standing, _ in rows], begin, joined=joined.get(i))
 
 
 def _place(arrays: Iterator[mx.array]) -> tuple[mx.array, mx.array, Callable[[int], mx.array]]:

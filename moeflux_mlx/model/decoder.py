@@ -383,7 +383,7 @@ class Model(nn.Module):
 
     def _embed(self, tokens: mx.array) -> AnyArray:
         h = self.model.embed_tokens(backend.enter(tokens, self.activation_dtype) if self.suits_cpu else tokens)
-        h = h.astype(self.activation_dtype) if isinstance(h, mx.array) else h  # mxfp4 has no dtype of its own
+        h = backend.as_dtype(h, self.activation_dtype)  # mxfp4 has none of its own
         return h if self.args.stream_scale == 1.0 else h * self.args.stream_scale
 
     @property

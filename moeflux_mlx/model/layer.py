@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module):
             self._step = by_case(self._choose, experts)
 
     def __call__(
-        self, h: Array, caches: Caches, chosen: Chosen | None = None, tokens: Tokens | None = None
+        self, h: AnyArray, caches: Caches, chosen: Chosen | None = None, tokens: Tokens | None = None
     ) -> AnyArray:
         """`caches`: as of `MixerModule.mix`. `chosen`: the choice of the last layer with an indexer for these tokens;
         None before the first layer. `tokens`: may be None for a layer that reads none.
@@ -88,7 +88,7 @@ class DecoderLayer(nn.Module):
         chosen = chosen or Chosen()
         if not self.residual.takes_rows and isinstance(caches[0], StepRows):
             return self._of_rows(h, caches, chosen, tokens)
-        if self._step is not None and isinstance(h, mx.array) and DecodeStep.takes(h, [caches]):
+        if self._step is not None and DecodeStep.takes(h, [caches]):
             arrays = [one for one in chosen.handed if one is not None]
             step = self._step(self.mlp.should_predict(1), tuple(one is not None for one in chosen.handed))
             if tokens is not None and self._reads_tokens:

@@ -361,9 +361,9 @@ class InputScalingMoE(MoE):
 
 def scaled_input(x: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray]:
     """x [..., D] times weights [..., 1], and as many weights of 1."""
-    few = isinstance(x, mx.array) and weights.size <= MAX_TOKENS
-    ones = backend.constant(1.0, weights.shape) if few else backend.library_of(x).ones_like(weights)
-    return x * weights.astype(x.dtype), ones
+    few = weights.size <= MAX_TOKENS
+    ones = backend.constant(1.0, weights.shape) if few else mx.ones(weights.shape)
+    return x * weights.astype(x.dtype), backend.of_kind(ones, x)
 
 
 class MoEBetweenStreams(MoE):

@@ -6,7 +6,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from ..caches.layer_cache import Arrays, LayerCache
+from ..caches.layer_cache import JoinedRow, LayerCache, WayBack
 from ..errors import RequestError
 from ..experts.stats import Asked
 from ..ops.rows import StepRows
@@ -38,7 +38,7 @@ class _Absorbing:
 
     def __init__(self, rows: SequenceRows):
         self.cache, self.start = rows.cache, rows.cache[0].offset
-        self.ways: list[list[Arrays | None]] = [[None] * len(rows.cache) for _ in range(rows.count)]
+        self.ways: list[list[WayBack | None]] = [[None] * len(rows.cache) for _ in range(rows.count)]
         self.ways[0] = [layer.way_back() for layer in rows.cache]
 
     def begin(self, row: int, i: int) -> None:
@@ -77,7 +77,8 @@ class Step:
     @property
     def nbytes(self) -> int:
         """Bytes of the states for the ways back that the caches do not hold."""
-        pairs = (way for one in self._absorbing for ways in one.ways for way in ways)
+        ways = (way for one in self._absorbing for ways in one.ways for way in ways)
+        pairs = (way.arrays if isinstance(way, JoinedRow) else way for way in ways)
         return sum({id(array): array.nbytes for pair in pairs for array in pair or () if array is not None}.values())
 
     @property

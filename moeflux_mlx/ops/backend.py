@@ -187,6 +187,11 @@ def dtype_of(x: AnyArray) -> mx.Dtype:
     return mx.float32 if isinstance(x, np.ndarray) else x.dtype
 
 
+def as_dtype(x: Array, dtype: mx.Dtype) -> Array:
+    """Activations of MLX's in `dtype`; numpy's are always float32."""
+    return x if isinstance(x, np.ndarray) else x.astype(dtype)
+
+
 def zeros_like(x: AnyArray) -> AnyArray:
     """Zeros of x's kind, shape and dtype; for a few rows the array is made once."""
     if computes_at_once(x):

@@ -1,10 +1,8 @@
 """The weighted sum of experts' outputs with the residual stream and the shared expert: unscaled, in float32."""
 
 import mlx.core as mx
-import numpy as np
 
-from . import backend, native
-from .backend import Array, of_kind
+from . import backend
 from .launch import NO_KERNELS, Kernel, Launch, Reason, Shape, Template, ceildiv
 from .tiles import planned
 
@@ -12,20 +10,6 @@ COMBINE = Kernel("moe_combine", "expert_out places weights h_mid shared", "out")
 THREADS = 256
 
 Dtypes = tuple[mx.Dtype, mx.Dtype, mx.Dtype | None]  # dtypes of the experts' values, the residual and the shared expert
-
-
-def combine(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
-    """residual + sum_k weights[:, k] * rows[where[:, k]] + shared, k ascending, rounded once: [T, H].
-
-    Args:
-        rows: [N, H] outputs of experts.
-        where: [T, K] int32, the row of each token's k-th expert.
-        weights: [T, K] float32.
-        residual, shared: [T, H]; no shared expert: None.
-    """
-    if isinstance(rows, np.ndarray):
-        return native.combine(rows, where, weights, residual, shared)
-    return moe_combine(rows, of_kind(where, rows), weights, residual, shared)
 
 
 def moe_combine(

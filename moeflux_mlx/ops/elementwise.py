@@ -8,12 +8,12 @@ import numpy as np
 
 from ..kinds import SILU, Activation
 from . import native
-from .backend import Array, library_of, of_kind, view
+from .backend import Array, as_dtype, library_of, of_kind, view
 
 
 def float32(x: Array) -> Array:
-    """x in float32, as numpy arrays are already."""
-    return x if isinstance(x, np.ndarray) else x.astype(mx.float32)
+    """x in float32."""
+    return as_dtype(x, mx.float32)
 
 
 def split(x: Array, *ends: int) -> list[Array]:

@@ -180,7 +180,7 @@ def expert_ffn(
         residual: [..., H], T rows; the result has the same shape.
         shared: the shared expert, or its output [T, H]; None: there is none.
     """
-    if isinstance(x, mx.array) and isinstance(slots, np.ndarray):
+    if isinstance(slots, np.ndarray) and not backend.computes_at_once(x):
         records, slots = handed_over(records, slots)
     if isinstance(shared, Shared) and not shared.joins(records.record, slots.shape[1]):
         shared = shared.rows(x)

@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from ..formats.record import Projection, Record
-from . import backend, gpu_time
+from . import backend, gpu_time, native
 from .arrangement import Among, Batch, arrange
-from .backend import AnyArray, Array, view
+from .backend import AnyArray, Array, of_kind, view
 from .chips import M5_GENERATION, generation_of
-from .combine import combine
+from .combine import moe_combine
 from .dequantize import DenseParts, dense, dequantized_records, linear_biases, views
 from .expert_rows import expert_rows, starts_of
 from .experts import expert_down_combine, expert_gate_up, joined, native_refusal
@@ -181,14 +181,22 @@ class GroupedRows:
 
 
 def combined(rows: Array, where: Array, weights: Array, residual: Array, shared: Array | None) -> Array:
-    """As `combine`, for any number of tokens."""
+    """residual + sum_k weights[:, k] * rows[where[:, k]] + shared, k ascending, rounded once: [T, H].
+
+    Args:
+        rows: [N, H] outputs of experts.
+        where: [T, K] int32, the row of each token's k-th expert.
+        weights: [T, K] float32.
+        residual, shared: [T, H]; no shared expert: None.
+    """
+    where = of_kind(where, residual)
     if isinstance(residual, np.ndarray):
-        return combine(view(rows), view(where), weights, residual, shared)
+        return native.combine(view(rows), where, weights, residual, shared)
     parts: list[AnyArray] = []
     for start in range(0, len(residual), COMBINED):
         part = slice(start, start + COMBINED)
         rest = None if shared is None else shared[part]
-        parts.append(combine(rows, where[part], weights[part], residual[part], rest))
+        parts.append(moe_combine(rows, where[part], weights[part], residual[part], rest))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kinds import Llama3, Rotation, Yarn
 from . import native
-from .backend import Array, library_of, stack
+from .backend import AnyArray, Array, library_of, stack
 
 
 class Rope:
@@ -56,7 +56,7 @@ class Rope:
         """Multiplies the frequencies of the configuration by exp(alpha), alpha [dims / 2]."""
         self._set(self._as_configured * np.exp(np.array(alpha.astype(mx.float32), np.float64)))
 
-    def __call__(self, x: Array, offset: int | mx.array | np.ndarray) -> Array:
+    def __call__(self, x: Array, offset: AnyArray) -> Array:
         """x at positions offset .. offset + L - 1, or of three axes, integers [3, L]; as `laid_out`."""
         if isinstance(x, np.ndarray):
             B, L = x.shape[:2]
@@ -65,7 +65,7 @@ class Rope:
             return stack([native.rope(row, cosine, sine, self.interleaved) for row in rows])
         if self.magnitude != 1.0:
             x = mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
-        if not isinstance(offset, np.ndarray):
+        if not has_axes(offset):
             return self._turned(x, offset, self.periods)
         B, heads, L, D = x.shape
         tokens = x.swapaxes(1, 2).reshape(B * L, heads, 1, D)  # MLX's kernel takes a position for each entry of a batch
@@ -81,9 +81,14 @@ class Rope:
 
     def _angles(self, offset: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
         """(cosine, sine) float32 [length, R/2]."""
-        if isinstance(offset, np.ndarray):
+        if has_axes(offset):
             return angles_of_axes(self.frequencies, self.magnitude, self.axes, offset.astype(np.int64).tobytes())
         return angles(self.frequencies, self.magnitude, offset, length)
+
+
+def has_axes(position: int | AnyArray) -> bool:
+    """Whether a rotary position is integers [3, L], because some of L tokens are rows of an image."""
+    return isinstance(position, np.ndarray)
 
 
 def laid_out(x: Array) -> Array:

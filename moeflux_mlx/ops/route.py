@@ -154,13 +154,13 @@ def route_kernel(
 
 
 def route_with_host_copy(
-    logits: Array, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
-) -> tuple[Array, Array, Sequence[mx.array]]:
+    logits: AnyArray, rule: Router, bias: mx.array | None = None, scales: mx.array | None = None
+) -> tuple[AnyArray, AnyArray, Sequence[mx.array]]:
     """`route` with a copy of the choice for `read_host_copy`, for a host that waits. The copy is empty if it would not
     be faster.
     """
     target = backend.name()
-    if target not in HOST_COPY or len(logits) > 1 or not isinstance(logits, mx.array):
+    if target not in HOST_COPY or len(logits) > 1:
         chosen = route(logits, rule, bias, scales)
         return chosen[0], chosen[1], []
     launch = plan(target, logits.shape, rule, bias is not None, copies=True)

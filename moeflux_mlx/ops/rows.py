@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+import mlx.core as mx
+
 from . import backend
 from .backend import AnyArray, library_of
 
@@ -43,11 +45,13 @@ class StepRows:
         caches: the cache of each row, in order; the rows of one sequence are consecutive and have the same cache.
         begin: called with the number of a row before its cache absorbs it.
         first: the number of the first row.
+        joined: a state whose arrays [R, ...] hold those of all rows, in place of the caches', of R sequences.
     """
 
     caches: Sequence[AnyCache]
     begin: BeginRow = lambda row: None
     first: int = 0
+    joined: AnyCache | None = None
 
     @property
     def in_order(self) -> bool:
@@ -56,7 +60,9 @@ class StepRows:
 
     @property
     def sequences(self) -> Sequence[AnyCache]:
-        """The cache of each sequence of rows that are computed together."""
+        """The cache of each sequence of rows that are computed together, or what they have instead of caches."""
+        if self.joined is not None:
+            return [self.joined]
         return self.caches[:1] if self.in_order else self.caches
 
     def sizes(self, widths: Sequence[int]) -> RowSizes:
@@ -64,11 +70,27 @@ class StepRows:
         return ALONE if len(self.caches) == 1 else RowSizes(len(self.caches), self.in_order, tuple(widths))
 
     def absorbing(self) -> Iterator[AnyCache]:
-        """Yields the cache that is to absorb each row, of rows that are computed together."""
+        """Yields the cache that is to absorb each row, of rows that are computed together; if they are `joined`, what
+        is to absorb all."""
+        if self.joined is not None:
+            yield self.joined
+            return
         for i, cache in enumerate(self.caches):
             if i and self.in_order:
                 self.begin(self.first + i)
             yield cache
+
+    def states(self, arrays: Sequence[Sequence[mx.array]]) -> list[mx.array]:
+        """The arrays of the states of all `sequences` as the rows of arrays [R, ...]; `arrays`: those of each."""
+        if len(arrays) == 1:
+            return list(arrays[0])
+        return [mx.concatenate(list(parts)) for parts in zip(*arrays, strict=True)]
+
+    def absorb(self, arrays: Sequence[mx.array]) -> None:
+        """Has each sequence take its row of arrays [R, ...], their states after one token more of each."""
+        whole = len(self.sequences) == 1
+        for i, state in enumerate(self.absorbing()):
+            state.absorb(arrays if whole else [array[i : i + 1] for array in arrays], 1)
 
     @property
     def cache(self) -> AnyCache:
@@ -91,6 +113,8 @@ class StepRows:
             together: whether it takes rows of several sequences; else, one row.
             in_order: whether it then also takes several rows of one sequence.
         """
+        if self.joined is not None:
+            return compute(self, *parts)
         results = []
         for run in self._runs(TOGETHER[backend.name()] if together else 1, together and in_order):
             rows = StepRows(self.caches[run], self.begin, run.start)

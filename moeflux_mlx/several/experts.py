@@ -165,9 +165,8 @@ class RankedExperts:
         """Gathers the rows of all processes, [size * most, H], in pieces of equal length; `agreed` determines the
         order.
         """
-        library = library_of(rows) if self.exchange.group.on_device else np  # where the words are
         words: AnyArray = rows.view(library_of(rows).uint32)
-        words = words if library is mx else np.asarray(words)
+        words = words if self.exchange.group.on_device else np.asarray(words)
         step = max(PIECE_WORDS // words.shape[1], 1)
         is_stop = failure is self.exchange.pending or not isinstance(failure, Exception)
         flag = FINE if failure is None else STOPPED if is_stop else FAILED
@@ -177,7 +176,7 @@ class RankedExperts:
             gathered = self.exchange(ROWS + KINDS * layer, piece.reshape(-1), agreed, flag)
             self._raise(gathered, failure)
             pieces.append(gathered.words.reshape(self.exchange.group.size, *piece.shape))
-        gathered = pieces[0] if len(pieces) == 1 else library.concatenate(pieces, axis=1)
+        gathered = pieces[0] if len(pieces) == 1 else library_of(words).concatenate(pieces, axis=1)
         gathered = gathered.reshape(-1, words.shape[1])
         return of_kind(gathered, rows).view(rows.dtype)
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RankError
-from ..ops.backend import AnyArray, Array, leave, of_kind
+from ..ops.backend import AnyArray, Array, contiguous, leave, library_of, of_kind
 
 MAGIC = 0x4D464C52  # "MFLR"
 HEADER = 5  # words: MAGIC, number of the message, its kind, the sender's flag, a checksum of what all must agree on
@@ -130,11 +130,8 @@ class Exchange:
 
     def _gathered(self, header: np.ndarray, words: AnyArray) -> tuple[AnyArray, np.ndarray]:
         """All messages and their headers; if words stay on a device, only the headers come to the host."""
-        if isinstance(words, np.ndarray):
-            messages: AnyArray = self.group.gather(np.concatenate([header, words.astype(np.uint32, copy=False)]))
-            return messages, messages[:, :HEADER]
-        messages = self.group.gather(mx.concatenate([mx.array(header), words]))
-        return messages, np.array(mx.contiguous(messages[:, :HEADER]))  # a view would copy all of it to the host
+        messages: AnyArray = self.group.gather(library_of(words).concatenate([of_kind(header, words), words]))
+        return messages, np.array(contiguous(messages[:, :HEADER]))  # a view would copy all of it to the host
 
     def _check(self, rank: int, theirs: np.ndarray, own: np.ndarray) -> None:
         if theirs[0] != own[0] or theirs[1] != own[1]:

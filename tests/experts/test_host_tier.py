@@ -175,3 +175,18 @@ def test_the_comparison_finds_a_wrong_place(loader, fault, monkeypatch):
         with pytest.raises(AssertionError):
             for one in run:
                 use(loader, *one)
+
+
+def test_a_record_that_is_used_often_in_host_memory_is_copied(loader):
+    pool = loader.pools[0]
+    for expert in range(5):
+        use(loader, 0, expert)
+    often, seldom = (expert for expert in range(5) if pool.on_host((0, expert)))
+    for times in range(1, 9):
+        assert pool.on_host((0, seldom))
+        for expert in (often, seldom)[: 2 if times == 1 else 1]:
+            assert loader.accept(0, np.array([[expert]]), loader.table(0))
+        if not pool.on_host((0, often)):
+            break
+    assert 3 < times < 8 and loader.stats.host_hits == times + 1
+    assert use(loader, 0, often) == [True] and loader.stats.host_hits == times + 1

@@ -289,7 +289,7 @@ def test_layers_are_read_by_portions_in_their_order(tmp_path, monkeypatch, devic
     source = ResidentExperts(where, check=check)
     assert seen == [one for layer in range(4) for one in ((layer, 0), (layer, 3), "kept")]
     for layer in range(4):
-        assert np.array_equal(np.array(source.layers[layer]), truth[layer])
+        assert np.array_equal(np.array(source.layers[layer].memory), truth[layer])
     source.close()
 
 

@@ -18,6 +18,7 @@ from moeflux_mlx.convert import convert
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.errors import ModelFileError
 from moeflux_mlx.experts import waves
+from moeflux_mlx.ops.backend import of_kind
 from moeflux_mlx.quant import Quant
 
 FORMS = {
@@ -77,9 +78,10 @@ def test_a_wrong_scale_shows(made, tmp_path):
     path, tokens, wanted = made("qwen3_moe", "mxfp4")
     model = load_model(path, dtype=mx.float32, expert_io="mmap")
     projection = model.experts.layout.records[1].down
-    blob = np.array(model.experts.layers[1])
+    held = model.experts.layers[1].memory
+    blob = np.array(held)
     blob.view(np.uint8)[:, projection.fields[1].offset : projection.fields[1].offset + 8] += 1
-    model.experts.layers[1] = mx.array(blob) if isinstance(model.experts.layers[1], mx.array) else blob
+    model.experts.add(1, of_kind(blob, held))
     assert np.abs(run(model, mx.array(tokens).reshape(1, -1), 40) - wanted).max() > 10 * TOLERANCE
     model.experts.close()
 

@@ -256,7 +256,10 @@ def test_layers_are_queued_only_if_kernels_read_their_records(monkeypatch):
     model.experts.close()
 
 
-def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
+@pytest.mark.parametrize("together, shorter", [(2, 0), (3, 2)])
+def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch, together, shorter):
+    monkeypatch.setattr(optimistic, "TOGETHER", together)
+    monkeypatch.setattr(optimistic, "SHORTER", shorter)
     model = opened("qwen3_moe")
     cache, tokens = model.make_cache(), tokens_of("qwen3_moe", 1)
     for _ in range(2):
@@ -264,7 +267,7 @@ def test_the_pool_is_asked_between_groups_whether_memory_is_short(monkeypatch):
     asked, relieve = [], model.experts.relieve
     monkeypatch.setattr(model.experts, "relieve", lambda **given: asked.append(1) or relieve(**given))
     mx.eval(model(mx.array([tokens]), cache))
-    groups = -(-len(model.layers) // optimistic.TOGETHER)
+    groups = -(-(len(model.layers) + shorter) // together)
     assert len(asked) == 1 + groups  # and at the beginning of the call
     model.experts.close()
 

@@ -9,14 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from tiny_models import tiny_directory
 
+from moeflux_mlx.caches.recurrent import RecurrentCache
 from moeflux_mlx.engine import engine, kernel_cache, launches
 from moeflux_mlx.engine.machine import machine_figures
 from moeflux_mlx.engine.random_weights import Shapes
 from moeflux_mlx.engine.weights import open_weights
-from moeflux_mlx.experts import memory, resident
+from moeflux_mlx.experts import memory, resident, routed
 from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.ops import kernel_files, launch, linear
 from moeflux_mlx.ops.kernel_files import Program, hash_of, keep
@@ -165,12 +167,13 @@ def noted(target, monkeypatch):
 def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, noted, monkeypatch):
     """Checks all kernels that one token, prompts and several sequences use. On a CPU a router is stored in another
     form, so its kernel differs."""
-    if (target, expert_io) == ("cuda", "pread"):
-        pytest.skip("the list lacks kernels for records that are copied one by one")
     monkeypatch.setattr(linear, "PAYS_FROM", 1)
     directory = tiny_directory(family)
     known = {one.kernel.name for one in kernel_cache.programs_of(shapes_of(directory), CODE, target=target)}
     model = engine.load_model(directory, dtype=mx.bfloat16, expert_io=expert_io)
+    if not mx.is_available(mx.gpu):  # what was not computed names one expert several times
+        ids = np.arange(model.args.num_experts_per_tok, dtype=np.uint32)[None]
+        monkeypatch.setattr(routed, "read_host_copy", lambda copy: (ids, mx.zeros(ids.shape)))
     noted.clear()
     cache = model.make_cache()
     for tokens in (40, 1, 1, 3):
@@ -181,6 +184,27 @@ def test_kernels_are_known_when_a_model_is_loaded(family, expert_io, target, not
             mx.eval(model.step([SequenceRows(cache, [1]) for cache in caches]).logits)
     here = [name for name in noted if mx.is_available(mx.gpu) or "router_codes" not in name]
     assert here and sorted(set(here) - known) == []
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "nemotron_h", "lfm2_moe"])
+@pytest.mark.usefixtures("noted")
+def test_recurrent_states_of_several_sequences_are_joined(family):
+    """A GPU computes them; elsewhere only the arrays' shapes are tested."""
+    model = engine.load_model(tiny_directory(family), dtype=mx.bfloat16, expert_io="resident")
+    texts = [[model.make_cache() for _ in range(3)] for _ in range(2)]
+    for caches in texts:
+        for i, cache in enumerate(caches):
+            mx.eval(model(mx.array([[5 + i, 6, 7]]), cache))
+    together, alone = texts
+    for token in (1, 2, 3):
+        got = model.step([SequenceRows(cache, [token]) for cache in together]).logits
+        want = mx.concatenate([model.step([SequenceRows(cache, [token])]).logits for cache in alone])
+        assert mx.array_equal(got, want, equal_nan=True)
+        assert all((one.joined is not None) == one.joins for one in together[1] if isinstance(one, RecurrentCache))
+    assert any(one.joins for one in together[0])
+    for one, other in zip(together[1], alone[1], strict=True):
+        assert all(mx.array_equal(*pair, equal_nan=True) for pair in zip(one.state[:-1], other.state[:-1], strict=True))
 
 
 def test_nothing_is_compiled_where_no_gpu_computes(monkeypatch):

@@ -1,7 +1,9 @@
 """The cache of a gated short convolution: the convolution's last inputs."""
 
 from ...caches.recurrent import FixedState, RecurrentCache
+from ...ops import backend
 from ...ops.launch import Shape
+from .op import refusal
 from .spec import ShortConv
 
 
@@ -20,6 +22,10 @@ class ConvCache(RecurrentCache):
     """`conv` [B, *conv_shape] alone."""
 
     stand_in = _FixedConv
+
+    @property
+    def joins(self) -> bool:
+        return not refusal(backend.name(), 1, 1)
 
     def stored_shapes(self, length: int) -> tuple[Shape]:
         return (self.part.conv_shape,)

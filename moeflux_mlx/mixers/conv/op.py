@@ -6,6 +6,7 @@ operations; on the CPU numpy computes, because the native convolution (`ops.nati
 that this one does not have.
 """
 
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import numpy as np
 from ...ops import backend
 from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, library_of, of_kind
 from ...ops.elementwise import float32, split
-from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, Shape, ceildiv
+from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, ceildiv
 from ...ops.recurrent_state import RecurrentState
 from ...ops.rows import RowSizes, StepRows
 from ...ops.tiles import planned
@@ -81,11 +82,10 @@ def refusal(target: str, sequences: int, tokens: int) -> Reason | None:
 def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: ShortConv) -> AnyArray:
     """`short_conv` for a row of each of several sequences, of projected [1, R, 3 * channels]."""
     dtype, shape = projected.dtype, (1, *sizes.conv_shape)
-    convs = [mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype) for one in rows.caches]
+    convs = [[mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype)] for one in rows.sequences]
     launch = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, weight.dtype, sizes)
-    out, *after = launch(projected, *convs, weight)
-    for state, conv in zip(rows.absorbing(), after, strict=True):
-        state.absorb([conv], 1)
+    out, *after = launch(projected, *rows.states(convs), weight)
+    rows.absorb(after)
     return out
 
 
@@ -95,8 +95,6 @@ def plan(rows: RowSizes, target: str, dtype: mx.Dtype, weight: mx.Dtype, sizes: 
     count = rows.count
     template = {"X": dtype, "W": weight, "C": sizes.channels, "TAPS": sizes.taps}
     alone = Launch(target, STEP, template, (ceildiv(sizes.channels, THREADS), 1), THREADS, [])
-    own = {"projected": "projected+PROJECTED", "out": "out+C"}
-    own |= {name: f"{name}@{count}" for name in ("conv", "next_conv")}
-    outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.channels), dtype)]
-    outputs += [((1, *sizes.conv_shape), dtype)] * count
-    return alone.of_rows(own, count, {"PROJECTED": sizes.projected}, outputs)
+    own = {"projected": "projected+PROJECTED", "out": "out+C", "conv": "conv+CONV", "next_conv": "next_conv+CONV"}
+    outputs = [((1, count, sizes.channels), dtype), ((count, *sizes.conv_shape), dtype)]
+    return alone.of_rows(own, count, {"PROJECTED": sizes.projected, "CONV": prod(sizes.conv_shape)}, outputs)

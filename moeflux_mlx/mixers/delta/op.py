@@ -8,6 +8,7 @@ has its own decay, the plain operations are those of `channel_delta`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import prod
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -263,9 +264,12 @@ def _on_kernels(
     parts = qkv, z, b, a
     widths = [part.shape[-1] if joined is None else joined.shape[-1] for part in parts]
     launch = plan(rows.sizes(widths), backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
-    convs, recurrents = zip(*(_begun(state, qkv.dtype, sizes) for state in rows.sequences), strict=True)
+    before = rows.states([_begun(state, qkv.dtype, sizes) for state in rows.sequences])
     inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *parts)
-    out, *made = launch(*inputs, *w.inputs, w.eps, *convs, *recurrents)
+    out, *made = launch(*inputs, *w.inputs, w.eps, *before)
+    if not rows.in_order:
+        rows.absorb(made)
+        return out
     count = len(rows.caches)
     for state, conv, recurrent in zip(rows.absorbing(), made[:count], made[count:], strict=True):
         state.absorb([conv, recurrent], 1)
@@ -292,15 +296,17 @@ def plan(rows: RowSizes, target: str, dtype: mx.Dtype, taps: mx.Dtype, norm: mx.
     widths = (*(rows.widths or (0,) * 4), sizes.value_width)
     template |= {f"AT_{name.upper()}": n for name, n in zip(PARTS, widths, strict=True)}
     outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.value_width), dtype)]
-    outputs += [((1, *sizes.conv_shape), dtype)] * count + [((1, *sizes.state_shape), mx.float32)] * count
+    each, times = (1, count) if rows.in_order else (count, 1)  # rows of several sequences share arrays
+    outputs += [((each, *sizes.conv_shape), dtype)] * times + [((each, *sizes.state_shape), mx.float32)] * times
     launch = Launch(target, DELTA_STEP, template, (heads, 1), 32 * simdgroups, outputs)
     if rows == ALONE:
         return launch
     if rows.in_order:
         return launch.with_arrays({name: f"{name}*{count}" for name in ("next_conv", "next")}, {}, outputs)
     own = {name: f"{name}+AT_{name.upper()}" for name in PARTS}
-    own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
-    return launch.of_rows(own, count, {}, outputs)
+    own |= {"conv": "conv+CONV", "next_conv": "next_conv+CONV", "state": "state+STATE", "next": "next+STATE"}
+    places = {"CONV": prod(sizes.conv_shape), "STATE": prod(sizes.state_shape)}
+    return launch.of_rows(own, count, places, outputs)
 
 
 def _many_on_kernels(

@@ -31,7 +31,7 @@ from ...ops.index import (
 )
 from ...ops.launch import ArrayPiece
 from ...ops.norm import Norm
-from ...ops.rope import Rope, laid_out
+from ...ops.rope import Rope, has_axes, laid_out
 from ...ops.rows import AnyCache
 from ...ops.seen import SeenBlocks
 from .op import attend, prepared, refusal
@@ -71,7 +71,7 @@ def attend_blocks(
     """
     (B, L, _, D), own, parts = k.shape, caches[0], []
     whole, by_head = own.whole(L), isinstance(blocks, HeadBlocks)
-    if _takes_step(q, B * L == 1 and not isinstance(own.position, np.ndarray), D, v.shape[-1], blocks):
+    if _takes_step(q, B * L == 1 and not has_axes(own.position), D, v.shape[-1], blocks):
         made = made if whole < L else made._replace(queries=None)
         if isinstance(blocks, HeadBlocks):
             chosen = choose_step(made, caches[1], blocks)

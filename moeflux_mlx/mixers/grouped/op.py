@@ -41,7 +41,7 @@ from ...ops.launch import (
 from ...ops.norm import Norm, rms_norm
 from ...ops.positions import RECENT, Steps
 from ...ops.query_scale import query_factors, scaled_queries, score_scale
-from ...ops.rope import Rope, angles, laid_out
+from ...ops.rope import Rope, angles, has_axes, laid_out
 from ...ops.rows import ALONE, RowArgument, RowSizes, StepRows
 from ...ops.seen import SEEING_ALL, SeenBlocks, SeenSizes
 from ...ops.tiles import planned
@@ -89,9 +89,9 @@ class Terms(NamedTuple):
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     cache: Steps | StepRows,
     *,
     q_norm: Norm | None,
@@ -106,7 +106,7 @@ def attend(
     chunked: bool = False,
     joined: mx.array | None = None,
     seen: SeenBlocks | None = None,
-) -> Array:
+) -> AnyArray:
     """softmax(scale * q k) v over the positions in `cache` and the new positions up to each query's own.
 
     Args:
@@ -134,16 +134,16 @@ def attend(
         has_kernels = kernels_take(q, refusal, True, D, v.shape[-1])
         compute = partial(_on_kernels if has_kernels else _of_row, terms)
         return cache.each((q, k, v, joined), compute, has_kernels, in_order=True)
-    position = cache.position
-    is_alone = B * L == 1 and not isinstance(position, np.ndarray)  # a row of an image has three positions
-    if isinstance(q, np.ndarray) and not native_refusal(is_alone):
+    position, is_native = cache.position, isinstance(q, np.ndarray)
+    is_alone = B * L == 1 and not has_axes(position)
+    if is_native and not native_refusal(is_alone):
         return _step_native(q, k, terms.values(v), cache, terms)
     if kernels_take(q, refusal, is_alone, D, v.shape[-1]):
         return _on_kernels(terms, StepRows([cache]), q, k, v, joined, seen)
     v = terms.values(v)
     q, gate = (q, None) if q.shape[-1] == D else (q[..., :D], q[..., D:])
     q, k = prepared(q, q_norm, rope, position, query_scale), prepared(k, k_norm, rope, position)
-    out = (_span_native if isinstance(q, np.ndarray) else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
+    out = (_span_native if is_native else _span_ops)(q, k, v, cache, terms).reshape(B, L, -1)
     return out if gate is None else out * sigmoid(gate.reshape(B, L, -1))
 
 

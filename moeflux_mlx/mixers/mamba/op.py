@@ -194,20 +194,20 @@ def refusal(target: str, sequences: int, tokens: int, sizes: Mamba2) -> Reason |
 
 def _on_kernels(projected: mx.array, rows: StepRows, w: MambaWeights, sizes: Mamba2) -> AnyArray:
     """`mamba` for a row of each of several sequences, of projected [1, R, sizes.projected]."""
-    count, dtype = len(rows.caches), projected.dtype
+    dtype = projected.dtype
     step, norm = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, sizes)
-    convs = [_or_zeros(state.conv, sizes.conv_shape, dtype) for state in rows.caches]
-    recurrents = [_or_zeros(state.recurrent, sizes.state_shape, mx.float32) for state in rows.caches]
+    before = [_begun(state, dtype, sizes) for state in rows.sequences]
     *parameters, weight = w.inputs
-    out, *after = step(projected, *convs, *recurrents, *parameters)
-    for state, conv, recurrent in zip(rows.absorbing(), after[:count], after[count:], strict=True):
-        state.absorb([conv, recurrent], 1)
+    out, *after = step(projected, *rows.states(before), *parameters)
+    rows.absorb(after)
     return norm(out, weight, w.eps)[0]
 
 
-def _or_zeros(array: mx.array | None, shape: Shape, dtype: mx.Dtype) -> mx.array:
-    """A sequence's state [1, *shape], zeros before its first token."""
-    return mx.zeros((1, *shape), dtype) if array is None else array.astype(dtype)
+def _begun(state: RecurrentState, dtype: mx.Dtype, sizes: Mamba2) -> tuple[mx.array, mx.array]:
+    """A sequence's two arrays, zeros before its first token."""
+    if state.conv is not None and state.recurrent is not None:
+        return state.conv.astype(dtype), state.recurrent
+    return mx.zeros((1, *sizes.conv_shape), dtype), mx.zeros((1, *sizes.state_shape), mx.float32)
 
 
 @planned("mamba")
@@ -219,11 +219,13 @@ def plan(rows: RowSizes, target: str, dtype: mx.Dtype, sizes: Mamba2) -> tuple[L
     template |= {"TAPS": sizes.taps, "R": STATE_ROWS, "SG": simdgroups, "LEAST": float(sizes.least_step)}
     template |= {"MOST": UNLIMITED if sizes.most_step is None else float(sizes.most_step)}
     alone = Launch(target, MAMBA_STEP, template, (sizes.heads, 1), 32 * simdgroups, [])
-    own = {"projected": "projected+PROJECTED", "out": "out+WIDTH_OF_OUT"}
-    own |= {name: f"{name}@{count}" for name in ("conv", "state", "next_conv", "next")}
+    own = {"projected": "projected+PROJECTED", "out": "out+WIDTH_OF_OUT", "conv": "conv+CONV", "state": "state+STATE"}
+    own |= {"next_conv": "next_conv+CONV", "next": "next+STATE"}
+    widths = {"PROJECTED": sizes.projected, "WIDTH_OF_OUT": sizes.width}
+    widths |= {"CONV": math.prod(sizes.conv_shape), "STATE": math.prod(sizes.state_shape)}
     outputs: list[tuple[Shape, mx.Dtype]] = [((1, count, sizes.width), mx.float32)]
-    outputs += [((1, *sizes.conv_shape), dtype)] * count + [((1, *sizes.state_shape), mx.float32)] * count
-    step = alone.of_rows(own, count, {"PROJECTED": sizes.projected, "WIDTH_OF_OUT": sizes.width}, outputs)
+    outputs += [((count, *sizes.conv_shape), dtype), ((count, *sizes.state_shape), mx.float32)]
+    step = alone.of_rows(own, count, widths, outputs)
     template = {"X": dtype, "G": sizes.groups, "D": sizes.width // sizes.groups, "SG": THREADS // 32}
     shape = [((1, count, sizes.width), dtype)]
     return step, Launch(target, GROUP_NORM, template, (sizes.groups, count), THREADS, shape)
