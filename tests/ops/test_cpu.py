@@ -238,3 +238,15 @@ def test_the_delta_rule_holds_what_is_planned(decay, key_heads):
 
     peak()
     assert 0.95 < peak() / (4 * sizes.native_temporaries(L, L)) < 1.05
+
+
+def test_an_array_becomes_one_of_the_kind_beside_it():
+    """Beside numpy's arrays it is read in place, and the kernels of a GPU are not asked."""
+    weight, host, here = mx.array([1.0, 2.0]), np.ones(2, np.float32), np.zeros(3, np.float32)
+    mx.eval(weight)
+    assert np.shares_memory(backend.of_kind(weight, here), np.asarray(weight))
+    assert backend.of_kind(host, here) is host and backend.of_kind(weight, mx.zeros(1)) is weight
+    assert isinstance(backend.of_kind(host, mx.zeros(1)), mx.array)
+    asked = []
+    assert not backend.kernels_take(here, lambda *case: asked.append(case), 1) and not asked
+    assert backend.kernels_take(weight, lambda *case: asked.append(case), 1) and asked == [("ops", 1)]
