@@ -215,7 +215,7 @@ def print_notes(plan: MemoryPlan, options: argparse.Namespace) -> None:
         note(f"warning: {plan.enlarged}")
     if plan.mode is not IoMode.PREAD and options.expert_cache_gb is not None:
         note(f"note: --expert-cache-gb has no effect where experts are {HELD[plan.mode]}")
-    if options.host_gb is not None and backend.name() != "cuda":
+    if options.host_gb and backend.name() != "cuda":
         note("note: --host-gb has no effect without an NVIDIA GPU")
 
 

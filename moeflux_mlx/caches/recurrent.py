@@ -57,6 +57,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         if self.joined is not None:
             arrays, row = self.joined
             self.arrays = [mx.contiguous(array[row : row + 1]) for array in arrays]
+            mx.async_eval(self._arrays)  # otherwise the copies would keep the arrays of all sequences
         return self._arrays
 
     @arrays.setter
@@ -125,8 +126,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         self.offset += 1
 
     def separate(self) -> None:
-        if self.joined is not None:
-            mx.async_eval(self.arrays)
+        _ = self.arrays
 
     def expect(self, n: int) -> None:
         """Does nothing: the cache's size does not depend on positions."""

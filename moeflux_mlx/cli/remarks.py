@@ -53,7 +53,7 @@ def expert_statistics(experts: ExpertLoader, verbose: bool) -> list[str]:
         return [f"expert I/O: {experts.mode.value}"] if verbose else []
     read = f"{stats.hits} hits, {stats.misses} misses, {stats.bytes_read / 1e9:.3f} GB read"
     if experts.host_bytes:
-        read += f"; {stats.host_hits} hits on the host, {stats.host_bytes / 1e9:.3f} GB copied from it"
+        read += f"; {stats.host_hits} hits on the host, {stats.host_bytes / 1e9:.3f} GB read from it"
     lines = [f"expert I/O: {experts.mode.value}, {read}"]
     lines += [f"expert I/O: {experts.note}"] if experts.note else []
     if verbose and stats.bytes_read:

@@ -7,6 +7,7 @@ The rows after the first token that differs from its draft are taken back.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import cast
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..caches.growing import Growing
 from ..caches.layer_cache import LayerCache
-from ..errors import ModelFileError
+from ..errors import DeviceError, ModelFileError
 from ..experts.source import ExpertLoader
 from ..experts.stats import Asked
 from ..model.decoder import Model
@@ -293,9 +294,16 @@ class Decoding:
         """Takes back drafts and work that was begun ahead, so that the caches hold all tokens but the last."""
         if self._step is not None:
             self._step.take_back()
-        for layer in self.cache:
-            layer.separate()
         self._next = self._step = self._followed = None
+        self.separate()
+
+    def separate(self) -> None:
+        """Copies states that share arrays with other sequences, whose memory would stay as long as this one's. Without
+        memory for the copies they stay.
+        """
+        with suppress(DeviceError), within_limits():
+            for layer in self.cache:
+                layer.separate()
 
     def _begin_step(self, drafts: Proposed, ahead: bool = False) -> None:
         """Computes the last token, which the host may not know yet, and `drafts` after it."""

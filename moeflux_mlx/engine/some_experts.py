@@ -98,5 +98,5 @@ def ways_of_experts(
     for place in (RESIDENT, STREAMED):
         yield f"experts, {place}", SomeExperts(*of, place), False
     may_be_queued = args.connections is None and part.router.table is None and is_read(record)
-    if backend.name() == "cuda" and may_be_queued:  # as `DecoderLayer.may_be_queued` has it
+    if backend.name() == "cuda" and may_be_queued:  # at least where `DecoderLayer.may_be_queued`
         yield f"experts, {QUEUED}", SomeExperts(*of, QUEUED), True

@@ -6,7 +6,7 @@ memory too. When there is no room, the record goes that was used least of late, 
 that are queued ahead read the records where they are (`record_table.py`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ class HostTier:
     def __init__(self, places: Places, ranking: Ranking, records: int, changed: Callable[[Key], object]):
         self.places, self.records, self._changed = places, records, changed
         self.lent = set[int]()
-        self.readers: mx.array | None = None
+        self.readers: Sequence[object] = ()
         self.ranking = ranking.beside()
         self.kept: dict[Key, int] = {}
 
@@ -78,7 +78,7 @@ class HostTier:
 
     def settle(self, place: int) -> None:
         """Waits for what may read the place, which is to be used again."""
-        if place in self.lent and self.readers is not None:
+        if place in self.lent:
             mx.eval(self.readers)
         self.lent.discard(place)
 

@@ -146,8 +146,11 @@ class PoolReads:
         self.stats.host_hits += len(on_host)
         self.stats.host_bytes += len(on_host) * pool.nbytes
         worth = next((key for key in on_host if pool.on_host(key) and pool.pays_to_copy(key)), None)
-        if worth is not None and (copy := self._claim(pool, worth, for_guess=True)) is not None:
+        copy = None if worth is None else self._claim(pool, worth, for_guess=True)
+        if worth is not None and copy is not None and copy.device is not None:
             self._submit(pool, worth, copy, REQUESTED)
+        elif copy is not None:  # the record that went has taken the place of this one
+            pool.places.put(copy.row)
         return True
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:

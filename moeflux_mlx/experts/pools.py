@@ -4,7 +4,6 @@ how records are read.
 
 from collections.abc import Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from ..formats.record import ExpertLayout, Key
@@ -74,11 +73,11 @@ class Pools(list[SlotPool]):
         """Bytes of host memory for records that stay there, and for staging beside them."""
         return sum(pool.host_bytes for pool in self)
 
-    def queued(self, out: mx.array) -> None:
+    def queued(self, outputs: Sequence[object]) -> None:
         """As `ExpertLoader.queued`."""
         for pool in self:
             if pool.staging is not None:
-                pool.staging.host.readers = out
+                pool.staging.host.readers = outputs
 
     def host_shares(self, nbytes: int) -> list[int]:
         """Records of each pool that stay in host memory if all together may take `nbytes`."""

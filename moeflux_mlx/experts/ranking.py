@@ -54,7 +54,7 @@ class Uses:
         """Counts several uses at once."""
         self._count()
         added = self._clock + log2(times)
-        self._counts[key] = added + log2(1.0 + 2.0 ** (self._counts.get(key, NEVER) - added))
+        self._counts[key] = added + log2(1.0 + 2.0 ** min(self._counts.get(key, NEVER) - added, 1023.0))
 
     @property
     def counts(self) -> dict[Key, float]:

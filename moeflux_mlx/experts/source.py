@@ -265,8 +265,8 @@ class ExpertLoader(ABC):
         """
         return False
 
-    def queued(self, out: mx.array) -> None:  # noqa: B027
-        """Computations that read records of tables are queued; `out` is the last one's output."""
+    def queued(self, outputs: Sequence[object]) -> None:  # noqa: B027
+        """Computations that read records of tables are queued; `outputs` are the last ones' outputs."""
 
     @property
     def is_resident(self) -> bool:

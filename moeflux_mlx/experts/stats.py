@@ -8,13 +8,12 @@ class LoaderStats:
     """Counts since the last `reset_stats`, in experts, bytes and seconds.
 
     A hit was in memory when it was requested; `prefetch_hits` are hits that a prefetch had brought, `host_hits` hits
-    that were in host memory and had to be copied to the GPU. `late` are misses whose record was already being read.
-    `drive_requests` are requests of which a record had to be read, or had been read ahead for it.
-    `prefetched` were brought ahead, `wasted` of these were evicted unused. `warmed` were read into free memory because
-    earlier sessions used them most; `warm_hits` of these were used. `bytes_read` came from the drive, `host_bytes` were
-    copied from host memory to the GPU. `given_back` is the number of bytes by which the pool shrank because the machine
-    was short of memory. `wait_seconds` is how long the computation waited for reads, `busy_seconds` how long the drive
-    was reading.
+    that a GPU read or copied from host memory. `late` are misses whose record was already being read. `drive_requests`
+    are requests of which a record had to be read, or had been read ahead for it. `prefetched` were brought ahead,
+    `wasted` of these were evicted unused. `warmed` were read into free memory because earlier sessions used them most;
+    `warm_hits` of these were used. `bytes_read` came from the drive, `host_bytes` a GPU read or copied from host
+    memory. `given_back` is the number of bytes by which the pool shrank because the machine was short of memory.
+    `wait_seconds` is how long the computation waited for reads, `busy_seconds` how long the drive was reading.
     """
 
     hits: int = 0

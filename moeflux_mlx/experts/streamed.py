@@ -310,8 +310,8 @@ class StreamedExperts(ExpertLoader):
     def table(self, layer: int) -> RecordTable | None:
         return self.reads.table(layer, self.layout)
 
-    def queued(self, out: mx.array) -> None:
-        self.pools.queued(out)
+    def queued(self, outputs: Sequence[object]) -> None:
+        self.pools.queued(outputs)
 
     def accept(self, layer: int, ids: np.ndarray, table: RecordTable) -> bool:
         keys, inverse = asked_for(layer, ids)

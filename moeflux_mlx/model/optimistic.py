@@ -93,8 +93,9 @@ class OptimisticLayers:
             has_graphs = DecodeStep.takes(token, [cache])
             return self._compute_layers(token, by_layer(self._cache_numbers, cache), inputs, has_graphs)
         finally:
-            mx.eval([group.out for group in self._begun])
-            self._begun.clear()
+            begun, self._begun = self._begun, []
+            mx.eval([group.out for group in begun])
+            self._experts.queued([])
 
     def _compute_layers(
         self, token: mx.array, caches: Sequence[Caches], inputs: Tokens, has_graphs: bool
@@ -152,8 +153,8 @@ class OptimisticLayers:
         (parts, out), take = step.start(h, [list(chain.from_iterable(own))], *arrays)
         group = Group(first, tables, parts, out, lambda layers: take(sum(map(len, own[:layers]))))
         self._begun.append(group)
+        self._experts.queued([out])
         mx.async_eval(out, [host_copy for *_, host_copy in parts])
-        self._experts.queued(out)
         return group
 
     def _accept(self, group: Group) -> int:

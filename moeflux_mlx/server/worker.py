@@ -297,7 +297,11 @@ class Worker:
         """Computes the next token of all answers that have room for it."""
         assert self.admission is not None
         began = time.perf_counter()
-        taking = self.admission.may_step(self._answering(), self.state.running)[:MAX_ROWS]
+        answering = self._answering()
+        taking = self.admission.may_step(answering, self.state.running)[:MAX_ROWS]
+        for one in answering:
+            if one not in taking and one.answer.shares_steps and (waiting := one.answer.decoding) is not None:
+                waiting.separate()
         self.watch.compute(taking)
         try:
             outcomes = advance_answers([one.answer for one in taking]) if taking else []

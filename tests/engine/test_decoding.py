@@ -137,3 +137,15 @@ def test_an_answer_that_failed_leaves_a_session_that_goes_on():
     wanted = [token for token, _ in answered_alone(session.model, PROMPTS[0])]
     assert said == wanted[:3]
     assert [response.token for response in session.respond(PROMPTS[0] + said, max_tokens=3)] == wanted[3:]
+
+
+def test_a_text_ends_without_memory_for_states_of_its_own(monkeypatch):
+    decoding = decoding_of(tiny_model("qwen3_next"), [1, 2, 3])
+    decoding.advance()
+
+    def fail():
+        raise RuntimeError("cudaMalloc failed: out of memory")
+
+    monkeypatch.setattr(decoding.cache[0], "separate", fail)
+    decoding.close()
+    decoding.close()  # nothing is left to take back

@@ -142,7 +142,7 @@ def test_memory_that_queued_layers_read_is_used_again_later(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(host_tier.mx, "eval", waited.append)
         model.experts.table(kept[0])
-        model.experts.queued(queued := mx.array(1))
+        model.experts.queued(queued := [mx.array(1)])
         staging.host.settle(place := staging.host.kept[kept])
         staging.host.settle(place)
     assert len(waited) == 1 and waited[0] is queued
