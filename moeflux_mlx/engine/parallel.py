@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from ..experts.source import IoMode
 from ..formats.record import ExpertLayout
+from ..mixers.registry import untrimmable_bytes
 from ..model.step import MAX_ROWS
+from ..ops import backend
 from ..spec import ModelArgs
 from .budget import DEFAULT_CONTEXT
 from .memory_plan import MemoryPlan
@@ -28,8 +30,12 @@ class CacheRoom:
     nbytes: int
 
     def needs(self, tokens: int) -> int:
-        """Bytes of the caches of a sequence of `tokens` tokens, limited to the planned context."""
-        return state_bytes(self.args, min(tokens, self.plan.context), self.plan.demand.itemsize)
+        """Bytes of the caches of a sequence of `tokens` tokens, limited to the planned context. A GPU also needs two
+        copies of states that several sequences share (`caches.recurrent.joined_arrays`).
+        """
+        itemsize = self.plan.demand.itemsize
+        copies = 2 * untrimmable_bytes(self.args.mixer_counts, itemsize) if backend.has_kernels() else 0
+        return state_bytes(self.args, min(tokens, self.plan.context), itemsize) + copies
 
     @property
     def sequences(self) -> int:
