@@ -68,7 +68,7 @@ class SomeExperts:
     ) -> Any:
         on_units = not refusal(backend.dtype_of(x), records.record)
         if on_units and self.is_resident:
-            sort_by_expert(mx.array(slots), len(self.memory))
+            sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))
         slots[1:] = self.count - 1  # so some experts have few rows, and one has many
         counts = np.bincount(slots.reshape(-1))
         rows = GroupedRows(x, slots, counts, [slots[0]], records.record, on_units=on_units)
