@@ -58,9 +58,6 @@ class PoolReads:
                 ready[i] = slot.read is None
                 needs_drive |= not ready[i] or slot.speculative and not slot.from_host
                 self._count(slot)
-        if not missing:
-            self.stats.drive_requests += needs_drive
-            return False
         self._make_room(pool, len(missing))
         for i in missing:
             ready[i] = False  # first: the search for memory may fail
@@ -73,7 +70,7 @@ class PoolReads:
             self.stats.misses += not ready[i]
             needs_drive |= not ready[i]
         self.stats.drive_requests += needs_drive
-        return not pool.has_been_full
+        return bool(missing) and not pool.has_been_full
 
     def guess(self, keys: Sequence[Key]) -> list[Key]:
         """As `ExpertLoader.hint`.
@@ -128,30 +125,37 @@ class PoolReads:
         return pool.table(layer, layout.records[layer], layout.num_experts) if pool.copied else None
 
     def use(self, keys: Sequence[Key], table: RecordTable) -> bool:
-        """Counts uses of a layer's records if all were in the table; returns whether. Begins to copy at most one that
-        was used in host memory, since the memory of the one that goes is free only when queued layers have ended.
-        """
+        """Counts uses of a layer's records if all were in the table; returns whether."""
         pool = self.pools.of[keys[0][0]]
-        slots, on_host = [table.slots.get(expert) for _, expert in keys], []
+        slots, on_host, plain = [table.slots.get(expert) for _, expert in keys], [], 0
         if None in slots:
             return False
         pool.ranking.request(keys)
-        self.stats.hits += len(slots)
         for key, slot in zip(keys, slots, strict=True):
             if not isinstance(slot, Slot):
                 on_host.append(key)
             elif slot.speculative or slot.warming:
-                self.stats.hits -= 1
                 self._count(slot)
+            else:
+                plain += 1
+        self.stats.hits += plain + len(on_host)
         self.stats.host_hits += len(on_host)
         self.stats.host_bytes += len(on_host) * pool.nbytes
-        worth = next((key for key in on_host if pool.on_host(key) and pool.pays_to_copy(key)), None)
-        copy = None if worth is None else self._claim(pool, worth, for_guess=True)
-        if worth is not None and copy is not None and copy.device is not None:
-            self._submit(pool, worth, copy, REQUESTED)
-        elif copy is not None:  # the record that went has taken the place of this one
-            pool.places.put(copy.row)
+        self._copy_one(pool, on_host)
         return True
+
+    def _copy_one(self, pool: SlotPool, keys: Sequence[Key]) -> None:
+        """Begins to copy the first record that is worth it from host memory, where it was used. It is one at a time,
+        since the memory of the record that goes is free only when queued layers have ended.
+        """
+        key = next((key for key in keys if pool.on_host(key) and pool.pays_to_copy(key)), None)
+        slot = None if key is None else self._claim(pool, key, for_guess=True)
+        if key is None or slot is None:
+            return
+        if slot.device is None:  # the record that went has taken the place of this one
+            pool.places.put(slot.row)
+        else:
+            self._submit(pool, key, slot, REQUESTED)
 
     def finish(self, keys: list[Key]) -> list[ExpertIOError]:
         """As `ExpertLoader.finish`, for at least one record."""

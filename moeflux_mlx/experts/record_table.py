@@ -55,8 +55,8 @@ class LayerTable:
     def get(
         self, slot_of: Callable[[int], InTable | None], zeros_like: Callable[[mx.array], mx.array]
     ) -> RecordTable | None:
-        """The table; None if no record is there. `slot_of` an expert: its record. `zeros_like` a
-        record: what stands for those that are not there; it outlives all tables.
+        """The table; None if no record is there. `slot_of` an expert: its record. `zeros_like` a record: what stands
+        for those that are not there; it outlives all tables.
         """
         if self._table is None:
             changed = list(self._changed)

@@ -34,17 +34,21 @@ class Usage:
     @property
     def counts(self) -> np.ndarray:
         """float64 [layers that have experts, experts]."""
+        self._count()
+        return self._counts
+
+    def _count(self) -> None:
+        """Counts what was noted."""
         noted, self._noted = self._noted, []
         if noted:
             rows, ids = zip(*noted, strict=True)
             np.add.at(self._counts, (np.repeat(rows, [one.size for one in ids]), np.concatenate(ids)), 1)
-        return self._counts
 
     def begin(self, tokens: int) -> None:
         """A call of the model with so many tokens begins."""
         self.steps += tokens <= MAX_TOKENS
         if len(self._noted) > MOST_NOTED:
-            _ = self.counts
+            self._count()
 
     def note(self, layer: int, ids: np.ndarray) -> None:
         """Notes the experts that are requested: of a step the rows' [R, K], of a prompt a wave's [N], which is not
