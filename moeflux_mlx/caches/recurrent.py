@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..ops.backend import AnyArray
 from ..ops.launch import Shape
+from ..ops.rows import as_rows
 from .layer_cache import FLOAT_BYTES, Arrays, JoinedRow, LayerCache, Same, State, StoredPart, WayBack
 from .stand_in import Traced, TracedKind
 
@@ -54,10 +55,7 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
     @property
     def arrays(self) -> list[AnyArray]:
         """The sequence's own arrays [B, ...], None before the first token."""
-        if self.joined is not None:
-            arrays, row = self.joined
-            self.arrays = [mx.contiguous(array[row : row + 1]) for array in arrays]
-            mx.async_eval(self._arrays)  # otherwise the copies would keep the arrays of all sequences
+        self.separate()
         return self._arrays
 
     @arrays.setter
@@ -126,7 +124,10 @@ class RecurrentCache(Absorbed, LayerCache[Any]):
         self.offset += 1
 
     def separate(self) -> None:
-        _ = self.arrays
+        if self.joined is not None:
+            arrays, row = self.joined
+            self.arrays = [mx.contiguous(array[row : row + 1]) for array in arrays]
+            mx.async_eval(self._arrays)  # otherwise the copies would keep the arrays of all sequences
 
     def expect(self, n: int) -> None:
         """Does nothing: the cache's size does not depend on positions."""
@@ -163,12 +164,9 @@ def joined_arrays(caches: Sequence[RecurrentCache]) -> Sequence[mx.array]:
     """The states of `RecurrentCache`s of several sequences as arrays [R, ...]: those of the last step, if it had the
     same sequences in the same order, else copies.
     """
-    rows = [one.joined for one in caches]
-    arrays = None if rows[0] is None else rows[0].arrays
-    for i, row in enumerate(rows):
-        if row is None or row.arrays is not arrays or row.row != i:
-            break
-    else:
-        if arrays is not None and arrays[0].shape[0] == len(rows):
-            return arrays
-    return [mx.concatenate(list(parts)) for parts in zip(*(one.arrays for one in caches), strict=True)]
+    first, count = caches[0].joined, len(caches)
+    if first is not None and len(first.arrays[0]) == count:
+        rows = (one.joined for one in caches)
+        if all(row is not None and row.arrays is first.arrays and row.row == i for i, row in enumerate(rows)):
+            return first.arrays
+    return as_rows([one.arrays for one in caches])

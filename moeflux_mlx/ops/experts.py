@@ -133,8 +133,8 @@ def chosen_ffn(
     if isinstance(shared, Shared) and not shared.joins(records.record, choice.rule.top_k):
         shared = shared.rows(x)
     joined = shared if isinstance(shared, Shared) else None
-    blob = len(records.blob) if experts is None else experts
-    made = chosen_gate_up(x, choice, records, joined, blob, host_copy is not None)
+    number = len(records.blob) if experts is None else experts
+    made = chosen_gate_up(x, choice, records, joined, number, host_copy is not None)
     if isinstance(made, Reason):
         ids, weights = route(choice.logits, choice.rule, choice.bias, choice.scales)
         if host_copy is not None:

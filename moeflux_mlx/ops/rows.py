@@ -80,12 +80,6 @@ class StepRows:
                 self.begin(self.first + i)
             yield cache
 
-    def states(self, arrays: Sequence[Sequence[mx.array]]) -> list[mx.array]:
-        """The arrays of the states of all `sequences` as the rows of arrays [R, ...]; `arrays`: those of each."""
-        if len(arrays) == 1:
-            return list(arrays[0])
-        return [mx.concatenate(list(parts)) for parts in zip(*arrays, strict=True)]
-
     def absorb(self, arrays: Sequence[mx.array]) -> None:
         """Has each sequence take its row of arrays [R, ...], their states after one token more of each."""
         whole = len(self.sequences) == 1
@@ -164,3 +158,8 @@ def each_alone(rows: Sequence[StepRows], parts: Sequence[AnyArray], compute: Cal
         compute(i, begin_row(rows, i), *(part[:, i : i + 1] for part in parts)) for i in range(len(rows[0].caches))
     ]
     return results[0] if len(results) == 1 else library_of(results[0]).concatenate(results, axis=1)
+
+
+def as_rows(states: Sequence[Sequence[mx.array]]) -> Sequence[mx.array]:
+    """The arrays [1, ...] of each of R states as the rows of arrays [R, ...]; those of a single one as they are."""
+    return states[0] if len(states) == 1 else [mx.concatenate(list(parts)) for parts in zip(*states, strict=True)]

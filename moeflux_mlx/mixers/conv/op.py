@@ -17,7 +17,7 @@ from ...ops.backend import AnyArray, Array, contiguous, kernels_take, leave, lib
 from ...ops.elementwise import float32, split
 from ...ops.launch import NO_KERNELS, SEVERAL, Kernel, Launch, Reason, ceildiv
 from ...ops.recurrent_state import RecurrentState
-from ...ops.rows import RowSizes, StepRows
+from ...ops.rows import RowSizes, StepRows, as_rows
 from ...ops.tiles import planned
 from .spec import ShortConv
 
@@ -84,7 +84,7 @@ def _on_kernel(projected: mx.array, rows: StepRows, weight: mx.array, sizes: Sho
     dtype, shape = projected.dtype, (1, *sizes.conv_shape)
     convs = [[mx.zeros(shape, dtype) if one.conv is None else one.conv.astype(dtype)] for one in rows.sequences]
     launch = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, weight.dtype, sizes)
-    out, *after = launch(projected, *rows.states(convs), weight)
+    out, *after = launch(projected, *as_rows(convs), weight)
     rows.absorb(after)
     return out
 

@@ -34,7 +34,7 @@ from ...ops.launch import (
 )
 from ...ops.norm import rms_norm
 from ...ops.recurrent_state import STATE_ROWS, RecurrentState
-from ...ops.rows import ALONE, RowSizes, StepRows
+from ...ops.rows import ALONE, RowSizes, StepRows, as_rows
 from ...ops.tiles import MAX_TOKENS, lanes_of, planned, tile_of
 from .channel_op import channel_delta, log_decays
 from .spec import ChannelDecay, Delta
@@ -264,7 +264,7 @@ def _on_kernels(
     parts = qkv, z, b, a
     widths = [part.shape[-1] if joined is None else joined.shape[-1] for part in parts]
     launch = plan(rows.sizes(widths), backend.name(), qkv.dtype, w.conv.dtype, w.norm.dtype, sizes)
-    before = rows.states([_begun(state, qkv.dtype, sizes) for state in rows.sequences])
+    before = as_rows([_begun(state, qkv.dtype, sizes) for state in rows.sequences])
     inputs: Sequence[Input] = parts if joined is None else in_turn(joined, *parts)
     out, *made = launch(*inputs, *w.inputs, w.eps, *before)
     if not rows.in_order:

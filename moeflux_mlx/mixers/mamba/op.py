@@ -32,7 +32,7 @@ from ...ops.launch import (
 )
 from ...ops.norm import rms_norm
 from ...ops.recurrent_state import STATE_ROWS, RecurrentState
-from ...ops.rows import RowSizes, StepRows
+from ...ops.rows import RowSizes, StepRows, as_rows
 from ...ops.tiles import planned
 from .spec import CHUNK, Mamba2
 
@@ -198,7 +198,7 @@ def _on_kernels(projected: mx.array, rows: StepRows, w: MambaWeights, sizes: Mam
     step, norm = plan(rows.sizes((sizes.projected,)), backend.name(), dtype, sizes)
     before = [_begun(state, dtype, sizes) for state in rows.sequences]
     *parameters, weight = w.inputs
-    out, *after = step(projected, *rows.states(before), *parameters)
+    out, *after = step(projected, *as_rows(before), *parameters)
     rows.absorb(after)
     return norm(out, weight, w.eps)[0]
 
