@@ -82,7 +82,9 @@ class OptimisticLayers:
         self._embed, self._project = embed, project
         for layer in layers:
             layer.compile(experts)
-        self._queueable = [self._routed(number) if layer.may_be_queued else None for number, layer in enumerate(layers)]
+        self._queueable = {  # by the layer's number
+            number: cast(FromTables, layer.mlp.experts) for number, layer in enumerate(layers) if layer.may_be_queued
+        }
         self._step = by_case(self._compute, experts)
         self.share = 0.0
         self._begun: list[Group] = []  # of this token: the GPU may still read the records of their tables
@@ -128,7 +130,7 @@ class OptimisticLayers:
         stats = self._experts.stats
         before = stats.drive_requests
         h = self._layers[number](h, caches, chosen, inputs)
-        if self._queueable[number] is not None:
+        if number in self._queueable:
             self._note(stats.drive_requests == before)
         return h
 
@@ -136,11 +138,11 @@ class OptimisticLayers:
         """Begins to compute layers from `first` on, whose input is h, or the token for layer 0; None: not possible, or
         it would not pay.
         """
-        if self.share < LEAST_SHARE or not isinstance(h, mx.array):
+        if self.share < LEAST_SHARE:
             return None
         tables = list[RecordTable]()
         for number in range(first, min(first - (first + SHORTER) % TOGETHER + TOGETHER, len(self._layers))):
-            table = self._experts.table(number) if self._queueable[number] else None
+            table = self._experts.table(number) if number in self._queueable else None
             if table is None:
                 break
             tables.append(table)
@@ -169,18 +171,12 @@ class OptimisticLayers:
             if not is_hit:
                 break
             accepted += 1
-        for number, routed in enumerate(self._queueable[group.first : group.first + accepted], group.first):
-            assert routed is not None
-            routed.accepted(number)
+        for number in range(group.first, group.first + accepted):
+            self._queueable[number].accepted(number)
         del self._begun[: self._begun.index(group)]  # the GPU has computed them
         group.take(min(accepted + 1, len(group.tables)))
         self._experts.relieve()
         return accepted
-
-    def _routed(self, number: int) -> FromTables:
-        experts = self._layers[number].mlp.experts
-        assert isinstance(experts, FromTables)
-        return experts
 
     def _note(self, is_hit: bool) -> None:
         self.share = MEMORY * self.share + (1 - MEMORY) * is_hit
@@ -196,7 +192,7 @@ class OptimisticLayers:
             layer = self._layers[number]
             kept, before = layer.choose(h, list(islice(stands, len(self._cache_numbers[number]))), chosen)
             host_copy = list[mx.array]()
-            compute = self._routed(number).from_table(number, memory, host_copy)
+            compute = self._queueable[number].from_table(number, memory, host_copy)
             h = layer.residual.added(layer.mlp.run_experts(before, compute), *kept)
             parts.append((chosen.handed, kept, before.residual, host_copy))
         return [parts, self._project(h) if first + count == len(self._layers) else h]
