@@ -22,7 +22,6 @@ from .cli.sampling import add_sampling_options, sampling
 from .cli.terminal import Interruption, ProgressLine, WordWrap, note, unsafe_letters
 from .engine.conversation import Conversation
 from .engine.engine import Engine
-from .engine.running_text import Stopped
 from .engine.session import AnswerOptions
 from .errors import MoefluxError, RequestError, TokenizerError
 from .files import user_path
@@ -154,7 +153,7 @@ class Chat:
                 self._note_plan(total)
                 progress.update(done, total)
                 if interruption.wanted:
-                    raise Stopped
+                    raise KeyboardInterrupt
 
             images, self.images = self.images, []
             pieces = self.conversation.ask(text, images, prompt_progress_callback=update, **self.generation)
@@ -165,7 +164,7 @@ class Chat:
                         show.piece(piece, is_thinking)
                         if interruption.wanted:
                             break
-            except Stopped:
+            except KeyboardInterrupt:
                 pass
             finally:
                 progress.close()

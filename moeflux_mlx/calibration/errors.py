@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..experts.routing import Report
 from ..files import JsonObject, read_json
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
@@ -19,7 +18,7 @@ from ..packing.recipe import EXPERT_PARTS
 from ..quant import Quant
 from ..rounding.methods import FIT, rounded
 from .files import write_json
-from .layers import LayerRun
+from .layers import LayerRun, Report
 from .seen import SeenLayer, rows_at
 from .weights import CheckpointWeights, FloatExpert
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..experts.routing import Report, Routing, ignore_report
+from ..experts.routing import Pieces, Routing, finished
 from ..experts.source import IoMode
 from ..experts.whole import WholeExperts
 from ..kinds import Experts
@@ -59,9 +59,10 @@ class OneByOne:
     def expect(self, layer: int, tokens: int) -> None:
         """Does nothing: each expert is read when it is computed."""
 
-    def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
-    ) -> AnyArray:
+    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> AnyArray:
+        return finished(self.in_pieces(routing, x, residual, shared))
+
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Pieces[AnyArray]:
         ids, weights = np.array(routing.ids), np.array(routing.weights, np.float32)
         rows = as_dtype(x, self._dtype)
         added: AnyArray = shared.rows(x) if isinstance(shared, Shared) else shared
@@ -71,7 +72,7 @@ class OneByOne:
             self.observer.observe_input(rows, ids, weights)
         for done, expert in enumerate(used.tolist()):
             out = self._added(out, routing.layer, expert, rows, np.where(ids == expert, weights, 0), ids == expert)
-            report((done + 1) / len(used))
+            yield (done + 1) / len(used)
         for part in (residual, added):
             if part is not None:
                 out = out + float32(part.reshape(out.shape))

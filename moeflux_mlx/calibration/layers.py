@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RequestError
-from ..experts.routing import Report, ignore_report
+from ..experts.routing import finished, part_of
 from ..experts.tables import open_readers
 from ..files import read_json
 from ..kinds import streams_before
@@ -42,6 +42,7 @@ from .weights import LayerWeights
 
 EMBEDDING, LAST = "model.embed_tokens", ("model.norm", "model.hc_head")  # parts of a model outside of its layers
 RUN, LOCK = "run.json", "run.lock"
+Report = Callable[[float], object]  # called with the share of the work that is done
 ROWS_AT_ONCE = 65536  # tokens that go through a layer's experts together; more would read each expert less often
 
 
@@ -243,9 +244,8 @@ class LayerRun:
             rows = MixedRows(backend.join([tuple(part.arrays) for part in parts], axis=1), parts[0].kept)
             parts.clear()
             count = sum(len(self.texts[number]) for number in numbers)
-            share = lambda part, done=done, count=count: report((done + part * count) / total)  # noqa: E731
             with observing(seen.observe) if seen is not None else nullcontext():
-                out = made.finish_rows(rows, share)
+                out = finished(part_of(made.finish_rows(rows), done / total, count / total), report)
                 backend.finish(out)
             done += count
             start = 0
@@ -274,7 +274,7 @@ class LayerRun:
         inputs = Tokens(tokens, tables.begin(np.array(tokens), {layer: caches}) if tables else {})
         span = Span(tokens, 0, PromptSizes().block, reached=(layer, None), inputs=inputs)
         span.chosen.update(chosen.of(number, self._entered))
-        mixed = made.mix_span(self._state(layer, number), caches, span, ignore_report)
+        mixed = finished(made.mix_span(self._state(layer, number), caches, span))
         mx.eval(mixed.arrays)
         chosen.keep(number, span)
         return mixed

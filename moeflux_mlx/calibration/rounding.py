@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..experts.routing import Report
 from ..kinds import Experts
 from ..ops.forms import unpacked_float32
 from ..packing.expert_parts import SCALES
@@ -31,7 +30,7 @@ from ..quant import INTEGER, Quant
 from ..rounding.gptq import TURNS, damped, gptq
 from ..rounding.methods import FIT
 from .files import read_tensors, write_tensors
-from .layers import LayerRun
+from .layers import LayerRun, Report
 from .seen import ExpertInputs, SeenLayer, Sums, moments, rows_of, sums, weighted
 from .weights import CheckpointWeights, FloatExpert, RoundedWeights
 

@@ -2,11 +2,12 @@
 alone.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import mlx.core as mx
@@ -16,12 +17,10 @@ from ..errors import DeviceError, RequestError
 from ..model.decoder import Model
 from ..model.step import MAX_ROWS
 from ..text.tokenizer import TokenizerWrapper
-from .batch import advance_together
-from .decoding import Decoding
 from .generation import check_max_tokens, encoded
 from .keywords import BATCHES, public
-from .prefill import Prefill
-from .prompt import Prompt, checked_prompt
+from .loop import Event, Loop, Text
+from .prompt import checked_prompt
 from .sampling import LogitsProcessor, Sampler
 
 if TYPE_CHECKING:
@@ -83,16 +82,8 @@ class BatchResponse:
     logprobs: list[list[float]] | None = None
 
 
-@dataclass
-class _Text:
-    """A text that waits or decodes."""
-
+class _NumberedText(Text):
     uid: int
-    prompt: Prompt
-    cache: list[LayerCache]
-    options: dict[str, Any]
-    decoding: Decoding | None = None
-    tokens: list[int] = field(default_factory=list)
 
 
 class BatchGenerator:
@@ -135,11 +126,10 @@ class BatchGenerator:
         self.model, self.max_tokens, self.size = model, max_tokens, completion_batch_size
         self.stop_tokens = [list(tokens) for tokens in stop_tokens or ()]
         self.sampler, self.logits_processors = sampler, logits_processors
-        self._cut: dict[str, Any] = {"span": span, "block": prefill_step_size}
+        self._cut: dict[str, Any] = {"span": span, "prefill_step_size": prefill_step_size}
         self.stats = BatchStats()
-        self._waiting: deque[_Text] = deque()
-        self._running: list[_Text] = []
-        self._count = 0
+        self._loop, self._waiting = Loop[_NumberedText](), deque[_NumberedText]()
+        self._numbers = itertools.count()
 
     def insert(
         self,
@@ -169,15 +159,20 @@ class BatchGenerator:
             raise RequestError(
                 f"{count} prompts, but an argument's list has another length; give each list one entry per prompt"
             )
-        texts = [self._text(i, *row) for i, row in enumerate(zip(prompts, *columns, strict=True))]
-        self._count += count
+        texts = [self._text(*row) for row in zip(prompts, *columns, strict=True)]
+        for text in texts:
+            text.uid = next(self._numbers)
         self._waiting.extend(texts)
         return [text.uid for text in texts]
 
-    def _text(self, i: int, prompt: Sequence[int], most: int, cache: Any, sampler: Any, processors: Any) -> _Text:
+    def _text(self, prompt: Sequence[int], most: int, cache: Any, sampler: Any, processors: Any) -> "_NumberedText":
         check_max_tokens(most)
-        options = {"max_tokens": most, "sampler": sampler or self.sampler, "logits_processors": processors}
-        return _Text(self._count + i, checked_prompt(prompt, self.model), self._own(cache), options)
+        choice = {"sampler": sampler or self.sampler, "logits_processors": processors}
+        given = self.model, self._own(cache), checked_prompt(prompt, self.model)
+        return _NumberedText(*given, max_tokens=most, is_end=self._is_end, **self._cut, **choice)
+
+    def _is_end(self, tokens: list[int]) -> bool:
+        return any(tokens[-len(stop) :] == stop for stop in self.stop_tokens if stop)
 
     def _own(self, cache: list[LayerCache] | None) -> list[LayerCache]:
         """A copy of `cache` that nobody else writes to."""
@@ -195,17 +190,18 @@ class BatchGenerator:
         Raises:
             DeviceError: memory is exhausted or the GPU timed out. Like an interrupt, this ends all decoding texts.
         """
-        failed = self._admit() if self._waiting and len(self._running) < self.size else []
-        running, self._running = self._running, []
+        texts = list(self._loop.texts)
+        told = self._admit() if self._waiting and len(texts) < self.size else []
         with self._timed("generation_time"):
-            outcomes = advance_together([text.decoding for text in running if text.decoding is not None])
-        told = [self._told(text, outcome) for text, outcome in zip(running, outcomes, strict=True)]
-        self._running = [text for text, one in zip(running, told, strict=True) if one.finish_reason is None]
-        return failed + told
+            told += self._loop.rows([text for text in texts if not text.is_over])
+        for event in told:
+            if isinstance(event.error, DeviceError):
+                raise event.error
+        return [self._token(event) for event in told]
 
     def __iter__(self) -> Iterator[list[BatchToken]]:
         """Yields the results of `next` until nothing is left to do; texts may be inserted and removed meanwhile."""
-        while self._waiting or self._running:
+        while self._waiting or self._loop.texts:
             yield self.next()
 
     def remove(self, uids: Iterable[int]) -> dict[int, list[LayerCache]]:
@@ -214,47 +210,33 @@ class BatchGenerator:
         """
         gone = set(uids)
         self._waiting = deque(text for text in self._waiting if text.uid not in gone)
-        removed = [text for text in self._running if text.uid in gone]
-        self._running = [text for text in self._running if text.uid not in gone]
+        removed = [text for text in self._loop.texts if text.uid in gone]
         for text in removed:
-            _close(text)
+            with suppress(DeviceError):
+                self._loop.remove(text)
         return {text.uid: text.cache for text in removed}
 
     def close(self) -> None:
         """Removes all texts."""
-        self.remove([text.uid for text in [*self._waiting, *self._running]])
+        self.remove([text.uid for text in [*self._waiting, *self._loop.texts]])
 
-    def _admit(self) -> list[BatchToken]:
-        """Computes the prompt of the text that has waited longest; returns its error, if there is one."""
+    def _admit(self) -> list[Event[_NumberedText]]:
+        """Computes the prompt of the text that has waited longest; returns its first token, or its error."""
         text = self._waiting.popleft()
-        images = text.prompt.images.after(text.cache)
-        prefill = Prefill(self.model, text.cache, text.prompt.tokens, images=images, **self._cut)
-        try:
-            with self._timed("prompt_time"):
-                logits = prefill.run()
-        except DeviceError:
-            raise
-        except Exception as error:
-            prefill.drop()
-            return [BatchToken(text.uid, None, None, "error", text.cache, [], error)]
-        self.stats.prompt_tokens += len(text.prompt)
-        text.decoding = Decoding(self.model, text.cache, text.prompt.tokens, logits, **text.options)
-        self._running.append(text)
-        return []
+        self._loop.add(text)
+        events = list[Event[_NumberedText]]()
+        with self._timed("prompt_time"):
+            while not events or text.is_in_prompt:
+                events = self._loop.piece(text)
+        if events[-1].error is None:
+            self.stats.prompt_tokens += len(text.prompt)
+        return events
 
-    def _told(self, text: _Text, outcome: tuple[int, mx.array] | Exception) -> BatchToken:
-        assert text.decoding is not None
-        if isinstance(outcome, Exception):
-            _close(text)
-            return BatchToken(text.uid, None, None, "error", text.cache, text.tokens, outcome)
-        token, logprobs = outcome
-        text.tokens.append(token)
-        self.stats.generation_tokens += 1
-        stopped = any(text.tokens[-len(stop) :] == stop for stop in self.stop_tokens if stop)
-        if not (stopped or text.decoding.is_done):
-            return BatchToken(text.uid, token, logprobs)
-        _close(text)
-        return BatchToken(text.uid, token, logprobs, "stop" if stopped else "length", text.cache, text.tokens)
+    def _token(self, event: Event[_NumberedText]) -> BatchToken:
+        text, reason = event.text, event.finish_reason
+        self.stats.generation_tokens += event.error is None
+        rest = (text.cache, text.tokens) if reason else (None, None)
+        return BatchToken(text.uid, event.token, event.logprobs, reason, *rest, event.error)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -264,12 +246,6 @@ class BatchGenerator:
         finally:
             setattr(self.stats, name, getattr(self.stats, name) + time.perf_counter() - start)
             self.stats.peak_memory = mx.get_peak_memory() / 1e9
-
-
-def _close(text: _Text) -> None:
-    assert text.decoding is not None
-    with suppress(DeviceError):
-        text.decoding.close()
 
 
 class BatchOptions(TypedDict, total=False):

@@ -12,8 +12,7 @@ from ..ops.tiles import Tiles
 from ..text.tokenizer import TokenizerWrapper
 from .budget import Planner
 from .memory_plan import MemoryPlan
-from .running_text import TextOptions
-from .session import Session
+from .session import Session, SessionOptions
 from .weights import ModelWeights
 
 if TYPE_CHECKING:
@@ -62,6 +61,6 @@ class Company(Protocol):
 class Leading(Protocol):
     """The leading process, which makes the others repeat every step of its sessions."""
 
-    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]") -> Session:
+    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[SessionOptions]") -> Session:
         """Starts a new text; `options` as for `Session`."""
         ...

@@ -5,7 +5,6 @@ with the bits that it has alone. As long as the sampler chooses the drafts, the 
 The rows after the first token that differs from its draft are taken back.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
@@ -122,9 +121,9 @@ def choose_likeliest(logits: mx.array) -> list[ChosenToken]:
 class Decoding:
     """Chooses the tokens that follow a prompt.
 
-    `advance` calls `take` with the logits of `rows`, then `hand_out`, and waits for the chosen token. If the GPU can
-    continue without the host, it gets the next token's work before this wait. If the model has drafts, a step made by
-    `advance` may check some; a step that `advance_together` (`engine.batch`) makes for several decodings does not.
+    The loop (`loop.advance_together`) makes a step of the `rows` of several decodings, or of the `drafted_rows` of one,
+    and gives it to `take_rows`; then it calls `hand_out`, and `known` waits for the chosen token. If the GPU can
+    continue without the host, it gets the next token's work before this wait.
 
     Args:
         model: computes the logits.
@@ -187,6 +186,17 @@ class Decoding:
         """The row whose logits are needed next: the last token, which the host may not know yet."""
         return SequenceRows(self.cache, self._last)
 
+    @within_limits()
+    def drafted_rows(self) -> tuple[SequenceRows, Proposed]:
+        """The same row with drafts after it, if there are any, and these drafts."""
+        drafts = self._drafts(self.model.drafting.depth)
+        tokens: Proposed = self._last
+        if isinstance(drafts, mx.array):
+            tokens = mx.concatenate([self._last, drafts])
+        elif drafts:
+            tokens = [cast(int, self._last.item()), *drafts]
+        return SequenceRows(self.cache, tokens), drafts
+
     def take(self, logits: mx.array) -> None:
         """Begins to choose the next token from `logits` [1, vocab_size], those after `rows`."""
         logits = logits.astype(mx.float32)
@@ -211,43 +221,37 @@ class Decoding:
         """Takes the next token, which the host may not know yet."""
         self._next, self._last = chosen, chosen[0].astype(mx.uint32)
 
-    def advance(self) -> tuple[int, mx.array]:
-        """Returns the next token and its logprobs [vocab_size] float32.
-
-        Raises:
-            ModelFileError: the logits are NaN, which damaged weights cause.
-            RequestError, ExpertIOError, DeviceError: as `Model.step`.
+    def take_rows(
+        self,
+        step: Step,
+        sequence: int = 0,
+        *,
+        drafts: Proposed = (),
+        ahead: bool = False,
+        chosen: ChosenToken | None = None,
+    ) -> None:
+        """Takes what `step` has computed for the next row and the `drafts` after it: calls `take` with the logits of a
+        single row, or takes what was `chosen` from them. `ahead`: the host may not know the row's token yet.
         """
-        begun = time.perf_counter()
-        with within_limits():
-            if self.needs_row:
-                self._begin_step(self._drafts(self.model.drafting.depth))
-            chosen = self.hand_out()
-            step = self._followed
-            if self.may_run_ahead:
-                self._begin_step([], ahead=True)
-                self.take(cast(OwnStep, self._step).next_logits)
-            token, logprobs = self.known(chosen)
-        if step is not None:
-            step.seconds += time.perf_counter() - begun
-            if not step.rows_left:
-                self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, step.is_cold)
-        return token, logprobs
-
-    def take_row(self, step: Step, sequence: int, ahead: bool = False, chosen: ChosenToken | None = None) -> None:
-        """Calls `take` with the logits that `step` has computed for `rows`, or takes what was `chosen` from them.
-        `ahead`: the host may not know the row's token yet.
-        """
-        self._step = OwnStep(step, [], ahead, sequence)
-        self.asked += self._step.asked
-        if chosen is None:
-            self.take(self._step.next_logits)
+        experts = self.model.experts if len(step.sequences) == 1 else None
+        self._step = own = OwnStep(step, drafts, ahead, sequence, experts)
+        self.asked += own.asked
+        if own.drafted:
+            if self.takes_likeliest:  # no choice depends on one before it
+                own.chosen = choose_likeliest(own.logits)
+        elif chosen is None:
+            self.take(own.next_logits)
         else:
             self._go_on(chosen)
 
-    def take_own_row(self) -> None:
-        """Makes a step of this row alone and calls `take_row`."""
-        self.take_row(self.model.step([self.rows]), 0)
+    def count_seconds(self, seconds: float) -> None:
+        """Counts the time of the token that was handed out last, whose step had no other text's rows."""
+        step = self._followed
+        if step is None:
+            return
+        step.seconds += seconds
+        if not step.rows_left:
+            self.model.drafting.add(step.drafted, step.followed - 1, step.seconds, step.is_cold)
 
     @property
     def needs_row(self) -> bool:
@@ -304,19 +308,6 @@ class Decoding:
         with suppress(DeviceError), within_limits():
             for layer in self.cache:
                 layer.separate()
-
-    def _begin_step(self, drafts: Proposed, ahead: bool = False) -> None:
-        """Computes the last token, which the host may not know yet, and `drafts` after it."""
-        tokens: Proposed = self._last
-        if isinstance(drafts, mx.array):
-            tokens = mx.concatenate([self._last, drafts])
-        elif drafts:
-            tokens = [cast(int, self._last.item()), *drafts]
-        made = self.model.step([SequenceRows(self.cache, tokens)])
-        self._step = step = OwnStep(made, drafts, ahead, experts=self.model.experts)
-        self.asked += step.asked
-        if step.drafted and self.takes_likeliest:  # no choice depends on one before it
-            step.chosen = choose_likeliest(step.logits)
 
     @property
     def may_run_ahead(self) -> bool:

@@ -43,8 +43,7 @@ from .locate import resolve
 from .machine import activation_bits, checked_dtype, machine_figures
 from .memory_plan import MemoryPlan
 from .random_weights import Shapes
-from .running_text import CHECKPOINT_BYTES, TextOptions
-from .session import Session
+from .session import CHECKPOINT_BYTES, Session, SessionOptions
 from .settings import allow_open_files, configure_early
 from .tiles import choose
 from .warm_start import begin_warm_start
@@ -101,11 +100,11 @@ class Engine:
         plain = self.weights.fingerprint(self.model.activation_dtype, self.model.cpu_activations)
         return plain.keeping(self.model.args.kv_bits)
 
-    def session(self, **options: "Unpack[TextOptions]") -> Session:
+    def session(self, **options: "Unpack[SessionOptions]") -> Session:
         """Starts a new text; `options` as for `Session`. By default, its kept states take at most a quarter of the
         headroom of the plan.
         """
-        settings: TextOptions = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
+        settings: SessionOptions = {"checkpoint_bytes": min(CHECKPOINT_BYTES, self.plan.headroom // 4), **options}
         if self.lead is not None:
             return self.lead.session(self.model, self.tokenizer, **settings)
         return Session(self.model, self.tokenizer, **settings)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import mlx.core as mx
 import numpy as np
@@ -17,10 +17,8 @@ from ..model.decoder import Model
 from ..model.images import ImageSource
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper
-from .decoding import Decoding
-from .head_drafts import head_drafts
 from .keywords import COMPUTING, GENERATION, Replaced, public
-from .prefill import Prefill, Progress
+from .loop import Event, Loop, Progress, Text
 from .prompt import checked_prompt, prompt_with_images
 from .sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler
 
@@ -132,56 +130,57 @@ def generate_step(
         ModelFileError: the logits are NaN, which damaged weights cause.
         DeviceError: memory is exhausted or the GPU timed out; the state of the cache is then undefined.
     """
-    steps = _decoded(
+    text = _text(
         prompt,
         model,
         max_tokens=max_tokens,
+        prompt_cache=prompt_cache,
+        span=span,
+        prefill_step_size=prefill_step_size,
         sampler=sampler,
         logits_processors=logits_processors,
-        prompt_cache=prompt_cache,
-        prefill_step_size=prefill_step_size,
-        span=span,
-        prompt_progress_callback=prompt_progress_callback,
     )
-    with closing(steps):
-        for token, logprobs, _ in steps:
-            yield token, logprobs
+    with closing(_tokens(text, prompt_progress_callback)) as events:
+        for event in events:
+            yield event.token, event.logprobs
 
 
-def _decoded(
+def _text(
     prompt: Sequence[int] | mx.array,
     model: Model,
     *,
     max_tokens: int = 256,
     prompt_cache: list[LayerCache] | None = None,
-    prefill_step_size: int | None = None,
-    span: int | None = None,
-    prompt_progress_callback: Progress | None = None,
-    **choice: Any,
-) -> Generator[tuple[int, mx.array, bool], None, None]:
-    """As `generate_step`, but also yields whether each token was a draft."""
+    **options: Any,
+) -> Text:
+    """The text of a call, for a `Loop`."""
     prompt = checked_prompt(prompt, model)
     check_max_tokens(max_tokens)
     if prompt_cache is not None:
         model.check_cache(prompt_cache)
     cache = model.make_cache() if prompt_cache is None else prompt_cache
-    report = prompt_progress_callback or (lambda done, total: None)
-    tokens, images = prompt.tokens, prompt.images.after(cache)
-    drafts = head_drafts(model)
-    if drafts is not None:  # the number of tokens that the cache has absorbed is not known here
-        drafts.begin([0] * cache[0].offset + cast(list[int], tokens.tolist()))
-    prefill = Prefill(model, cache, tokens, span=span, block=prefill_step_size, drafts=drafts, images=images)
-    try:
-        logits = prefill.run(report)
-    except BaseException:
-        prefill.drop()
-        raise
-    with closing(Decoding(model, cache, tokens, logits, max_tokens=max_tokens, drafts=drafts, **choice)) as decoding:
-        while not decoding.is_done:
-            token, logprobs = decoding.advance()
-            if decoding.count == 1:
-                report(len(tokens), len(tokens))
-            yield token, logprobs, decoding.from_draft
+    return Text(model, cache, prompt, max_tokens=max_tokens, **options)
+
+
+def _tokens(text: Text, report: Progress | None) -> Generator[Event, None, None]:
+    """Computes a text by itself; yields the event of each token, and raises the error that ends it."""
+    loop, total = Loop(), len(text.prompt)
+    loop.add(text)
+    with closing(loop):
+        for event in loop:
+            if event.error is not None:
+                raise event.error
+            if report is not None and len(text.tokens) < 2:
+                report(event.done, total)
+            if event.token is not None:
+                yield event
+
+
+def respond(text: Text, responder: "Responder", report: Progress | None) -> Responses:
+    """The responses of a text that is computed by itself."""
+    with closing(_tokens(text, report)) as events:
+        for event in events:
+            yield responder.response(event)
 
 
 @public(generate_step, replaced=SAMPLING | GENERATION)
@@ -223,14 +222,9 @@ def stream_generate(
         prompt = encoded(tokenizer, prompt)
     if image is not None:
         prompt = prompt_with_images(prompt, image, model)
-    prompt = checked_prompt(prompt, model)
-    responder = Responder(model, tokenizer, len(prompt), max_tokens)
-    with closing(_decoded(prompt, model, max_tokens=max_tokens, **options)) as steps:
-        for token, logprobs, from_draft in steps:
-            response = responder.response(token, logprobs, from_draft)
-            if response.finish_reason:
-                steps.close()  # the caches then hold what has been reported
-            yield response
+    report, ends = options.pop("prompt_progress_callback", None), tokenizer.eos_token_ids
+    text = _text(prompt, model, max_tokens=max_tokens, is_end=lambda tokens: tokens[-1] in ends, **options)
+    yield from respond(text, Responder(model, tokenizer, len(text.prompt)), report)
 
 
 def encoded(tokenizer: TokenizerWrapper, text: str) -> list[int]:
@@ -244,16 +238,14 @@ class Responder:
 
     Args:
         model: the source of the expert I/O figures.
-        tokenizer: decodes the tokens and knows which ones end a text.
+        tokenizer: decodes the tokens.
         prompt_tokens: number of tokens of the whole prompt.
-        max_tokens: limit of the answer; -1 means no limit.
 
     Attributes:
         computed: number of prompt tokens that had to be computed, for the prompt's rate.
     """
 
-    def __init__(self, model: Model, tokenizer: TokenizerWrapper, prompt_tokens: int, max_tokens: int):
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+    def __init__(self, model: Model, tokenizer: TokenizerWrapper, prompt_tokens: int):
         self.prompt_tokens = self.computed = prompt_tokens
         self._detokenizer = tokenizer.detokenizer
         self._clock, self._meter = _Clock(), _ExpertMeter(model)
@@ -263,27 +255,25 @@ class Responder:
         """Seconds from construction to the first token."""
         return self._clock.first - self._clock.start
 
-    def response(self, token: int, logprobs: mx.array, from_draft: bool) -> GenerationResponse:
+    def response(self, event: Event) -> GenerationResponse:
         """Makes the response of the token that has just been chosen."""
         n = self._clock.tick()
-        finish_reason = "length" if n == self.max_tokens else None
-        if token in self.tokenizer.eos_token_ids:
-            finish_reason = "stop"
-        else:
-            self._detokenizer.add_token(token)
-        if finish_reason:
+        assert event.token is not None
+        if event.finish_reason != "stop":
+            self._detokenizer.add_token(event.token)
+        if event.finish_reason:
             self._detokenizer.finalize()
         return GenerationResponse(
             text=self._detokenizer.last_segment,
-            token=token,
-            logprobs=logprobs,
-            from_draft=from_draft,
+            token=event.token,
+            logprobs=event.logprobs,
+            from_draft=event.from_draft,
             prompt_tokens=self.prompt_tokens,
             prompt_tps=self.computed / max(self.first_token_seconds, 1e-9),
             generation_tokens=n,
             generation_tps=self._clock.rate,
             peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish_reason,
+            finish_reason=event.finish_reason,
             **self._meter.figures(n),
         )
 

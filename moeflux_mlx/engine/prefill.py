@@ -1,9 +1,9 @@
-"""Computes a prompt span by span, keeps states at chosen positions, and can stop in the middle of a span.
+"""Cuts a prompt into spans, keeps states at chosen positions, and can stop in the middle of a span.
 
 It knows only tokens and caches. The session decides what is reused and which states are kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
@@ -14,8 +14,6 @@ from ..model.images import NO_IMAGES, Images
 from ..model.span import Span
 from ..ops.limits import within_limits
 from .head_drafts import HeadDrafts
-
-Progress = Callable[[int, int], object]
 
 
 def span_lengths(tokens: int, span: int) -> list[int]:
@@ -41,8 +39,9 @@ class Prefill:
 
     Attributes:
         done: tokens that every cache has absorbed.
+        logits: [1, vocab_size] after the last of them; None at first.
         kept: for each position of `keep` that was reached, the states of the layers that cannot be cut.
-        half: the half-done span, if the work was stopped.
+        half: the half-done span, if the work was left.
 
     Raises:
         RequestError: a size is not positive.
@@ -69,44 +68,27 @@ class Prefill:
         self.block = model.sizes.block if block is None else min(block, model.sizes.block)
         self.keep, self.drafts, self.images = sorted(keep), drafts, images
         self.done = 0
-        self._logits: mx.array | None = None
+        self.logits: mx.array | None = None
         self.kept: dict[int, dict[int, Arrays]] = {}
 
-    @within_limits()
-    def run(self, progress: Progress = lambda done, total: None) -> mx.array:
-        """Computes the rest of the prompt and returns the logits [1, vocab_size] after its last token.
-
-        Args:
-            progress: called with (work done in tokens, number of tokens), ascending, the first always less. An
-                exception from it stops the work within a block of a mixer or a wave of experts; `run` can be called
-                again.
-
-        Raises:
-            ExpertIOError, DeviceError: as calling the model does.
-        """
-        progress(self.done, len(self.tokens))
+    def spans(self) -> Iterator[Span]:
+        """The spans of the rest of the prompt, each to be taken through the model and given to `take`."""
         for layer in self.cache:
             layer.expect(len(self.tokens) - self.done)
         for i, length in enumerate(self._lengths()):
             if i:
                 mx.clear_cache()  # the last span's temporaries have other sizes
-            self._pass(self.half or self._span(length), progress)
-        assert self._logits is not None  # a prompt has a token
+            self.half = self.half or self._span(length)
+            yield self.half
         for _, image in self.images.placed:
             image.forget()
-        return self._logits
 
-    def _pass(self, span: Span, progress: Progress) -> None:
-        at, total = self.done, len(self.tokens)
-        self.half = span
-
-        def report(share: float) -> None:
-            progress(min(at + int(span.length * share), total - 1), total)
-
-        self._logits = self.model.advance(span, self.cache, report)
+    @within_limits()
+    def take(self, span: Span, logits: mx.array) -> None:
+        """Notes that the model has absorbed the span, with the logits [1, vocab_size] after its last token."""
         mx.eval([layer.state for layer in self.cache])
-        self.kept |= {at + end: states for end, states in span.kept.items()}
-        self.done, self.half = at + span.length, None
+        self.kept |= {self.done + end: states for end, states in span.kept.items()}
+        self.done, self.half, self.logits = self.done + span.length, None, logits
         if self.drafts is not None:
             self.drafts.absorb_span(span)
 

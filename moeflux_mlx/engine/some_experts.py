@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..experts.places import BUFFERS
-from ..experts.routing import Report, Routing, ignore_report
+from ..experts.routing import Pieces, Routing
 from ..formats.record import Record
 from ..kinds import Dense, FeedForward
 from ..ops import backend
@@ -16,7 +16,6 @@ from ..ops.expert_rows import refusal, sort_by_expert
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
 from ..ops.records import Records, is_read, with_record
-from ..ops.tiles import MAX_TOKENS
 from ..spec import ModelArgs
 
 RESIDENT, STREAMED, QUEUED = "resident", "streamed", "queued ahead"  # where routed experts are
@@ -46,26 +45,25 @@ class SomeExperts:
             memory = mx.zeros(experts, mx.uint64)  # addresses
         self.array = Records(memory, record)
 
-    def __call__(
-        self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
-    ) -> AnyArray:
-        here = computes_at_once(x)
-        records = Records(self.memory, self.array.record) if here else self.array
+    def _inputs(self, x: AnyArray) -> tuple[Records, np.ndarray, AnyArray]:
+        """The records, and slots and weights [T, K] of the rows x."""
+        records = Records(self.memory, self.array.record) if computes_at_once(x) else self.array
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
-        weights = of_kind(np.zeros(slots.shape, np.float32), x)
-        if len(x) > MAX_TOKENS:
-            return self._in_prompt(slots, records, x, weights, residual, shared)
+        return records, slots, of_kind(np.zeros(slots.shape, np.float32), x)
+
+    def __call__(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> AnyArray:
+        records, slots, weights = self._inputs(x)
         if self.is_queued and routing.choice is not None:
             with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
             return chosen_ffn(x, routing.choice, records, residual, shared, len(records.memory), [])
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
-        at: AnyArray = slots if here else mx.array(slots.astype(np.uint32))  # texts depend on the dtype
+        at: AnyArray = slots if computes_at_once(x) else mx.array(slots.astype(np.uint32))  # texts depend on the dtype
         return expert_ffn(x, at, records, weights, residual, shared)
 
-    def _in_prompt(
-        self, slots: np.ndarray, records: Records, x: AnyArray, weights: AnyArray, residual: AnyArray, shared: AnyArray
-    ) -> Any:
+    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[Any]:
+        yield from ()
+        records, slots, weights = self._inputs(x)
         on_units = not refusal(backend.dtype_of(x), records.record)
         if on_units and self.is_resident:
             sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))

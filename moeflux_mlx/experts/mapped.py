@@ -15,7 +15,7 @@ from ..formats.packed import PackedExperts
 from ..ops import backend
 from ..ops.records import Records
 from .memory import adopt, on_device
-from .source import IoMode, Lease
+from .source import IoMode, Lease, Passage
 from .stamps import Stamps
 from .whole import WholeExperts
 
@@ -46,7 +46,7 @@ class MappedExperts(WholeExperts):
                 self._stamps.add(path, path.stat())
 
     @contextlib.contextmanager
-    def turn(self, tokens: int) -> Iterator[bool]:
+    def turn(self, tokens: int, passage: Passage | None = None) -> Iterator[bool]:
         with super().turn(tokens) as shared:
             self._stamps.look(self._paths)
             self._check_files()

@@ -31,9 +31,9 @@ from ..ops.experts import (
 from ..ops.grouped import PIECE_ROWS, combined, is_cut
 from ..ops.records import Records, is_read
 from ..ops.route import read_host_copy
-from ..ops.tiles import LEASED_TOKENS, MAX_TOKENS
+from ..ops.tiles import LEASED_TOKENS
 from .lookahead import Lookahead
-from .routing import Report, Routing, ignore_report, in_parts
+from .routing import Pieces, Routing, in_parts
 from .source import ExpertLoader, Lease, TooManyExpertsError
 from .waves import expect, in_waves
 
@@ -68,17 +68,15 @@ class RoutedExperts:
         if self.lookahead.prefetch != "off":
             expect(self.source, layer, tokens)
 
-    def __call__(
-        self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray, report: Report = ignore_report
-    ) -> AnyArray:
-        if len(x) > MAX_TOKENS:
-            assert not isinstance(shared, Shared)
-            whole = self.source.whole(routing.layer)
-            rows = routing.ids.size
-            if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
-                return at_once(routing, x, whole, residual, shared, report)
-            reads_ahead = self.lookahead.prefetch != "off"
-            return in_waves(self.source, routing, x, residual, shared, reads_ahead, report)
+    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
+        whole = self.source.whole(routing.layer)
+        rows = routing.ids.size
+        if whole is not None and not (refusal(x.dtype, whole.record) or is_cut(whole.record, rows)):
+            return at_once(routing, x, whole, residual, shared)
+        reads_ahead = self.lookahead.prefetch != "off"
+        return (yield from in_waves(self.source, routing, x, residual, shared, reads_ahead))
+
+    def __call__(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> AnyArray:
         records = self.source.whole(routing.layer)
         if records is not None:
             if routing.choice is not None:
@@ -151,16 +149,13 @@ class RoutedExperts:
         return cast(Any, self._compiled[place])
 
 
-def at_once(
-    routing: Routing, x: mx.array, records: Records, residual: mx.array, shared: mx.array | None, report: Report
-) -> mx.array:
+def at_once(routing: Routing, x: mx.array, records: Records, residual: mx.array, shared: mx.array | None) -> mx.array:
     """All experts of a prompt, which are in memory; the host does not wait for the ids. The bits are those of
     `in_waves`.
     """
     experts = len(records.blob)
     starts, source, places = sort_by_expert(cast(mx.array, routing.ids), experts)
     rows = expert_rows(x, starts, source, backend.arange(experts, mx), records)
-    report(1.0)
     made: mx.array = combined(rows, places, cast(mx.array, routing.weights), residual, shared)
     if len(source) > PIECE_ROWS:
         backend.finish(made)  # as if in waves: the outputs of one layer are in memory

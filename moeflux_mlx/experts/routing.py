@@ -1,8 +1,9 @@
 """The interface between a model and its experts: a layer's routing, and the call that computes the chosen experts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -13,11 +14,28 @@ from ..ops.route import Choice
 from ..ops.tiles import LEASED_TOKENS
 from .source import ExpertLoader
 
-Report = Callable[[float], object]  # called with the share of the work done; an exception from it stops the work
+Made = TypeVar("Made")
+Pieces: TypeAlias = Generator[float, None, Made]  # yields the share that is done after each piece
 
 
-def ignore_report(share: float) -> None:
-    """A `Report` that does nothing."""
+def finished(pieces: Generator[Any, None, Made], report: Callable[[Any], object] = lambda done: None) -> Made:
+    """The result of all pieces; `report` is called with what each yields."""
+    with closing(pieces):
+        try:
+            while True:
+                report(next(pieces))
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
+def part_of(pieces: Pieces[Made], start: float, share: float) -> Pieces[Made]:
+    """The pieces as `share` of a larger work, behind what is done at its `start`."""
+    with closing(pieces):
+        try:
+            while True:
+                yield start + share * next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -49,13 +67,14 @@ class RoutedExpertsCall(Protocol):
         """The source of the experts, for turns and statistics."""
         ...
 
-    def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None, report: Report = ignore_report
-    ) -> Array:
-        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape.
-
-        `shared` is the shared expert's output, or for up to `MAX_TOKENS` tokens the shared expert itself.
+    def __call__(self, routing: Routing, x: Array, residual: Array, shared: Array | Shared | None) -> Array:
+        """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, in residual's shape, for up to `MAX_TOKENS`
+        tokens. `shared` is the shared expert or its output.
         """
+        ...
+
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: Array | None) -> Pieces[Array]:
+        """The same for more tokens. Between two pieces no record is leased."""
         ...
 
     def expect(self, layer: int, tokens: int) -> None:
@@ -76,7 +95,7 @@ class FromTables(Protocol):
         ...
 
     def from_table(self, layer: int, memory: mx.array, host_copy: list[mx.array]) -> Callable[..., mx.array]:
-        """Computes what a call does, without a report, from the layer's `RecordTable.memory`; it can be traced.
+        """Computes what a call does from the layer's `RecordTable.memory`; it can be traced.
         `host_copy` gets the arrays of the chosen ids that the host should read (`ops.route.read_ids`).
         """
         ...

@@ -113,6 +113,13 @@ class Lease:
 ON_DISK, IN_MEMORY, ARRIVING = range(3)  # where a record is
 
 
+class Passage:
+    """A span that a thread computes in pieces, a turn for each; it ends when nobody refers to it any more."""
+
+    def __init__(self) -> None:
+        self.thread, self.has_begun = threading.get_ident(), False
+
+
 class RequestObserver(Protocol):
     """Is told of requests, in the thread that runs the model."""
 
@@ -177,11 +184,17 @@ class ExpertLoader(ABC):
         """Bytes that reading one expert takes from the disk."""
         return max(record.size for record in self.layout.records.values())
 
+    def begin_span(self) -> Passage:
+        """Begins a span. Until it ends, calls of few tokens read nothing ahead, and no memory moves for them; a span of
+        another thread waits.
+        """
+        return Passage()
+
     @abstractmethod
-    def turn(self, tokens: int) -> contextlib.AbstractContextManager[bool]:
-        """Held by one thread for one call of the model with `tokens` tokens; yields whether the results must be
-        evaluated before it ends. A call may be interrupted between any two bytecodes, and the next turn first repairs
-        the state that it left; its leases are void.
+    def turn(self, tokens: int, passage: Passage | None = None) -> contextlib.AbstractContextManager[bool]:
+        """Held by one thread for a call of the model with `tokens` tokens, or a piece of the `passage` of so many;
+        yields whether the results must be evaluated before it ends. A call may be interrupted between any two
+        bytecodes, and the next turn first repairs the state that it left; its leases are void.
 
         Raises:
             ExpertIOError: the loader is closed, belongs to the process that this one was forked from, or a mapped
@@ -227,12 +240,6 @@ class ExpertLoader(ABC):
     def holds(self, layer: int) -> bool:
         """Whether every expert of `layer` is in memory or being read, so that no prediction is needed."""
         return True
-
-    def interlude(self) -> contextlib.AbstractContextManager[None]:
-        """A context manager within a call that holds no lease at the moment, for example between two waves: inside,
-        this thread may make other calls. Nothing is read ahead for them, and no memory moves.
-        """
-        return contextlib.nullcontext()
 
     def slots_of(self, layer: int) -> int:
         """Slots of the pool that serves `layer`; 0 if every expert is in memory."""

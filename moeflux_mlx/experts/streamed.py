@@ -10,6 +10,7 @@ call first rebuilds its state from the pools' tables of records.
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,13 +31,14 @@ from .reader import DEFAULT_WORKERS, Arrange, ExpertReader, RecordCheck
 from .reads import IN_A_STEP, WARM_READS
 from .record_table import RecordTable
 from .repeating import repeat
-from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, asked_for
+from .source import ARRIVING, CLOSED, IN_MEMORY, ExpertLoader, IoMode, Key, Lease, Passage, asked_for
 from .stats import Asked, LoaderStats
 from .warming import Usage, Warming
 
 DEFAULT_CACHE_BYTES = 2 << 30
 WATCH_SECONDS = 0.5  # seconds between two checks while nothing is computed
 FEED_SECONDS = 0.01  # the same while free memory is filled
+SPAN_SECONDS = 0.005  # the same while another thread computes a span
 
 
 class StreamedExperts(ExpertLoader):
@@ -96,7 +98,8 @@ class StreamedExperts(ExpertLoader):
         self._guards: list[mx.array] = []  # guards of leases released in this turn
         self._guards_of = 0  # the thread whose turn it is
         self._is_sound = True  # no call is in progress, and none has been interrupted
-        self._in_turn = self._in_interlude = False
+        self._passages = weakref.WeakSet[Passage]()  # spans on their way
+        self._computes_beside = False  # the call in progress is not the span's that is on its way
         self.reader = reader or ExpertReader(packed, workers=workers, check=check, arrange=arrange)
         largest = max(record.size for record in self.layout.records.values())
         self._rows_asked = AskedByRow(self.layout, self.reader.record_bytes / largest)  # in this turn
@@ -240,8 +243,17 @@ class StreamedExperts(ExpertLoader):
         if not is_own:  # the thread that made lazy arrays can evaluate them, at the end of this turn
             self._guards = []
 
+    def begin_span(self) -> Passage:
+        passage = Passage()
+        while True:
+            with self._lock:
+                if all(other.thread == passage.thread for other in self._passages):
+                    self._passages.add(passage)
+                    return passage
+            time.sleep(SPAN_SECONDS)
+
     @contextlib.contextmanager
-    def turn(self, tokens: int) -> Iterator[bool]:
+    def turn(self, tokens: int, passage: Passage | None = None) -> Iterator[bool]:
         """A lazy array can be evaluated only by the thread that made it, and lazy results of a call read memory that
         the next call may reuse. So once several threads have called, all results are evaluated; those of a single
         thread are at least started.
@@ -250,15 +262,8 @@ class StreamedExperts(ExpertLoader):
         self._check_open()
         with self._lock:
             self._check_open()
-            if not self._in_interlude:
-                self._breathe(tokens)
-                self.is_filling = False
-            self.pools.pass_time(tokens if tokens > MAX_TOKENS else 1)
-            self.usage.begin(tokens)
-            self.reader.limit_warming(IN_A_STEP if tokens <= MAX_TOKENS else WARM_READS)
-            self._rows_asked.layers.clear()
+            self._begin(tokens, passage)
             with self._alone():
-                self._in_turn = True
                 self._guards_of = threading.get_ident()
                 if len(self._callers) < 2:
                     self._callers.add(self._guards_of)
@@ -266,22 +271,23 @@ class StreamedExperts(ExpertLoader):
                 try:
                     yield shared
                 finally:
-                    self._in_turn = False
                     (mx.eval if shared else mx.async_eval)(self._guards)
                     self._guards = []
 
-    @contextlib.contextmanager
-    def interlude(self) -> Iterator[None]:
-        if not self._in_turn:
-            yield
+    def _begin(self, tokens: int, passage: Passage | None) -> None:
+        """Does what comes before a call, and before the first piece of a span."""
+        self._computes_beside = passage is None and tokens <= MAX_TOKENS and bool(self._passages)
+        self.reader.limit_warming(IN_A_STEP if tokens <= MAX_TOKENS else WARM_READS)
+        self._rows_asked.layers.clear()
+        if passage is not None and passage.has_begun:
             return
-        guards, self._guards = self._guards, []
-        self._in_turn, self._in_interlude, self._is_sound = False, True, True
-        try:
-            yield
-        finally:
-            self._guards = guards
-            self._in_turn, self._in_interlude, self._is_sound = True, False, False
+        if not self._computes_beside:
+            self._breathe(tokens)
+            self.is_filling = False
+        self.pools.pass_time(tokens if tokens > MAX_TOKENS else 1)
+        self.usage.begin(tokens)
+        if passage is not None:
+            passage.has_begun = True
 
     def request(self, layer: int, ids: np.ndarray) -> Lease:
         self._check_open()
@@ -327,7 +333,7 @@ class StreamedExperts(ExpertLoader):
         return [(key, IN_MEMORY if place.read is None else ARRIVING) for key, place in places]
 
     def hint(self, keys: Sequence[Key]) -> list[Key]:
-        return [] if self._closed or self._in_interlude else self.reads.guess(keys)
+        return [] if self._closed or self._computes_beside else self.reads.guess(keys)
 
     def intend(self, layer: int, ids: Sequence[int]) -> None:
         self.pools.intend(layer, ids)

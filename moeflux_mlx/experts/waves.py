@@ -16,7 +16,7 @@ from ..ops.backend import AnyArray, Array
 from ..ops.expert_rows import refusal
 from ..ops.grouped import GroupedRows
 from ..ops.tiles import LEASED_TOKENS
-from .routing import Report, Routing
+from .routing import Pieces, Routing
 from .source import ExpertLoader, Owned, all_of
 
 WAVE_BYTES = 128 << 20  # the most bytes of records that are multiplied together
@@ -32,19 +32,17 @@ def in_waves(
     residual: Array,
     shared: Array | None,
     reads_ahead: bool,
-    report: Report,
-) -> Array:
+) -> Pieces[Array]:
     """residual + sum_k weights[:, k] * expert(ids[:, k])(x) + shared, all [T, H]; each expert is requested once.
 
     Afterwards the experts with the most tokens are still in the pool, up to this layer's share.
 
     Args:
         reads_ahead: whether the next layer's experts may be read before its router has run.
-        report: called after each wave with the share that is done.
     """
     ids = np.array(routing.ids)
     weights = cast(Array, routing.weights)
-    rows = multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead, report)
+    rows = yield from multiplied(source, routing.layer, ids, x, ids.shape[1], reads_ahead)
     return rows.combined(weights, residual, shared)
 
 
@@ -55,12 +53,11 @@ def multiplied(
     x: Array,
     top_k: int,
     reads_ahead: bool,
-    report: Report,
     tokens: np.ndarray | None = None,
     owned: Owned = all_of,
     every: np.ndarray | None = None,
-) -> GroupedRows:
-    """The outputs of the experts for the rows of x, as `in_waves` needs them.
+) -> Pieces[GroupedRows]:
+    """The outputs of the experts for the rows of x, as `in_waves` needs them; a piece is a wave.
 
     Args:
         ids: [T, K], the experts of each token of x; with `tokens` [P, 1], `ids[p]` belongs to row `tokens[p]` of x.
@@ -85,7 +82,7 @@ def multiplied(
             if len(under_way) == UNDER_WAY:
                 backend.finish(under_way.popleft())
             done += int(counts[wave].sum())
-            report(done / ids.size)
+            yield done / ids.size
         path.leave_before(len(waves))
     finally:
         source.intend(layer, ())

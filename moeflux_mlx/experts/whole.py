@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ExpertIOError
 from ..formats.record import ExpertLayout
 from ..ops.records import Records
-from .source import CLOSED, ExpertLoader, Key, Lease, asked_for
+from .source import CLOSED, ExpertLoader, Key, Lease, Passage, asked_for
 
 
 class WholeExperts(ExpertLoader):
@@ -26,7 +26,7 @@ class WholeExperts(ExpertLoader):
         self.layers[layer] = Records(memory, self.layout.records[layer], lasting=isinstance(memory, mx.array))
 
     @contextlib.contextmanager
-    def turn(self, tokens: int) -> Iterator[bool]:
+    def turn(self, tokens: int, passage: Passage | None = None) -> Iterator[bool]:
         self.check_process()
         self._check_open()
         yield False

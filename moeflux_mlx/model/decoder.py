@@ -1,7 +1,7 @@
 """The decoder: one class for every family, built from `ModelArgs`. mx.array in, mx.array out."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
@@ -12,7 +12,8 @@ import numpy as np
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
 from ..errors import RequestError
-from ..experts.routing import Report, RoutedExpertsCall, ignore_report
+from ..experts.routing import Pieces, RoutedExpertsCall, finished, part_of
+from ..experts.source import Passage
 from ..kinds import streams_before
 from ..layers import Embedding, LastProduct, Linear, norm_of
 from ..mixers.registry import USUAL, by_layer, cache_numbers, make_caches
@@ -214,11 +215,11 @@ class Model(nn.Module):
         return out
 
     @contextmanager
-    def _turn(self, tokens: int) -> Iterator[bool]:
+    def _turn(self, tokens: int, passage: Passage | None = None) -> Iterator[bool]:
         """A context manager that admits one thread at a time if threads share the memory of experts; yields whether
-        results must be evaluated.
+        results must be evaluated. `passage`: of the span, if it is computed in pieces.
         """
-        turn = nullcontext(False) if self.experts is None else self.experts.turn(tokens)
+        turn = nullcontext(False) if self.experts is None else self.experts.turn(tokens, passage)
         with within_limits(), turn as shared, self._computing():
             yield shared
 
@@ -309,7 +310,7 @@ class Model(nn.Module):
         if tokens.shape[1] > MAX_TOKENS:
             span = Span(tokens, cache[0].offset, self.sizes.block)
             try:
-                self._through_layers(span, cache, ignore_report)
+                finished(self._through_layers(span, cache))
             except BaseException:
                 span.drop(cache)  # otherwise some layers would have seen tokens that others have not
                 raise
@@ -327,26 +328,34 @@ class Model(nn.Module):
             last = backend.contiguous(span.hidden[:, start:end])
             return self.model.normed(last) if self.head.takes_normed else last
 
-    def advance(self, span: Span, cache: list[LayerCache], report: Report = ignore_report) -> mx.array:
-        """Takes a span through its remaining layers and returns the logits [B, vocab_size] of its last token.
+    def advance(self, span: Span, cache: list[LayerCache]) -> Pieces[mx.array]:
+        """Takes a span through its remaining layers, a block or a wave of experts at a time; returns the logits
+        [B, vocab_size] of its last token.
+
+        Between two pieces the same thread may compute anything else but a span. Closing the iterator, like an error,
+        leaves the span between two layers: another `advance` continues it, `span.drop` undoes it.
 
         Args:
-            span: the tokens after those in `cache`; an earlier call may have been stopped in it.
+            span: the tokens after those in `cache`; an earlier call may have left it.
             cache: from `make_cache`.
-            report: called with the share of the span's work that is done, after each block and wave. An exception from
-                it, like any other, leaves the span between two layers: `advance` continues it, `span.drop` undoes it.
 
         Raises:
             RequestError, ExpertIOError, DeviceError: as calling the model does.
         """
-        with self._turn(span.tokens.size):
-            self._check(span.tokens, cache)
-            self._through_layers(span, cache, report)
-            logits = backend.leave(self.last_product(self.model.normed(backend.contiguous(span.hidden[:, -1:]))))
-            mx.eval(logits)
-        return logits[:, 0]
+        self._check(span.tokens, cache)
+        passage = None if self.experts is None else self.experts.begin_span()
+        with closing(self._through_layers(span, cache)) as pieces:
+            while True:
+                with self._turn(span.tokens.size, passage):
+                    share = next(pieces, None)
+                    if share is None:
+                        last = self.model.normed(backend.contiguous(span.hidden[:, -1:]))
+                        logits = backend.leave(self.last_product(last))
+                        mx.eval(logits)
+                        return logits[:, 0]
+                yield share
 
-    def _through_layers(self, span: Span, cache: Sequence[Any], report: Report) -> None:
+    def _through_layers(self, span: Span, cache: Sequence[Any]) -> Pieces[None]:
         count, layers = len(self.layers), by_layer(self._cache_numbers, cache)
         if span.hidden is None:
             self._expect(span)
@@ -356,7 +365,7 @@ class Model(nn.Module):
             i, own, layer = span.layer, layers[span.layer], self.model.layers[span.layer]
             span.begin(self._cache_numbers[i].start, own)
             try:
-                h = layer.pass_span(span.hidden, own, span, lambda share, i=i: report((i + share) / count))
+                h = yield from part_of(layer.pass_span(span.hidden, own, span), i / count, 1 / count)
                 h = span.images.deepened(h, span.start, i, self.vision)
                 backend.start(h)
                 backend.finish(span.hidden)  # a GPU gets at most two layers at a time, so that memory is as planned

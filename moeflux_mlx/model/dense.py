@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import mlx.nn as nn
 
-from ..experts.routing import Report, ignore_report
+from ..experts.routing import Pieces
 from ..kinds import Dense, Residual
 from ..layers import MLP, OutputNorm, RMSNorm
 from ..ops.backend import Array
@@ -24,7 +24,8 @@ class NoMLP(nn.Module):
     def prepare(self, residual: Array, norm: None, tokens: None = None) -> tuple[Array, ...]:
         return (residual,)
 
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
+    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
+        yield from ()
         return parts[0]
 
 
@@ -51,6 +52,7 @@ class DenseMLP(MLP):
         """All of it."""
         return (self.forward(residual, norm),)
 
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
+    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
         """Returns the result of `prepare`."""
+        yield from ()
         return parts[0]

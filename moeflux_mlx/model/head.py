@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..caches.layer_cache import LayerCache
-from ..experts.routing import RoutedExpertsCall, ignore_report
+from ..experts.routing import RoutedExpertsCall, finished
 from ..families.registry import FAMILIES
 from ..layers import Caches, Linear, RMSNorm
 from ..mixers.registry import USUAL, make_caches
@@ -161,4 +161,4 @@ class DraftHead(nn.Module):
         if count <= MAX_TOKENS:
             return self.model.norm(layer(x, cache, Chosen()))
         span = Span(mx.zeros((1, count), mx.uint32), cache[0].offset, count)
-        return self.model.norm(layer.pass_span(x, cache, span, ignore_report))
+        return self.model.norm(finished(layer.pass_span(x, cache, span)))

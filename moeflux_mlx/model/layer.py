@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..caches.layer_cache import LayerCache
 from ..caches.stand_in import Traced
-from ..experts.routing import FromTables, Report, RoutedExpertsCall
+from ..experts.routing import FromTables, Pieces, RoutedExpertsCall, part_of
 from ..experts.source import ExpertLoader
 from ..layers import Caches, MixerModule, OutputNorm, norm_of
 from ..mixers.registry import module_of
@@ -174,12 +174,12 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> MixerModule:
         return self[self._mixer_name]
 
-    def pass_span(self, h: Array, caches: Sequence[LayerCache], span: Span, report: Report) -> AnyArray:
+    def pass_span(self, h: Array, caches: Sequence[LayerCache], span: Span) -> Pieces[AnyArray]:
         """The layer over a span: its mixer block by block, its experts over all rows."""
-        parts = self.mix_span(h, caches, span, lambda share: report(MIXER_SHARE * share))
-        return self.finish_rows(parts, lambda share: report(MIXER_SHARE + (1 - MIXER_SHARE) * share))
+        rows = yield from part_of(self.mix_span(h, caches, span), 0, MIXER_SHARE)
+        return (yield from part_of(self.finish_rows(rows), MIXER_SHARE, 1 - MIXER_SHARE))
 
-    def mix_span(self, h: Array, caches: Sequence[LayerCache], span: Span, report: Report) -> MixedRows:
+    def mix_span(self, h: Array, caches: Sequence[LayerCache], span: Span) -> Pieces[MixedRows]:
         """The mixer over a span, block by block, and all that each token's feed-forward part needs before the experts.
 
         At most two blocks are in flight, so that only their temporaries are in memory.
@@ -200,13 +200,13 @@ class DecoderLayer(nn.Module):
             if parts:
                 backend.finish(parts[-1][0])
             parts.append(part)
-            report(start / span.length)
+            yield start / span.length
         return MixedRows(backend.join(parts, axis=1), len(kept))
 
-    def finish_rows(self, rows: MixedRows, report: Report) -> AnyArray:
+    def finish_rows(self, rows: MixedRows) -> Pieces[AnyArray]:
         """The layer's output [B, N, .] for the rows of a span, or of several joined: the experts over all of them."""
         kept, prepared = rows.arrays[: rows.kept], rows.arrays[rows.kept :]
-        return self.residual.added(self.mlp.finish(prepared, report), *kept)
+        return self.residual.added((yield from self.mlp.finish(prepared)), *kept)
 
     def _relieve(self) -> None:
         """Returns memory of experts that the machine is short of before more is taken."""

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..experts.routing import Report, RoutedExpertsCall, Routing, ignore_report
+from ..experts.routing import Pieces, RoutedExpertsCall, Routing, finished
 from ..kinds import Experts, Residual
 from ..layers import MLP, Linear, OutputNorm, RMSNorm, Stack
 from ..ops import backend
@@ -116,7 +116,7 @@ class MoE(nn.Module):
         """`residual` [B, L, D] plus the block's output for it, normed; `tokens` as in `prepare`."""
         B, L, _ = residual.shape
         if B * L > MAX_TOKENS:
-            return self.finish(self.prepare(residual, norm, tokens))
+            return finished(self.finish(self.prepare(residual, norm, tokens)))
         return self.run_experts(self.choose(residual, norm, self.should_predict(B * L), tokens))
 
     def choose(self, residual: AnyArray, norm: RMSNorm | None, predict: bool, tokens: AnyArray = None) -> BeforeExperts:
@@ -161,18 +161,16 @@ class MoE(nn.Module):
         prepared = Prepared(residual, self._latent(x), ids, weights, self._shared_output(residual, x, gates))
         return tuple(part.reshape(B, L, -1) for part in prepared if part is not None)
 
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
-        """The routed experts over all tokens, from what `prepare` gave: [B, L, D].
-
-        `report` is called with the share that is done.
-        """
+    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
+        """The routed experts over all tokens, from what `prepare` gave: [B, L, D]."""
         B, L, _ = parts[0].shape
         rows = Prepared(*(part.reshape(B * L, -1) for part in parts))
         assert self.experts is not None
         shared, beside = (None, rows.shared) if self._is_apart else (rows.shared, None)
         predicted = self._predict_next(rows.residual) if self.should_predict(B * L) else None
         routing = Routing(self.layer, rows.ids, rows.weights, self._as_routing(predicted))
-        made = self.experts(routing, rows.x, self._added_to(rows.residual, rows.x), shared, report)
+        added_to = self._added_to(rows.residual, rows.x)
+        made = yield from self.experts.in_pieces(routing, rows.x, added_to, shared)
         return self._joined(rows.residual, made, beside).reshape(B, L, -1)
 
     def _choice(self, logits: AnyArray) -> Choice | None:
@@ -377,8 +375,8 @@ class MoEBetweenStreams(MoE):
         """As `MoE.prepare`, without `residual`."""
         return super().prepare(residual, norm, tokens)[1:]
 
-    def finish(self, parts: Sequence[Array], report: Report = ignore_report) -> Array:
-        return super().finish([backend.zeros_like(parts[0]), *parts], report)
+    def finish(self, parts: Sequence[Array]) -> Pieces[Array]:
+        return super().finish([backend.zeros_like(parts[0]), *parts])
 
 
 class LatentMoEBetweenStreams(MoEBetweenStreams, LatentMoE):

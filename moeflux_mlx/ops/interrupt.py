@@ -1,43 +1,38 @@
-"""Lets long computations on the CPU be interrupted between two of their pieces.
+"""Lets another thread end a long computation on the CPU between two of its pieces.
 
 A call of a native kernel with all rows of a block can take seconds, and nobody can end it. So such calls are cut into
-pieces of `PIECE_WORK`. Within `interruptible(check)` the thread calls `check` between two pieces; an exception from it
-leaves the computation. The computations of a few rows, as in a step, are not cut.
+pieces of `PIECE_WORK`, and between two pieces a thread that was told to `leave` raises `Left`. The computations of a
+few rows, as in a step, are not cut.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 from .tiles import MAX_TOKENS
 
 PIECE_WORK = 1 << 33  # multiply-adds of a piece: 0.1 to 0.5 s on two cores
 
-
-def go_on() -> None:
-    """The check that interrupts nothing."""
+_leaving: set[int] = set()  # the threads that were told to leave
 
 
-class _Checking(threading.local):
-    check: Callable[[], object] = staticmethod(go_on)
+class Left(Exception):
+    """The computation was left between two pieces."""
 
 
-_checking = _Checking()
+def leave(thread: int) -> None:
+    """Ends the long computation of the thread with this identifier, or its next one."""
+    _leaving.add(thread)
 
 
-@contextmanager
-def interruptible(check: Callable[[], object]) -> Iterator[None]:
-    """This thread's long computations call `check` until the block is left."""
-    before, _checking.check = _checking.check, check
-    try:
-        yield
-    finally:
-        _checking.check = before
+def stay() -> None:
+    """Lets this thread compute on, whatever it was told before."""
+    _leaving.discard(threading.get_ident())
 
 
 def check() -> None:
-    """Calls this thread's check."""
-    _checking.check()
+    """Raises `Left` if this thread was told to leave."""
+    if threading.get_ident() in _leaving:
+        raise Left
 
 
 def pieces(rows: int, work: int) -> Iterator[slice]:

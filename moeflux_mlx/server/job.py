@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..ops.interrupt import leave
 from .prepare import PreparedRequest
 from .request import ServerEvent
 
@@ -14,11 +15,13 @@ class Job:
     prepared: the request.
     emit: takes the events; may be called in any thread.
     client: the client; clients take turns, regardless of the number of their jobs.
+    thread: the thread that computes the prompt at the moment, by its identifier; None: none does.
     """
 
     prepared: PreparedRequest
     emit: Callable[[ServerEvent], None]
     client: str = ""
+    thread: int | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     raw: str = ""  # what the model wrote, set before the last event
 
@@ -27,3 +30,5 @@ class Job:
         within a piece of these.
         """
         self.cancelled.set()
+        if (thread := self.thread) is not None:
+            leave(thread)

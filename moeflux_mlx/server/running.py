@@ -1,22 +1,19 @@
-"""Runs one request, a piece at a time: takes a session, computes tokens, emits events, and gives the session back."""
+"""One request on its way: takes a session, makes events of what the loop computes, and gives the session back."""
 
 import secrets
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..engine.constrained import Constraint
-from ..engine.generation import GenerationResponse, SamplerOptions, xtc_special_tokens
-from ..engine.running_text import Stopped
+from ..engine.generation import GenerationResponse, Responder, SamplerOptions, xtc_special_tokens
+from ..engine.loop import Event
 from ..engine.sampling import LogitsProcessor, make_logits_processors, make_sampler
 from ..engine.session import Answer
 from ..errors import DeviceError, ExpertIOError, MoefluxError, RequestError
 from ..experts.stats import Asked
-from ..ops.interrupt import interruptible
 from ..text.tokenizer import TokenizerWrapper
 from .answering import Answering
 from .job import Job
@@ -49,11 +46,11 @@ class Running:
     """Args:
     job: the request to answer.
     sessions: provides the session and keeps it afterwards.
-    look: called at every step of the prompt; may raise `Stopped` to leave the prompt half done.
     totals: counts what is computed.
 
     Attributes:
         progress: computed tokens of the prompt and their total; two zeros at first.
+        answer: for the loop, from `begin` on.
         in_prompt: whether no token has been chosen yet.
         is_over: whether the last event is sent and the session given back.
         left: tokens of the prompt still to be computed.
@@ -62,14 +59,14 @@ class Running:
         asked: the experts that its prompt requested.
     """
 
-    def __init__(self, job: Job, sessions: Sessions, look: "Callable[[Running], object]", totals: Totals):
-        self.job, self._sessions, self._look, self._totals = job, sessions, look, totals
+    def __init__(self, job: Job, sessions: Sessions, totals: Totals):
+        self.job, self._sessions, self._totals = job, sessions, totals
         self.progress, self.in_prompt, self.is_over = (0, 0), True, False
         self.left = self.set_aside = self.tokens = 0
         self.asked = Asked()
         self._came = totals.computed_tokens
         self._kept: KeptSession | None = None
-        self._answer: Answer | None = None
+        self.answer: Answer | None = None
         self._answering: Answering | None = None
         self._cached = 0  # tokens of the prompt that were known
         self._began = self._first = time.perf_counter()  # start of the prompt, and of the answer
@@ -78,7 +75,7 @@ class Running:
 
     def estimate(self) -> None:
         """Recomputes how many tokens of a waiting prompt are already known."""
-        if self._answer is None:
+        if self.answer is None:
             tokens = self.job.prepared.tokens
             self.left = len(tokens) - self._sessions.known(tokens)
 
@@ -88,11 +85,6 @@ class Running:
         prompt overtakes a long one, but no prompt waits for more tokens of later prompts than it has itself.
         """
         return self._came + self.left + (self.progress[0] - self._cached)
-
-    @property
-    def answer(self) -> Answer:
-        assert self._answer is not None
-        return self._answer
 
     @property
     def length(self) -> int:
@@ -109,51 +101,43 @@ class Running:
         """Whether this prompt overtakes the rest of the one being computed; an interruption costs part of a layer."""
         return self.due < other.due and OVERTAKING * self.left <= other.left
 
-    def compute_prompt(self) -> None:
-        """Computes the prompt and emits the first token; `look` may leave the prompt half done. An error ends only this
-        request.
-        """
-        try:
-            self._check()
-            if self._answer is None:
-                self._begin()
-            # Several ranks must leave a layer at the same place.
-            with interruptible(self._check) if self.answer.shares_steps else nullcontext():
-                response = self.answer.advance()
-        except Stopped:
-            if self.job.cancelled.is_set():
-                self.cancel()
-        except Exception as error:
-            self.fail(error)
-        else:
-            assert self._kept is not None
-            self.in_prompt, self._kept.is_answering, self.left = False, True, 0
-            self._first = time.perf_counter()
-            self.job.emit(PromptProgress(self.progress[1], self.progress[1]))  # the first token may have no text
-            self.take(response)
-
-    def _begin(self) -> None:
+    def begin(self) -> Answer:
+        """Takes a session and makes its answer, of which nothing is computed yet."""
         prepared = self.job.prepared
         self._began = time.perf_counter()
         self._kept = self._sessions.take(prepared.tokens, prepared.request.session)
         session = self._kept.session
         self._answering = Answering(prepared, session.tokenizer)
-        self._answer = session.answer(
+        self._responder = Responder(session.model, session.tokenizer, len(prepared.tokens))
+        self.answer = session.answer(
             prepared.tokens,
             boundaries=prepared.boundaries,
-            prompt_progress_callback=self._progress,
             max_tokens=prepared.max_tokens,
             **self._sampling(prepared.request.sampling, session.tokenizer),
         )
+        return self.answer
 
-    def take(self, outcome: GenerationResponse | Exception) -> None:
-        """Emits the next token, or the error, which ends only this request."""
+    def take(self, event: Event[Answer]) -> None:
+        """Emits what the loop has done: a piece of the prompt, the next token, or an error. An error ends only this
+        request.
+        """
         try:
-            if isinstance(outcome, Exception):
-                raise outcome
-            self._token(outcome)
+            if event.error is not None:
+                raise event.error
+            if event.token is None:
+                self._progress(event.done)
+                return
+            if self.in_prompt:
+                self._end_prompt()
+            self._token(self._responder.response(event))
         except Exception as error:
             self.fail(error)
+
+    def _end_prompt(self) -> None:
+        assert self._kept is not None
+        self.in_prompt, self._kept.is_answering, self.left = False, True, 0
+        self._first = time.perf_counter()
+        self.job.emit(PromptProgress(self.progress[1], self.progress[1]))  # the first token may have no text
 
     def cancel(self) -> None:
         """Ends the cancelled request."""
@@ -179,7 +163,8 @@ class Running:
             self._end(response, answering)
 
     def _end(self, last: GenerationResponse, answering: Answering) -> None:
-        self.answer.close()
+        assert self.answer is not None
+        self.answer.end()
         self.answer.session.keep()
         for event in answering.rest(last):
             self.job.emit(event)
@@ -195,8 +180,8 @@ class Running:
         self.is_over, prepared = True, self.job.prepared
         self.job.emit(event)
         try:
-            if self._answer is not None:
-                self._answer.close()
+            if self.answer is not None:
+                self.answer.end()
         except Exception as error:
             _lost(error)
         try:
@@ -205,10 +190,10 @@ class Running:
         except Exception as error:
             _lost(error)
 
-    def _progress(self, done: int, total: int) -> None:
-        self._check()
-        before, known = self.progress
+    def _progress(self, done: int) -> None:
+        (before, known), total = self.progress, len(self.job.prepared.tokens)
         if not known:
+            assert self.answer is not None
             before = self._cached = total - self.answer.session.reuse.computed
             self._totals.prompt_tokens += total
             self._totals.cached_tokens += before
@@ -220,11 +205,6 @@ class Running:
         if now - self._reported_at >= REPORT_EVERY and done < total:
             self._reported_at = now
             self.job.emit(PromptProgress(done, total))
-        self._look(self)
-
-    def _check(self) -> None:
-        if self.job.cancelled.is_set():
-            raise Stopped
 
     def _sampling(self, sampling: Sampling, tokenizer: TokenizerWrapper) -> SamplerOptions:
         """The sampler's random numbers belong to the request, so the same seed gives the same answer, whatever else

@@ -1,28 +1,27 @@
 """Loads and runs a model in the model's thread, and keeps the queue of its jobs.
 
 MLX's streams belong to threads, so only this thread uses the model. Other threads submit jobs and receive events.
-`main` is a loop: it admits jobs, computes a prompt or one step of all answers, and emits the results. Prompts are
-computed one after the other; between two waves or blocks of a prompt, steps of the answers run for their share of the
-time.
+`main` admits jobs, lets the loop do a piece of the prompt that is due or a step of all answers, and emits the results.
+Prompts are computed one after the other; between two pieces of a prompt, steps of the answers run for their share of
+the time.
 """
 
 import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from ..engine.engine import Engine
-from ..engine.running_text import Stopped
-from ..engine.session import advance_answers
-from ..errors import BadRequestError, DeviceError, RequestError
-from ..experts.stats import Asked, LoaderStats
+from ..engine.loop import Loop
+from ..engine.session import Answer
+from ..errors import BadRequestError
+from ..experts.stats import Asked
 from ..model.step import MAX_ROWS
-from ..ops.interrupt import go_on, interruptible
+from ..ops.interrupt import stay
 from .admission import Admission
 from .job import Job
 from .live import Watch
@@ -68,17 +67,12 @@ class TurnPace:
 
     def __init__(self, share: float, totals: Totals):
         self._rate, self._totals = share / (1 - share), totals
-        self._credit = self._since = 0.0
+        self._credit = 0.0
 
-    def begin_prompt(self) -> None:
-        """A prompt begins or continues."""
-        self._since = time.perf_counter()
-
-    def pause_prompt(self, answering: bool) -> None:
-        """The prompt pauses. `answering`: answers wait for tokens."""
-        spent = time.perf_counter() - self._since
-        self._totals.prompt_seconds += spent
-        self._credit = self._credit + self._rate * spent if answering else 0.0
+    def computed(self, seconds: float, answering: bool) -> None:
+        """Records the time of a piece of a prompt. `answering`: answers wait for tokens."""
+        self._totals.prompt_seconds += seconds
+        self._credit = self._credit + self._rate * seconds if answering else 0.0
 
     def stepped(self, seconds: float) -> None:
         """Records the time of a step of answers."""
@@ -129,7 +123,9 @@ class Worker:
         self._stopping = False
         self.sessions: Sessions | None = None
         self.admission: Admission | None = None
-        self._before = LoaderStats()  # the counts when the prompt began or continued
+        self._loop = Loop[Answer](self._choose)
+        self._prompt: Running | None = None  # whose prompt is being computed
+        self._computed: Running | None = None  # the same; None: the turn is the answers'
 
     def begin_stop(self) -> None:
         """Begins to end all work; waiting jobs are told that they are cancelled."""
@@ -232,7 +228,7 @@ class Worker:
         while not self._stopping and (job := self._taken(admission)) is not None:
             if not running:
                 self.watch.begin_request(engine, self.totals)
-            one = Running(job, sessions, self._between, self.totals)
+            one = Running(job, sessions, self.totals)
             admission.begin(one)
             running.append(one)
 
@@ -244,85 +240,68 @@ class Worker:
             return job
 
     def _turn(self, engine: Engine) -> None:
-        """Computes a prompt until another one interrupts it, or one step of all answers."""
-        self._end_cancelled(None)
-        prompts = [one for one in self.state.running if one.in_prompt]
-        for one in prompts:
-            one.estimate()
-        if prompts:
-            prompt = min(prompts, key=lambda one: one.due)
-            self._pace.begin_prompt()
-            self._before = replace(engine.experts.stats)
-            self.watch.compute([prompt])
-            prompt.compute_prompt()
-            self._count_asked(engine, prompt)
-            self._pace.pause_prompt(bool(self._answering()))
+        """Lets the loop compute a piece of a prompt or a step of answers."""
+        stay()
+        self._end_cancelled()
+        before, began = replace(engine.experts.stats), time.perf_counter()
+        events = self._loop.step()
+        seconds = time.perf_counter() - began
+        if self._computed is not None:
+            self._computed.job.thread = None
+            self._pace.computed(seconds, bool(self._answering()))
+            counts = replace(engine.experts.stats).since(before)
+            self._computed.asked += Asked(counts.hits, counts.misses, counts.bytes_read)
         else:
-            with suppress(DeviceError):  # the answers have already been told
-                self._step(engine)
+            self._pace.stepped(seconds)
+        of = {one.answer: one for one in self.state.running}
+        for event in events:
+            of[event.text].take(event)
         self._forget_over()
         self.look()
 
-    def _between(self, prompt: Running) -> None:
-        """Called between two waves or blocks of a prompt: admits jobs, and gives the answers their share of the time.
-
-        Raises:
-            Stopped: another prompt goes first.
-            DeviceError: a step failed; the computed part of the prompt may be lost too.
-        """
-        engine, pace = self.state.engine, self._pace
-        assert engine is not None
-        self._end_cancelled(prompt)
-        self._count_asked(engine, prompt)
-        pace.pause_prompt(bool(self._answering()))
-        self._admit()
-        while pace.is_due and self._answering():
-            with engine.experts.interlude(), interruptible(go_on):
-                self._step(engine)
-            self._forget_over()
-        self.look()
-        self._before = replace(engine.experts.stats)
+    def _choose(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """What the loop does next: the prompt that is due, or the answers, which get their share of the time."""
+        answering, prompt = self._answering(), self._due_prompt()
+        self._computed = None if self._pace.is_due and answering else prompt
+        if prompt is None or self._computed is None:
+            return self._may_step(answering)
         self.watch.compute([prompt])
-        pace.begin_prompt()
-        if any(one.in_prompt and one.overtakes(prompt) for one in self.state.running):
-            raise Stopped
+        try:
+            answer = prompt.answer or prompt.begin()
+        except Exception as error:
+            prompt.fail(error)
+            return []
+        if answer not in answers:
+            self._loop.add(answer)
+        # Several ranks must leave a layer at the same place.
+        prompt.job.thread = threading.get_ident() if answer.shares_steps else None
+        return [answer]
 
-    def _count_asked(self, engine: Engine, prompt: Running) -> None:
-        """Adds the experts that the prompt has requested since the last call, its beginning or its continuation."""
-        stats = replace(engine.experts.stats)
-        counts, self._before = stats.since(self._before), stats
-        prompt.asked += Asked(counts.hits, counts.misses, counts.bytes_read)
+    def _due_prompt(self) -> Running | None:
+        """The prompt to go on with: the one that was computed last, unless it is over or another one overtakes it."""
+        prompts, last = [one for one in self.state.running if one.in_prompt and not one.is_over], self._prompt
+        if last not in prompts or any(one.overtakes(last) for one in prompts if one is not last):
+            for one in prompts:
+                one.estimate()
+            self._prompt = min(prompts, key=lambda one: one.due, default=None)
+        return self._prompt
 
-    def _step(self, engine: Engine) -> None:
-        """Computes the next token of all answers that have room for it."""
+    def _may_step(self, answering: Sequence[Running]) -> Sequence[Answer]:
+        """The answers whose next token has room."""
         assert self.admission is not None
-        began = time.perf_counter()
-        answering = self._answering()
         taking = self.admission.may_step(answering, self.state.running)[:MAX_ROWS]
         for one in answering:
-            if one not in taking and one.answer.shares_steps and (waiting := one.answer.decoding) is not None:
-                waiting.separate()
+            if one not in taking and one.answer is not None and one.answer.decoding is not None:
+                one.answer.decoding.separate()
         self.watch.compute(taking)
-        try:
-            outcomes = advance_answers([one.answer for one in taking]) if taking else []
-        except (DeviceError, RequestError) as error:
-            for one in taking:
-                one.fail(error)
-            if isinstance(error, DeviceError):
-                raise
-            return
-        finally:
-            self._pace.stepped(time.perf_counter() - began)
-        for one, outcome in zip(taking, outcomes, strict=True):
-            one.take(outcome)
+        return [one.answer for one in taking if one.answer is not None]
 
     def _answering(self) -> list[Running]:
         return [one for one in self.state.running if not one.in_prompt and not one.is_over]
 
-    def _end_cancelled(self, computing: Running | None) -> None:
-        """Ends cancelled requests, except the one whose prompt is being computed, which ends by itself."""
+    def _end_cancelled(self) -> None:
         for one in self.state.running:
-            if one is not computing and one.job.cancelled.is_set():
+            if one.job.cancelled.is_set():
                 one.cancel()
         self._forget_over()
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import RankError, RankStopped
 from ..experts.lookahead import Lookahead
-from ..experts.routing import Report, Routing, ignore_report, in_parts
+from ..experts.routing import Pieces, Routing, finished, in_parts
 from ..experts.source import ExpertLoader
 from ..experts.waves import expect, multiplied
 from ..formats.owners import Owners
@@ -90,13 +90,14 @@ class RankedExperts:
         if self.lookahead.prefetch != "off":
             expect(self.source, layer, tokens, self._owned)
 
-    def __call__(
-        self, routing: Routing, x: Array, residual: Array, shared: AnyArray, report: Report = ignore_report
-    ) -> Array:
-        if LEASED_TOKENS < len(x) <= MAX_TOKENS:
+    def __call__(self, routing: Routing, x: Array, residual: Array, shared: AnyArray) -> Array:
+        if len(x) > LEASED_TOKENS:
             return in_parts(self, routing, x, residual, shared)
         if isinstance(shared, Shared):
             shared = shared_rows(x, shared, self.source.layout.records[routing.layer], routing.ids.shape[1])
+        return finished(self.in_pieces(routing, x, residual, shared))
+
+    def in_pieces(self, routing: Routing, x: Array, residual: Array, shared: AnyArray) -> Pieces[Array]:
         weighed: AnyArray = routing.weights
         routing = on_host(routing)
         ids, weights = cast(np.ndarray, routing.ids), cast(np.ndarray, routing.weights)
@@ -105,24 +106,19 @@ class RankedExperts:
             weighed = of_kind(weights, x)
         if _weighs(x):
             weighed = constant(1.0, weights.shape)
-        rows, where = self._all_rows(routing, ids, weights, x, report)
+        rows, where = yield from self._all_rows(routing, ids, weights, x)
         return combined(rows, where, weighed, residual.reshape(len(x), -1), shared).reshape(residual.shape)
 
     def _all_rows(
-        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, report: Report
-    ) -> tuple[Any, np.ndarray]:
+        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array
+    ) -> Pieces[tuple[Any, np.ndarray]]:
         """The rows of all pairs, and the index of each pair's row, int32 [T, K]."""
         owner = self.dealt_to(routing.layer, ids)
         counts = np.bincount(owner.reshape(-1), minlength=self.exchange.group.size)
         mine, failure = np.flatnonzero(owner == self.rank), None
-
-        def watched(share: float) -> None:
-            report(share)
-            self._stop_if_wanted()
-
         try:
             self._stop_if_wanted()
-            rows = self.own_rows(routing, ids, weights, x, mine, watched)
+            rows = yield from self.own_rows(routing, ids, weights, x, mine)
             self._stop_if_wanted()
         except BaseException as error:  # the other processes wait for these rows and must learn of the error
             failure, rows = error, _no_rows(x, len(mine))
@@ -137,8 +133,8 @@ class RankedExperts:
             raise self.exchange.pending
 
     def own_rows(
-        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray, report: Report
-    ) -> AnyArray:
+        self, routing: Routing, ids: np.ndarray, weights: np.ndarray, x: Array, mine: np.ndarray
+    ) -> Pieces[AnyArray]:
         """The outputs of this process's experts for the pairs `mine`, [len(mine), H]: in x's dtype if there are many,
         else float32.
         """
@@ -146,7 +142,7 @@ class RankedExperts:
         if len(x) > MAX_TOKENS and len(mine):
             reads_ahead = self.lookahead.prefetch != "off"
             given = own[:, None], x, ids.shape[1]
-            grouped = multiplied(self.source, layer, *given, reads_ahead, report, tokens, self._owned, ids)
+            grouped = yield from multiplied(self.source, layer, *given, reads_ahead, tokens, self._owned, ids)
             return of_kind(grouped.outputs(), x)
         with self.source.request(layer, own) as lease:  # before reading ahead
             if len(x) <= MAX_TOKENS:

@@ -13,8 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..caches.layer_cache import LayerCache
-from ..engine.running_text import Reuse
-from ..engine.session import Session
+from ..engine.session import Reuse, Session
 from ..errors import MoefluxError, PromptCacheError, RankError, RankStopped
 from ..model.decoder import Model
 from ..model.tokens import check_vocabulary
@@ -85,12 +84,12 @@ class FollowSession(Session):
         """Whether the exception that has just ended an answer ended it on all ranks."""
         return self._settled is not None
 
-    def _agree_again(self, keep_half: bool) -> None:
+    def agree_again(self, keep_half: bool) -> None:
         if self._settled is None and self.exchange.has_ended:
             with contextlib.suppress(RankStopped):
                 self._expected()
         if self._settled is not None:
-            super()._agree_again(self._settled)
+            super().agree_again(self._settled)
 
     def _reuse(self, prompt: list[int]) -> None:
         if self.store is None:

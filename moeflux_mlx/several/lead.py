@@ -9,17 +9,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from ..engine.generation import GenerationResponse, SamplerOptions, check_max_tokens
+from ..engine.generation import SamplerOptions, check_max_tokens
+from ..engine.loop import Outcome
 from ..engine.prompt import Prompt, checked_prompt
-from ..engine.running_text import TextOptions
 from ..engine.sampling import Sampler, make_sampler
-from ..engine.session import Answer, Session
-from ..errors import PromptCacheError, RankError, RequestError
+from ..engine.session import Answer, Session, SessionOptions
+from ..errors import PromptCacheError, RankError, RankStopped
+from ..experts.routing import finished
 from ..files import JsonDict
 from ..model.decoder import Model
 from ..state.fingerprint import Fingerprint
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 SHORTEST_NAP, LONGEST_NAP = 0.004, 0.5  # seconds; the longest nap is the most that a first answer after a pause waits
 PARTING_SECONDS = 3.0  # seconds in which a command with a broken connection may end by itself
-
-Option: TypeAlias = Any  # what `Answer` takes besides, which is passed on
 
 
 class Lead:
@@ -68,7 +68,7 @@ class Lead:
             send_order(self.exchange, order, *values, payload=payload)
             self._last_sent = time.monotonic()
 
-    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]") -> Session:
+    def session(self, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[SessionOptions]") -> Session:
         """Starts a text whose every step the other ranks repeat; `options` as for `Session`."""
         return LeadSession(self, model, tokenizer, **options)
 
@@ -108,7 +108,7 @@ class Lead:
 class LeadSession(Session):
     """A session of rank 0; every other rank has its twin, by its number."""
 
-    def __init__(self, lead: Lead, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[TextOptions]"):
+    def __init__(self, lead: Lead, model: Model, tokenizer: TokenizerWrapper, **options: "Unpack[SessionOptions]"):
         super().__init__(model, tokenizer, **options)
         self.lead, self.number = lead, next(lead.numbers)
         self.is_awaited = False  # whether the others wait for a token of this session
@@ -116,52 +116,29 @@ class LeadSession(Session):
         lead.send(Order.NEW, self.number, *sizes, self.store is not None)
         weakref.finalize(self, lead.forget, self.number).atexit = False
 
-    def sync(self, *_: object, **__: object) -> NoReturn:
-        """Raises RequestError: the other ranks take part in whole answers."""
-        raise RequestError("several ranks compute whole answers only; use respond")
-
-    step = sync
-
     def answer(
         self,
         prompt: Sequence[int],
         *,
         boundaries: Sequence[int] = (),
-        prompt_progress_callback: Callable[[int, int], object] | None = None,
         max_tokens: int = 256,
         **choice: "Unpack[SamplerOptions]",
     ) -> "LeadAnswer":
-        """As `Session.answer`. What the callback raises takes effect at the next exchange of a layer."""
-        prompt = checked_prompt(prompt, self.model)
+        """As `Session.answer`. A prompt is left at the next exchange of a layer."""
         check_max_tokens(max_tokens)
         choice["sampler"] = self._sampling(choice.get("sampler") or make_sampler())
-        return LeadAnswer(self, prompt, boundaries, self._deferred(prompt_progress_callback), max_tokens, choice)
+        return LeadAnswer(self, checked_prompt(prompt, self.model), boundaries, max_tokens, choice)
 
     def _sampling(self, sample: Sampler) -> Sampler:
         """Wraps `sample`; while it runs, the others wait for its choice."""
 
         def chosen(logprobs: mx.array) -> mx.array:
             self.lead.is_shared, self.is_awaited = False, True
-            if error := self.lead.exchange.take_pending():
-                raise error
             return sample(logprobs)
 
         return chosen
 
-    def _deferred(self, callback: Callable[[int, int], object] | None) -> Callable[[int, int], None]:
-        """Wraps the callback; its exception is raised at the next exchange, where the others learn of it."""
-        exchange = self.lead.exchange
-
-        def report(done: int, total: int) -> None:
-            try:
-                if callback is not None:
-                    callback(done, total)
-            except BaseException as error:
-                exchange.pending = error
-
-        return report
-
-    def _agree_again(self, keep_half: bool) -> None:
+    def agree_again(self, keep_half: bool) -> None:
         self.is_awaited = False
         if self.lead.is_shared and not self.lead.exchange.has_ended:
             self.lead.exchange.is_broken = True  # the others are inside the model and cannot receive an order
@@ -169,7 +146,7 @@ class LeadSession(Session):
         self.lead.is_shared = False
         if not self.lead.exchange.is_broken:
             self.lead.send(Order.SETTLE, keep_half)
-            super()._agree_again(keep_half)
+            super().agree_again(keep_half)
 
     def _reuse(self, prompt: list[int]) -> None:
         if self.store is None:
@@ -193,7 +170,7 @@ class LeadSession(Session):
             self.lead.send(Order.FORK, self.number, other.number, length)
         return other
 
-    def _blank(self, **options: "Unpack[TextOptions]") -> Session:
+    def _blank(self, **options: "Unpack[SessionOptions]") -> Session:
         return LeadSession(self.lead, self.model, self.tokenizer, **options)
 
     def rewind(self, length: int) -> int:
@@ -225,35 +202,48 @@ class LeadAnswer(Answer):
     session: LeadSession
     shares_steps = False
 
-    def __init__(self, session: LeadSession, prompt: Prompt, boundaries: Sequence[int], *options: Option):
-        super().__init__(session, prompt, boundaries, *options)
-        sent = [*prompt, *(n for n in boundaries if 0 < n < len(prompt))]
-        self._payload = b"".join(n.to_bytes(4, "little") for n in sent)
-        self._tokens = len(prompt)
-        self._token: int | None = None  # the last one; None before the first
+    def __init__(
+        self, session: LeadSession, prompt: Prompt, boundaries: Sequence[int], max_tokens: int, choice: SamplerOptions
+    ):
+        super().__init__(session, prompt, boundaries, max_tokens, choice)
+        self._sent = [*prompt, *(n for n in boundaries if 0 < n < len(prompt))]
+        self._has_begun = False
 
-    def advance(self) -> GenerationResponse:
-        """As `Answer.advance`; an exception of a callback or a sampler ends the answers of all ranks."""
-        session, lead = self.session, self.session.lead
-        if self._token is None:
-            order, values, payload = Order.RESPOND, [session.number, self._tokens], self._payload
-            lead.exchange.pending = None
-        else:
-            order, values, payload = Order.GO, [self._token], b""
-            if error := lead.exchange.take_pending():
-                raise error
-        with lead.lock:
-            lead.exchange.has_ended = False
-            lead.send(order, *values, payload=payload, shares=True)
-            session.is_awaited = False
-            response = super().advance()
-        self._token = response.token
-        return response
-
-    def close(self) -> None:
+    def advance_prompt(self) -> int | None:
         session, lead = self.session, self.session.lead
         with lead.lock:
-            super().close()
-            if session.is_awaited and self._token is not None and not lead.exchange.is_broken:
+            if not self._has_begun:
+                self._has_begun, lead.exchange.pending, lead.exchange.has_ended = True, None, False
+                payload = b"".join(n.to_bytes(4, "little") for n in self._sent)
+                lead.send(Order.RESPOND, session.number, len(self.prompt), payload=payload, shares=True)
                 session.is_awaited = False
-                lead.send(Order.END, self._token)
+            return super().advance_prompt()
+
+    def advance_alone(self) -> Outcome:
+        session, lead = self.session, self.session.lead
+        with lead.lock:
+            if self.tokens:
+                lead.exchange.has_ended = False
+                lead.send(Order.GO, self.tokens[-1], shares=True)
+                session.is_awaited = False
+            return super().advance_alone()
+
+    def pause(self) -> None:
+        """As `Answer.pause`; the other ranks, which are inside the model, learn of it at the next exchange."""
+        lead, pieces = self.session.lead, self._pieces
+        if pieces is not None and not lead.exchange.is_broken:
+            self._has_begun = False
+            lead.exchange.pending = RankStopped("rank 0 left the prompt")
+            with lead.lock, suppress(RankStopped):
+                finished(pieces)
+                lead.is_shared = False  # no layer was left; the others wait for the first token
+            lead.exchange.pending = None
+        super().pause()
+
+    def end(self, error: BaseException | None = None) -> None:
+        session, lead = self.session, self.session.lead
+        with lead.lock:
+            super().end(error)
+            if session.is_awaited and self.tokens and not lead.exchange.is_broken:
+                session.is_awaited = False
+                lead.send(Order.END, self.tokens[-1])

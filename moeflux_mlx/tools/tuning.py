@@ -17,7 +17,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..engine.random_weights import Shapes, fill_randomly, random_records, randomise
-from ..experts.routing import Report, Routing, ignore_report
+from ..experts.routing import Pieces, Routing
 from ..formats.record import Record
 from ..kinds import streams_before
 from ..layers import Linear
@@ -103,9 +103,12 @@ class TrialExperts:
         self.count = count
         self.records = random_records(record, count)
 
-    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any, report: Report = ignore_report) -> Any:
-        if len(x) > MAX_TOKENS:
-            return residual  # `PromptWork` has the experts of a prompt
+    def in_pieces(self, routing: Routing, x: Any, residual: Any, shared: Any) -> Pieces[Any]:
+        """Nothing: `PromptWork` has the experts of a prompt."""
+        yield from ()
+        return residual
+
+    def __call__(self, routing: Routing, x: Any, residual: Any, shared: Any) -> Any:
         slots = mx.array(np.tile(np.arange(self.count, dtype=np.uint32), (len(x), 1)))
         if routing.choice is None:
             return expert_ffn(x, slots, self.records, mx.full(slots.shape, 1 / self.count), residual, shared)

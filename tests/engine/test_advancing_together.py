@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
+from driving import absorbed, advance, next_token
 from grids import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,10 @@ from test_step import plain_model
 from test_streaming import TOP_K, streamed
 from tiny_models import tiny_directory, tiny_model
 
-from moeflux_mlx.engine.batch import advance_together
 from moeflux_mlx.engine.decoding import Decoding
+from moeflux_mlx.engine.loop import Loop, advance_together
 from moeflux_mlx.engine.prefill import Prefill
 from moeflux_mlx.engine.sampling import make_sampler
-from moeflux_mlx.engine.session import advance_answers
 from moeflux_mlx.errors import ExpertIOError, ModelFileError, RequestError
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.model.decoder import Model
@@ -40,7 +40,7 @@ class Text:
 
     def decoding(self, model):
         cache, tokens = model.make_cache(), mx.array(PROMPTS[self.prompt], mx.uint32)
-        logits = Prefill(model, cache, tokens).run()
+        logits = absorbed(Prefill(model, cache, tokens))
         sampler = None if self.seed is None else make_sampler(0.8, key=mx.random.key(self.seed))
         processors = [self.process] if self.has_processor or self.fault else []
         return Decoding(model, cache, tokens, logits, max_tokens=LONGEST, sampler=sampler, logits_processors=processors)
@@ -84,7 +84,7 @@ class Alone:
         """Returns the state of the caches after this number of tokens."""
         decoding = text.decoding(self.model)
         for _ in range(count):
-            decoding.advance()
+            next_token(decoding)
         decoding.close()
         return save_state(self.model, decoding.cache)
 
@@ -147,7 +147,7 @@ def test_a_failed_read_ends_only_rows_that_chose_that_expert(monkeypatch):
     model = streamed(directory, "off", preadv, least_slots=8 * TOP_K, cache_bytes=1)
     decodings = [text.decoding(model) for text in texts]
     for decoding in decodings:
-        decoding.advance()
+        next_token(decoding)
     request = model.experts.request
 
     def noted(layer, ids):
@@ -215,22 +215,21 @@ def test_answers_share_steps_and_fail_alone():
         return session_of(model).answer(PROMPTS[text.prompt], max_tokens=LONGEST, logits_processors=[text.process])
 
     answers = [answer_of(text) for text in texts]
-    told, kinds = [[answer.advance()] for answer in answers], {}
-    running = list(range(len(texts)))
-    while running:
-        for i, response in zip(running, advance_answers([answers[i] for i in running]), strict=True):
-            if isinstance(response, Exception):
-                kinds[i] = type(response)
-            else:
-                told[i].append(response)
-        running = [i for i in running if i not in kinds and not told[i][-1].finish_reason]
+    told, kinds, loop = [[] for _ in answers], {}, Loop()
+    for answer in answers:
+        loop.add(answer)
+    for event in loop:
+        if event.error is not None:
+            kinds[answers.index(event.text)] = type(event.error)
+        elif event.token is not None:
+            told[answers.index(event.text)].append(event)
     assert kinds == {1: OSError, 2: ModelFileError} and told[0][-1].finish_reason == "length"
     for answer, text, responses in zip(answers, texts, told, strict=True):
         alone = answer_of(text)
-        wanted = [alone.advance() for _ in responses]
+        wanted = [advance(alone) for _ in responses]
         assert same(*([(one.token, one.logprobs) for one in told] for told in (responses, wanted)))
         for one in (alone, answer):
-            one.close()
+            one.end()
         whole = PROMPTS[text.prompt] + [one.token for one in responses[:-1]]
         reached = len(answer.session.tokens)  # a failed answer goes back to the last kept state
         assert answer.session.tokens == whole[:reached] and (reached == len(whole) or text.fault)

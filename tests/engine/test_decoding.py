@@ -1,15 +1,18 @@
 """Decodings and answers that are advanced in turn, or together in one step, give what each gives alone."""
 
+import contextlib
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from driving import absorbed, advance, next_token, pieces_of
 from test_decode import FAMILIES, make_resident
 from tiny_models import tiny_directory, tiny_model
 
 from moeflux_mlx.engine.decoding import Decoding, choose_likeliest
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.prefill import Prefill
-from moeflux_mlx.engine.running_text import Stopped
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.text.tokenizer import load_tokenizer
 
@@ -19,7 +22,7 @@ COUNT = 6
 
 def decoding_of(model, prompt):
     cache, tokens = model.make_cache(), mx.array(prompt, mx.uint32)
-    logits = Prefill(model, cache, tokens).run()
+    logits = absorbed(Prefill(model, cache, tokens))
     # A decoding with a processor computes nothing ahead.
     return Decoding(model, cache, tokens, logits, logits_processors=[lambda seen, logits: logits])
 
@@ -63,12 +66,12 @@ def test_several_answers_share_a_step(family):
     """The first tokens come from the prompts. Each step then takes a row of every decoding."""
     model = tiny_model(family, mx.float32)
     decodings = [decoding_of(model, prompt) for prompt in PROMPTS]
-    said = [[decoding.advance()] for decoding in decodings]
+    said = [[next_token(decoding)] for decoding in decodings]
     for _ in range(COUNT - 1):
         step = model.step([decoding.rows for decoding in decodings])
         for i, decoding in enumerate(decodings):
-            decoding.take(step.logits[i : i + 1])
-            said[i].append(decoding.advance())
+            decoding.take_rows(step, i)
+            said[i].append(next_token(decoding))
     assert all(same(told, decoded_alone(model, prompt)) for told, prompt in zip(said, PROMPTS, strict=True))
 
 
@@ -79,44 +82,37 @@ def test_answers_in_turn_equal_each_alone(monkeypatch, ahead):
     said = [[] for _ in answers]
     order = np.random.default_rng(0).permutation([i for i in range(len(answers)) for _ in range(COUNT)])
     for i in order:
-        response = answers[i].advance()
+        response = advance(answers[i])
         said[i].append((response.token, response.logprobs))
         assert response.finish_reason == (None if len(said[i]) < COUNT else "length")
     for answer, told, prompt in zip(answers, said, PROMPTS, strict=True):
         assert same(told, answered_alone(model, prompt))
         assert answer.session.tokens == prompt + [token for token, _ in told[:-1]]
-        answer.close()
+        answer.end()
         assert {layer.offset for layer in answer.session.cache} == {len(answer.session.tokens)}
 
 
 def test_an_answer_whose_prompt_was_left_goes_on():
     """While the answer waits, another one is given from the first token to the last."""
-    model, told = tiny_model("qwen3_next", mx.float32), []
+    model = tiny_model("qwen3_next", mx.float32)
     other = session_of(model).answer(PROMPTS[0], max_tokens=COUNT)
-
-    def leave_once(done, total):
-        told.append(done)
-        if done > 5 and len(said) < COUNT:
-            raise Stopped
-
-    said = []
     session = session_of(model, span=20, prefill_step_size=8)
-    answer = session.answer(PROMPTS[0], max_tokens=COUNT, prompt_progress_callback=leave_once)
-    with pytest.raises(Stopped):
-        answer.advance()
-    assert session.last is None and session.known(PROMPTS[0]) > 0
-    while len(said) < COUNT:
-        said.append(other.advance().token)
-    before = max(told)
-    assert [answer.advance().token for _ in range(COUNT)] == said
-    assert told[-1] == len(PROMPTS[0]) and before < len(PROMPTS[0]), "a layer that was done is not computed again"
+    answer = session.answer(PROMPTS[0], max_tokens=COUNT)
+    with contextlib.closing(pieces_of(answer)) as pieces:
+        before = next(done for done in pieces if done > 5)
+    known = session.known(PROMPTS[0])
+    assert 0 < known <= before < len(PROMPTS[0])
+    said = [advance(other).token for _ in range(COUNT)]
+    with contextlib.closing(pieces_of(answer)) as pieces:
+        assert min(itertools.islice(pieces, 1, None)) >= known, "a layer that was done is not computed again"
+    assert [advance(answer).token for _ in range(COUNT)] == said
 
 
 def test_nothing_is_computed_before_an_answer_is_advanced():
     session = session_of(tiny_model("qwen3_next", mx.float32))
     answer = session.answer(PROMPTS[1])
     assert session.tokens == [] and {layer.offset for layer in session.cache} == {0}
-    answer.close()
+    answer.end()
     assert session.tokens == [] and session.last is None
 
 
@@ -129,10 +125,10 @@ def test_an_answer_that_failed_leaves_a_session_that_goes_on():
         return logits
 
     answer = session.answer(PROMPTS[0], logits_processors=[fails])
-    said = [answer.advance().token for _ in range(3)]
+    said = [advance(answer).token for _ in range(3)]
     with pytest.raises(OSError, match="unplugged"):
-        answer.advance()
-    answer.close()
+        advance(answer)
+    answer.end()
     assert {layer.offset for layer in session.cache} == {len(session.tokens)}
     wanted = [token for token, _ in answered_alone(session.model, PROMPTS[0])]
     assert said == wanted[:3]
@@ -141,7 +137,7 @@ def test_an_answer_that_failed_leaves_a_session_that_goes_on():
 
 def test_a_text_ends_without_memory_for_states_of_its_own(monkeypatch):
     decoding = decoding_of(tiny_model("qwen3_next"), [1, 2, 3])
-    decoding.advance()
+    next_token(decoding)
 
     def fail():
         raise RuntimeError("cudaMalloc failed: out of memory")

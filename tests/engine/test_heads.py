@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import tiny_heads
+from driving import Stopped, absorb_into
 from grids import drawn, marks
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -27,13 +28,14 @@ from moeflux_mlx.engine import decoding, head_drafts, heads
 from moeflux_mlx.engine.engine import load, load_model, open_engine
 from moeflux_mlx.engine.generation import generate_step
 from moeflux_mlx.engine.head_drafts import HeadDrafts
-from moeflux_mlx.engine.running_text import Stopped
-from moeflux_mlx.engine.session import Session, advance_answers
+from moeflux_mlx.engine.loop import Loop
+from moeflux_mlx.engine.session import Session
 from moeflux_mlx.engine.weights import model_fingerprint
 from moeflux_mlx.errors import ModelFileError, RequestError
 from moeflux_mlx.experts import held, mapped
 from moeflux_mlx.model import head as model_head
 from moeflux_mlx.model.drafting import Drafting
+from moeflux_mlx.model.step import SequenceRows
 from moeflux_mlx.state.prompt_store import PromptDirectory
 from moeflux_mlx.state.snapshot import save_state
 from moeflux_mlx.text.tokenizer import load_tokenizer
@@ -296,10 +298,13 @@ def test_a_head_sees_the_steps_that_a_text_shares(monkeypatch, resident):
     want = [[token for token, _ in said_by(session_of(plain, family), one, 8, 8)] for one in prompts]
     sessions = [session_of(model, family) for _ in prompts]
     answers = [session.answer(one, max_tokens=8) for session, one in zip(sessions, prompts, strict=True)]
-    said = [[answer.advance().token] for answer in answers]
-    for _ in range(7):
-        for own, response in zip(said, advance_answers(answers), strict=True):
-            own.append(response.token)
+    loop = Loop()
+    for answer in answers:
+        loop.add(answer)
+    said = [[] for _ in answers]
+    for event in loop:
+        if event.token is not None:
+            said[answers.index(event.text)].append(event.token)
     assert said == want
     for session in sessions:
         check_rows(session, model, ())
@@ -365,7 +370,8 @@ def test_what_a_head_was_not_shown_it_does_without():
     assert model.drafting.checked > 0
     session = session_of(model, "deepseek_v3")
     said_by(session, PROMPT, 4, 4)
-    session.step([3, 4, 5])
+    model.step([SequenceRows(session.cache, [3, 4, 5])])
+    session.tokens += [3, 4, 5]
     said_by(session, [*session.tokens, 6, 7], 4, 4)
     assert session.drafts.start == len(PROMPT) + 3 + 3, "what it said but for the last token, and the step's tokens"
 
@@ -420,7 +426,7 @@ def test_a_prompt_in_spans_may_be_stopped_and_an_answer_interrupted_at_any_line(
                 raise Stopped
 
         with contextlib.suppress(Stopped):
-            session.sync(prompt, prompt_progress_callback=stop)
+            absorb_into(session, prompt, stop)
         responses = session.respond(prompt, max_tokens=12)
         assert next(responses).token == want[0]
         interrupted(lambda rest=responses: list(rest), at=at, files=modules)

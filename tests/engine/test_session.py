@@ -4,6 +4,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from driving import Stopped, absorb_into
 from grids import drawn, examples, marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +15,7 @@ from tiny_models import tiny_directory, tiny_model
 from moeflux_mlx import PromptDirectory, load, model_fingerprint, stream_generate
 from moeflux_mlx.caches import growing, layer_cache, recurrent, ring
 from moeflux_mlx.caches.recurrent import RecurrentCache
-from moeflux_mlx.engine import running_text
-from moeflux_mlx.engine.running_text import Stopped
+from moeflux_mlx.engine import session as session_module
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import RequestError
 from moeflux_mlx.mixers.delta import op as delta
@@ -195,18 +195,18 @@ def test_a_prompt_that_begins_with_the_same_span_goes_on_in_its_middle(family, m
 
 
 @pytest.mark.parametrize("family", [RECURRENT, "qwen3_moe"])
-def test_after_a_failure_nothing_of_the_span_is_taken_for_known(family):
+def test_after_a_failure_nothing_of_the_span_is_taken_for_known(family, monkeypatch):
     """The arrays of the span may be those that failed."""
     session = make(family, span=40, prefill_step_size=16)
     check(session, text(20, 3))
     known, held = list(session.tokens), session.nbytes
 
-    def fail(done, total):
-        if done >= len(known) + 15:
-            raise OSError("unplugged")
+    def fail(rows):
+        raise OSError("unplugged")
 
-    with pytest.raises(OSError, match="unplugged"):
-        list(session.respond(known + text(), prompt_progress_callback=fail))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="unplugged"):
+        patch.setattr(session.model.layers[2], "finish_rows", fail)
+        list(session.respond(known + text()))
     assert session.known(known + text()) == len(known) and session.nbytes <= held
     check(session, known + text())
 
@@ -270,7 +270,7 @@ def test_going_back_may_be_interrupted_at_any_line(family, at):
     """The session is then where it was, or where it was going, and its caches get there with the next prompt."""
     session = make(family, checkpoint_every=16, span=24)
     list(session.respond(text(), max_tokens=3))
-    files = {module.__file__ for module in (running_text, rewind, layer_cache, growing, recurrent, ring, grouped)}
+    files = {module.__file__ for module in (session_module, rewind, layer_cache, growing, recurrent, ring, grouped)}
     interrupted(lambda: session.rewind(20), at=at, files=files)
     check(session, [*session.tokens, *text(5, 9)])
 
@@ -281,13 +281,13 @@ def test_an_interruption_while_a_saved_prompt_is_loaded_does_no_harm(family, tmp
     check(make(family, store=store), text(50, 6))
     session = make(family)
     check(session, text(50, 5))
-    session.store, restore = store, running_text.restore_prefix
+    session.store, restore = store, session_module.restore_prefix
 
     def interrupted(*args):
         restore(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running_text, "restore_prefix", interrupted)
+    monkeypatch.setattr(session_module, "restore_prefix", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(session.respond(text(50, 6), max_tokens=1))
     monkeypatch.undo()
@@ -403,10 +403,9 @@ def test_saved_sessions_go_on(tmp_path):
 
 def test_a_loaded_text_has_no_rows_of_the_earlier_text(tmp_path):
     session, fingerprint = make(RECURRENT), model_fingerprint(tiny_directory(RECURRENT), mx.float32)
-    session.sync(text())
+    absorb_into(session, text())
     session.save(tmp_path / "saved", fingerprint, {})
-    session.sync(text(20, 1))
-    session.step([1, 2])
+    absorb_into(session, text(20, 1))
     session.load(tmp_path / "saved", fingerprint)
     assert session.rewind(40) == 0 == session.cache[0].offset
     check(session, text())
@@ -534,13 +533,13 @@ def test_a_fork_of_all_that_is_known(family):
 def test_a_prompt_brought_in_by_itself_is_answered_alike(family):
     """The known part of the prompt is not computed again."""
     session, whole = make(family), make(family)
-    logits, want = session.sync(text()), next(iter(whole.respond(text(), max_tokens=1)))
+    logits, want = absorb_into(session, text()), next(iter(whole.respond(text(), max_tokens=1)))
     logprobs = np.array(logits[0] - mx.logsumexp(logits[0].astype(mx.float32)))
     np.testing.assert_allclose(logprobs, np.array(want.logprobs), atol=1e-5)
     assert session.tokens == text() and session.reuse.computed == N
     told = []
     more = [*text(), *text(10, 1)]
-    session.sync(more, prompt_progress_callback=lambda done, total: told.append((done, total)))
+    absorb_into(session, more, lambda done, total: told.append((done, total)))
     assert session.reuse.computed == 10 and told[0] == (N, N + 10) and session.tokens == more
     check(session, [*more, 3])
 
@@ -553,9 +552,11 @@ def test_a_prompt_that_was_stopped_goes_on_in_the_middle():
             raise Stopped
 
     with pytest.raises(Stopped):
-        session.sync(text(), prompt_progress_callback=stop)
+        absorb_into(session, text(), stop)
     assert len(session.tokens) < session.known(text()) < N
-    assert np.array_equal(np.array(session.sync(text())), np.array(make(RECURRENT, span=16).sync(text())))
+    assert np.array_equal(
+        np.array(absorb_into(session, text())), np.array(absorb_into(make(RECURRENT, span=16), text()))
+    )
 
 
 def test_a_count_out_of_range_is_refused_before_the_prompt_is_computed():
@@ -563,43 +564,3 @@ def test_a_count_out_of_range_is_refused_before_the_prompt_is_computed():
     with pytest.raises(RequestError, match="max_tokens is 0"):
         next(session.respond(text(), max_tokens=0))
     assert session.tokens == []
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_tokens_are_absorbed_and_taken_back_one_by_one(family):
-    session, plain = (make(family, checkpoint_every=4) for _ in range(2))  # a prompt's bits depend on how it is cut
-    session.sync(text())
-    plain.sync(text())
-    session.step([1, 2, 3])
-    session.step([4, 5, 6, 7])
-    assert session.rewind(N + 5) == N + 5 and session.tokens == [*text(), 1, 2, 3, 4, 5]
-    assert session.points.positions == [p for p in session.points.positions if p <= N + 5]
-    for token in (1, 2, 3, 4, 5):
-        plain.step([token])
-    assert mx.array_equal(session.step([8, 9])[1], [plain.step([token]) for token in (8, 9)][1][0])
-    with pytest.raises(RequestError, match="outside the vocabulary"):
-        session.step([1, 10**6])
-    check(session, [*session.tokens, 7])
-    reached = session.rewind(N + 6)
-    assert reached == (N + 6 if session.points.can_trim else session.points.nearest(N + 6)), "an answer has ended"
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_a_step_that_is_interrupted_leaves_a_session_that_goes_on(family, monkeypatch):
-    session = make(family)
-    session.sync(text())
-    with monkeypatch.context() as patch:
-        patch.setattr(session, "tokens", FullList(session.tokens))
-        with pytest.raises(KeyboardInterrupt):
-            session.step([1, 2])
-        tokens = list(session.tokens)
-    session.tokens = tokens
-    assert {layer.offset for layer in session.cache} == {len(tokens)}
-    check(session, [*tokens, 5])
-
-
-class FullList(list):
-    """A list that an interrupt keeps from growing."""
-
-    def __iadd__(self, more):
-        raise KeyboardInterrupt

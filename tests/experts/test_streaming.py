@@ -26,6 +26,7 @@ from moeflux_mlx.experts.memory import staging_memory
 from moeflux_mlx.experts.reader import ExpertReader
 from moeflux_mlx.experts.resident import ResidentExperts
 from moeflux_mlx.experts.routed import RoutedExperts
+from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.experts.streamed import StreamedExperts
 from moeflux_mlx.formats.packed import PackedExperts
 from moeflux_mlx.mixers.registry import stored_forms
@@ -412,34 +413,33 @@ def test_others_take_steps_between_the_waves_of_a_prompt(fails, copied, prefetch
     model = streamed(path, prefetch, least_slots=8 * TOP_K, cache_bytes=1, copied=copied)
     model.experts.allowance = lambda tokens, held: breaths.append(tokens) or 64 * 16384
     breaths, loader = [], model.experts
-    alone = np.array(model.advance(Span(tokens, 0, 16), model.make_cache()))
+    alone = np.array(finished(model.advance(Span(tokens, 0, 16), model.make_cache())))
     steps = [
         np.array(model.step([SequenceRows(cache, [n])]).logits) for cache in [model.make_cache()] for n in range(9)
     ]
-    cache, found, hinted = model.make_cache(), [], []
+    cache, found, hinted, beside = model.make_cache(), [], [], []
     hint = loader.hint
-    loader.hint = lambda keys: hinted.append((loader._in_interlude, bool(begun := hint(keys)))) or begun
+    loader.hint = lambda keys: hinted.append((bool(beside), bool(begun := hint(keys)))) or begun
     request, unplugged = loader.request, ExpertIOError("unplugged")
 
     def report(share):
         if len(found) == len(steps):
             return
         before = len(breaths)
-        with loader.interlude():
-            if fails and not hasattr(unplugged, "told"):
-                loader.request, unplugged.told = lambda layer, ids: throw(unplugged), True
-                with pytest.raises(ExpertIOError, match="unplugged"):
-                    model.step([SequenceRows(cache, [len(found)])])
-                loader.request = request
-            found.append(np.array(model.step([SequenceRows(cache, [len(found)])]).logits))
+        beside.append(1)
+        if fails and not hasattr(unplugged, "told"):
+            loader.request, unplugged.told = lambda layer, ids: throw(unplugged), True
+            with pytest.raises(ExpertIOError, match="unplugged"):
+                model.step([SequenceRows(cache, [len(found)])])
+            loader.request = request
+        found.append(np.array(model.step([SequenceRows(cache, [len(found)])]).logits))
+        beside.clear()
         assert len(breaths) == before
 
-    assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache(), report), alone)
+    assert np.array_equal(finished(model.advance(Span(tokens, 0, 16), model.make_cache()), report), alone)
     assert len(found) == len(steps) and all(map(np.array_equal, found, steps))
-    assert not any(begun for is_interlude, begun in hinted if is_interlude)
-    assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache()), alone)
-    with loader.interlude():  # between two calls nothing differs
-        assert np.array_equal(model.advance(Span(tokens, 0, 16), model.make_cache()), alone)
+    assert not any(begun for is_beside, begun in hinted if is_beside)
+    assert np.array_equal(finished(model.advance(Span(tokens, 0, 16), model.make_cache())), alone)
     loader.close()
 
 

@@ -7,6 +7,7 @@ import goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from driving import absorbed
 from grids import drawn
 from tiny_models import tiny_directory, use_plain_operations
 
@@ -53,7 +54,7 @@ def test_every_span_and_block_matches_hugging_face(family, sizes, computing):
     cache = model.make_cache()
     parts = [model(tokens[None, start : start + span], cache)[0] for start in range(0, len(tokens), span)]
     assert np.abs(np.array(mx.concatenate(parts)) - want).max() < TOLERANCE
-    last = Prefill(model, model.make_cache(), tokens).run()
+    last = absorbed(Prefill(model, model.make_cache(), tokens))
     assert np.abs(np.array(last[0]) - want[-1]).max() < TOLERANCE
 
 
@@ -99,7 +100,7 @@ def test_same_bits_wherever_experts_are(family, sizes, computing):
     for options in MODES.values():
         model = model_of(family, span=span, prefill_step_size=block, **options)
         cache = model.make_cache()
-        results.append(bits(Prefill(model, cache, tokens).run(), cache))
+        results.append(bits(absorbed(Prefill(model, cache, tokens)), cache))
         model.experts.close()
     assert all(same(results[0], other) for other in results[1:])
 
@@ -127,15 +128,15 @@ def test_a_span_stopped_anywhere_goes_on_with_the_same_bits(family, options):
     model = model_of(family, span=25, prefill_step_size=8, **options)
     reports, cache = [], model.make_cache()
     whole = Prefill(model, cache, tokens, keep=[3, 20, 30])
-    wanted, kept = bits(whole.run(lambda done, total: reports.append(done)), cache), whole.kept
+    wanted, kept = bits(absorbed(whole, lambda done, total: reports.append(done)), cache), whole.kept
     assert reports == sorted(reports) and reports[0] == 0 and max(reports) < len(tokens)
     for at in range(1, len(reports) + 1, 7):
         cache = model.make_cache()
         prefill = Prefill(model, cache, tokens, keep=[3, 20, 30])
         with pytest.raises(Stop):
-            prefill.run(stopping(at))
+            absorbed(prefill, stopping(at))
         model(mx.array([[1] * 12]))  # another text is computed in between
-        logits = prefill.run()
+        logits = absorbed(prefill)
         assert same(bits(logits, cache), wanted), f"stopped at report {at} of {len(reports)}"
         assert prefill.kept.keys() == kept.keys()
     model.experts.close()
@@ -146,18 +147,18 @@ def test_a_span_that_is_dropped_leaves_the_caches_where_it_began(family):
     tokens, _ = prompt(family)
     model = model_of(family, span=15, prefill_step_size=4)
     reports = []
-    Prefill(model, model.make_cache(), tokens[10:]).run(lambda done, total: reports.append(done))
+    absorbed(Prefill(model, model.make_cache(), tokens[10:]), lambda done, total: reports.append(done))
     for at in range(1, len(reports) + 1, 4):
         cache = model.make_cache()
         model(tokens[None, :10], cache)
         prefill = Prefill(model, cache, tokens[10:])
         with pytest.raises(Stop):
-            prefill.run(stopping(at))
+            absorbed(prefill, stopping(at))
         prefill.drop()
         begun = model.make_cache()
         model(tokens[None, :10], begun)
         if prefill.done:
-            Prefill(model, begun, tokens[10 : 10 + prefill.done], span=prefill.done).run()
+            absorbed(Prefill(model, begun, tokens[10 : 10 + prefill.done], span=prefill.done))
         assert {layer.offset for layer in cache} == {10 + prefill.done}
         assert same(bits(mx.zeros(1), cache), bits(mx.zeros(1), begun))
 
@@ -167,7 +168,7 @@ def test_an_interruption_between_two_layers_is_undone(monkeypatch):
     tokens, _ = prompt("qwen3_next")
     model = model_of("qwen3_next")
     cache = model.make_cache()
-    wanted = bits(Prefill(model, cache, tokens).run(), cache)
+    wanted = bits(absorbed(Prefill(model, cache, tokens)), cache)
     cache = model.make_cache()
     prefill, start = Prefill(model, cache, tokens), backend.start
     layer, calls = type(model.layers[0]), []
@@ -183,11 +184,11 @@ def test_an_interruption_between_two_layers_is_undone(monkeypatch):
 
     monkeypatch.setattr(backend, "start", interrupted)
     with pytest.raises(Stop):
-        prefill.run()
+        absorbed(prefill)
     monkeypatch.undo()
-    logits = prefill.run()
+    logits = absorbed(prefill)
     assert same(bits(logits, cache), wanted)
-    assert prefill.run() is logits  # nothing is left to do
+    assert absorbed(prefill) is logits  # nothing is left to do
 
 
 def test_a_call_that_fails_leaves_the_caches_as_they_were(monkeypatch):
@@ -208,11 +209,11 @@ def test_states_on_the_way_are_those_of_a_shorter_text():
     model = model_of("qwen3_next", span=64, prefill_step_size=8)
     keep = [1, 8, 13, 39, 40]
     prefill = Prefill(model, model.make_cache(), tokens[:40], keep=keep)
-    prefill.run()
+    absorbed(prefill)
     assert sorted(prefill.kept) == keep
     for n in keep:
         cache = model.make_cache()
-        Prefill(model, cache, tokens[:n]).run()
+        absorbed(Prefill(model, cache, tokens[:n]))
         recurrent = {i: layer.state[:2] for i, layer in enumerate(cache) if not layer.is_trimmable()}
         assert recurrent.keys() == prefill.kept[n].keys()
         for i, pair in recurrent.items():
@@ -224,7 +225,7 @@ def test_a_failed_read_leaves_a_span_that_goes_on(monkeypatch):
     tokens, _ = prompt("qwen3_next")
     model = model_of("qwen3_next", **MODES["a small pool"])
     cache = model.make_cache()
-    wanted = bits(Prefill(model, cache, tokens).run(), cache)
+    wanted = bits(absorbed(Prefill(model, cache, tokens)), cache)
     cache = model.make_cache()
     prefill, request = Prefill(model, cache, tokens), model.experts.request
 
@@ -235,10 +236,10 @@ def test_a_failed_read_leaves_a_span_that_goes_on(monkeypatch):
 
     monkeypatch.setattr(model.experts, "request", failing)
     with pytest.raises(OSError, match="unplugged"):
-        prefill.run()
+        absorbed(prefill)
     assert prefill.half is not None and prefill.half.layer == model.args.moe_layers[2]
     monkeypatch.setattr(model.experts, "request", request)
-    assert same(bits(prefill.run(), cache), wanted)
+    assert same(bits(absorbed(prefill), cache), wanted)
     model.experts.close()
 
 

@@ -16,7 +16,7 @@ from metal import msl
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.random_weights import random_records
 from moeflux_mlx.experts import routed
-from moeflux_mlx.experts.routing import Routing, ignore_report
+from moeflux_mlx.experts.routing import Routing, finished
 from moeflux_mlx.formats.record import Record
 from moeflux_mlx.ops import arrangement, backend, dequantize, grouped, native
 from moeflux_mlx.ops.experts import Records, expert_ffn
@@ -241,7 +241,7 @@ def test_matrix_units_give_the_same_bits_in_waves_too(shared, monkeypatch):
     counts, waves = np.bincount(ids.reshape(-1), minlength=E), [np.array([4, 1]), np.array([0, 5, 2, 3])]
     with msl.launching(), using(Chosen({"expert_rows": TILES["cuda"]["expert_rows"]})):
         routing = Routing(0, mx.array(ids), weights)
-        want = routed.at_once(routing, x, Records(blob, record), residual, beside, ignore_report)
+        want = routed.at_once(routing, x, Records(blob, record), residual, beside)
         cases = (blob, waves, None), (moved, [elsewhere[wave] for wave in waves], None), (blob, waves, 10)
         for memory, slots, most in cases:
             monkeypatch.setattr(grouped, "most_rows", lambda record, most=most: most)
@@ -265,11 +265,11 @@ def test_rows_for_several_command_buffers_go_in_waves(monkeypatch):
     source.whole = lambda layer: random_records(record, 4)
     experts, asked = routed.RoutedExperts(source, "off"), []
     monkeypatch.setattr(routed, "at_once", lambda *given: asked.append("at once"))
-    monkeypatch.setattr(routed, "in_waves", lambda *given: asked.append("in waves"))
+    monkeypatch.setattr(routed, "in_waves", lambda *given: iter([asked.append("in waves")]))
     x, ids = mx.zeros((20, 64), mx.bfloat16), mx.zeros((20, 2), mx.int32)
     with msl.launching():
         for kernel, most in ((0, None), (1, None), (1, 40), (1, 39)):
             monkeypatch.setattr(grouped, "most_rows", lambda record, most=most: most)
             with using(Chosen({"prompt_experts": replace(TILES["metal"]["prompt_experts"], kernel=kernel)})):
-                experts(Routing(0, ids, mx.zeros((20, 2))), x, x, None)
+                finished(experts.in_pieces(Routing(0, ids, mx.zeros((20, 2))), x, x, None))
     assert asked == ["in waves", "at once", "at once", "in waves"]

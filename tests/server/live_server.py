@@ -18,8 +18,8 @@ import uvicorn.server
 from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import open_engine
-from moeflux_mlx.engine.generation import GenerationResponse
-from moeflux_mlx.engine.running_text import Reuse, Stopped
+from moeflux_mlx.engine.loop import Event
+from moeflux_mlx.engine.session import Reuse
 from moeflux_mlx.experts.stats import Asked, LoaderStats
 from moeflux_mlx.model.drafting import Drafting
 from moeflux_mlx.server.admission import Admission
@@ -181,25 +181,25 @@ class FakeSession:
     def keep(self):
         pass
 
-    def answer(self, prompt, *, boundaries, prompt_progress_callback, max_tokens, sampler, logits_processors):
-        processors = logits_processors if self.engine.obeys else ()
-        return FakeAnswer(self, lambda: self._respond(prompt, prompt_progress_callback, max_tokens, processors))
+    def answer(self, prompt, *, boundaries, max_tokens, sampler, logits_processors):
+        return FakeAnswer(self, prompt, max_tokens, logits_processors if self.engine.obeys else ())
 
-    def _respond(self, prompt, prompt_progress_callback, max_tokens, processors):
+    def absorb(self, prompt):
         self.engine.asked.append(list(prompt))
         known = self.known(prompt)
         self.reuse = Reuse(len(prompt), known)
         self.tokens = self.tokens[:known]
         for done in range(known, len(prompt), self.engine.step):
-            prompt_progress_callback(done, len(prompt))
+            yield done
             self.engine.prompts.append((len(prompt), done))
             time.sleep(self.engine.prompt_seconds)
             self.tokens = list(prompt[:done])
         self.tokens = list(prompt)
-        prompt_progress_callback(len(prompt), len(prompt))
+
+    def said(self, prompt, processors):
+        """Returns the tokens of the answer."""
         answer = self.engine.script(self.tokenizer.decode(prompt))
-        tokens = self._allowed(prompt, self.tokenizer.encode(answer, add_special_tokens=False), processors)
-        yield from self._answer(tokens, max_tokens, len(prompt))
+        return self._allowed(prompt, self.tokenizer.encode(answer, add_special_tokens=False), processors)
 
     def _allowed(self, prompt, tokens, processors):
         """Returns the tokens before the first that a processor forbids."""
@@ -212,42 +212,45 @@ class FakeSession:
                 return tokens[:n]
         return tokens
 
-    def _answer(self, tokens, max_tokens, prompt_tokens):
-        speller, logprobs = self.tokenizer.detokenizer, mx.array(np.log(np.full(256, 1 / 256, np.float32)))
-        for n, token in enumerate([*tokens, self.tokenizer.eos_token_id], start=1):
-            time.sleep(self.engine.token_seconds)
-            reason = "stop" if n > len(tokens) else "length" if n == max_tokens else None
-            if reason != "stop":
-                speller.add_token(token)
-            if reason:
-                speller.finalize()
-            yield GenerationResponse(
-                speller.last_segment, token, logprobs, False, prompt_tokens, 1.0, n, 1.0, 0, reason
-            )
-            if reason:
-                return
-            self.tokens.append(token)
-
 
 class FakeAnswer:
-    """An answer of a `FakeSession`: it yields the responses of `respond`, and begins again after an exception."""
+    """An answer of a `FakeSession`, as a loop drives it."""
 
-    shares_steps, asked = False, Asked()
+    shares_steps, asked, decoding = False, Asked(), None
 
-    def __init__(self, session, respond):
-        self.session, self._respond, self._responses = session, respond, None
+    def __init__(self, session, prompt, max_tokens, processors):
+        self.session, self.prompt, self._limit, self._processors = session, prompt, max_tokens, processors
+        self.is_in_prompt, self.is_over, self._pieces, self._count = True, False, None, 0
 
-    def advance(self):
-        self._responses = self._responses or self._respond()
-        try:
-            return next(self._responses)
-        except BaseException:
-            self._responses = None
-            raise
+    def advance_prompt(self):
+        self._pieces = self._pieces or self.session.absorb(self.prompt)
+        done = next(self._pieces, None)
+        if done is None:
+            self.is_in_prompt = False
+            said = self.session.said(self.prompt, self._processors)
+            self._rest = iter([*said, self.session.tokenizer.eos_token_id])
+        return done
 
-    def close(self):
-        if self._responses is not None:
-            self._responses.close()
+    def pause(self):
+        self._pieces = None
+
+    def advance_alone(self):
+        time.sleep(self.session.engine.token_seconds)
+        return next(self._rest), mx.array(np.log(np.full(256, 1 / 256, np.float32)))
+
+    def take(self, outcome):
+        token, logprobs = outcome
+        self._count += 1
+        is_end = token == self.session.tokenizer.eos_token_id and next(self._rest, None) is None
+        reason = "stop" if is_end else "length" if self._count == self._limit else None
+        if reason is None:
+            self.session.tokens.append(token)
+        else:
+            self.end()
+        return Event(self, len(self.prompt), token, logprobs, False, reason)
+
+    def end(self, error=None):
+        self.is_over, self.is_in_prompt = True, False
 
 
 class FakeExperts:
@@ -257,9 +260,6 @@ class FakeExperts:
 
     def places(self):
         return [((i // 4, i % 4), i % 3) for i in range(8)]
-
-    def interlude(self):
-        return contextlib.nullcontext()
 
     def close(self):
         self.closed = True
@@ -293,4 +293,4 @@ class FakeEngine:
         return FakeSession(self)
 
 
-__all__ = ["FakeEngine", "Live", "Stopped", "demo_engine", "wait_for"]
+__all__ = ["FakeEngine", "Live", "demo_engine", "wait_for"]

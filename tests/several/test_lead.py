@@ -5,6 +5,7 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
+from driving import Stopped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_models import random_image
@@ -13,7 +14,6 @@ from tiny_models import tiny_directory
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.prompt import with_images
-from moeflux_mlx.engine.running_text import Stopped
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.engine.weights import model_fingerprint
 from moeflux_mlx.errors import ExpertIOError, PromptCacheError, RankError

@@ -6,12 +6,14 @@ import image_goldens
 import mlx.core as mx
 import numpy as np
 import pytest
+from driving import absorbed
 from grids import drawn, marks
 from image_models import golden_prompt, image_directory, needs_encoder, quantised_in_place
 from tiny_models import use_plain_operations
 
 from moeflux_mlx.engine.engine import load_model
 from moeflux_mlx.engine.prefill import Prefill
+from moeflux_mlx.experts.routing import finished
 from moeflux_mlx.model import images
 from moeflux_mlx.model.span import Span
 from moeflux_mlx.ops import backend
@@ -41,7 +43,7 @@ def logits_of(model, prompt):
     """Returns the logits [T, V] of a prompt that is computed in one call."""
     cache = model.make_cache()
     span = Span(prompt.tokens[None], 0, 4096, images=prompt.images)
-    model.advance(span, cache)
+    finished(model.advance(span, cache))
     return np.array(backend.leave(model.lm_head(model.model.normed(span.hidden)))[0].astype(mx.float32))
 
 
@@ -87,7 +89,7 @@ def test_any_cut_gives_them_and_text_goes_on(monkeypatch, models, family, cut, c
     model = models(family)
     prompt, wanted = golden_prompt(family, model.vision, 2)
     behind, cache = len(prompt) - 3, model.make_cache()
-    last = Prefill(model, cache, prompt.tokens[:behind], images=prompt.images, **cut).run()
+    last = absorbed(Prefill(model, cache, prompt.tokens[:behind], images=prompt.images, **cut))
     outputs = [last, *(model(prompt.tokens[i : i + 1][None], cache)[:, -1] for i in range(behind, len(prompt)))]
     got = np.array(mx.concatenate(outputs).astype(mx.float32))
     np.testing.assert_allclose(got, wanted[behind - 1 :], atol=TOLERANCE)
@@ -146,7 +148,7 @@ def test_positions_after_an_image_that_are_places_show(monkeypatch, models, fami
     model = models(family)
     prompt, wanted = golden_prompt(family, model.vision, 1)
     cache, behind = model.make_cache(), len(prompt) - 2
-    Prefill(model, cache, prompt.tokens[:behind], images=prompt.images).run()
+    absorbed(Prefill(model, cache, prompt.tokens[:behind], images=prompt.images))
     got = np.array(model(prompt.tokens[behind : behind + 1][None], cache)[0, -1].astype(mx.float32))
     assert np.abs(got - wanted[behind]).max() > 10 * TOLERANCE
 
