@@ -9,6 +9,7 @@ A way of mixing tokens is known to its own folder in `mixers/` and to the reader
 asks it. A module of more than 400 lines needs a reason in `LONG`; no function has more than 60, besides its docstring.
 The signature of a public function or method has no bare `Any`: the type has a name, such as `AnyArray` or `JsonValue`.
 Code asks for the kind of an array in at most `KIND_PLACES` places besides `KIND`, whose functions serve both.
+Only `LOOP` takes prompts and steps through a model: it alone calls a model's `advance` and `step`.
 Tests use public names: they reach for private ones of the package, which begin with one underscore, in at most
 `PRIVATE_PLACES` places. Prints each fault and fails if there is one. tests/test_imports.py checks that imports point
 down without cycles.
@@ -24,7 +25,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "moeflux_mlx"
 TESTS = PACKAGE.parent / "tests"
 MAY_NAME = ("mixers", "families")  # packages that may name a mixer
 MODULE_LINES, FUNCTION_LINES, PRIVATE_PLACES, KIND_PLACES = 400, 60, 60, 53
-KIND = PurePath("ops/backend.py")
+KIND, LOOP = PurePath("ops/backend.py"), PurePath("engine/loop.py")
+DRIVES = re.compile(r"(.*\.)?_?model\.(advance|step)")
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")  # a name, perhaps with those of what it belongs to
 UNNAMED = re.compile(r"\bAny\b")
 KINDS = {"mx.array", "np.ndarray"}
@@ -32,6 +34,8 @@ LIBRARIES = {"mx", "np"}
 OF_TUPLES = "_replace"  # of a named tuple, where the underscore only avoids names of fields
 ONE_OPERATION = "one mixer's operation: kernels, twin, native form and chooser"
 LONG = {  # module: why it is longer
+    "engine/session.py": "one text: what is kept of it, and how a prompt goes on from that",
+    "experts/streamed.py": "one source of experts: turns, requests and memory share one lock",
     "mixers/delta/op.py": ONE_OPERATION,
     "mixers/latent/op.py": ONE_OPERATION,
     "ops/experts.py": "the two kernels of a step's experts, one after the other: twins, native forms and choosers",
@@ -91,6 +95,13 @@ def unnamed_types(module: PurePath, tree: ast.Module) -> Iterator[str]:
             yield f"{module}:{function.lineno} {function.name} has Any in its signature"
 
 
+def drivers(module: PurePath, tree: ast.Module) -> Iterator[str]:
+    """Calls that take a prompt or a step through a model."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and DRIVES.fullmatch(ast.unparse(node.func)):
+            yield f"{module}:{node.lineno} calls {ast.unparse(node.func)}"
+
+
 def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
     """What is wrong with the package's shape."""
     found: list[str] = []
@@ -100,6 +111,7 @@ def faults(package: Path, reasons: Iterable[str] = LONG) -> list[str]:
         tree = ast.parse(text)
         found += lines_that_name(mixers, module, tree)
         found += [*long_functions(module, tree), *unnamed_types(module, tree)]
+        found += drivers(module, tree) if module != LOOP else ()
         lengths[module.as_posix()] = len(text.splitlines())
     return found + long_modules(lengths, reasons)
 

@@ -37,11 +37,17 @@ def advance(answer):
     """The event of the next token of an answer that is computed by itself; raises its error."""
     loop = Loop()
     loop.add(answer)
-    for event in loop:
+    for event in events_of(loop):
         if event.error is not None:
             raise event.error
         if event.token is not None:
             return event
+
+
+def events_of(loop):
+    """Yields what a loop does until no text is left."""
+    while loop.texts:
+        yield from loop.step()
 
 
 def absorb_into(session, prompt, progress=lambda done, total: None):

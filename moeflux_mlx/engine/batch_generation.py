@@ -167,9 +167,9 @@ class BatchGenerator:
 
     def _text(self, prompt: Sequence[int], most: int, cache: Any, sampler: Any, processors: Any) -> "_NumberedText":
         check_max_tokens(most)
-        choice = {"sampler": sampler or self.sampler, "logits_processors": processors}
+        choice = {**self._cut, "sampler": sampler or self.sampler, "logits_processors": processors}
         given = self.model, self._own(cache), checked_prompt(prompt, self.model)
-        return _NumberedText(*given, max_tokens=most, is_end=self._is_end, **self._cut, **choice)
+        return _NumberedText(*given, max_tokens=most, is_end=self._is_end, **choice)
 
     def _is_end(self, tokens: list[int]) -> bool:
         return any(tokens[-len(stop) :] == stop for stop in self.stop_tokens if stop)
@@ -235,8 +235,8 @@ class BatchGenerator:
     def _token(self, event: Event[_NumberedText]) -> BatchToken:
         text, reason = event.text, event.finish_reason
         self.stats.generation_tokens += event.error is None
-        rest = (text.cache, text.tokens) if reason else (None, None)
-        return BatchToken(text.uid, event.token, event.logprobs, reason, *rest, event.error)
+        cache, tokens = (text.cache, text.tokens) if reason else (None, None)
+        return BatchToken(text.uid, event.token, event.logprobs, reason, cache, tokens, event.error)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from ..model.images import ImageSource
 from ..spec import ModelArgs
 from ..text.tokenizer import TokenizerWrapper
 from .keywords import COMPUTING, GENERATION, Replaced, public
-from .loop import Event, Loop, Progress, Text
+from .loop import AnyText, Event, Loop, Progress, Text
 from .prompt import checked_prompt, prompt_with_images
 from .sampling import LogitsProcessor, Sampler, make_logits_processors, make_sampler
 
@@ -142,6 +142,7 @@ def generate_step(
     )
     with closing(_tokens(text, prompt_progress_callback)) as events:
         for event in events:
+            assert event.token is not None
             yield event.token, event.logprobs
 
 
@@ -162,18 +163,19 @@ def _text(
     return Text(model, cache, prompt, max_tokens=max_tokens, **options)
 
 
-def _tokens(text: Text, report: Progress | None) -> Generator[Event, None, None]:
+def _tokens(text: Text, report: Progress | None) -> Generator[Event[Text], None, None]:
     """Computes a text by itself; yields the event of each token, and raises the error that ends it."""
-    loop, total = Loop(), len(text.prompt)
+    loop, total = Loop[Text](), len(text.prompt)
     loop.add(text)
     with closing(loop):
-        for event in loop:
-            if event.error is not None:
-                raise event.error
-            if report is not None and len(text.tokens) < 2:
-                report(event.done, total)
-            if event.token is not None:
-                yield event
+        while loop.texts:
+            for event in loop.step():
+                if event.error is not None:
+                    raise event.error
+                if report is not None and len(text.tokens) < 2:
+                    report(event.done, total)
+                if event.token is not None:
+                    yield event
 
 
 def respond(text: Text, responder: "Responder", report: Progress | None) -> Responses:
@@ -255,7 +257,7 @@ class Responder:
         """Seconds from construction to the first token."""
         return self._clock.first - self._clock.start
 
-    def response(self, event: Event) -> GenerationResponse:
+    def response(self, event: Event[AnyText]) -> GenerationResponse:
         """Makes the response of the token that has just been chosen."""
         n = self._clock.tick()
         assert event.token is not None

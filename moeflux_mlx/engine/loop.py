@@ -5,11 +5,11 @@ A `Text` says what is computed for it and takes the results; a `Loop` decides no
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
 
@@ -19,7 +19,7 @@ from ..model.decoder import Model
 from ..model.step import MAX_ROWS, Step
 from ..ops.interrupt import Left
 from ..ops.limits import within_limits
-from .decoding import ChosenToken, Decoding, choose_likeliest
+from .decoding import ChosenToken, Decoding, Proposed, choose_likeliest
 from .head_drafts import head_drafts
 from .prefill import Prefill
 from .prompt import Prompt
@@ -94,7 +94,7 @@ class Text:
             "sampler": sampler,
             "logits_processors": logits_processors,
         }
-        self._cut = {"span": span, "block": prefill_step_size}
+        self._cut: dict[str, Any] = {"span": span, "block": prefill_step_size}
         self.tokens: list[int] = []
         self.decoding: Decoding | None = None
         self.is_over = False
@@ -240,11 +240,6 @@ class Loop(Generic[AnyText]):
             return self.piece(due[0])
         return self.rows(due)
 
-    def __iter__(self) -> Iterator[Event[AnyText]]:
-        """Yields events until no text is left."""
-        while self.texts:
-            yield from self.step()
-
     def piece(self, text: AnyText) -> list[Event[AnyText]]:
         """A piece of a prompt, and after the last one the first token."""
         if self._begun is not None and self._begun is not text:
@@ -348,7 +343,7 @@ def _step(decodings: Sequence[Decoding], ahead: bool = False) -> dict[Decoding, 
     """
     if not decodings:
         return {}
-    model, drafts = decodings[0].model, ()
+    model, drafts = decodings[0].model, cast("Proposed", ())
     try:
         if len(decodings) > 1 or ahead:
             rows = [one.rows for one in decodings]

@@ -45,25 +45,26 @@ class SomeExperts:
             memory = mx.zeros(experts, mx.uint64)  # addresses
         self.array = Records(memory, record)
 
-    def _inputs(self, x: AnyArray) -> tuple[Records, np.ndarray, AnyArray]:
-        """The records, and slots and weights [T, K] of the rows x."""
-        records = Records(self.memory, self.array.record) if computes_at_once(x) else self.array
+    def _inputs(self, x: AnyArray) -> tuple[Records, np.ndarray, AnyArray, AnyArray]:
+        """The records, and for the rows x slots [T, K], the same as the kernels take them, and weights."""
         slots = np.tile(np.arange(self.count, dtype=np.int32), (len(x), 1))
-        return records, slots, of_kind(np.zeros(slots.shape, np.float32), x)
+        weights = of_kind(np.zeros(slots.shape, np.float32), x)
+        if computes_at_once(x):
+            return Records(self.memory, self.array.record), slots, slots, weights
+        return self.array, slots, mx.array(slots.astype(np.uint32)), weights  # texts depend on the dtype
 
     def __call__(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> AnyArray:
-        records, slots, weights = self._inputs(x)
+        records, _, at, weights = self._inputs(x)
         if self.is_queued and routing.choice is not None:
             with_record(records.memory, 0, mx.zeros(records.record.held_bytes // 4, mx.uint32))
             return chosen_ffn(x, routing.choice, records, residual, shared, len(records.memory), [])
         if self.is_resident and routing.choice is not None:
             return chosen_ffn(x, routing.choice, records, residual, shared)
-        at: AnyArray = slots if computes_at_once(x) else mx.array(slots.astype(np.uint32))  # texts depend on the dtype
         return expert_ffn(x, at, records, weights, residual, shared)
 
-    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[Any]:
+    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
         yield from ()
-        records, slots, weights = self._inputs(x)
+        records, slots, _, weights = self._inputs(x)
         on_units = not refusal(backend.dtype_of(x), records.record)
         if on_units and self.is_resident:
             sort_by_expert(mx.array(slots.astype(np.uint32)), len(self.memory))

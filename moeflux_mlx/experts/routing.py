@@ -15,17 +15,18 @@ from ..ops.tiles import LEASED_TOKENS
 from .source import ExpertLoader
 
 Made = TypeVar("Made")
+Done = TypeVar("Done")
 Pieces: TypeAlias = Generator[float, None, Made]  # yields the share that is done after each piece
 
 
-def finished(pieces: Generator[Any, None, Made], report: Callable[[Any], object] = lambda done: None) -> Made:
+def finished(pieces: Generator[Done, None, Made], report: Callable[[Done], object] = lambda done: None) -> Made:
     """The result of all pieces; `report` is called with what each yields."""
     with closing(pieces):
         try:
             while True:
                 report(next(pieces))
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value
 
 
 def part_of(pieces: Pieces[Made], start: float, share: float) -> Pieces[Made]:
@@ -35,7 +36,7 @@ def part_of(pieces: Pieces[Made], start: float, share: float) -> Pieces[Made]:
             while True:
                 yield start + share * next(pieces)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value
 
 
 @dataclass

@@ -114,10 +114,18 @@ ON_DISK, IN_MEMORY, ARRIVING = range(3)  # where a record is
 
 
 class Passage:
-    """A span that a thread computes in pieces, a turn for each; it ends when nobody refers to it any more."""
+    """A span that a thread computes in pieces, a turn for each, within a `with` block; it ends with the block, or when
+    nobody refers to it any more.
+    """
 
     def __init__(self) -> None:
-        self.thread, self.has_begun = threading.get_ident(), False
+        self.thread, self.has_begun, self.has_ended = threading.get_ident(), False, False
+
+    def __enter__(self) -> "Passage":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.has_ended = True
 
 
 class RequestObserver(Protocol):

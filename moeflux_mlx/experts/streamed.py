@@ -247,7 +247,7 @@ class StreamedExperts(ExpertLoader):
         passage = Passage()
         while True:
             with self._lock:
-                if all(other.thread == passage.thread for other in self._passages):
+                if all(other.has_ended or other.thread == passage.thread for other in self._passages):
                     self._passages.add(passage)
                     return passage
             time.sleep(SPAN_SECONDS)
@@ -276,7 +276,8 @@ class StreamedExperts(ExpertLoader):
 
     def _begin(self, tokens: int, passage: Passage | None) -> None:
         """Does what comes before a call, and before the first piece of a span."""
-        self._computes_beside = passage is None and tokens <= MAX_TOKENS and bool(self._passages)
+        is_step = passage is None and tokens <= MAX_TOKENS
+        self._computes_beside = is_step and not all(other.has_ended for other in self._passages)
         self.reader.limit_warming(IN_A_STEP if tokens <= MAX_TOKENS else WARM_READS)
         self._rows_asked.layers.clear()
         if passage is not None and passage.has_begun:

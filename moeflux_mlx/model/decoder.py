@@ -166,8 +166,8 @@ class Model(nn.Module):
             sequences: each has its own caches, which may be empty, and 1 to `MAX_OF_SEQUENCE` tokens in order.
 
         Raises:
-            RequestError: no rows, too many in all or of one sequence, a cache in two sequences, or anything that
-                calling the model refuses; no cache has changed.
+            RequestError: no rows, too many, a cache in two sequences, or what calling the model refuses; no cache has
+                changed.
             ExpertIOError, DeviceError: as calling the model does.
         """
         for rows in sequences:
@@ -216,8 +216,8 @@ class Model(nn.Module):
 
     @contextmanager
     def _turn(self, tokens: int, passage: Passage | None = None) -> Iterator[bool]:
-        """A context manager that admits one thread at a time if threads share the memory of experts; yields whether
-        results must be evaluated. `passage`: of the span, if it is computed in pieces.
+        """Admits one thread at a time if threads share the memory of experts; yields whether results must be evaluated.
+        `passage`: of the span, if it is computed in pieces.
         """
         turn = nullcontext(False) if self.experts is None else self.experts.turn(tokens, passage)
         with within_limits(), turn as shared, self._computing():
@@ -329,22 +329,17 @@ class Model(nn.Module):
             return self.model.normed(last) if self.head.takes_normed else last
 
     def advance(self, span: Span, cache: list[LayerCache]) -> Pieces[mx.array]:
-        """Takes a span through its remaining layers, a block or a wave of experts at a time; returns the logits
-        [B, vocab_size] of its last token.
-
-        Between two pieces the same thread may compute anything else but a span. Closing the iterator, like an error,
-        leaves the span between two layers: another `advance` continues it, `span.drop` undoes it.
-
-        Args:
-            span: the tokens after those in `cache`; an earlier call may have left it.
-            cache: from `make_cache`.
+        """Takes a span, the tokens after those in `cache`, through its remaining layers, a block or a wave of experts
+        at a time; returns the logits [B, vocab_size] of its last token. Between two pieces the same thread may compute
+        anything else but a span. Closing the iterator, like an error, leaves the span between two layers: another
+        `advance` continues it, `span.drop` undoes it.
 
         Raises:
             RequestError, ExpertIOError, DeviceError: as calling the model does.
         """
         self._check(span.tokens, cache)
-        passage = None if self.experts is None else self.experts.begin_span()
-        with closing(self._through_layers(span, cache)) as pieces:
+        begun = nullcontext() if self.experts is None else self.experts.begin_span()
+        with begun as passage, closing(self._through_layers(span, cache)) as pieces:
             while True:
                 with self._turn(span.tokens.size, passage):
                     share = next(pieces, None)

@@ -170,7 +170,8 @@ class MoE(nn.Module):
         predicted = self._predict_next(rows.residual) if self.should_predict(B * L) else None
         routing = Routing(self.layer, rows.ids, rows.weights, self._as_routing(predicted))
         added_to = self._added_to(rows.residual, rows.x)
-        made = yield from self.experts.in_pieces(routing, rows.x, added_to, shared)
+        given = routing, rows.x, added_to, shared
+        made = self.experts(*given) if B * L <= MAX_TOKENS else (yield from self.experts.in_pieces(*given))
         return self._joined(rows.residual, made, beside).reshape(B, L, -1)
 
     def _choice(self, logits: AnyArray) -> Choice | None:

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..engine.engine import Engine
-from ..engine.prefill import Progress
+from ..engine.loop import Progress
 from ..errors import RequestError
 from ..spec import ModelArgs
 from .readers import Head, TextReader, reader_of

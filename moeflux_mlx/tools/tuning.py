@@ -25,6 +25,7 @@ from ..mixers.registry import USUAL, make_caches
 from ..model.layer import DecoderLayer
 from ..model.tokens import Tokens
 from ..ops import backend
+from ..ops.backend import AnyArray
 from ..ops.expert_rows import refusal
 from ..ops.experts import chosen_ffn, expert_ffn
 from ..ops.grouped import GroupedRows
@@ -103,7 +104,7 @@ class TrialExperts:
         self.count = count
         self.records = random_records(record, count)
 
-    def in_pieces(self, routing: Routing, x: Any, residual: Any, shared: Any) -> Pieces[Any]:
+    def in_pieces(self, routing: Routing, x: AnyArray, residual: AnyArray, shared: AnyArray) -> Pieces[AnyArray]:
         """Nothing: `PromptWork` has the experts of a prompt."""
         yield from ()
         return residual

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
-from driving import absorbed, advance, next_token
+from driving import absorbed, advance, events_of, next_token
 from grids import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -218,7 +218,7 @@ def test_answers_share_steps_and_fail_alone():
     told, kinds, loop = [[] for _ in answers], {}, Loop()
     for answer in answers:
         loop.add(answer)
-    for event in loop:
+    for event in events_of(loop):
         if event.error is not None:
             kinds[answers.index(event.text)] = type(event.error)
         elif event.token is not None:

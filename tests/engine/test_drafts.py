@@ -393,12 +393,12 @@ def test_greedy_tokens_of_a_check_are_chosen_together(monkeypatch, seed, penalty
     model = tiny_model("qwen3_moe", mx.float32)
     plain = [token for token, _ in generate_step(PROMPT, model, max_tokens=8, **choice(seed, penalty))]
     drafts(monkeypatch, model, [[*PROMPT, *plain]], most=2)
-    made, begin = [], decoding.Decoding._begin_step
+    made, take = [], decoding.Decoding.take_rows
 
     def noted(self, *given, **named):
-        begin(self, *given, **named)
+        take(self, *given, **named)
         made.append((self._step.drafted, len(self._step.chosen)))
 
-    monkeypatch.setattr(decoding.Decoding, "_begin_step", noted)
+    monkeypatch.setattr(decoding.Decoding, "take_rows", noted)
     list(generate_step(PROMPT, model, max_tokens=4, **choice(seed, penalty)))
     assert made[0] == (2, together)

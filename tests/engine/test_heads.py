@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import tiny_heads
-from driving import Stopped, absorb_into
+from driving import Stopped, absorb_into, events_of
 from grids import drawn, marks
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
@@ -302,7 +302,7 @@ def test_a_head_sees_the_steps_that_a_text_shares(monkeypatch, resident):
     for answer in answers:
         loop.add(answer)
     said = [[] for _ in answers]
-    for event in loop:
+    for event in events_of(loop):
         if event.token is not None:
             said[answers.index(event.text)].append(event.token)
     assert said == want

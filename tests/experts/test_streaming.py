@@ -391,9 +391,9 @@ def test_the_hottest_experts_of_a_chunk_stay(small_waves):
         def expect(self, layer, tokens):
             pass
 
-        def __call__(self, routing, *rest):
+        def in_pieces(self, routing, *rest):
             used[routing.layer] = np.array(routing.ids).reshape(-1)
-            return routed(routing, *rest)
+            return routed.in_pieces(routing, *rest)
 
     for layer in model.args.moe_layers:
         model.layers[layer].mlp.experts = Recording()

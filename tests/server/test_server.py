@@ -17,10 +17,10 @@ import pydantic
 import pytest
 from live_server import FakeEngine, Live, demo_engine, wait_for
 
+from moeflux_mlx.engine import loop
 from moeflux_mlx.engine.machine import used_memory
 from moeflux_mlx.engine.session import Session
 from moeflux_mlx.errors import DeviceError
-from moeflux_mlx.server import worker
 
 QUESTION = [{"role": "user", "content": "Tell me a story about Mira, who can talk to owls."}]
 
@@ -161,7 +161,7 @@ def test_a_step_that_the_device_refuses_ends_its_answers_and_no_others(chat, mon
 
     options = {"model": "m", "messages": QUESTION, "max_tokens": 4}
     before = chat.chat.completions.create(**options).choices[0].message.content
-    monkeypatch.setattr(worker, "advance_answers", refuses)
+    monkeypatch.setattr(loop, "advance_together", refuses)
     with pytest.raises(openai.InternalServerError, match="DeviceError"):
         chat.chat.completions.create(**options)
     assert chat.chat.completions.create(**options).choices[0].message.content == before

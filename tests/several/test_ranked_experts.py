@@ -182,7 +182,7 @@ def test_an_interruption_of_one_rank_stops_all():
             right = experts.own_rows
 
             def interrupted(*given):
-                right(*given)
+                yield from right(*given)
                 raise KeyboardInterrupt
 
             experts.own_rows = interrupted

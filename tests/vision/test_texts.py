@@ -177,6 +177,11 @@ def test_a_prompt_that_is_stopped_within_an_image_continues_there(family):
     same(answer(session, prompt), answer(make(family, span=8), prompt), atol=0)
 
 
+def after(session, token):
+    """The logits after one more token."""
+    return np.array(session.model.step([SequenceRows(session.cache, [token])]).logits)
+
+
 def test_texts_decode_together_as_alone():
     model, tokenizer = tiny_model(FAMILY, mx.float32), load_tokenizer(tiny_directory(FAMILY))
     prompts = [prompt_of(FAMILY, 1), prompt_of(FAMILY, 2, 3), Prompt(mx.array([5, 6, 7], mx.uint32))]
@@ -250,7 +255,7 @@ def test_drafts_behind_images_change_no_bit(monkeypatch, headed, kind):
         checked.append(drafting.checked)
     assert with_drafts.reuse.memory > 9 + 12, "up to what is said behind the first image"
     assert 0 < checked[0] < checked[1] and 0 < drafting.taken < drafting.checked
-    assert np.array_equal(np.array(with_drafts.step([7])), np.array(without.step([7])))
+    assert np.array_equal(after(with_drafts, 7), after(without, 7))
 
 
 @pytest.mark.skipif(backend.has_kernels(), reason="a GPU is a token ahead when drafts begin")
@@ -299,9 +304,7 @@ def test_a_session_is_saved_with_its_positions(tmp_path):
     other = make()
     other.load(tmp_path / "text", fingerprint)
     assert other.tokens == session.tokens
-    assert np.array_equal(
-        *(np.array(one.model.step([SequenceRows(one.cache, [7])]).logits) for one in (other, session))
-    )
+    assert np.array_equal(after(other, 7), after(session, 7))
     with pytest.raises(SnapshotError, match="as after an image, and a snapshot cannot say so"):
         save_state(session.model, session.cache)
 
