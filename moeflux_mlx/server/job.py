@@ -14,11 +14,13 @@ class Job:
     prepared: the request.
     emit: takes the events; may be called in any thread.
     client: the client; clients take turns, regardless of the number of their jobs.
+    on_begin: called when the job begins, in any thread.
     """
 
     prepared: PreparedRequest
     emit: Callable[[ServerEvent], None]
     client: str = ""
+    on_begin: Callable[[], None] = lambda: None
     cancelled: threading.Event = field(default_factory=threading.Event)
     raw: str = ""  # what the model wrote, set before the last event
 
